@@ -298,5 +298,5 @@ def by_triton(x: Tensor, weight: Coded, bias: Tensor | None) -> Any:
 ])  # fmt: skip
 def test_where_there_is_a_kernel(monkeypatch, capability: tuple[int, int], triton: bool, expected: bool):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(coded, "find_spec", lambda _: object() if triton else None)
+    monkeypatch.setattr(coded, "triton_runs", lambda: triton)
     assert available(torch.device("cuda:0")) is expected and available(CPU)

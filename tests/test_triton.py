@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +20,13 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from llama_ssp.config import Dtype  # noqa: E402
 from llama_ssp.models import experts  # noqa: E402
 from llama_ssp.models.attention import NO_SIDES, Pass, Scores, Sides, attend_rows  # noqa: E402
 from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
+from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
+from llama_ssp.models.kernels.coded import available  # noqa: E402
+from llama_ssp.models.steps import has_kernels  # noqa: E402
 
 tl = triton.language
 CPU = torch.device("cpu")
@@ -249,6 +254,7 @@ def require_model() -> None:
         require_same(module, *walked(saved(module, Path(folder)), attend=by_kernel))
 
 
+@patch.object(experts, "triton_runs", lambda: True)
 def require_experts() -> None:
     """Experts, of more tokens that choose the same than a product has rows; weights that fill no block."""
     for seed, (tokens, count, top_k, dim, wide) in enumerate(
@@ -265,6 +271,47 @@ def require_experts() -> None:
         torch.testing.assert_close(experts.apply_on_gpu(*arguments, *gate), expected, rtol=1e-4, atol=1e-3)
         choice_TK[-1] = choice_TK[-1].roll(1)
         assert not torch.allclose(experts.apply_on_gpu(*arguments, *gate), expected, rtol=1e-2, atol=1e-1)
+
+
+@pytest.fixture(params=["no compiler", "no headers"])
+def _without(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[None]:
+    """Triton takes this machine for one with a GPU, and cannot compile its driver."""
+    from triton.backends.nvidia import driver
+
+    kept: list[Any] = [triton_runs, driver.library_dirs, driver.libcuda_dirs]
+    for name in ("_active", "_default"):
+        monkeypatch.setattr(triton.runtime.driver, name, None)
+    monkeypatch.setattr(driver.CudaDriver, "is_active", staticmethod(lambda: True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for name in ("TRITON_LIBCUDA_PATH", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    if request.param == "no compiler":
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setenv("CC", "false")
+    for function in kept:
+        function.cache_clear()
+    yield
+    for function in kept:
+        function.cache_clear()
+
+
+@pytest.mark.usefixtures("_without")
+@torch.inference_mode()
+def test_what_triton_cannot_compile_is_known_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Models in codes, and with experts, ended in their first step. Now codes are decoded."""
+    gpu = torch.device("cuda:0")
+    assert not any(has_kernels("m", dtype, gpu) for dtype in (Dtype.packed, Dtype.bf16))
+    assert not available(gpu)
+    up, down, x_TH = torch.randn(4, 80, 72), torch.randn(4, 72, 40), torch.randn(3, 72)
+    given = x_TH, torch.rand(3, 2), torch.tensor([[0, 3]] * 3), [up], [down], "", "", None, None
+    gate = "silu", 0.0, 0.0
+    assert torch.equal(experts.apply_on_gpu(*given, *gate), experts.apply(*given, *gate))
+    (line,) = caplog.messages
+    assert "install a C compiler and Python's headers (gcc, python3-dev): " in line
 
 
 REQUIRED = require_attention, require_one_reading, require_model, require_experts

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS, Stack, outputs_of, product, products
+from llama_ssp.models.kernels.build import triton_runs
+from llama_ssp.models.kernels.expert_stacks import DTYPES, MOST_PAIRS, Stack, outputs_of, product, products
 from llama_ssp.models.linear import Reduce
 
 
@@ -76,10 +77,8 @@ def apply_on_gpu(
     limit: float,
 ) -> Tensor:  # fmt: skip
     """Of a step: without waiting for the choice, so that it can be part of a graph."""
-    from llama_ssp.models.kernels import experts_triton
-
     gated, stacks = Gate(activation, alpha, limit), (Stack(up, up_how), Stack(down, down_how))
-    if expert_TK.numel() > MOST_PAIRS or x_TH.dtype not in experts_triton.DTYPES:
+    if not triton_runs() or expert_TK.numel() > MOST_PAIRS or x_TH.dtype not in DTYPES:
         return _one_by_one(x_TH, weight_TK, expert_TK, *stacks, up_bias, down_bias, gated)
     expert_P = expert_TK.flatten()
     gate, wide = products(x_TH, expert_P, stacks[0], up_bias).chunk(2, -1)

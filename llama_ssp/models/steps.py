@@ -28,7 +28,7 @@ from llama_ssp.models.decoder import Decoder, KeysValues, Turns
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear
-from llama_ssp.models.kernels.build import complaint
+from llama_ssp.models.kernels.build import complaint, triton_runs
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.programs import Program, ProgramFile, ProgramSpec, compiled, sizes
 from llama_ssp.models.shape import shape_of
@@ -246,6 +246,8 @@ def _never_empty(tensor: Tensor) -> None:
 
 def has_kernels(name: str, dtype: Dtype, device: torch.device) -> bool:
     """Whether steps can be compiled here: their kernels may have to be built. If not, the log says why."""
+    if device.type != "cpu" and not triton_runs():
+        return False
     wanted: list[Callable[[], None]] = [partial(attention_kernel.operators, device.type)]
     if device.type == "cpu":
         wanted.append(linear.operators)

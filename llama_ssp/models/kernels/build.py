@@ -1,8 +1,12 @@
-"""Compiles our C++ files for this processor, once; the libraries are kept in inductor's cache folder."""
+"""Compiles our C++ files for this processor, once; the libraries are kept in inductor's cache folder.
+
+Kernels for GPUs are Triton's, which compiles, too: `triton_runs` says whether it can.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import getpass
 import hashlib
 import logging
@@ -76,6 +80,23 @@ def library(source: Path, *flags: str) -> Path:
     if not is_ours(place):
         raise PermissionError(f"others may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
     return place
+
+
+@functools.cache
+def triton_runs() -> bool:
+    """Whether Triton can start kernels on this machine's GPU. If not, the log says why, once.
+
+    Triton compiles its driver, in C, when it is first used: so here, and not in the first step.
+    """
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except Exception as error:  # whatever Triton, the compiler or the loader of libraries raises
+        needs = "install a C compiler and Python's headers (gcc, python3-dev)"
+        log.warning("engine: kernels for GPUs are off, which is slow; %s: %s", needs, complaint(error))
+        return False
+    return True
 
 
 def complaint(error: Exception) -> str:

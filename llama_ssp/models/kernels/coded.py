@@ -7,7 +7,6 @@ scaled, as libraries do that decode weights first: so products are nearer to tho
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, values
-from llama_ssp.models.kernels.build import load_library
+from llama_ssp.models.kernels.build import load_library, triton_runs
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import BLOCK
 
@@ -117,7 +116,7 @@ def available(device: torch.device) -> bool:
     """Whether the device has the kernel: a GPU needs triton, and bf16."""
     if device.type == "cpu":
         return True
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0) and triton_runs()
 
 
 @functools.cache

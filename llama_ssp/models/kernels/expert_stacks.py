@@ -17,6 +17,7 @@ from llama_ssp.models.kernels.coded import CodedLinear, usable
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import WORD, packed, product_of_expert
 
+DTYPES = torch.float32, torch.bfloat16, torch.float16  # of numbers that the kernel for GPUs multiplies
 MOST_PAIRS = 1024  # of a token and an expert; where there are more, as in prompts, each expert runs alone
 DECODED_PAIRS = 16  # matrices that are decoded at once, where the choice of experts is not waited for
 NUMBERS = ""

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = torch.float32, torch.bfloat16, torch.float16
 ROWS = 16  # pairs of a program: the fewest of a product on tensor cores
 OUTPUTS, INPUT_BYTES = 32, 256  # of a program, and of one of its steps: 8 KiB of weights
 WARPS, STAGES = 4, 5
