@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import DraftSeat, PlacementConf, SamplingConfig
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.failures import LostPeer, Watch, _is_broken_collective
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.errors import DISTRIBUTED, DistributedError
+from llama_ssp.errors import DISTRIBUTED, DistributedError, UsageError
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from llama_ssp.pair.placements import model_placements
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -22,6 +25,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES
 from tests.bad_inputs import ILLEGAL
+from tests.distributed.pairs import entry_of
 
 CPU = torch.device("cpu")
 FULL = """CUDA out of memory. Tried to allocate 20.00 MiB. GPU 3 has a total capacity of 79.11 GiB of which \
@@ -94,6 +98,41 @@ def test_the_backend_follows_the_gpus_of_all_ranks(
     assert chosen == backend and reason in why
 
 
+@pytest.mark.parametrize(
+    ("target", "draft", "seat", "refused"),
+    [
+        ("auto", "cpu", DraftSeat.sharded, True),
+        ("auto", "cuda:0", DraftSeat.own, True),
+        ("cuda", "cpu", DraftSeat.own, True),
+        ("cuda:0", "cpu", DraftSeat.own, True),
+        ("auto", "auto", DraftSeat.own, False),
+        ("auto", "cuda", DraftSeat.sharded, False),
+        ("cuda:0", "cuda:0", DraftSeat.sharded, False),
+        ("cpu", "cuda:1", DraftSeat.own, False),  # tensors go by gloo
+        ("auto", "cpu", DraftSeat.leader, False),
+        ("auto", "cpu", DraftSeat.replicated, False),
+    ],
+)
+@pytest.mark.usefixtures("synchronised")
+def test_a_split_draft_is_on_the_targets_gpus(
+    target: str, draft: str, seat: DraftSeat, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL takes neither a CPU nor one GPU for two ranks; each rank says the same before it loads."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    degree = None if seat in (DraftSeat.leader, DraftSeat.replicated) else 2
+    conf = PlacementConf(draft=seat, draft_degree=degree, target_device=target, draft_device=draft)
+    spec = entry_of(SHIPPED_FOLDER / "demo", SHIPPED_FOLDER / "demo_draft", conf, 4)
+    for rank in "03":
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        if not refused:
+            assert len(model_placements(spec)) == 2
+            continue
+        with pytest.raises(
+            UsageError, match=r"draft over several ranks.*draft_device; found .*; leave it out"
+        ):
+            model_placements(spec)
+
+
 class Opened(Exception):
     """The groups would be made now, by this backend."""
 
@@ -111,6 +150,12 @@ class Told:
 
     def get(self, key: str) -> bytes:
         return self.said[key]
+
+    def clone(self) -> Told:
+        return Told()
+
+    def set_timeout(self, _: timedelta) -> None:
+        pass
 
     def cause_of(self, error: BaseException) -> BaseException:
         return error

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.errors import UsageError
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.loader import DRAFT
@@ -57,10 +58,14 @@ class ModelPlacement:
 
 
 def model_placements(spec: PairSpec) -> list[ModelPlacement]:
-    """The target's placement, and the draft model's if there is one. Logs what is unusual about the pair."""
+    """The target's placement, and the draft model's if there is one. Logs what is unusual about the pair.
+
+    Raises UsageError or DistributedError where a device is none, or not for this role.
+    """
     found = [_placed(spec, "model", spec.run.model, spec.target_path)]
     if spec.run.draft is not None and spec.placement.draft:
         found.append(_placed(spec, DRAFT, spec.run.draft, spec.draft_path))
+        _require_one_backend(found, spec)
     _warn(found, spec.run)
     return found
 
@@ -80,6 +85,18 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
         role, model, path, device, dtype, splitting, ranks, copies, memory,
         conf.offload_folder, Pairing.of(run), compiled,
     )  # fmt: skip
+
+
+def _require_one_backend(found: list[ModelPlacement], spec: PairSpec) -> None:
+    """Refuses a split draft on a device that NCCL, which the target's GPUs use, does not take."""
+    target, draft = found
+    conf = spec.run.placement
+    theirs = conf.draft_device in ("auto", "cuda", conf.target_device)
+    if draft.degree > 1 and target.device.type != "cpu" and not theirs:
+        what = "a draft over several ranks is on the target's GPUs"
+        named, allowed = f"{conf.draft_device}, with {spec.placement.in_words()}", "auto"
+        fix = "leave it out, or use placement=leader"
+        raise UsageError(what, "placement.draft_device", named, allowed, fix)
 
 
 def tokens_of(found: list[ModelPlacement]) -> Tokens:
