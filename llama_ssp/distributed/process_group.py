@@ -255,7 +255,10 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         torch.cuda.set_device(device)
     store, watch = meet(patience_s)
     try:
-        dist.init_process_group("gloo", store=store, timeout=LOADING, rank=watch.rank, world_size=watch.world)
+        # NCCL connects ranks at their first sum: all wait in the store for the first one, which may load.
+        own = store.clone()
+        own.set_timeout(LOADING)
+        dist.init_process_group("gloo", store=own, timeout=LOADING, rank=watch.rank, world_size=watch.world)
         backend = _backend(device, store, watch)
         return Group(tuple(range(watch.world)), backend, watch)
     except BaseException as error:

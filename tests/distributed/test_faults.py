@@ -71,6 +71,30 @@ def test_a_signal_reaches_a_rank_that_waits_in_a_collective(tmp_path: Path):
     assert len(said) == 1 and "rank 0 was stopped by SIGTERM during verify, round 2" in said[0]
 
 
+def go_before_the_first_sum(rank: int) -> None:
+    """The leader goes while the other rank waits for it in torch's store, as NCCL does."""
+    from torch.distributed.distributed_c10d import _world
+
+    from llama_ssp.distributed.process_group import Group
+
+    def waiting(self: Any) -> None:
+        store = _world.pg_map[self._tensors][1]
+        store.set(f"waits/{rank}", "")
+        if rank == 0:
+            store.get("waits/1")
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.get("id")
+
+    Group.barrier = waiting  # type: ignore[method-assign]
+
+
+def test_a_rank_that_waits_in_the_store_ends_with_the_other(tmp_path: Path):
+    answers = Started(tmp_path / "run", 2, *RUN, "placement=leader", fault=go_before_the_first_sum).finish()
+    assert [answer.code for answer in answers] == [-signal.SIGKILL, 5]
+    (line,) = answers[1].errors
+    assert "rank 0 is gone (killed by a signal" in line
+
+
 def skip_a_message(rank: int) -> None:
     """The other rank takes an old message for the third."""
     from llama_ssp.distributed.process_group import Group

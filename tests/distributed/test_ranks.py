@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.distributed_c10d import _world as groups
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import PACKET, differing, open_ranks
@@ -133,6 +134,23 @@ def test_a_rank_that_loads_late_is_waited_for():
     """While ranks load, and only then."""
     said = on_ranks(2, load_late, ranks_patience_s=PATIENCE_S)
     assert "Timed out waiting 4000ms" in said[0], said
+
+
+def wait_as_nccl(ranks: Ranks) -> str:
+    """Before a group's first sum: its first rank writes an id into torch's store, the others wait for it."""
+    store = groups.pg_map[ranks._tensors][1]  # type: ignore[attr-defined]
+    if ranks.is_leader:
+        time.sleep(1.5 * PATIENCE_S)
+        store.set("id", "a")
+    found: str = store.get("id").decode()
+    ranks.barrier()
+    return found
+
+
+@pytest.mark.slow
+def test_the_id_of_nccl_is_waited_for_while_ranks_load():
+    """One that compiled for long was lost to those that had loaded."""
+    assert on_ranks(2, wait_as_nccl, ranks_patience_s=PATIENCE_S) == {0: "a", 1: "a"}
 
 
 def sum_with_the_gone(ranks: Ranks) -> str:
