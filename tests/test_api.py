@@ -27,7 +27,7 @@ from llama_ssp.errors import UsageError
 from llama_ssp.pair.batches import usable
 from llama_ssp.text.prompts import TextPrompt
 from tests.conftest import Command
-from tests.warm import ROOT, python
+from tests.warm import ROOT, python, ranks
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
 PROMPTS = ["hello", "a longer prompt", "x"]
@@ -230,14 +230,47 @@ def test_examples_of_the_guide(example: str, tmp_path: Path) -> None:
     assert run.returncode == 0 and run.stdout, run.stderr
 
 
+ENDED = """
+import os
+from llama_ssp import RunError, SamplingConfig, load_pair
+
+def said(call):
+    try:
+        return call()
+    except RunError as error:
+        return f"{type(error).__name__}: {error}"
+
+where = ["placement.timeout_s=30"]
+with load_pair("tiny", overrides=where) as pair:
+    for prompt, top_p in (("", 0.9), ("hello", 7.0)):
+        print(said(lambda: pair.generate([prompt], sampling=SamplingConfig(top_p=top_p))))
+    print(said(lambda: load_pair("tiny", overrides=where)))
+with load_pair("tiny", overrides=where) as pair:
+    print([one.finish_reason for one in pair.generate(["hello"], max_new_tokens=4)])
+"""
+
+
+@pytest.mark.slow
+def test_over_ranks_an_error_ends_the_pair_and_not_the_script(tmp_path: Path) -> None:
+    """Later calls say so; once it is closed, the next pair is loaded."""
+    (tmp_path / "script.py").write_text(ENDED, encoding="utf-8")
+    for rank, (code, out, errors) in enumerate(ranks(2, ["script.py"], tmp_path)):
+        first, later, second, found = out.splitlines()
+        assert (code, found) == (0, "[]" if rank else "['length']"), errors
+        assert first.startswith("JointError: rank") and "the prompt is empty" in first
+        assert later.startswith("UsageError: the pair has ended with an earlier error; found rank")
+        assert "the prompt is empty" in later and "torch.distributed is in use" in second
+
+
 @pytest.mark.slow
 def test_under_torchrun_the_leader_has_the_texts(tmp_path: Path) -> None:
     """Every rank calls; in fp32 the texts are those of one process."""
     (tmp_path / "script.py").write_text(
         "import os, sys\n"
         "from llama_ssp import load_pair\n"
-        "with load_pair('tiny', draft='tiny_draft', batch_size=2) as pair:\n"
-        f"    found = pair.generate({PROMPTS!r}, max_new_tokens=8, seed=3)\n"
+        "for _ in range(2):\n"
+        "    with load_pair('tiny', draft='tiny_draft', batch_size=2) as pair:\n"
+        f"        found = pair.generate({PROMPTS!r}, max_new_tokens=8, seed=3)\n"
         "print(os.environ['RANK'], [one.token_ids for one in found], flush=True)\n",
         encoding="utf-8",
     )

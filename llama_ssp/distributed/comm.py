@@ -21,6 +21,7 @@ class Ranks:
     rank: int = LEADER
     world: int = 1
     patience_s: float = 0.0  # how long one rank waits for another
+    ended = ""  # the error that has ended these ranks
 
     @property
     def is_leader(self) -> bool:
@@ -97,6 +98,9 @@ class Ranks:
 
     def close(self) -> None:
         """Leaves in good order, after every rank is here."""
+
+    def see_off(self) -> None:
+        """After `close`, where the process ends: also ends ranks of this machine that do not end."""
 
 
 ALONE = Ranks()

@@ -31,7 +31,7 @@ from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.rendezvous import meet
 from llama_ssp.distributed.store import END
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, UsageError
 
 log = logging.getLogger(__name__)
 NO_GPU, MIG = "none", "MIG"  # in place of a GPU's UUID
@@ -187,7 +187,9 @@ class Group(Ranks):
         self._watch.folder = Path(os.fsdecode(leaders)) if leaders else None
 
     def cause_of(self, error: BaseException) -> BaseException:
-        return self._watch.cause_of(error)
+        cause = self._watch.cause_of(error)
+        self.ended = str(cause)
+        return cause
 
     def close(self) -> None:
         gc.collect()  # NCCL waits without end for graphs that hold its sums
@@ -197,6 +199,8 @@ class Group(Ranks):
         if self.is_leader:
             self._watch.dismiss(self._lost)
         dist.destroy_process_group()
+
+    def see_off(self) -> None:
         self._watch.see_off()
 
     def _gather_texts(self, text: str) -> list[str]:
@@ -245,12 +249,15 @@ def checksum(values: Iterable[int]) -> int:
 
 
 def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
-    """The ranks that torchrun started, or ALONE.
+    """The ranks that torchrun started, or ALONE. A process may open them again after it has closed them.
 
     `patience_s` is how long they may come after each other, be silent, or wait for one another.
     """
     if rank_environment().world == 1:
         return ALONE
+    if dist.is_initialized():
+        found = "a pair that is not closed, or a process group of the script's own"
+        raise UsageError("torch.distributed is in use in this process", "", found, fix="close it first")
     if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
         torch.cuda.set_device(device)
     store, watch = meet(patience_s)

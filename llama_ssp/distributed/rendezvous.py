@@ -29,6 +29,7 @@ RETRY_S = 0.2
 EARLY_S = 10.0  # for a rank that fails before all have met, to tell the others; they may still be importing
 stores: Any = dist  # has them, though its type does not say so
 LOOPBACK = "lo"
+MET: list[Any] = []  # torch's store, once for each meeting of this process: each has keys of its own
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
         gone.speaks = address.rank == (LEADER if address.launched else LEADER + 1)
         raise gone from error
     watch.start()
+    MET.append(store.tcp.underlying_store)
     return store.tcp, watch
 
 
@@ -113,7 +115,15 @@ def _address() -> Address:
 
 
 def _store(address: Address, until: float, patience_s: float) -> Store:
-    """The run's store; the leader keeps it where torchrun does not."""
+    """The run's store, with keys for this meeting."""
+    tcp = MET[-1] if MET else _connected(address, until, patience_s)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"llama_ssp/{attempt}/{len(MET)}"
+    return Store(stores.PrefixStore(name, tcp), address.rank, address.world)
+
+
+def _connected(address: Address, until: float, patience_s: float) -> Any:
+    """torch's store; the leader keeps it where torchrun does not."""
     listener = _listener(address).detach() if address.hosts else None
     if listener is None:
         _reach(address, until, patience_s)
@@ -125,13 +135,11 @@ def _store(address: Address, until: float, patience_s: float) -> Store:
     # TCPStore waits without end for a process that accepts the connection and is silent.
     GUARD.arm("meet", patience_s, refused.code, str(refused))
     try:
-        tcp = stores.TCPStore(*where, wait_for_workers=False, master_listen_fd=listener)
+        return stores.TCPStore(*where, wait_for_workers=False, master_listen_fd=listener)
     except RuntimeError as error:
         raise refused from error
     finally:
         GUARD.disarm("meet")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Store(stores.PrefixStore(f"llama_ssp/{attempt}", tcp), address.rank, address.world)
 
 
 def _listener(address: Address) -> socket.socket:

@@ -18,7 +18,7 @@ from typing import Any
 from llama_ssp.config import Drafting, LogprobsOf, OnBadRow, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
-from llama_ssp.errors import DataError
+from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, lookahead_for, prepare
 from llama_ssp.pair.batches import Batches, prompt_of
@@ -178,7 +178,10 @@ def ranks_of(run: RunConf) -> Ranks:
 
 @contextmanager
 def first_cause(ranks: Ranks) -> Iterator[None]:
-    """Where several ranks fail, all raise what failed first."""
+    """Where several ranks fail, all raise what failed first. Raises UsageError once that has ended them."""
+    if ranks.ended:
+        what, fix = "the pair has ended with an earlier error", "close it, and load it again"
+        raise UsageError(what, found=ranks.ended, fix=fix)
     try:
         yield
     except GeneratorExit:

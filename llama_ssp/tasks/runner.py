@@ -71,6 +71,7 @@ def execute(inputs: RunInputs) -> int:
     with first_cause(ranks):
         code = _run(shared(inputs, ranks), ranks)
         ranks.close()
+        ranks.see_off()
     return code
 
 

@@ -134,7 +134,7 @@ class Started:
 
     def has_come(self, rank: int) -> bool:
         """Whether the rank waits for the others, or did."""
-        return bool(self._store.check([f"llama_ssp/0/here/{rank}"]))
+        return bool(self._store.check([f"llama_ssp/0/0/here/{rank}"]))
 
     def finish(self, patience_s: float = PATIENCE_S) -> list[Answer]:
         """When all have ended. Who has not after this long gives None, and is killed."""
