@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +19,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 import llama_ssp
 from llama_ssp import RunError, SamplingConfig, SpeculationConfig, load_pair, plan
@@ -214,6 +217,23 @@ def test_nothing_of_the_process_is_changed() -> None:
         "plan('7B', cluster='p4d'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_an_application_with_its_own_hydra() -> None:
+    """Its Hydra stays what it was; a pair is loaded, and planned, beside it."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        instance = GlobalHydra.instance()
+        before = instance.hydra
+        with load_pair("tiny"), pytest.raises(UsageError, match="did you mean"):
+            load_pair("tinny")
+        assert plan("7B", cluster="p4d").chosen
+        assert GlobalHydra.instance() is instance and instance.hydra is before
+
+
+def test_threads_compose_one_after_the_other() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(lambda seed: composed(["model=tiny", "draft=none", f"seed={seed}"]), range(8)))
+    assert [run.seed for run in runs] == [*range(8)]
 
 
 def test_names_are_there() -> None:

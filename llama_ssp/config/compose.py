@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from llama_ssp.config.overrides import SWEEP, check_arguments, translated
 from llama_ssp.config.presets import CONF, quoted
 from llama_ssp.config.validation import to_run
 from llama_ssp.config.validation.values import listed
+
+COMPOSING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,24 @@ def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
     register()
     places = ",".join(quoted(f"file://{folder}") for folder in folders)
     try:
-        with few_resolvers(), initialize_config_dir(str(CONF), version_base="1.3"):
+        with _own_hydra(), few_resolvers(), initialize_config_dir(str(CONF), version_base="1.3"):
             return to_run(compose("run", [*overrides, f"hydra.searchpath=[{places}]"]))
     except (HydraException, OmegaConfBaseException) as error:
         raise translated(error) from error
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Sets aside the Hydra of an application that calls this. One thread at a time: it is the process's."""
+    with COMPOSING:
+        instance = GlobalHydra.instance()
+        before = instance.hydra
+        instance.clear()
+        try:
+            yield
+        finally:
+            instance.hydra = before
+            GlobalHydra.set_instance(instance)
 
 
 def pair_words(model: str | Path, draft: str | Path | None, overrides: Sequence[str] = ()) -> list[str]:
