@@ -29,6 +29,7 @@ from llama_ssp.config.compose import composed
 from llama_ssp.errors import UsageError
 from llama_ssp.pair.batches import usable
 from llama_ssp.text.prompts import TextPrompt
+from tests import checkpoints
 from tests.conftest import Command
 from tests.warm import ROOT, python, ranks
 
@@ -137,6 +138,15 @@ def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
         (lambda: load_pair("tiny").generate([[1.5]]), "neither a text nor token ids; prompt 0"),
         (lambda: load_pair("tiny").generate([b"ab"]), "neither a text nor token ids; prompt 0"),
         (lambda: load_pair("tiny").generate([[5, 6]], chat=True), "not put into a chat template; prompt 0"),
+        (
+            lambda: load_pair("tiny").generate(["x", "a\ud83d"]),
+            "surrogate pair; prompt 1; found at character 1",
+        ),
+        (lambda: load_pair("tiny").score(["a\ud83d"]), "surrogate pair; prompt 0; found at character 1"),
+        (
+            lambda: load_pair("tiny").generate(["x"], chat=True, system="\ud83d"),
+            "surrogate pair; task.system",
+        ),
         (lambda: load_pair("tiny").generate(["x"], seed=-1), "seed is out of range; found -1"),
         (lambda: load_pair("tiny").generate(["x"], seed=1.5), "seed is of the wrong type; found 1.5"),
         (lambda: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),
@@ -182,6 +192,14 @@ def test_only_the_tokenizer_s_tokens_are_scored() -> None:
     assert usable(text, ids, cast(Any, tokens), run).token_ids == (3, 201)
     with pytest.raises(RunError, match="id 201, allowed ids from 0, below 200"):
         usable(text, ids, cast(Any, tokens), run, beyond=2)
+
+
+def test_scored_texts_have_the_special_tokens_of_prompts(tmp_path: Path) -> None:
+    folder, text = checkpoints.save(tmp_path, vocab_size=320), "a</s>b"
+    for special in (False, True):
+        with load_pair(folder, max_tokens=64, overrides=[f"task.special_tokens={special}"]) as pair:
+            (scored,), (done,) = pair.score([text]), pair.generate([text], max_new_tokens=1)
+        assert (1 in scored.token_ids) is special and len(scored.token_ids) == done.prompt_tokens
 
 
 def test_a_least_length_does_not_keep_texts_from_being_scored() -> None:
@@ -284,7 +302,7 @@ def test_over_ranks_an_error_ends_the_pair_and_not_the_script(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_under_torchrun_the_leader_has_the_texts(tmp_path: Path) -> None:
-    """Every rank calls; in fp32 the texts are those of one process."""
+    """Every rank calls; in fp32 the texts are those of one process. A pair that is closed ends no rank."""
     (tmp_path / "script.py").write_text(
         "import os, sys\n"
         "from llama_ssp import load_pair\n"

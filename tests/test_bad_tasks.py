@@ -101,6 +101,10 @@ SIDE_BY_SIDE = [
     Case(0, "compare-stop", (*COMPARED, 'task.stop=[""]'), 2, ("task.stop holds an empty string",)),
     Case(0, "compare-past-context", (*COMPARED, "task.max_new_tokens=1024"), 2, ("1023", "context of 1024")),
     Case(0, "compare-nothing", ("task=compare",), 2, ("there is no prompt", "standard input"), stdin=b"\n"),
+    Case(
+        0, "compare-system", (*COMPARED, "task.chat=true", "task.system='a\udcff'"), 3,
+        ("not UTF-8, or half a surrogate pair", "task.system", "at character 1"),
+    ),
     Case(0, "compare-bytes", ("task=compare",), 3, ("standard input line 1", "0xff"), stdin=b"\xff\n"),
     Case(0, "measure-k", (*MEASURED, "task.ks=[1,0]"), 2, ("task.ks entry", "found 0", "[1, 64]")),
     Case(

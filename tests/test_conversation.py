@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,15 @@ def test_the_context_s_end_is_said(command: Command, caplog: pytest.LogCaptureFi
     assert "cut: the conversation is full" in caplog.text
 
 
-def test_a_message_that_is_refused_ends_nothing(command: Command, caplog: pytest.LogCaptureFixture) -> None:
-    answer = command(*SMALL, stdin=b"a\0b\nhello")
-    assert answer.code == 0 and "NUL" in caplog.text
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [(b"a\0b\nhello", "NUL"), (b"/system a\xff\nhello\n/system\nhello", "not UTF-8, .*the system message")],
+)
+def test_a_message_that_is_refused_ends_nothing(
+    typed: bytes, said: str, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = command(*SMALL, stdin=typed)
+    assert answer.code == 0 and re.search(said, caplog.text)
     assert len(answer.document["messages"]) == 2
 
 

@@ -31,7 +31,7 @@ from llama_ssp.planner.resolve import pair_specs, require_own_ranks
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spelled
-from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.prompts import TextPrompt, problem_of
 
 USUAL_TOKENS = 2048  # of a prompt and its continuation, in the memory check
 OF_CALLS = ("prompts", "prompt_file", "max_new_tokens", "stop", "chat", "system", "logprobs", "logprobs_of")
@@ -298,12 +298,15 @@ class Pair:
     def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:
         """The texts as token ids; `shorter`: than the context, so that a token can follow."""
         tokens, found = self._session.tokens, list[Prompt]()
+        special = getattr(run.task, "special_tokens", False)
         for n, text in enumerate(texts):
             given = TextPrompt(str(n), text if isinstance(text, str) else "", f"prompt {n}")
+            if (problem := problem_of(given, {})) is not None:
+                raise problem
             if isinstance(text, str) and shorter:
                 found.append(self._session.prompt(given, run))
             else:
-                ids = tokens.encode(text) if isinstance(text, str) else _ids(text, given.where)
+                ids = tokens.encode(text, special) if isinstance(text, str) else _ids(text, given.where)
                 if getattr(run.task, "chat", False):
                     fix = "give the text, or leave out chat"
                     raise DataError("token ids are not put into a chat template", given.where, fix=fix)

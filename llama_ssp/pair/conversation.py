@@ -123,8 +123,9 @@ class Conversation:
     def _prompt(self, messages: list[Message]) -> Prompt:
         """The conversation up to the model's answer, as token ids. Raises DataError."""
         text = TextPrompt(f"turn {len(self.replies)}", messages[-1]["content"], "the conversation")
-        if (problem := problem_of(text, {})) is not None:
-            raise problem
+        for given in (text, TextPrompt("system", self.system or "", "the system message")):
+            if (problem := problem_of(given, {})) is not None:
+                raise problem
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages, tokens = [*system, *messages], self._pair.tokens
         ids = tokens.chat(messages) if self.has_template else tokens.encode(written(messages))
