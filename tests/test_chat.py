@@ -159,6 +159,26 @@ def test_a_template_that_takes_all_time_or_memory_is_ended(
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(("after_s", "again_s"), [(20.0, 7.0), (0.01, 0.0)], ids=["later", "meanwhile"])
+def test_the_caller_s_own_alarm_comes(
+    after_s: float, again_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is due, or once the template is rendered; its handler is not the template's."""
+    known, came = tokens(tmp_path), list[int]()
+    monkeypatch.setattr(known._tokenizer, "apply_chat_template", lambda *_, **__: time.sleep(0.05) or "hello")
+    before = signal.signal(signal.SIGALRM, lambda number, _: came.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after_s, again_s)
+        known.rendered(conversation("hello", None))
+        left_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
+        time.sleep(0.05)
+        assert came == [signal.SIGALRM] * (after_s < 1)
+        assert after_s < 1 or (after_s - 2 < left_s < after_s - 0.04 and interval_s == again_s)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_chat_in_another_thread(tmp_path: Path) -> None:
     """No thread but the main one may have a signal's handler."""
     known, found = tokens(tmp_path), list[list[int]]()
@@ -166,6 +186,29 @@ def test_a_chat_in_another_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert found == [known.chat(conversation("hello", None))]
+
+
+def test_threads_read_special_tokens_as_each_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers keeps how in the tokenizer, and sets it before it reads."""
+    known = tokens(tmp_path)
+    alone = [known.encode("a</s>b", special=special) for special in (False, True)]
+    encode = known._tokenizer._tokenizer
+
+    class Slow:
+        """The backend, which another thread can change between two calls."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "encode_batch":
+                time.sleep(0.01)
+            return getattr(encode, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(encode, name, value)
+
+    monkeypatch.setattr(known._tokenizer, "_tokenizer", Slow())
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda n: known.encode("a</s>b", special=n % 2 == 1), range(8)))
+    assert found == alone * 4
 
 
 def test_threads_that_render_leave_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

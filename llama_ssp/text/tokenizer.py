@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -34,6 +35,7 @@ PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no to
 TEMPLATE_S = 5.0  # for one rendering of a chat template
 TEMPLATE_BYTES = 2**30  # for one rendering, on top of the process's memory
 LIMITED = threading.Lock()
+DUE_S = 1e-3  # until the caller's timer, if it was due meanwhile
 AGAIN_S = 1.0  # until a late template is interrupted again: a destructor swallows what is raised in it
 MARK = "\ue000"  # a placeholder for the user's text, to find it in a rendered template
 WORD = "7046215937"  # the same, of characters that no template changes
@@ -85,6 +87,7 @@ class HubTokens:
         from transformers.utils import logging as hub_logging
 
         self._path, self._warned = path, False
+        self._lock = threading.Lock()  # transformers keeps a call's split_special_tokens for the next one
         before = hub_logging.get_verbosity()
         hub_logging.set_verbosity_error()  # `_unreadable` says in a line what transformers warns of
         try:
@@ -112,7 +115,7 @@ class HubTokens:
         return self._ids(text, special, begin)
 
     def _ids(self, text: str, special: bool = False, begin: bool = False) -> list[int]:
-        with tokenizing(self._path):
+        with self._lock, tokenizing(self._path):
             ids: list[int] = self._tokenizer.encode(
                 text, add_special_tokens=begin, split_special_tokens=not special
             )
@@ -219,7 +222,7 @@ def _bounded() -> Iterator[None]:
     """Bounds the time and memory of a chat template, which transformers' sandbox does not.
 
     Raises TimeoutError or MemoryError. Time is bounded in the main thread only: no other can be interrupted.
-    One thread at a time: the limit is the process's.
+    One thread at a time: the limit is the process's. A timer of the caller's comes when it is due, or after.
     """
 
     def late(*_: object) -> None:
@@ -230,6 +233,8 @@ def _bounded() -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = int(statm.split()[0]) * resource.getpagesize() + TEMPLATE_BYTES
         in_main = threading.current_thread() is threading.main_thread()
+        due_s, again_s = signal.setitimer(signal.ITIMER_REAL, 0) if in_main else (0.0, 0.0)
+        began = time.monotonic()
         before = signal.signal(signal.SIGALRM, late) if in_main else None
         try:
             resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
@@ -247,6 +252,9 @@ def _bounded() -> Iterator[None]:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+            if due_s:
+                left_s = due_s - (time.monotonic() - began)
+                signal.setitimer(signal.ITIMER_REAL, max(left_s, DUE_S), again_s)
 
 
 def _unreadable(path: Path, found: str) -> ModelError:
