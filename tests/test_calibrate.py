@@ -7,9 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
-from llama_ssp.config import ClusterConf, Dtype, TimesConf
+from llama_ssp.config import ClusterConf, Dtype, RunConf, TimesConf
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.errors import ModelError
+from llama_ssp.models import loader, steps
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.planner.hardware import known, machine_of
 from llama_ssp.tasks import calibrate
@@ -28,20 +32,21 @@ TRUE = {
 }
 
 
-def cluster_with(**known) -> ClusterConf:
-    return replace(cluster("cpu"), gb_s=10.0, times=TimesConf(flops_share=1.0, **known))
+def cluster_with(name: str = "cpu", **known) -> ClusterConf:
+    return replace(cluster(name), gb_s=10.0, times=TimesConf(flops_share=1.0, **known))
 
 
-def made(times: dict[str, float], world: int, **known) -> list[float]:
+def made(times: dict[str, float], world: int, name: str = "cpu", **known) -> list[float]:
     """What the cases take on a machine of these constants."""
-    true = cluster_with(bandwidth_share=0.8, rows_cost={1: 1.0, FAR: 1.6}, **times, **known)
+    true = cluster_with(name, bandwidth_share=0.8, rows_cost={1: 1.0, FAR: 1.6}, **times, **known)
     return [predicted(case, machine_of(true), Dtype.bf16, world).round_s(case.k, 1.0) for case in cases()]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_constants_that_made_the_times_are_found(world):
+@pytest.mark.parametrize("name", ["cpu", "p4d"])
+def test_constants_that_made_the_times_are_found(name, world):
     known = {"all_reduce_us": {2: 40.0}, "message_us": 120.0}
-    found = fitted(cluster_with(**known), made(TRUE, world, **known), Dtype.bf16, world)
+    found = fitted(cluster_with(name, **known), made(TRUE, world, name, **known), Dtype.bf16, world)
     assert found.bandwidth_share == pytest.approx(0.8, rel=0.01)
     assert found.rows_cost[FAR] == pytest.approx(1.6, rel=0.01)
     assert {key: getattr(found, key) for key in FITTED} == pytest.approx(TRUE, rel=0.01)
@@ -146,6 +151,27 @@ def test_it_writes_a_cluster_that_plans_use(command, small, caplog):
 def test_refusals(command, small, word, said):
     answer = command("task=calibrate", "task.repeats=1", word, "out=null")
     assert answer.code in (2, 6) and said in answer.errors[0] and len(answer.errors) == 1
+
+
+@pytest.mark.parametrize("why", ["no kernels", "no compiler"])
+def test_a_gpu_without_graphs_is_refused(why, small, monkeypatch):
+    """Eager rounds would give constants that the plan takes for those of graphs."""
+
+    def fails(*_):
+        raise RuntimeError("it does not compile")
+
+    if why == "no kernels":
+        monkeypatch.setattr(loader, "has_kernels", lambda *_: False)
+    else:
+        monkeypatch.setattr(steps, "compiled", fails)
+        monkeypatch.setattr(steps.ProgramFile, "load", lambda _: None)
+    monkeypatch.setattr(timing, "device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(timing, "describe", lambda _: "a GPU")
+    player = timing.Player(RunConf(), ALONE, 4)
+    with pytest.raises(
+        ModelError, match="calibrated with CUDA graphs, and steps run without them here; a GPU"
+    ):
+        player.play(calibrate.cases()[0])
 
 
 LAUNCH_S = 5e-6

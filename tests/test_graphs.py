@@ -251,6 +251,10 @@ def test_without_graphs_steps_run_all_the_same(caplog):
     lines = [record.getMessage() for record in caplog.records if "without graphs" in record.getMessage()]
     said = "RuntimeError: CUDA error: operation not permitted when stream is capturing"
     assert lines == [f"engine: model runs without graphs: {said}"]
+    model = model_of(Refusing)
+    assert model.is_compiled
+    model.prepare()
+    assert not model.is_compiled
 
 
 def test_ranks_capture_together():

@@ -87,6 +87,11 @@ class GraphedModel(SteppedModel):
         memory.user = weakref.ref(cache)
         return cache
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps are compiled, and graphs."""
+        return super().is_compiled and not self._refused
+
     def tap(self, blocks: tuple[int, ...]) -> None:
         """A head taps the leader's part alone, but all ranks make their steps and graphs anew."""
         if not self._on_all_ranks([blocks == self.taps])[0]:

@@ -65,6 +65,11 @@ class SteppedModel(DecoderModel):
             token_BW = torch.zeros(1, count, dtype=torch.int64, device=self.device)
             self.logits(token_BW, Feed((start,), (count,), 8, self.device), cache, last_only=False)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps are compiled; known after `prepare`."""
+        return not self._failed
+
     def tap(self, blocks: tuple[int, ...]) -> None:
         if blocks != self.taps:
             self._step = None  # the next pass loads or compiles another

@@ -47,6 +47,11 @@ def why_eager(
     return None
 
 
+def of_constants(on_cpu: bool) -> Steps:
+    """The steps that a machine's constants are of: eager ones of a CPU, CUDA graphs of a GPU."""
+    return Steps.eager if on_cpu else Steps.compiled
+
+
 def tokens_generated(run: RunConf) -> int:
     """How many tokens the task generates at most for one prompt, as often as it does."""
     return int(getattr(run.task, "repeats", 1) * getattr(run.task, "max_new_tokens", 0))
@@ -55,8 +60,8 @@ def tokens_generated(run: RunConf) -> int:
 def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: bool) -> float:
     """Seconds of a step by the engine that runs it, from those by the constants.
 
-    A CPU's constants are of eager steps (task=calibrate), a GPU's of graphs. An eager step on a GPU takes as
-    long as the host needs to launch it, if that is longer.
+    The constants are of the steps that `of_constants` says. An eager step on a GPU takes as long as the host
+    needs to launch it, if that is longer.
     """
     if on_cpu:
         plain = cost.weights - sum(each.bytes for each in cost.coded)  # codes have one kernel in either

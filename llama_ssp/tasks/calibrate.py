@@ -29,7 +29,6 @@ from llama_ssp.config import (
     Dtype,
     PlacementConf,
     RunConf,
-    Steps,
     TimesConf,
     home_expanded,
 )
@@ -37,6 +36,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import StorageError
 from llama_ssp.models.devices import describe, device_of, dtype_of
+from llama_ssp.planner.engine import of_constants
 from llama_ssp.planner.hardware import Machine, known, machine_of, matching
 from llama_ssp.planner.search import PlanRequest, round_times
 from llama_ssp.planner.speed import RoundTimes
@@ -102,9 +102,7 @@ def measured(
     """
     device = device_of(run.placement.target_device, "placement.target_device")
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
-    # A CPU's constants are of eager steps, a GPU's of graphs: so the plan takes them (planner/engine.py).
-    engine = Steps.eager if device.type == "cpu" else Steps.auto
-    player = Player(replace(run, engine=engine), ranks, NEW)
+    player = Player(run, ranks, NEW)
     player.play(cases()[0])  # a first model brings libraries with it
     taken_by_libraries, weights = _taken(device, player.held_bytes), streamed(device, dtype)
     long = weights[: max(len(weights) // LONG_PART, 1)]
@@ -210,7 +208,8 @@ def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTi
     """The plan of a case: the draft on the leader, the target over all ranks."""
     draft = Role(DRAFT, case.draft, dtype) if case.draft else None
     work = Workload(1, len(PROMPT), NEW, case.k)
-    request = PlanRequest(machine, Role(TARGET, case.target, dtype), draft, work, 0.0)
+    engine = of_constants(machine.is_cpu)
+    request = PlanRequest(machine, Role(TARGET, case.target, dtype), draft, work, 0.0, engine=engine)
     placement = resolve(PlacementConf(draft=DraftSeat.leader), world, drafts=draft is not None)
     return round_times(request, placement)
 

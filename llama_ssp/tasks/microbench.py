@@ -14,13 +14,16 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Verification, Weights
+from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Steps, Verification, Weights
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.errors import ModelError
+from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of
+from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession
+from llama_ssp.planner.engine import of_constants
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
@@ -107,10 +110,12 @@ def message_s(ranks: Ranks, calls: int = 50) -> float:
 
 
 class Player:
-    """Runs cases; models that were loaded stay loaded."""
+    """Runs cases, by the steps that constants are of; models that were loaded stay loaded."""
 
     def __init__(self, run: RunConf, ranks: Ranks, new: int) -> None:
-        self._run, self._ranks, self._new = run, ranks, new
+        self._device = device_of(run.placement.target_device, "placement.target_device")
+        self._run = replace(run, engine=of_constants(self._device.type == "cpu"))
+        self._ranks, self._new = ranks, new
         self._pairs: dict[str, PairSession] = {}
 
     def play(self, case: Case) -> tuple[list[float], Counts]:
@@ -139,7 +144,17 @@ class Player:
             placement = resolve(run.placement, self._ranks.world, run.has_draft_model)
             pair = PairSession(PairSpec(run, None, None, placement), self._ranks)
             self._pairs[key] = pair.load(1, len(PROMPT) + self._new)
+            self._require_graphs(pair)
         return self._pairs[key]
+
+    def _require_graphs(self, pair: PairSession) -> None:
+        """Refuses a GPU on which steps have no graphs: their times would be taken for those of graphs."""
+        models = [model for model in (pair.models.target, pair.models.draft) if model]
+        graphed = all(isinstance(model, SteppedModel) and model.is_compiled for model in models)
+        if self._run.engine is Steps.compiled and not graphed:
+            what = "a GPU is calibrated with CUDA graphs, and steps run without them here"
+            fix = "the warning above says why; plans of eager steps need no calibration"
+            raise ModelError(what, describe(self._device), fix=fix)
 
 
 def _wait(device: torch.device) -> None:
