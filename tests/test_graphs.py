@@ -5,25 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import SamplingConfig, SpeculationConfig
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Pass, Scores, attend_rows
-from llama_ssp.models.cuda_graphs import GraphedModel, padded
+from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.graph_sizes import MOST, padded
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
+from llama_ssp.pair.assembly import prepare
+from llama_ssp.planner.memory import rank_work
+from llama_ssp.planner.search import placements
+from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.speculative.decision import GraphedDraws, draws_for
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
 from tests.families import VOCAB, build, decoder_of
+from tests.plans import machine, request
 from tests.rig import perturbed, speculate
 
 Call = Callable[[], Tensor]
@@ -191,7 +198,7 @@ def test_a_cache_in_use_keeps_its_memory():
 def test_steps_in_which_experts_run_one_after_the_other_are_not_captured():
     """They wait for the router's choice: a capture would fail, and no step would have a graph any more."""
     model, moe = model_of(Replayed), build("mixtral")
-    assert model.most_tokens == cuda_graphs.MOST
+    assert model.most_tokens == MOST
     model.most_tokens = Replayed(model.decoder, moe.config, "moe", ALONE).most_tokens
     assert model.most_tokens * moe.config.num_experts_per_tok == MOST_PAIRS
     model.most_tokens = 3
@@ -237,6 +244,25 @@ def test_steps_are_captured_before_they_are_needed():
     assert sorted(model.captures) == [1, 2, 6, 10]
     speculate(model, prompts(2), None, k=0, max_new=20)
     assert len(model.captures) == 4
+
+
+@pytest.mark.parametrize(("rows", "k", "siblings"), [(1, 4, 0), (1, 16, 0), (1, 3, 2), (3, 4, 0), (1, 0, 0)])
+def test_graphs_are_those_that_plans_count(rows: int, k: int, siblings: int):
+    """Of one row exactly; of rows that end one after the other the run captures no others."""
+    models = model_of(Replayed), model_of(Replayed, 0.3)
+    spec = SpeculationConfig(k=k, siblings=siblings)
+    pair: Any = SimpleNamespace(target=models[0], draft=models[1])
+    prepare(pair, spec, rows, 50)
+    on = request("tiny", "tiny_draft", machine("p4d", gpus=1), rows=rows, k=k, siblings=siblings)
+    (place,) = placements(1, True)
+    planned = rank_work(on.target, on.draft, place, on.work, 0, compiled=(TARGET, DRAFT))
+    counted = [planned.graphs(own) for own in planned.roles]
+    if rows == 1:
+        assert [tuple(sorted(model.captures)) for model in models] == counted
+    if not siblings:
+        speculate(models[0], prompts(rows), models[1], k=k, max_new=20)
+    for model, sizes in zip(models, counted, strict=True):
+        assert len(set(model.captures)) == len(model.captures) and set(model.captures) <= set(sizes)
 
 
 def test_without_graphs_steps_run_all_the_same(caplog):

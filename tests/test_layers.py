@@ -21,9 +21,9 @@ PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
 WITHOUT_TORCH = {
     "__main__", "llama_ssp", "cli", "errors", "config", "planner", "report", "batch", "text",
     "distributed.placement", "distributed.signals", "models.bounds", "models.checkpoint", "models.folder",
-    "models.families", "models.host_memory", "models.hub", "models.formats.quantised_config",
-    "models.sharding", "speculative.draft_length", "speculative.stats", "tasks.arithmetic",
-    "tasks.inputs", "tasks.plan",
+    "models.families", "models.graph_sizes", "models.host_memory", "models.hub",
+    "models.formats.quantised_config", "models.sharding", "speculative.draft_length", "speculative.stats",
+    "tasks.arithmetic", "tasks.inputs", "tasks.plan",
 }  # fmt: skip
 WITH_TORCH = {"batch.continuous_batching"}
 KNOWS_TRANSFORMERS = {"models", "text.tokenizer"}

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import Dtype, RunConf, Splitting, Steps
+from llama_ssp.config import Dtype, PlacementConf, RunConf, Splitting, Steps
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.planner.engine import as_run, launching_s, tokens_generated, why_eager
+from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, RankMemory
 from llama_ssp.planner.plan import make_plan
-from llama_ssp.planner.search import PlanRequest
+from llama_ssp.planner.search import PlanRequest, placements
 from llama_ssp.planner.speed import forward_s, pass_cost
 from llama_ssp.planner.table import drawing
-from llama_ssp.planner.workload import TARGET, Role
+from llama_ssp.planner.workload import MIB, TARGET, Role
 from llama_ssp.report.tables import text_of
 from tests.conftest import Command
 from tests.plans import machine, model, request
@@ -103,10 +105,54 @@ def test_the_plan_says_which_steps_run_eagerly() -> None:
 
 
 def test_of_a_target_by_layers_the_draft_is_compiled() -> None:
-    two = replace(request("30B", "7B", machine("dgx_h100", gpus=1)), engine=Steps.compiled)
-    layers = replace(make_plan(two).chosen.placement, splitting=Splitting.layers)
+    """Its graphs are on its GPU, the first."""
+    two = request("30B", "7B", machine("dgx_h100", gpus=2))
+    layers = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=True)
     assert two.why_eager(two.target, layers) == "placement.splitting=layers"
     assert two.draft is not None and two.why_eager(two.draft, layers) is None
+    first, second = two.memories(layers, two.work)
+    assert graphs_of(first) == (2, {"draft": 3 * 32000 * 2}) and graphs_of(second) == (0, {})
+
+
+def graphs_of(memory: RankMemory) -> tuple[float, dict[str, int]]:
+    """How many graphs of 25 MiB are counted, and what those of each role keep."""
+    constant = sum(
+        line.bytes for line in memory.lines if line.name.endswith("CUDA graphs") and line.role == LIBRARIES
+    )
+    return constant / (25 * MIB), {line.role: line.bytes for line in memory.lines if line.name == OUTPUTS}
+
+
+@pytest.mark.parametrize(
+    ("count", "target_tokens", "draft_tokens", "work"),
+    [
+        (7, 15, 3, {"k": 4}),
+        (19, 156, 3, {"k": 16}),  # the target's 17 tokens are padded to 20
+        (16, 105, 3, {"k": 4, "siblings": 2}),
+        (37, 136 + 20 + 24 + 28 + 32 + 40, 136, {"k": 4, "rows": 8}),
+        (14, 30, 6, {"k": 4, "target_caches": 2, "draft_caches": 2}),
+        (36 + 36, 3360, 3360, {"k": 64, "rows": 1000}),  # no graph has more than 512 tokens
+    ],
+)
+def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, work: dict[str, int]) -> None:
+    """One for each number of tokens of a step in each cache, with its logits, as `prepare` captures them."""
+    on = request("7B", "7B", machine("p4d", gpus=1), **work)
+    (place,) = placements(1, True)
+    (memory,) = on.memories(place, on.work)
+    kept = {"model": target_tokens * 32000 * 2, "draft": draft_tokens * 32000 * 2}
+    assert graphs_of(memory) == (count, kept)
+    for engine in (Steps.auto, Steps.eager):
+        assert graphs_of(replace(on, engine=engine).memories(place, on.work)[0]) == (0, {})
+    on_cpu = replace(on, machine=CPU)
+    assert graphs_of(on_cpu.memories(place, on.work)[0]) == (0, {})
+
+
+def test_a_head_has_no_graphs_and_the_target_keeps_what_it_reads() -> None:
+    on = request("7B", "7B", machine("p4d", gpus=1))
+    assert on.draft is not None
+    head = replace(on.draft, model=replace(on.draft.model, head_inputs=3 * 4096, head_vocab=32000))
+    (place,) = placements(1, True)
+    (memory,) = replace(on, draft=head).memories(place, on.work)
+    assert graphs_of(memory) == (5, {"model": 15 * (32000 + 3 * 4096) * 2})
 
 
 def test_the_command_plans_with_the_runs_engine(command: Command) -> None:

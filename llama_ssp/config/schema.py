@@ -301,7 +301,7 @@ class ClusterConf:
         context_mib: Memory that a process takes on its GPU, in MiB.
         cublas_mib: Memory that cuBLAS takes on a GPU, in MiB.
         nccl_mib: Memory that NCCL takes on a GPU, in MiB.
-        graph_mib: Memory that CUDA graphs take on a GPU, in MiB.
+        graph_mib: Memory that one CUDA graph takes on a GPU, in MiB.
         price_per_gpu_hour: Price of a GPU for an hour, in any currency; null is not known.
         slurm: Slurm's options.
         kubernetes: Kubernetes' settings.

@@ -3,8 +3,8 @@
 A graph reads and writes memory at fixed places: the cache of its capture, and buffers for a step's tokens,
 positions, first slots and slots. So the model keeps the memory of a cache that is no longer used, with its
 graphs, for the next batch that fits. Lengths and slots are read on the device (kernels/attention_triton.py):
-a graph serves all contexts and all rows. Steps of more than `EXACT` tokens are padded to the next size that
-has a graph; keys of pads go to a spare slot. The graphs of a model share scratch memory, and so a stream.
+a graph serves all contexts and all rows. Longer steps are padded to the next size that has a graph
+(graph_sizes.py); keys of pads go to a spare slot. A model's graphs share scratch memory, and so a stream.
 
 All ranks of a model do the same, because steps with all-reduces come before each capture.
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from llama_ssp.errors import first_line
 from llama_ssp.models.decoder import KeysValues
+from llama_ssp.models.graph_sizes import MOST, padded
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.shape import shape_of
@@ -36,9 +37,7 @@ from llama_ssp.models.transfer import sent
 log = logging.getLogger(__name__)
 
 BUCKET = 256  # slots: memory of caches is made in multiples of it
-EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
 LARGEST = 2**22  # numbers given to a function; a graph keeps its memory
-MOST = 512  # tokens of a graph, which keeps memory for their logits
 WARM_UPS = 3  # what is made at first use (handles, workspaces, kernels) must be there before a capture
 Call = Callable[[], Any]  # gives a tensor, or a step's list of them
 
@@ -197,12 +196,6 @@ class Function:
             buffer.copy_(each)
         made: Tensor = self.replay()
         return made
-
-
-def padded(tokens: int) -> int:
-    """The number of tokens of the graph that serves these."""
-    unit = 1 if tokens <= EXACT else 1 << tokens.bit_length() - 3
-    return -(-tokens // unit) * unit
 
 
 class Graph:

@@ -40,6 +40,8 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.pair.placements import ModelPlacement
+from llama_ssp.planner.activations import widest_steps
+from llama_ssp.planner.workload import TARGET
 from llama_ssp.report.console import Progress, waiting
 from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
@@ -51,7 +53,7 @@ from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
-from llama_ssp.speculative.model_runner import LAG, ModelRunner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import Rule, rule_for
@@ -156,13 +158,16 @@ class ModelCache:
 
 def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
     """Compiles the models' steps before anything is timed; graphs for steps of the widths that will come."""
-    widest = speculation.longest * (1 + speculation.siblings) + (LAG if speculation.siblings else 1)
-    kinds = ((pair.target, range(1, widest + 1)), (pair.draft, range(1, LAG + 1)))
+    widest = widest_steps(speculation.longest, speculation.siblings)
+    kinds = ((pair.target, widest[TARGET]), (pair.draft, widest[DRAFT]))
     wanted: list[Callable[[], None]] = [
-        partial(model.prepare, widths, rows, min(slots, model.context) + speculation.most_siblings)
-        for model, widths in kinds
+        partial(
+            model.prepare, range(1, columns + 1), rows,
+            min(slots, model.context) + speculation.most_siblings,
+        )
+        for model, columns in kinds
         if isinstance(model, SteppedModel)
-    ]
+    ]  # fmt: skip
     if isinstance(pair.draft, HeadModel) and pair.draft.fast:
         wanted.append(pair.draft.prepare)
     if wanted:

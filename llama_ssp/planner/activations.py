@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
+from llama_ssp.models.graph_sizes import sizes_up_to
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart
-from llama_ssp.planner.workload import MIB, Workload
+from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
 
 MASKS, HIDDEN, LOGITS, PROBS, TOKENS = "masks", "activations", "logits", "laws", "tokens"
 STATES = "hidden states"  # that a head reads
@@ -29,6 +30,14 @@ ROUNDING = 2**15  # of small tensors to whole blocks
 KERNEL_SCRATCH = 5 * MIB // 4  # a thread: tiles of a CPU's attention and matrix products
 
 Parts = dict[str, int]
+
+
+def widest_steps(k: int, siblings: int) -> dict[str, int]:
+    """Tokens of a row in the widest step of each role.
+
+    An accepted sibling is fed once more, as its keys are not kept.
+    """
+    return {TARGET: k * (1 + siblings) + (LAG if siblings else 1), DRAFT: LAG}
 
 
 @dataclass(frozen=True)
@@ -214,6 +223,22 @@ class RankWork:
             phases[VERIFY] = _sum(_largest(self._verifying(target)), self._shown(self.work.columns))
         tokens = {TOKENS: INT * self.work.rows * (self.room + 1) + ROUNDING}
         return {phase: _sum(tokens, parts) for phase, parts in phases.items()}
+
+    def graphs(self, own: RolePart) -> tuple[int, ...]:
+        """Tokens of each CUDA graph of a role's steps, in each cache; none for a head.
+
+        There is one for every number of tokens that may come up: rows that have ended or draft less make a
+        step shorter, and loading a model runs steps of one and two tokens.
+        """
+        if self.kernels.cpu or not own.compiled or own.part.head_inputs:
+            return ()
+        widest = widest_steps(self.work.k, self.work.siblings)[own.role]
+        return own.caches * sizes_up_to(max(self.work.rows * widest, 2))
+
+    def outputs_of_graphs(self, own: RolePart) -> int:
+        """Bytes that a role's graphs keep: the logits of their tokens, and the states that a head reads."""
+        shown = self.draft.part.head_inputs if own is self.target and self.draft is not None else 0
+        return sum(self.graphs(own)) * (own.part.whole_vocab + shown) * width(own.dtype)
 
     def _prefill(self, own: RolePart) -> Iterable[Parts]:
         """The moments of the widest chunk with the longest span; the last column has logits."""

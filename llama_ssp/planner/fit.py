@@ -9,14 +9,15 @@ from enum import Enum
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.errors import DistributedError
+from llama_ssp.planner.activations import RankWork
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
 from llama_ssp.planner.memory import rank_work, segments, tensor_lines
 from llama_ssp.planner.weights import ModelPart, RolePart, held
-from llama_ssp.planner.workload import CONSTANT, GIB, MIB, MemoryLine, Role, Workload
+from llama_ssp.planner.workload import BOUND, CONSTANT, GIB, MIB, MemoryLine, Role, Workload
 
 LIBRARIES = "libraries"  # the role of lines that belong to no model
-SHAPES = {"target": 2, "draft": 1}  # that graphs are captured of: decode and verify; a draft step
+OUTPUTS = "outputs of CUDA graphs"
 # How far off an estimate may be: what is constant here differs by driver and version.
 UNCERTAIN_SHARE, UNCERTAIN_BYTES = 0.03, 300 * MIB
 
@@ -70,12 +71,18 @@ def rank_memories(
     if placement.splitting is Splitting.layers:
         every = layers_lines(target, draft, work, 1 if machine.is_cpu else machine.gpus, kernels)
         constant = library_lines(machine, placement, LEADER)
-        return tuple(RankMemory(gpu, (*lines, *constant), capacity) for gpu, lines in enumerate(every))
+        # The draft, which alone may have graphs, is on the first.
+        first = graph_lines(machine, rank_work(target, draft, placement, work, LEADER, kernels, compiled))
+        return tuple(
+            RankMemory(gpu, (*lines, *constant, *first * (gpu == 0)), capacity)
+            for gpu, lines in enumerate(every)
+        )
     found = []
     for rank in range(placement.world):
         own = rank_work(target, draft, placement, work, rank, kernels, compiled)
         reserved = () if machine.is_cpu else (segments(own),)
-        lines = (*tensor_lines(own), *reserved, *library_lines(machine, placement, rank))
+        constant = library_lines(machine, placement, rank)
+        lines = (*tensor_lines(own), *reserved, *constant, *graph_lines(machine, own))
         found.append(RankMemory(rank, lines, capacity))
     return tuple(found)
 
@@ -91,14 +98,21 @@ def library_lines(machine: Machine, placement: Placement, rank: int) -> tuple[Me
     if machine.is_cpu:
         return (MemoryLine(LIBRARIES, "process", taken["context"], CONSTANT, source),)
     groups = communicators(placement, rank)
-    shapes = SHAPES["target"] * (rank in placement.target) + SHAPES["draft"] * (rank in placement.draft)
     sizes = {
         "context and kernels": taken["context"],
         "cuBLAS workspaces": taken["cublas"],
         f"NCCL, {groups} group{'s' * (groups != 1)}": taken["nccl"] * groups,
-        "graph pools": taken["graph"] * shapes,
     }
     return tuple(MemoryLine(LIBRARIES, name, size, CONSTANT, source) for name, size in sizes.items() if size)
+
+
+def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
+    """CUDA graphs of compiled steps: a constant of the cluster for each, and the outputs that they keep."""
+    count = sum(len(own.graphs(role)) for role in own.roles)
+    name, size = f"{count} CUDA graphs", count * machine.taken["graph"]
+    kept = [MemoryLine(one.role, OUTPUTS, own.outputs_of_graphs(one), BOUND) for one in own.roles]
+    lines = (*kept, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
+    return tuple(line for line in lines if line.bytes)
 
 
 def communicators(placement: Placement, rank: int) -> int:

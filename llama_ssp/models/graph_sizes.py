@@ -1,0 +1,20 @@
+"""The numbers of tokens that CUDA graphs of steps have. No torch: plans count them, too."""
+
+from __future__ import annotations
+
+from functools import cache
+
+EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
+MOST = 512  # tokens of a graph, which keeps memory for their logits
+
+
+def padded(tokens: int) -> int:
+    """The number of tokens of the graph that serves these."""
+    unit = 1 if tokens <= EXACT else 1 << tokens.bit_length() - 3
+    return -(-tokens // unit) * unit
+
+
+@cache
+def sizes_up_to(tokens: int) -> tuple[int, ...]:
+    """The sizes of the graphs that serve steps of 1, 2, ... `tokens` tokens."""
+    return tuple(sorted({padded(number) for number in range(1, min(tokens, MOST) + 1)}))
