@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from llama_ssp import load_pair
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError
+from llama_ssp.pair.conversation import Conversation
 from llama_ssp.text import tokenizer as load_tokens
 from llama_ssp.text.pairing import Pairing, pair
 from llama_ssp.text.tokenizer import HubTokens, conversation, read_tokens
@@ -233,6 +235,38 @@ def test_special_tokens_in_plain_prompts_are_text_unless_asked_for(tmp_path: Pat
     assert known.decode(known.encode("a</s>b")) == "a</s>b" and 1 not in known.encode("a</s>b")
     assert known.encode("a</s>b", special=True).count(1) == 1
     assert 1 not in known.encode("a</s>b"), "the one call leaves no trace in the next"
+
+
+def test_a_special_token_that_a_stop_names_ends_a_text(command: Command, tmp_path: Path) -> None:
+    """Where another token ends the model's texts; also within a block of drafts."""
+    made = checkpoints.tokenizer()
+    made.add_special_tokens([BEGIN, END])
+    folder, end = checkpoints.save(tmp_path / "model", made=made), made.token_to_id(END)
+    checkpoints.write_tokenizer(folder, made, chat_template=PLAIN)
+    exact = ("model.dtype=fp32", "draft.dtype=fp32")
+    own = f"+sampling.logit_bias={{{end}: 4.0}}"
+    how: dict[str, Any] = {"max_new_tokens": 40, "seed": 1}
+    with load_pair(folder, folder, max_tokens=120, overrides=[*exact, own]) as pair:
+        [free] = pair.generate(["def"], **how)
+        [one] = pair.generate(["def"], stop=[END], **how)
+        talk = Conversation(pair.session, 1, 100, 40, [END])
+        assert "".join(talk.reply("hello")) == talk.replies[0].text
+        assert talk.replies[0].finish_reason == "stop"
+        known = pair.session.tokens
+    kept = free.token_ids.index(end) + 1
+    assert len(free.token_ids) > kept > 1
+    assert one.token_ids == free.token_ids[:kept] and one.finish_reason == "stop"
+    assert one.text == known.decode(free.token_ids[:kept]).rstrip("\ufffd")  # of half a character
+    lines = [{"prompt": "def", "stop": stop} for stop in ([END], END, [], [f"{END}!"])]
+    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = (f"model={folder}", f"draft={folder}", own, "seed=1", "task.max_new_tokens=40", "out=null")
+    assert command("task=batch", "task.input=in.jsonl", "task.output=out.jsonl", *words).code == 0
+    told = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert [line["finish_reason"] for line in told] == ["stop", "stop", "length", "length"]
+    assert all(line["token_ids"].index(end) == line["output_tokens"] - 1 for line in told[:2])
+    compared = command("task=compare", "task.prompts=[def]", f"task.stop=['{END}']", *words)
+    sides = compared.document["comparisons"][0]
+    assert {side["finish_reason"] for side in (sides["regular"], sides["speculative"])} == {"stop"}
 
 
 @pytest.mark.parametrize(

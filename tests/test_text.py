@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from llama_ssp.text.detokenizer import INCOMPLETE, Detokenizer, Writing, visible
+from llama_ssp.text.detokenizer import INCOMPLETE, Detokenizer, Stop, Writing, visible
 from tests import checkpoints
 
 exhaustive = settings(derandomize=True, deadline=None, database=None)
@@ -53,7 +54,7 @@ def ids_of(text: str) -> list[int]:
     return [string.ascii_lowercase.index(c) for c in text]
 
 
-def write(tokens: list[int], stops: list[str], blocks: list[int]) -> tuple[str, str, int]:
+def write(tokens: list[int], stops: Sequence[Stop], blocks: list[int]) -> tuple[str, str, int]:
     """Writes tokens in blocks as the loop does: the text, what was printed, tokens that were kept."""
     writing = Writing(letters, [()], stops)
     printed, kept, start, ended = "", 0, 0, False
@@ -179,6 +180,10 @@ def test_a_long_text_is_decoded_in_short_pieces() -> None:
 )  # fmt: skip
 def test_stop_strings(tokens: list[int], stops: list[str], blocks: list[int], text: str, kept: int) -> None:
     assert write(tokens, stops, blocks) == (text, text, kept)
+
+
+def test_a_stop_may_be_a_token_without_text() -> None:
+    assert write([*ids_of("xa"), 25, *ids_of("b")], ["ab", 25], [4]) == ("xa", "xa", 3)
 
 
 def test_a_possible_beginning_is_held_back_then_released() -> None:

@@ -17,7 +17,7 @@ from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.rng import prompt_key
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.text.detokenizer import Decode, Writing
+from llama_ssp.text.detokenizer import Decode, Stop, Writing
 from llama_ssp.text.logprobs import ScoredToken
 
 
@@ -29,7 +29,7 @@ class TokenRequest:
     prompt: Prompt
     sampling: SamplingConfig
     max_new_tokens: int
-    stop: tuple[str, ...]
+    stop: tuple[Stop, ...]
     seed: int | None = None
     logprobs: int | None = None
     echo: bool = False
@@ -129,7 +129,7 @@ class ContinuousBatch:
         """Sets everything that a row has of its own request."""
         self._in_row[row] = request
         self._limits.by_row[row] = request.max_new_tokens
-        self._writing.begin(row, request.prompt.token_ids, list(request.stop))
+        self._writing.begin(row, request.prompt.token_ids, request.stop)
         self.engine.transform.assign(row, request.sampling)
         if self.engine.logprobs:
             self.engine.logprobs.by_row[row] = request.logprobs

@@ -123,7 +123,7 @@ class TextConf(PromptedConf):
     """A task that shows what it writes. Without `chat`, names of special tokens in a prompt are text.
 
     Attributes:
-        stop: Texts that end a continuation; they are left out of it.
+        stop: Texts, or names of special tokens, that end a continuation; they are left out of it.
         ignore_eos: Continue after the model's end token.
         special_tokens: Read names of special tokens in a prompt as those tokens.
     """
@@ -194,7 +194,7 @@ class ChatConf(TaskConf):
 
     Attributes:
         system: The system message.
-        stop: A reply ends at any of these strings.
+        stop: A reply ends at any of these strings, or special tokens of these names.
         context: The most tokens of the whole conversation; never more than the model's own.
         max_new_tokens: The most tokens of a reply.
         prefill_chunk: Tokens of a prompt in one forward pass.
@@ -451,7 +451,7 @@ class BatchConf(TaskConf):
         chat: Put each prompt into the target's chat template.
         system: The system message of the chat.
         max_new_tokens: The longest answer, in tokens, of a record that does not say its own.
-        stop: Texts that end an answer; they are left out of it.
+        stop: Texts, or names of special tokens, that end an answer; they are left out of it.
         ignore_eos: Continue after the model's end token.
         on_bad_row: What a record that cannot be read does to the job: fail ends it, skip answers with an
             error.

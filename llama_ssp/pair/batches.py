@@ -15,7 +15,7 @@ from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.text.detokenizer import Decode, Writing
+from llama_ssp.text.detokenizer import Decode, Stop, Writing
 from llama_ssp.text.logprobs import ScoredToken
 from llama_ssp.text.prompts import TextPrompt, problem_of
 from llama_ssp.text.tokenizer import Message, Tokens, conversation
@@ -100,7 +100,7 @@ class Batches:
 
     def __init__(
         self, engine: RankEngine, decode: Decode, lookahead: Callable[[int], DraftLength],
-        max_new_tokens: int, ends: frozenset[int], stops: list[str],
+        max_new_tokens: int, ends: frozenset[int], stops: list[Stop],
     ) -> None:  # fmt: skip
         """`lookahead` makes the choice of K for a batch of this many rows."""
         self._engine, self._decode, self._lookahead = engine, decode, lookahead

@@ -52,7 +52,8 @@ class Conversation:
         self._pair, self._engine = pair, pair.engine(seed)
         self.limit, self._new_tokens = limit, new_tokens
         self.has_template = pair.tokens.has_template
-        self._stops = list(stops) if self.has_template else [*stops, "\n" + NAMES["user"].rstrip()]
+        turn = [] if self.has_template else ["\n" + NAMES["user"].rstrip()]
+        self._stops = pair.tokens.stops([*stops, *turn])
         self.system, self.history, self.replies = system, list[Message](), list[ChatReply]()
         self._state: State | None = None  # whose text the KV cache holds
         self._stop_asked = False

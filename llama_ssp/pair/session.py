@@ -143,7 +143,9 @@ class PairSession:
         engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=costs)
         new_tokens: int = getattr(run.task, "max_new_tokens", 0)
         engine.logprobs = logprob_reader(run)
-        return Batches(engine, self.tokens.decode, lookahead, new_tokens, self.end_ids, list(stops))
+        return Batches(
+            engine, self.tokens.decode, lookahead, new_tokens, self.end_ids, self.tokens.stops(stops)
+        )
 
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None

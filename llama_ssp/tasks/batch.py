@@ -248,7 +248,8 @@ def tokenised(record: Request | Refused, pair: PairSession) -> TokenRequest | Re
     """The request as token ids, or why the model cannot continue it."""
     if isinstance(record, Refused):
         return record
-    how = record.sampling, record.max_new_tokens, record.stop, record.seed, record.logprobs, record.echo
+    stops = tuple(pair.tokens.stops(record.stop))
+    how = record.sampling, record.max_new_tokens, stops, record.seed, record.logprobs, record.echo
     text, task = TextPrompt(record.id, record.said, record.where), pair.run.task
     assert isinstance(task, BatchConf)
     run = replace(pair.run, task=replace(task, max_new_tokens=record.max_new_tokens))

@@ -26,10 +26,10 @@ class Contestant:
 
     def begin(self, prompt: Prompt, track: Track, max_new_tokens: int, stops: list[str]) -> None:
         """What arrives is noted on the `track`."""
-        self.track, decode = track, self._pair.tokens.decode
+        self.track, tokens = track, self._pair.tokens
         self._runs.append(timed := TimedRun(self._engine, [prompt], max_new_tokens, track.counts))
-        self._writing = Writing(decode, [prompt.token_ids], stops)
-        self._detokenizer = Detokenizer(decode, list(prompt.token_ids))
+        self._writing = Writing(tokens.decode, [prompt.token_ids], tokens.stops(stops))
+        self._detokenizer = Detokenizer(tokens.decode, list(prompt.token_ids))
         limits = Limits(max_new_tokens, self._pair.end_ids, self._writing)
         self._rounds = timed.rounds(limits, lookahead_for(self.run, 1, self._pair.costs))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
+Stop = str | int  # a text, or a special token's id
 
 CONTEXT_TOKENS = 8  # of the prompt, decoded with the text: a token's text may depend on its neighbours
 CHARACTER_TOKENS = 4  # the most tokens of one character
@@ -51,18 +52,18 @@ def _tail(decode: Decode, tokens: list[int]) -> list[int]:
 
 
 class Writing:
-    """The texts of a batch: where a stop string ends a row, and what may be printed."""
+    """The texts of a batch: where a stop ends a row, and what may be printed."""
 
-    def __init__(self, decode: Decode, prompts: list[tuple[int, ...]], stops: list[str]) -> None:
+    def __init__(self, decode: Decode, prompts: list[tuple[int, ...]], stops: Sequence[Stop]) -> None:
         self._decode = decode
         self._rows = [_RowText(Detokenizer(decode, list(prompt)), stops) for prompt in prompts]
 
-    def begin(self, row: int, prompt: tuple[int, ...], stops: list[str]) -> None:
+    def begin(self, row: int, prompt: tuple[int, ...], stops: Sequence[Stop]) -> None:
         """Starts another text in the row."""
         self._rows[row] = _RowText(Detokenizer(self._decode, list(prompt)), stops)
 
     def kept(self, row: int, tokens: list[int]) -> int | None:
-        """Adds the row's next tokens; returns how many are kept if a stop string ends inside them."""
+        """Adds the row's next tokens; returns how many are kept if a stop ends inside them."""
         for count, token in enumerate(tokens, start=1):
             if self._rows[row].push(token):
                 return count
@@ -78,15 +79,18 @@ class Writing:
 
 
 class _RowText:
-    def __init__(self, detokenizer: Detokenizer, stops: list[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[Stop]) -> None:
         self._detokenizer = detokenizer
-        self._stops = stops
-        self._longest = max((len(stop) for stop in stops), default=0)
+        self._stops = [stop for stop in stops if isinstance(stop, str)]
+        self._stop_ids = {stop for stop in stops if isinstance(stop, int)}
+        self._longest = max(map(len, self._stops), default=0)
         self._taken = 0
         self.text = ""
 
     def push(self, token: int) -> bool:
-        """Adds a token; returns whether a stop string is complete."""
+        """Adds a token; returns whether a stop is complete."""
+        if token in self._stop_ids:
+            return True
         old = len(self.text)
         self.text += self._detokenizer.push(token)
         since = max(0, old - self._longest + 1)

@@ -9,7 +9,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.folder import is_gguf
 from llama_ssp.text.compatibility import Diagnosis
+from llama_ssp.text.detokenizer import Stop
 from llama_ssp.text.gguf_tokenizer import read_content, require_same_tokens
 from llama_ssp.text.pairing import Pairing, pair
 from llama_ssp.text.vocabulary import (
@@ -62,7 +63,11 @@ class Tokens(Protocol):
         `begin`: with the special tokens that the tokenizer adds to a text.
         """
 
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: list[int]) -> str:
+        """The text of these tokens; special ones have none."""
+
+    def stops(self, texts: Sequence[str]) -> list[Stop]:
+        """The stop strings, and the ids of special tokens that they name: these are not in any text."""
 
     def spell(self, token_id: int) -> tuple[str, bytes | None]:
         """The token's text and bytes; of a special token its name, and None."""
@@ -125,6 +130,9 @@ class HubTokens:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def stops(self, texts: Sequence[str]) -> list[Stop]:
+        return [*texts, *(self._special[text] for text in texts if text in self._special)]
+
     def spell(self, token_id: int) -> tuple[str, bytes | None]:
         known = self._known
         letters = known.surfaces[token_id] if token_id < known.size else None
@@ -148,10 +156,14 @@ class HubTokens:
         raise DataError(what, "task.chat=true", self._special_in(typed), fix=f"{fix} token out of the prompt")
 
     def _special_in(self, texts: list[str]) -> str | None:
-        """A special token that is named in the texts: any, not only those with a role."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        names = [str(token) for token in added if token.special]
-        return next((name for name in names if any(name in text for text in texts)), None)
+        """A special token that is named in the texts."""
+        return next((name for name in self._special if any(name in text for text in texts)), None)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """The ids of special tokens by name: of all, not only those with a role."""
+        added = self._tokenizer.added_tokens_decoder
+        return {str(token): token_id for token_id, token in added.items() if token.special}
 
     @property
     def has_template(self) -> bool:
@@ -291,6 +303,9 @@ class ByteTokens:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
+
+    def stops(self, texts: Sequence[str]) -> list[Stop]:
+        return [*texts]
 
     def spell(self, token_id: int) -> tuple[str, bytes | None]:
         text = self.decode([token_id])
