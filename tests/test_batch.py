@@ -122,6 +122,27 @@ def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyP
     assert busy[0] == 3 and busy == sorted(busy, reverse=True)
 
 
+def test_caches_are_as_long_as_the_longest_record(command: Command, monkeypatch: pytest.MonkeyPatch):
+    """Of a long prompt and a long answer in one batch: that was checked, and no more fits."""
+    records = [{"prompt": "a" * 60, "max_new_tokens": 4}, {"prompt": "bb", "max_new_tokens": 60}]
+    Path("in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    checked, made, load, start = list[int](), set[int](), PairSession.load, ModelRunner.start
+
+    def loaded(self: PairSession, rows: int, max_tokens: int, *more: Any) -> PairSession:
+        checked.append(max_tokens)
+        return load(self, rows, max_tokens, *more)
+
+    def started(self: ModelRunner, rows: int, capacity: int) -> None:
+        made.add(capacity)
+        start(self, rows, capacity)
+
+    monkeypatch.setattr(PairSession, "load", loaded)
+    monkeypatch.setattr(ModelRunner, "start", started)
+    assert command(*JOB, "task.batch_size=2", "task.output=out.jsonl").code == 0
+    assert checked == [64] and made == {64}
+    assert [line["output_tokens"] for line in lines("out.jsonl")] == [4, 60]
+
+
 def test_a_second_start_finds_nothing_to_do_and_loads_nothing(
     command: Command, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
 ):

@@ -103,8 +103,7 @@ class ContinuousBatch:
         begin([request.index for request in first])
         for row, request in enumerate(first):
             self._assign(row, request)
-        new = max(request.max_new_tokens for request in first)
-        state = self.engine.prefill(prompts, new, max(request.longest for request in requests))
+        state = self.engine.prefill(prompts, 0, max(request.longest for request in requests))
         for step in generate(self.engine, state, self._limits, self.lookahead(state.rows), self):
             for taken in step.rows:
                 self._counts.add(taken)
