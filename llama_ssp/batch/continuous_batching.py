@@ -63,35 +63,39 @@ class ContinuousBatch:
     ) -> Iterator[Reply]:
         """Each reply when its text ends; `begin` is called with the indices that are about to begin.
 
-        Prompts that are echoed are scored first, by passes of their own.
+        Prompts that are echoed come first, `rows` at a time: they are scored by a pass of their own, then
+        continued, so that few are under way at once.
         """
-        self._echoed = dict[int, list[ScoredToken]]()
-        for request, scores in self._scored([request for request in requests if request.echo], rows, begin):
-            if request.max_new_tokens:
-                self._echoed[request.index] = scores
-            else:
-                yield Reply(request.index, "", [], "length", len(request.prompt.token_ids), [], scores)
-        if requests := [request for request in requests if request.max_new_tokens]:
-            yield from self._write(requests, rows, begin)
+        echoed = [request for request in requests if request.echo]
+        for start in range(0, len(echoed), rows):
+            batch = echoed[start : start + rows]
+            self._echoed = self._scored(batch, begin)
+            for request in batch:
+                if not request.max_new_tokens:
+                    length, scores = len(request.prompt.token_ids), self._echoed[request.index]
+                    yield Reply(request.index, "", [], "length", length, [], scores)
+            yield from self._write([request for request in batch if request.max_new_tokens], rows, begin)
+        self._echoed = {}
+        yield from self._write([request for request in requests if not request.echo], rows, begin)
 
     def _scored(
-        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
-    ) -> Iterator[tuple[TokenRequest, list[ScoredToken]]]:
-        """Each prompt's log-probabilities, `rows` at a time."""
-        for start in range(0, len(requests), rows):
-            batch = requests[start : start + rows]
-            begin([request.index for request in batch])
-            reader = LogprobReader(None, self.sampled)
-            for row, request in enumerate(batch):
-                self.engine.transform.assign(row, request.sampling)
-                reader.by_row[row] = request.logprobs
-            found = self.engine.score([request.prompt for request in batch], reader)
-            yield from zip(batch, found, strict=True)
+        self, batch: list[TokenRequest], begin: Callable[[list[int]], None]
+    ) -> dict[int, list[ScoredToken]]:
+        """The log-probabilities of each prompt's tokens, by the request's index."""
+        begin([request.index for request in batch])
+        reader = LogprobReader(None, self.sampled)
+        for row, request in enumerate(batch):
+            self.engine.transform.assign(row, request.sampling)
+            reader.by_row[row] = request.logprobs
+        found = self.engine.score([request.prompt for request in batch], reader)
+        return {request.index: scores for request, scores in zip(batch, found, strict=True)}
 
     def _write(
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
     ) -> Iterator[Reply]:
-        """Continues the prompts, `rows` at a time."""
+        """Continues the prompts, if there are any, `rows` at a time."""
+        if not requests:
+            return
         began, first = time.perf_counter(), requests[:rows]
         asked = any(request.logprobs is not None for request in requests)
         self.engine.logprobs = LogprobReader(None, self.sampled) if asked else None
