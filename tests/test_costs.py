@@ -63,6 +63,9 @@ def test_k_is_chosen_by_what_is_known_of_costs():
     narrower = replace(RUN, speculation=replace(RUN.speculation, siblings=1))
     assert by(narrower, trees) == Costs.of_ratio(USUAL_COST_RATIO, 8, 1)  # two would have no slots
     assert by(RUN, trees) == trees.of_chains()
+    greedy = replace(narrower, sampling=replace(RUN.sampling, temperature=0.0))
+    assert by(greedy, None) == Costs.of_ratio(USUAL_COST_RATIO, 8)  # a greedy draft has no second token
+    assert lookahead_for(replace(greedy, speculation=SpeculationConfig(k=3, siblings=2)), 1).siblings() == [0]
     fixed = lookahead_for(replace(RUN, speculation=SpeculationConfig(k=3)), 2, known)
     assert isinstance(fixed, FixedDraftLength) and fixed.k == 3
 

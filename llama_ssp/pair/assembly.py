@@ -310,13 +310,17 @@ def draft_alone(pair: RankModels) -> RankModels | None:
 
 
 def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftLength:
-    """How K is chosen for a batch of this many rows; an adaptive choice goes by `costs`, if known."""
+    """How K is chosen for a batch of this many rows; an adaptive choice goes by `costs`, if known.
+
+    A greedy draft has no siblings: its distribution holds one token.
+    """
     spec = run.speculation
+    siblings = spec.siblings if run.sampling.temperature else 0
     if spec.adaptive:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
         at_once = run.draft is not None and run.draft.head_block > 0
         fits = costs is not None and costs.k_max == spec.k_max and spec.siblings in (0, costs.most)
         if costs is None or not fits or not run.has_draft_model or spec.cost_ratio is not None:
             costs = Costs.of_ratio(ratio, spec.k_max, spec.siblings, at_once)
-        return AdaptiveDraftLength(costs if spec.siblings else costs.of_chains(), rows)
-    return FixedDraftLength(spec.k, rows, spec.siblings)
+        return AdaptiveDraftLength(costs if siblings else costs.of_chains(), rows)
+    return FixedDraftLength(spec.k, rows, siblings)
