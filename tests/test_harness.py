@@ -173,7 +173,8 @@ def test_chats_and_settings_of_requests(tmp_path: Path) -> None:
 
     greedy = generate(until=["q"], max_gen_toks=6)
     assert greedy == generate(until=["q"], max_gen_toks=6, temperature=1.0, do_sample=False)
-    assert generate(max_gen_toks=6, do_sample=True, temperature=1.5) != greedy
+    sampled = generate(max_gen_toks=6, do_sample=True, temperature=1.5)
+    assert sampled == generate(max_gen_toks=6, temperature=1.5) != greedy  # as the harness reads it
     first = lm.tok_encode(greedy[0], add_special_tokens=False)[:1]
     lm = HarnessModel(str(folder), max_length=128, **{"sampling.bad_tokens": first})
     assert not generate(until=["q"], max_gen_toks=6)[0].startswith(lm._tokens.decode(first))
