@@ -55,6 +55,7 @@ class Group(Ranks):
         self._join(members)
         self._staying: dict[frozenset[int], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
+        self._closed = False
         # Messages and barriers use gloo also where tensors use NCCL: a stuck kernel is still reported.
         ranks, self._inner = list(members), list[Group]()
         patience = timedelta(seconds=self.patience_s)
@@ -192,6 +193,9 @@ class Group(Ranks):
         return cause
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         gc.collect()  # NCCL waits without end for graphs that hold its sums
         self._watch.enter(END)  # from here on, ranks that go are no fault
         self.barrier()
@@ -257,7 +261,12 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         return ALONE
     if dist.is_initialized():
         found = "a pair that is not closed, or a process group of the script's own"
-        raise UsageError("torch.distributed is in use in this process", "", found, fix="close it first")
+        raise UsageError(
+            "torch.distributed is in use in this process",
+            "",
+            found,
+            fix="close it first; after an error start the script again",
+        )
     if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
         torch.cuda.set_device(device)
     store, watch = meet(patience_s)

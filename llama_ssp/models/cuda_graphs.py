@@ -50,8 +50,8 @@ class GraphedModel(SteppedModel):
         self._memories: list[Memory] = []  # the same on all ranks
         self._pool: Any = None
         self._side: Any = None  # the stream of captures
-        self._refused = self.ranks.through_host  # or whether a capture has failed
-        if self._refused:
+        self._refused = False  # whether a capture has failed
+        if self.ranks.through_host:
             log.warning("engine: %s runs without graphs: its sums go through the host", self.name)
         self._functions: dict[object, Function] = {}
         shape = shape_of(self.config)
@@ -89,7 +89,12 @@ class GraphedModel(SteppedModel):
     @property
     def is_compiled(self) -> bool:
         """Whether steps are compiled, and graphs."""
-        return super().is_compiled and not self._refused
+        return super().is_compiled and self._has_graphs
+
+    @property
+    def _has_graphs(self) -> bool:
+        """Whether steps are captured; drawing and deciding are in any case."""
+        return not (self._refused or self.ranks.through_host)
 
     def tap(self, blocks: tuple[int, ...]) -> None:
         """A head taps the leader's part alone, but all ranks make their steps and graphs anew."""
@@ -108,10 +113,12 @@ class GraphedModel(SteppedModel):
         *given, layers = arguments
         memory = next(memory for memory in self._memories if memory.layers is layers)
         size = padded(len(given[0]))
-        if size not in memory.graphs and size <= self.most_tokens and not self._refused:
-            self._capture(size, memory)
-        if self._refused or size > self.most_tokens:
+        if size > self.most_tokens or not self._has_graphs:
             return super()._call(arguments)
+        if size not in memory.graphs:
+            self._capture(size, memory)
+            if self._refused:
+                return super()._call(arguments)
         return memory.graphs[size](*given)
 
     def replayed(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
@@ -165,12 +172,13 @@ class GraphedModel(SteppedModel):
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's, may query the device during a capture: theirs are not errors.
         how = {"pool": self._pool, "stream": self._side, "capture_error_mode": "thread_local"}
-        current = torch.cuda.current_stream(self.device)
-        try:
-            with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):
-                made = step()
-        finally:  # a capture that fails may leave its own stream as the current one
-            torch.cuda.set_stream(current)
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream(self.device)
+            try:
+                with torch.cuda.graph(graph, **how):
+                    made = step()
+            finally:  # a capture that fails may leave its own stream as the current one
+                torch.cuda.set_stream(current)
 
         def replay() -> Any:
             graph.replay()

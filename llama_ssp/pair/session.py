@@ -8,12 +8,15 @@ engine = session.engine(seed=0)             # as many as needed, each with KV ca
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from llama_ssp.config import Drafting, LogprobsOf, OnBadRow, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
@@ -110,6 +113,8 @@ class PairSession:
     def close(self) -> None:
         """Frees the models, but for those in a cache."""
         self._models = None
+        gc.collect()
+        torch.cuda.empty_cache()  # the next pair is checked against what is free
 
     def measure_costs(self) -> None:
         """Sets `costs` to what rounds cost at each K, if the task chooses K by that, on one rank.
@@ -182,7 +187,7 @@ def ranks_of(run: RunConf) -> Ranks:
 def first_cause(ranks: Ranks) -> Iterator[None]:
     """Where several ranks fail, all raise what failed first. Raises UsageError once that has ended them."""
     if ranks.ended:
-        what, fix = "the pair has ended with an earlier error", "close it, and load it again"
+        what, fix = "the pair has ended with an earlier error", "start the script again"
         raise UsageError(what, found=ranks.ended, fix=fix)
     try:
         yield
