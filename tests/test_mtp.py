@@ -127,6 +127,7 @@ def test_declared_distributions_are_those_of_transformers(family: str) -> None:
 
 
 def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
+    needs_transformers("5.20")
     engine, theirs = engine_with(folder := checkpoint(tmp_path, MTP[0]), HEAT), Theirs(folder)
     goes_on(engine, Compared(theirs.target, theirs, engine.drafter, (0,)))
 
