@@ -50,16 +50,16 @@ class Figure:
 FIGURES = [
     Figure("fast", 10, "bench/fast.py repeats=3 new=96 ks=4,8,12"),
     Figure("demo", 3, "bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4"),
-    Figure("start", 1.5, "bench/start.py"),
+    Figure("start", 1, "bench/start.py"),
     Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
-    Figure("adaptive", 4, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
+    Figure("adaptive", 5, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
     Figure("heads", 5, "bench/heads.py repeats=3 new=64"),
-    Figure("trees", 30, "bench/trees.py"),
-    Figure("trees_head", 6, "bench/trees.py drafts=demo_head"),
-    Figure("batch_rows", 2.5, "bench/batch_rows.py"),
+    Figure("trees", 21, "bench/trees.py"),
+    Figure("trees_head", 4, "bench/trees.py drafts=demo_head"),
+    Figure("batch_rows", 2, "bench/batch_rows.py"),
     Figure("groups", 3, "bench/groups.py"),
-    Figure("overlap", 3.5, "bench/overlap.py"),
-    Figure("bridges", 2, "bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5"),
+    Figure("overlap", 8, "bench/overlap.py"),
+    Figure("bridges", 1.5, "bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5"),
     Figure("coupling", 1, "bench/coupling.py repeats=5 new=64"),
     Figure("coded", 1.5, "bench/coded.py repeats=30", of_bf16=True),
     Figure("linear", 1, "bench/linear.py", of_bf16=True),
@@ -75,8 +75,8 @@ FIGURES = [
     ),
     Figure(
         "compare", 0.5,
-        f"{RUN} compare prompt='class Stack:' speculation.k=2 sampling.temperature=0.5 seed=1 "
-        "max_new_tokens=96 plot=docs/compare.svg",
+        f"{RUN} compare prompt='class Stack:' sampling.temperature=0.5 seed=1 max_new_tokens=96 "
+        "plot=docs/compare.svg",
         "One prompt, side by side",
     ),
     Figure("plan", 0.2, f"{RUN} plan 65B 7B cluster=p4d prompt_tokens=1536 engine=compiled", "A plan"),
@@ -91,10 +91,10 @@ FIGURES = [
         "load", 3, "bench/load_memory.py gib=2.1 ranks=4 ways=files:bf16,seed:bf16,files:int8,files:nf4",
         is_time=False,
     ),
-    Figure("certify_power", 3, "-m tests.certify_power repeats=40", is_time=False),
-    Figure("certify", 10, "-m tests.certify_faults jobs=2 seeds=20", is_time=False),
-    Figure("faults", 8, "-m tests.distributed.faults", is_time=False),
-    Figure("architectures", 6, "-m tests.architectures", is_time=False),  # docs/architectures.md
+    Figure("certify_power", 1, "-m tests.certify_power repeats=40", is_time=False),
+    Figure("certify", 17, "-m tests.certify_faults jobs=2 seeds=20", is_time=False),
+    Figure("faults", 3, "-m tests.distributed.faults", is_time=False),
+    Figure("architectures", 1, "-m tests.architectures", is_time=False),  # docs/architectures.md
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from llama_ssp import cli, config
 from llama_ssp.config import RunConf, compose
 from llama_ssp.config.validation import cluster
 from llama_ssp.config.validation.cluster import check_sharing
-from tests.fuzz.overrides import Words, as_written, misdeeds
+from tests.fuzz.overrides import Words, as_written, misdeeds, names_a_folder
 from tests.fuzz.trial import Said, Trial, command, ill_said
 
 MEANT = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LLAMA_SSP_DEBUG")
@@ -75,7 +75,7 @@ def tried(door: Door, made: Words) -> Trial:
     """The command line at the door."""
     said, runs = door(made.words)
     wrong = ill_said(said)
-    if said.code not in (0, 2) and not _names_a_folder(made.words):
+    if said.code not in (0, 2) and not names_a_folder(made.words):
         wrong.append(f"exit code {said.code} for a command line: {said.err[-200:]!r}")
     if made.nonsense and said.code == 0:
         wrong.append(f"taken, though {made.nonsense}")
@@ -90,7 +90,3 @@ def tried(door: Door, made: Words) -> Trial:
     if not said.code:
         outcome = "taken" if runs else "printed something"
     return Trial(outcome, tuple(wrong), " ".join(map(repr, made.words))[:1000] if wrong else "")
-
-
-def _names_a_folder(words: tuple[str, ...]) -> bool:
-    return any(word.startswith(("--config-dir", "-cd")) for word in words)

@@ -37,7 +37,7 @@ GOOD = {
     "task.batch_size": ("1", "4096"), "placement.timeout_s": ("1", "86400"), "cluster.gib": ("40", "0.5"),
 }  # fmt: skip
 DEPENDS = (  # on what else is set
-    "task.submit", "task.chat", "task.special_tokens", "cluster.scheduler", "speculation.drafter",
+    "output", "task.echo", "task.submit", "task.chat", "task.special_tokens", "cluster.scheduler", "speculation.drafter",
     "speculation.overlap",
 )  # fmt: skip
 WRONG: dict[object, tuple[str, ...]] = {
@@ -49,6 +49,7 @@ WRONG: dict[object, tuple[str, ...]] = {
     dict: ("x", "5", "[a]", "true"),
     enum.Enum: ("nope", "[auto]", "{a:1}", "''", "1.5", "AUTOMATIC"),
 }
+MODELS = ("model", "draft")
 FLAGS = (
     "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "--cfg", "-c", "--info", "-i", "--package",
     "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun", "--multi",
@@ -206,6 +207,7 @@ def _group(random: Random, task: str) -> Made:
         (option + "x", option[:-1] + "_", "", "null", "../x", "/etc/passwd", "a/b", "[a]", "é")
     )
     allowed = (CONF / group / f"{value}.yaml").is_file() or (group == "experiment" and value in ("", "null"))
+    allowed = allowed or (group in MODELS and value == "a/b")  # an id on the hub
     return [f"{group}={value}"], group, "" if allowed else f"{group}={value}"
 
 
@@ -265,6 +267,12 @@ def _good_value(random: Random, key: str, hint: Any) -> str:
     if kind is bool:
         return random.choice(("true", "false"))
     return random.choice(("1", "x", "[1]", "{1:1}"))
+
+
+def names_a_folder(words: tuple[str, ...]) -> bool:
+    """Whether the command line is refused for what a folder holds, if it is refused."""
+    paths = tuple(f"{model}={start}" for model in MODELS for start in ("../", "/"))
+    return any(word.startswith(("--config-dir", "-cd", *paths)) for word in words)
 
 
 def as_written(run: RunConf, word: str) -> bool:
