@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -221,8 +222,10 @@ def command(
     monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # composes all again; the flags decide
     for name in (*RANKS, "MASTER_ADDR", "MASTER_PORT", "LLAMA_SSP_DEBUG"):
         monkeypatch.delenv(name, raising=False)
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, log = signal.getsignal(signal.SIGTERM), logging.getLogger("llama_ssp")
+    level = log.level
     yield Command(monkeypatch, capfd)
+    log.setLevel(level)  # a run as another rank than the leader logs errors alone
     signal.signal(signal.SIGTERM, handler)
 
 

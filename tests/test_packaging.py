@@ -115,9 +115,9 @@ def test_it_imports_no_more_than_it_needs(missing: tuple[str, ...], words: list[
     assert ran([sys.executable, "-c", program, *words], tmp_path, PYTHONPATH=str(ROOT))
 
 
-# The commands as they stand, on fewer prompts and texts.
+# The commands as they stand, on fewer prompts and texts; with a seed where one run in 1,000 is a false alarm.
 SMALLER = {
-    "eval": ["sizes=5"], "certify": ["samples=64", "law_rounds=16"],
+    "eval": ["sizes=5"], "certify": ["samples=64", "law_rounds=16", "seed=1"],
     "generate": ["max_new_tokens=16"], "compare": ["max_new_tokens=16"],
 }  # fmt: skip
 

@@ -94,6 +94,7 @@ class Batches:
     def logs(self) -> str:
         """For when something went wrong."""
         texts = [path.read_text(errors="replace")[-1500:] for path in (self.work / "logs").glob("*")]
+        texts += [self.lab.logs()] if self.lab else []
         return f"{self.finished} records; {'|'.join(texts)}"
 
     def processes(self, job: str, kind: str) -> list[int]:

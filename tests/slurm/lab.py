@@ -131,7 +131,7 @@ class Lab:
         """All nodes are up and nothing runs on them."""
         wait_for(
             lambda: self.run("sinfo", "-h", "-p", "lab", "-o", "%D %t", check=False) == f"{NODES} idle",
-            lambda: f"nodes are {self.run('sinfo', '-h', '-o', '%n %t %E', check=False)!r}; {self._logs()}",
+            lambda: f"nodes are {self.run('sinfo', '-h', '-o', '%n %t %E', check=False)!r}; {self.logs()}",
         )
 
     def queued(self) -> list[str]:
@@ -141,14 +141,14 @@ class Lab:
     def wait_taken_away(self, job: str) -> None:
         """The job runs no more: it waits to be started again, or has gone."""
         wait_for(
-            lambda: self.run("squeue", "-h", "-t", "R", "-j", job, "-o", "%A", check=False) == "", self._logs
+            lambda: self.run("squeue", "-h", "-t", "R", "-j", job, "-o", "%A", check=False) == "", self.logs
         )
 
     def wait_empty(self) -> None:
         """No job waits or runs, nor comes back at once: a dead node's was missing once, why is unknown."""
         wait_for(
             lambda: not self.queued() and not time.sleep(AGAIN_S) and not self.queued(),
-            lambda: f"{self.run('squeue', '-a')}; {self._logs()}",
+            lambda: f"{self.run('squeue', '-a')}; {self.logs()}",
         )
 
     def empty(self) -> None:
@@ -160,7 +160,7 @@ class Lab:
         for name, daemon in list(self._daemons.items()):
             if daemon.poll() is not None:
                 self.start_node(name)
-        wait_for(lambda: not self.queued(), self._logs)  # what is cancelled does not come back
+        wait_for(lambda: not self.queued(), self.logs)  # what is cancelled does not come back
         self.wait_idle()
 
     def processes(self, job: str) -> dict[int, str]:
@@ -186,7 +186,7 @@ class Lab:
     def start_controller(self) -> None:
         """It comes back."""
         self._daemon("slurmctld", "slurmctld", "-D")
-        wait_for(lambda: " UP" in self.run("scontrol", "ping", check=False), self._logs)
+        wait_for(lambda: " UP" in self.run("scontrol", "ping", check=False), self.logs)
 
     def stop(self) -> None:
         """Nothing is left behind, whatever state the cluster is in."""
@@ -202,7 +202,7 @@ class Lab:
         kill_all(self._mark)
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def _logs(self) -> str:
+    def logs(self) -> str:
         log = self.home / "slurmctld.log"
         return log.read_text(encoding="utf-8", errors="replace")[-1500:] if log.exists() else "no log"
 
