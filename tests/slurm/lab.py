@@ -168,13 +168,16 @@ class Lab:
         return {pid: _command(pid) for pid, _ in living(self._mark, f"SLURM_JOB_ID={job}")}
 
     def lose_node(self, name: str, with_tasks: bool) -> None:
-        """The node stops answering; the tasks on it die too, or live on unseen."""
+        """The node stops answering; the tasks on it die too, or live on unseen.
+
+        Their stepd dies before them: it would still tell Slurm that they died, which ends the job.
+        """
         self._daemons[name].kill()
         self._daemons[name].wait()
         if not with_tasks:
             return
         tasks = [pid for pid, _ in living(self._mark, f"SLURMD_NODENAME={name}")]
-        for pid in {_parent(task) for task in tasks if _is_stepd(_parent(task))} | set(tasks):
+        for pid in [*{_parent(task) for task in tasks if _is_stepd(_parent(task))}, *tasks]:
             kill(pid)
 
     def stop_controller(self) -> None:
