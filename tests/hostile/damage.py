@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
+import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -121,8 +121,7 @@ def pipe(name: str) -> Damage:
 def socketed(name: str) -> Damage:
     def apply(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(str(path / name))
+        os.mknod(path / name, stat.S_IFSOCK | 0o600)  # bind takes paths of 107 bytes at most
 
     return apply
 
