@@ -208,7 +208,8 @@ def require_deepspeed(model: ModelConf, world: int) -> None:
         what, allowed = "DeepSpeed does not cut the architecture", ", ".join(DEEPSPEED_FAMILIES)
         fix = "use placement.splitting=tensor, or one process"
         raise ModelError(what, where, model.family, allowed, fix)
-    if model.dtype in (Dtype.int8, Dtype.int4, Dtype.nf4, Dtype.packed):
+    if model.code_bits or model.dtype in (Dtype.int8, Dtype.int4, Dtype.nf4, Dtype.packed):
         what, fix = "DeepSpeed would lose the scales of quantised layers", "use placement.splitting=tensor"
-        raise DistributedError(what, where, model.dtype.value, "fp32, bf16, fp16", fix)
+        found = f"a checkpoint in codes of {model.code_bits} bits" if model.code_bits else model.dtype.value
+        raise DistributedError(what, where, found, "plain weights in fp32, bf16, fp16", fix)
     filled_share("attention heads", model.n_heads, world, 0)

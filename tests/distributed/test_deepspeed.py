@@ -91,6 +91,7 @@ def test_real_ranks_give_the_whole_models_logits(
         ({"family": "gpt2"}, 2, ModelError, "found gpt2"),
         ({"dtype": Dtype.int8}, 2, DistributedError, "lose the scales.*int8"),
         ({"dtype": Dtype.nf4}, 2, DistributedError, "lose the scales.*nf4"),
+        ({"code_bits": 4}, 2, DistributedError, "lose the scales.*in codes of 4 bits"),
         ({}, 8, DistributedError, "too little attention heads for the ranks; found 7 over 8 ranks"),
     ],
 )

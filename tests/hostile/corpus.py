@@ -74,6 +74,7 @@ class Hostile:
     extra: tuple[str, ...] = ()
     answers: bool = False  # what was written before it showed is given out
     decoder: bool = False  # not for transformers' modules, which want more libraries, or do not read it
+    modules: tuple[str, ...] = ()  # what transformers' modules refuse it with; the decoder does not read it
 
     def __str__(self) -> str:
         return f"{self.row}-{self.name}"
@@ -86,9 +87,11 @@ def hostile(
     return Hostile(row, name, damage, says, reach, sharded, code, extra, answers, decoder)
 
 
-def harmless(row: int, name: str, damage: Damage, extra: tuple[str, ...] = ()) -> Hostile:
-    """What is never touched."""
-    return Hostile(row, name, damage, (), LOADED, code=0, extra=extra)
+def harmless(
+    row: int, name: str, damage: Damage, extra: tuple[str, ...] = (), modules: tuple[str, ...] = ()
+) -> Hostile:
+    """What is never touched, but perhaps by transformers' modules."""
+    return Hostile(row, name, damage, (), LOADED, code=0, extra=extra, modules=modules)
 
 
 def first_tensor(**values: object) -> Damage:
@@ -412,8 +415,8 @@ NUMBERS = [
         ("rope-kind", "rope_scaling", {"rope_type": "evil", "factor": 2}),
         ("activation", "hidden_act", "__import__('os')"),
     )),
-    harmless(22, "padding-id", config_sets(pad_token_id=10**9)),  # the decoder reads neither key
-    harmless(22, "plan-number", config_sets(base_model_tp_plan=5)),
+    *(harmless(22, name, config_sets(**{key: value}), modules=("makes no model", key, f"found {value}"))
+      for name, key, value in (("padding-id", "pad_token_id", 10**9), ("plan-number", "base_model_tp_plan", 5))),
     harmless(22, "attention-name", config_sets(_attn_implementation="evil")),
     harmless(22, "returns", config_sets(return_dict=False, output_hidden_states="x", output_attentions=True)),
     hostile(22, "plain-4bit", config_sets(quantization_config={**BY_BITSANDBYTES, "load_in_4bit": True}),
@@ -490,7 +493,7 @@ QUANTISED = [
         ("state-block", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4",
          IS.text({"shape": [96, 64], "blocksize": 0}), "block size"),
     )),
-    *(hostile(22, name, IS.quantised(IS.int4, claim), found, "quantization_config", reach=LOADED)
+    *(hostile(22, name, IS.quantised(IS.int4, claim), found, "quantization_config")
       for name, claim, found in (
         ("bits-text", IS.weights_say(num_bits="4"), "num_bits"), ("bits-three", IS.weights_say(num_bits=3), "3 bits"),
         ("group-word", IS.weights_say(group_size="x"), "group_size"),
@@ -558,6 +561,7 @@ QUANTISED = [
         (IS.fp8, {"quant_method": "fbgemm_fp8"}, "found fbgemm_fp8"),
     )),
 ]  # fmt: skip
+READ = [row for row in QUANTISED if row.reach == LOADED]  # whose weights would be read
 
 
 def architecture(kind: str, says: str, **sizes: object) -> Hostile:
