@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_ssp.models.kernels import coded
+from llama_ssp.models.kernels import build
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.report.machine import commit
 from llama_ssp.speculative.native import by_kernel
@@ -53,7 +53,8 @@ def run(arguments: Sequence[str], folder: Path, world: int = 1) -> Result:
     """`folder` holds the model's folder, and what is outside of it."""
     # What starts other programs, and is kept: a trial must start none.
     by_kernel(CounterDraws(0))
-    coded.operators("cpu")
+    for source in Path(build.__file__).parent.glob("*.cpp"):
+        build.load_library(source)
     commit()
     gpus_here()
     outside = sorted((folder / OUTSIDE).glob("*"))
