@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 from words import Words  # noqa: E402
 
+from llama_ssp.models.kernels.build import compiler  # noqa: E402
 from llama_ssp.report.console import Console  # noqa: E402
 from llama_ssp.report.tables import Column, Table  # noqa: E402
 
@@ -61,6 +62,8 @@ def main() -> int:
         f"{regular:.1f} times as fast as transformers' regular sampling, {assisted:.1f} times as fast as its "
         "assisted generation"
     )
+    if compiler() is None:
+        console.line("There is no C++ compiler (g++ 11 or later): all of this works, but more slowly")
     console.line("\nNext, your own models: source .venv/bin/activate; llama-ssp compare TARGET DRAFT")
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.models.kernels.build import compiler
 from tests.warm import ROOT, python
 
 pytestmark = pytest.mark.slow
@@ -152,6 +153,7 @@ def test_make_demo_shows_all_three_parts(tmp_path: Path) -> None:
     assert re.search(r"--- [0-9.]+ times as fast: ", done.stdout)
     assert "prompt:     def __eq__" in done.stdout
     assert "which holds zero" in done.stdout and "ours, K = 8" in done.stdout and "{" not in done.stdout
+    assert ("There is no C++ compiler" in done.stdout) == (compiler() is None)
     regular, speculative = re.findall(r"\n--- .*\n((?:.*\n)+?)\(48 tokens", done.stdout)
     assert regular == speculative and "return NotImplemented" in regular
 
