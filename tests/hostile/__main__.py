@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.surroundings import surroundings, write
 from tests import checkpoints
-from tests.hostile.corpus import GROUPS, READ, Hostile
+from tests.hostile.corpus import GROUPS, NOT_BY_DEEPSPEED, Hostile
 from tests.hostile.trial import LIMIT_S, Result, access_times_tell, run
 
 ENGINES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -54,7 +54,7 @@ def tried(row: Hostile, engine: str, whole: Path, sharded: Path, folder: Path) -
 
 def due(row: Hostile, engine: str) -> tuple[int, tuple[str, ...]]:
     """The exit code that the engine must have, and what its error must say."""
-    if engine == "deepspeed" and row in READ:
+    if engine == "deepspeed" and row in NOT_BY_DEEPSPEED:
         return 5, ("DeepSpeed would lose the scales", "use placement.splitting=tensor")
     if engine not in DECODER and row.modules:
         return 4, row.modules

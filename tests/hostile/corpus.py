@@ -561,7 +561,7 @@ QUANTISED = [
         (IS.fp8, {"quant_method": "fbgemm_fp8"}, "found fbgemm_fp8"),
     )),
 ]  # fmt: skip
-READ = [row for row in QUANTISED if row.reach == LOADED]  # whose weights would be read
+NOT_BY_DEEPSPEED = [row for row in QUANTISED if row.reach == LOADED]  # it refuses their weights
 
 
 def architecture(kind: str, says: str, **sizes: object) -> Hostile:
