@@ -50,12 +50,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     from llama_ssp.models import programs
+    from llama_ssp.models.kernels.build import compiler
 
     torch.set_num_threads(1)
     programs.HEADERS_FIRST = bool(shutil.which("openssl"))  # torch's way to tell headers apart
     gc.freeze()
     gc.enable()
     find_long(items)
+    if compiler() is None:
+        for item in items:
+            if item.get_closest_marker("compiler"):
+                item.add_marker(pytest.mark.skip(reason="there is no C++ compiler"))
     if seed := os.environ.get("LLAMA_SSP_TEST_ORDER"):
         items[:] = shuffled(items, Random(seed))
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

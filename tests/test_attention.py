@@ -15,8 +15,6 @@ from llama_ssp.models.kernels.large_pages import PAGE
 from llama_ssp.models.kv_cache import Tally
 from llama_ssp.models.slot_cache import SlotCache
 
-needs_compiler = pytest.mark.slow  # the kernel takes some seconds to build
-
 CPU = torch.device("cpu")
 CAPACITY = 1200
 # First slot, start and tokens of each row: parts and tiles of the kernel begin within the texts.
@@ -48,7 +46,8 @@ def parts(
     return query_THD.to(dtype), keys_GND.to(dtype), values_GND.to(dtype), sink_H
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "size"), SHAPES)
 @torch.inference_mode()
@@ -61,7 +60,8 @@ def test_results_are_those_of_torch(heads, size, kind):
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
 @torch.inference_mode()
@@ -79,7 +79,8 @@ def test_in_bf16_they_are_as_near_to_the_exact_ones(size, kind):
     assert off[0] <= 1.05 * off[1]
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "size"), [((16, 2), 128), ((16, 16), 64), ((3, 1), 80), ((20, 1), 20)])
 @torch.inference_mode()
@@ -112,7 +113,8 @@ def alone(token: int) -> Pass:
     return Pass.of([places[token]], CPU)
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(16, 2), (11, 1), (4, 4)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +141,8 @@ def test_a_tokens_result_does_not_depend_on_others(kind, heads, dtype):
 SIDES = [Sides(3, 2, 4600), NO_SIDES, Sides(2, 1, 4650), NO_SIDES, Sides(4, 3, 4700)]
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "size"), [((16, 2), 128), ((11, 1), 64), ((4, 4), 20), ((3, 1), 80)])
 @torch.inference_mode()

@@ -34,7 +34,6 @@ from llama_ssp.text.tokenizer import Tokens, read_tokens
 from tests.certify_faults import FAULTS, KERNEL_FAULTS, PENALTY, Fault, KernelFault, TransformersSampler
 from tests.certify_faults import NUCLEUS as NUCLEUS_RUN
 from tests.test_certify import sampler
-from tests.test_deciding import needs_compiler
 
 pytestmark = pytest.mark.slow
 
@@ -142,14 +141,14 @@ def by_rounds(shipped: Shipped, sampling: SamplingConfig, kernel: bool, texts: i
 
 
 @pytest.mark.few(1)
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("kernel", [False, True], ids=["rule", "kernel"])
 def test_sound_rounds_pass(shipped: Shipped, kernel: bool) -> None:
     assert set(by_rounds(shipped, NUCLEUS, kernel, 256).values()) == {Outcome.passed}
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.name)
 def test_faults_of_rounds(shipped: Shipped, fault: Fault | KernelFault) -> None:
     """A quarter of the default run's texts; the kernel decides beside eager steps."""

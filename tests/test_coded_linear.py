@@ -37,7 +37,6 @@ SHAPES = [(64, 128), (70, 320), (33, 136)]  # outputs and inputs, whole blocks a
 GROUPS = [0, 32, 128]
 SCALES = [torch.float32, torch.bfloat16, torch.float16]
 OFFSETS = [None, "zero", "shift"]
-needs_compiler = pytest.mark.slow  # the kernel takes some ten seconds to build
 
 
 def held(
@@ -80,7 +79,8 @@ def require_near(found: Tensor, x: Tensor, weight: Coded, bias: Tensor | None, u
     assert ((found.double() - exact).abs() <= unit * exact.abs() + weight.inputs * 2**-24 * sums).all()
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("table", TABLES)
 def test_the_product_is_that_of_the_codes(table: str):
     operators("cpu")
@@ -97,7 +97,8 @@ def test_the_product_is_that_of_the_codes(table: str):
         assert layer(x[:0]).shape == (0, shape[0])
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_a_code_or_a_scale_that_is_wrong_is_found_out():
     operators("cpu")
     weight, x = held(64, 128, "int4", 32), rows_of(5, 128, torch.float32)
@@ -111,7 +112,8 @@ def test_a_code_or_a_scale_that_is_wrong_is_found_out():
         CodedLinear(fewer, None, CPU)(x)
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_the_operator_is_one_that_torch_can_compile():
     operators("cpu")
     layer = CodedLinear(held(70, 320, "int8", 0), None, CPU)
@@ -120,7 +122,7 @@ def test_the_operator_is_one_that_torch_can_compile():
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 def test_the_kernel_for_any_processor():
     """What is compiled where there are no instructions for such products."""
     code = """
@@ -159,7 +161,8 @@ def test_a_decoded_product_is_that_of_the_library():
         assert sum(part.nbytes for part in layer.buffers()) == weight.nbytes
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_which_product_a_weight_has():
     """Of codes that the kernel takes the kernel's, if there are kernels; with not a byte more."""
     operators("cpu")
@@ -200,7 +203,7 @@ def test_in_4_bit_every_code_is_the_nearest():
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
     """Compiled, decoded and over two ranks."""
     build("llama-gqa", mild=True, hidden_size=256, intermediate_size=704).save_pretrained(tmp_path)
@@ -236,7 +239,7 @@ def test_codes_are_not_for_modules_of_transformers():
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 def test_a_compiled_model_is_nearer_to_the_wide_one_than_llm_int8(tmp_path: Path):
     """And holds not a byte more, but for the table."""
     changes = {

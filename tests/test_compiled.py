@@ -46,7 +46,6 @@ from tests.rig import GREEDY, drive_refilled, perturbed, speculate
 
 CPU = torch.device("cpu")
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95)
-needs_compiler = pytest.mark.slow  # the kernel takes some ten seconds to build, a step as long
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -56,7 +55,8 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (97, 48), (5, 2), (33, 1026)])
 def test_a_packed_layer_gives_the_product(outputs, inputs, dtype):
@@ -78,7 +78,8 @@ def test_a_packed_layer_gives_the_product(outputs, inputs, dtype):
             assert ((found.double() - exact).abs() <= bound).all()
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
     """To the bit: so a block of K+1 tokens is multiplied as each of its tokens is alone."""
@@ -98,7 +99,8 @@ def test_what_is_packed():
     assert not packable(nn.LayerNorm(6))
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_texts_are_those_of_eager_steps():
     """In fp32 every token: one row and several, K = 0 and not, greedy and drawn, rows that are refilled."""
     target, draft = ours("llama-gqa"), ours("llama-gqa", noise=0.05)
@@ -128,7 +130,7 @@ def test_texts_are_those_of_eager_steps():
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("family", "layers"), [("gemma2", 2), ("gpt_neox", 1), ("gpt_neo", 3), ("gpt_oss", 3)]
 )
@@ -140,7 +142,8 @@ def test_other_families(family, layers):
     assert fast._step is not None
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_a_step_copies_no_cache(monkeypatch):
     """Its buffers have sizes of tokens alone. A size that might be 0 would be written as max(1, size)."""
     monkeypatch.setattr(ProgramFile, "load", lambda self: None)
@@ -151,7 +154,8 @@ def test_a_step_copies_no_cache(monkeypatch):
     assert len(set(re.findall(r"u\d+", " ".join(made)))) == 1 and "max(1, " not in code
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_a_step_pads_no_weight(monkeypatch):
     """To sizes that suit a GPU: a head of 50257 tokens would be copied in every step."""
     asked = []
@@ -161,7 +165,8 @@ def test_a_step_pads_no_weight(monkeypatch):
     assert not asked
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_in_bf16_logits_differ_by_rounding():
     """Compiled steps are as near to the wide model as eager ones are."""
     torch.manual_seed(0)
@@ -180,7 +185,8 @@ def test_in_bf16_logits_differ_by_rounding():
     assert (quick - eager).abs().max() > 0  # else nothing was compiled
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     """Found by all that they are made of; another's weights are read, not those they were made with."""
     monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
@@ -202,7 +208,7 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 def test_groups_of_blocks_share_a_program(monkeypatch, tmp_path):
     """Each with its own weights: two blocks, two blocks, one block, with windows in turn."""
     monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
@@ -226,7 +232,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(("layers", "group", "taps"), [(5, 2, (0, 3, 4, 5)), (2, 8, (0, 1, 2))])
 def test_states_of_named_layers_are_those_of_eager_steps(layers, group, taps, monkeypatch, tmp_path):
     """In groups of two blocks, inside of one and between two, and as one program. Logits are, too."""
@@ -297,6 +303,7 @@ def test_processes_that_start_together_compile_once(monkeypatch, tmp_path):
     assert len(made) == 1 and found == made * 3
 
 
+@pytest.mark.compiler
 def test_half_a_kernel_is_none(monkeypatch, tmp_path):
     """torch takes any file for one: after a kill -9 in the compiler each start ended in a bus error."""
 
@@ -337,6 +344,7 @@ def test_one_thread_compiles_at_a_time():
     assert most == 1
 
 
+@pytest.mark.compiler
 def test_why_steps_are_eager():
     assert impossible(CPU) is None
 
@@ -394,7 +402,8 @@ def test_an_error_without_text_is_said_by_its_kind():
     assert building.complaint(OSError()) == "OSError"
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("not this one\nand so on")
@@ -407,7 +416,8 @@ def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
     assert said == ["engine: m runs eagerly: it does not compile: not this one"]
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_the_command_compiles_before_it_writes(command, caplog):
     sizes = ("model.n_layers=1", "draft.n_layers=1")
     with caplog.at_level(logging.INFO, logger="llama_ssp"):
@@ -417,6 +427,7 @@ def test_the_command_compiles_before_it_writes(command, caplog):
     assert "compile: 2 of 2 models" in said and "runs eagerly" not in said
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(("layers", "new", "expected"), [(2, 64, False), (32, 2048, True)])
 def test_auto_compiles_where_it_pays(layers, new, expected):
     model = _model(layers)

@@ -36,8 +36,7 @@ from tests.toy import toy
 
 CPU = torch.device("cpu")
 LAST, NEVER = 1 - 2.0**-53, 2.0  # the largest uniform; more than any chance
-needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
-pytestmark = needs_compiler
+pytestmark = pytest.mark.compiler
 
 
 @dataclass

@@ -31,7 +31,6 @@ from tests.families import CONTEXT, FAMILIES, VOCAB, build
 from tests.rig import speculate
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.slow  # the kernel takes some seconds to build
 TOLERANCE = 1e-5  # of the largest logit
 CAPACITY = 48
 # What each pass feeds: (kept before, fed) a row. Prefill in chunks, ragged steps, rollbacks over stale keys,
@@ -134,7 +133,8 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.few(2)
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt_neo", "gpt_oss", "mistral-window", "qwen3"])
 @torch.inference_mode()
 def test_the_kernel_gives_the_same(name, tmp_path):
@@ -194,7 +194,7 @@ STEPS = ((1, 0, 9, 9), (1, 4, 3, 20), (1, 7, 1, 20), (3, 5, 1, 33), (3, 5, 4, 48
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 @torch.inference_mode()
 def test_one_program_serves_every_width(tmp_path):
     """One token and several, one row and several, caches of other sizes.
@@ -226,7 +226,8 @@ def test_one_program_serves_every_width(tmp_path):
             assert (logit_TV - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt_neox"])
 @torch.inference_mode()
 def test_in_8_bit_logits_are_as_near_as_those_of_llm_int8(name, tmp_path):

@@ -21,7 +21,6 @@ from scipy import stats
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.config.schema import MAX_K
-from llama_ssp.models.kernels.build import compiler
 from llama_ssp.speculative import coupled
 from llama_ssp.speculative import rng as draws
 from llama_ssp.speculative.coupled import CoupledDraws
@@ -197,7 +196,7 @@ def test_every_bit_of_seed_and_prompt_counts():
 
 SOURCES = [
     CounterDraws,
-    pytest.param(HostDraws, marks=pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")),
+    pytest.param(HostDraws, marks=pytest.mark.compiler),
 ]
 SEEDS = (0, 1, 2**63, 2**64 - 1)
 KEYS = (0, 1, 2**32, 2**64 - 1)
@@ -346,7 +345,7 @@ def test_no_number_has_two_uses():
     assert all(len(places) == 1 for places in inner.values())
 
 
-@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.compiler
 def test_the_kernel_reads_the_same_numbers():
     for seed, ks, vocabs in ((SEEDS[0], KS[:2], VOCABS[:4]), (SEEDS[-1], KS[:0:-1], VOCABS[3::-1])):
         one, other = (dict(read(source(seed), ks, vocabs)) for source in (CounterDraws, HostDraws))

@@ -27,10 +27,9 @@ from tests.distributed.threads import ranks_of
 from tests.hostile import quantised as hostile
 from tests.memory_trace import LiveBytes
 from tests.quantised_folders import FORMATS, quantised
-from tests.test_coded_linear import needs_compiler
 from tests.test_gguf import made
 
-pytestmark = needs_compiler
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 KEPT = [name for name in FORMATS if name != "gptq-act-order"]
 # Outputs and words of codes that do not fill the kernel's blocks; the MLP in unequal units of 32.
 ODD = {"hidden_size": 200, "head_dim": 20, "intermediate_size": 80, "num_hidden_layers": 1}

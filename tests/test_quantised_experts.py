@@ -25,7 +25,6 @@ from llama_ssp.models.steps import SteppedModel
 from tests.conftest import needs_transformers
 from tests.distributed.test_tensor import walked as by_steps
 from tests.quantised_folders import MOE, Tensors, module_of, on_disk, quantised
-from tests.test_coded_linear import needs_compiler
 from tests.test_decoder import walked
 from tests.test_packed_bytes import same
 from tests.test_quantised_folders import loaded, opened, walked_by, whole
@@ -136,7 +135,8 @@ def test_chosen_experts_are_decoded_without_copies_from_the_host() -> None:
     assert copies.count == 0
 
 
-@needs_compiler
+@pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("name", ["mixtral-blocks", "qwen3_moe-int4", "mixtral-w4a8"])
 @torch.inference_mode()
 def test_experts_are_multiplied_by_the_kernel(name: str, folders: Path) -> None:
@@ -156,7 +156,7 @@ def test_experts_are_multiplied_by_the_kernel(name: str, folders: Path) -> None:
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.compiler
 @torch.inference_mode()
 def test_experts_in_codes_are_compiled(folders: Path) -> None:
     folder, cpu = quantised("qwen3_moe-int4", folders / "qwen3_moe-int4"), torch.device("cpu")

@@ -139,7 +139,9 @@ def test_joint_distribution_of_whole_texts(name):
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma2"])
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kernel", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.compiler])]
+)
 def test_the_decoder_writes_what_transformers_writes(family, kernel):
     """Texts of ragged rows in fp32, some with windows."""
     module, draft = build(family), perturbed(build(family), 0.2)

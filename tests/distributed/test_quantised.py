@@ -122,7 +122,10 @@ MADE = ModelConf(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(dtype, marks=pytest.mark.compiler if dtype is Dtype.int4 else ()) for dtype in QUANTISED],
+)
 def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
     """Over ranks as in one process, and the distribution, which is in 16 bit, stays."""
     whole = load(MADE, None, dtype, CPU, "model")
@@ -136,6 +139,7 @@ def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
         assert off(logits, exact) < 0.02
 
 
+@pytest.mark.compiler
 def test_parts_multiply_with_our_kernel_and_lose_no_accuracy(folders: dict[str, Path]):
     """Cut outputs and cut inputs, with biases and without; every rank has the same logits."""
     for name in ("replicated-kv", "opt"):

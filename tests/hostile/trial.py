@@ -53,7 +53,7 @@ def run(arguments: Sequence[str], folder: Path, world: int = 1) -> Result:
     """`folder` holds the model's folder, and what is outside of it."""
     # What starts other programs, and is kept: a trial must start none.
     by_kernel(CounterDraws(0))
-    for source in Path(build.__file__).parent.glob("*.cpp"):
+    for source in Path(build.__file__).parent.glob("*.cpp") if build.compiler() else ():
         build.load_library(source)
     commit()
     gpus_here()
