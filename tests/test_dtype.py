@@ -129,7 +129,9 @@ WIDE = ModelConf(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.int8, Dtype.int4, Dtype.nf4])
+@pytest.mark.parametrize(
+    "dtype", [Dtype.bf16, Dtype.int8, pytest.param(Dtype.int4, marks=pytest.mark.compiler), Dtype.nf4]
+)
 def test_what_is_held_is_what_is_planned(dtype: Dtype) -> None:
     """Scales and tables of quantised layers included, as loaded and after a pass; by rank, too.
 

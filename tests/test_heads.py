@@ -258,6 +258,7 @@ def test_damaged_logits_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # the kernels and the programs are compiled
+@pytest.mark.compiler
 def test_compiled_steps_are_those_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published formulas hold, and one program serves all numbers of tokens."""
     monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path / "kept")

@@ -102,6 +102,7 @@ def test_siblings_of_texts_that_outgrow_the_first_scale(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.compiler
 def test_scaled_positions_in_compiled_steps() -> None:
     assert has_kernels("phi3", Dtype.fp32, torch.device("cpu"))
     module = scaled("phi3")

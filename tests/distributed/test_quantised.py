@@ -28,6 +28,8 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 MODEL = ModelConf(name="small")
 NO_WORSE = 1.1
+NEEDS = {Dtype.int4: [pytest.mark.compiler]}
+DTYPES = [pytest.param(dtype, marks=NEEDS.get(dtype, ())) for dtype in QUANTISED]
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 704}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama-gqa", {**WIDE, "num_key_value_heads": 4}),
@@ -87,7 +89,7 @@ def rows_of(config: Any, world: int, rank: int) -> dict[str, Cut]:
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_parts_hold_the_whole_layers_numbers_and_lose_no_accuracy(
@@ -122,10 +124,7 @@ MADE = ModelConf(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(dtype, marks=pytest.mark.compiler if dtype is Dtype.int4 else ()) for dtype in QUANTISED],
-)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
     """Over ranks as in one process, and the distribution, which is in 16 bit, stays."""
     whole = load(MADE, None, dtype, CPU, "model")
