@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.processes import kill_all, wait_for
+from tests.soak import trials
 from tests.soak.__main__ import endure
 from tests.soak.processes import MARK, Held, left_of, marked
 from tests.soak.scenarios import FAULTS, NOTHING, PAIRS, PLACEMENTS, SAMPLINGS, TASKS, Scenario, drawn
-from tests.soak.trials import Ended, differing, judged
+from tests.soak.trials import Bench, Ended, Trial, differing, judged
 from tests.soak.verdict import MIB, Law, Soak, growing
 
 CALM = Scenario("batch", "demo", 1, "auto", "T = 1", "K = 1", 2, NOTHING, 0.5, 1)
@@ -122,6 +123,28 @@ def test_other_answers_are_seen(tmp_path: Path) -> None:
     one.write_text("a\nb\n")
     other.write_text("a\nc\n")
     assert "in lines [2]" in differing(one, other)[0] and differing(one, one) == []
+
+
+@pytest.mark.parametrize(
+    ("again", "fine", "tied"), [("b", "c", True), ("a", "c", False), ("b", "d", False)], ids=str
+)
+def test_a_tie_of_rounding_is_told_from_another_answer(again, fine, tied, tmp_path, monkeypatch) -> None:
+    """Found are b, and a in a calm process; in fp64 a calm process gives c."""
+    texts = {"calm": "a", "again": again, "fine": fine, "fine_calm": "c"}
+
+    def run(scenario: Scenario, folder: Path, expected_s: float, *more: str) -> Ended:
+        (output,) = (word for word in more if word.startswith("task.output="))
+        name = output.removeprefix("task.output=")
+        assert (scenario.ranks == 1) == ("calm" in name) and ("model.dtype=fp64" in more) == ("fine" in name)
+        (folder / name).write_text(texts[name.removesuffix(".jsonl")])
+        return ended()
+
+    monkeypatch.setattr(trials, "run", run)
+    (tmp_path / "out.jsonl").write_text("b")
+    (tmp_path / "out.jsonl.work" / "parts").mkdir(parents=True)
+    trial = Trial(Scenario("batch", "demo", 2, "own", "T = 1", "K = 4", 4, NOTHING, 0.5, 1))
+    Bench(tmp_path)._finish(trial, ended(), tmp_path)
+    assert trial.tied is tied and bool(trial.wrong) is not tied
 
 
 def test_who_outlives_its_command_is_found() -> None:

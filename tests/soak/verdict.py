@@ -103,6 +103,7 @@ class Soak:
         """A complete results file."""
         probs = self.probs
         runs, struck = sum(trial.runs for trial in self.trials), sum(trial.struck for trial in self.trials)
+        ties = [trial.scenario for trial in self.trials if trial.tied]
         return "\n".join(
             [
                 "# Endurance: random runs, struck at random",
@@ -120,6 +121,7 @@ class Soak:
                     f"{handles:+d} handles between its third quarter and its last."
                     for records, memory, handles in self.held
                 ],
+                *[f"Answers differ by a tie of rounding, by none in fp64: {scenario}." for scenario in ties],
                 "",
                 "```",
                 *aligned([["of", "", "scenarios", "wrong"], *self._counts()], words=2),
