@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from llama_ssp.models.linear import Products, formats
 from llama_ssp.models.loader import load_module
 from llama_ssp.models.programs import ProgramSpec, compiled
 from llama_ssp.models.safetensors_io import FileSource
-from llama_ssp.models.shape import reason_against
+from llama_ssp.models.shape import reason_against, shape_of
 from llama_ssp.models.steps import has_kernels, whole
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_quantised import NO_WORSE, off
@@ -142,6 +143,13 @@ def test_the_kernel_gives_the_same(name, tmp_path):
     kernel.operators()
     module = module_of(name)
     require_same(module, *walked(saved(module, tmp_path), attend=kernel.attend))
+
+
+def test_gpt_oss_of_a_config_without_its_gate():
+    """transformers 5.17 has the two numbers in its code alone."""
+    config = build("gpt_oss").config.to_dict()
+    shape = shape_of(SimpleNamespace(**{key: value for key, value in config.items() if "swiglu" not in key}))
+    assert (shape.gate_alpha, shape.gate_limit) == (1.702, 7.0)
 
 
 @torch.inference_mode()

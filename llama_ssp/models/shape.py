@@ -101,8 +101,9 @@ def shape_of(config: Any) -> Shape:
         experts=experts,
         top_k=int(getattr(config, "num_experts_per_tok", 0) or 0),
         normed_top=family.normed_top is None or bool(getattr(config, family.normed_top)),
-        gate_alpha=float(getattr(config, "swiglu_alpha", 0.0)),
-        gate_limit=float(getattr(config, "swiglu_limit", 0.0)),
+        # Of gpt-oss; transformers 5.17 has these two numbers in its code, and not in the config.
+        gate_alpha=float(getattr(config, "swiglu_alpha", 1.702)),
+        gate_limit=float(getattr(config, "swiglu_limit", 7.0 if family.clamped else 0.0)),
     )  # fmt: skip
 
 
