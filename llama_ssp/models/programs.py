@@ -79,9 +79,9 @@ def compiled(spec: ProgramSpec) -> Any:
     code = spec.function.__code__.replace(co_name=name, co_qualname=name)
     own = types.FunctionType(code, spec.function.__globals__, name)
     options = dict(OPTIONS)  # torch.compile takes the filter out of the dictionary that it is given
-    program: Any = torch.compile(own, fullgraph=True, dynamic=False, options=options)
     mark(spec.given)
-    with quick_builds():
+    with quick_builds(), torch._dynamo.config.patch(enable_aot_compile=True):  # off in torch 2.11
+        program: Any = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         program = program.aot_compile(((spec.module, *spec.given), {}))
     program.disable_guard_check()
     return program

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import include_paths
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +54,8 @@ def compiler() -> str | None:
 
 def load_library(source: Path) -> None:
     """Registers the operators of a C++ file in torch; raises OSError or CalledProcessError."""
-    folder = Path(torch.__file__).parent / "lib"
-    flags = *(f"-I{path}" for path in include_paths()), f"-L{folder}", "-lc10", "-ltorch_cpu"
+    folder = Path(torch.__file__).parent
+    flags = f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu"
     torch_operators: Any = torch.ops
     torch_operators.load_library(library(source, *flags))
 
