@@ -53,6 +53,9 @@ def load_deepspeed(
     except (AssertionError, ValueError, RuntimeError, AttributeError, ImportError) as error:
         what, found = "DeepSpeed cannot cut the model", str(error)[:200]
         raise DistributedError(what, where, found, fix=f"use {OWN}") from error
+    if not all(weight.numel() for weight in engine.module.parameters()):
+        # Without heads. The fused attention of torch 2.11 divides by their number, and kills the process.
+        engine.module.set_attn_implementation("eager")
     causal = CausalModel(_summed_by(engine.module, ranks), model.name)
     log.info("%s: %s on %s, by DeepSpeed over %d ranks", where, dtype.value, device, ranks.world)
     return causal
