@@ -54,7 +54,7 @@ def load_deepspeed(
         what, found = "DeepSpeed cannot cut the model", str(error)[:200]
         raise DistributedError(what, where, found, fix=f"use {OWN}") from error
     if not all(weight.numel() for weight in engine.module.parameters()):
-        # Without heads. The fused attention of torch 2.11 divides by their number, and kills the process.
+        # Perhaps no heads are here: torch 2.11's fused attention divides by their number, and the rank dies.
         engine.module.set_attn_implementation("eager")
     causal = CausalModel(_summed_by(engine.module, ranks), model.name)
     log.info("%s: %s on %s, by DeepSpeed over %d ranks", where, dtype.value, device, ranks.world)
