@@ -18,6 +18,7 @@ from llama_ssp.models.checkpoint import read_config
 from llama_ssp.models.families import TESTED
 from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.quantised_config import PLAIN_COPY
+from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.sizes import config_file
 from llama_ssp.models.synthetic import config_for
 
@@ -55,8 +56,18 @@ def require_supported(path: Path) -> Any:
         what = "the architecture is not a causal language model"
         raise ModelError(what, path, config.model_type, ALLOWED, ANOTHER)
     windows_of(config)
+    _require_even_heads(path, config)
     config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
     return config
+
+
+def _require_even_heads(path: Path, config: Any) -> None:
+    """Of heads turned whole; transformers takes some odd sizes, and fails at the first step."""
+    head_dim = getattr(config, "head_dim", None) or 0
+    shares = (of.get("partial_rotary_factor") or 1.0 for of in rotary_parameters(config).values())
+    if head_dim % 2 and any(int(head_dim * share) == head_dim for share in shares):
+        where, fix = f"{config_file(path)}: head_dim", "correct it, or fetch the model again"
+        raise ModelError(f"{config_file(path).name} cannot be read", where, head_dim, "even sizes", fix)
 
 
 def empty(config: Any, dtype: torch.dtype) -> Any:
