@@ -126,18 +126,23 @@ def test_kill_while_saving_keeps_the_old_checkpoint(bpe: Tokenizer, tmp_path: Pa
     assert checkpoint.load(tmp_path, model, []) == {"step": 3}
 
 
+@torch.inference_mode()
+def loss_here(model: torch.nn.Module, tokenizer: Tokenizer) -> float:
+    """Of this file's beginning: no version of Python has it in its library, from which models learn."""
+    ids = torch.tensor(tokenizer.encode(Path(__file__).read_text()).ids[:2048]).view(16, 128)
+    return float(model(input_ids=ids, labels=ids).loss)
+
+
 @pytest.mark.long
 def test_small_budget_lowers_the_loss(tmp_path: Path) -> None:
     train_demo.main(["--out", str(tmp_path), "--small", "--device", "cpu"])
     for name in RECIPES:
-        record = json.loads((tmp_path / name / "training.json").read_text())
-        first, last = record["curve"][0], record["curve"][-1]
-        assert last["text"] < first["text"] - 0.3
         assert (tmp_path / name / "training.png").stat().st_size > 0
         assert not (tmp_path / name / checkpoint.NAME).exists()
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        ids = AutoTokenizer.from_pretrained(tmp_path / name)("def f", return_tensors="pt")
-        assert model(**ids).logits.isfinite().all()
+        tokenizer = Tokenizer.from_file(str(tmp_path / name / "tokenizer.json"))
+        untrained = build(smaller(RECIPES[name]), tokenizer, seed=0)
+        assert loss_here(model, tokenizer) < loss_here(untrained, tokenizer) - 0.8
     train_demo.main(["--out", str(tmp_path), "--small"])  # finds all of it made already
 
 

@@ -137,6 +137,8 @@ def together(jobs: list[Callable[[], Any]], ranks: list[ThreadRank]) -> list[Any
             errors.append(error)
             ranks[rank]._meeting.break_off()
 
+    # Without GPUs, torch 2.11 keeps for all threads what the first one that traces frees at its end.
+    torch._C._ensureCUDADeviceGuardSet()
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(jobs))]
     for thread in threads:
         thread.start()
