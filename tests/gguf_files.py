@@ -23,14 +23,19 @@ K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # the library reads these, 
 
 
 def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """A matrix in a format that the library does not write: random codes, with scales of usual size."""
+    """A matrix in a format that the library does not write: random codes, with scales of usual size.
+
+    Their mean is about 0, as of a trained model. Otherwise all outputs have a large common part, and where
+    that cancels, errors of rounding become large.
+    """
     numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng([seed, rows, inputs])
     blocks = rng.integers(0, 256, (rows * inputs // numbers, size), dtype=np.uint8)
     places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
     step = {"Q2_K": 0.002, "Q3_K": 0.0006, "Q4_K": 0.0001, "Q5_K": 0.00005, "Q6_K": 0.00003}[kind]
-    for place in places:
-        scale = rng.uniform(step / 2, step, len(blocks)).astype(np.float16)
+    middle = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(kind, 0.0)  # of the codes; the second scale's part
+    for place, times in zip(places, (1.0, middle), strict=False):
+        scale = rng.uniform(times * step / 2, times * step, len(blocks)).astype(np.float16)
         blocks[:, place : place + 2] = scale.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(rows, -1)
 

@@ -29,7 +29,8 @@ from tests.conftest import Command
 from tests.test_journal import KILLED, Deadly, in_child
 
 RECORDS = 10
-JOB = ["task=batch", "task.input=in.jsonl", "seed=3", "model.dtype=fp32", "draft.dtype=fp32", "out=null"]
+# In fp32 the tiny pair's ties are decided by rounding, which depends on how many rows are read together.
+JOB = ["task=batch", "task.input=in.jsonl", "seed=3", "model.dtype=fp64", "draft.dtype=fp64", "out=null"]
 SMALL = [*JOB, "task.max_new_tokens=6", "task.batch_size=3", "task.shard_size=4"]
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from llama_ssp.errors import ModelError
 from llama_ssp.models import assemble, rounded
 from llama_ssp.models.attention import Pass
+from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.formats.activation_schemes import Rounding, rounding_of, schemes_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.rounded import RoundedInputs
@@ -136,16 +137,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rounded")
 
 
+LAST_BITS = 1e-3  # of bf16
+
+
 def off(found: list[Tensor], exact: list[Tensor]) -> float:
     ours, theirs = torch.cat(found).double(), torch.cat(exact).double()
     return float((ours - theirs).norm() / theirs.norm())
-
-
-def but_the_farthest(found: list[Tensor], exact: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Both without the position at which they differ most."""
-    ours, theirs = torch.cat(found), torch.cat(exact)
-    kept = (ours - theirs).norm(dim=1).argsort()[:-1]
-    return [ours[kept]], [theirs[kept]]
 
 
 def by_transformers(folder: Path, texts: list[list[int]], counts: list[int], single: bool) -> list[Tensor]:
@@ -161,37 +158,6 @@ def by_transformers(folder: Path, texts: list[list[int]], counts: list[int], sin
             logits.append(made.logits[0])
         found.append(torch.cat(logits)[-count:])
     return found
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", ROUNDED)
-@torch.inference_mode()
-def test_logits_are_those_of_transformers(name: str, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the folder as transformers runs it; decoded, kept in codes, and over two ranks.
-
-    Sums in another order, as over ranks, round a few numbers at a border the other way. Without AVX-512 that
-    happens in one process, too: at one of 75 tokens.
-    """
-    folder = quantised(name, folders / name)
-    monkeypatch.setattr(rounded, "LLM_INT8_UNIT", THEIR_UNIT)
-    decoded, texts = walked(loaded(folder))
-    expected = by_transformers(folder, texts, list(map(len, decoded)), single=name == "llm-int8")
-    for logits in (decoded, walked(loaded(folder, keeps_codes=True))[0]):
-        assert off(*but_the_farthest(logits, expected)) < 1e-3
-        assert off(logits, expected) < 1e-2
-    _, both = walked_by(folder, 2, keeps_codes=True)
-    assert all(map(torch.equal, *both))
-    assert off(both[0], expected) < 1e-2
-    monkeypatch.setattr(assemble, "RoundedInputs", lambda product, *_: product)
-    assert off(walked(loaded(folder))[0], expected) > 3e-2
-
-
-IN_BF16 = {
-    "w8a8": compressed(8, "int", "channel", inputs=TOKEN),
-    "w4a8": compressed(4, "int", "group", group_size=128, inputs=TOKEN),
-    "fp8-fp8": compressed(8, "float", "channel", inputs=FP8_TOKEN),
-}  # with scales in bf16, as usual: transformers computes with scales in the type of the model
-LAST_BITS = 1e-3
 
 
 @dataclass
@@ -214,6 +180,72 @@ class Watched:
         return pairs[0][0], torch.cat([gave for _, gave in pairs], -1)
 
 
+def layers_off(ours: Decoder, watched: Watched) -> list[float]:
+    """How far each layer's result is from that of transformers' layer, of which it gets the very inputs."""
+    found = []
+    for number, block in enumerate(ours.blocks):
+        layers = {
+            ("self_attn.q", "self_attn.k", "self_attn.v"): block.attention.qkv,
+            ("self_attn.o",): block.attention.output,
+            ("mlp.gate", "mlp.up"): block.mlp.up, ("mlp.down",): block.mlp.down,
+        }  # fmt: skip
+        for names, layer in layers.items():
+            given, gave = watched.of(number, *names)
+            found.append(off([layer(given)], [gave]))
+    return found
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", ROUNDED)
+@torch.inference_mode()
+def test_each_layer_is_that_of_transformers(
+    name: str, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoded, and kept in codes. Of LLM.int8 for one token: transformers takes outliers of all together."""
+    folder = quantised(name, folders / name)
+    monkeypatch.setattr(rounded, "LLM_INT8_UNIT", THEIR_UNIT)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    nn.Module.float(module)
+    count = 1 if name == "llm-int8" else 40
+    text = torch.randint(0, VOCAB, (1, count), generator=torch.Generator().manual_seed(0))
+    module(text)  # decodes the weights
+    watched = Watched().on(module)
+    module(text)
+    for keeps_codes in (False, True):
+        assert max(layers_off(loaded(folder, keeps_codes=keeps_codes), watched)) < 1e-5
+    monkeypatch.setattr(assemble, "RoundedInputs", lambda product, *_: product)
+    assert min(layers_off(loaded(folder), watched)) > LAST_BITS
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", ROUNDED)
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(name: str, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the folder as transformers runs it; decoded, kept in codes, and over two ranks.
+
+    A sum in another order, as over ranks or for other numbers of tokens, rounds a few numbers at a border the
+    other way: which ones depends on the processor. Given the same inputs each layer is the same.
+    """
+    folder = quantised(name, folders / name)
+    monkeypatch.setattr(rounded, "LLM_INT8_UNIT", THEIR_UNIT)
+    decoded, texts = walked(loaded(folder))
+    expected = by_transformers(folder, texts, list(map(len, decoded)), single=name == "llm-int8")
+    for logits in (decoded, walked(loaded(folder, keeps_codes=True))[0]):
+        assert off(logits, expected) < 2e-2
+    _, both = walked_by(folder, 2, keeps_codes=True)
+    assert all(map(torch.equal, *both))
+    assert off(both[0], expected) < 2e-2
+    monkeypatch.setattr(assemble, "RoundedInputs", lambda product, *_: product)
+    assert off(walked(loaded(folder))[0], expected) > 3e-2
+
+
+IN_BF16 = {
+    "w8a8": compressed(8, "int", "channel", inputs=TOKEN),
+    "w4a8": compressed(4, "int", "group", group_size=128, inputs=TOKEN),
+    "fp8-fp8": compressed(8, "float", "channel", inputs=FP8_TOKEN),
+}  # with scales in bf16, as usual: transformers computes with scales in the type of the model
+
+
 @pytest.mark.parametrize("name", IN_BF16)
 @torch.inference_mode()
 def test_in_bf16_each_layer_is_that_of_transformers(
@@ -232,19 +264,12 @@ def test_in_bf16_each_layer_is_that_of_transformers(
     module(text)  # decodes the weights
     watched = Watched().on(module)
     logits = module(text).logits[0]
-    for number, block in enumerate(ours.blocks):
-        layers = {
-            ("self_attn.q", "self_attn.k", "self_attn.v"): block.attention.qkv,
-            ("self_attn.o",): block.attention.output,
-            ("mlp.gate", "mlp.up"): block.mlp.up, ("mlp.down",): block.mlp.down,
-        }  # fmt: skip
-        for names, layer in layers.items():
-            given, gave = watched.of(number, *names)
-            assert off([layer(given)], [gave]) < LAST_BITS, (number, names)
-            assert off([layer.product(given)], [gave]) > LAST_BITS  # of inputs that are not rounded
+    assert max(layers_off(ours, watched)) < LAST_BITS
     feed = Pass.of([(0, 0, text.shape[1])], torch.device("cpu"))
     own, theirs = ours(text[0], feed, caches_of(ours, 1))[0], other(text).logits[0]
     assert LAST_BITS < off([own], [logits]) < 1.5 * off([theirs], [logits])
+    monkeypatch.setattr(assemble, "RoundedInputs", lambda product, *_: product)
+    assert min(layers_off(loaded(folder, dtype=torch.bfloat16), watched)) > LAST_BITS
 
 
 def test_layers_are_told_apart_as_compressed_tensors_does() -> None:
