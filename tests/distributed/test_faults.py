@@ -53,15 +53,20 @@ def test_all_end_with_one_cause(cell: Cell, tmp_path: Path):
     assert outcome(cell, tmp_path / "run").wrong == []
 
 
-def stop_in_the_second_round(rank: int) -> None:
-    strike_at(1, "verify", lambda: os.kill(os.getpid(), signal.SIGSTOP), rank)
+def stop_the_other_in_the_second_round(rank: int) -> None:
+    def strike() -> None:
+        Path(f"there-{rank}").touch()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    strike_at(rank, "verify", strike, rank)
 
 
 def test_a_signal_reaches_a_rank_that_waits_in_a_collective(tmp_path: Path):
     """The other rank is stopped, and the timeout far away."""
-    run = Started(tmp_path / "run", 2, *RUN, fault=stop_in_the_second_round)
+    run = Started(tmp_path / "run", 2, *RUN, fault=stop_the_other_in_the_second_round)
     leader, other = run.processes
-    wait_for(lambda: (tmp_path / "run" / "struck").exists())
+    wait_for(lambda: all((tmp_path / "run" / f"there-{rank}").exists() for rank in range(2)))
     assert leader.pid and other.pid
     os.kill(leader.pid, signal.SIGTERM)
     leader.join(PATIENCE_S)
