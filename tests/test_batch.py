@@ -95,7 +95,7 @@ def test_each_text_is_what_generate_gives_it(command: Command, undisturbed: byte
         Path("one.jsonl").write_text(json.dumps({"id": own["id"], "prompt": own["prompt"]}) + "\n")
         done = command(
             "task.prompt_file=one.jsonl", "task.max_new_tokens=6", f"seed={own['seed']}", "output=json",
-            "model.dtype=fp32", "draft.dtype=fp32", "out=null", f"sampling.temperature={own['temperature']}",
+            "model.dtype=fp64", "draft.dtype=fp64", "out=null", f"sampling.temperature={own['temperature']}",
             f"sampling.top_k={own['top_k']}",
         )  # fmt: skip
         text = done.document["outputs"][0]

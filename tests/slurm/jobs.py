@@ -20,7 +20,7 @@ from tests.warm import ROOT, python
 
 RECORDS = 20
 COMMAND = (
-    "task=batch", "model=tiny", "draft=tiny_draft", "model.dtype=fp32", "draft.dtype=fp32", "seed=7",
+    "task=batch", "model=tiny", "draft=tiny_draft", "model.dtype=fp64", "draft.dtype=fp64", "seed=7",
     "task.input=prompts.txt", "task.output=answers.jsonl", "task.shard_size=5", "task.max_new_tokens=48",
     "task.ignore_eos=true", "task.batch_size=2", "placement.target_device=cpu", "placement.draft_device=cpu",
 )  # fmt: skip
