@@ -145,10 +145,14 @@ def off(found: list[Tensor], exact: list[Tensor]) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
+def in_fp32(folder: Path) -> nn.Module:
+    """As transformers loads it. Of LLM.int8 that leaves the other layers in the type of the file."""
+    return nn.Module.float(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
 def by_transformers(folder: Path, texts: list[list[int]], counts: list[int], single: bool) -> list[Tensor]:
     """Logits of the last tokens of each text; `single`: of a module that reads a token at a time."""
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    nn.Module.float(module)  # of LLM.int8 transformers leaves the other layers in the type of the file
+    module = in_fp32(folder)
     found = []
     for text, count in zip(texts, counts, strict=True):
         cache, logits = None, []
@@ -204,8 +208,7 @@ def test_each_layer_is_that_of_transformers(
     """Decoded, and kept in codes. Of LLM.int8 for one token: transformers takes outliers of all together."""
     folder = quantised(name, folders / name)
     monkeypatch.setattr(rounded, "LLM_INT8_UNIT", THEIR_UNIT)
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    nn.Module.float(module)
+    module = in_fp32(folder)
     count = 1 if name == "llm-int8" else 40
     text = torch.randint(0, VOCAB, (1, count), generator=torch.Generator().manual_seed(0))
     module(text)  # decodes the weights
