@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import json
 import os
@@ -44,6 +45,7 @@ class Terminal:
         self._process = start(words, folder, [os.ttyname(slave)] * 3, env)
         self._slave: int | None = slave  # kept open until the process has opened it
         self.seen = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
         self._looked_at = 0
 
     def resize(self, columns: int, lines: int) -> None:
@@ -85,7 +87,7 @@ class Terminal:
         if self._slave is not None:
             os.close(self._slave)
             self._slave = None
-        self.seen += data.decode(errors="replace")
+        self.seen += self._decoder.decode(data)
         return bool(data)
 
 
@@ -113,7 +115,8 @@ def lines(shown: str) -> list[str]:
 
 
 def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_path: Path) -> None:
-    terminal = open_terminal("task.plot=session.svg", columns=80)
+    # Long enough for several pictures of each side on a fast processor.
+    terminal = open_terminal("task.plot=session.svg", "task.max_new_tokens=200", columns=80)
     terminal.until("prompt> ")
     terminal.type("hello\n")
     terminal.until(ALTERNATE)
