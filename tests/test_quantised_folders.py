@@ -179,11 +179,15 @@ def greedy(part: Decoder) -> list[int]:
 @pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
 def test_greedy_texts_of_ranks_are_those_of_one_process(name: str, folders: Path) -> None:
-    """In fp32, in codes where they can be kept; ranks have 4 and 3, and 3, 2 and 2 of the 7 groups."""
+    """In codes where they can be kept; ranks have 4 and 3, and 3, 2 and 2 of the 7 groups.
+
+    In fp32; with rounded inputs in fp64, where the order of sums moves none over a border of rounding.
+    """
     folder, texts = quantised(name, folders / name), []
+    dtype = torch.float64 if name in ROUNDED else torch.float32
     for world in (1, 2, 3):
         ranks = ranks_of(world)
-        parts = [loaded(folder, rank, keeps_codes=True) for rank in ranks]
+        parts = [loaded(folder, rank, keeps_codes=True, dtype=dtype) for rank in ranks]
         texts += together([lambda part=part: greedy(part) for part in parts], ranks)  # type: ignore[misc]
     assert len({*map(tuple, texts)}) == 1 and len({*texts[0][-GREEDY_TOKENS:]}) > 4
 
