@@ -204,7 +204,7 @@ def _group(random: Random, task: str) -> Made:
     if random.random() < 0.5:
         return [f"{group}={option}"], group, ""
     value = random.choice(
-        (option + "x", option[:-1] + "_", "", "null", "../x", "/etc/passwd", "a/b", "[a]", "é")
+        (option + "x", option[:-1] + "_", "", "null", "../absent", "/etc/passwd", "a/b", "[a]", "é")
     )
     allowed = (CONF / group / f"{value}.yaml").is_file() or (group == "experiment" and value in ("", "null"))
     allowed = allowed or (group in MODELS and value == "a/b")  # an id on the hub
