@@ -145,6 +145,25 @@ def test_the_kernel_gives_the_same(name, tmp_path):
     require_same(module, *walked(saved(module, tmp_path), attend=kernel.attend))
 
 
+OTHERS = {
+    "final_logit_softcapping": 1.0, "swiglu_limit": 0.1, "swiglu_alpha": 3.0,
+    "hidden_activation": "relu", "activation_function": "relu", "activation": "relu", "hidden_act": "gelu",
+    "rms_norm_eps": 0.5, "layer_norm_eps": 0.5, "layer_norm_epsilon": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mixtral", "gpt_neox", "opt", "falcon"])
+@torch.inference_mode()
+def test_keys_of_other_architectures_are_ignored(name, tmp_path):
+    """transformers' config keeps them, and its module does not read them."""
+    plain = build(name).config
+    module = build(
+        name, mild=True, **{key: value for key, value in OTHERS.items() if not hasattr(plain, key)}
+    )
+    assert module.config.final_logit_softcapping == 1.0 and shape_of(module.config) == shape_of(plain)
+    require_same(module, *walked(saved(module, tmp_path)))
+
+
 def test_gpt_oss_of_a_config_without_its_gate():
     """transformers 5.17 has the two numbers in its code alone."""
     config = build("gpt_oss").config.to_dict()

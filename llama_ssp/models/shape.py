@@ -91,7 +91,7 @@ def shape_of(config: Any) -> Shape:
         blocks=_blocks(config, family, bool(experts)),
         scale=_score_scale(config, family, head_dim),
         softcap=getattr(config, "attn_logit_softcapping", None) if family.softcap else None,
-        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        logit_softcap=_first(config, ("final_logit_softcapping",)),
         embedding_scale=config.hidden_size**0.5 if family.scaled_embedding
         else float(config.embedding_multiplier) if many else 1.0,
         residual_scale=float(config.residual_multiplier) if many else 1.0,
@@ -102,8 +102,8 @@ def shape_of(config: Any) -> Shape:
         top_k=int(getattr(config, "num_experts_per_tok", 0) or 0),
         normed_top=family.normed_top is None or bool(getattr(config, family.normed_top)),
         # Of gpt-oss; transformers 5.17 has these two numbers in its code, and not in the config.
-        gate_alpha=float(getattr(config, "swiglu_alpha", 1.702)),
-        gate_limit=float(getattr(config, "swiglu_limit", 7.0 if family.clamped else 0.0)),
+        gate_alpha=float(getattr(config, "swiglu_alpha", 1.702)) if family.clamped else 0.0,
+        gate_limit=float(getattr(config, "swiglu_limit", 7.0)) if family.clamped else 0.0,
     )  # fmt: skip
 
 
@@ -158,5 +158,9 @@ def _score_scale(config: Any, family: Family, head_dim: int) -> float:
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> Any:
-    """The value of the first key that the config has and that is not null."""
-    return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
+    """The value of the first key that is not null, of those that the architecture has.
+
+    A config.json may hold others; the config then has them too, but transformers' module ignores them.
+    """
+    known = (getattr(config, key) for key in keys if hasattr(type(config), key))
+    return next((value for value in known if value is not None), None)
