@@ -134,6 +134,17 @@ def test_hub_names_find_their_key(command: Command) -> None:
     assert answer.code == 4 and "model some/model is not at hand" in answer.errors[0]
 
 
+@pytest.mark.parametrize("family", ["qwen2", "smollm3"])
+def test_heads_of_an_odd_size_are_refused(family: str, tmp_path: Path) -> None:
+    """transformers takes them where config.json does not say the size, and fails at the first step."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    AutoConfig.for_model(family, hidden_size=36, **sizes).save_pretrained(tmp_path / "odd")
+    with pytest.raises(ModelError, match=r"config.json: head_dim; found 9, allowed even sizes"):
+        require_supported(tmp_path / "odd")
+    AutoConfig.for_model(family, hidden_size=40, **sizes).save_pretrained(tmp_path / "even")
+    assert require_supported(tmp_path / "even").hidden_size == 40
+
+
 def test_a_fault_of_the_machine_is_not_the_config_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes its folder for compiled code while transformers reads the config."""
 

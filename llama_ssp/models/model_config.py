@@ -15,7 +15,7 @@ from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, shortened
 from llama_ssp.models.causal_lm import kernels_of, windows_of
 from llama_ssp.models.checkpoint import read_config
-from llama_ssp.models.families import TESTED
+from llama_ssp.models.families import FAMILIES, TESTED
 from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.quantised_config import PLAIN_COPY
 from llama_ssp.models.shape import rotary_parameters
@@ -64,6 +64,8 @@ def require_supported(path: Path) -> Any:
 def _require_even_heads(path: Path, config: Any) -> None:
     """Of heads turned whole; transformers takes some odd sizes, and fails at the first step."""
     head_dim = getattr(config, "head_dim", None) or 0
+    if not head_dim and config.model_type in FAMILIES:
+        head_dim = config.hidden_size // max(1, config.num_attention_heads)
     shares = (of.get("partial_rotary_factor") or 1.0 for of in rotary_parameters(config).values())
     if head_dim % 2 and any(int(head_dim * share) == head_dim for share in shares):
         where, fix = f"{config_file(path)}: head_dim", "correct it, or fetch the model again"
