@@ -84,6 +84,16 @@ def test_synthetic_layers_on_disk(tmp_path: Path):
     assert not any(tmp_path.iterdir()), "the folder is left as it was found"
 
 
+def test_synthetic_experts_in_fp64():
+    """Only transformers' plain experts compute in fp64."""
+    model = replace(MADE, family="mixtral", experts=4, experts_per_token=2, expert_ffn=96)
+    exact, rounded = (
+        load_layers(model, None, dtype, {}, None, "model") for dtype in (Dtype.fp64, Dtype.fp32)
+    )
+    for ours, theirs in zip(walked(exact), walked(rounded), strict=True):
+        assert torch.allclose(ours.double(), theirs.double(), atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.nf4])
 def test_quantised_layers_in_one_place(dtype: Dtype, tmp_path: Path):
     folder = saved(tmp_path, "llama-gqa", mild=True, hidden_size=64, intermediate_size=128)

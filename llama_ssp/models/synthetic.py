@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import wanted
-from llama_ssp.models.causal_lm import attention_of
+from llama_ssp.models.causal_lm import kernels_of
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import FAMILIES, family_of
 from llama_ssp.models.formats.coded import taken
@@ -93,8 +93,7 @@ def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
 
     config = config_for(model)
     with init_empty_weights(include_buffers=False):
-        how = {"dtype": dtype, "attn_implementation": attention_of(config)}
-        module: nn.Module = AutoModelForCausalLM.from_config(config, **how)
+        module: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels_of(config, dtype))
     return module
 
 
