@@ -63,9 +63,11 @@ def line():
     thread = threading.Thread(target=lambda: ends.append(listener.accept(10.0)))
     thread.start()
     stranger = connect(listener.host, listener.port, "another run's...", 5.0)
+    long = connect(listener.host, listener.port, listener.secret + 2000 * "x", 5.0)
     near = connect(listener.host, listener.port, listener.secret, 5.0)
     thread.join()
     stranger.close()
+    long.close()
     return near, ends[0]
 
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 from llama_ssp.errors import DistributedError
 
-MOST = 2**31 - 1  # bytes of a frame
+MOST = 1024  # bytes of the first frame, from an end that may be anybody
 LOOPBACK = "127.0.0.1"
 
 
@@ -50,10 +50,13 @@ class Link:
         """Whether one has begun to come, or the connection is gone; does not wait."""
         return self._connection.poll()
 
-    def receive(self, seconds: float) -> bytes | None:
-        """The next frame; None if none comes in time. With 0 it only looks. Raises LinkLost."""
+    def receive(self, seconds: float, most: int | None = None) -> bytes | None:
+        """The next frame; None if none comes in time. With 0 it only looks.
+
+        `most` bounds its bytes; frames of large batches have gigabytes. Raises LinkLost.
+        """
         try:
-            return self._connection.recv_bytes(MOST) if self._connection.poll(seconds) else None
+            return self._connection.recv_bytes(most) if self._connection.poll(seconds) else None
         except EOFError as error:
             raise LinkLost("the other rank has closed the connection") from error
         except OSError as error:
@@ -93,7 +96,7 @@ class Listener:
                     raise _unreachable(self.host, error) from error
                 link = Link(connection, patience_s)
                 with contextlib.suppress(LinkLost):
-                    word = link.receive(min(patience_s, 5.0)) or b""
+                    word = link.receive(min(patience_s, 5.0), MOST) or b""
                     if secrets.compare_digest(word, self.secret.encode()):
                         return link
                 link.close()
