@@ -23,7 +23,7 @@ END = "end"  # the phase of a rank that leaves in good order
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank is doing. An engine counts its rounds from 1; 0 is before the first."""
+    """What a rank is doing. An engine counts its rounds from 1; 0 is outside of them."""
 
     phase: str
     round: int = 0

@@ -42,9 +42,9 @@ Attend = Callable[["Pass", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Ten
 class Pass:
     """The tokens of one pass, and how they attend.
 
-    `slot_T` is where each token's key and value are written. `rows` and `sides`, if any row has siblings, are
-    for `attend_rows` only. `long_T` says which tokens have the second scale of positions; None: those at
-    positions beyond its limit.
+    `slot_T` is where each token's key and value are written. The programs of compiled steps take neither
+    `rows` nor `sides`, of which there are some if any row has siblings. `long_T` says which tokens have the
+    second scale of positions; None: those at positions beyond its limit.
     """
 
     position_T: Tensor

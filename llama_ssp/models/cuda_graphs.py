@@ -93,7 +93,7 @@ class GraphedModel(SteppedModel):
 
     @property
     def _has_graphs(self) -> bool:
-        """Whether steps are captured; drawing and deciding are in any case."""
+        """Whether steps are captured; drawing and deciding are also where sums go through the host."""
         return not (self._refused or self.ranks.through_host)
 
     def tap(self, blocks: tuple[int, ...]) -> None:

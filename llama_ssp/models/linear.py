@@ -1,7 +1,7 @@
 """Linear layers: whole, or a rank's part, in any number format.
 
 A layer is a *product*, y = x W^T + b, in one of several formats, and what ranks exchange behind it. Products
-have one interface: `forward(x)`, `in_features` and `out_features`.
+have one interface, `forward(x)`.
 
     nn.Linear        the weight as it is, by torch
     PackedLinear     16 and 32 bit, packed for a few rows on a CPU (kernels/linear.py)

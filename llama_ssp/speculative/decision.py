@@ -1,7 +1,7 @@
 """A round's decision by the rule: as it is defined, and where that takes too many calls, in one.
 
 Behind a forward a round's calls cost more than what they compute. A CPU has the kernel of native.py. On a
-GPU with CUDA graphs the definitions below are graphs too, one for each set of shapes.
+GPU with CUDA graphs the definitions below are graphs too, one for each set of shapes, but for siblings.
 """
 
 from __future__ import annotations

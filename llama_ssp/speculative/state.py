@@ -91,7 +91,7 @@ class Proposal:
     """The drafts of a round: the first `count` of each row's K columns are real.
 
     `draft_BKV` is the very tensor each token was drawn from: NaN where the draft's logits were not numbers.
-    `damaged` rows had such logits, where `draft_BKV` does not show that.
+    `damaged` rows had such logits; it is needed where `draft_BKV` does not show that.
     """
 
     drafted_BK: Tensor
