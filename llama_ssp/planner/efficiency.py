@@ -14,6 +14,8 @@ from llama_ssp.planner.storage import CPU, CUDA, Storage, Weight
 Points = tuple[tuple[int, float], ...]  # (tokens of a pass, a figure), as speed.between takes them
 
 FOUR, SHIFTED, EIGHT, CURVE, DECODED = "4 bit", "4 bit with zero points", "8 bit", "nf4", "decoded"
+EIGHT_GROUPED = "8 bit in small groups"
+WIDE = 128  # inputs of a group: 8 bit is as fast as without groups; in groups of 32 it is slower
 LLM_INT8, BITSANDBYTES_NF4 = "LLM.int8", "nf4 of bitsandbytes"
 
 
@@ -40,6 +42,7 @@ EFFICIENCY: dict[tuple[str, str], Efficiency] = {
     (CPU, SHIFTED): Efficiency(1.12, 0.74),
     (CPU, CURVE): Efficiency(1.2, 0.49),
     (CPU, EIGHT): Efficiency(1.07, 0.7),
+    (CPU, EIGHT_GROUPED): Efficiency(1.07, 0.62),
     # Measured in the same way: torch decodes in many small steps.
     (CPU, DECODED): Efficiency(1.0, 1.0, moved=105.0),
     # Measured, bench/results/linear_*.md too, over torch's own product in 16 bit, which is what steps without
@@ -86,4 +89,6 @@ def _kind(weight: Weight, dtype: Dtype, store: Storage) -> str:
         return CURVE
     if store.kernel == CPU and codes.table == "uint4":
         return SHIFTED
-    return FOUR if codes.bits == 4 else EIGHT
+    if codes.bits == 4:
+        return FOUR
+    return EIGHT_GROUPED if store.kernel == CPU and 0 < codes.group < WIDE else EIGHT
