@@ -46,7 +46,7 @@ EFFICIENCY: dict[tuple[str, str], Efficiency] = {
     # Measured in the same way: torch decodes in many small steps.
     (CPU, DECODED): Efficiency(1.0, 1.0, moved=105.0),
     # Measured, bench/results/linear_*.md too, over torch's own product in 16 bit, which is what steps without
-    # our kernels have. One token of LLM.int8 took 0.53 of that in one file, and 1.0 in the other.
+    # our kernels have. One token of LLM.int8 took 0.57 of that in one file, and 0.87 in the other.
     (CPU, LLM_INT8): Efficiency(1.46, 0.8, moved=1.64, moves_from=2),
     (CPU, BITSANDBYTES_NF4): Efficiency(1.0, 0.6),
     # Estimates: these kernels have not been measured on a GPU.
