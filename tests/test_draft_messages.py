@@ -63,11 +63,9 @@ def line():
     thread = threading.Thread(target=lambda: ends.append(listener.accept(10.0)))
     thread.start()
     stranger = connect(listener.host, listener.port, "another run's...", 5.0)
-    long = connect(listener.host, listener.port, listener.secret + 2000 * "x", 5.0)
     near = connect(listener.host, listener.port, listener.secret, 5.0)
     thread.join()
     stranger.close()
-    long.close()
     return near, ends[0]
 
 
@@ -82,6 +80,17 @@ def test_frames_go_over_tcp_in_order_and_whole():
     near.close()
     with pytest.raises(LinkLost):
         far.receive(5.0)
+
+
+def test_a_frame_above_its_bound_is_not_read():
+    """The first frame of a stranger has one; a reply of gigabytes has none."""
+    near, far = line()
+    for most in (11, None, 10):
+        near.send(11 * b"x")
+        if most != 10:
+            assert far.receive(5.0, most) == 11 * b"x"
+    with pytest.raises(LinkLost):
+        far.receive(5.0, 10)
 
 
 def test_a_draft_that_is_given_up_is_dismissed():
