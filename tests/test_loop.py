@@ -32,6 +32,7 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.detokenizer import Writing
+from tests.rig import speculate
 from tests.toy import Toy, toy
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -122,6 +123,25 @@ def test_damaged_logits_stop_their_row_only():
     list(generate(engine, state, Limits(6), FixedDraftLength(0, 3)))
     assert state.finished == ["length", "error", "length"]
     assert [len(state.generated(row)) for row in range(3)] == [6, 0, 6]
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # transformers before 5.24, and from then on
+def test_the_module_is_given_its_cache_by_the_name_that_it_takes(name):
+    target, given = Toy(5, 0), []
+    forward = target.forward
+
+    def old(input_ids, past_key_values=None, **rest):
+        given.append("past_key_values")
+        return forward(input_ids, past_key_values=past_key_values, **rest)
+
+    def new(input_ids, cache=None, past_key_values=None, **rest):
+        given.append("cache" if past_key_values is None else "past_key_values")
+        return forward(input_ids, past_key_values=cache or past_key_values, **rest)
+
+    target.forward = new if name == "cache" else old
+    run = speculate(CausalModel(target, name), [Prompt("a", (1, 2))], None, k=0)
+    assert set(given) == {name}
+    assert run.texts == speculate(toy(5, 0), [Prompt("a", (1, 2))], None, k=0).texts
 
 
 @quiet

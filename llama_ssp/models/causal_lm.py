@@ -54,6 +54,8 @@ class CausalModel:
         self.tapped_TX: Tensor | None = None
         self.mask_by_kind = kinds_of(config) is not None
         self.additive_mask = config._attn_implementation != "sdpa"
+        takes = inspect.signature(module.forward).parameters
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
         self.scale = RowScale.of(module, self.context)
         # Texts that grow longer than this are fed anew, as transformers' `generate` does for the
         # architecture.
@@ -119,7 +121,7 @@ class CausalModel:
         masks = {kind: self._mask(feed.visible(window)) for kind, window in self.windows.items()}
         cache.expect(feed, masks)
         mask = masks if self.mask_by_kind else next(iter(masks.values()))
-        return {"position_ids": feed.positions(), "attention_mask": mask, "past_key_values": cache}
+        return {"position_ids": feed.positions(), "attention_mask": mask, self._cache_name: cache}
 
     def _forward(self, feed: Feed, **inputs: Any) -> Tensor:
         """One pass of the module; the scale says which columns have the second scale of positions."""
