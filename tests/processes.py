@@ -44,6 +44,24 @@ def kill_all(*variables: str) -> None:
         kill(pid)
 
 
+def parent(pid: int) -> int:
+    """0 where the process has gone."""
+    return int(_stat(pid)[1])
+
+
+def stands_still(pid: int) -> bool:
+    """Whether the process has stopped, as a signal asked of it, or has gone."""
+    return _stat(pid)[0] in "TZX"
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says: state, parent, ..."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return ["X", "0"]
+
+
 def wait_for(
     happened: Callable[[], object], otherwise: Callable[[], str] = str, patience_s: float = PATIENCE_S
 ) -> None:

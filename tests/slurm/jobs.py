@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.batch.attempt_log import read_part
 from llama_ssp.batch.history import End, ends
 from llama_ssp.batch.journal import Journal, count_finished
-from tests.processes import wait_for
+from tests.processes import stands_still, wait_for
 from tests.slurm.lab import Lab
 from tests.warm import ROOT, python
 
@@ -98,25 +99,37 @@ class Batches:
         return f"{self.finished} records; {'|'.join(texts)}"
 
     def processes(self, job: str, kind: str) -> list[int]:
-        """A job's processes of one kind: rank, torchrun, supervisor."""
+        """A job's processes of one kind: rank, torchrun, supervisor. Rank 0 is the first."""
         assert self.lab is not None
-        found = self.lab.processes(job)
-        return sorted(pid for pid, command in found.items() if kind_of(command) == kind)
+        return [pid for pid, command in self.lab.processes(job).items() if kind_of(command) == kind]
 
     @contextmanager
     def paused(self, job: str, more: int = 3) -> Iterator[list[int]]:
         """A few more records in, the ranks stand still: a fault finds the job at work, on any machine."""
         self.wait_for_records(self.finished + more)
-        wait_for(lambda: self.processes(job, "rank"), self.logs)
+        wait_for(lambda: self._stops_at_work(job), self.logs)
         ranks = self.processes(job, "rank")
-        for pid in ranks:
-            os.kill(pid, signal.SIGSTOP)
         try:
             yield ranks
         finally:
-            for pid in ranks:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+            _signal(ranks, signal.SIGCONT)
+
+    def _stops_at_work(self, job: str) -> bool:
+        """Whether the ranks stand still with records under way; between two shards they go on."""
+        ranks = self.processes(job, "rank")
+        _signal(ranks, signal.SIGSTOP)
+        wait_for(lambda: all(stands_still(pid) for pid in ranks), self.logs)
+        newest = max((self.work / "parts").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+        if ranks and read_part(newest).failed_at:
+            return True
+        _signal(ranks, signal.SIGCONT)
+        return False
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def kind_of(command: str) -> str:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.processes import kill, kill_all, living, wait_for
+from tests.processes import kill, kill_all, living, parent, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = 4
@@ -164,8 +164,10 @@ class Lab:
         self.wait_idle()
 
     def processes(self, job: str) -> dict[int, str]:
-        """The processes of a job's steps and script, and their command lines."""
-        return {pid: _command(pid) for pid, _ in living(self._mark, f"SLURM_JOB_ID={job}")}
+        """The processes of a job's steps and script, by their rank, and their command lines."""
+        found = living(self._mark, f"SLURM_JOB_ID={job}")
+        by_rank = sorted((int(variables.get("RANK", 0)), pid) for pid, variables in found)
+        return {pid: _command(pid) for _, pid in by_rank}
 
     def lose_node(self, name: str, with_tasks: bool) -> None:
         """The node stops answering; the tasks on it die too, or live on unseen.
@@ -177,7 +179,7 @@ class Lab:
         if not with_tasks:
             return
         tasks = [pid for pid, _ in living(self._mark, f"SLURMD_NODENAME={name}")]
-        for pid in [*{_parent(task) for task in tasks if _is_stepd(_parent(task))}, *tasks]:
+        for pid in [*{parent(task) for task in tasks if _is_stepd(parent(task))}, *tasks]:
             kill(pid)
 
     def stop_controller(self) -> None:
@@ -208,14 +210,6 @@ class Lab:
     def logs(self) -> str:
         log = self.home / "slurmctld.log"
         return log.read_text(encoding="utf-8", errors="replace")[-1500:] if log.exists() else "no log"
-
-
-def _parent(pid: int) -> int:
-    """0 where the process has gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def _command(pid: int) -> str:
