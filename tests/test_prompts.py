@@ -108,6 +108,12 @@ def test_skipping_keeps_the_good_rows_and_says_what_was_wrong() -> None:
     ]
 
 
+def test_a_long_id_is_shown_in_part() -> None:
+    line = json.dumps({"id": "x" * 256, "prompt": "a"}).encode()
+    with pytest.raises(DataError, match=r"used twice.*found 'x{40}\.\.\. \(256 characters\)'"):
+        reading(line + b"\n" + line, jsonl=True)
+
+
 def test_nothing_left_is_an_error_whatever_the_policy() -> None:
     with pytest.raises(DataError, match="no usable prompt"):
         reading(b"\xff", policy=OnBadRow.skip)

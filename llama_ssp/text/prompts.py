@@ -23,7 +23,7 @@ from llama_ssp.config import (
     PromptedConf,
     home_expanded,
 )
-from llama_ssp.errors import DataError, StorageError, UsageError
+from llama_ssp.errors import DataError, StorageError, UsageError, shortened
 from llama_ssp.text.suites import question_of
 
 log = logging.getLogger(__name__)
@@ -295,13 +295,13 @@ def is_usable(own_id: str) -> bool:
 
 def problem_of(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
     """What is wrong with a prompt, or None; `seen` is where the ids before it are from."""
-    where = prompt.where
+    where, own_id = prompt.where, repr(shortened(prompt.id, 40))
     if prompt.id in seen:
         places, fix = f"{seen[prompt.id]} and {where}", "give every prompt an id of its own"
-        return DataError("an id is used twice", places, repr(prompt.id), fix=fix)
+        return DataError("an id is used twice", places, own_id, fix=fix)
     if not is_usable(prompt.id):
         allowed = f"1 to {MAX_ID_LENGTH} printable characters"
-        return DataError("an id is unusable", where, repr(prompt.id[:40]), allowed, "shorten or clean it")
+        return DataError("an id is unusable", where, own_id, allowed, "shorten or clean it")
     if "\0" in prompt.text:
         found = f"at character {prompt.text.index(chr(0))}"
         return DataError("the prompt holds a NUL character", where, found, fix="remove it")

@@ -169,7 +169,8 @@ def _misspelt(random: Random, task: str) -> Made:
             name[::-1], name.partition(".")[2], name.replace(".", "/"),
         )
     )  # fmt: skip
-    if not changed or changed in leaves(task) or changed in known_keys() or changed in GROUPS:
+    known = changed in leaves(task) or f"task.{changed}" in leaves(task)
+    if not changed or known or changed in known_keys() or changed in GROUPS:
         return [], "", ""
     prefix = random.choice(("", "", "+", "++"))
     return [f"{prefix}{changed}={random.choice(('1', 'x', 'null', '[1]'))}"], changed, f"{changed} is no key"
