@@ -46,12 +46,13 @@ LATER_S = 10.0  # NCCL ends the process when it gives up: it does so this much l
 class Group(Ranks):
     """Some of the ranks: tensors over one process group, messages over another on the CPU."""
 
-    def __init__(self, members: tuple[int, ...], backend: str, watch: Watch) -> None:
+    def __init__(self, members: tuple[int, ...], backend: str, watch: Watch, has_gpus: bool = False) -> None:
         """`members` are torchrun's numbers. All ranks make the group, members or not.
 
-        `backend` is that of tensors, for all groups of a run.
+        `backend` is that of tensors, for all groups of a run; `has_gpus`: some rank of the run has one.
         """
         self._backend, self._watch, self.patience_s = backend, watch, watch.patience_s
+        self._has_gpus = has_gpus
         self._join(members)
         self._staying: dict[frozenset[int], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
@@ -73,7 +74,7 @@ class Group(Ranks):
         chosen = tuple(self._members[member] for member in members)
         if chosen == self._members:
             return self
-        group = Group(chosen, self._backend, self._watch) if len(chosen) > 1 else ALONE
+        group = Group(chosen, self._backend, self._watch, self._has_gpus) if len(chosen) > 1 else ALONE
         if self._watch.rank not in chosen:
             return None
         self._inner += [group] if isinstance(group, Group) else []
@@ -81,7 +82,8 @@ class Group(Ranks):
 
     @property
     def label(self) -> str:
-        return f"{self._tensors.group_name}: {self.rank} of {self._members}"
+        gather = "sum" if self._gathers_by_sum else "gather"
+        return f"{self._tensors.group_name}: {self.rank} of {self._members}, {gather}"
 
     @property
     def through_host(self) -> bool:
@@ -100,10 +102,21 @@ class Group(Ranks):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         if torch.compiler.is_compiling():
+            if self._gathers_by_sum:
+                return self._gather_by_sum(tensor)
             every = functional.all_gather_tensor(tensor, 0, self._tensors).view(self.world, *tensor.shape)
             of = dict(zip(sorted(self._members), every.unbind(), strict=True))
             return [of[member] for member in self._members]
         return self._gather(tensor, self._tensors, "gathering")
+
+    @property
+    def _gathers_by_sum(self) -> bool:
+        """In a compiled step gloo's gather takes a GPU's memory for the host's, and crashes."""
+        return self._has_gpus and self.through_host
+
+    def _gather_by_sum(self, own: Tensor) -> list[Tensor]:
+        parts = [own if rank == self.rank else torch.zeros_like(own) for rank in range(self.world)]
+        return list(functional.all_reduce(torch.stack(parts), "sum", self._tensors).unbind())
 
     def link(self, one: int, other: int) -> Link | None:
         """`other` listens, and gathers its address with a secret that only ranks know."""
@@ -118,7 +131,7 @@ class Group(Ranks):
         spare = frozenset(members)
         if spare and spare not in self._staying:
             staying = tuple(rank for rank in self._members if rank not in spare)
-            self._staying[spare] = Group(staying, self._backend, self._watch)
+            self._staying[spare] = Group(staying, self._backend, self._watch, self._has_gpus)
         self._watch.spare = spare
 
     def drop_lost(self) -> None:
@@ -275,23 +288,27 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         own = store.clone()
         own.set_timeout(LOADING)
         dist.init_process_group("gloo", store=own, timeout=LOADING, rank=watch.rank, world_size=watch.world)
-        backend = _backend(device, store, watch)
-        return Group(tuple(range(watch.world)), backend, watch)
+        backend, has_gpus = _backend(device, store, watch)
+        return Group(tuple(range(watch.world)), backend, watch, has_gpus)
     except BaseException as error:
         raise watch.cause_of(error) from error
 
 
-def _backend(device: torch.device, store: Any, watch: Watch) -> str:
-    """The backend of all ranks' tensors: NCCL where every rank has a GPU of its own, else gloo."""
+def _backend(device: torch.device, store: Any, watch: Watch) -> tuple[str, bool]:
+    """The backend of all ranks' tensors, and whether a rank has a GPU.
+
+    It is NCCL where every rank has a GPU of its own, else gloo.
+    """
     own = gpu_of(device)
     with watch.during("comparing GPUs"):
         store.set(f"gpu/{watch.rank}", own)
         gpus = [store.get(f"gpu/{rank}").decode() for rank in range(watch.world)]
     backend, reason = backend_of(gpus)
-    if watch.rank == LEADER and set(gpus) != {NO_GPU}:
+    has_gpus = set(gpus) != {NO_GPU}
+    if watch.rank == LEADER and has_gpus:
         level = logging.INFO if backend == "nccl" else logging.WARNING
         log.log(level, "ranks exchange tensors by %s: %s", backend, reason)
-    return backend
+    return backend, has_gpus
 
 
 def gpu_of(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -168,3 +169,26 @@ def sum_with_the_gone(ranks: Ranks) -> str:
 def test_a_rank_lost_in_a_compiled_step_is_named():
     """Not the rank that waited for it."""
     assert "rank 1 is gone" in on_ranks(2, sum_with_the_gone)[0]
+
+
+def gather_compiled(ranks: Ranks, has_gpus: bool) -> tuple[list[float], bool]:
+    """What a compiled step gathers, and whether it used gloo's own gather."""
+    label, ranks._has_gpus = ranks.label, has_gpus  # type: ignore[attr-defined]
+    assert (ranks.label != label) == has_gpus  # such a step is not loaded for ranks that gather otherwise
+    gather, used = functional.all_gather_tensor, []
+
+    def gathering(*args: Any) -> torch.Tensor:
+        used.append(True)
+        return gather(*args)
+
+    functional.all_gather_tensor = gathering
+    step = torch.compile(lambda own: torch.stack(ranks.all_gather(own)), backend="aot_eager", fullgraph=True)
+    return step(torch.tensor([float(ranks.rank + 1), -5.0])).flatten().tolist(), bool(used)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_a_compiled_step_gathers_by_a_sum_where_gloo_has_tensors_of_gpus(has_gpus: bool):
+    """There gloo's own gather would crash; pytorch issue 152645."""
+    found = on_ranks(2, gather_compiled, has_gpus)
+    assert all(found[rank] == ([1, -5, 2, -5], not has_gpus) for rank in (0, 1))
