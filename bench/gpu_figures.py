@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from bars import Bar, most, needs, safely
-from contenders import PROMPTS, by_transformers, by_us, in_turn, one_round, rounds
+from contenders import PROMPTS, by_transformers, by_us, in_turn, one_round, rounds, wait
 from profiled import GRAPHS, LAUNCHES, WAITS, called, idle_share, total
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -27,6 +29,7 @@ VOCAB, AGREEMENT, K = 32000, 0.8, 4
 KS = (2, 4, 6)
 WIDTHS = (1, 2, 5)  # tokens of a step
 SLOTS = {False: (64, 2048, 8192, 32000), True: (16, 300)}  # tokens before it
+MAX_TOKENS = 512  # of a text, where steps after many tokens are not timed
 STREAMED = {False: 2**32, True: 2**25}  # numbers: more than any cache holds
 TURNS = {False: 11, True: 2}
 NEW = {False: 64, True: 8}  # tokens of a text
@@ -38,7 +41,9 @@ PROFILED = 4  # rounds
 LITTLE = ("n_layers=2", "dim=256", "ffn=512", "n_heads=4", "n_kv_heads=4", "head_dim=64")
 
 
-def opened(small: bool, target: str, draft: str | None, engine: str, *more: str) -> PairSession:
+def opened(
+    small: bool, target: str, draft: str | None, engine: str, *more: str, max_tokens: int = MAX_TOKENS
+) -> PairSession:
     """A synthetic pair through load_pair; the vocabulary of all is LLaMA's."""
     words = [f"engine={engine}", "task.ignore_eos=true", *more]
     for role in ("model", "draft") if draft else ("model",):
@@ -46,7 +51,7 @@ def opened(small: bool, target: str, draft: str | None, engine: str, *more: str)
         words += [f"{role}.{size}" for size in LITTLE if small]
     if draft:
         words.append(f"draft.agreement={AGREEMENT}")
-    pair = load_pair(target, draft, max_tokens=max(SLOTS[small]) + 128, overrides=words)
+    pair = load_pair(target, draft, max_tokens=max_tokens, overrides=words)
     return pair._session
 
 
@@ -64,12 +69,14 @@ def steps(small: bool) -> Iterator[Bar]:
     """7B with 1B: everything of one pair."""
     read = bandwidth(small)
     yield Bar("GB/s that a sum reads", read / 1e9)
-    pair = opened(small, "7B", "llama3.2-1b", "compiled")
+    longest = max(SLOTS[small]) + 128
+    pair = opened(small, "7B", "llama3.2-1b", "compiled", max_tokens=longest)
     yield from safely("plan", _plan(pair, small))  # first: what follows has caches of its own
     yield from safely("steps", _steps(pair, small, read, "compiled"))
     yield from safely("a profiled round", _profiled(pair))
     yield from safely("texts", _texts(pair, small, assisted=True))
-    eager = opened(small, "7B", None, "eager")
+    pair.close()  # a GPU has no room for two such models and their caches
+    eager = opened(small, "7B", None, "eager", max_tokens=longest)
     yield from safely("eager steps", _steps(eager, small, read, "eager"))
     yield from safely("new lengths", _new_lengths(eager))
 
@@ -81,27 +88,27 @@ def large(small: bool) -> Iterator[Bar]:
     yield from safely("texts", _texts(pair, small, LARGE_OVER_REGULAR))
 
 
-def step_after(model: Any, slots: int, width: int) -> Callable[[], object]:
-    """The model's step of this many tokens after a text of `slots`, as its engine makes it."""
-    runner, end = ModelRunner(model), slots + width
+def steps_after(model: Any, slots: int, widths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
+    """The model's steps of so many tokens after a text of `slots`, as its engine makes them; in one cache."""
+    runner, end = ModelRunner(model), slots + max(widths)
     ids = torch.randint(3, VOCAB, (1, end), device=model.device)
     runner.start(1, end)
     runner.prefill(ids, [slots])
 
-    def step() -> object:
-        found = runner.logits(ids, [end], [width])
+    def step(width: int) -> object:
+        found = runner.logits(ids, [slots + width], [width])
         runner.roll_back([slots + 1])
         return found
 
-    return step
+    return {str(width): partial(step, width) for width in widths}
 
 
 def _steps(pair: PairSession, small: bool, read: float, engine: str) -> Iterator[Bar]:
     model, conf = pair.models.target, pair.run.model
     cost = pass_cost(Role("", conf, pair.placements[0].dtype), 1)
     for slots in SLOTS[small]:
-        works = {str(width): step_after(model, slots, width) for width in WIDTHS}
-        for width, ms in in_turn(works, TURNS[small]).items():
+        taken = in_turn(steps_after(model, slots, WIDTHS), TURNS[small])  # keeps no cache beside the next one
+        for width, ms in taken.items():
             share = (cost.weights + cost.slot * slots) / (median(ms) / 1000) / read
             regular = width == "1" and slots == min(SLOTS[small])
             asked = None if engine == "eager" else SHARE_READ if regular else SHARE_LONG
@@ -113,9 +120,13 @@ def _new_lengths(pair: PairSession) -> Iterator[Bar]:
     """A step at a length for the first time over the same step again: some kernels are planned by shape."""
     first, again = list[float](), list[float]()
     for slots in range(101, 117):
-        step = step_after(pair.models.target, slots, K + 1)
+        (step,) = steps_after(pair.models.target, slots, (K + 1,)).values()
         for taken in (first, again):
-            taken += in_turn({"": step}, 1)[""]
+            wait()
+            began = time.perf_counter()
+            step()
+            wait()
+            taken.append(time.perf_counter() - began)
     yield most("eager: a step at a new length over a known one", median(first) / median(again), OVER_KNOWN)
 
 
@@ -206,7 +217,7 @@ def quantised(small: bool) -> Iterator[Bar]:
 def _in(dtype: str, small: bool, taken: dict[str, list[float]]) -> Iterator[Bar]:
     """Steps in this number format; the model is freed at the end."""
     pair = opened(small, "7B", None, "compiled", f"model.dtype={dtype}")
-    works = {str(width): step_after(pair.models.target, min(SLOTS[small]), width) for width in (1, K + 1)}
+    works = steps_after(pair.models.target, min(SLOTS[small]), (1, K + 1))
     for width, ms in in_turn(works, TURNS[small]).items():
         taken.setdefault(dtype, []).append(median(ms))
         yield Bar(f"{dtype}: ms of a step of {width} tokens", median(ms))

@@ -114,6 +114,8 @@ def _texts_of(rows: int, lengths: tuple[int, ...]) -> Iterator[Bar]:
     for engine in ENGINES:
         words = [f"engine={engine}", *FP32, "draft.dtype=fp32"]
         with load_pair("demo", "demo_draft", batch_size=rows, max_tokens=1000, overrides=words) as pair:
+            for room in (2, 3, 4):  # the last rounds of a text draft fewer tokens: they are captured here
+                _text(pair, PROMPTS[:1], 4, room)
             captures.news()
             for k, prompts in product((0, 4), [[one] for one in PROMPTS] if rows == 1 else [PROMPTS]):
                 own = written.setdefault(f"K = {k}", {}).setdefault(engine, [])
