@@ -70,7 +70,7 @@ class ModelConf:
         n_layers: Layers.
         n_heads: Query heads.
         n_kv_heads: Heads of keys and values.
-        head_dim: Width of a head.
+        head_dim: Width of an attention head.
         dim: Width of the model.
         ffn: Width of the MLP.
         experts: Experts of a layer; 0 is none.
@@ -86,7 +86,7 @@ class ModelConf:
         head_block: Drafts of one pass of a head that drafts a block; 0 is a head with one draft a pass.
         vocab: Tokens of the vocabulary.
         context: The longest text, in tokens.
-        tied: The head is the embedding.
+        tied: The output matrix is the embedding.
         sliding_window: Tokens that a layer with a window looks back at; null is none.
         attention_bias: Attention's linear layers have biases; null is as usual in the family.
         mlp_bias: The MLP's linear layers have biases; null is as usual in the family.
