@@ -138,6 +138,16 @@ def test_all_bad_lines_are_said_at_once(tmp_path: Path):
     assert "\n" not in str(error.value)
 
 
+def test_what_is_said_of_many_bad_lines_is_short(tmp_path: Path):
+    """Each line alone repeats three hundred characters of its value."""
+    line = json.dumps({"prompt": "x", "temperature": "y" * 1000})
+    with pytest.raises(DataError, match=r"6 lines are bad.*line 5.*the first 5") as error:
+        read(tmp_path, f"{line}\n" * 6)
+    assert len(str(error.value)) < 1500
+    (alone,) = read(tmp_path, line, on_bad_row=OnBadRow.skip)
+    assert isinstance(alone, Refused) and len(alone.error) > 300
+
+
 def test_a_line_of_sixteen_megabytes_is_read_and_one_byte_more_is_not(tmp_path: Path):
     empty = len('{"prompt": ""}')
     for size, fits in ((16 * 2**20, True), (16 * 2**20 + 1, False)):

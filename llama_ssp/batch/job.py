@@ -30,6 +30,7 @@ OF_MODEL = ("name", "repo", "revision", "weights", "dtype", "seed", "agreement")
 OF_TASK = ("chat", "system", "max_new_tokens", "stop", "ignore_eos", "on_bad_row", "logprobs", "logprobs_of")
 LONGEST = "longest"
 SHOWN = 5  # bad lines that a message quotes
+BEGIN, END = 150, 90  # characters of what is said of each; a long value or path is in the middle
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,10 @@ def require_good(run: RunConf, records: Sequence[Request | Refused]) -> None:
         raise DataError(bad[0])
     more = f" (the first {SHOWN})" if len(bad) > SHOWN else ""
     fix = "correct them, or write task.on_bad_row=skip to have them answered with their errors"
-    raise DataError(f"{len(bad)} lines are bad: {' | '.join(bad[:SHOWN])}{more}", fix=fix)
+    shown = " | ".join(
+        one if len(one) <= BEGIN + END else f"{one[:BEGIN]} ... {one[-END:]}" for one in bad[:SHOWN]
+    )
+    raise DataError(f"{len(bad)} lines are bad: {shown}{more}", fix=fix)
 
 
 def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[str, Any]:

@@ -104,9 +104,9 @@ def load_pair(
     """Loads a target and a draft, after checking that they fit.
 
     `model` and `draft` are names of presets, folders, GGUF files, or ids on the Hugging Face hub; without a
-    draft the target is sampled regularly, or with n-grams. The memory check is for `batch_size` texts of `max_tokens`
-    tokens each. `overrides` are those of the command line: "placement=own", "model.dtype=int8",
-    "download=true".
+    draft the target is sampled regularly, or with n-grams. The memory check is for `batch_size` texts of
+    `max_tokens` tokens each. `overrides` are those of the command line: "placement=own",
+    "model.dtype=int8", "download=true".
 
     Raises UsageError, ModelError or DistributedError.
     """

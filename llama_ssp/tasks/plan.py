@@ -43,7 +43,8 @@ def plan(
     """Whether a pair fits on a cluster, where its parts go, and how fast it is. Loads no weights, no torch.
 
     `model` and `draft` are names of presets, folders, GGUF files, or ids on the Hugging Face hub; `cluster`
-    is a preset's name, `local` this machine. `overrides` are those of the command line. Raises UsageError or ModelError.
+    is a preset's name, `local` this machine. `overrides` are those of the command line. Raises UsageError or
+    ModelError.
     """
     words = pair_words(model, draft, ["task=plan", f"cluster={cluster}", *listed("overrides", overrides)])
     return planned(composed(words), 1)[1]
