@@ -33,6 +33,7 @@ from llama_ssp.errors import (
     StorageError,
     UsageError,
     machine_error,
+    of_system,
     one_line,
 )
 from llama_ssp.report.console import Console, LogHandler, waiting
@@ -167,7 +168,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
     if isinstance(error, BrokenPipeError):
         return "standard output was closed by its reader", INPUT_OUTPUT
     if isinstance(error, OSError):
-        return f"{error.strerror or error}; {error.filename or 'input or output'}", INPUT_OUTPUT
+        return of_system(error), INPUT_OUTPUT
     if isinstance(error, ImportError):
         return f"a package cannot be imported; {error}; fix: run machine-install.sh again", DISTRIBUTED
     raise error

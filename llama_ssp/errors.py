@@ -6,7 +6,7 @@ import sys
 import unicodedata
 from collections.abc import Callable
 
-MAX_FOUND = 300  # characters of what was found that a message repeats
+MAX_FOUND, MAX_WHERE = 300, 800  # characters of what was found, and of where, that a message repeats
 OK, FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT = 0, 1, 2, 3, 4, 5, 6
 
 
@@ -21,7 +21,7 @@ class RunError(Exception):
     ) -> None:
         facts = [f"found {shortened(str(found), MAX_FOUND)}"] if found is not None else []
         facts += [f"allowed {allowed}"] if allowed else []
-        parts = (what, str(where), ", ".join(facts), fix)
+        parts = (what, shortened(str(where), MAX_WHERE), ", ".join(facts), fix)
         super().__init__(one_line("; ".join(part for part in parts if part)))
 
 
@@ -102,8 +102,14 @@ def exit_code_of(run: Callable[[], int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     except OSError as error:
-        print(f"error: {error.strerror}; {error.filename}", file=sys.stderr)
+        print(f"error: {of_system(error)}", file=sys.stderr)
         return INPUT_OUTPUT
+
+
+def of_system(error: OSError) -> str:
+    """What the system says of a file that cannot be used."""
+    where = str(error.filename or "input or output")
+    return f"{error.strerror or error}; {shortened(where, MAX_WHERE)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -36,7 +36,7 @@ from llama_ssp.config.schema import (
     TimesConf,
 )
 from llama_ssp.config.short_forms import COMPLETION
-from llama_ssp.errors import RunError
+from llama_ssp.errors import RunError, UsageError
 from llama_ssp.report import commands
 from llama_ssp.text.prompts import read_prompts
 from tests.conftest import Command
@@ -159,6 +159,14 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
 def test_the_command_s_own_words(words: str, says: str, command: Command) -> None:
     answer = command(*words.split())
     assert answer.code == 2 and len(answer.errors) == 1 and says in answer.errors[0]
+
+
+def test_an_error_shows_a_long_path_in_part_and_others_whole(command: Command) -> None:
+    answer = command("generate", "-cd", "x" * 5000)
+    assert answer.code == 6 and len(answer.errors) == 1 and len(answer.errors[0]) < 1500
+    assert "(5000 characters)" in answer.errors[0]
+    usual = "/" + "x" * 200 + "/" + "y" * 200
+    assert usual in str(UsageError("wrong", usual)) and len(str(UsageError("wrong", usual * 10))) < 1500
 
 
 def test_each_key_is_described_once() -> None:

@@ -175,7 +175,8 @@ def test_ranks_say_once_how_they_exchange_tensors(
     monkeypatch.setattr(process_group, "meet", lambda _: (Told(), Told()))
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
 
-    def opened(_members: Any, backend: str, _watch: Any) -> None:
+    def opened(_members: Any, backend: str, _watch: Any, has_gpus: bool) -> None:
+        assert has_gpus
         raise Opened(backend)
 
     monkeypatch.setattr(process_group, "Group", opened)
