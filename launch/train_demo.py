@@ -27,7 +27,7 @@ from demo.data import Documents, library_documents
 from demo.recipes import RECIPES, Recipe, build, smaller
 from demo.train import language_losses, train
 
-from llama_ssp.errors import RunError
+from llama_ssp.errors import RunError, UsageError
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -100,8 +100,17 @@ def make(recipe: Recipe, args: argparse.Namespace, device: torch.device) -> None
     (folder / checkpoint.NAME).unlink()
 
 
+def check_given(recipe: head.HeadRecipe) -> None:
+    """The folders and the file that it names are there."""
+    for key, given in ("target", recipe.target), ("start", recipe.start), ("data", recipe.data):
+        kind, inside = ("a JSON Lines file", "") if key == "data" else ("a model folder", "config.json")
+        if given and not Path(given, inside).is_file():
+            raise UsageError(f"{key} cannot be read", found=given, allowed=kind)
+
+
 def make_head(recipe: head.HeadRecipe) -> None:
     """A head: the target's texts, training, files."""
+    check_given(recipe)
     folder, device = Path(recipe.out), ranks.join(device_of(recipe.device))
     if (folder / "training.json").exists():
         print(f"{recipe.out}: already made", file=sys.stderr)

@@ -175,6 +175,14 @@ def test_the_lines_of_a_head_s_data(tmp_path: Path) -> None:
             head_data.file_lines(file)
 
 
+@pytest.mark.parametrize("key", ["target", "start", "data"])
+def test_a_head_of_what_is_not_there(key: str, tmp_path: Path) -> None:
+    """One line, and no folder is made."""
+    with pytest.raises(SystemExit, match=f"^error: {key} cannot be read; found {tmp_path / 'absent'}, "):
+        train_demo.main(["head", f"out={tmp_path / 'head'}", f"{key}={tmp_path / 'absent'}"])
+    assert not (tmp_path / "head").exists()
+
+
 def test_a_head_is_trained_goes_on_after_kills_and_drafts(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,7 +118,8 @@ def plot(path: Path, recipe: Training, progress: Progress) -> None:
         ylim=(0, None),
     )
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(path, dpi=90, bbox_inches="tight")
     plt.close(figure)
 
