@@ -42,7 +42,7 @@ def coded(
     pointers = {"x_ptr": "*bf16", "code_ptr": "*u8", "table_ptr": "*fp32", "scale_ptr": f"*{scale}"}
     others = {"offset_ptr": offset and f"*{offset}", "bias_ptr": bias, "y_ptr": "*bf16"}
     sizes = dict.fromkeys(("rows", "outputs", "inputs", "bytes_", "groups", "group"), "i32")
-    chosen = coded_triton.constants(rows, 4096, group, table)
+    chosen = coded_triton.constants(rows, 4096, group, table, True)
     return {**pointers, **others, **sizes, **chosen, "FACTORS": tl.bfloat16}
 
 
@@ -86,12 +86,12 @@ STEP, PROMPT = (coded_triton.HOW[rows] for rows in (coded_triton.FEW, coded_trit
 WAYS = experts_triton.WARPS, experts_triton.STAGES
 HOW = attention_triton.WARPS, attention_triton.STAGES
 KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
-    "llm-int8": (coded_triton.multiply, coded("int8", 4096, 5, "fp32", bias="*bf16"), *STEP),
-    "fp8": (coded_triton.multiply, coded("e4m3", 128, 5, "fp32"), *STEP),
-    "awq": (coded_triton.multiply, coded("uint4", 128, 1, "fp16", "u8"), *STEP),
+    "llm-int8": (coded_triton.multiply_few, coded("int8", 4096, 5, "fp32", bias="*bf16"), *STEP),
+    "fp8": (coded_triton.multiply_few, coded("e4m3", 128, 5, "fp32"), *STEP),
+    "awq": (coded_triton.multiply_few, coded("uint4", 128, 9, "fp16", "u8"), *STEP),
     "awq-prompt": (coded_triton.multiply, coded("uint4", 128, 512, "fp16", "u8"), *PROMPT),
-    "q4_k": (coded_triton.multiply, coded("uint4", 32, 5, "fp32", "fp32"), *STEP),
-    "mxfp4": (coded_triton.multiply, coded("e2m1", 32, 5, "bf16", None, "*bf16"), *STEP),
+    "q4_k": (coded_triton.multiply_few, coded("uint4", 32, 5, "fp32", "fp32"), *STEP),
+    "mxfp4": (coded_triton.multiply_few, coded("e2m1", 32, 5, "bf16", None, "*bf16"), *STEP),
     "nf4-prompt": (coded_triton.multiply, coded("nf4", 64, 17, "fp32"), *PROMPT),
     "llama": (attention_triton.attend_part, parts(128, "bf16", 1, 8, 4), *HOW),
     "llama-verify": (attention_triton.attend_part, parts(128, "fp16", 9, 8, 8), *HOW),
