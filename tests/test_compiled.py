@@ -353,7 +353,7 @@ def test_without_a_compiler_steps_are_eager(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     run = RunConf(model=_model(16), engine=Steps.compiled)
     with caplog.at_level(logging.WARNING):
-        assert not compiles(run, "model", run.model, CPU, Dtype.bf16, Splitting.tensor)
+        assert not compiles(run, "model", run.model, CPU, Dtype.bf16, Splitting.tensor, 1)
     assert [r.message for r in caplog.records] == [
         "engine: model m runs eagerly: there is no C++ compiler (CXX=no-such-compiler)"
     ]
@@ -433,7 +433,7 @@ def test_auto_compiles_where_it_pays(layers, new, expected):
     model = _model(layers)
     run = RunConf(model=model)
     run.task.max_new_tokens = new  # type: ignore[attr-defined]
-    how = CPU, Dtype.bf16, Splitting.tensor
+    how = CPU, Dtype.bf16, Splitting.tensor, 1
     assert compiles(run, "model", model, *how) is expected
     assert not compiles(replace(run, engine=Steps.eager), "model", model, *how)
     assert compiles(replace(run, engine=Steps.compiled), "model", model, *how)

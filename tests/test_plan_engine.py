@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import Dtype, PlacementConf, RunConf, Splitting, Steps
+from llama_ssp.config import DraftSeat, Dtype, PlacementConf, RunConf, Splitting, Steps
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.planner.engine import as_run, launching_s, tokens_generated, why_eager
 from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, RankMemory
@@ -28,7 +28,7 @@ ENOUGH = 10**6  # tokens for which compiling pays
     ("engine", "tokens", "name", "dtype", "splitting", "on_cpu", "reason"),
     [
         (Steps.compiled, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
-        (Steps.auto, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, False, "graphs on GPUs have to be asked"),
+        (Steps.auto, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
         (Steps.compiled, 0, "7B", Dtype.int8, Splitting.tensor, True, None),
         (Steps.auto, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, True, None),
         (Steps.eager, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, False, "engine=eager"),
@@ -53,6 +53,16 @@ def test_why_steps_run_eagerly(
     assert found is None if reason is None else reason in str(found)
 
 
+def test_graphs_over_several_gpus_have_to_be_asked_for() -> None:
+    """Not those of a draft with a GPU of its own, and not programs on CPUs."""
+    auto = replace(request("30B", "7B", machine("dgx_h100", gpus=3)), engine=Steps.auto)
+    apart = resolve(PlacementConf(draft=DraftSeat.own), 3, drafts=True)
+    assert auto.draft is not None and auto.why_eager(auto.draft, apart) is None
+    assert "engine=compiled" in str(auto.why_eager(auto.target, apart))
+    assert replace(auto, engine=Steps.compiled).why_eager(auto.target, apart) is None
+    assert why_eager(Steps.auto, ENOUGH, model("7B"), Dtype.bf16, Splitting.tensor, True, 2) is None
+
+
 @pytest.mark.parametrize(("size", "compiled"), [(256, True), (258, False), (127, False)])
 def test_heads_that_the_kernel_of_a_cpu_does_not_take(size: int, compiled: bool) -> None:
     """A GPU's kernel takes others."""
@@ -72,7 +82,7 @@ def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
     by_world = [{one.placement.world: one.regular_ms for one in each} for each in (graphs, eager)]
     assert by_world[0][8] < 8 < 20 < by_world[1][8] < 30
     bands = {how: make_plan(on_gpu(how)).band for how in Steps}
-    assert bands[Steps.eager] == bands[Steps.auto] > bands[Steps.compiled]  # auto is eager on a GPU
+    assert bands[Steps.eager] == bands[Steps.auto] > bands[Steps.compiled]  # auto is eager over GPUs
     assert by_world[1][1] == pytest.approx(max(by_world[0][1], 21.7), rel=0.01)
 
 
@@ -140,8 +150,8 @@ def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, w
     (memory,) = on.memories(place, on.work)
     kept = {"model": target_tokens * 32000 * 2, "draft": draft_tokens * 32000 * 2}
     assert graphs_of(memory) == (count, kept)
-    for engine in (Steps.auto, Steps.eager):
-        assert graphs_of(replace(on, engine=engine).memories(place, on.work)[0]) == (0, {})
+    eager = replace(on, engine=Steps.eager)
+    assert graphs_of(eager.memories(place, on.work)[0]) == (0, {})
     on_cpu = replace(on, machine=CPU)
     assert graphs_of(on_cpu.memories(place, on.work)[0]) == (0, {})
 

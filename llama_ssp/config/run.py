@@ -48,7 +48,7 @@ class RunConf:
         speculation: How tokens are drafted and verified.
         task: What the run does.
         plan: The plan that the run is compared with.
-        engine: Whether steps are compiled; auto compiles on a CPU where that pays, and never on a GPU.
+        engine: Whether steps are compiled; auto compiles on one GPU, and on a CPU where that pays.
         download: Fetch models from the Hugging Face hub that are not on this machine.
         document: The published write-up whose figures are printed next to the run's; experiment=NAME sets it.
         seed: The seed of all random numbers; null draws one.

@@ -80,7 +80,7 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     else:
         splitting, ranks, copies = placement.splitting, placement.target, False
     memory = {str(key): size for key, size in conf.max_memory.items()}
-    compiled = compiles(run, role, model, device, dtype, splitting)
+    compiled = compiles(run, role, model, device, dtype, splitting, 1 if copies else len(ranks))
     return ModelPlacement(
         role, model, path, device, dtype, splitting, ranks, copies, memory,
         conf.offload_folder, Pairing.of(run), compiled,
@@ -194,10 +194,12 @@ def _same_weights(draft: ModelPlacement, target: ModelPlacement) -> bool:
 
 
 def compiles(
-    run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting
-) -> bool:
+    run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting,
+    degree: int,
+) -> bool:  # fmt: skip
     """Whether this role's steps are compiled. Where that is asked for and cannot be, the log says why."""
-    reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, device.type == "cpu")
+    on_cpu = device.type == "cpu"
+    reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, on_cpu, degree)
     reason = reason or impossible(device)
     if reason is None and run.engine is Steps.auto:
         log.info("engine: %s %s has compiled steps", role, model.name)

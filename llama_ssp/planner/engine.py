@@ -25,9 +25,13 @@ LAUNCH_S, SUM_S = 8e-6, 22e-6
 
 
 def why_eager(
-    engine: Steps, tokens: int, model: ModelConf, dtype: Dtype, splitting: Splitting, on_cpu: bool
-) -> str | None:
-    """Why the model's steps run eagerly; None if they are compiled. `tokens`: what the task generates."""
+    engine: Steps, tokens: int, model: ModelConf, dtype: Dtype, splitting: Splitting, on_cpu: bool,
+    degree: int = 1,
+) -> str | None:  # fmt: skip
+    """Why the model's steps run eagerly; None if they are compiled.
+
+    `tokens`: what the task generates; `degree`: how many ranks the model is cut over.
+    """
     if engine is Steps.eager:
         return "engine=eager"
     if splitting is not Splitting.tensor:
@@ -40,9 +44,9 @@ def why_eager(
         return f"steps are compiled in bf16, fp32, int8, int4 and packed, not in {dtype.value}"
     if on_cpu and (model.head_dim > WIDEST_HEAD or model.head_dim % 2):
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
-    if engine is Steps.auto and not on_cpu:
-        return "graphs on GPUs have to be asked for: engine=compiled"
-    if engine is Steps.auto and _is_unprofitable(model, dtype, tokens):
+    if engine is Steps.auto and not on_cpu and degree > 1:  # graphs with sums of NCCL have not run yet
+        return "graphs over several GPUs have to be asked for: engine=compiled"
+    if engine is Steps.auto and on_cpu and _is_unprofitable(model, dtype, tokens):
         return f"{tokens} tokens save less than compiling takes"
     return None
 

@@ -60,8 +60,12 @@ class PlanRequest:
 
     def why_eager(self, role: Role, placement: Placement) -> str | None:
         """Why the role's steps run eagerly with this placement; None if they are compiled."""
-        splitting = placement.splitting if role.role == TARGET else Splitting.tensor
-        return why_eager(self.engine, self.tokens, role.model, role.dtype, splitting, self.machine.is_cpu)
+        if role.role == TARGET:
+            splitting, degree = placement.splitting, len(placement.target)
+        else:
+            splitting, degree = Splitting.tensor, placement.draft_degree
+        model = self.engine, self.tokens, role.model, role.dtype
+        return why_eager(*model, splitting, self.machine.is_cpu, degree)
 
     def memories(self, placement: Placement, work: Workload) -> tuple[RankMemory, ...]:
         """The memory of every rank, for this work."""
