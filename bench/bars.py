@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,7 @@ def safely(what: str, bars: Iterator[Bar]) -> Iterator[Bar]:
     try:
         yield from bars
     except Exception as error:  # whatever a device or a library raises: other figures follow
+        traceback.print_exc()
         yield failed(what, f"{type(error).__name__}: {error}")
 
 

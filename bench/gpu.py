@@ -4,10 +4,10 @@
     python bench/gpu.py wheels=FOLDER ...      # first installs the wheels of this folder, without an index
     python bench/gpu.py small=true             # little models, on a CPU, too: the code of all parts
 
-First whether it is right (gpu_right.py), three parts at once:
+First whether it is right (gpu_right.py), all parts at once:
 
 logits      eager against compiled steps, through load_pair: short and long caches, one row and three
-texts       the same of texts, K = 0 and 4, three prompts one after the other, with captures counted
+texts       the same of texts: K = 0 and 4, prompts one after the other, captures counted; heads, trees
 command     the command with each engine; exit codes
 ranks       two ranks on the one GPU: leader, sharded and own; 8 bit
 faults      a rank is killed; a rank runs out of memory
@@ -17,10 +17,10 @@ Then how fast (gpu_figures.py), one part after the other:
 steps       7B with 1B: steps of 1, 2 and 5 tokens after 64 to 32k slots against the measured bandwidth, a
             profiled round (waits, launches, idle), texts, transformers' assisted generation, the plan
 large       30B with 7B: the plan's bytes, texts
-quantised   7B in 8 and 4 bit against bf16; the kernel for 8 bit
+quantised   7B in 8 and 4 bit against bf16; the kernel for weights in codes
 
 It stops for nothing: each part is a process with a time limit, and the figures of a part that fails are kept.
-JSON is written after each part. The exit code is 1 if a figure misses what is asked. No GPU has run it yet.
+JSON is written after each part. The exit code is 1 if a figure misses what is asked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from words import Words  # noqa: E402
 log = logging.getLogger("bench")
 RIGHT = {"logits": 150, "texts": 200, "command": 120, "ranks": 200, "faults": 120}  # seconds at most
 FIGURES = {"steps": 240, "large": 180, "quantised": 120}
-AT_ONCE = 3  # parts that time nothing
 SMALL_LIMIT_S = 600
 
 
@@ -161,7 +160,7 @@ def main() -> None:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", f"--find-links={asked.wheels}"]
         subprocess.run([*pip, *wheels])
     chosen = asked.parts.split(",")
-    with ThreadPoolExecutor(1 if asked.small else AT_ONCE) as pool:
+    with ThreadPoolExecutor(1 if asked.small else len(RIGHT)) as pool:  # these time nothing
         running = {pool.submit(run, part, report): part for part in RIGHT if part in chosen}
         for done in as_completed(running):
             report.add(running[done], done.result())

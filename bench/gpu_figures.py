@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from bars import Bar, most, needs, safely
 from contenders import PROMPTS, by_transformers, by_us, in_turn, one_round, rounds, wait
-from profiled import GRAPHS, LAUNCHES, WAITS, called, idle_share, total
+from profiled import GRAPHS, LAUNCHES, WAITS, busy_ms, called, total
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from llama_ssp import load_pair
@@ -56,9 +57,13 @@ def opened(
 
 
 def bandwidth(small: bool) -> float:
-    """Bytes a second that summing a large tensor reads."""
+    """Bytes a second that summing a large tensor reads; its memory is given back."""
     large = torch.ones(STREAMED[small], dtype=torch.bfloat16, device=device())
-    return large.nbytes / median(in_turn({"sum": large.sum}, 9)["sum"]) * 1000
+    size, seconds = large.nbytes, median(in_turn({"sum": large.sum}, 9)["sum"]) / 1000
+    del large
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # else it would count as the pair's
+    return size / seconds
 
 
 def device() -> torch.device:
@@ -149,7 +154,11 @@ def _profiled(pair: PairSession) -> Iterator[Bar]:
         yield most(what, total(calls, names) / PROFILED, limit) if spans else needs(what)
     yield Bar("a round: graphs", total(calls, GRAPHS) / PROFILED)
     what = "a round: share of idle time"
-    yield most(what, idle_share(spans), MOST_IDLE) if spans else needs(what)
+    if spans:  # profiled launches take longer, so the whole is a round without
+        whole = median(in_turn({"round": lambda: one_round(engine, state, K)}, 21)["round"])
+        yield most(what, 1 - busy_ms(spans) / PROFILED / whole, MOST_IDLE, f"{whole:.2f} ms")
+    else:
+        yield needs(what)
     over = float(rounds(pair, [K])[-1][-1])
     yield most(f"a round / ({K} draft steps + a step of {K + 1})", over, OVER_PARTS)
 
@@ -158,11 +167,13 @@ def _texts(
     pair: PairSession, small: bool, asked: float | None = None, assisted: bool = False
 ) -> Iterator[Bar]:
     """Regular sampling, every K, and with `assisted` transformers' assisted generation, in turn."""
-    new, taken = NEW[small], dict[str, list[float]]()
-    works: dict[str, Callable[[int], float]] = {
-        f"K = {k}": lambda i, k=k: by_us(pair, new, i, k)[0]  # type: ignore[misc]
-        for k in (0, *KS)
-    }
+    new, taken, rounds_ms = NEW[small], dict[str, list[float]](), dict[str, list[float]]()
+
+    def ours(repeat: int, k: int) -> float:
+        own = rounds_ms.setdefault(f"K = {k}", [])
+        return by_us(pair, new, repeat, k, lambda _, spent: own.extend([1000 * spent] * bool(repeat)))[0]
+
+    works: dict[str, Callable[[int], float]] = {f"K = {k}": partial(ours, k=k) for k in (0, *KS)}
     if assisted:
         target, draft = (
             load_module(one.model, one.path, one.dtype, one.device, role)
@@ -174,7 +185,9 @@ def _texts(
             spent = work(repeat)
             taken.setdefault(name, []).extend([spent] * bool(repeat))  # the first one warms up
     for name, ms in taken.items():
-        yield Bar(f"{name}: ms/token", median(ms))
+        own = rounds_ms.get(name)
+        note = f"a round: {median(own):.2f} ms, {max(own):.1f} at most" if own else ""
+        yield Bar(f"{name}: ms/token", median(ms), note=note)
     best = min((f"K = {k}" for k in KS), key=lambda name: median(taken[name]))
     over = {name: median(taken[name]) / median(taken[best]) for name in taken}
     yield Bar(f"{best} over regular", over["K = 0"], asked)
@@ -199,11 +212,11 @@ def _plan(pair: PairSession, small: bool) -> Iterator[Bar]:
 
 
 def quantised(small: bool) -> Iterator[Bar]:
-    """7B in bf16, 8 bit and 4 bit, and the kernel for 8 bit."""
+    """7B in bf16, 8 bit and 4 bit, and the kernel for codes."""
     if device().type == "cuda":
-        yield from safely("the kernel for 8 bit", _kernel())
+        yield from safely("the kernel for codes", _kernel())
     else:
-        yield needs("the kernel for 8 bit: error")
+        yield needs("the kernel for codes: error")
     taken: dict[str, list[float]] = {}
     for dtype in ("bf16", "int8", "nf4"):
         yield from safely(dtype, _in(dtype, small, taken))
@@ -224,29 +237,46 @@ def _in(dtype: str, small: bool, taken: dict[str, list[float]]) -> Iterator[Bar]
 
 
 def _kernel() -> Iterator[Bar]:
-    """Error and speed of one product in 8 bit, beside the same in bf16."""
-    from llama_ssp.models.formats.coded import Coded
+    """Error and speed of products with codes, beside the same in bf16: in graphs, as steps have them."""
+    from llama_ssp.models.formats.coded import Coded, Codes
     from llama_ssp.models.kernels.coded import CodedLinear, operators
     from llama_ssp.models.quantization import LLM_INT8
 
     operators("cuda")
-    outputs, inputs = 11008, 4096
-    codes = torch.randint(1, 256, (outputs, inputs), dtype=torch.uint8, device=device())
-    weight = Coded(LLM_INT8, inputs, codes, torch.rand(outputs, 1, device=device()))
-    exact = weight.decoded(torch.float64)
-    copies = []
-    for _ in range(16):  # together more than any cache
-        own = Coded(LLM_INT8, inputs, codes.clone(), weight.scale_NG)
-        copies.append((CodedLinear(own, None, device()), exact.bfloat16()))
-    for rows in (1, K + 1, 16):
-        x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device())
-        wanted = x.double() @ exact.T
-        error = float((copies[0][0](x).double() - wanted).norm() / wanted.norm())
-        yield most(f"the kernel, {rows} rows: error", error, 2**-8)
-        works: dict[str, Callable[[], object]] = {
-            "eight": lambda x=x: [own(x) for own, _ in copies],
-            "sixteen": lambda x=x: [torch.nn.functional.linear(x, own) for _, own in copies],
-        }
-        taken = {name: median(ms) for name, ms in in_turn(works, 9).items()}
-        gb_s = f"{len(copies) * codes.nbytes / taken['eight'] / 1e6:.0f} GB/s"
-        yield Bar(f"the kernel, {rows} rows: over bf16", taken["sixteen"] / taken["eight"], note=gb_s)
+    outputs, inputs, group = 11008, 4096, 128
+    kinds = {"8 bit": LLM_INT8, "4 bit": Codes("uint4", group), "fp8": Codes("e4m3", group)}
+    for name, kind in kinds.items():
+        size = outputs, inputs * kind.bits // 8
+        codes = torch.randint(256, size, dtype=torch.uint8, device=device())
+        codes[codes & 127 == 127] = 1  # of fp8 these are NaN
+        scale = torch.rand(outputs, inputs // (kind.group or inputs), device=device())
+        zero = torch.randint(16, scale.shape, dtype=torch.uint8, device=device()) if kind.bits == 4 else None
+        exact = Coded(kind, inputs, codes, scale, zero).decoded(torch.float64)
+        copies = []
+        for _ in range(16):  # together more than any cache
+            weight = Coded(kind, inputs, codes.clone(), scale, zero)
+            copies.append((CodedLinear(weight, None, device()), exact.bfloat16()))
+        for rows in (1, K + 1, 16):
+            x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device())
+            wanted = x.double() @ exact.T
+            error = float((copies[0][0](x).double() - wanted).norm() / wanted.norm())
+            what = f"the kernel for {name}, {rows} rows"
+            yield most(f"{what}: error", error, 2**-8)
+            works: dict[str, Callable[[], object]] = {
+                "codes": _graph([partial(layer, x) for layer, _ in copies]),
+                "sixteen": _graph([partial(functional.linear, x, weight) for _, weight in copies]),
+            }
+            taken = {way: median(ms) for way, ms in in_turn(works, 9).items()}
+            gb_s = f"{len(copies) * codes.nbytes / taken['codes'] / 1e6:.0f} GB/s"
+            yield Bar(f"{what}: over bf16", taken["sixteen"] / taken["codes"], note=gb_s)
+
+
+def _graph(calls: list[Callable[[], object]]) -> Callable[[], object]:
+    """The calls as a CUDA graph, without the time of their launches."""
+    calls[0]()
+    wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay

@@ -106,6 +106,8 @@ def texts(small: bool) -> Iterator[Bar]:
     lengths = (5, 40) if small else (5, 40, 600)
     for rows in (1, 3):
         yield from safely(f"texts of {rows} rows", _texts_of(rows, lengths))
+    for name in ("demo_head", "demo_bytes", "siblings"):
+        yield from safely(f"texts with {name}", _texts_with(name))
 
 
 def _texts_of(rows: int, lengths: tuple[int, ...]) -> Iterator[Bar]:
@@ -129,8 +131,21 @@ def _texts_of(rows: int, lengths: tuple[int, ...]) -> Iterator[Bar]:
         yield from captures.bars() if cuda else [needs("captures of the second and third prompt")]
 
 
-def _text(pair: Any, prompts: list[str], k: int, length: int) -> list[list[int]]:
-    how = {"sampling": SamplingConfig(), "speculation": SpeculationConfig(k=k), "seed": 7}
+def _texts_with(name: str) -> Iterator[Bar]:
+    """With a trained head, with a draft of another tokenizer, and with siblings of drafts."""
+    draft, siblings = ("demo_draft", 2) if name == "siblings" else (name, 0)
+    found = []
+    for engine in ENGINES:
+        words = [f"engine={engine}", *FP32, "draft.dtype=fp32", f"speculation.siblings={siblings}"]
+        with load_pair("demo", draft, max_tokens=200, overrides=words) as pair:
+            found.append([_text(pair, [prompt], 4, 40, siblings) for prompt in PROMPTS])
+    differing = sum(a != b for a, b in zip(*found, strict=True))
+    yield counted(differing, len(PROMPTS), f"{name}: texts that differ between engines")
+
+
+def _text(pair: Any, prompts: list[str], k: int, length: int, siblings: int = 0) -> list[list[int]]:
+    speculation = SpeculationConfig(k=k, siblings=siblings)
+    how = {"sampling": SamplingConfig(), "speculation": speculation, "seed": 7}
     return [one.token_ids for one in pair.generate(prompts, max_new_tokens=length, **how)]
 
 
@@ -201,7 +216,8 @@ def ranks(small: bool) -> Iterator[Bar]:
 
 def faults(small: bool) -> Iterator[Bar]:
     """A rank that is killed, and one that runs out of memory: all end, with one line that says why."""
-    fault = {"FAULT": "SIGKILL,verify,other rank", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    fault = {"FAULT": "SIGKILL,verify,other rank", "PYTHONPATH": path}
     words = [*_words("eager"), "placement=leader"]
     done = _ran([*TORCHRUN, "-m", "tests.distributed.faulty", *words], **fault)
     struck = float((done.folder / "struck").read_text()) if (done.folder / "struck").exists() else 0.0
@@ -210,7 +226,14 @@ def faults(small: bool) -> Iterator[Bar]:
     if not torch.cuda.is_available():
         yield needs("a rank without memory: ends otherwise than with one line that says so")
         return
-    model = ["model=7B", "model.weights=synthetic", "draft=none", "placement=sharded", "out=null"]
+    model = [
+        "model=7B",
+        "model.weights=synthetic",
+        "draft=none",
+        "placement=sharded",
+        "out=null",
+        "prompt=1 2",
+    ]
     yield from _ended("a rank without memory", _ran([*TORCHRUN, __file__, *model]), "memory")
 
 

@@ -34,11 +34,11 @@ def total(calls: Counter[str], names: Iterable[str]) -> int:
     return sum(calls[name] for name in names)
 
 
-def idle_share(spans: Iterable[Any]) -> float:
-    """The share of the time, from the first span's start to the last end, in which none of them runs."""
+def busy_ms(spans: Iterable[Any]) -> float:
+    """Milliseconds in which at least one of the spans, in microseconds, runs."""
     found = sorted(spans, key=lambda span: span.start)
     busy, end = 0.0, found[0].start
     for span in found:
         busy += max(span.end - max(span.start, end), 0.0)
         end = max(end, span.end)
-    return float(1 - busy / (end - found[0].start))
+    return float(busy / 1000)

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.profiled import GRAPHS, LAUNCHES, WAITS, called, idle_share, total
+from bench.profiled import GRAPHS, LAUNCHES, WAITS, busy_ms, called, total
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU) -> Any:
@@ -59,6 +59,6 @@ def test_torchs_own_events_have_what_is_read() -> None:
     assert calls["aten::mul"] == 2 and calls["aten::add"] == 0
 
 
-def test_idle_time_is_what_no_kernel_covers() -> None:
+def test_busy_time_is_what_a_kernel_covers() -> None:
     spans = [SimpleNamespace(start=start, end=end) for start, end in ((10, 14), (0, 4), (1, 2), (13, 20))]
-    assert idle_share(spans) == pytest.approx(0.3)  # from 4 to 10
+    assert busy_ms(spans) == pytest.approx(0.014)  # all but 4 to 10, in microseconds

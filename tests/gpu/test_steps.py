@@ -1,4 +1,4 @@
-"""What only a GPU can show: captured graphs, the kernels, how often a round waits. Never run yet."""
+"""What only a GPU can show: captured graphs, the kernels, how often a round waits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.profiled import WAITS, called, total
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
+from llama_ssp.models import experts
 from llama_ssp.models.attention import attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
@@ -41,9 +42,10 @@ PROMPTS = [Prompt(str(row), tuple(range(3, 9 - 2 * row))) for row in range(2)]
 
 def on_gpu(graphs: bool, noise: float = 0.0) -> DecoderModel:
     """A small Llama in fp32, the draft's with noise; as it is, or in graphs."""
-    module = perturbed(build("llama-gqa"), noise) if noise else build("llama-gqa")
+    device = torch.device(f"cuda:{LAST}")
+    module = (perturbed(build("llama-gqa"), noise) if noise else build("llama-gqa")).to(device)
     attention.operators("cuda")
-    decoder = decoder_of(module, device=torch.device(f"cuda:{LAST}"))
+    decoder = decoder_of(module, device=device)
     return (GraphedModel if graphs else DecoderModel)(decoder, module.config, "model", ALONE)
 
 
@@ -105,4 +107,20 @@ def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
         setattr(feed, name, getattr(feed, name).to(device))
     there = [each.to(device) for each in (query, keys, values)]
     found = attention.attend(feed, *there, scores, None if sinks is None else sinks.to(device))
+    assert (found.cpu().double() - exact).abs().max() <= bound * exact.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 4, 2), (5, 8, 4), (20, 32, 3)])
+def test_experts(tokens: int, count: int, top_k: int, dtype: torch.dtype, bound: float) -> None:
+    """Against the reference in fp64; some tokens choose the same experts."""
+    dim, wide, device = 72, 40, torch.device(f"cuda:{LAST}")
+    choice_TK = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
+    given = torch.randn(tokens, dim), torch.randn(count, 2 * wide, dim), torch.randn(count, dim, wide)
+    x_TH, up, down = (each.to(dtype) for each in given)
+    share_TK = torch.rand(tokens, top_k).to(dtype)
+    gate: Any = "", "", None, None, "silu", 0.0, 0.0
+    exact = experts.apply(x_TH.double(), share_TK.double(), choice_TK, [up.double()], [down.double()], *gate)
+    x_TH, share_TK, choice_TK, up, down = (each.to(device) for each in (x_TH, share_TK, choice_TK, up, down))
+    found = experts.apply_on_gpu(x_TH, share_TK, choice_TK, [up], [down], *gate)
     assert (found.cpu().double() - exact).abs().max() <= bound * exact.abs().max()
