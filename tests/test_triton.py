@@ -82,17 +82,26 @@ def chosen(kind: str, tokens: int, top_k: int, own_rows: bool, bias: bool) -> di
     return {**pointers, **others, **sizes, **experts_triton.constants(pairs, rows, bytes_)}
 
 
-STEP, PROMPT = (coded_triton.HOW[rows] for rows in (coded_triton.FEW, coded_triton.MANY))
+def of_codes(
+    table: str, group: int, rows: int, *others: Any, **bias: Any
+) -> tuple[Any, dict[str, Any], int, int]:
+    """The kernel, its arguments, its warps and its stages."""
+    arguments = coded(table, group, rows, *others, **bias)
+    kernel = coded_triton.multiply_few if "PARTS" in arguments else coded_triton.multiply
+    return kernel, arguments, *coded_triton.how(rows, arguments)
+
+
 WAYS = experts_triton.WARPS, experts_triton.STAGES
 HOW = attention_triton.WARPS, attention_triton.STAGES
 KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
-    "llm-int8": (coded_triton.multiply_few, coded("int8", 4096, 5, "fp32", bias="*bf16"), *STEP),
-    "fp8": (coded_triton.multiply_few, coded("e4m3", 128, 5, "fp32"), *STEP),
-    "awq": (coded_triton.multiply_few, coded("uint4", 128, 9, "fp16", "u8"), *STEP),
-    "awq-prompt": (coded_triton.multiply, coded("uint4", 128, 512, "fp16", "u8"), *PROMPT),
-    "q4_k": (coded_triton.multiply_few, coded("uint4", 32, 5, "fp32", "fp32"), *STEP),
-    "mxfp4": (coded_triton.multiply_few, coded("e2m1", 32, 5, "bf16", None, "*bf16"), *STEP),
-    "nf4-prompt": (coded_triton.multiply, coded("nf4", 64, 17, "fp32"), *PROMPT),
+    "llm-int8": of_codes("int8", 4096, 5, "fp32", bias="*bf16"),
+    "fp8": of_codes("e4m3", 128, 5, "fp32"),
+    "awq": of_codes("uint4", 128, 9, "fp16", "u8"),
+    "awq-prompt": of_codes("uint4", 128, 512, "fp16", "u8"),
+    "q4_k": of_codes("uint4", 32, 5, "fp32", "fp32"),
+    "mxfp4": of_codes("e2m1", 32, 5, "bf16", None, "*bf16"),
+    "nf4-prompt": of_codes("nf4", 4096, 17, "fp32"),
+    "e5m2": of_codes("e5m2", 128, 9, "fp32"),
     "llama": (attention_triton.attend_part, parts(128, "bf16", 1, 8, 4), *HOW),
     "llama-verify": (attention_triton.attend_part, parts(128, "fp16", 9, 8, 8), *HOW),
     "gemma2": (attention_triton.attend_part, parts(256, "bf16", 5, 4, 2, 4096, 50.0), *HOW),

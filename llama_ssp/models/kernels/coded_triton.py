@@ -2,7 +2,7 @@
 
 A program has a few outputs and reads their codes from end to end, with enough reads under way to keep the
 memory busy. Codes become numbers of 16 bits for the tensor cores, exactly but for nf4 and fp4, and the sum
-over a group is scaled. So a weight is read once for up to 16 rows. In a step each warp of a program has some
+over a group is scaled. So a weight is read once for up to 8 rows. In a step each warp of a program has some
 of the inputs: warps with the same ones would each decode the same codes.
 
 torch's own products (2.13) are no substitute: `_weight_int4pack_mm` takes bf16 scales alone, and
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from llama_ssp.models.formats.coded import TABLES, values
 
-FEW, MANY = 16, 64  # rows of a program at most: of a step, and of a prompt
-OUTPUTS = {8: 16, FEW: 32, MANY: 128}  # of a program, by its rows
+FEW = 16  # rows of a step at most
+ROWS, OUTPUTS = (8, 64), (16, 128)  # of a program, of a step and of a prompt
 PARTS = 4  # of the inputs, in a step: a warp each
-HOW = {FEW: (PARTS, 3), MANY: (8, 3)}  # warps, and steps under way at once
+HOW = (PARTS, 3), (8, 3)  # warps, and steps under way at once
 INPUTS = 128  # of a warp's step, or of a step of a program, at most: some KiB of codes
 # How a code becomes a number, unless the table says it: of integers the bits that are flipped, and what is
 # then subtracted; of floating point the bits behind the point. The bits of an integer become the last ones of
@@ -75,8 +75,8 @@ def linear_coded(
     factors = FACTORS or {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x.dtype, tl.float32)
     sizes = constants(rows, inputs, group, list(TABLES)[table_number], factors is tl.bfloat16)
     grid = (triton.cdiv(outputs, sizes["OUTPUTS"]), triton.cdiv(rows, sizes["ROWS"]))
-    warps, stages = HOW[FEW if rows <= FEW else MANY]
-    kernel = multiply_few if "PARTS" in sizes else multiply
+    kernel = multiply_few if rows <= FEW else multiply
+    warps, stages = how(rows, sizes)
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
         kernel[grid](
@@ -89,13 +89,18 @@ def linear_coded(
 def constants(rows: int, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
     """Of the kernel for so many rows; a step's inputs, or a warp's, are of one group, and a power of two."""
     step = INPUTS if group >= inputs else min(group & -group, INPUTS)
-    own = next(most for most in OUTPUTS if rows <= most or most == MANY)
     bits, fraction = 4 if len(values(table)) == 16 else 8, FLOATS.get(table, 0 if table in INTEGERS else -1)
     flip, lowest = INTEGERS.get(table, (0, 0))
     codes = {"BITS": bits, "FRACTION": fraction, "FLIP": flip, "LOWEST": lowest}
     codes["QUICK"] = in_bf16 and table in QUICK
-    parts = {} if own == MANY else {"PARTS": PARTS}
-    return {**codes, **parts, "ROWS": own, "OUTPUTS": OUTPUTS[own], "INPUTS": step}
+    parts, many = {"PARTS": PARTS} if rows <= FEW else {}, rows > FEW
+    return {**codes, **parts, "ROWS": ROWS[many], "OUTPUTS": OUTPUTS[many], "INPUTS": step}
+
+
+def how(rows: int, sizes: dict[str, Any]) -> tuple[int, int]:
+    """Warps, and steps under way at once: one where a table is read, which else takes memory in each."""
+    warps, stages = HOW[rows > FEW]
+    return warps, 1 if sizes["FRACTION"] < 0 else stages
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
