@@ -8,8 +8,8 @@ a graph serves all contexts and all rows. Longer steps are padded to the next si
 
 All ranks of a model do the same, because steps with all-reduces come before each capture.
 
-Not yet run on a GPU. All but the capture is tested with a capture that calls the step anew each time
-(tests/test_graphs.py).
+All but the capture is tested with a capture that calls the step anew each time (tests/test_graphs.py), and
+the capture on a GPU (tests/gpu).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ Why no library does this (torch 2.13):
   2 may make NaN of its own where it divides contexts (pytorch/torchtitan issue 3235).
 * A library of kernels (flash-attn, FlashInfer) would be a dependency that is built for each version of torch.
 
-Not yet run on a GPU: sizes are estimates. It is tested in triton's interpreter, and compiled for every
-generation of GPUs (tests/test_triton.py).
+It is tested in triton's interpreter, compiled for every generation of GPUs (tests/test_triton.py), and tested
+on a GPU (tests/gpu).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

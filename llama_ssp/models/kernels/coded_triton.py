@@ -7,6 +7,9 @@ of the inputs: warps with the same ones would each decode the same codes.
 
 torch's own products (2.13) are no substitute: `_weight_int4pack_mm` takes bf16 scales alone, and
 `_scaled_mm` quantises inputs.
+
+It is tested in triton's interpreter, without what is in PTX, and compiled for every generation of GPUs
+(tests/test_triton.py). tests/gpu tests it on a GPU; as it is now it has not run on one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
