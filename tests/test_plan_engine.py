@@ -29,6 +29,7 @@ ENOUGH = 10**6  # tokens for which compiling pays
     [
         (Steps.compiled, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
         (Steps.auto, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
+        (Steps.auto, 0, "7B", Dtype.int8, Splitting.tensor, False, "int8 in graphs has to be asked for"),
         (Steps.compiled, 0, "7B", Dtype.int8, Splitting.tensor, True, None),
         (Steps.auto, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, True, None),
         (Steps.eager, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, False, "engine=eager"),
@@ -49,7 +50,7 @@ def test_why_steps_run_eagerly(
     reason: str | None,
 ) -> None:
     conf = replace(model("7B"), family="other") if name == "other" else model(name)
-    found = why_eager(engine, tokens, conf, dtype, splitting, on_cpu)
+    found = why_eager(engine, tokens, conf, dtype, splitting, on_cpu, 1)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -68,7 +69,7 @@ def test_heads_that_the_kernel_of_a_cpu_does_not_take(size: int, compiled: bool)
     """A GPU's kernel takes others."""
     conf = replace(model("7B"), head_dim=size)
     for on_cpu in (True, False):
-        found = why_eager(Steps.compiled, 0, conf, Dtype.bf16, Splitting.tensor, on_cpu)
+        found = why_eager(Steps.compiled, 0, conf, Dtype.bf16, Splitting.tensor, on_cpu, 1)
         assert (found is None) is (compiled or not on_cpu)
 
 
@@ -77,13 +78,13 @@ def on_gpu(engine: Steps, ranks: int = 8, **changes: object) -> PlanRequest:
 
 
 def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
-    """30B over 8: a graph reads its bytes in a few ms; eagerly 2,715 launches and 122 sums take 24 ms."""
+    """30B over 8: a graph reads its bytes in a few ms; eagerly 2,715 launches and 122 sums take 62 ms."""
     graphs, eager = (make_plan(on_gpu(how)).options for how in (Steps.compiled, Steps.eager))
     by_world = [{one.placement.world: one.regular_ms for one in each} for each in (graphs, eager)]
-    assert by_world[0][8] < 8 < 20 < by_world[1][8] < 30
+    assert by_world[0][8] < 8 < 60 < by_world[1][8] < 65
     bands = {how: make_plan(on_gpu(how)).band for how in Steps}
-    assert bands[Steps.eager] == bands[Steps.auto] > bands[Steps.compiled]  # auto is eager over GPUs
-    assert by_world[1][1] == pytest.approx(max(by_world[0][1], 21.7), rel=0.01)
+    assert bands[Steps.eager] > bands[Steps.compiled] == bands[Steps.auto]  # which takes one GPU, with graphs
+    assert by_world[1][1] == pytest.approx(max(by_world[0][1], 59.7), rel=0.01)
 
 
 def test_a_long_pass_is_no_slower_eagerly() -> None:
@@ -107,7 +108,9 @@ def test_compiled_steps_on_a_cpu_take_less_than_its_constants_say() -> None:
 def test_the_plan_says_which_steps_run_eagerly() -> None:
     said = "steps run eagerly: model, engine=eager"
     assert said in "\n".join(text_of(drawing(make_plan(on_gpu(Steps.eager)))))
-    graphs = make_plan(on_gpu(Steps.compiled))
+    graphs, auto = make_plan(on_gpu(Steps.compiled)), make_plan(on_gpu(Steps.auto))
+    assert auto.chosen.placement.world == 1 and not auto.eager
+    assert "over several GPUs steps are planned eager: engine=compiled" in "\n".join(text_of(drawing(auto)))
     assert (
         "eagerly" not in "\n".join(text_of(drawing(graphs)))
         and graphs.document()["best"]["eager_steps"] == {}

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ TEXTS = [
     "naïve — 漢字 🙂 ½ ²",
     "\r\n\x00é",
 ]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A process with threads of torch cannot be forked, as later tests do: the child waits for them."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

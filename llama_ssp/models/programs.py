@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 OPTIONS_BY_DEVICE: dict[str, dict[str, Any]] = {
     "cpu": {"realize_reads_threshold": 1},  # a sum that two kernels read is kept: fewer kinds to compile
-    "cuda": {"pattern_matcher": False},  # a sum behind a product would become a copy before it: a kernel more
+    "cuda": {"pattern_matcher": False},  # else a product and a sum become one, which copies first: slower
 }
 # Whether torch's headers are compiled before the first program. It takes 8 s of a core once and 1 s in each
 # process; then a kernel takes 0.8 s instead of 2.9. A start compiles few kernels; tests compile hundreds.

@@ -36,7 +36,8 @@ INPUTS = 128  # of a warp's step, or of a step of a program, at most: some KiB o
 INTEGERS = {"uint4": (0, 0), "int4": (0, 8), "uint8": (0, 0), "int8": (128, 128)}
 FLOATS = {"e2m1": 1, "e4m3": 3}
 # The same of four bytes at a time, in bf16: a byte behind 0x43 is 128 and its last 7 bits. A signed byte is
-# that less 128, or less 256 if its first bit is set; codes of 4 bits are left with 128 too much.
+# that less 128, or less 256 if its first bit is set; codes of 4 bits are left with 128 too much. It is PTX,
+# which AMD's GPUs do not have.
 QUICK_8: Any = tl.constexpr("""{
     .reg .b32 last, sign, a, b, c, d, minus;
     and.b32 last, $2, 0x7f7f7f7f;
@@ -95,7 +96,7 @@ def constants(rows: int, inputs: int, group: int, table: str, in_bf16: bool) -> 
     bits, fraction = 4 if len(values(table)) == 16 else 8, FLOATS.get(table, 0 if table in INTEGERS else -1)
     flip, lowest = INTEGERS.get(table, (0, 0))
     codes = {"BITS": bits, "FRACTION": fraction, "FLIP": flip, "LOWEST": lowest}
-    codes["QUICK"] = in_bf16 and table in QUICK
+    codes["QUICK"] = in_bf16 and table in QUICK and torch.version.hip is None
     parts, many = {"PARTS": PARTS} if rows <= FEW else {}, rows > FEW
     return {**codes, **parts, "ROWS": ROWS[many], "OUTPUTS": OUTPUTS[many], "INPUTS": step}
 
@@ -202,11 +203,12 @@ def _multiply_few(
             code_PNK, zero_PN1, table_ptr, HAS_ZERO, BITS, FRACTION, FLIP, LOWEST, QUICK, FACTORS
         )
         part_PNM = tl.zeros((PARTS, OUTPUTS, ROWS), dtype=tl.float32)
-        x_PKM = tl.permute(x_PMK, (0, 2, 1))
         if HALVES == 2:
             even_PMK, odd_PMK = tl.split(tl.reshape(x_PMK, (PARTS, ROWS, BYTES, 2)))
             x_PKM, odd_PKM = tl.permute(even_PMK, (0, 2, 1)), tl.permute(odd_PMK, (0, 2, 1))
             part_PNM = tl.dot(second_PNK, odd_PKM, part_PNM, input_precision="ieee")
+        else:
+            x_PKM = tl.permute(x_PMK, (0, 2, 1))
         part_PNM = tl.dot(first_PNK, x_PKM, part_PNM, input_precision="ieee")
         sum_PNM += part_PNM * scale_PN[:, :, None]
         if HAS_OFFSET and not HAS_ZERO:

@@ -4,7 +4,7 @@ A pair is a token and one of its experts. A program has a few outputs of one exp
 pairs, which it finds by itself: so an expert's weights are read once for them, and the sizes of a launch
 depend only on the number of tokens: one CUDA graph serves every choice.
 
-Not yet run on a GPU: the sizes below are estimates. It is tested in triton's interpreter, and compiled for
+The sizes below are estimates. It is tested in triton's interpreter, and compiled for
 every generation of GPUs (tests/test_triton.py).
 """
 
