@@ -84,9 +84,9 @@ def test_what_passes_through_a_full_gpu_is_counted() -> None:
 
 
 def test_one_gpu_holds_all_and_computes_alone() -> None:
-    on = request("7B", None, machine("p4d"))
+    on = replace(request("7B", None, machine("p4d")), engine=Steps.eager)
     assert stages(on.target.model, Dtype.bf16, 1) == [Stage(32, True, True, True)]
     alone = resolve(PlacementConf(), 1, drafts=False)
     assert option(on, BY_LAYERS).ms_per_token == option(on, alone).ms_per_token
-    single = replace(on, machine=machine("p4d", gpus=1), engine=Steps.eager)
+    single = replace(on, machine=machine("p4d", gpus=1))
     assert option(single, BY_LAYERS).worst.total == option(single, alone).worst.total
