@@ -111,10 +111,8 @@ def test_the_plan_says_which_steps_run_eagerly() -> None:
     graphs, auto = make_plan(on_gpu(Steps.compiled)), make_plan(on_gpu(Steps.auto))
     assert auto.chosen.placement.world == 1 and not auto.eager
     assert "over several GPUs steps are planned eager: engine=compiled" in "\n".join(text_of(drawing(auto)))
-    assert (
-        "eagerly" not in "\n".join(text_of(drawing(graphs)))
-        and graphs.document()["best"]["eager_steps"] == {}
-    )
+    drawn = "\n".join(text_of(drawing(graphs)))
+    assert "eager" not in drawn and graphs.document()["best"]["eager_steps"] == {}
 
 
 def test_of_a_target_by_layers_the_draft_is_compiled() -> None:
@@ -153,7 +151,8 @@ def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, w
     (memory,) = on.memories(place, on.work)
     kept = {"model": target_tokens * 32000 * 2, "draft": draft_tokens * 32000 * 2}
     assert graphs_of(memory) == (count, kept)
-    eager = replace(on, engine=Steps.eager)
+    auto, eager = (replace(on, engine=engine) for engine in (Steps.auto, Steps.eager))
+    assert graphs_of(auto.memories(place, on.work)[0]) == (count, kept)
     assert graphs_of(eager.memories(place, on.work)[0]) == (0, {})
     on_cpu = replace(on, machine=CPU)
     assert graphs_of(on_cpu.memories(place, on.work)[0]) == (0, {})

@@ -76,11 +76,13 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     device = device_of(getattr(conf, key), f"placement.{key}")
     dtype = dtype_of(model.dtype, device, f"{role}.dtype")
     if role == DRAFT:  # accelerate and DeepSpeed split the target alone
-        splitting, ranks, copies = Splitting.tensor, placement.draft, placement.copies
+        splitting, degree = Splitting.tensor, placement.draft_degree
+        ranks, copies = placement.draft, placement.copies
     else:
-        splitting, ranks, copies = placement.splitting, placement.target, False
+        splitting, degree = placement.splitting, len(placement.target)
+        ranks, copies = placement.target, False
     memory = {str(key): size for key, size in conf.max_memory.items()}
-    compiled = compiles(run, role, model, device, dtype, splitting, 1 if copies else len(ranks))
+    compiled = compiles(run, role, model, device, dtype, splitting, degree)
     return ModelPlacement(
         role, model, path, device, dtype, splitting, ranks, copies, memory,
         conf.offload_folder, Pairing.of(run), compiled,

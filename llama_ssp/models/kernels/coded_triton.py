@@ -91,7 +91,7 @@ def linear_coded(
 
 
 def constants(rows: int, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
-    """Of the kernel for so many rows; a step's inputs, or a warp's, are of one group, and a power of two."""
+    """Returns what the kernel for so many rows is compiled with. INPUTS taken together share a scale."""
     step = INPUTS if group >= inputs else min(group & -group, INPUTS)
     bits, fraction = 4 if len(values(table)) == 16 else 8, FLOATS.get(table, 0 if table in INTEGERS else -1)
     flip, lowest = INTEGERS.get(table, (0, 0))
@@ -102,7 +102,7 @@ def constants(rows: int, inputs: int, group: int, table: str, in_bf16: bool) -> 
 
 
 def how(rows: int, sizes: dict[str, Any]) -> tuple[int, int]:
-    """Warps, and steps under way at once: one where a table is read, which else takes memory in each."""
+    """Warps, and steps under way at once. Where a table is read it is one: else numbers fill the memory."""
     warps, stages = HOW[rows > FEW]
     return warps, 1 if sizes["FRACTION"] < 0 else stages
 
