@@ -29,7 +29,7 @@ from llama_ssp.models.heads.model import DFlashModel
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.sharding import COLUMNS, Cut
-from llama_ssp.speculative import coupled, decision, engine, traversal
+from llama_ssp.speculative import coupled, decision, engine, logprobs, sampling, traversal
 from llama_ssp.speculative import generate as loop
 from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative import rng as draws
@@ -37,7 +37,7 @@ from llama_ssp.speculative import state as state_module
 from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.array_ops import pick, row_by_row, stack_last, where
 from llama_ssp.speculative.coupled import CoupledDraws
-from llama_ssp.speculative.drafters import ahead
+from llama_ssp.speculative.drafters import ahead, remote
 from llama_ssp.speculative.drafters import cross_vocab as bridged
 from llama_ssp.speculative.drafters import head as heads
 from llama_ssp.speculative.drafters import local as drafters
@@ -776,6 +776,16 @@ MUTANTS = [
     Mutant("a sibling sees its draft", Feed, "visible", _rewritten(Feed.visible, "visible_BWS & ~(aside_BW1 & (slot_S == position_BW1))", "visible_BWS"), by_siblings("one sibling")),
     Mutant("controls take a sibling for its draft", state_module.TreePrefix, "last_BW", None, by_siblings("penalties")),
     Mutant("caches keep the draft beside the sibling that stands", State, "cacheable", State.lengths, by_siblings("one sibling")),
+    Mutant("prompts of one length share their numbers", CounterDraws, "_table", _rewritten(CounterDraws._table, "slot.keys, slot.bases", "slot.bases"), by_test("test_draws", "test_prompts_of_one_length_have_numbers_of_their_own", CounterDraws)),
+    Mutant("a few tokens are a nucleus if one row's are", sampling, "_nucleus_edge", _rewritten(sampling._nucleus_edge, "- 8 * torch.finfo(probs.dtype).eps >= top_p).all()", ">= top_p).any()"), by_test("test_sampling", "test_a_flat_distribution_keeps_its_nucleus_in_a_batch_with_a_steep_one", (0, 1))),
+    Mutant("a nucleus has one token more than its sum needs", sampling, "_nucleus_edge", _rewritten(sampling._nucleus_edge, "down < top_p", "down <= top_p"), by_test("test_sampling", "test_a_nucleus_ends_where_its_sum_is_reached")),
+    Mutant("a bias lifts a ban", SamplingTransform, "_biased", _rewritten(SamplingTransform._biased, "{**controls.logit_bias, **banned}", "{**banned, **controls.logit_bias}"), by_test("test_sampling", "test_a_bias_does_not_lift_a_ban", 0.7)),
+    Mutant("greedy takes the last of tied tokens", SamplingTransform, "_probs", _rewritten(SamplingTransform._probs, "logit_BWV.argmax(-1)", "logit_BWV.shape[-1] - 1 - logit_BWV.flip(-1).argmax(-1)"), by_test("test_sampling", "test_temperature_zero_takes_the_first_of_tied_tokens")),
+    Mutant("tiny probabilities of a draft on other ranks are not sent", remote, "written", _rewritten(remote.written, "flat.nonzero()", "(flat > 1e-9).nonzero()"), by_test("test_overlap", "test_laws_arrive_to_the_last_bit", 0, torch.float32)),
+    Mutant("a damaged draft is not reported", decision, "decided", _rewritten(decision.decided, "damaged_BW[:, 1:] |= has_nan(draft_BKV)", "pass"), by_test("test_loop", "test_damaged_logits_stop_their_row_only", "draft", "token")),
+    Mutant("a refilled row keeps the log-probabilities before", State, "replace", _rewritten(State.replace, "self.logprobs[row] = []", "pass"), by_test("test_logprobs", "test_a_refilled_row_has_those_of_its_own_text")),
+    Mutant("padding of the vocabulary has log-probabilities", logprobs.LogprobReader, "read", _rewritten(logprobs.LogprobReader.read, "[:, :vocab]", ""), by_test("test_logprobs", "test_padding_of_the_vocabulary_takes_no_part")),
+    Mutant("a conversation keeps one cached token too many", engine.RankEngine, "go_on", _rewritten(engine.RankEngine.go_on, "state.lengths[0] - 1))]", "state.lengths[0] - 1)) + 1]"), by_test("test_logprobs", "test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys", 5)),
     Mutant("stop strings are shown the end token", loop.Limits, "trim", _shows_the_end, by_test("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")),
     *([] if compiler() is None else [
         Mutant("kernel: a small weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-3) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),

@@ -207,6 +207,21 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     assert kept.load() is None
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_models_of_equal_sizes_that_differ_in_a_constant_share_no_program(monkeypatch, tmp_path):
+    """The norm's epsilon is compiled in. One cache folder, two configs: each model writes its own text."""
+    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
+    texts = []
+    for epsilon in (1e-6, 0.5):
+        plain, fast = (
+            ours("llama-gqa", 1, fast=fast, mild=True, rms_norm_eps=epsilon) for fast in (False, True)
+        )
+        texts.append(speculate(fast, prompts(1), None, k=0).texts)
+        assert fast._step is not None and texts[-1] == speculate(plain, prompts(1), None, k=0).texts
+    assert texts[0] != texts[1]
+
+
 @pytest.mark.long
 @pytest.mark.compiler
 def test_groups_of_blocks_share_a_program(monkeypatch, tmp_path):

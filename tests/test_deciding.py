@@ -70,10 +70,7 @@ class Case:
             self.state.finished[-1], self.count = "stop", (*self.count[:-1], 0)
 
     def proposal(self):
-        broken = torch.zeros(self.state.rows, dtype=torch.bool)
-        for row, count in enumerate(self.count):
-            broken[row] = self.draft[row, :count, 0].isnan().any()
-        return Proposal(self.drafted, self.draft if self.k else None, self.count, broken)
+        return Proposal(self.drafted, self.draft if self.k else None, self.count)
 
     @torch.inference_mode()
     def decided(self, draws):

@@ -136,6 +136,19 @@ def test_draws_with_different_keys_are_independent():
         assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
 
 
+@pytest.mark.parametrize("source", [CounterDraws, HostDraws])
+def test_prompts_of_one_length_have_numbers_of_their_own(source):
+    """A batch of one row shows one source a prompt after the other, often at equal lengths."""
+    probs, chance = torch.full((1, 27), 1 / 27), torch.full((1, 8), 0.5)
+    for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CORRECT):
+        slots, shared = [Slot((key,), (9,), purpose) for key in range(40)], source(1)
+        tokens = [int(shared.categorical(probs, slot)) for slot in slots]
+        coins = [shared.bernoulli(chance, slot).tolist() for slot in slots]
+        assert tokens == [int(source(1).categorical(probs, slot)) for slot in slots]
+        assert coins == [source(1).bernoulli(chance, slot).tolist() for slot in slots]
+        assert len(set(tokens)) > 10 and len(set(map(str, coins))) > 10
+
+
 def test_a_draw_depends_on_its_key_alone():
     """Whatever was drawn before, in whichever batch, however many at a time."""
     probs = random_law(3)

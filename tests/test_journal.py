@@ -168,6 +168,18 @@ def test_what_was_finished_is_not_computed_again(tmp_path: Path):
     assert (tmp_path / "out.jsonl").read_bytes() == undisturbed(tmp_path)
 
 
+def test_what_any_earlier_attempt_finished_is_not_computed_again(tmp_path: Path):
+    """Three attempts, each killed after a record of its own: the fourth has two left."""
+    journal = Journal.begin(tmp_path / "job", manifest())
+    for index in range(3):
+        attempt = journal.attempt(journal.manifest.shards[0])
+        assert attempt.missing == list(range(index, SHARD))
+        attempt.begin(attempt.missing[:2])
+        attempt.finish(index, answer(index))
+    assert work(tmp_path / "job", tmp_path / "out.jsonl") == RECORDS - 3
+    assert (tmp_path / "out.jsonl").read_bytes() == undisturbed(tmp_path)
+
+
 def test_failures_are_counted_by_record_and_orderly_ends_are_none(tmp_path: Path):
     journal = Journal.begin(tmp_path, manifest())
     shard = journal.manifest.shards[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,15 @@ def made_pair(dtype: torch.dtype, mild: bool) -> Pair:
     return CausalModel(one(), "target"), CausalModel(perturbed(one(), 0.05), "draft")
 
 
+@cache
+def pair_64() -> Pair:
+    """A pair in fp64: what differs there is no rounding."""
+    return made_pair(torch.float64, mild=False)
+
+
 @pytest.fixture(scope="module")
 def models() -> Pair:
-    """In fp64: what differs there is no rounding."""
-    return made_pair(torch.float64, mild=False)
+    return pair_64()
 
 
 def plain(target: CausalModel, text: list[int], vocab: int) -> Tensor:
@@ -83,6 +89,7 @@ def off(state: State, target: CausalModel, vocab: int, shift: int = 0) -> float:
         assert [one.token_id for one in found] == state.generated(row)
         for at, one in enumerate(found, start=first - 1 + shift):
             assert one.logprob is not None and len(one.top) == min(TOP, vocab)
+            assert all(token < vocab for token, _ in one.top)
             pairs = [(one.token_id, one.logprob), *one.top]
             worst = max([worst, *(abs(value - float(logprob_SV[at, token])) for token, value in pairs)])
             best = zip(one.top, logprob_SV[at].topk(len(one.top)).values.tolist(), strict=True)
@@ -113,6 +120,55 @@ def test_they_are_a_plain_forward_s(drafting: str, rule: str, models: Any) -> No
     if drafting == "model":
         assert min(origins[name] for name in ("drafted", "corrected", "bonus")) > 0
         assert off(state, draft, target.vocab) > NEAR  # the draft's own would be others
+
+
+def test_a_refilled_row_has_those_of_its_own_text() -> None:
+    """One row answers all prompts: nothing is left of the text before."""
+    target, draft = pair_64()
+    transform, draws = SamplingTransform(SAMPLED, (), target.vocab), CounterDraws(4)
+    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
+    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
+    state, _ = written(engine, PROMPTS[:1], FixedDraftLength(3, 1), Limits(9))
+    for prompt in PROMPTS[1:]:
+        engine.admit(state, 0, prompt)
+        for _ in generate(engine, state, Limits(9), FixedDraftLength(3, 1)):
+            pass
+        assert len(state.logprobs[0]) == 9 and off(state, target, target.vocab) < NEAR_64
+
+
+@pytest.mark.parametrize("same", [1, 5, 11])
+def test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys(same: int) -> None:
+    """Of the cache stays what both texts begin with, without its last token: not one token more."""
+    target, draft = pair_64()
+    transform, draws = SamplingTransform(SAMPLED, (), target.vocab), CounterDraws(5)
+    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
+    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
+    engine.logprobs = LogprobReader(TOP)
+    state = engine.prefill(PROMPTS[:1], 60)
+    for _ in generate(engine, state, Limits(9), FixedDraftLength(3, 1)):
+        pass
+    first = state.texts[0]
+    other = Prompt("other", (*first[:same], *((token + 1) % VOCAB for token in first[same:])))
+    assert engine.go_on(state, other) == same - 1
+    for _ in generate(engine, state, Limits(9), FixedDraftLength(3, 1)):
+        pass
+    assert off(state, target, target.vocab) < NEAR_64
+
+
+def test_padding_of_the_vocabulary_takes_no_part() -> None:
+    """The model has more logits than the tokenizer has tokens, as most published ones have."""
+    target, draft = pair_64()
+    tokens = VOCAB - 10
+    transform, draws = SamplingTransform(SAMPLED, (), tokens), CounterDraws(6)
+    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
+    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
+    prompts = [Prompt(p.id, tuple(token % tokens for token in p.token_ids)) for p in PROMPTS]
+    state, origins = written(engine, prompts, FixedDraftLength(4, len(prompts)), Limits(24))
+    assert origins["drafted"] and off(state, target, tokens) < NEAR_64 < off(state, target, VOCAB)
+    texts = [Prompt("x", tuple(text)) for text in state.texts]
+    for row, scores in enumerate(engine.score(texts, LogprobReader(TOP))):
+        state.logprobs[row] = scores[state.prompt_lengths[row] :]
+    assert off(state, target, tokens) < NEAR_64
 
 
 def test_in_single_precision() -> None:
@@ -283,13 +339,15 @@ def test_of_a_batch(command: Command) -> None:
         "body": {"prompt": "hello", "max_tokens": 0, "logprobs": 1, "echo": True},
     }
     none = {"custom_id": "n", "url": "/v1/completions", "body": body}
-    lines = [plain_line, both, score, none]
+    bare = [{"id": f"b{n}", "prompt": "hello", "logprobs": 1} for n in range(3)]
+    lines = [plain_line, both, score, none, *bare]
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = ("task=batch", "task.input=in.jsonl", *SMALL, "task.batch_size=2")
     assert command(*job, "task.output=out.jsonl").code == 0
     told, *others = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    choices = [one["response"]["body"]["choices"][0] for one in others]
+    choices = [one["response"]["body"]["choices"][0] for one in others[:3]]
     assert [len(told["logprobs"]), len(told["prompt_logprobs"])] == [10, 5]
+    assert [len(one["logprobs"]) for one in others[3:]] == [10] * 3  # the last takes another's row
     assert choices[0]["text"].startswith("hello") and choices[1]["text"] == "hello"
     assert choices[2]["logprobs"] is None
     echoed = choices[0]["logprobs"]

@@ -106,9 +106,12 @@ def test_a_stop_string_is_not_sought_in_the_end_token():
     assert state.generated(0) == [3, 5, 9]
 
 
-def test_damaged_logits_stop_their_row_only():
-    target = Toy(5, 0)
-    forward = target.forward
+@pytest.mark.parametrize("damaged", ["target", "draft"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_damaged_logits_stop_their_row_only(damaged, rule):
+    """Those of a draft, too: the text would stay exact, but nobody would know that drafting is broken."""
+    toys = {"target": Toy(5, 0), "draft": Toy(5, 1)}
+    forward = toys[damaged].forward
 
     def broken(input_ids, **rest):
         result = forward(input_ids, **rest)
@@ -116,11 +119,13 @@ def test_damaged_logits_stop_their_row_only():
             result.logits[1] = torch.nan
         return result
 
-    target.forward = broken
+    toys[damaged].forward = broken
+    target, draft = (ModelRunner(CausalModel(toy, name)) for name, toy in toys.items())
     transform, draws = SamplingTransform(SamplingConfig(), (), 5), CounterDraws(0)
-    engine = Engine(ModelRunner(CausalModel(target, "broken")), Drafter(), transform, RULES["block"], draws)
+    k, drafter = (0, Drafter()) if damaged == "target" else (3, ModelDrafter(draft, transform, draws))
+    engine = Engine(target, drafter, transform, RULES[rule], draws)
     state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(3)], 6)
-    list(generate(engine, state, Limits(6), FixedDraftLength(0, 3)))
+    list(generate(engine, state, Limits(6), FixedDraftLength(k, 3)))
     assert state.finished == ["length", "error", "length"]
     assert [len(state.generated(row)) for row in range(3)] == [6, 0, 6]
 

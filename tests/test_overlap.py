@@ -15,7 +15,6 @@ from llama_ssp.distributed.draft_messages import DraftClient, Message, MessageKi
 from llama_ssp.speculative.drafters import ahead, remote
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, Memo
 from llama_ssp.speculative.drafters.local import Drawn
-from llama_ssp.speculative.drafters.remote import read, written
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.state import Prompt, State
 from tests.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
@@ -124,9 +123,10 @@ def test_laws_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
     probs = torch.rand(12, dtype=dtype)
     probs[:zeros] = 0
     probs = probs.view(1, 2, 6)
-    how, load = written(probs)
-    assert torch.equal(read(how, load, (1, 2, 6), dtype), probs)
-    assert len(load) <= probs.nbytes
+    for sent in (probs, probs.pow(40), probs * torch.finfo(dtype).tiny):  # the least is a probability, too
+        how, load = remote.written(sent)
+        assert torch.equal(remote.read(how, load, (1, 2, 6), dtype), sent)
+        assert len(load) <= sent.nbytes
 
 
 def test_two_laws_alike_are_raced_to_the_same_token():

@@ -90,22 +90,43 @@ def filtered_by_sorting(probs: torch.Tensor, top_k: int, top_p: float) -> torch.
     return probs
 
 
+SPREADS = st.sampled_from([0.0, 0.3, 2.0, 8.0])
+
+
 @quiet
 @given(
     st.integers(0, 10**6), st.sampled_from([300, 1100, 5000, 20000]),
     st.sampled_from([torch.float32, torch.float64]), st.sampled_from([0, 1, 40, 600, 4500]),
-    st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1 - 1e-6, 1 - 1e-7, 1.0]), st.sampled_from([0.0, 0.3, 2.0, 8.0]),
-    st.sampled_from([0, 2, 30]),
+    st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1 - 1e-6, 1 - 1e-7, 1.0]),
+    st.tuples(SPREADS, SPREADS), st.sampled_from([0, 2, 30]),
 )  # fmt: skip
 def test_filters_without_a_sort_keep_what_sorting_keeps(seed, size, dtype, top_k, top_p, spread, levels):
     """To the bit: flat distributions and steep ones, ties at the edge, nuclei of one token and of nearly
-    all."""
+    all. Each row has a spread of its own: what is enough for one is not for the other."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(2, size, generator=generator, dtype=dtype) * spread
+    logits = (
+        torch.randn(2, size, generator=generator, dtype=dtype) * torch.tensor(spread, dtype=dtype)[:, None]
+    )
     if levels:
         logits = (logits * levels).round() / levels
     probs = torch.softmax(logits, -1)
     assert torch.equal(filtered(probs, top_k, top_p, 0.0), filtered_by_sorting(probs, top_k, top_p))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_flat_distribution_keeps_its_nucleus_in_a_batch_with_a_steep_one(order):
+    """The steep one's nucleus has 2 tokens, the flat one's 3,728 of 4,096."""
+    logits = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
+    probs = torch.softmax(logits * torch.tensor([[8.0], [0.3]]), -1)[list(order)]
+    kept = filtered(probs, 0, 0.95, 0.0)
+    assert torch.equal(kept, filtered_by_sorting(probs, 0, 0.95))
+    assert sorted((kept > 0).sum(-1).tolist())[1] > 3000
+
+
+def test_a_nucleus_ends_where_its_sum_is_reached():
+    """The sum of the first token is top_p: the second is outside."""
+    probs = torch.tensor([[0.25, 0.5, 0.25]])
+    assert filtered(probs, 0, 0.5, 0.0).tolist() == [[0, 1, 0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -122,6 +143,23 @@ def test_a_law_of_nan_stays_one_beside_laws_that_are_filtered():
     for cut in ((5, 1.0), (600, 1.0), (0, 0.9), (7, 0.5)):
         found = filtered(probs, *cut, 0.0)
         assert torch.equal(found[0], filtered_by_sorting(probs[:1], *cut)[0]) and found[1].isnan().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_bias_does_not_lift_a_ban(temperature):
+    logits, prefix = batch(2)
+    sampling = SamplingConfig(temperature=temperature, bad_tokens=[3], logit_bias={3: 50.0, 5: 1.0})
+    probs = SamplingTransform(sampling, (), VOCAB)(logits, prefix)
+    assert (probs[..., 3] == 0).all() and (probs.sum(-1) > 0.999).all()
+
+
+def test_temperature_zero_takes_the_first_of_tied_tokens():
+    """In 16 bit the first place is often shared. transformers' argmax takes the lowest token id."""
+    logits, prefix = batch(3)
+    logits[..., [7, 2, 10]] = logits.amax(-1, keepdim=True) + 1
+    for dtype in (torch.float64, torch.bfloat16):
+        probs = SamplingTransform(SamplingConfig(temperature=0.0), (), VOCAB)(logits.to(dtype), prefix)
+        assert (probs[..., 2] == 1).all()
 
 
 def test_temperature_zero_is_exactly_argmax():
