@@ -1,7 +1,8 @@
 """Small model folders that the library of each quantised format has made, and the weights that it reads back.
 
 Of each format `write` gives the tensors of one matrix, and `read` the matrix as the library dequantises it.
-The libraries are optional: a format whose library is absent is skipped.
+The libraries are optional: a format whose library is absent is skipped. GPTQ and AWQ need none: they are
+written and read here, as the layouts are published.
 """
 
 from __future__ import annotations
@@ -137,66 +138,76 @@ def fine_grained() -> Format:
 def gptq(
     bits: int = 4, group: int = 128, act_order: bool = False, symmetric: bool = True, version: int = 1
 ) -> Format:
-    """By gptqmodel's own packing."""
+    """Codes along inputs, zeros along outputs; in version 1 zeros are stored less one."""
     claim = {
         "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric,
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
     }  # fmt: skip
-
-    def made(shape: tuple[int, int]) -> Any:
-        from gptqmodel.nn_modules.qlinear.torch import TorchLinear
-
-        how = {"bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order, "bias": False}
-        outputs, inputs = shape
-        return TorchLinear(
-            in_features=inputs, out_features=outputs, pack_dtype=torch.int32, register_buffers=True, **how
-        )
+    less = int(version == 1)
 
     def write(weight: Tensor) -> Tensors:
-        layer, (outputs, inputs) = made(weight.shape), weight.shape
-        scale, zero = affine(weight, bits, group, symmetric)
-        order = torch.arange(inputs) // (group if group > 0 else inputs)
+        outputs, inputs = weight.shape
+        group_K = torch.arange(inputs) // (group if group > 0 else inputs)
         if act_order:
-            order = order[torch.randperm(inputs, generator=torch.Generator().manual_seed(outputs))]
-        layer.pack_original(dense(weight), scale, zero, order.int())
-        if (
-            version == 1
-        ):  # as gptqmodel's convert_gptq_v2_to_v1_format, of which it exports the whole model's only
-            layer.qzeros.data -= 0x11111111 if bits == 4 else 0x01010101
-        return {f".{name}": tensor for name, tensor in layer.state_dict().items()}
+            group_K = group_K[torch.randperm(inputs, generator=torch.Generator().manual_seed(outputs))]
+        scale_NG, zero_NG = affine(weight, bits, group, symmetric)
+        code_NK = rounded(weight, scale_NG, zero_NG, group_K, bits)
+        return {
+            ".qweight": words(code_NK, bits).T, ".qzeros": words(zero_NG.T - less, bits),
+            ".scales": scale_NG.T.half(), ".g_idx": group_K.int(),
+        }  # fmt: skip
 
-    def read(tensors: Tensors, shape: tuple[int, int]) -> Tensor:
-        from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+        code_KN, zero_GN = codes(tensors[".qweight"].T, bits).T, codes(tensors[".qzeros"], bits) + less
+        return scaled(code_KN, zero_GN, tensors[".scales"], tensors[".g_idx"].long())
 
-        layer = made(shape)
-        layer.load_state_dict({end.removeprefix("."): tensor for end, tensor in tensors.items()})
-        if version == 1:
-            convert_gptq_v1_to_v2_format_module(layer, bits, torch.int32)
-        layer._init_wf_unsqueeze_buffers()
-        return layer.dequantize_weight().T
+    return Format("torch", claim, write, read)
 
-    return Format("gptqmodel", claim, write, read)
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the outputs whose codes a word has, from its lowest bits up
 
 
 def awq(group: int = 128) -> Format:
-    """By gptqmodel's own packing, which is AutoAWQ's (gemm)."""
+    """Codes and zeros along outputs (gemm)."""
     claim = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
 
     def write(weight: Tensor) -> Tensors:
-        from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
-
-        how = {"bits": 4, "group_size": group, "sym": False, "desc_act": False, "bias": False}
-        outputs, inputs = weight.shape
-        layer = AwqTorchLinear(in_features=inputs, out_features=outputs, register_buffers=True, **how)
-        layer.pack(dense(weight), *affine(weight, 4, group, symmetric=False))
-        return {f".{name}": tensor for name, tensor in layer.state_dict().items()}
+        scale_NG, zero_NG = affine(weight, 4, group, symmetric=False)
+        code_NK = rounded(weight, scale_NG, zero_NG, torch.arange(weight.shape[1]) // group, 4)
+        return {
+            ".qweight": words(code_NK.T, 4, AWQ_ORDER), ".qzeros": words(zero_NG.T, 4, AWQ_ORDER),
+            ".scales": scale_NG.T.half(),
+        }  # fmt: skip
 
     def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
-        from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+        code_KN, zero_GN = (codes(tensors[end], 4, AWQ_ORDER) for end in (".qweight", ".qzeros"))
+        return scaled(code_KN, zero_GN, tensors[".scales"], torch.arange(len(code_KN)) // group)
 
-        return dequantize_gemm(*(tensors[end] for end in (".qweight", ".qzeros", ".scales")), 4, group).T
+    return Format("torch", claim, write, read)
 
-    return Format("gptqmodel", claim, write, read)
+
+def words(code: Tensor, bits: int, order: Any = slice(None)) -> Tensor:
+    """Returns 32-bit words along the last dimension; code order[i] of a word is i-th from its lowest bits."""
+    parts = code.long().unflatten(-1, (-1, 32 // bits))[..., order]
+    return (parts << torch.arange(0, 32, bits)).sum(-1).int()
+
+
+def codes(word: Tensor, bits: int, order: Any = slice(None)) -> Tensor:
+    """Returns the codes of such words."""
+    parts = word.long()[..., None] >> torch.arange(0, 32, bits) & 2**bits - 1
+    result = torch.empty_like(parts)
+    result[..., order] = parts
+    return result.flatten(-2)
+
+
+def rounded(weight: Tensor, scale_NG: Tensor, zero_NG: Tensor, group_K: Tensor, bits: int) -> Tensor:
+    """Returns the code of each weight; each input has a group."""
+    return (weight / scale_NG[:, group_K] + zero_NG[:, group_K]).round().clamp(0, 2**bits - 1)
+
+
+def scaled(code_KN: Tensor, zero_GN: Tensor, scale_GN: Tensor, group_K: Tensor) -> Tensor:
+    """Returns the weights of such codes, outputs first."""
+    return ((code_KN - zero_GN[group_K]) * scale_GN[group_K]).T
 
 
 def affine(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor]:
@@ -208,12 +219,6 @@ def affine(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tens
         return (2 * most / top).half().float(), torch.full_like(most, (top + 1) // 2)
     scale = ((greatest.clamp(min=0) - least.clamp(max=0)) / top).half().float()
     return scale, torch.round(-least.clamp(max=0) / scale).clamp(0, top)
-
-
-def dense(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(*reversed(weight.shape), bias=False)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return layer
 
 
 def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float32) -> Format:

@@ -24,7 +24,6 @@ from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints
 from tests.distributed.threads import ranks_of
-from tests.hostile import quantised as hostile
 from tests.memory_trace import LiveBytes
 from tests.quantised_folders import FORMATS, quantised
 from tests.test_gguf import made
@@ -67,14 +66,6 @@ def test_folders(name: str, folders: Path) -> None:
 @pytest.mark.parametrize("fast", [False, True])
 def test_sizes_that_do_not_fill_blocks(name: str, fast: bool, folders: Path) -> None:
     same(quantised(name, folders / f"{name}-odd", **ODD), fast)
-
-
-@pytest.mark.parametrize("write, claim", [(hostile.awq, hostile.AWQ), (hostile.gptq, hostile.GPTQ)])
-def test_codes_by_input(write: Any, claim: dict[str, Any], tmp_path: Path) -> None:
-    """Of random codes: the library that packs them is not always installed."""
-    path = checkpoints.save(tmp_path / "model")
-    hostile.quantised(write, claim)(path)
-    same(path, most=2)
 
 
 @pytest.mark.parametrize("said", [{}, {"attention_bias": True}, {"mlp_bias": True}])
