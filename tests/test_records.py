@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,26 @@ def test_a_bad_line_is_named(line: str, said: str, tmp_path: Path):
     good, bad = read(tmp_path, content, on_bad_row=OnBadRow.skip)
     assert isinstance(good, Request) and isinstance(bad, Refused)
     assert bad.error == str(error.value)
+
+
+GOOD, BAD = '{"id": "dup", "prompt": "f"}', '{"id": "dup", "prompt": "f", "tempratur": 1}'
+BAD_COMPLETION = json.dumps({"custom_id": "dup", "url": "/v1/completions", "body": {"n": 2}})
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [GOOD, BAD], [BAD, GOOD], [BAD, BAD, GOOD], [BAD_COMPLETION, GOOD], [GOOD, BAD_COMPLETION],
+        ["{", GOOD.replace("dup", "line-1")],
+    ],
+)  # fmt: skip
+def test_an_id_of_a_refused_line_is_used(lines: list[str], tmp_path: Path):
+    """The error is an answer with this id. All but the first of its lines say that it is used twice."""
+    first, *others = read(tmp_path, "\n".join(lines), on_bad_row=OnBadRow.skip)
+    assert isinstance(first, Request) if lines[0] == GOOD else "used twice" not in first.error
+    for number, record in enumerate(others, start=2):
+        assert isinstance(record, Refused) and record.id == first.id
+        assert re.search(f"an id is used twice; .* line 1 and .* line {number};", record.error)
 
 
 def test_a_column_of_a_plain_line_may_be_named_body(tmp_path: Path):

@@ -79,7 +79,7 @@ class Refused:
 
 @dataclass
 class Reader:
-    """Reads lines with the run's settings as defaults. Ids are unique: it keeps those it has read."""
+    """Reads lines with the run's settings as defaults. Ids are unique, also those of refused lines."""
 
     run: RunConf
     is_text: bool
@@ -102,7 +102,9 @@ class Reader:
             form = Form.completions if "custom_id" in record else Form.plain
             own = name_of(record.get("custom_id", record.get("id", name)), line.where)
             name = own if is_usable(own) else name
-        return Refused(index, name, form, str(problem))
+        twice = problem_of(TextPrompt(name, "", line.where), self._seen)
+        self._seen.setdefault(name, line.where)  # its error is an answer, too
+        return Refused(index, name, form, str(twice or problem))
 
     def _request(self, line: Line, index: int) -> Request:
         task, name, where = self.run.task, f"line-{line.number}", line.where
