@@ -540,7 +540,7 @@ def _shows_the_end(self: Any, state: State, row: int, tokens: list[int], context
     if self.text_end is None:
         return limits_trim(self, state, row, tokens, context)
     ends = [i for i, token in enumerate(tokens) if token in self.end_ids]
-    stopped = self.text_end.kept(row, tokens[: ends[0] + 1] if ends else tokens)
+    stopped = self.text_end.kept(row, tokens[: ends[0] + 1] if ends else tokens, False)
     if stopped is not None:
         return stopped, "stop"
     return limits_trim(replace(self, text_end=None), state, row, tokens, context)

@@ -256,7 +256,7 @@ def test_a_special_token_that_a_stop_names_ends_a_text(command: Command, tmp_pat
     kept = free.token_ids.index(end) + 1
     assert len(free.token_ids) > kept > 1
     assert one.token_ids == free.token_ids[:kept] and one.finish_reason == "stop"
-    assert one.text == known.decode(free.token_ids[:kept]).rstrip("\ufffd")  # of half a character
+    assert one.text == known.decode(free.token_ids[:kept])
     lines = [{"prompt": "def", "stop": stop} for stop in ([END], END, [], [f"{END}!"])]
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = (f"model={folder}", f"draft={folder}", own, "seed=1", "task.max_new_tokens=40", "out=null")

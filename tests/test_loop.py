@@ -106,6 +106,18 @@ def test_a_stop_string_is_not_sought_in_the_end_token():
     assert state.generated(0) == [3, 5, 9]
 
 
+@pytest.mark.parametrize(("most", "finishes"), [(20, [None, "stop"]), (2, ["stop"])])
+def test_a_stop_string_may_be_complete_only_as_the_row_ends(most: int, finishes: list[str | None]):
+    """By the end token, or by the limit: until then its last character may be half of another."""
+    state = one_row()
+    writing = Writing(lambda ids: "".join("abc\ufffd"[i] for i in ids), [(1, 2)], ["c\ufffd"])
+    limits = Limits(most, frozenset({9}), writing)
+    blocks = [verdict([2], 1, 3), verdict([], 0, 9)]
+    rows = [commit(state, block, limits, 50, 0, [0]).rows for block in blocks]
+    assert [row.finish for step in rows for row in step] == finishes
+    assert (writing.text(0), state.generated(0)) == ("", [2, 3])
+
+
 @pytest.mark.parametrize("damaged", ["target", "draft"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_damaged_logits_stop_their_row_only(damaged, rule):

@@ -71,7 +71,7 @@ def write(tokens: list[int], stops: Sequence[Stop], blocks: list[int]) -> tuple[
     return writing.text(0), printed, kept
 
 
-words = st.text("aé日🙂 \n\u0301z~", max_size=12)
+words = st.text("aé日🙂 \n\u0301z~\ufffd", max_size=12)
 
 
 @exhaustive
@@ -79,19 +79,16 @@ words = st.text("aé日🙂 \n\u0301z~", max_size=12)
 def test_pieces_add_up_and_are_whole(prompt: str, text: str) -> None:
     detokenizer = Detokenizer(decode, encode(prompt))
     pieces = [detokenizer.push(token) for token in encode(text)]
-    assert "".join(pieces) == text
-    assert not any(INCOMPLETE in piece for piece in pieces)
+    assert "".join([*pieces, detokenizer.end()]) == text
+    assert INCOMPLETE in text or not any(INCOMPLETE in piece for piece in pieces)
 
 
 @exhaustive
 @given(st.lists(st.integers(0, 299), max_size=20))
 def test_any_tokens_give_what_decoding_them_at_once_gives(tokens: list[int]) -> None:
-    """But for a broken character, which is held back as long as nothing follows it."""
+    """With a broken character at the end, too: it is held back until the text ends."""
     detokenizer = Detokenizer(decode, [])
-    written = "".join(detokenizer.push(token) for token in tokens)
-    whole = decode(tokens)
-    assert whole.startswith(written)
-    assert set(whole[len(written) :]) <= {INCOMPLETE} or whole.endswith(INCOMPLETE)
+    assert "".join([*map(detokenizer.push, tokens), detokenizer.end()]) == decode(tokens)
 
 
 @exhaustive
@@ -105,6 +102,8 @@ def test_bytes_for_rare_characters(prompt: str, text: str) -> None:
     detokenizer = Detokenizer(byte_fallback().decode, [2, *tokens(prompt)])
     pieces = [detokenizer.push(token) for token in tokens(text)]
     assert "".join(pieces) == text.replace("a", " a")
+    detokenizer.push(tokens("é")[0])
+    assert detokenizer.end() == INCOMPLETE
 
 
 def test_a_character_of_four_bytes_comes_at_once() -> None:
@@ -132,6 +131,29 @@ def test_what_is_whole_before_half_a_character_is_written_at_once() -> None:
         assert [detokenizer.push(token) for token in tokens] == texts
     writing = Writing(of_bytes, [()], ["so"])
     assert writing.kept(0, [0, 1, 2, 3]) == 2 and writing.text(0) == "x "
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "written", "kept"),
+    [
+        ("xa\ufffd", [], "xa\ufffd", None), ("xa\ufffd", ["a\ufffd"], "x", 5),
+        ("xa\ufffdbb", ["a\ufffd"], "x", 6), ("a\ufffd\ufffd", ["\ufffd\ufffd"], "a", 7),
+        ("xaé", ["a\ufffd"], "xaé", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_replacement_character_may_be_text(
+    text: str, stops: list[str], written: str, kept: int | None, at_once: bool
+) -> None:
+    """A stop string ends in it once the next token, or the end, shows that it is no half character."""
+    tokens, writing, printed, found = encode(text), Writing(decode, [()], stops), "", None
+    step = len(tokens) if at_once else 1
+    for start in range(0, len(tokens), step):
+        if found is None:
+            count = writing.kept(0, tokens[start : start + step], start + step >= len(tokens))
+            found = None if count is None else start + count
+            printed += writing.printable(0, found is not None)
+    assert (writing.text(0), printed + writing.printable(0, True), found) == (written, written, kept)
 
 
 def test_special_tokens_are_left_out() -> None:

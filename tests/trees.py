@@ -85,7 +85,7 @@ class StopAt:
     def __init__(self, sequence: tuple[int, ...], rows: int) -> None:
         self._sequence, self._seen = sequence, [[] for _ in range(rows)]
 
-    def kept(self, row: int, tokens: list[int]) -> int | None:
+    def kept(self, row: int, tokens: list[int], _last: bool) -> int | None:
         for count, token in enumerate(tokens, start=1):
             self._seen[row].append(token)
             if tuple(self._seen[row][-len(self._sequence) :]) == self._sequence:

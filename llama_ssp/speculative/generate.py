@@ -20,8 +20,11 @@ from llama_ssp.speculative.stats import RowStep
 class TextEnd(Protocol):
     """Tells whether new tokens complete a stop string."""
 
-    def kept(self, row: int, tokens: list[int]) -> int | None:
-        """How many of the tokens stay when a stop string ends inside them; None if none does."""
+    def kept(self, row: int, tokens: list[int], last: bool) -> int | None:
+        """How many of the tokens stay when a stop string ends inside them; None if none does.
+
+        `last`: the row ends with them.
+        """
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,14 @@ class Limits:
         ends = [i for i, token in enumerate(tokens) if token in self.end_ids]
         if ends:
             kept, reason = ends[0] + 1, "eos"
-        if self.text_end:
-            visible = tokens[: kept - 1] if reason else tokens
-            stopped = self.text_end.kept(row, visible)
-            if stopped is not None:
-                kept, reason = stopped, "stop"
-        if reason is None and kept >= self.room(state, row, context):
+        elif kept >= self.room(state, row, context):
             full = len(state.texts[row]) + kept
             reason = "length" if full == self.longest(state, row) else "context"
+        if self.text_end:
+            visible = tokens[: kept - 1] if ends else tokens
+            stopped = self.text_end.kept(row, visible, reason is not None)
+            if stopped is not None:
+                kept, reason = stopped, "stop"
         return kept, reason
 
 

@@ -44,7 +44,8 @@ class Contestant:
             return False
         row = found[0].rows[0]
         for position, token in enumerate(row.tokens):
-            if text := self._detokenizer.push(token):
+            last = row.finish is not None and position == len(row.tokens) - 1
+            if text := self._detokenizer.push(token) + (self._detokenizer.end() if last else ""):
                 self.track.arrived.append((text, row.origin(position)))
         if row.finish is not None:
             self.track.finish, self.track.length = row.finish, len(self._writing.text(0))

@@ -19,8 +19,8 @@ class Detokenizer:
     """Turns a growing list of tokens into growing text.
 
     A byte-level token may end within a character: its text then ends in a replacement character, which is
-    held back until the character is whole. Decoding always begins with a whole character: from half a
-    character on, some tokenizers return nothing for a run of byte tokens.
+    held back until the next tokens show whether it stays one, or the text ends. Decoding always begins with
+    a whole character: from half a character on, some tokenizers return nothing for a run of byte tokens.
     """
 
     def __init__(self, decode: Decode, before: list[int]) -> None:
@@ -44,6 +44,11 @@ class Detokenizer:
             self._read, self._early = len(self._tokens), 0
         return piece
 
+    def end(self) -> str:
+        """Returns the rest of a text that ends here: replacement characters that were held back."""
+        rest = self._decode(self._tokens[self._read :])
+        return rest[len(rest.rstrip(INCOMPLETE)) :]
+
 
 def _tail(decode: Decode, tokens: list[int]) -> list[int]:
     """The last few tokens, from a whole character on."""
@@ -62,12 +67,12 @@ class Writing:
         """Starts another text in the row."""
         self._rows[row] = _RowText(Detokenizer(self._decode, list(prompt)), stops)
 
-    def kept(self, row: int, tokens: list[int]) -> int | None:
-        """Adds the row's next tokens; returns how many are kept if a stop ends inside them."""
+    def kept(self, row: int, tokens: list[int], last: bool = False) -> int | None:
+        """Adds the row's next tokens, or its last; returns how many are kept if a stop ends inside them."""
         for count, token in enumerate(tokens, start=1):
             if self._rows[row].push(token):
                 return count
-        return None
+        return len(tokens) if last and self._rows[row].end() else None
 
     def text(self, row: int) -> str:
         """The row's text so far, without a stop string that ended it."""
@@ -90,9 +95,17 @@ class _RowText:
     def push(self, token: int) -> bool:
         """Adds a token; returns whether a stop is complete."""
         if token in self._stop_ids:
+            self.end()
             return True
+        return self._add(self._detokenizer.push(token))
+
+    def end(self) -> bool:
+        """Adds what was held back; returns whether a stop is complete."""
+        return self._add(self._detokenizer.end())
+
+    def _add(self, piece: str) -> bool:
         old = len(self.text)
-        self.text += self._detokenizer.push(token)
+        self.text += piece
         since = max(0, old - self._longest + 1)
         found = [at for stop in self._stops if (at := self.text.find(stop, since)) >= 0]
         if found:

@@ -112,20 +112,18 @@ def tried(made: Prompt) -> Trial:
 
 
 def _streams(tokens: Tokens, ids: list[int], whole: str) -> list[str]:
-    """Pieces add up to the text; only half a character at its end may be held back."""
+    """Pieces add up to the text."""
     stream = Detokenizer(tokens.decode, [])
-    said = "".join(stream.push(token) for token in ids)
-    fits = whole.startswith(said) and (
-        said == whole or len(whole) - len(said) <= 1 or "\ufffd" in whole[len(said) :]
-    )
-    return [] if fits else [f"streams as {said!r:.100}, not {whole!r:.100}"]
+    said = "".join([*map(stream.push, ids), stream.end()])
+    return [] if said == whole else [f"streams as {said!r:.100}, not {whole!r:.100}"]
 
 
 def _stops(tokens: Tokens, ids: list[int], whole: str, made: Prompt) -> list[str]:
     """What is printed is the text, and no stop string is in it."""
     writing, printed, ended = Writing(tokens.decode, [()], list(made.stops)), "", False
     for start in range(0, len(ids), made.blocks):
-        ended = writing.kept(0, ids[start : start + made.blocks]) is not None
+        block = ids[start : start + made.blocks]
+        ended = writing.kept(0, block, start + len(block) == len(ids)) is not None
         printed += writing.printable(0, ended)
         if ended:
             break
@@ -133,6 +131,7 @@ def _stops(tokens: Tokens, ids: list[int], whole: str, made: Prompt) -> list[str
     text = writing.text(0)
     wrong = [] if printed == text else [f"printed {printed!r:.100}, wrote {text!r:.100}"]
     wrong += [] if whole.startswith(text) else [f"wrote {text!r:.100} of {whole!r:.100}"]
+    wrong += [] if ended or text == whole else [f"wrote {text!r:.100}, not {whole!r:.100}"]
     return wrong + [f"stop string {stop!r} in {text!r:.100}" for stop in made.stops if stop in text]
 
 
