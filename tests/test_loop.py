@@ -142,6 +142,24 @@ def test_damaged_logits_stop_their_row_only(damaged, rule):
     assert [len(state.generated(row)) for row in range(3)] == [6, 0, 6]
 
 
+def test_a_damaged_draft_is_noticed_where_all_that_it_has_is_forbidden():
+    draft, sampling = Toy(2, 1), SamplingConfig(bad_tokens=[0, 1])
+    forward = draft.forward
+
+    def broken(input_ids, **rest):
+        result = forward(input_ids, **rest)
+        result.logits[1] = torch.nan
+        return result
+
+    draft.forward = broken
+    transform, draws = SamplingTransform(sampling, (), 5), CounterDraws(0)
+    drafter = ModelDrafter(ModelRunner(CausalModel(draft, "broken")), transform, draws)
+    engine = Engine(ModelRunner(toy(5, 0)), drafter, transform, RULES["block"], draws)
+    state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(3)], 6)
+    list(generate(engine, state, Limits(6), FixedDraftLength(2, 3)))
+    assert state.finished == ["length", "error", "length"]
+
+
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])  # transformers before 5.24, and from then on
 def test_the_module_is_given_its_cache_by_the_name_that_it_takes(name):
     target, given = Toy(5, 0), []

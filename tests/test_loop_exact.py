@@ -28,7 +28,7 @@ CORNERS = {
         "plain", "full length", "EOS inside the block", "stop sequence across blocks",
         "two ragged rows, longer block", "two ragged rows with EOS", "adaptive K", "n-gram drafts, two rows",
         "draft equals target", "every control", "penalties, long block", "minimum length", "greedy",
-        "the context ends", "narrower draft vocabulary",
+        "the context ends", "narrower draft vocabulary", "all that the draft has is forbidden",
         "Intersection, overlapping", "Intersection, every control",
         "Text, overlapping", "Text, two ragged rows",
         "head", "head, two ragged rows with EOS", "DFlash head, every control",

@@ -18,7 +18,7 @@ from llama_ssp.speculative.drafters.local import Drawn
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.state import Prompt, State
 from tests.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
-from tests.trees import Scenario, models, play
+from tests.trees import BASE, Scenario, models, play
 
 CUT = SamplingConfig(top_p=0.75)  # some distributions are certain then, and trees smaller
 CUT_LESS = SamplingConfig(top_p=0.85)
@@ -40,10 +40,14 @@ WALKS: dict[str, tuple[Scenario, int]] = {
     ),
     "a stop sequence": (Scenario(vocab=2, k=2, new=6, stop=(0, 1), sampling=CUT_LESS), 2),
     "the draft's context ends": (Scenario(draft_context=5, vocab=2, k=2, new=6, sampling=CUT), 2),
+    "all that the draft has is forbidden": (replace(BASE["all that the draft has is forbidden"], k=1), 2),
 }  # fmt: skip
 # With these every order of two rounds is tried; elsewhere, what else differs meets every order of one.
 WHOLE = ("one row, K = 1", "one row, K = 2", "two rows, K = 2", "two rows, adaptive K")
-RARELY_READY = ("two rows, EOS", "a stop sequence", "the draft's context ends")  # ends come first
+# Ends come first, or the guess is forbidden.
+RARELY_READY = (
+    "two rows, EOS", "a stop sequence", "the draft's context ends", "all that the draft has is forbidden",
+)  # fmt: skip
 
 
 def test_an_interleaving_has_the_targets_law():

@@ -227,6 +227,8 @@ _CONTROLS = SamplingConfig(
     presence_penalty=0.3, logit_bias={0: 0.5}, bad_tokens=[3], min_new_tokens=2,
 )  # fmt: skip
 
+_EARLY = SamplingConfig(bad_tokens=[0], min_new_tokens=2)  # token 1 ends a text: early it is forbidden, too
+
 BASE: dict[str, Scenario] = {
     "plain": Scenario(),
     "full length": Scenario(vocab=2, k=3, new=4),
@@ -267,6 +269,9 @@ BASE: dict[str, Scenario] = {
     ),
     "sliding window": Scenario(window=2, vocab=2, k=2, new=4),
     "narrower draft vocabulary": Scenario(draft_vocab=2),
+    "all that the draft has is forbidden": Scenario(
+        vocab=4, draft_vocab=2, new=4, ends=frozenset({1}), sampling=_EARLY
+    ),
     "wider draft vocabulary": Scenario(draft_vocab=5),
     "prefill in chunks of one": Scenario(prompts=((0, 1, 1, 0),), chunk=1, vocab=2, k=3, new=4),
 }  # fmt: skip
@@ -373,6 +378,9 @@ TREES: dict[str, Scenario] = {
     "window": Scenario(siblings=(1,), window=2, new=3),
     "the context ends": replace(BASE["the context ends"], siblings=(1,)),
     "narrower draft vocabulary": Scenario(siblings=(2,), draft_vocab=2),
+    "all that the draft has is forbidden": replace(
+        BASE["all that the draft has is forbidden"], siblings=(1,)
+    ),
     "bridged": replace(BRIDGED["Intersection, overlapping"], siblings=(1,)),
     "adaptive": Scenario(siblings=(1,), adaptive=True, vocab=2, k=3, new=4),
     "a head's": Scenario(siblings=(1,), head=(0, 1, 2), new=3),

@@ -17,8 +17,9 @@ from llama_ssp.speculative.drafters.local import (
     DraftModel,
     Drawn,
     certain,
-    certain_where,
+    damaged,
     nothing,
+    probs_of_some,
     proposal_of,
     reach,
     resting,
@@ -125,22 +126,6 @@ class _BridgedDrafter(DraftModel):
         own.append(row, fits[same:])
 
 
-def _damaged(logit_BD: Tensor) -> Tensor:
-    return (logit_BD.isnan() | logit_BD.isposinf()).any(-1)
-
-
-def probs_of_some(transform: SamplingTransform, logit_BV: Tensor, state: State, offset: int) -> Tensor:
-    """The probabilities to draw from, (B, V), where only some tokens have logits and the others -inf.
-
-    Where the controls forbid all of these nothing is damaged: any distribution is right, and certainty of
-    token 0 is one.
-    """
-    probs_BV = transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
-    if not transform.forbids:
-        return probs_BV
-    return certain_where(probs_BV.isnan().any(-1) & ~_damaged(logit_BV), probs_BV)
-
-
 class IntersectionDrafter(_BridgedDrafter):
     """Samples from the draft's distribution over the tokens that both models have."""
 
@@ -227,7 +212,7 @@ class TextDrafter(_BridgedDrafter):
             logit_BD = self._forward(self._own, offset, going)[:, 0]
             self._unusable = self._unusable.to(logit_BD.device)  # stands for no text, and is no end
             token_B = logit_BD.index_fill(1, self._unusable, -torch.inf).argmax(-1)
-            damaged_B |= _damaged(logit_BD).to(state.device) & sent(drafting, state.device)
+            damaged_B |= damaged(logit_BD).to(state.device) & sent(drafting, state.device)
             self._own.write_draft(token_B.to(self._own.device), offset, going)
             offset += 1
             for row, token in enumerate(token_B.tolist()):

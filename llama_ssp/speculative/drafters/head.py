@@ -14,8 +14,15 @@ from torch import Tensor
 from llama_ssp.models.heads.model import ChainedHead, HeadModel
 from llama_ssp.models.steps import WIDEST
 from llama_ssp.models.transfer import sent
-from llama_ssp.speculative.drafters.cross_vocab import probs_of_some
-from llama_ssp.speculative.drafters.local import Drafter, Drawn, nothing, proposal_of, reach, resting
+from llama_ssp.speculative.drafters.local import (
+    Drafter,
+    Drawn,
+    nothing,
+    probs_of_some,
+    proposal_of,
+    reach,
+    resting,
+)
 from llama_ssp.speculative.model_runner import ModelRunner, Span
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform

@@ -128,8 +128,8 @@ class ModelDrafter(DraftModel):
         return self._drawn(state, offset, count, state.slot(Purpose.DRAFT, offset))
 
     def _drawn(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
-        logit_B1V = self._forward(state, offset, count).to(state.device)
-        probs_BV = self._transform(logit_B1V, state.prefix(offset, 1))[:, 0]
+        logit_BV = self._forward(state, offset, count)[:, 0].to(state.device)
+        probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
         token_B = self._draws.categorical(resting(probs_BV, [offset >= n for n in count]), slot)
         state.write_draft(token_B, offset, count)
         return Drawn(token_B, probs_BV)
@@ -146,6 +146,23 @@ class DraftShard(DraftModel):
         for offset in range(max(count)):
             self._forward(state, offset, count)
         return Proposal(nothing(state).drafted_BK, None, count)
+
+
+def probs_of_some(transform: SamplingTransform, logit_BV: Tensor, state: State, offset: int) -> Tensor:
+    """The probabilities to draw from, (B, V), where only some tokens have logits.
+
+    Where the controls forbid all of these nothing is damaged: any distribution is right, and certainty of
+    token 0 is one.
+    """
+    probs_BV = transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
+    if not transform.forbids:
+        return probs_BV
+    return certain_where(probs_BV.isnan().any(-1) & ~damaged(logit_BV), probs_BV)
+
+
+def damaged(logit_BV: Tensor) -> Tensor:
+    """Returns which rows have logits that are no numbers, (B,)."""
+    return (logit_BV.isnan() | logit_BV.isposinf()).any(-1)
 
 
 def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
