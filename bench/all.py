@@ -64,7 +64,6 @@ FIGURES = [
     Figure("coded", 1.5, "bench/coded.py repeats=30", of_bf16=True),
     Figure("linear", 1, "bench/linear.py", of_bf16=True),
     Figure("attention", 1.5, "bench/attention.py"),
-    Figure("overhead", 1, "bench/overhead.py"),
     Figure("growth", 1.5, "bench/growth.py repeats=5"),
     Figure("ngram", 1.5, "bench/ngram.py"),
     Figure("ranks", 2, "bench/ranks.py turns=3 repeats=3"),

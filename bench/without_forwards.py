@@ -22,7 +22,6 @@ from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.native import by_kernel
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
@@ -76,7 +75,7 @@ def rounds(
     target: Table, draft: Table, lookahead: DraftLength, prompts: list[tuple[int, ...]], new: int, seed: int
 ) -> Iterator[RowStep]:
     """Every row of every round of these prompts' texts, of `new` tokens each."""
-    draws = by_kernel(CounterDraws(seed))
+    draws = CounterDraws(seed)
     transform = SamplingTransform(SamplingConfig(), (), target.vocab)
     drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     engine = Engine(ModelRunner(target), drafter, transform, TREE, draws, siblings=MOST_SIBLINGS)

@@ -10,11 +10,9 @@ ships, the size that of the default run. The exit code is 1 if a verdict is not 
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,7 +20,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -36,12 +33,10 @@ from llama_ssp import cli
 from llama_ssp.models.attention import Pass, attend_rows
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.pair import assembly as pair
 from llama_ssp.report.statistics import sum_band, uniform_band
-from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative import sampling
 from llama_ssp.speculative import verification as verify
-from llama_ssp.speculative.coupled import source
+from llama_ssp.speculative.decision import StateDraws
 from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.rng import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -74,39 +69,6 @@ class Fault:
             yield
 
 
-@dataclass(frozen=True)
-class KernelFault:
-    """A line of native.cpp and what stands there instead.
-
-    The kernel decides as it does in compiled steps, beside steps that are not: to compile them takes minutes.
-    """
-
-    name: str
-    line: str
-    faulty: str
-    check: str = "decisions"
-    overrides: tuple[str, ...] = ()
-
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        source = deciding.SOURCE.read_text(encoding="utf-8")
-        assert source.count(self.line) == 1
-        unbuilt = functools.cache(deciding.operators.__wrapped__)
-        with tempfile.TemporaryDirectory() as place:
-            faulty = Path(place) / deciding.SOURCE.name
-            faulty.write_text(source.replace(self.line, self.faulty), encoding="utf-8")
-            with (
-                patch.object(deciding, "SOURCE", faulty),
-                patch.object(deciding, "operators", unbuilt),
-                patch.object(pair, "draws_for", _by_kernel),
-            ):
-                yield
-
-
-def _by_kernel(_: Any, rule: verify.Rule, seed: int) -> CounterDraws:
-    return deciding.by_kernel(source(rule, seed))
-
-
 def _unfiltered_target(self: SamplingTransform, logits: Any, prefix: Any) -> Any:
     """Filters the draft, not the blocks that the target verifies; a greedy distribution has nothing to
     filter."""
@@ -126,10 +88,19 @@ def _shared_counters(self: CounterDraws, key: int, base: int, width: int, stream
     return draws_row(self, key, base, width, ROUNDS)[of_purpose]
 
 
+def _lenient_coins(self: StateDraws, chance_BK: Tensor) -> Tensor:
+    return state_coins(self, 1.02 * chance_BK)
+
+
+def _mixed_corrections(self: StateDraws, probs_BV: Tensor, *given: Any) -> Tensor:
+    return state_token(self, 0.98 * probs_BV + 0.02 * sampling.one_hot(probs_BV.argmax(-1), probs_BV), *given)
+
+
 def _wider_nucleus(probs: Any, top_p: float) -> Any:
     return nucleus_edge(probs, top_p + 0.01)
 
 
+state_coins, state_token = StateDraws.coins, StateDraws.token
 state_slot, draws_row, nucleus_edge = State.slot, CounterDraws._row, sampling._nucleus_edge
 NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
 PENALTY = ("sampling.repetition_penalty=1.3",)
@@ -174,12 +145,8 @@ FAULTS = [
         "penalties ignore the block", State, "prefix", mutants._committed_prefix_only, "filters", PENALTY
     ),
     Fault("bonus token from the draft", verify, "_residual_probs", mutants._bonus_from_draft, "law"),
-]  # fmt: skip
-KERNEL_FAULTS = [
-    KernelFault("kernel lenient by 2 %", "coin_step] < chance) accepted = i + 1, weight = carried;",
-                "coin_step] < 1.02 * chance) accepted = i + 1, weight = carried;"),
-    KernelFault("kernel's residual without what is carried", "accepted = i + 1, weight = carried",
-                "accepted = i + 1"),
+    Fault("coins lenient by 2 %", StateDraws, "coins", _lenient_coins, "decisions"),
+    Fault("corrections: 2 % are the likeliest", StateDraws, "token", _mixed_corrections, "decisions"),
 ]  # fmt: skip
 
 
@@ -344,8 +311,7 @@ class Row:
 
 def rows(seeds: int) -> list[Row]:
     """The faults, another library, and the sound code on `seeds` seeds."""
-    faults: list[Fault | KernelFault] = [*KERNEL_FAULTS, *FAULTS]
-    found = [Row(fault.name, "different", ("seed=1", *fault.overrides), fault.planted) for fault in faults]
+    found = [Row(fault.name, "different", ("seed=1", *fault.overrides), fault.planted) for fault in FAULTS]
     other = Row("transformers, another tokenizer", "different", ("seed=1",), _another_library)
     return [*found, other, *(Row("sound code", "same", (f"seed={seed}",)) for seed in range(seeds))]
 

@@ -26,12 +26,10 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.formats import gguf_blocks
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.heads.model import DFlashModel
-from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.sharding import COLUMNS, Cut
 from llama_ssp.speculative import coupled, decision, engine, logprobs, sampling, traversal
 from llama_ssp.speculative import generate as loop
-from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative import rng as draws
 from llama_ssp.speculative import state as state_module
 from llama_ssp.speculative import verification as verify
@@ -615,12 +613,6 @@ def _before_controls(self: HeadDrafter, state: State, offset: int, rows: Any, lo
     return replace(drawn, probs_BV=plain)
 
 
-def _kernel(whole: str, faulty: str) -> Any:
-    """The kernel, compiled from a source in which `whole` has become `faulty`."""
-    test_deciding = import_module("tests.test_deciding")
-    return test_deciding.kernel_with(whole, faulty)
-
-
 def _zero_after_the_scale(self: Coded) -> Any:
     """As if the zero were a number, not a code."""
     if self.zero_NG is None:
@@ -743,14 +735,14 @@ MUTANTS = [
     Mutant("races read the counters of drafts and coins", CounterDraws, "_numbers", _clocks_of_rounds(CounterDraws._numbers), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("coupled noise reads the counters of drafts and coins", coupled, "POSITIONS", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a coin is its draft's number", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("a coin is its draft's number, in a run", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_a_run_asks_for_no_number_twice", CounterDraws)),
-    Mutant("all purposes have the same numbers", CounterDraws, "_uniforms", _named(lambda slot: replace(slot, purpose=Purpose.DRAFT)), by_test("test_draws", "test_texts_have_the_targets_law", CounterDraws, "block")),
+    Mutant("a coin is its draft's number, in a run", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
+    Mutant("all purposes have the same numbers", CounterDraws, "_uniforms", _named(lambda slot: replace(slot, purpose=Purpose.DRAFT)), by_test("test_draws", "test_texts_have_the_targets_law", "block")),
     Mutant("a coin is the next draft's number", CounterDraws, "_uniforms", _overlapping, by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("numbers do not know their length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, stream, 0]), by_test("test_draws", "test_a_run_asks_for_no_number_twice", CounterDraws)),
+    Mutant("numbers do not know their length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, stream, 0]), by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
     Mutant("the stream is added to the length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, 0, base + stream]), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("lengths count in the lowest word", CounterDraws, "_row", _counted(lambda stream, base, width: [base, 0, stream, 0]), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a wider table has other numbers", CounterDraws, "_row", _counted(lambda stream, base, width: [0, width, stream, base]), by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("clocks kept over rounds", CounterDraws, "_clocks", _any_clock, by_test("test_draws", "test_a_run_asks_for_no_number_twice", CounterDraws)),
+    Mutant("clocks kept over rounds", CounterDraws, "_clocks", _any_clock, by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
     Mutant("coupled noise rounded to fp16", CoupledDraws, "_exponentials", _rounded, by_test("test_coupled", "test_noise_is_as_fine_as_its_numbers")),
     Mutant("uncut keeps min-p", SamplingTransform, "uncut", _keeps("min_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"min_p": 0.9}, 0.7)),
     Mutant("uncut keeps top-k and top-p", SamplingTransform, "uncut", _keeps("top_k", "top_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"top_p": 0.3}, 0.7)),
@@ -776,7 +768,7 @@ MUTANTS = [
     Mutant("a sibling sees its draft", Feed, "visible", _rewritten(Feed.visible, "visible_BWS & ~(aside_BW1 & (slot_S == position_BW1))", "visible_BWS"), by_siblings("one sibling")),
     Mutant("controls take a sibling for its draft", state_module.TreePrefix, "last_BW", None, by_siblings("penalties")),
     Mutant("caches keep the draft beside the sibling that stands", State, "cacheable", State.lengths, by_siblings("one sibling")),
-    Mutant("prompts of one length share their numbers", CounterDraws, "_table", _rewritten(CounterDraws._table, "slot.keys, slot.bases", "slot.bases"), by_test("test_draws", "test_prompts_of_one_length_have_numbers_of_their_own", CounterDraws)),
+    Mutant("prompts of one length share their numbers", CounterDraws, "_table", _rewritten(CounterDraws._table, "slot.keys, slot.bases", "slot.bases"), by_test("test_draws", "test_prompts_of_one_length_have_numbers_of_their_own")),
     Mutant("a few tokens are a nucleus if one row's are", sampling, "_nucleus_edge", _rewritten(sampling._nucleus_edge, "- 8 * torch.finfo(probs.dtype).eps >= top_p).all()", ">= top_p).any()"), by_test("test_sampling", "test_a_flat_distribution_keeps_its_nucleus_in_a_batch_with_a_steep_one", (0, 1))),
     Mutant("a nucleus has one token more than its sum needs", sampling, "_nucleus_edge", _rewritten(sampling._nucleus_edge, "down < top_p", "down <= top_p"), by_test("test_sampling", "test_a_nucleus_ends_where_its_sum_is_reached")),
     Mutant("a bias lifts a ban", SamplingTransform, "_biased", _rewritten(SamplingTransform._biased, "{**controls.logit_bias, **banned}", "{**banned, **controls.logit_bias}"), by_test("test_sampling", "test_a_bias_does_not_lift_a_ban", 0.7)),
@@ -787,13 +779,7 @@ MUTANTS = [
     Mutant("padding of the vocabulary has log-probabilities", logprobs.LogprobReader, "read", _rewritten(logprobs.LogprobReader.read, "[:, :vocab]", ""), by_test("test_logprobs", "test_padding_of_the_vocabulary_takes_no_part")),
     Mutant("a conversation keeps one cached token too many", engine.RankEngine, "go_on", _rewritten(engine.RankEngine.go_on, "state.lengths[0] - 1))]", "state.lengths[0] - 1)) + 1]"), by_test("test_logprobs", "test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys", 5)),
     Mutant("stop strings are shown the end token", loop.Limits, "trim", _shows_the_end, by_test("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")),
-    *([] if compiler() is None else [
-        Mutant("kernel: a small weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-3) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
-        Mutant("kernel: a tiny weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-12) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
-        Mutant("broken drafts are forgotten", engine.Engine, "judge", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
-        Mutant("kernel: races read the counters of drafts and coins", deciding.HostDraws, "_numbers", _clocks_of_rounds(deciding.HostDraws._numbers), by_test("test_deciding", "test_numbers_are_the_same")),
-        Mutant("kernel: numbers do not know their stream", deciding, "operators", _kernel("{0, 0, stream, base[row]}", "{0, 0, 0, base[row]}"), by_test("test_draws", "test_the_kernel_reads_the_same_numbers")),
-    ]),
+    Mutant("broken drafts are forgotten", engine.Engine, "judge", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
 ]  # fmt: skip
 
 

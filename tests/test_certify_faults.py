@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from llama_ssp.config import CertifyConf, Dtype, ModelConf, SamplingConfig
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER, complete
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import load
-from llama_ssp.speculative.coupled import source
-from llama_ssp.speculative.native import HostDraws, by_kernel
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, Rule, TokenRule
@@ -31,7 +28,7 @@ from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
 from llama_ssp.tasks.certify.verdict import Check, Outcome
 from llama_ssp.text.prompts import SHORT
 from llama_ssp.text.tokenizer import Tokens, read_tokens
-from tests.certify_faults import FAULTS, KERNEL_FAULTS, PENALTY, Fault, KernelFault, TransformersSampler
+from tests.certify_faults import FAULTS, PENALTY, Fault, TransformersSampler
 from tests.certify_faults import NUCLEUS as NUCLEUS_RUN
 from tests.test_certify import sampler
 
@@ -113,7 +110,7 @@ def test_faults_of_the_drafts(shipped: Shipped, fault: Fault | None) -> None:
 
 
 OWN_CHECKS = ["decisions", "numbers", "filters"]
-OTHERS = [fault for fault in (*KERNEL_FAULTS, *FAULTS) if fault.check in OWN_CHECKS]
+OTHERS = [fault for fault in FAULTS if fault.check in OWN_CHECKS]
 CONTROLS = {NUCLEUS_RUN: NUCLEUS, PENALTY: SamplingConfig(repetition_penalty=1.3)}
 
 
@@ -124,12 +121,9 @@ def test_eight_faults_and_more_have_their_checks() -> None:
     }  # fmt: skip
 
 
-def by_rounds(shipped: Shipped, sampling: SamplingConfig, kernel: bool, texts: int) -> dict[str, Outcome]:
+def by_rounds(shipped: Shipped, sampling: SamplingConfig, texts: int) -> dict[str, Outcome]:
     """What the checks of decisions, numbers and filters say of so many texts of 8 tokens."""
-    chosen = (lambda rule, seed: by_kernel(source(rule, seed))) if kernel else source
-    with patch("tests.test_certify.source", chosen):
-        subject = ours(shipped, RULES["block"], sampling)
-    assert isinstance(subject.engine.draws, HostDraws) is kernel
+    subject = ours(shipped, RULES["block"], sampling)
     subject.witness.room = PLAN.law_rounds
     subject.texts(prompts_of(shipped, texts // len(SHORT)), 8)
     decisions = subject.witness.decisions
@@ -140,21 +134,16 @@ def by_rounds(shipped: Shipped, sampling: SamplingConfig, kernel: bool, texts: i
     return {check.name: check.outcome for check in found}
 
 
-@pytest.mark.few(1)
-@pytest.mark.compiler
-@pytest.mark.parametrize("kernel", [False, True], ids=["rule", "kernel"])
-def test_sound_rounds_pass(shipped: Shipped, kernel: bool) -> None:
-    assert set(by_rounds(shipped, NUCLEUS, kernel, 256).values()) == {Outcome.passed}
+def test_sound_rounds_pass(shipped: Shipped) -> None:
+    assert set(by_rounds(shipped, NUCLEUS, 256).values()) == {Outcome.passed}
 
 
 @pytest.mark.long
-@pytest.mark.compiler
 @pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.name)
-def test_faults_of_rounds(shipped: Shipped, fault: Fault | KernelFault) -> None:
-    """A quarter of the default run's texts; the kernel decides beside eager steps."""
+def test_faults_of_rounds(shipped: Shipped, fault: Fault) -> None:
+    """A quarter of the default run's texts."""
     with fault.planted():
-        kernel = isinstance(fault, KernelFault)
-        found = by_rounds(shipped, CONTROLS.get(fault.overrides, SamplingConfig()), kernel, 256)
+        found = by_rounds(shipped, CONTROLS.get(fault.overrides, SamplingConfig()), 256)
     assert {name for name, outcome in found.items() if outcome is Outcome.failed} == {fault.check}
 
 

@@ -1,42 +1,27 @@
-"""The kernel that draws and decides on a CPU does what rng.py and verification.py define."""
+"""A round is decided as the rule says: in fp64, with the draws that rng.py defines."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConfig
-from llama_ssp.models.kernels import build
-from llama_ssp.speculative import native as deciding
-from llama_ssp.speculative.coupled import CoupledDraws
-from llama_ssp.speculative.decision import block_of
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
+from llama_ssp.speculative.decision import block_of, decide
+from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.native import HostDraws, by_kernel, decide
-from llama_ssp.speculative.rng import RACES, ROUNDS, CounterDraws, Purpose, Slot, heat, inverse_cdf
-from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.rng import CounterDraws, Purpose, heat, inverse_cdf
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.verification import RULES, BlockRule
+from llama_ssp.speculative.verification import RULES
 from tests import rational
-from tests.rig import drive
 from tests.toy import toy
 
 CPU = torch.device("cpu")
 LAST, NEVER = 1 - 2.0**-53, 2.0  # the largest uniform; more than any chance
-pytestmark = pytest.mark.compiler
 
 
 @dataclass
@@ -85,7 +70,7 @@ class Case:
         return probs_BWV
 
 
-class Told(HostDraws):
+class Told(CounterDraws):
     """Whose numbers are said."""
 
     def __init__(self, coin_BK, clock_BN):
@@ -108,40 +93,20 @@ CASES = [
 ]
 
 
-def different(cases=CASES) -> int:
-    """In how many cases the kernel's decision is not that of the rules as they are defined."""
-    return sum(not alike(case.decided(CounterDraws(9)), case.decided(HostDraws(9))) for case in cases)
-
-
-def alike(one, other) -> bool:
-    """The same tokens, and the same chances up to rounding; NaN where the other has it."""
-
-    def numbers(verdict):
-        flat = [chance for row in verdict.overlap for chance in row]
-        flat += [chance for row in verdict.standing for both in row for chance in both]
-        return torch.tensor(flat, dtype=torch.float64)
-
-    same = (one.drafted, one.accepted, one.token, one.damaged) == (
-        other.drafted, other.accepted, other.token, other.damaged,
-    )  # fmt: skip
-    return same and torch.allclose(numbers(one), numbers(other), rtol=1e-12, atol=1e-12, equal_nan=True)
-
-
-def test_decisions_are_those_of_the_rules():
-    assert different() == 0
-    accepted = [n for case in CASES for n in case.decided(HostDraws(9)).accepted]
-    assert {0, 1, 2, 3} <= set(accepted)
-
-
 def test_broken_laws_are_told():
     """NaN in a row's distributions damages that row, and its padding does not."""
     found = []
     for case in (Case(seed, 40) for seed in range(60)):
         case.target[-1, -1], case.draft[:1, -1:] = torch.nan, torch.nan
-        one, other = case.decided(CounterDraws(1)), case.decided(HostDraws(1))
-        assert one.damaged == other.damaged
-        assert all(0 <= token < 40 for token in other.token)
-        found += other.damaged
+        result = case.decided(CounterDraws(1))
+        last = len(case.count) - 1
+        due = [
+            (row == last and case.count[row] == case.k) or (row == 0 and case.count[0] == case.k > 0)
+            for row in range(last + 1)
+        ]
+        assert result.damaged == due
+        assert all(0 <= token < 40 for token in result.token)
+        found += due
     assert {False, True} == set(found)
 
 
@@ -150,8 +115,7 @@ def test_a_broken_draft_is_told_whatever_it_declares():
     case = next(case for case in CASES if case.state.rows == 3 and case.k)
     broken = replace(case.proposal(), damaged=torch.tensor([False, True, False]))
     with patch.object(Case, "proposal", lambda _: broken):
-        for draws in (CounterDraws(1), HostDraws(1)):
-            assert case.decided(draws).damaged == [False, True, False]
+        assert case.decided(CounterDraws(1)).damaged == [False, True, False]
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -188,7 +152,7 @@ def test_the_law_behind_the_drafts_is_exact(rule):
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_the_enumeration_that_proves_the_rules_holds_for_the_kernel(rule):
+def test_the_enumeration_that_proves_the_rules_holds_for_the_decision(rule):
     """Every draft of random pairs, every outcome of the coins, every token after them: in exact fractions.
 
     Coins lie just below the exact chance where they are to pass, just above it elsewhere; clocks are in the
@@ -281,58 +245,6 @@ def test_of_equal_laws_every_draft_stands():
             assert tuple(case.decided(Told(coin_BK, clock_BN)).accepted) == case.count
 
 
-COIN = "< chance) accepted = i + 1, weight"
-FAULTS = {
-    "a coin that equals the chance passes": (COIN, COIN.replace("<", "<=")),
-    "the residual forgets what is carried": ("accepted = i + 1, weight = carried", "accepted = i + 1"),
-    "no residual": ("if (accepted < count) {", "if (false) {"),
-    "the residual of the draft before": ("draft[accepted];", "draft[accepted ? accepted - 1 : 0];"),
-    "the token rule goes on behind a fall": ("if (accepted == i && coin", "if (coin"),
-    "the block rule stops at a fall": (COIN, COIN.replace(")", " && accepted == i)", 1)),
-    "no clip": ("std::min(carried * ratio, 1.0)", "carried * ratio"),
-    "every chance is what is carried": ("if (i + 1 < count) {", "if (false) {"),
-    "laws that do not sum to one": ("return {chance, 1 / sum(", "return {chance, 1 + 0 * sum("),
-    "everyone has the first row's coins": ("row * given.coin_row", "0 * row"),
-    "everyone has the first row's clocks": ("row * given.clock_row", "0 * row"),
-    "finished rows draw": ("if (!given.idle[row])", "if (true)"),
-    "a race of rates upside down": ("rings = clock[i] / r", "rings = clock[i] * r"),
-}
-
-
-compiled = deciding.operators.__wrapped__  # whatever takes its place later
-
-
-def kernel_with(whole: str, faulty: str) -> Callable[[], Any]:
-    """What `deciding.operators` gives of a source with a fault, which is compiled when it is asked for."""
-
-    @functools.cache
-    def operators() -> Any:
-        source = deciding.SOURCE.read_text(encoding="utf-8")
-        assert whole in source  # of trees, too
-        with TemporaryDirectory() as folder:
-            (Path(folder) / "native.cpp").write_text(source.replace(whole, faulty), encoding="utf-8")
-            with (
-                patch.object(deciding, "SOURCE", Path(folder) / "native.cpp"),
-                patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/cache"),
-                patch.object(build, "FLAGS", ("-O0", *build.FLAGS[1:])),  # faults show at any speed
-            ):
-                return compiled()
-
-    return operators
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_show(fault):
-    operators = kernel_with(*FAULTS[fault])
-    operators()
-    with patch.object(deciding, "operators", operators):
-        if "equals" in fault:  # of dyadic distributions: a chance of exactly a half
-            assert coin_on_the_edge() == 1
-        else:
-            assert any(different([replaced(case)]) for case in CASES)
-
-
 def coin_on_the_edge() -> int:
     """How many of a half's drafts stand at a coin of a half."""
     case = Case(0, 2)
@@ -343,87 +255,15 @@ def coin_on_the_edge() -> int:
     return case.decided(Told(half, clock_BN)).accepted[0]
 
 
-def replaced(case: Case) -> Case:
-    """The same distributions, not quite normalised, as those of 16 bits are."""
-    case = Case(case.seed, case.vocab, case.rule, case.dtype)
-    case.target, case.draft = case.target * 1.001, case.draft * 0.999
-    return case
-
-
 def test_a_coin_that_equals_the_chance_does_not_pass():
     assert coin_on_the_edge() == 0
-
-
-def test_numbers_are_the_same():
-    slot = Slot((2**64 - 3, 7, 0), (0, 5, 2**40), Purpose.DRAFT)
-    for seed in (0, 2**64 - 1):
-        one, other = CounterDraws(seed, {7: 5}), HostDraws(seed, {7: 5})
-        assert torch.equal(one._numbers(ROUNDS, slot, 97), other._numbers(ROUNDS, slot, 97))
-        clocks = one._numbers(RACES, slot, 501), other._numbers(RACES, slot, 501)
-        torch.testing.assert_close(*clocks, rtol=1e-15, atol=1e-15)
-
-
-@pytest.mark.parametrize("vocab", [2, 255, 256, 257, 3000])
-def test_tokens_are_the_same(vocab):
-    for dtype in (torch.float32, torch.float64):
-        logit_BV = 3 * torch.randn(40, vocab, dtype=dtype, generator=torch.Generator().manual_seed(vocab))
-        probs_BV = torch.softmax(logit_BV.masked_fill(logit_BV < logit_BV[:, :1] - 1, -torch.inf), -1)
-        slot = Slot(tuple(range(40)), (5,) * 40, Purpose.DRAFT)
-        expected = CounterDraws(3).categorical(probs_BV, slot)
-        assert torch.equal(HostDraws(3).categorical(probs_BV, slot), expected)
-        for mark in (0.0, LAST):
-            uniform_B1 = torch.full((40, 1), mark, dtype=torch.float64)
-            found = HostDraws(0)._by_cdf(probs_BV, uniform_B1)
-            assert (probs_BV.gather(1, found[:, None]) > 0).all()
-            assert mark or torch.equal(found, inverse_cdf(probs_BV, uniform_B1))
 
 
 def test_impossible_tokens_are_never_drawn():
     """Also where a uniform falls on the very edge, and where a distribution is none."""
     probs_BV = torch.tensor([[0, 0.25, 0, 0.25, 0.5, 0]])
     for uniform, token in ((0.0, 1), (0.25, 3), (0.5, 4), (LAST, 4)):
-        found = HostDraws(0)._by_cdf(probs_BV, torch.full((1, 1), uniform, dtype=torch.float64))
+        found = inverse_cdf(probs_BV, torch.full((1, 1), uniform, dtype=torch.float64))
         assert found.tolist() == [token]
     nothing = torch.full((1, 300), torch.nan)
-    assert 0 <= HostDraws(0)._by_cdf(nothing, torch.full((1, 1), 0.5, dtype=torch.float64)) < 300
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_p=0.8, temperature=0.7)])
-def test_texts_are_the_same(rule, sampling):
-    """Of a whole run, row by row; K = 0 too."""
-    target, draft = toy(40, 0), toy(40, 1)
-    for k in (0, 3):
-        texts = []
-        for draws in (CounterDraws(4), HostDraws(4)):
-            transform = SamplingTransform(sampling, (), 40)
-            drafter = ModelDrafter(ModelRunner(draft, 8), transform, draws) if k else Drafter()
-            engine = Engine(ModelRunner(target, 8), drafter, transform, RULES[rule], draws)
-            prompts = [Prompt(str(row), (1, 2, 3 + row)) for row in range(3)]
-            texts.append(drive(engine, prompts, k=k, max_new=30).texts)
-        assert texts[0] == texts[1]
-
-
-def test_other_draws_and_other_rules_are_left_alone():
-    coupled = CoupledDraws(0)
-    assert by_kernel(coupled) is coupled
-    assert isinstance(by_kernel(CounterDraws(3, {1: 2})), HostDraws)
-
-    class Other(BlockRule):
-        pass
-
-    mine, kernels = CounterDraws(0), by_kernel(CounterDraws(0))
-    assert deciding.can_decide(RULES["block"], kernels) and not deciding.can_decide(RULES["block"], mine)
-    assert not any(deciding.can_decide(rule, kernels) for rule in (Other(), RULES["coupled"]))
-
-
-def test_without_a_compiler_rounds_are_decided_as_before(monkeypatch, caplog):
-    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    monkeypatch.delenv("CXX", raising=False)
-    draws = CounterDraws(0)
-    with (
-        patch.object(deciding, "operators", deciding.operators.__wrapped__),
-        caplog.at_level(logging.INFO),
-    ):
-        assert by_kernel(draws) is draws
-    assert "no C++ compiler" in caplog.text
+    assert 0 <= inverse_cdf(nothing, torch.full((1, 1), 0.5, dtype=torch.float64)) < 300

@@ -27,7 +27,6 @@ from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.native import HostDraws
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf, prompt_key, race
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
@@ -136,16 +135,15 @@ def test_draws_with_different_keys_are_independent():
         assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
 
 
-@pytest.mark.parametrize("source", [CounterDraws, HostDraws])
-def test_prompts_of_one_length_have_numbers_of_their_own(source):
+def test_prompts_of_one_length_have_numbers_of_their_own():
     """A batch of one row shows one source a prompt after the other, often at equal lengths."""
     probs, chance = torch.full((1, 27), 1 / 27), torch.full((1, 8), 0.5)
     for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CORRECT):
-        slots, shared = [Slot((key,), (9,), purpose) for key in range(40)], source(1)
+        slots, shared = [Slot((key,), (9,), purpose) for key in range(40)], CounterDraws(1)
         tokens = [int(shared.categorical(probs, slot)) for slot in slots]
         coins = [shared.bernoulli(chance, slot).tolist() for slot in slots]
-        assert tokens == [int(source(1).categorical(probs, slot)) for slot in slots]
-        assert coins == [source(1).bernoulli(chance, slot).tolist() for slot in slots]
+        assert tokens == [int(CounterDraws(1).categorical(probs, slot)) for slot in slots]
+        assert coins == [CounterDraws(1).bernoulli(chance, slot).tolist() for slot in slots]
         assert len(set(tokens)) > 10 and len(set(map(str, coins))) > 10
 
 
@@ -206,11 +204,6 @@ def test_every_bit_of_seed_and_prompt_counts():
 
 
 # No random number has two uses. A number is known by where it stands: Philox's key, counter and lane.
-
-SOURCES = [
-    CounterDraws,
-    pytest.param(HostDraws, marks=pytest.mark.compiler),
-]
 SEEDS = (0, 1, 2**63, 2**64 - 1)
 KEYS = (0, 1, 2**32, 2**64 - 1)
 BASES = (0, 1, 2, 3, 4, 2**20, 2**32)
@@ -358,14 +351,6 @@ def test_no_number_has_two_uses():
     assert all(len(places) == 1 for places in inner.values())
 
 
-@pytest.mark.compiler
-def test_the_kernel_reads_the_same_numbers():
-    for seed, ks, vocabs in ((SEEDS[0], KS[:2], VOCABS[:4]), (SEEDS[-1], KS[:0:-1], VOCABS[3::-1])):
-        one, other = (dict(read(source(seed), ks, vocabs)) for source in (CounterDraws, HostDraws))
-        assert one.keys() == other.keys()
-        np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-13, atol=0)
-
-
 class Noting:
     """Draws that remember which numbers were asked for, and how often."""
 
@@ -386,11 +371,13 @@ class Noting:
         return found
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_a_run_asks_for_no_number_twice(kind):
+def test_a_run_asks_for_no_number_twice():
     """Of one row after the other, round for round: every coin and draft has a number that no other has."""
     for rule in ("token", "block"):
-        noted, transform = type("Noted", (Noting, kind), {})(3), SamplingTransform(SamplingConfig(), (), 12)
+        noted, transform = (
+            type("Noted", (Noting, CounterDraws), {})(3),
+            SamplingTransform(SamplingConfig(), (), 12),
+        )
         drafter = ModelDrafter(ModelRunner(toy(12, 1), 8), transform, noted)
         engine = Engine(ModelRunner(toy(12, 0), 8), drafter, transform, RULES[rule], noted)
         prompts = [Prompt(str(n), tuple(range(1, 2 + n % 3))) for n in range(6)]
@@ -406,12 +393,12 @@ TEXT = trees.Scenario(draft=3, new=3)  # three tokens of three, drafts of two
 TEXTS_DRAWN = 2000
 
 
-def text_p_value(kind: type[CounterDraws], rule: str) -> float:
+def text_p_value(rule: str) -> float:
     """Of many prompts' texts against the target's law."""
     many = replace(TEXT, prompts=TEXT.prompts * TEXTS_DRAWN, rule=rule)
     target, draft = trees.models(TEXT)
     with torch.inference_mode():
-        found = Counter(trees.play(many, target, draft, kind(5)))
+        found = Counter(trees.play(many, target, draft, CounterDraws(5)))
     probs = {texts[0]: share for texts, share in trees.expected(TEXT, target.module).items()}
     assert found.keys() <= probs.keys()
     return g_test(np.array([found[text] for text in probs]), np.array(list(probs.values())))
@@ -433,12 +420,11 @@ uniforms, numbers = CounterDraws._uniforms, CounterDraws._numbers
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("kind", SOURCES)
-def test_texts_have_the_targets_law(kind, rule):
-    assert text_p_value(kind, rule) > FALSE_ALARM
+def test_texts_have_the_targets_law(rule):
+    assert text_p_value(rule) > FALSE_ALARM
 
 
 @pytest.mark.parametrize(("name", "fault"), [("_numbers", shared_by_races), ("_uniforms", shared_by_coins)])
 def test_texts_of_shared_numbers_have_not(name, fault):
     with patch.object(CounterDraws, name, fault):
-        assert text_p_value(CounterDraws, "block") < FALSE_ALARM
+        assert text_p_value("block") < FALSE_ALARM

@@ -19,11 +19,9 @@ from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.planner.search import round_times, search
 from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import TARGET
-from llama_ssp.speculative import native
 from llama_ssp.speculative.decision import decide_tree
 from llama_ssp.speculative.draft_length import Costs, usual_gain
 from llama_ssp.speculative.drafters.siblings import with_siblings
-from llama_ssp.speculative.native import by_kernel
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.stats import expected_tokens
@@ -223,32 +221,13 @@ class Round:
         return found
 
 
-def test_the_kernel_decides_trees_as_they_are_defined():
-    kernel, decided, differ = by_kernel(CounterDraws(0)), set(), 0
-    if type(kernel) is CounterDraws:
-        pytest.skip("no compiler")
-    for number in range(60):
-        one = Round(number)
-        given = one.state, one.proposal, one.probs_BWV
-        defined = decide_tree(TREE, one.draws, *given)
-        found = native.decide_tree(TREE, by_kernel(one.draws), *given)
-        assert one.told(found) == pytest.approx(one.told(defined), abs=1e-9)
-        decided |= {int(outcome) % (one.siblings.most + 1) for outcome in defined[:, 0]}
-        other = native.decide_tree(TREE, by_kernel(CounterDraws(number + 1)), *given)
-        differ += one.told(other) != one.told(found)  # control: other draws
-    assert differ > 30
-    assert decided >= {0, 1, 2}, "too few siblings stand to prove anything"
-
-
 def test_broken_numbers_are_told_wherever_they_are():
     """In the target's distribution behind a sibling, too; not in columns that a row does not have."""
     one = Round(1)
     column = one.siblings.numbers[1].index(max(one.siblings.numbers[1]))
     one.probs_BWV[1, column] = torch.nan
-    for decide, draws in ((decide_tree, one.draws), (native.decide_tree, by_kernel(one.draws))):
-        if decide is decide_tree or type(draws) is not CounterDraws:
-            damaged = decide(TREE, draws, one.state, one.proposal, one.probs_BWV)[:, 2]
-            assert damaged.tolist() == [0, 1]
+    damaged = decide_tree(TREE, one.draws, one.state, one.proposal, one.probs_BWV)[:, 2]
+    assert damaged.tolist() == [0, 1]
 
 
 def test_the_plan_knows_siblings():

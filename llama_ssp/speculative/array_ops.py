@@ -70,7 +70,7 @@ def row_by_row(array: Array, index_B: Array) -> Array:
 def greatest(array: Array, count: int) -> Array:
     """The `count` largest of the last axis, largest first.
 
-    On a CPU numpy sorts several times faster than torch (bench/overhead.py).
+    On a CPU numpy sorts several times faster than torch.
     """
     size, is_torch = array.shape[-1], isinstance(array, torch.Tensor)
     if is_torch and count < size and (count <= HEAP or array.device.type != "cpu"):

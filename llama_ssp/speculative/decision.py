@@ -1,7 +1,7 @@
-"""A round's decision by the rule: as it is defined, and where that takes too many calls, in one.
+"""Decides a round by the rule: the definitions below, run call by call, or replayed as a CUDA graph.
 
-Behind a forward a round's calls cost more than what they compute. A CPU has the kernel of native.py. On a
-GPU with CUDA graphs the definitions below are graphs too, one for each set of shapes, but for siblings.
+After a forward the launches of a decision cost more than what they compute. So on a GPU with CUDA graphs
+`decided` is a graph, too, one for each set of shapes. Rounds with siblings run call by call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.transfer import sent
-from llama_ssp.speculative import native
 from llama_ssp.speculative.array_ops import order
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.drafters.local import certain_where, resting
@@ -39,17 +38,15 @@ Decide = Callable[[Rule, Draws, State, Proposal, Tensor], Tensor]
 
 
 def draws_for(model: Model | HeadModel, rule: Rule, seed: int) -> CounterDraws:
-    """The draws of a rank that has this model: in one call each where there is a kernel, or graphs."""
+    """Returns the draws of a rank that has this model; where it has graphs, a draw is one."""
     draws = source(rule, seed)
     if isinstance(model, GraphedModel) and type(draws) is CounterDraws:
         return GraphedDraws(draws, model)
-    return native.by_kernel(draws) if model.device.type == "cpu" else draws
+    return draws
 
 
 def decide_for(rule: Rule, draws: Draws) -> tuple[Decide, Decide]:
-    """How rounds with these draws are decided, and rounds with siblings."""
-    if native.can_decide(rule, draws):
-        return native.decide, native.decide_tree
+    """Returns how rounds with these draws are decided, and rounds with siblings."""
     return decide_by_graph if isinstance(draws, GraphedDraws) else decide, decide_tree
 
 

@@ -111,7 +111,6 @@ class Rule(ABC):
     expectation: str  # what `expected` is, in words
     shared_noise = False  # target and draft draw a position's token with the same noise (coupled.py)
     whole_block = False  # a draft may stand although the draw of an earlier one failed
-    kernel: int  # the rule's number in native.cpp, if it is there; subclasses do not inherit it
 
     def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
         """How many drafts stand in each row, and the token that follows them."""
@@ -147,7 +146,6 @@ class TokenRule(Rule):
     """Each draft stands with probability target / draft; the first that fails ends the block."""
 
     name, expectation = "token", "sum of min(target, draft)"
-    kernel = 0
 
     def accept_chances(self, block: DraftBlock) -> Array:
         ratio_BK = _ratios(block)
@@ -173,7 +171,6 @@ class BlockRule(Rule):
 
     name, expectation = "block", "sum of min(carried target, draft)"
     whole_block = True
-    kernel = 1
 
     def accept_chances(self, block: DraftBlock) -> Array:
         carried_BK, inner_BJ = block.carried_BW[:, 1:], block.carried_BW[:, 1:-1]
@@ -214,7 +211,6 @@ class TreeRule(BlockRule):
     """
 
     name = "tree"
-    kernel = BlockRule.kernel  # of rounds without siblings
 
     def decide_tree(self, block: DraftBlock, draws: TreeDraws) -> tuple[Array, Array]:
         """The outcome in each row, and the token that follows."""

@@ -23,8 +23,6 @@ from pathlib import Path
 from llama_ssp.models.kernels import build
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.report.machine import commit
-from llama_ssp.speculative.native import by_kernel
-from llama_ssp.speculative.rng import CounterDraws
 from tests.hostile.damage import EXECUTED, OUTSIDE
 
 LIMIT_S = 10.0
@@ -52,7 +50,6 @@ class Result:
 def run(arguments: Sequence[str], folder: Path, world: int = 1) -> Result:
     """`folder` holds the model's folder, and what is outside of it."""
     # What starts other programs, and is kept: a trial must start none.
-    by_kernel(CounterDraws(0))
     for source in Path(build.__file__).parent.glob("*.cpp") if build.compiler() else ():
         build.load_library(source)
     commit()
