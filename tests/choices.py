@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.speculative.rng import Slot
-from tests.simplex import Races, odds
 
 
 @dataclass
@@ -21,7 +20,6 @@ class ReplayDraws:
     cannot see; so it is an error.
     """
 
-    shared_noise = False
     choices: list[int]
     taken: list[int] = field(default_factory=list)
     options: list[int] = field(default_factory=list)
@@ -59,38 +57,6 @@ class ReplayDraws:
         self.taken.append(chosen)
         self.options.append(options)
         return chosen
-
-
-@dataclass
-class SharedReplay(ReplayDraws):
-    """The same of coupled draws: walks all that the noise of a position may be, as far as distributions ask
-    of it.
-
-    What the races of a position have shown of its noise is remembered for the next one there.
-    """
-
-    races: dict[tuple[int, int], Races] = field(default_factory=dict)
-
-    def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
-        raise AssertionError("coupled draws leave nothing to a coin")
-
-    def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
-        return torch.tensor(
-            [self._race(probs.double().tolist(), slot, row) for row, probs in enumerate(probs_BV)]
-        )
-
-    def _race(self, probs: list[float], slot: Slot, row: int) -> int:
-        assert all(share == share for share in probs), "a law holds NaN"
-        possible = [token for token, share in enumerate(probs) if share > 0]
-        if len(possible) == 1:
-            return possible[0]
-        place = (slot.keys[row], slot.bases[row] + slot.offset)
-        races = self.races.get(place, ())
-        chances = odds(races, tuple(probs))
-        token = list(chances)[self._next(len(chances))]
-        self.races[place] = (*races, (tuple(probs), token))
-        self.weight *= chances[token]
-        return token
 
 
 def every_branch(

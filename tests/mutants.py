@@ -28,13 +28,12 @@ from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.heads.model import DFlashModel
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.sharding import COLUMNS, Cut
-from llama_ssp.speculative import coupled, decision, engine, logprobs, sampling, traversal
+from llama_ssp.speculative import decision, engine, logprobs, sampling, traversal
 from llama_ssp.speculative import generate as loop
 from llama_ssp.speculative import rng as draws
 from llama_ssp.speculative import state as state_module
 from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.array_ops import pick, row_by_row, stack_last, where
-from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters import ahead, remote
 from llama_ssp.speculative.drafters import cross_vocab as bridged
 from llama_ssp.speculative.drafters import head as heads
@@ -45,10 +44,9 @@ from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
-from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.verification import RULES, BlockRule, CoupledRule, DraftBlock, TokenRule, TreeRule
-from tests import rational, rig, trees
-from tests.toy import toy
+from llama_ssp.speculative.state import Proposal, State
+from llama_ssp.speculative.verification import RULES, BlockRule, DraftBlock, TokenRule, TreeRule
+from tests import rational, trees
 
 Catch = Callable[[], str | None]
 _TESTS: dict[tuple[str, str, str], Catch] = {}
@@ -134,38 +132,6 @@ def _rewritten(function: Any, old: str, new: str) -> Any:
     made: dict[str, Any] = {}
     exec(source.replace(old, new), function.__globals__, made)
     return made[function.__name__]
-
-
-def coupled_texts(draft: int | None, k: int) -> rig.Run:
-    """Twelve texts by coupled draws; the target is toy 0."""
-    drafting = toy(6, draft) if draft is not None else None
-    prompts = [Prompt(str(n), (n % 6, 1)) for n in range(12)]
-    plain = SamplingConfig()
-    return rig.speculate(toy(6, 0), prompts, drafting, k=k, rule="coupled", max_new=16, sampling=plain)
-
-
-def by_texts() -> str | None:
-    """Coupled texts are those without a draft, token by token."""
-    alone = coupled_texts(None, 0).texts
-    other = [
-        f"draft {draft}, K {k}" for draft in (1, 2) for k in (1, 3) if coupled_texts(draft, k).texts != alone
-    ]
-    return f"other texts with {', '.join(other)}" if other else None
-
-
-def by_agreement() -> str | None:
-    """With the target for a draft, everything stands."""
-    run = coupled_texts(0, 3)
-    return f"{run.accepted} of {run.drafted} stand" if run.accepted < run.drafted else None
-
-
-def by_race() -> str | None:
-    """A race is won by each token as often as its distribution says."""
-    probs = torch.tensor([0.7, 0.2, 0.1])
-    slot = Slot((1,) * 20_000, tuple(range(20_000)), Purpose.DRAFT)
-    won = CoupledDraws(3).categorical(probs.expand(20_000, -1), slot).bincount(minlength=3) / 20_000
-    off = float((won - probs).abs().max())
-    return f"off by {off:.3f}" if off > 0.02 else None  # six standard deviations
 
 
 def by_test(module: str, test: str, *given: Any) -> Catch:
@@ -272,37 +238,6 @@ def _first_failure(self: BlockRule, passed: Any) -> Any:
     return TokenRule().accepted(passed)
 
 
-def _keeps_the_draft(self: CoupledRule, block: DraftBlock, round_draws: Any) -> Any:
-    """Where both winners differ, the draft's is taken."""
-    accepted, token = coupled_decide(self, block, round_draws)
-    drafted = row_by_row(block.drafted_BK, accepted.clamp(max=block.k - 1))
-    return accepted, torch.where(accepted < block.count_B, drafted, token)
-
-
-def _all_that_agree(self: Any, passed: Any) -> Any:
-    """Counts the drafts that are the target's, also behind one that is not."""
-    return passed.to(torch.int64).sum(1)
-
-
-def _slot(position: Callable[[int, int], int]) -> Any:
-    """Another key of the noise: `position(length, offset)`."""
-
-    def fault(self: State, purpose: Purpose, offset: int = 0) -> Slot:
-        return Slot(tuple(self.keys), tuple(position(n, offset) for n in self.lengths), purpose)
-
-    return fault
-
-
-def _own_noise(self: CoupledDraws, probs: Any, slot: Slot) -> Any:
-    """Another noise for the target than for the draft."""
-    apart = 1000 if slot.purpose is Purpose.CORRECT else 0
-    return coupled_draw(self, probs, replace(slot, offset=slot.offset + apart))
-
-
-def _uniform_noise(self: CoupledDraws, key: int, position: int, count: int) -> Any:
-    return -np.expm1(-coupled_noise(self, key, position, count))
-
-
 def _declares_mixture(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
     proposal = model_propose(self, state, count)
     if proposal.draft_BKV is None:
@@ -372,8 +307,8 @@ def _runs_past_the_end(self: Any, state: State, row: int, tokens: list[int], con
     return (len(tokens), None) if kept < len(tokens) else (kept, reason)
 
 
-def _first_row_decides(self: Any, probs: Any, position: int = 0, unused: Any = None) -> Any:
-    return state_token(self, probs[:1].expand_as(probs), position, unused)
+def _first_row_decides(self: Any, probs: Any) -> Any:
+    return state_token(self, probs[:1].expand_as(probs))
 
 
 def _unfiltered_target(self: SamplingTransform, logits: Any, prefix: Prefix) -> Any:
@@ -490,10 +425,6 @@ def _counted(counter: Callable[[int, int, int], list[int]]) -> Any:
         return source.random_raw(width) >> np.uint64(11)
 
     return fault
-
-
-def _rounded(self: CoupledDraws, key: int, position: int, count: int) -> Any:
-    return coupled_noise(self, key, position, count).astype(np.float16).astype(np.float64)
 
 
 def _keeps(*filters: str) -> Any:
@@ -665,8 +596,6 @@ block_observe, block_logits = BlockHeadDrafter.observe, DFlashModel.logits
 head_observe, head_in_target, head_drawn = HeadDrafter.observe, HeadDrafter._in_target, HeadDrafter._drawn
 head_forward, causal_tap = HeadDrafter._forward, CausalModel.tap
 some_probs = heads.probs_of_some
-coupled_decide, coupled_draw = CoupledRule.decide, CoupledDraws.categorical
-coupled_noise = CoupledDraws._exponentials
 DFLASH_TEST = "test_declared_distributions_are_those_of_the_published_code"
 MTP_TEST = "test_declared_distributions_are_those_of_transformers"
 HEAD_TEST = "test_declared_distributions_are_the_published_formulas"
@@ -692,15 +621,6 @@ MUTANTS = [
     Mutant("block: the token rule's residual", BlockRule, "correction_probs", _token_residual, by_rational("block", 60)),
     Mutant("block: P forgets what came before", verify, "_carried", _uncapped, by_rational("block")),
     Mutant("block: stops at the first failure", BlockRule, "accepted", _first_failure, by_rational("block")),
-    Mutant("coupled: the token rule's chances", CoupledRule, "accept_chances", TokenRule.accept_chances, by_rational("coupled")),
-    Mutant("coupled: the token rule's residual", CoupledRule, "correction_probs", TokenRule.correction_probs, by_rational("coupled")),
-    Mutant("coupled: the draft's token kept where both differ", CoupledRule, "decide", _keeps_the_draft, by_tree("plain", "coupled")),
-    Mutant("coupled: drafts stand behind one that fell", CoupledRule, "accepted", _all_that_agree, by_tree("plain", "coupled")),
-    Mutant("coupled: one noise for two positions", State, "slot", _slot(lambda n, at: (n + at) // 2), by_tree("plain", "coupled")),
-    Mutant("coupled: one noise for a round", State, "slot", _slot(lambda n, at: n), by_tree("plain", "coupled")),
-    Mutant("coupled: noise of the round, not of the position", State, "slot", _slot(lambda n, at: 64 * n + at), by_texts),
-    Mutant("coupled: target and draft have a noise each", CoupledDraws, "categorical", _own_noise, by_agreement),
-    Mutant("coupled: uniform noise", CoupledDraws, "_exponentials", _uniform_noise, by_race),
     Mutant("declared law is not the drawn law (5 % uniform)", drafters.ModelDrafter, "propose", _declares_mixture, by_tree("plain")),
     Mutant("drops an unlikely draft after looking", drafters.ModelDrafter, "propose", _drops_what_it_saw, by_tree("plain", "token")),
     Mutant("K chosen after seeing the last draft", engine.Engine, "draft", _adapts_to_the_future, by_tree("plain", "token")),
@@ -733,7 +653,6 @@ MUTANTS = [
     Mutant("stop seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("stop sequence across blocks")),
     Mutant("one row's correction for all rows", decision.StateDraws, "token", _first_row_decides, by_tree("two ragged rows")),
     Mutant("races read the counters of drafts and coins", CounterDraws, "_numbers", _clocks_of_rounds(CounterDraws._numbers), by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("coupled noise reads the counters of drafts and coins", coupled, "POSITIONS", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a coin is its draft's number", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a coin is its draft's number, in a run", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
     Mutant("all purposes have the same numbers", CounterDraws, "_uniforms", _named(lambda slot: replace(slot, purpose=Purpose.DRAFT)), by_test("test_draws", "test_texts_have_the_targets_law", "block")),
@@ -743,7 +662,6 @@ MUTANTS = [
     Mutant("lengths count in the lowest word", CounterDraws, "_row", _counted(lambda stream, base, width: [base, 0, stream, 0]), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a wider table has other numbers", CounterDraws, "_row", _counted(lambda stream, base, width: [0, width, stream, base]), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("clocks kept over rounds", CounterDraws, "_clocks", _any_clock, by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
-    Mutant("coupled noise rounded to fp16", CoupledDraws, "_exponentials", _rounded, by_test("test_coupled", "test_noise_is_as_fine_as_its_numbers")),
     Mutant("uncut keeps min-p", SamplingTransform, "uncut", _keeps("min_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"min_p": 0.9}, 0.7)),
     Mutant("uncut keeps top-k and top-p", SamplingTransform, "uncut", _keeps("top_k", "top_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"top_p": 0.3}, 0.7)),
     Mutant("rows of a batch are not put back in order", SamplingTransform, "_row_by_row", _in_groups, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),

@@ -12,7 +12,6 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.kv_cache import Feed, RaggedCache
-from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
@@ -22,7 +21,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.verification import RULES, rule_for
+from llama_ssp.speculative.verification import rule_for
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -78,7 +77,7 @@ def speculate(
 ) -> Run:
     """One batch through the engine. `draft` is a model, "ngram", or None."""
     transform = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab)
-    draws = draws or source(RULES[rule], seed)
+    draws = draws or CounterDraws(seed)
     drafter: Drafter = Drafter()
     if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))

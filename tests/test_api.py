@@ -170,19 +170,19 @@ def test_errors_are_raised_as_one_line(call: object, says: str) -> None:
 
 def test_what_a_list_and_a_choice_may_be() -> None:
     """Any iterable of prompts; ids of NumPy and torch; choices by name; a seed of the overrides."""
-    coupled = SpeculationConfig(drafter=cast(Any, "model"), verification=cast(Any, "coupled"))
-    named = SpeculationConfig(verification=Verification.coupled)
+    by_name = SpeculationConfig(drafter=cast(Any, "model"), verification=cast(Any, "token"))
+    named = SpeculationConfig(verification=Verification.token)
     with load_pair("tiny", draft="tiny_draft", overrides=["seed=5"]) as pair:
         texts = [
             [one.token_ids for one in pair.generate(prompts, max_new_tokens=6, speculation=how, seed=seed)]
             for prompts, how, seed in (
                 (["a", [7, 8]], named, 5),
-                ((one for one in ["a", torch.tensor([7, 8])]), coupled, None),
-                (np.array(["a", [7, 8]], dtype=object), coupled, None),
+                ((one for one in ["a", torch.tensor([7, 8])]), by_name, None),
+                (np.array(["a", [7, 8]], dtype=object), by_name, None),
             )
         ]
     assert texts[0] == texts[1] == texts[2]
-    assert coupled.verification == "coupled" and type(coupled.verification) is str
+    assert by_name.verification == "token" and type(by_name.verification) is str
 
 
 def test_only_the_tokenizer_s_tokens_are_scored() -> None:

@@ -20,7 +20,6 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.interface import Model
 from llama_ssp.report.statistics import sum_band, uniform_band
 from llama_ssp.speculative import verification as verify
-from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.decision import StateDraws
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters import local as drafters
@@ -28,13 +27,13 @@ from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import (
     RULES,
     TREE,
     BlockRule,
-    CoupledRule,
     DraftBlock,
     Rule,
     TokenRule,
@@ -196,7 +195,7 @@ def sampler(
     target = target or toy(VOCAB, 0, sharpness=0.8)
     transform, draws = (
         SamplingTransform(sampling or SamplingConfig(), tuple(ends), target.vocab),
-        source(rule, witness.seed if witness else 11),
+        CounterDraws(witness.seed if witness else 11),
     )
     drafter: Drafter = Drafter()
     if draft == "ngram":
@@ -236,17 +235,12 @@ def _twice(block: DraftBlock) -> Any:
     return mutants.verify_ratios(block) * 2
 
 
-def _some_in_any_case(self: CoupledRule, block: DraftBlock, chosen: Any) -> Any:
-    return (block.drafted_BK == chosen[:, : block.k]) | (block.drafted_BK < 3)
-
-
 def _twice_in_trees(self: TreeRule, block: DraftBlock) -> Any:
     return (2 * tree_chances(self, block)).clamp(max=1)
 
 
 tree_chances = TreeRule.tree_chances
 MORE: dict[str, tuple[Any, str, Any]] = {
-    "coupled": (CoupledRule, "agreed", _some_in_any_case),
     "token": (verify, "_ratios", _twice),
     "block": (verify, "_ratios", _twice),
     "tree": (TreeRule, "tree_chances", _twice_in_trees),
@@ -333,18 +327,6 @@ def test_the_laws_are_the_targets_own(rule: str, controls: str) -> None:
     assert found.figures["largest_total_variation"] < 1e-6  # distributions are made in fp32 or wider
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [m for m in mutants.MUTANTS if m.name.startswith("coupled") and m.attribute in ("slot", "decide")],
-    ids=lambda fault: fault.name,
-)  # fmt: skip
-def test_faults_of_coupled_rounds_show(fault: mutants.Mutant) -> None:
-    with patch.object(fault.place, fault.attribute, fault.fault):
-        found = law_check("coupled", replace(PLAN, law_rounds=60))
-    assert found.outcome is Outcome.failed
-    assert found.figures["positions_rule_wrong"] > 3
-
-
 @pytest.mark.parametrize("controls", SAMPLINGS)
 def test_filters_are_those_of_a_plain_implementation(controls: str) -> None:
     found = filter_check(SAMPLINGS[controls])
@@ -383,16 +365,13 @@ def filter_check(sampling: SamplingConfig) -> Check:
     return check_filters(subject.witness.rounds, SamplingTransform(sampling, (), VOCAB))
 
 
-@pytest.mark.parametrize(
-    ("rule", "draft"), [("token", 1), ("block", 1), ("block", 0), ("coupled", 1), ("tree", 1)]
-)
+@pytest.mark.parametrize(("rule", "draft"), [("token", 1), ("block", 1), ("block", 0), ("tree", 1)])
 def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
     """Also with a draft that is the target, where chances are quotients of rounding."""
     decisions = watched(rule, texts=60, draft=toy(VOCAB, draft, sharpness=0.8)).witness.decisions
     found, numbers = check_decisions(decisions), check_numbers(decisions, SURE)
-    expected = Outcome.skipped if rule == "coupled" else Outcome.passed
-    assert (found.outcome, numbers.outcome) == (expected, expected), (found.says, numbers.says)
-    assert expected is Outcome.skipped or found.figures["decisions"] > 300
+    assert found.outcome is numbers.outcome is Outcome.passed, (found.says, numbers.says)
+    assert found.figures["decisions"] > 300
 
 
 decide, chances = BlockRule.decide, BlockRule.accept_chances

@@ -21,9 +21,7 @@ from scipy import stats
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.config.schema import MAX_K
-from llama_ssp.speculative import coupled
 from llama_ssp.speculative import rng as draws
-from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -220,8 +218,14 @@ class Place(NamedTuple):
     lane: int
 
 
+PURPOSES = {
+    "draft": Purpose.DRAFT, "coin": Purpose.ACCEPT, "sibling": Purpose.SIBLING,
+    "coin of a sibling": Purpose.ACCEPT_SIBLING,
+}  # fmt: skip
+
+
 class Use(NamedTuple):
-    """What a number is for; `index` counts drafts, coins, a race's clocks, or the tokens of a noise."""
+    """What a number is for; `index` counts drafts, coins, or a race's clocks."""
 
     kind: str
     seed: int
@@ -256,7 +260,7 @@ def read(source: CounterDraws, ks: Iterator[int] | tuple, vocabs: Any) -> Iterat
     """Every number that rounds of all texts read, as a uniform number, found by what is drawn."""
     keys, bases = (tuple(of) for of in zip(*TEXTS, strict=True))
     for k in ks:
-        for kind, purpose in (("draft", Purpose.DRAFT), ("coin", Purpose.ACCEPT)):
+        for kind, purpose in PURPOSES.items():
             yield from _uses(kind, source.seed, _halved(source, Slot(keys, bases, purpose), k))
     for vocab in vocabs:
         probs_BV = torch.ones(1).expand(len(keys), vocab)
@@ -275,7 +279,7 @@ def _halved(source: CounterDraws, slot: Slot, count: int) -> np.ndarray:
     low_BN = torch.zeros(len(slot.keys), count, dtype=torch.float64)
     for bit in range(1, 54):
         mark_BN = low_BN + 2.0**-bit
-        if slot.purpose is Purpose.ACCEPT:
+        if slot.purpose in (Purpose.ACCEPT, Purpose.ACCEPT_SIBLING):
             passed_BN = source.bernoulli(mark_BN, slot)
         else:
             transform = torch.stack([mark_BN, 1 - mark_BN], -1)
@@ -301,15 +305,6 @@ def _noted(place: Any, race: str) -> Iterator[list[np.ndarray]]:
         yield found
 
 
-def noise_read(source: CoupledDraws, vocab: int) -> Iterator[tuple[Use, float]]:
-    """The noise of every text's position."""
-    keys, bases = (tuple(of) for of in zip(*TEXTS, strict=True))
-    for purpose in Purpose:
-        with _noted(coupled, "winner") as noise:
-            source.categorical(torch.ones(1).expand(len(keys), vocab), Slot(keys, bases, purpose))
-        yield from _uses("noise", source.seed, -np.expm1(-noise[0]))
-
-
 def test_numpy_counts_as_the_proof_takes_for_granted():
     """Number n of a counter is lane n % 4 of the block 1 + n // 4 further on."""
     key, start = np.array([3, 2**64 - 1], dtype=np.uint64), [0, 0, 2, 7]
@@ -320,7 +315,7 @@ def test_numpy_counts_as_the_proof_takes_for_granted():
 
 
 def test_no_number_has_two_uses():
-    """Every draft, coin, clock and noise of every seed, prompt and length stands somewhere of its own.
+    """Every draft, coin and clock of every seed, prompt and length stands somewhere of its own.
 
     Whatever was asked for before, and however much at a time. Enumerated up to the greatest K and more tokens
     than any vocabulary has; for all seeds, prompts and lengths beyond those tried it follows from the layout:
@@ -334,7 +329,6 @@ def test_no_number_has_two_uses():
             orders = [(KS, VOCABS), (KS[::-1], VOCABS[::-1])] if seed == SEEDS[0] else [(KS, VOCABS[:3])]
             for ks, vocabs in orders:
                 found = list(read(CounterDraws(seed), ks, vocabs))
-                found += noise_read(CoupledDraws(seed), 50)
                 uniform = np.array([one for _, one in found])
                 for (use, _), place in zip(found, addresses.of(uniform), strict=True):
                     assert where.setdefault(use, place) == place
@@ -345,9 +339,10 @@ def test_no_number_has_two_uses():
         streams[use.kind].add(place.counter >> 128 & WORD)
         inner[use.kind, use.index].add((place.counter & 2**128 - 1, place.lane))
     assert streams == {
-        "draft": {draws.ROUNDS}, "coin": {draws.ROUNDS}, "clock": {draws.RACES}, "noise": {draws.POSITIONS},
+        "draft": {draws.ROUNDS}, "coin": {draws.ROUNDS}, "clock": {draws.RACES},
+        "sibling": {draws.SIDES}, "coin of a sibling": {draws.SIDES},
     }  # fmt: skip
-    assert len({draws.ROUNDS, draws.RACES, draws.POSITIONS}) == 3
+    assert len({draws.ROUNDS, draws.RACES, draws.SIDES}) == 3
     assert all(len(places) == 1 for places in inner.values())
 
 

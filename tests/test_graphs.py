@@ -27,7 +27,6 @@ from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.speculative.decision import GraphedDraws, draws_for
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
 from tests.families import VOCAB, build, decoder_of
 from tests.plans import machine, request
@@ -116,12 +115,12 @@ def test_rounds_decided_by_graphs_are_those_of_the_definitions(rule: str, rows: 
     graphed, draft = model_of(Replayed), model_of(Replayed, 0.3)
     for seed in (0, 1, 2):
         plain = speculate(graphed, prompts(rows), draft, **how, seed=seed)
-        draws = draws_for(graphed, RULES[rule], seed)
+        draws = draws_for(graphed, seed)
         assert isinstance(draws, GraphedDraws)
         assert speculate(graphed, prompts(rows), draft, **how, draws=draws).texts == plain.texts
     kept = len(graphed._functions)
     assert len({function for function, *_ in graphed._functions}) == 2
-    speculate(graphed, prompts(rows), draft, **how, draws=draws_for(graphed, RULES[rule], 0))
+    speculate(graphed, prompts(rows), draft, **how, draws=draws_for(graphed, 0))
     assert len(graphed._functions) == kept
 
 

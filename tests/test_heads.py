@@ -25,7 +25,6 @@ from llama_ssp.planner.memory import rank_work
 from llama_ssp.planner.resolve import require_head
 from llama_ssp.planner.weights import held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
-from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.head import HeadDrafter
@@ -34,6 +33,7 @@ from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
@@ -120,7 +120,7 @@ def compared(
     module, model = target_of(taps=taps)
     head = loaded(folder, 3, *tables_of(module), fast=fast)
     sampling = SamplingConfig(temperature=HEAT)
-    transform, rule, draws = SamplingTransform(sampling, (), VOCAB), RULES["block"], source(RULES["block"], 3)
+    transform, rule, draws = SamplingTransform(sampling, (), VOCAB), RULES["block"], CounterDraws(3)
     runner = ModelRunner(model, chunk)
     drafter = head_drafter(head, runner, transform, draws)
     if isinstance(drafter, HeadDrafter):
@@ -183,7 +183,7 @@ def engine_with(
 ) -> Engine:
     module, model = target_of(taps=taps)
     transform = SamplingTransform(SamplingConfig(temperature=heat), (), VOCAB)
-    draws, runner = source(RULES[rule], 5), ModelRunner(model, 3)
+    draws, runner = CounterDraws(5), ModelRunner(model, 3)
     drafter = head_drafter(loaded(folder, 3, *tables_of(module)), runner, transform, draws)
     return Engine(runner, drafter, transform, RULES[rule], draws)
 
@@ -365,8 +365,6 @@ def test_the_plan_knows_what_a_head_holds(embeds: bool, tmp_path: Path) -> None:
     assert own is not None
     assert sum(held(own.part, Dtype.fp32).values()) == made.weights_bytes
     runner = ModelRunner(model, 100)
-    drafter = head_drafter(
-        made, runner, SamplingTransform(SamplingConfig(), (), VOCAB), source(RULES["block"], 0)
-    )
+    drafter = head_drafter(made, runner, SamplingTransform(SamplingConfig(), (), VOCAB), CounterDraws(0))
     drafter.start(2, 30)
     assert own.caches_bytes(2) == made.caches.most

@@ -98,7 +98,7 @@ def off(state: State, target: CausalModel, vocab: int, shift: int = 0) -> float:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("rule", ["block", "token", "coupled"])
+@pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("drafting", ["none", "model", "adaptive", "ngram"])
 def test_they_are_a_plain_forward_s(drafting: str, rule: str, models: Any) -> None:
     """At accepted drafts, corrections and bonus tokens, in rows of different lengths, cut by an end."""

@@ -8,21 +8,12 @@ import torch
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.verification import RULES
 from tests.families import build
-from tests.tongues import PAIRS
-from tests.trees import BASE, BRIDGED, HEADS, SCENARIOS, Scenario, walk
+from tests.trees import BRIDGED, HEADS, SCENARIOS, Scenario, walk
 
 # Scenarios that have a single path; the others have many.
 FOLLOWED = dict.fromkeys(["greedy", "Intersection, greedy", "Text, greedy", "head, greedy"], 1)
-COUPLED = (
-    "draft equals target",
-    "every control",
-    "head, two ragged rows with EOS",
-    "n-gram drafts",
-    "the context ends",
-    "two ragged rows with EOS",
-)
 # A rule sees distributions and tokens, however they were drafted: the block rule walks all scenarios, the
-# token rule these; coupled draws are the drafter's, too: all with one vocabulary and no head, and these.
+# token rule these.
 CORNERS = {
     "token": (
         "plain", "full length", "EOS inside the block", "stop sequence across blocks",
@@ -33,20 +24,8 @@ CORNERS = {
         "Text, overlapping", "Text, two ragged rows",
         "head", "head, two ragged rows with EOS", "DFlash head, every control",
     ),
-    "coupled": (
-        *(name for name in BRIDGED if name.partition(", ")[2] in PAIRS and name.startswith("Intersection")),
-        "Intersection, two ragged rows", "Intersection, every control",
-        "Intersection, the draft's context ends",
-        "Text, overlapping", "Text, two ragged rows", "Text, every control",
-        "head", "head, two ragged rows with EOS", "head, every control", "head, its context ends",
-        "DFlash head", "DFlash head, two ragged rows with EOS",
-    ),
 }  # fmt: skip
-WALKED = [
-    (name, rule)
-    for name, rule in SCENARIOS
-    if rule == "block" or (rule == "coupled" and name in BASE) or name in CORNERS[rule]
-]
+WALKED = [(name, rule) for name, rule in SCENARIOS if rule == "block" or name in CORNERS[rule]]
 AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with two vocabularies
 
 
@@ -56,11 +35,7 @@ AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with
     [
         pytest.param(name, rule, marks=[pytest.mark.slow] if late else [])
         for name, rule in WALKED
-        for late in [
-            name not in COUPLED
-            if rule == "coupled"
-            else (name in BRIDGED and not name.endswith(AT_ONCE)) or (name in HEADS and rule == "token")
-        ]
+        for late in [(name in BRIDGED and not name.endswith(AT_ONCE)) or (name in HEADS and rule == "token")]
     ],
 )
 def test_joint_law_of_whole_texts(name, rule):

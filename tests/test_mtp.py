@@ -29,13 +29,13 @@ from llama_ssp.models.loader import load
 from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.placements import model_placements
 from llama_ssp.planner.resolve import PairSpec, require_head
-from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES
 from tests.conftest import needs_transformers
@@ -105,7 +105,7 @@ class Theirs:
 def engine_with(folder: Path, heat: float, rule: str = "block", chunk: int = 3) -> Engine:
     target, head = opened(folder)
     transform = SamplingTransform(SamplingConfig(temperature=heat), (), VOCAB)
-    runner, draws = ModelRunner(target, chunk), source(RULES[rule], 3)
+    runner, draws = ModelRunner(target, chunk), CounterDraws(3)
     return Engine(runner, head_drafter(head, runner, transform, draws), transform, RULES[rule], draws)
 
 

@@ -43,7 +43,7 @@ def checkout(place: Path) -> Path:
     for file, before, after in (
         ("llama_ssp/speculative/verification.py", "\nRULES: dict", RULE),
         ("llama_ssp/speculative/verification.py", "TokenRule(), ", "TokenRule(), HalfRule(), "),
-        ("llama_ssp/config/schema.py", '"token", "coupled"]', '"token", "coupled", "half"]'),
+        ("llama_ssp/config/schema.py", '"block", "token"]', '"block", "token", "half"]'),
     ):
         source = (place / file).read_text(encoding="utf-8")
         assert source.count(before) == 1

@@ -30,7 +30,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, TREE
 from llama_ssp.text.translation import Intersection, Text
-from tests.choices import ReplayDraws, SharedReplay, distance, every_branch
+from tests.choices import distance, every_branch
 from tests.families import tiny
 from tests.heads import loaded, save_dflash, save_head
 from tests.reference import reference_law
@@ -135,16 +135,9 @@ def mtp_of(vocab: int, context: int) -> MtpModel:
 def walk(scenario: Scenario) -> tuple[float, int]:
     """Total variation between the loop's joint distribution and the target's, and the number of branches."""
     target, draft = models(scenario)
-    found, branches = every_branch(
-        lambda draws: play(scenario, target, draft, draws), source=source_of(scenario)
-    )
+    found, branches = every_branch(lambda draws: play(scenario, target, draft, draws))
     module = scenario.plain() if scenario.plain else target.module
     return distance(found, expected(scenario, module)), branches
-
-
-def source_of(scenario: Scenario) -> type[ReplayDraws]:
-    """What is walked: draws of their own, or noise that draft and target share."""
-    return SharedReplay if RULES[scenario.rule].shared_noise else ReplayDraws
 
 
 def play(s: Scenario, target: CausalModel, draft: CausalModel | HeadModel | None, draws: Any) -> Outcome:
@@ -355,9 +348,6 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     for name, scenario in (BASE | BRIDGED | HEADS).items()
     for rule in RULES
 }
-for _name in ("disjoint but for bytes", "draft within target"):  # two thousand branches otherwise
-    _key = f"Intersection, {_name}", "coupled"
-    SCENARIOS[_key] = replace(SCENARIOS[_key], new=2)
 
 
 TREES: dict[str, Scenario] = {

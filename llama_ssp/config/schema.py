@@ -34,7 +34,7 @@ def share(default: float | None, fix: str = "") -> Any:
 Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
 Weights = StrEnum("Weights", ["checkpoint", "synthetic", "mtp"])
 Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
-Verification = StrEnum("Verification", ["block", "token", "coupled"])
+Verification = StrEnum("Verification", ["block", "token"])
 Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
 LogprobsOf = StrEnum("LogprobsOf", ["target", "sampled"])
 OnDraftLoss = StrEnum("OnDraftLoss", ["continue", "stop"])
@@ -387,8 +387,7 @@ class SpeculationConfig:
         siblings: Further tokens drawn at each draft's position, which makes a tree; with adaptive=true the
             largest number.
         drafter: What proposes tokens: the draft model, n-grams of the text so far, or nothing.
-        verification: The exact rule: block accepts at least as many tokens as token, the reference; with
-            coupled a seed gives the same text for any draft and any K, in fp32.
+        verification: The exact rule: block accepts at least as many tokens as token, the reference.
         adaptive: Choose K for each row from measurements.
         k_max: The largest K of adaptive.
         cost_ratio: The time of a draft step over a target step; null measures it, or takes 0.1 where nothing

@@ -244,7 +244,7 @@ def engine_for(
         what, where = "no token is allowed", "sampling.bad_tokens, sampling.min_new_tokens"
         raise UsageError(what, where, f"all {transform.vocab} are forbidden", fix="leave at least one")
     first = next(model for model in (pair.target, pair.draft) if model)
-    draws = draws_for(first, rule_of(run), seed)
+    draws = draws_for(first, seed)
     roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None
     target = ModelRunner(pair.target, chunk) if pair.target else None
     drafter = _drafter(pair, run, transform, draws, target, chunk, bridge)

@@ -20,7 +20,6 @@ from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.array_ops import order
-from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.drafters.local import certain_where, resting
 from llama_ssp.speculative.rng import CounterDraws, Draws, Purpose, heat, inverse_cdf, race
 from llama_ssp.speculative.sampling import has_nan
@@ -37,12 +36,9 @@ from llama_ssp.speculative.verification import (
 Decide = Callable[[Rule, Draws, State, Proposal, Tensor], Tensor]
 
 
-def draws_for(model: Model | HeadModel, rule: Rule, seed: int) -> CounterDraws:
+def draws_for(model: Model | HeadModel, seed: int) -> CounterDraws:
     """Returns the draws of a rank that has this model; where it has graphs, a draw is one."""
-    draws = source(rule, seed)
-    if isinstance(model, GraphedModel) and type(draws) is CounterDraws:
-        return GraphedDraws(draws, model)
-    return draws
+    return GraphedDraws(seed, model) if isinstance(model, GraphedModel) else CounterDraws(seed)
 
 
 def decide_for(rule: Rule, draws: Draws) -> tuple[Decide, Decide]:
@@ -141,18 +137,16 @@ class StateDraws:
         passed_BN = self.draws.bernoulli(spread_BKN, self.state.slot(Purpose.ACCEPT_SIBLING))
         return passed_BN.view(rows, drafts, MAX_SIBLINGS)[..., :each]
 
-    def token(self, probs_BV: Tensor, position: int = 0, unused_B: Tensor | None = None) -> Tensor:
+    def token(self, probs_BV: Tensor) -> Tensor:
         probs_BV = resting(probs_BV, self.state.ended)
-        if unused_B is not None:
-            probs_BV = certain_where(unused_B, probs_BV)
-        return self.draws.categorical(probs_BV, self.state.slot(Purpose.CORRECT, position))
+        return self.draws.categorical(probs_BV, self.state.slot(Purpose.CORRECT))
 
 
 class GraphedDraws(CounterDraws):
     """The draws of `CounterDraws` on a GPU, by graphs that the model keeps."""
 
-    def __init__(self, draws: CounterDraws, model: GraphedModel) -> None:
-        super().__init__(draws.seed, draws.own)
+    def __init__(self, seed: int, model: GraphedModel) -> None:
+        super().__init__(seed)
         self.model = model
 
     def _by_cdf(self, probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
@@ -170,7 +164,7 @@ class TableDraws:
     def coins(self, chance_BK: Tensor) -> Tensor:
         return self.coin_BK < chance_BK
 
-    def token(self, probs_BV: Tensor, position: int = 0, unused_B: Tensor | None = None) -> Tensor:
+    def token(self, probs_BV: Tensor) -> Tensor:
         return race(certain_where(self.ended_B, probs_BV), self.clock_BN)
 
 

@@ -143,7 +143,7 @@ def rising(found: dict[int, float]) -> dict[int, float]:
 def engine_of(target: Model, draft: Model | HeadModel, run: RunConf, siblings: int) -> Engine:
     """As the run's own, without its vocabularies and stop strings."""
     rule = rule_for(run.speculation.verification.value, siblings)
-    transform, draws = SamplingTransform(run.sampling, (), target.vocab), draws_for(target, rule, 0)
+    transform, draws = SamplingTransform(run.sampling, (), target.vocab), draws_for(target, 0)
     runner = ModelRunner(target)
     if isinstance(draft, HeadModel):
         drafter: Drafter = head_drafter(draft, runner, transform, draws)

@@ -9,8 +9,8 @@ depends on measured times: the distribution stays the same, the text does not.
 
 No number has two uses. Each comes from Philox (Salmon et al. 2011) with the key (seed, prompt) and a counter
 of the words (block, 0, stream, base), four numbers a block. The streams are ROUNDS, with a number for each
-offset and purpose; SIDES, the same of siblings; RACES, with a correction's clocks; and POSITIONS, with the
-noise of coupled draws, whose base is the token's position (tests/test_draws.py enumerates them).
+offset and purpose; SIDES, with those of siblings; and RACES, with a correction's clocks (tests/test_draws.py
+enumerates them).
 
 Tests replace this source by one that walks every branch (tests/choices.py).
 """
@@ -41,7 +41,7 @@ class Purpose(IntEnum):
 
 
 PURPOSES = 3
-ROUNDS, RACES, POSITIONS, SIDES = range(4)  # streams: a word of the counter, so that they never meet
+ROUNDS, RACES, SIDES = 0, 1, 3  # streams: a word of the counter, so that they never meet
 PREPARED = 96  # numbers a row that are made at once: enough for 32 drafts
 NOTHING = (None, torch.empty(0, 0))
 
@@ -59,7 +59,6 @@ class Slot:
 class Draws(Protocol):
     """Everything random in a run goes through these two calls."""
 
-    shared_noise: bool  # whether tokens of one position are drawn with the same noise for any purpose
     own: dict[int, int]  # seeds of prompts that have one, by prompt key
 
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
@@ -78,7 +77,6 @@ def prompt_key(prompt_id: str) -> int:
 class CounterDraws:
     """Philox, addressed by counter: (seed, prompt) is its key, the base its counter."""
 
-    shared_noise = False
     seed: int
     own: dict[int, int] = field(default_factory=dict)
     _held: dict[int, tuple[object, Tensor]] = field(default_factory=dict, repr=False)  # tables by stream

@@ -12,13 +12,11 @@ number of drafts that stand for an outcome of the draws, `correction_probs` the 
 token. `Rule.decide` puts them together; its caller makes the draws. K is at least 1. The functions run on
 torch tensors, and on numpy arrays of fractions, in which tests enumerate them.
 
-Four rules, all exact. `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) accepts each token by
+Three rules, all exact. `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) accepts each token by
 its own ratio. `block` (Sun et al. 2403.10444) decides over the whole block and accepts at least as many
 tokens. In both a uniform number must be strictly below the chance: a token that the target cannot produce is
-never accepted. `coupled` (Daliri et al. 2408.07978) draws the target's token with the noise that the draft's
-token was drawn with (coupled.py), and accepts the draft if both are the same: it accepts slightly fewer, but
-the text does not depend on the draft. `tree` is the block rule where each draft may have siblings: further
-tokens drawn at its position (traversal.py).
+never accepted. `tree` is the block rule where each draft may have siblings: further tokens drawn at its
+position (traversal.py).
 
 To add a rule: a subclass of `Rule` in `RULES`, its name in `config.Verification`, a preset in
 conf/speculation.
@@ -44,7 +42,6 @@ from llama_ssp.speculative.array_ops import (
     stack_last,
     where,
 )
-from llama_ssp.speculative.coupled_race import Race
 from llama_ssp.speculative.traversal import Closed, closed
 
 
@@ -93,8 +90,8 @@ class RoundDraws(Protocol):
     def coins(self, chance_BK: Array) -> Array:
         """An independent draw for each draft: True with the given chance."""
 
-    def token(self, probs_BV: Array, position: int = 0, unused_B: Array | None = None) -> Array:
-        """The target's token `position` places after the text, one a row; 0 in unused rows."""
+    def token(self, probs_BV: Array) -> Array:
+        """Returns the token after those that stand, one a row."""
 
 
 class TreeDraws(RoundDraws, Protocol):
@@ -109,7 +106,6 @@ class Rule(ABC):
 
     name: str
     expectation: str  # what `expected` is, in words
-    shared_noise = False  # target and draft draw a position's token with the same noise (coupled.py)
     whole_block = False  # a draft may stand although the draw of an earlier one failed
 
     def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
@@ -259,50 +255,7 @@ class TreeRule(BlockRule):
         return closed(block.carried_BW[:, :-1], target_BKV, block.draft_BKV, child_BKC, here_BK)
 
 
-class CoupledRule(TokenRule):
-    """A draft stands if the target draws the same token at its position, with the same noise.
-
-    Both tokens win a race: token x finishes at e_x / probability(x), with one exponential e_x for both
-    models. Given the noise nothing is random. `accept_chances` and `correction_probs` describe the outcome
-    without the noise: how often both races have the same winner, and the winner of the target's race
-    otherwise. tests/test_coupled.py compares them with the races. `standing` is the token rule's: a little
-    too high.
-    """
-
-    name, expectation = "coupled", "chance that both win the same race"
-    shared_noise = True
-
-    def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
-        positions = range(block.k + 1)
-        chosen_BW = stack_last([draws.token(block.target_BWV[:, i], i, block.count_B < i) for i in positions])
-        accepted_B = self.accepted(self.agreed(block, chosen_BW))
-        return accepted_B, row_by_row(chosen_BW, accepted_B)
-
-    def agreed(self, block: DraftBlock, chosen_BW: Array) -> Array:
-        """Which drafts are the tokens that the target has drawn; none beyond a row's count."""
-        same_BK = block.drafted_BK == chosen_BW[:, : block.k]
-        return same_BK & (block.count_B[:, None] > order(same_BK))
-
-    def accept_chances(self, block: DraftBlock) -> Array:
-        ratio_BK = _ratios(block)
-        scaled_BKV = ratio_BK[:, :, None] * block.draft_BKV
-        target_BKV = block.target_BWV[:, : block.k]
-        whole_BK = where(target_BKV > scaled_BKV, target_BKV, scaled_BKV).sum(-1)
-        return _within_count(block, ratio_BK / whole_BK)
-
-    def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
-        target_BV, draft_BV = _probs_after(block, accepted_B)
-        last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
-        race = Race(target_BV, draft_BV)
-        until_B1 = race.until(pick(block.drafted_BK, last_B[:, None], 1))
-        return _probs_of(target_BV * (until_B1 - race.level_BV).clip(0), target_BV, block, accepted_B)
-
-    def expected(self, block: DraftBlock) -> Array:
-        races = [Race(block.target_BWV[:, i], block.draft_BKV[:, i]) for i in range(block.k)]
-        return stack_last([race.meeting_B for race in races])
-
-
-RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule(), CoupledRule())}
+RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule())}
 TREE = TreeRule()
 
 

@@ -83,7 +83,7 @@ def _of_prompts(random: Random) -> Whole:
         f"task.batch_size={random.choice((1, 3, 8))}",
     )
     more = random.choice(
-        ((), ("sampling=greedy",), ("speculation=coupled",), ('task.stop=["a"," "]',), ("output=json",))
+        ((), ("sampling=greedy",), ("speculation=token",), ('task.stop=["a"," "]',), ("output=json",))
     )
     return Whole((*words, *more), content)
 

@@ -49,7 +49,7 @@ def on_gpu(graphs: bool, noise: float = 0.0) -> DecoderModel:
     return (GraphedModel if graphs else DecoderModel)(decoder, module.config, "model", ALONE)
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("k", [0, 4])
 def test_graphs_write_the_text_of_eager_steps(rule: str, rows: int, k: int) -> None:

@@ -188,8 +188,7 @@ class AheadDrafter(ModelDrafter):
         With the same random numbers both draws agree the more often, the more alike the distributions are.
         The leader does not know the guess: its own draw is committed.
         """
-        before = accepted if self._draws.shared_noise else state
-        return self._drawn(accepted, 0, count, before.slot(Purpose.CORRECT))
+        return self._drawn(accepted, 0, count, state.slot(Purpose.CORRECT))
 
     def _draft_for(self, state: State, later: State, count: tuple[int, ...]) -> Iterator[Drawn]:
         """The drafts for the guessed batch."""

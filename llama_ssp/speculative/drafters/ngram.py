@@ -7,7 +7,7 @@ drafts were drawn from the counts, the shipped target would accept one draft in 
 and one less when greedy (bench/ngram.py): too little for draws over the whole vocabulary.
 
 Only the row's own text is read. Drafts from other answers would depend on which rows ran before them; so
-would a prompt's text, unless it is greedy or coupled, and a restarted job would write other texts.
+would a prompt's text, unless it is greedy, and a restarted job would write other texts.
 """
 
 from __future__ import annotations

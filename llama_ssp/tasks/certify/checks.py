@@ -15,7 +15,7 @@ from llama_ssp.speculative.verification import TreeRule
 from llama_ssp.tasks.certify.near_ties import Finding, check_greedy
 from llama_ssp.tasks.certify.permutation_test import POWER, Samples
 from llama_ssp.tasks.certify.recorder import Round, Witness
-from llama_ssp.tasks.certify.rule_distribution import race_error, rule_error
+from llama_ssp.tasks.certify.rule_distribution import rule_error
 from llama_ssp.tasks.certify.samplers import Sampler
 from llama_ssp.tasks.certify.target_probs import (
     Departure,
@@ -76,8 +76,6 @@ def check_probs(
 
 def _rule_error(witness: Witness, seen: Round, at: int) -> float | None:
     rule = witness.rule
-    if rule.shared_noise:
-        return race_error(rule, witness.seed, seen, at)
     if seen.siblings:
         assert isinstance(rule, TreeRule)
         return tree_error(rule, seen, at)

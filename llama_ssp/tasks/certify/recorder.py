@@ -116,7 +116,7 @@ class Witness:
             if self.counting:
                 self._tally(block, rows, result.accepted)
                 self._tally_siblings(block, rows, result)
-                self._place(block, rows, result.accepted)
+                self._place(block, rows)
         for row in rows[: max(0, self.room - len(self.rounds))]:
             self.rounds.append(_round(state, proposal, result, row, block, logit_BWV))
 
@@ -140,13 +140,12 @@ class Witness:
             if row in counted:
                 self.siblings.see(self.most * i + j, stood[row] == (i, j), chance_BKS[row][i][j])
 
-    def _place(self, block: DraftBlock, rows: list[int], accepted: list[int]) -> None:
+    def _place(self, block: DraftBlock, rows: list[int]) -> None:
         """Where each draft lies in its declared distribution, likeliest tokens first: uniform, if it was
         drawn from it. The same of siblings, which are drawn without the tokens before them.
 
         A distribution that is certain of its token places it anywhere; it only shows whether it was that
-        token. With shared noise a draft behind a rejected one says nothing new: the next round draws there
-        again, with the same noise.
+        token.
         """
         counted = set(rows)
         for probs_BKV, token_BK, real_BK in children(block):
@@ -156,14 +155,13 @@ class Witness:
             found = torch.stack([drawn_BK, likelier_BK, tied_BK], -1).tolist()
             for row, position in real_BK.nonzero().tolist():
                 if row in counted:
-                    own, before, tied = found[row][position]
-                    self._place_one(own, before, tied, accepted[row] >= position)
+                    self._place_one(*found[row][position])
 
-    def _place_one(self, own: float, before: float, tied: float, is_new: bool) -> None:
+    def _place_one(self, own: float, before: float, tied: float) -> None:
         self.drafted += 1
         if own <= 0:
             self.impossible += 1
-        elif own < CERTAIN and (not self.rule.shared_noise or is_new):
+        elif own < CERTAIN:
             self.places.append(min(1.0, before + tied * float(self._uniforms.random())))
 
 

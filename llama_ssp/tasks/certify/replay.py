@@ -56,8 +56,6 @@ class Decisions:
 
     def see(self, state: State, block: DraftBlock, result: RoundResult) -> None:
         """One round over the batch, before it is committed. Ended and damaged rows decide nothing."""
-        if self.rule.shared_noise:
-            return
         source, device = CounterDraws(self.seed), block.drafted_BK.device
         rows = [row for row, ended in enumerate(state.ended) if not (ended or result.damaged[row])]
         coin_BKC = _coins(source, state, block)
@@ -176,8 +174,6 @@ def check_decisions(seen: Decisions) -> Check:
         "accepted_otherwise": seen.lengths_wrong,
         "tokens_otherwise": seen.tokens_wrong,
     }
-    if seen.rule.shared_noise:
-        return Check("decisions", Outcome.skipped, "the law check replays rounds with shared noise", figures)
     if not seen.taken:
         return Check("decisions", Outcome.blind, "no decision could be replayed", figures)
     fault = f"of {seen.taken} decisions {seen.lengths_wrong} keep other drafts than the rule, "
@@ -189,8 +185,6 @@ def check_decisions(seen: Decisions) -> Check:
 def check_numbers(seen: Decisions, level: float) -> Check:
     """Whether coins are uniform, new, and independent of the drafts' draws and of the race."""
     figures: dict[str, object] = {"coins": len(seen.coins), "coins_repeated": 0}
-    if seen.rule.shared_noise:
-        return Check("numbers", Outcome.skipped, "with shared noise no other numbers are drawn", figures)
     if not seen.coins or seen.products is None or seen.counts is None:
         return Check("numbers", Outcome.blind, "no number was drawn", figures)
     repeated = len(seen.coins) - len(set(seen.coins))

@@ -14,8 +14,6 @@ in which draws depend on later positions. Only the rule's three functions are ca
 
 Tokens that the draft hardly ever proposes are not tried one by one. Their part can only lie between nothing
 and their share of the draft's distribution; if some such addition makes the equation true, it counts as true.
-
-With shared noise nothing is random once the noise is known: `race_error` replays the races instead.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llama_ssp.speculative.coupled import source
-from llama_ssp.speculative.rng import Purpose, Slot
 from llama_ssp.speculative.verification import DraftBlock, Rule
 from llama_ssp.tasks.certify.recorder import Round
 
@@ -139,27 +135,3 @@ def likeliest(draft_V: Tensor) -> Tensor:
     down = draft_V.sort(descending=True)
     needed = int((down.values.cumsum(0) < 1 - REST).sum()) + 1
     return down.indices[: min(needed, int((draft_V > 0).sum()), MOST_TRIED)]
-
-
-def race_error(rule: Rule, seed: int, seen: Round, at: int) -> float | None:
-    """1 where the races decide otherwise than recorded at this position of a round with shared noise.
-
-    The committed token must be the winner of the race of the target's recorded distribution, in the noise of
-    that very position, and each draft the winner in its declared distribution. The noise is made anew from
-    seed, prompt and position, so noise of another place shows, and so does a draft that was kept wrongly.
-    None behind the committed tokens.
-    """
-    if at > seen.accepted:
-        return None
-    slot = Slot((seen.key,), (len(seen.text) - seen.count + at,), Purpose.CORRECT)
-    draws = source(rule, seed)
-
-    def winner(probs_V: Tensor) -> int:
-        return int(draws.categorical(probs_V[None], slot)[0])
-
-    decided = seen.drafted[at] if at < seen.accepted else seen.token
-    right = winner(seen.target_WV[at]) == decided
-    if at < seen.count:
-        right = right and winner(seen.draft_KV[at]) == seen.drafted[at]
-        right = right and (at < seen.accepted) == (decided == seen.drafted[at])
-    return float(not right)
