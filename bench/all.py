@@ -59,7 +59,6 @@ FIGURES = [
     Figure("batch_rows", 2, "bench/batch_rows.py"),
     Figure("groups", 3, "bench/groups.py"),
     Figure("overlap", 8, "bench/overlap.py"),
-    Figure("bridges", 1.5, "bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5"),
     Figure("coded", 1.5, "bench/coded.py repeats=30", of_bf16=True),
     Figure("linear", 1, "bench/linear.py", of_bf16=True),
     Figure("attention", 1.5, "bench/attention.py"),

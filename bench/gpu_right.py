@@ -106,7 +106,7 @@ def texts(small: bool) -> Iterator[Bar]:
     lengths = (5, 40) if small else (5, 40, 600)
     for rows in (1, 3):
         yield from safely(f"texts of {rows} rows", _texts_of(rows, lengths))
-    for name in ("demo_head", "demo_bytes", "siblings"):
+    for name in ("demo_head", "siblings"):
         yield from safely(f"texts with {name}", _texts_with(name))
 
 

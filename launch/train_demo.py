@@ -62,10 +62,7 @@ def tokenizer_for(recipe: Recipe, folder: Path, documents: Documents) -> Tokeniz
     stored = folder / "tokenizer.json"
     if stored.exists():
         return Tokenizer.from_file(str(stored))
-    if recipe.vocabulary == "bytes":
-        tokenizer = vocab.bytes_only()
-    else:
-        tokenizer = vocab.train_bpe(documents.train, recipe.bpe_size)
+    tokenizer = vocab.train_bpe(documents.train, recipe.bpe_size)
     vocab.save(tokenizer, folder)
     return tokenizer
 

@@ -13,6 +13,7 @@ import copy
 import io
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -50,6 +52,7 @@ from llama_ssp.tasks.certify.recorder import PositionCounts, Round, Witness
 from llama_ssp.tasks.certify.target_probs import Departure, Noise
 from llama_ssp.tasks.certify.verdict import Outcome
 from tests import mutants
+from tests.renumbered import renumber
 
 
 @dataclass(frozen=True)
@@ -235,12 +238,13 @@ class TransformersSampler:
 
     name: str = "transformers"
     _models: dict[str, Any] = field(default_factory=dict)
+    _place: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
 
     def __post_init__(self) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        for role, name in (("target", "demo"), ("assistant", "demo_bytes")):
-            folder = SHIPPED_FOLDER / name
+        other = renumber(SHIPPED_FOLDER / "demo_draft", Path(self._place.name) / "other", tokens=600)
+        for role, folder in (("target", SHIPPED_FOLDER / "demo"), ("assistant", other)):
             self._models[role] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             self._models[role + "_tokens"] = AutoTokenizer.from_pretrained(folder)
         self._models["assistant_tokens"].add_tokens(["<the draft's alone>"])

@@ -340,7 +340,7 @@ def _adapts_to_the_future(self: Any, state: State, *asked: Any) -> Proposal:
 
 
 def _declares(change: Callable[[Any, Any], Any]) -> Any:
-    """A bridged draft whose declared distribution is changed by `change(distribution, drafter)` after it was drawn from."""
+    """A draft of another tokenizer whose declared distribution is changed by `change(distribution, drafter)` after it was drawn from."""
 
     def fault(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
         proposal = shared_propose(self, state, count)
@@ -369,14 +369,6 @@ def _rest_kept(probs: Any, drafter: Any) -> Any:
 def _counted_twice(probs: Any, drafter: Any) -> Any:
     """A token that two of the draft's stand for has their sum once for each."""
     return probs * torch.bincount(drafter._to_S, minlength=probs.shape[-1])
-
-
-def _text_by_its_own_law(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
-    """The draft's text, each token declared as likely as any other."""
-    proposal = text_propose(self, state, count)
-    if proposal.draft_BKV is None:
-        return proposal
-    return replace(proposal, draft_BKV=torch.full_like(proposal.draft_BKV, 1 / proposal.draft_BKV.shape[-1]))
 
 
 def _any_clock(self: CounterDraws, slot: Slot, count: int, device: Any) -> Any:
@@ -588,7 +580,7 @@ laws_uncut, memos_merged = SamplingTransform.uncut, ahead.merged
 engine_judge, state_token = engine.Engine.judge, decision.StateDraws.token
 verify_ratios, verify_remaining = verify._ratios, verify._residual_probs
 model_propose, ngram_propose = drafters.ModelDrafter.propose, NgramDrafter.propose
-shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.TextDrafter.propose
+shared_propose = bridged.IntersectionDrafter.propose
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
 engine_draft, laws_law = engine.Engine.draft, SamplingTransform._probs
@@ -638,7 +630,6 @@ MUTANTS = [
     Mutant("head: law of the reduced vocabulary not renormalised", heads, "probs_of_some", _mass_missing, by_test("test_heads", HEAD_TEST, "reduced vocabulary")),
     Mutant("head: declares the law before the controls", HeadDrafter, "_drawn", _before_controls, by_tree("head, every control")),
     Mutant("draft tokens that are one counted twice", bridged.IntersectionDrafter, "propose", _declares(_counted_twice), by_tree("Intersection, two draft tokens for one")),
-    Mutant("text of the draft declared uniform", bridged.TextDrafter, "propose", _text_by_its_own_law, by_tree("Text, overlapping")),
     Mutant("stale keys of rejected tokens", RaggedCache, "update", _keeps_stale, by_tree("plain", "token")),
     Mutant("mask sees one slot ahead", Feed, "visible", _sees_ahead, by_tree("plain")),
     Mutant("positions one too late", Feed, "positions", _late_positions, by_tree("plain")),

@@ -92,7 +92,7 @@ def test_a_draft_that_was_not_loaded_is_not_drafted_with() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"bridge": "text"}, "a bridge is built when a pair is loaded"),
+        ({"bridge": "off"}, "a bridge is built when a pair is loaded"),
         ({"overlap": "ahead"}, "ranks of its own"),
     ],
 )
@@ -156,7 +156,7 @@ def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
         (lambda: load_pair("tiny").score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
         (
             lambda: load_pair("tiny").generate(["x"], speculation=SpeculationConfig(bridge=cast(Any, "on"))),
-            "speculation.bridge .* found 'on', allowed auto, intersection, text, off",
+            "speculation.bridge .* found 'on', allowed auto, intersection, off",
         ),
         (lambda: plan("65B", cluster="p9"), "p9"),
     ],

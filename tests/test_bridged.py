@@ -4,7 +4,6 @@ alone."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.draft_length import FixedDraftLength
-from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
+from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -20,23 +19,19 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.text.translation import NONE, Intersection, Text
+from llama_ssp.text.translation import NONE
 from tests.choices import ReplayDraws
 from tests.rig import drive_refilled
 from tests.tongues import PAIRS, bridge
 from tests.toy import toy
 
-KINDS = (Intersection, Text)
 PROMPTS = [Prompt(str(n), ids) for n, ids in enumerate([(0, 1, 1, 0), (1,), (0, 0, 1), (1, 0, 1, 1, 0)])]
 
 
-def made(name: str, kind: Any, draft: Any, draws: Any, controls: SamplingConfig | None = None) -> Any:
-    how = bridge(name, kind)
+def made(name: str, draft: Any, draws: Any, controls: SamplingConfig | None = None) -> Any:
     target = PAIRS[name][0]
     transform = SamplingTransform(controls or SamplingConfig(), tuple(target.ends), target.size)
-    if isinstance(how, Intersection):
-        return IntersectionDrafter(ModelRunner(draft, 512), transform, draws, how), transform
-    return TextDrafter(ModelRunner(draft, 512), how, target.size, torch.float64), transform
+    return IntersectionDrafter(ModelRunner(draft, 512), transform, draws, bridge(name)), transform
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -46,8 +41,8 @@ def test_the_shared_law_is_the_draft_s_own(name: str, temperature: float) -> Non
     namesakes."""
     target, draft = PAIRS[name]
     model = toy(draft.size, 1)
-    drafter, _ = made(name, Intersection, model, ReplayDraws([]), SamplingConfig(temperature=temperature))
-    how = bridge(name, Intersection)
+    drafter, _ = made(name, model, ReplayDraws([]), SamplingConfig(temperature=temperature))
+    how = bridge(name)
     state = State([PROMPTS[0]], 16, torch.device("cpu"))
     drafter.start(1, 16)
     drafter.prefill(state)
@@ -64,13 +59,12 @@ def test_the_shared_law_is_the_draft_s_own(name: str, temperature: float) -> Non
     assert declared.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["overlapping", "target within draft", "disjoint but for bytes"])
-def test_what_it_kept_is_what_it_would_compute_anew(name: str, kind: Any) -> None:
+def test_what_it_kept_is_what_it_would_compute_anew(name: str) -> None:
     """Round by round, rows of different lengths: with the cache that was kept, and with none."""
     target, draft = PAIRS[name]
     model, small = toy(target.size, 0), toy(draft.size, 1)
-    drafter, transform = made(name, kind, small, CounterDraws(3))
+    drafter, transform = made(name, small, CounterDraws(3))
     engine = Engine(ModelRunner(model, 512), drafter, transform, RULES["block"], CounterDraws(3))
     state = engine.prefill(PROMPTS[:3], 12)
     compared = 0
@@ -78,7 +72,7 @@ def test_what_it_kept_is_what_it_would_compute_anew(name: str, kind: Any) -> Non
 
     def both(state: State, count: tuple[int, ...]) -> Any:
         nonlocal compared
-        fresh, _ = made(name, kind, small, CounterDraws(3))
+        fresh, _ = made(name, small, CounterDraws(3))
         fresh.start(state.rows, state.capacity)
         anew, kept = fresh.propose(state, count), proposed(state, count)
         assert anew.count == kept.count
@@ -96,13 +90,12 @@ def test_what_it_kept_is_what_it_would_compute_anew(name: str, kind: Any) -> Non
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_refilled(kind: Any, adaptive: bool) -> None:
+def test_rows_are_refilled(adaptive: bool) -> None:
     """What a prompt gets is what it gets alone, in whichever row, beside whom, whatever was there before."""
     target, draft = PAIRS["target within draft"]
 
     def texts(prompts: list[Prompt], rows: int, longest: int) -> dict[str, list[int]]:
-        drafter, transform = made("target within draft", kind, toy(draft.size, 1), CounterDraws(5))
+        drafter, transform = made("target within draft", toy(draft.size, 1), CounterDraws(5))
         engine = Engine(
             ModelRunner(toy(target.size, 0), 2), drafter, transform, RULES["block"], CounterDraws(5)
         )
@@ -113,10 +106,9 @@ def test_rows_are_refilled(kind: Any, adaptive: bool) -> None:
     assert len({tuple(ids) for ids in together.values()}) > 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_too_long_for_the_draft_are_continued_without_it(kind: Any) -> None:
+def test_prompts_too_long_for_the_draft_are_continued_without_it() -> None:
     target, draft = PAIRS["overlapping"]
-    drafter, transform = made("overlapping", kind, toy(draft.size, 1, context=2), CounterDraws(5))
+    drafter, transform = made("overlapping", toy(draft.size, 1, context=2), CounterDraws(5))
     engine = Engine(
         ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
     )
@@ -129,12 +121,11 @@ def test_prompts_too_long_for_the_draft_are_continued_without_it(kind: Any) -> N
     assert [len(state.generated(row)) for row in (0, 1)] == [6, 6]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_draft_model_is_not_changed(kind: Any) -> None:
+def test_the_draft_model_is_not_changed() -> None:
     target, draft = PAIRS["overlapping"]
     small = toy(draft.size, 1)
     before = {key: tensor.clone() for key, tensor in small.module.state_dict().items()}
-    drafter, transform = made("overlapping", kind, small, CounterDraws(5))
+    drafter, transform = made("overlapping", small, CounterDraws(5))
     engine = Engine(
         ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
     )
@@ -144,13 +135,12 @@ def test_the_draft_model_is_not_changed(kind: Any) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_that_are_no_numbers_are_noticed(kind: Any) -> None:
+def test_logits_that_are_no_numbers_are_noticed() -> None:
     target, draft = PAIRS["overlapping"]
     small = toy(draft.size, 1)
     with torch.no_grad():
         small.module.head.weight[0] = torch.nan
-    drafter, transform = made("overlapping", kind, small, CounterDraws(5))
+    drafter, transform = made("overlapping", small, CounterDraws(5))
     engine = Engine(
         ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
     )
@@ -159,42 +149,23 @@ def test_logits_that_are_no_numbers_are_noticed(kind: Any) -> None:
     assert state.finished == ["error"]
 
 
-def test_the_text_draft_stops_where_its_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An end of the draft's text is proposed as the target's, and nothing behind it."""
-    target, draft = PAIRS["ends of texts"]
-    small = toy(draft.size, 1)
-    monkeypatch.setattr(small, "logits", partial(_always, draft.ids["<stop>"], small))
-    drafter, _ = made("ends of texts", Text, small, CounterDraws(0))
-    state = State(PROMPTS[1:2], 8, torch.device("cpu"))
-    drafter.start(1, 8)
-    proposal = drafter.propose(state, (3,))
-    assert (proposal.count, proposal.drafted_BK.tolist()) == ((1,), [[target.ids["</s>"]]])
-
-
-def _always(token: int, model: Any, token_BW: Any, feed: Any, cache: Any, last_only: bool) -> Any:
-    logits = torch.zeros(*token_BW.shape, model.vocab, dtype=torch.float64)
-    logits[..., token] = 1
-    return logits
-
-
 def test_padding_of_the_draft_is_never_its_text() -> None:
     """Rows beyond the draft's tokens win every argmax, and are no tokens."""
     _, draft = PAIRS["overlapping"]
     small = toy(draft.size + 2, 1)
     with torch.no_grad():
         small.module.head.weight[draft.size :] *= 100
-    for kind in KINDS:
-        drafter, _ = made("overlapping", kind, small, CounterDraws(0))
-        state = State(PROMPTS[:1], 12, torch.device("cpu"))
-        drafter.start(1, 12)
-        proposal = drafter.propose(state, (3,))
-        assert proposal.count == (3,) and not bool(proposal.draft_BKV.isnan().any())
+    drafter, _ = made("overlapping", small, CounterDraws(0))
+    state = State(PROMPTS[:1], 12, torch.device("cpu"))
+    drafter.start(1, 12)
+    proposal = drafter.propose(state, (3,))
+    assert proposal.count == (3,) and not bool(proposal.draft_BKV.isnan().any())
 
 
 def test_shared_tokens_beyond_the_law_are_left_out() -> None:
     """A tokenizer may have more tokens than the target's model has rows."""
     name = "target within draft"
-    drafter, transform = made(name, Intersection, toy(PAIRS[name][1].size, 1), CounterDraws(0))
+    drafter, transform = made(name, toy(PAIRS[name][1].size, 1), CounterDraws(0))
     narrow = replace(drafter._bridge)
     small = SamplingTransform(SamplingConfig(), (), 1)
     cut = IntersectionDrafter(ModelRunner(toy(4, 1), 512), small, CounterDraws(0), narrow)

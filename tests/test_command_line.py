@@ -67,7 +67,7 @@ def run_of(*arguments: str) -> RunConf:
         ("prompt=hi prompt=ho", "task.prompts=[hi,ho]"),
         ("model=a/b draft=c/d.e", "model=local model.name=a/b model.repo=a/b draft=local draft.name=c/d.e "
          "draft.repo=c/d.e"),
-        ("model=demo draft=demo_bytes", "model=demo draft=demo_bytes"),
+        ("model=demo draft=demo_head", "model=demo draft=demo_head"),
     ],
 )  # fmt: skip
 def test_a_short_form_means_the_long_one(short: str, long: str) -> None:

@@ -52,7 +52,7 @@ PUBLISHED = {
     "smollm2-135m-instruct": 134_515_008,
     "smollm2-1.7b-instruct": 1_711_376_384,
 }
-UNCOUNTED = {"local", "tiny", "tiny_draft", "demo", "demo_draft", "demo_bytes"}  # the last: test_shipped.py
+UNCOUNTED = {"local", "tiny", "tiny_draft", "demo", "demo_draft"}  # the last: test_shipped.py
 
 OF_THE_TARGET = ("int4", "int8")
 

@@ -27,7 +27,6 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.logprobs import TokenLogprob, completions
-from llama_ssp.text.translation import Intersection, Text
 from tests.conftest import Command
 from tests.families import VOCAB, build
 from tests.rig import perturbed
@@ -181,12 +180,11 @@ def test_in_single_precision() -> None:
     assert off(state, target, target.vocab) < NEAR < off(state, target, target.vocab, shift=-1)
 
 
-@pytest.mark.parametrize("kind", [Intersection, Text])
-def test_of_a_draft_of_another_vocabulary(kind: Any) -> None:
+def test_of_a_draft_of_another_vocabulary() -> None:
     name = "overlapping"
     target, draft = PAIRS[name]
     model = toy(target.size, 0)
-    drafter, transform = made(name, kind, toy(draft.size, 1), CounterDraws(3))
+    drafter, transform = made(name, toy(draft.size, 1), CounterDraws(3))
     engine = Engine(ModelRunner(model), drafter, transform, RULES["block"], CounterDraws(3))
     state, origins = written(engine, BRIDGED, FixedDraftLength(3, len(BRIDGED)), Limits(12))
     assert origins["drafted"] > 0

@@ -11,7 +11,7 @@ from tests.families import build
 from tests.trees import BRIDGED, HEADS, SCENARIOS, Scenario, walk
 
 # Scenarios that have a single path; the others have many.
-FOLLOWED = dict.fromkeys(["greedy", "Intersection, greedy", "Text, greedy", "head, greedy"], 1)
+FOLLOWED = dict.fromkeys(["greedy", "Intersection, greedy", "head, greedy"], 1)
 # A rule sees distributions and tokens, however they were drafted: the block rule walks all scenarios, the
 # token rule these.
 CORNERS = {
@@ -21,7 +21,6 @@ CORNERS = {
         "draft equals target", "every control", "penalties, long block", "minimum length", "greedy",
         "the context ends", "narrower draft vocabulary", "all that the draft has is forbidden",
         "Intersection, overlapping", "Intersection, every control",
-        "Text, overlapping", "Text, two ragged rows",
         "head", "head, two ragged rows with EOS", "DFlash head, every control",
     ),
 }  # fmt: skip

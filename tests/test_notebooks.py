@@ -27,7 +27,4 @@ def test_a_notebook_runs(name: str, capsys: pytest.CaptureFixture[str]):
     imported = [line for source in cells(name) for line in source.splitlines() if "llama_ssp" in line]
     assert imported and all(line.startswith("from llama_ssp import") for line in imported)
     said = capsys.readouterr().out
-    if name == "agreement":
-        assert known["passes"][0] > known["passes"][4] > 0 and "passes of the target" in said
-    else:
-        assert known["speculative"].accepted > 0 and "accepted at [" in said
+    assert known["passes"][0] > known["passes"][4] > 0 and "passes of the target" in said

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from tests.renumbered import renumber
 from tests.test_process import ROOT, RUN, WATCHED, environment, errors
 
 PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d", "engine=compiled")
@@ -93,7 +95,6 @@ def test_one_placement(command):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["draft=demo_bytes", "placement=own"], "another tokenizer is on the leader, whole"),
         (["draft=demo_head", "placement=layers"], "a head drafts only for a target that is split by tensors"),
         (["draft=demo_head", "placement=own"], "it is on the leader"),
         (["draft=demo_draft", "speculation.overlap=ahead", "placement=leader"], "ranks of its own only"),
@@ -104,8 +105,11 @@ def test_a_placement_that_every_run_refuses(command, words, said):
     assert answer.code == 2 and said in answer.errors[0]
 
 
-def test_a_draft_of_another_tokenizer_is_planned_on_the_leader(command):
-    plan = document(command(*TWO_GPUS, "draft=demo_bytes"))
+def test_a_draft_of_another_tokenizer_is_planned_on_the_leader(command, tmp_path):
+    other = f"draft={renumber(SHIPPED_FOLDER / 'demo_draft', tmp_path / 'other', tokens=600)}"
+    refused = command(*TWO_GPUS, other, "placement=own")
+    assert refused.code == 2 and "another tokenizer is on the leader, whole" in refused.errors[0]
+    plan = document(command(*TWO_GPUS, other))
     assert plan["vocabulary"]["bridge"] and {one["ranks"] for one in plan["placements"]} == {1, 2}
     assert {one["overrides"] for one in plan["placements"]} == {"placement=leader"}
 

@@ -15,7 +15,7 @@ from llama_ssp.models.heads.settings import MAPS
 from llama_ssp.planner.weights import parameters
 from tests.conftest import Command
 
-NAMES = ("demo", "demo_draft", "demo_bytes")
+NAMES = ("demo", "demo_draft")
 PAIR = ("model=demo", "draft=demo_draft", "out=null", "output=json", "seed=1")
 
 

@@ -51,9 +51,8 @@ def bpe(documents: data.Documents) -> Tokenizer:
     return vocab.train_bpe(documents.train, 512)
 
 
-@pytest.mark.parametrize("kind", ["bpe", "bytes"])
-def test_tokenizers_round_trip(kind: str, bpe: Tokenizer, tmp_path: Path) -> None:
-    vocab.save(bpe if kind == "bpe" else vocab.bytes_only(), tmp_path)
+def test_tokenizers_round_trip(bpe: Tokenizer, tmp_path: Path) -> None:
+    vocab.save(bpe, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
         ids = tokenizer(text).input_ids
@@ -63,12 +62,6 @@ def test_tokenizers_round_trip(kind: str, bpe: Tokenizer, tmp_path: Path) -> Non
 
 def test_every_digit_is_a_token(bpe: Tokenizer) -> None:
     assert bpe.encode("a * 12 = 345").tokens[-4:] == ["Ġ", "3", "4", "5"]
-
-
-def test_bytes_vocabulary_is_bytes() -> None:
-    tokenizer = vocab.bytes_only()
-    assert tokenizer.get_vocab_size() == 258
-    assert len(tokenizer.encode("é漢").ids) == 1 + 5
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from llama_ssp.config import Bridging
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.text.compatibility import Diagnosis, VocabularyMatch, diagnose
-from llama_ssp.text.pairing import Pairing, chosen, pair
+from llama_ssp.text.pairing import LEAST_SHARED, pair
 from llama_ssp.text.tokenizer import HubTokens
-from llama_ssp.text.translation import NONE, Bridge, Intersection, Text, match
+from llama_ssp.text.translation import NONE, Intersection, match
 from llama_ssp.text.vocabulary import (
     Notation,
     Vocabulary,
@@ -29,9 +29,8 @@ from llama_ssp.text.vocabulary import (
     surface,
 )
 from tests import checkpoints
+from tests.renumbered import renumber
 from tests.tongues import PAIRS, tongue
-
-exhaustive = settings(derandomize=True, deadline=None, database=None)
 
 
 @cache
@@ -47,8 +46,12 @@ def words() -> Vocabulary:
 
 
 @pytest.fixture(scope="module")
-def bytes_() -> Vocabulary:
-    return shipped("demo_bytes")
+def fewer(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    """600 of the 4,096 tokens, under other ids."""
+    folder = tmp_path_factory.mktemp("fewer") / "x"
+    found = read_vocabulary(renumber(SHIPPED_FOLDER / "demo_draft", folder, tokens=600))
+    assert found is not None
+    return found
 
 
 def marked(folder: Path, begin: str = "") -> Vocabulary:
@@ -84,13 +87,12 @@ def test_surfaces_of_each_notation(tmp_path: Path, words: Vocabulary) -> None:
     assert notation_guessed(["a"]) is Notation.plain
 
 
-@exhaustive
+@settings(derandomize=True, deadline=None, database=None)
 @given(st.text("aé日🙂 \n\u0301z~<s>", max_size=20))
 def test_surfaces_of_a_text_add_up_to_it(text: str) -> None:
-    for name in ("demo", "demo_bytes"):
-        known = shipped(name)
-        assert known.text_of(known.encode(text)) == text.encode()
-        assert known.text_of(known.cut(text.encode())) == text.encode()
+    known = shipped("demo")
+    assert known.text_of(known.encode(text)) == text.encode()
+    assert known.text_of(known.cut(text.encode())) == text.encode()
 
 
 def test_bytes_that_are_no_text_are_encoded_however_many(words: Vocabulary) -> None:
@@ -99,14 +101,13 @@ def test_bytes_that_are_no_text_are_encoded_however_many(words: Vocabulary) -> N
 
 
 def test_no_space_is_put_into_a_text_nor_taken_from_it(tmp_path: Path, words: Vocabulary) -> None:
-    """SentencePiece puts one before every text, and so before each part that is encoded alone."""
+    """SentencePiece puts one before every text, and before each part that is encoded alone."""
     sp = marked(tmp_path, "\u2581")
     assert sp.begins_with_space and not words.begins_with_space
     assert sp.text_of(sp.encoded(b"ab")) == b" ab", "where a text begins, as the model knows it"
-    for text in (b"ab", b" ab", b" ", b"  ", b"\nab", b"b\xffab", b"\xff ab", b"ab\xe2", b""):
-        assert sp.text_of(sp.encoded(text, inside=True)) == text
-    assert sp.encoded(b"ab a", inside=True) == [4, 5, 3], "by the tokenizer itself"
-    made = Text(words, sp, match(words, sp), 1.0)
+    for text in (b"b\xffab", b"ab\xe2", b"a\xff ab"):
+        assert sp.text_of(sp.encoded(text)) == b" " + text, "behind half a character there is none"
+    made = Intersection(words, sp, match(words, sp), 1.0)
     for text in ("ab", " ab", "b\na"):
         assert sp.text_of(made.later_ids(words.encode(text))) == text.encode()
 
@@ -166,7 +167,7 @@ def test_padding_is_no_difference(tmp_path: Path, widths: tuple[int, int], verdi
     checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer())
     known = read_vocabulary(tmp_path)
     assert known is not None
-    found = pair(known, known, widths, Pairing())
+    found = pair(known, known, widths, Bridging.auto)
     assert (found.verdict, found.bridge) == (verdict, None)
 
 
@@ -178,37 +179,33 @@ def test_added_tokens_on_top_are_padding_to_the_other(tmp_path: Path) -> None:
     base, chat = read_vocabulary(tmp_path / "base"), read_vocabulary(tmp_path / "chat")
     assert base is not None and chat is not None
     for target, draft in ((base, chat), (chat, base)):
-        found = pair(target, draft, (target.size, draft.size), Pairing())
+        found = pair(target, draft, (target.size, draft.size), Bridging.auto)
         assert (found.verdict, found.bridge) == (VocabularyMatch.padded, None)
         assert "<pad>" in found.in_words()
 
 
-def test_other_tokens_are_bridged_and_said(words: Vocabulary, bytes_: Vocabulary) -> None:
-    found = pair(words, bytes_, (4096, 258), Pairing())
+def test_a_pair_of_other_tokens_drafts_those_of_both_and_says_so(
+    words: Vocabulary, fewer: Vocabulary
+) -> None:
+    found = pair(words, fewer, (4096, 600), Bridging.auto)
     assert found.verdict is VocabularyMatch.different
-    assert found.match.shared == 258
-    assert 0 < found.ceiling < 1 < found.expansion
-    assert "258 of the target's 4096 tokens" in found.in_words() and "bridge: text" in found.in_words()
-    assert found.record()["bridge"] == "text" and found.record()["verdict"] == "different"
-
-
-def test_auto_takes_the_bridge_with_more_to_expect(words: Vocabulary, bytes_: Vocabulary) -> None:
-    poor = diagnose(words, bytes_, (4096, 258))
-    assert chosen(poor, Pairing()) is Bridging.text
-    assert chosen(replace(poor, ceiling=0.95), Pairing()) is Bridging.intersection
-    assert chosen(replace(poor, ceiling=0.5, expansion=8.0), Pairing(cost_ratio=0.2)) is Bridging.intersection
-    within = diagnose(bytes_, words, (258, 4096))
-    assert within.ceiling == 1 and chosen(within, Pairing()) is Bridging.intersection
-
-
-def test_what_was_asked_for_is_taken(words: Vocabulary, bytes_: Vocabulary) -> None:
-    kinds: dict[Bridging, type[Intersection] | type[Text]] = {
-        Bridging.intersection: Intersection, Bridging.text: Text,
-    }  # fmt: skip
-    for how, kind in kinds.items():
-        assert isinstance(pair(words, bytes_, (4096, 258), Pairing(how)).bridge, kind)
+    assert found.match.shared == 600 and isinstance(found.bridge, Intersection)
+    assert 0.5 < found.ceiling < 1 < found.expansion
+    assert "600 of the target's 4096 tokens" in found.in_words() and "tokens of both" in found.in_words()
+    assert found.record()["bridge"] == "intersection" and found.record()["verdict"] == "different"
     with pytest.raises(ModelError, match=r"different tokenizers;.*speculation\.bridge"):
-        pair(words, bytes_, (4096, 258), Pairing(Bridging.off))
+        pair(words, fewer, (4096, 600), Bridging.off)
+
+
+def test_a_pair_that_shares_half_a_text_or_more_is_paired() -> None:
+    """Letters are half of this vocabulary's tokens; what a text has of them decides."""
+    assert 0 < LEAST_SHARED < 1
+    target, draft = tongue("a", "b", "c"), tongue("a", "x")
+    share = diagnose(target, draft, (3, 2)).ceiling
+    assert share < LEAST_SHARED
+    with pytest.raises(ModelError, match=rf"share too little;.*has {share:.0%} of a sample"):
+        pair(target, draft, (3, 2), Bridging.auto)
+    assert isinstance(pair(target, draft, (3, 2), Bridging.intersection).bridge, Intersection)
 
 
 def permuted() -> tuple[Vocabulary, Vocabulary]:
@@ -217,15 +214,15 @@ def permuted() -> tuple[Vocabulary, Vocabulary]:
 
 def test_as_many_tokens_that_are_others_are_refused_with_examples() -> None:
     with pytest.raises(ModelError, match=r"of the same size; .*'a': 0 and 1, 'b': 1 and 0") as refused:
-        pair(*permuted(), (4, 4), Pairing())
+        pair(*permuted(), (4, 4), Bridging.auto)
     assert refused.value.code == 4 and "\n" not in str(refused.value)
-    assert isinstance(pair(*permuted(), (4, 4), Pairing(Bridging.intersection)).bridge, Intersection)
+    assert isinstance(pair(*permuted(), (4, 4), Bridging.intersection).bridge, Intersection)
 
 
 def test_as_many_logits_with_other_tokens_are_refused_with_examples() -> None:
     target, draft = tongue("a", "b", "c"), tongue("x", "y", "z", "a")
     with pytest.raises(ModelError, match="of the same size; found 3 and 4 tokens, 6 differ") as refused:
-        pair(target, draft, (64, 64), Pairing())
+        pair(target, draft, (64, 64), Bridging.auto)
     assert "'a': 0 and 3" in str(refused.value)
 
 
@@ -235,7 +232,7 @@ def test_habits_are_noted() -> None:
     assert [note.split()[0] for note in notes] == ["other", "texts", "other"]
 
 
-def bridge_of(found: Diagnosis) -> Bridge:
+def bridge_of(found: Diagnosis) -> Intersection:
     assert found.bridge is not None
     return found.bridge
 
@@ -243,67 +240,33 @@ def bridge_of(found: Diagnosis) -> Bridge:
 TEXTS = ["def hello(name):\n    return name", "naïve café", "  7 * 8 = 56", "日本 🙂"]
 
 
-@pytest.mark.parametrize("how", [Bridging.intersection, Bridging.text])
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_draft_reads_the_same_text(
-    how: Bridging, text: str, words: Vocabulary, bytes_: Vocabulary
-) -> None:
-    for target, draft in ((words, bytes_), (bytes_, words)):
-        made = bridge_of(pair(target, draft, (target.size, draft.size), Pairing(how)))
+def test_the_draft_reads_the_same_text(text: str, words: Vocabulary, fewer: Vocabulary) -> None:
+    for target, draft in ((words, fewer), (fewer, words)):
+        made = bridge_of(pair(target, draft, (target.size, draft.size), Bridging.auto))
         ids = target.encode(text)
         assert made.prompt_ids([*target.start, *ids]) == [*draft.start, *draft.encode(text)]
         assert draft.text_of(made.later_ids(ids)) == text.encode()
 
 
-@pytest.mark.parametrize("how", [Bridging.intersection, Bridging.text])
-def test_long_texts_are_translated_in_parts(how: Bridging, words: Vocabulary, bytes_: Vocabulary) -> None:
+def test_long_texts_are_translated_in_parts(words: Vocabulary, fewer: Vocabulary) -> None:
     """Where a part ends hangs on the text alone, and the parts add up to it."""
     text = "def mean(values):\n    return sum(values) / len(values)\n\n" * 8
     ids = words.encode(text)
-    made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(how)))
+    made = bridge_of(pair(words, fewer, (4096, 600), Bridging.auto))
     ends, parts = [0], list[int]()
     while (at := made.split_after(ids, ends[-1])) is not None:
         assert made.split_after(ids[: at + 1], ends[-1]) == at, "what comes later changes nothing"
         parts += made.later_ids(ids[ends[-1] : at])
         ends.append(at)
     assert len(ends) > 3
-    assert parts + made.later_ids(ids[ends[-1] :]) == bytes_.encode(text)
-
-
-def test_special_tokens_are_read_by_their_counterparts(words: Vocabulary, bytes_: Vocabulary) -> None:
-    made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
-    assert made.prompt_ids([0, 1, *words.encode("a"), 0]) == [0, 1, *bytes_.encode("a"), 0]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_what_the_draft_writes_is_cut_as_the_target_would(
-    text: str, words: Vocabulary, bytes_: Vocabulary
-) -> None:
-    """At every place between two of the target's tokens."""
-    made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
-    assert isinstance(made, Text)
-    ids = words.encode(text)
-    for at in range(len(ids)):
-        drafted = bytes_.cut(words.text_of(ids[at:]))
-        assert made.target_ids(ids[:at], drafted) == ids[at:]
-    assert made.target_ids(ids, [1]) == [1], "an end of the draft's text is one of the target's"
-
-
-@exhaustive
-@given(st.text("aé日🙂 \n(z", max_size=8), st.text("aé日🙂 \n(z", max_size=8), st.integers(0, 4))
-def test_what_is_proposed_is_what_the_draft_wrote(before: str, text: str, half: int) -> None:
-    """Also where it stops within a character, or goes on with a token that began before."""
-    words, bytes_ = shipped("demo"), shipped("demo_bytes")
-    made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
-    assert isinstance(made, Text)
-    written = text.encode()[half:]
-    proposed = made.target_ids(words.encode(before), bytes_.cut(written))
-    assert words.text_of(proposed) == written
+    assert parts + made.later_ids(ids[ends[-1] :]) == made.later_ids(ids)
+    assert fewer.text_of(parts + made.later_ids(ids[ends[-1] :])).decode() == text
 
 
 def test_the_file_and_the_library_say_the_same() -> None:
     """task=plan reads tokenizer.json itself; a run asks transformers."""
-    for name in ("demo", "demo_bytes"):
+    for name in ("demo", "demo_draft"):
         folder = SHIPPED_FOLDER / name
         light, loaded = shipped(name), HubTokens(folder, end_ids_of(folder)).vocabulary()
         words = diagnose(light, loaded, (light.size, loaded.size)).in_words()

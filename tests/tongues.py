@@ -1,9 +1,9 @@
-"""Tiny vocabularies, written down token by token, and bridges between them."""
+"""Tiny vocabularies, written down token by token, and translations between them."""
 
 from __future__ import annotations
 
 from llama_ssp.text.compatibility import diagnose
-from llama_ssp.text.translation import Bridge, Intersection, Text
+from llama_ssp.text.translation import Intersection
 from llama_ssp.text.vocabulary import Notation, Vocabulary
 
 
@@ -50,7 +50,7 @@ PAIRS: dict[str, tuple[Vocabulary, Vocabulary]] = {
 }  # fmt: skip
 
 
-def bridge(name: str, kind: type[Intersection] | type[Text]) -> Bridge:
+def bridge(name: str) -> Intersection:
     target, draft = PAIRS[name]
     found = diagnose(target, draft, (target.size, draft.size))
-    return kind(target, draft, found.match, found.expansion)
+    return Intersection(target, draft, found.match, found.expansion)

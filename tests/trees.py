@@ -20,7 +20,7 @@ from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.heads.mtp import MtpModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.block_head import head_drafter
-from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
+from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine
@@ -29,7 +29,6 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, TREE
-from llama_ssp.text.translation import Intersection, Text
 from tests.choices import distance, every_branch
 from tests.families import tiny
 from tests.heads import loaded, save_dflash, save_head
@@ -61,7 +60,7 @@ class Scenario:
     chunk: int = 512
     build: Callable[..., CausalModel] = toy
     plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
-    bridge: tuple[str, type[Intersection] | type[Text]] | None = None  # between two of tests.tongues
+    bridge: str | None = None  # between two of tests.tongues
     head: tuple[int, ...] | None = None  # a trained head drafts, which has these of the target's tokens
     width: int = 0  # of its block, if it gives all drafts in one pass
     mtp: bool = False  # it is a layer for multi-token prediction, which has all tokens
@@ -148,7 +147,7 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | HeadModel | None
     if isinstance(draft, HeadModel):
         drafter = head_drafter(draft, runner, transform, draws)
     elif draft is not None and s.bridge is not None:
-        drafter = bridged(s.bridge, ModelRunner(draft, s.chunk), transform, draws)
+        drafter = IntersectionDrafter(ModelRunner(draft, s.chunk), transform, draws, bridge(s.bridge))
     elif draft is not None:
         drafter = ModelDrafter(ModelRunner(draft, s.chunk), transform, draws)
     elif s.draft == "ngram":
@@ -166,19 +165,6 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | HeadModel | None
     for _ in generate(engine, state, limits, lookahead):
         pass
     return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
-
-
-def bridged(
-    how: tuple[str, type[Intersection] | type[Text]],
-    draft: ModelRunner,
-    transform: SamplingTransform,
-    draws: Any,
-) -> Any:
-    """The drafter of a pair of vocabularies."""
-    made = bridge(*how)
-    if isinstance(made, Text):
-        return TextDrafter(draft, made, transform.vocab, torch.float64)
-    return IntersectionDrafter(draft, transform, draws, made)
 
 
 def expected(s: Scenario, module: Any) -> dict[Outcome, float]:
@@ -270,38 +256,27 @@ BASE: dict[str, Scenario] = {
 }  # fmt: skip
 
 
-def _between(name: str, kind: type[Intersection] | type[Text], **changes: Any) -> Scenario:
+def _between(name: str, **changes: Any) -> Scenario:
     target, draft = PAIRS[name]
     own = Scenario(vocab=target.size, draft_vocab=draft.size, ends=target.ends, k=2, new=3)
-    return replace(own, bridge=(name, kind), **changes)
+    return replace(own, bridge=name, **changes)
 
 
-BRIDGED: dict[str, Scenario] = {}
-for _kind in (Intersection, Text):
-    for _name in PAIRS:
-        BRIDGED[f"{_kind.__name__}, {_name}"] = _between(_name, _kind)
-    BRIDGED[f"{_kind.__name__}, greedy"] = _between(
-        "overlapping", _kind, sampling=SamplingConfig(temperature=0.0)
-    )
-    BRIDGED[f"{_kind.__name__}, two ragged rows"] = _between(
-        "target within draft", _kind, prompts=((1,), (0, 1, 1)), k=1
-    )
-    BRIDGED[f"{_kind.__name__}, adaptive K"] = _between(
-        "target within draft", _kind, adaptive=True, k=3, new=4
-    )
-    BRIDGED[f"{_kind.__name__}, every control"] = _between(
-        "draft within target", _kind, sampling=_CONTROLS, ends=frozenset({2})
-    )
-    BRIDGED[f"{_kind.__name__}, all that is shared is forbidden"] = _between(
-        "draft within target", _kind, sampling=SamplingConfig(bad_tokens=[0, 1])
-    )
-    BRIDGED[f"{_kind.__name__}, the draft's context ends"] = _between("overlapping", _kind, draft_context=4)
-    BRIDGED[f"{_kind.__name__}, chunks of one"] = _between(
-        "target within draft", _kind, prompts=((0, 1, 1, 0),), chunk=1, k=3, new=4
-    )
-    BRIDGED[f"{_kind.__name__}, stop across blocks"] = _between(
-        "target within draft", _kind, stop=(0, 1), new=4, k=3
-    )
+BRIDGED: dict[str, Scenario] = {
+    **{f"Intersection, {name}": _between(name) for name in PAIRS},
+    "Intersection, greedy": _between("overlapping", sampling=SamplingConfig(temperature=0.0)),
+    "Intersection, two ragged rows": _between("target within draft", prompts=((1,), (0, 1, 1)), k=1),
+    "Intersection, adaptive K": _between("target within draft", adaptive=True, k=3, new=4),
+    "Intersection, every control": _between("draft within target", sampling=_CONTROLS, ends=frozenset({2})),
+    "Intersection, all that is shared is forbidden": _between(
+        "draft within target", sampling=SamplingConfig(bad_tokens=[0, 1])
+    ),
+    "Intersection, the draft's context ends": _between("overlapping", draft_context=4),
+    "Intersection, chunks of one": _between(
+        "target within draft", prompts=((0, 1, 1, 0),), chunk=1, k=3, new=4
+    ),
+    "Intersection, stop across blocks": _between("target within draft", stop=(0, 1), new=4, k=3),
+}
 
 # One token is not among the head's.
 _HEADED = Scenario(head=(0, 2))

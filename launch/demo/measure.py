@@ -123,10 +123,10 @@ def overlap_on_samples(
 
 
 def measure(folder: Path, texts: list[str], seed: int, count: int, tokens: int) -> dict:
-    """All measures of the pair and the third model that are there."""
+    """All measures of the models that are there."""
     found: dict = {"seed": seed, "multiplications": count, "temperature": TEMPERATURE}
     loaded = {}
-    for name in ("demo", "demo_draft", "demo_bytes"):
+    for name in ("demo", "demo_draft"):
         if not (folder / name / "model.safetensors").exists():
             continue
         model, tokenizer = loaded[name] = load(folder / name)

@@ -31,7 +31,6 @@ class Recipe(Training):
     width: int
     hidden: int
     heads: int
-    vocabulary: str  # "bpe" or "bytes"
     teacher: str | None = None
     # The share of multiplications in a batch, from a step on: products are learnt after the look
     # of code, so they get more room in the middle, and the end goes to both.
@@ -51,7 +50,6 @@ RECIPES = {
             hidden=576,
             heads=4,
             minutes=67,
-            vocabulary="bpe",
             math_shares=((0, 0.5), (700, 0.6875), (900, 0.8125), (1550, 0.5), (1760, 0.1875)),
         ),
         Recipe(
@@ -61,23 +59,11 @@ RECIPES = {
             hidden=344,
             heads=2,
             minutes=13.5,
-            vocabulary="bpe",
             teacher="demo",
             math_shares=((0, 0.2),),
             batch_tokens=2048,
             row=512,
             other_rate=5e-3,
-        ),
-        Recipe(
-            name="demo_bytes",
-            layers=4,
-            width=128,
-            hidden=344,
-            heads=2,
-            minutes=3.5,
-            vocabulary="bytes",
-            math_shares=((0, 0.3),),
-            row=1024,
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""The two vocabularies: byte-level BPE for target and draft, plain bytes for a third model."""
+"""The vocabulary of target and draft: byte-level BPE."""
 
 import json
 from collections.abc import Iterable
@@ -28,16 +28,6 @@ def train_bpe(texts: Iterable[str], size: int = BPE_SIZE) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return finish(tokenizer)
-
-
-def bytes_only() -> Tokenizer:
-    """One token per byte and nothing to learn: a vocabulary that shares nothing with the BPE."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: i for i, symbol in enumerate([BOS, EOS, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.add_special_tokens([BOS, EOS])
     return finish(tokenizer)
 
 

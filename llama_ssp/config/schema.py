@@ -38,7 +38,7 @@ Verification = StrEnum("Verification", ["block", "token"])
 Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
 LogprobsOf = StrEnum("LogprobsOf", ["target", "sampled"])
 OnDraftLoss = StrEnum("OnDraftLoss", ["continue", "stop"])
-Bridging = StrEnum("Bridging", ["auto", "intersection", "text", "off"])
+Bridging = StrEnum("Bridging", ["auto", "intersection", "off"])
 Splitting = StrEnum("Splitting", ["tensor", "layers", "deepspeed"])
 DraftSeat = StrEnum("DraftSeat", ["auto", "leader", "replicated", "sharded", "own"])
 Steps = StrEnum("Steps", ["auto", "eager", "compiled"])
@@ -395,8 +395,8 @@ class SpeculationConfig:
             another tokenizer.
         ngram_min: Tokens of the shortest n-gram that is looked up.
         ngram_max: Tokens of the longest n-gram that is looked up.
-        bridge: How a draft of another tokenizer is paired: by common tokens (intersection), by text, or off,
-            which refuses it.
+        bridge: Whether a draft of another tokenizer drafts by the tokens that both have: auto does if these
+            are half of a sample text or more, intersection always, off never.
         overlap: What a draft on ranks of its own does while the target verifies: draft ahead, or off.
     """
 

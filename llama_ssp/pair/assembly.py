@@ -47,7 +47,7 @@ from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.block_head import head_drafter
-from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
+from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
@@ -57,9 +57,8 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import Rule, rule_for
-from llama_ssp.text.pairing import require_chains
 from llama_ssp.text.tokenizer import Tokens
-from llama_ssp.text.translation import Bridge, Intersection
+from llama_ssp.text.translation import Intersection
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +260,7 @@ def engine_for(
 
 def _drafter(
     pair: RankModels, run: RunConf, transform: SamplingTransform, draws: Draws, target: ModelRunner | None,
-    chunk: int, bridge: Bridge | None,
+    chunk: int, bridge: Intersection | None,
 ) -> Drafter | None:  # fmt: skip
     """This rank's part in drafting; None where it has none."""
     roles, wide = pair.roles, partial(torch.promote_types, torch.float32)
@@ -282,11 +281,8 @@ def _drafter(
         return AheadDraftShard(runner, roles.draft, spec.overlap) if apart else DraftShard(runner)
     if isinstance(roles.draft_channel, DraftServer) and roles.draft is not None:
         return AheadDrafter(runner, transform, draws, roles.draft, roles.draft_channel, spec.overlap)
-    if isinstance(bridge, Intersection):
-        return IntersectionDrafter(runner, transform, draws, bridge)
     if bridge is not None:
-        require_chains(True, spec.siblings)
-        return TextDrafter(runner, bridge, transform.vocab, wide(pair.draft_dtype))
+        return IntersectionDrafter(runner, transform, draws, bridge)
     return ModelDrafter(runner, transform, draws)
 
 

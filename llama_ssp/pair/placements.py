@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.config import Bridging, Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
 from llama_ssp.errors import UsageError
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.kernels.build import compiler
@@ -22,7 +22,6 @@ from llama_ssp.planner.resolve import PairSpec, require_whole
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit, warn_of_codes
 from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.planner.workload import GIB, Role
-from llama_ssp.text.pairing import Pairing
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class ModelPlacement:
     copies: bool
     max_memory: dict[str, str]
     offload: str | None
-    pairing: Pairing
+    bridge: Bridging
     compiled: bool = False
 
     @property
@@ -85,7 +84,7 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     compiled = compiles(run, role, model, device, dtype, splitting, degree)
     return ModelPlacement(
         role, model, path, device, dtype, splitting, ranks, copies, memory,
-        conf.offload_folder, Pairing.of(run), compiled,
+        conf.offload_folder, run.speculation.bridge, compiled,
     )  # fmt: skip
 
 
@@ -110,7 +109,7 @@ def tokens_of(found: list[ModelPlacement]) -> Tokens:
     target, *drafts = [read_tokens(placed.path, placed.model.vocab) for placed in found]
     for tokens, placed in zip(drafts, found[1:], strict=True):
         widths = found[0].model.vocab, placed.model.vocab
-        target.paired = match = paired(target, tokens, widths, placed.pairing)
+        target.paired = match = paired(target, tokens, widths, placed.bridge)
         if match is None:
             continue
         is_odd = match.notes or match.bridge

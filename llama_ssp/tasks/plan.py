@@ -27,7 +27,7 @@ from llama_ssp.report.console import Console, rich_console
 from llama_ssp.report.plots import plot, plot_place
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.text.compatibility import diagnose
-from llama_ssp.text.pairing import Pairing, pair
+from llama_ssp.text.pairing import pair
 from llama_ssp.text.vocabulary import read_vocabularies
 
 NOT_AT_HAND = "vocabularies: not at hand"
@@ -116,7 +116,7 @@ def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
         return None, NOT_AT_HAND
     widths = run.model.vocab, run.draft.vocab
     try:
-        found = pair(target, draft, widths, Pairing.of(run))
+        found = pair(target, draft, widths, run.speculation.bridge)
     except (ModelError, UsageError) as refusal:
         found = diagnose(target, draft, widths)
         return {**found.record(), "refused": str(refusal)}, f"{found.in_words()}; a run is refused: {refusal}"

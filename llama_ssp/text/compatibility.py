@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from llama_ssp.text.prompts import SENTENCES, SHORT
-from llama_ssp.text.translation import Bridge, Match, match
+from llama_ssp.text.translation import Intersection, Match, match
 from llama_ssp.text.vocabulary import Vocabulary
 
 PROBES = [
@@ -28,7 +28,7 @@ class VocabularyMatch(Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """How two vocabularies compare, and the bridge between them. `widths` are the logits of each model.
+    """How two vocabularies compare, and the translation between them. `widths` are the logits of each model.
 
     `ceiling` is the share of a sample's target tokens that the draft has, too: an upper bound for acceptance
     one for one. `expansion` is the draft tokens for a target token there.
@@ -45,7 +45,7 @@ class Diagnosis:
     beyond: tuple[str, ...] = ()  # tokens that only the wider model has logits for
     ceiling: float = 1.0
     expansion: float = 1.0
-    bridge: Bridge | None = None  # how the pair is used, where ids have to be translated
+    bridge: Intersection | None = None  # where ids have to be translated
 
     @property
     def bridged(self) -> bool:
@@ -65,8 +65,8 @@ class Diagnosis:
                 f"among the draft's {self.tokens[1]}; of a sample text {self.ceiling:.0%}, with "
                 f"{self.expansion:.1f} draft tokens for one of the target's"
             )
-        bridge = [f"bridge: {type(self.bridge).__name__.lower()}"] if self.bridge else []
-        return "; ".join([f"vocabularies: {words}", *self.notes, *bridge])
+        drafts = ["drafts are tokens of both"] if self.bridge else []
+        return "; ".join([f"vocabularies: {words}", *self.notes, *drafts])
 
     def record(self) -> dict[str, Any]:
         """The same for the summary."""
@@ -83,7 +83,7 @@ class Diagnosis:
             "differing_tokens": self.differing,
             "examples": list(self.examples),
             "notes": list(self.notes),
-            "bridge": type(self.bridge).__name__.lower() if self.bridge else None,
+            "bridge": "intersection" if self.bridge else None,
         }
 
 

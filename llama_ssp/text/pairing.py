@@ -1,68 +1,27 @@
-"""How a pair of vocabularies is used: directly, through a bridge, or refused with examples. No torch."""
+"""Decides how a pair of vocabularies is used: directly, by the tokens of both, or not at all. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from llama_ssp.config import USUAL_COST_RATIO, Bridging, RunConf
-from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.config import Bridging
+from llama_ssp.errors import ModelError
 from llama_ssp.text.compatibility import Diagnosis, VocabularyMatch, diagnose
-from llama_ssp.text.translation import Intersection, Text
+from llama_ssp.text.translation import Intersection
 from llama_ssp.text.vocabulary import Vocabulary
 
-# The usual acceptance of a draft with the target's vocabulary, and what a draft that is proposed as a
-# certainty keeps of it while the target samples (0.75 for 0.89 at temperature 1, measured).
-USUAL_ACCEPTANCE, CERTAINTY_LOSS, LONGEST = 0.8, 0.84, 16
+# The least share of a sample text's tokens that the draft must have: a token that it lacks ends a round's
+# drafts, so at one half a round keeps one draft on average, however good the draft is.
+LEAST_SHARED = 0.5
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """The requested bridge, and what the choice of one depends on."""
-
-    how: Bridging = Bridging.auto
-    greedy: bool = False
-    cost_ratio: float = USUAL_COST_RATIO
-    siblings: int = 0
-
-    @staticmethod
-    def of(run: RunConf) -> Pairing:
-        spec = run.speculation
-        ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
-        return Pairing(spec.bridge, run.sampling.temperature == 0, ratio, spec.siblings)
-
-
-def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], pairing: Pairing) -> Diagnosis:
-    """How the two are used; `widths` are the logits of each. Raises where they cannot be."""
+def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], how: Bridging) -> Diagnosis:
+    """Returns how the two are used; `widths` are the logits of each. Raises ModelError if they cannot be."""
     found = diagnose(target, draft, widths)
-    _require_usable(found, pairing.how)
+    _require_usable(found, how)
     if not found.bridged:
         return found
-    how = chosen(found, pairing) if pairing.how is Bridging.auto else pairing.how
-    bridge = Intersection if how is Bridging.intersection else Text
-    require_chains(bridge is Text, pairing.siblings)
-    return replace(found, bridge=bridge(target, draft, found.match, found.expansion))
-
-
-def require_chains(by_text: bool, siblings: int) -> None:
-    """Refuses siblings of drafts that are certainties: no other token is left to draw."""
-    if by_text and siblings:
-        what, key = "a draft that is paired by its text has no siblings", "speculation.siblings"
-        raise UsageError(what, key, siblings, "0", "use speculation.bridge=intersection, or no siblings")
-
-
-def chosen(found: Diagnosis, pairing: Pairing) -> Bridging:
-    """The bridge with the higher expected speed, by what it can propose and what that costs."""
-    by_token = USUAL_ACCEPTANCE * found.ceiling
-    by_text = USUAL_ACCEPTANCE * (1.0 if pairing.greedy else CERTAINTY_LOSS)
-    cost = max(pairing.cost_ratio, 1e-3)
-    gain = _best(by_token, cost, 0)
-    text_gain = _best(by_text, cost * found.expansion, 1)  # one more is drafted than is proposed
-    return Bridging.intersection if gain >= text_gain else Bridging.text
-
-
-def _best(rate: float, cost: float, ahead: int) -> float:
-    """The most expected tokens for the time of a target step, over all K."""
-    return max(sum(rate**i for i in range(k + 1)) / (1 + (k + ahead) * cost) for k in range(1, LONGEST + 1))
+    return replace(found, bridge=Intersection(target, draft, found.match, found.expansion))
 
 
 def _require_usable(found: Diagnosis, how: Bridging) -> None:
@@ -72,8 +31,14 @@ def _require_usable(found: Diagnosis, how: Bridging) -> None:
         what = f"target and draft have different tokenizers{' of the same size' * misleading}"
         counts = f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ"
         differ = f"{counts} ({', '.join(found.examples)})"
-        fix = f"{family}, or pair what tokens stand for: speculation.bridge=intersection (or text)"
+        fix = f"{family}, or pair what tokens stand for: speculation.bridge=intersection"
         raise ModelError(what, "", differ, "the same tokens with the same ids", fix)
+    if found.bridged and how is Bridging.auto and found.ceiling < LEAST_SHARED:
+        what = "the vocabularies of target and draft share too little"
+        share = f"the draft has {found.ceiling:.0%} of a sample text's tokens"
+        fix = f"{family}, draft with n-grams (speculation=ngram draft=none), "
+        fix += "or draft by the shared tokens all the same: speculation.bridge=intersection"
+        raise ModelError(what, "", share, f"{LEAST_SHARED:.0%} or more", fix)
     if found.cut is not None:
         what = "target and draft have the same tokens but cut text differently"
         raise ModelError(what, "", repr(found.cut), "the same merges and special tokens", family)

@@ -15,12 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.folder import is_gguf
 from llama_ssp.text.compatibility import Diagnosis
 from llama_ssp.text.detokenizer import Stop
 from llama_ssp.text.gguf_tokenizer import read_content, require_same_tokens
-from llama_ssp.text.pairing import Pairing, pair
+from llama_ssp.text.pairing import pair
 from llama_ssp.text.vocabulary import (
     Vocabulary,
     end_ids_of,
@@ -320,10 +321,10 @@ def read_tokens(path: Path | None, vocab: int) -> Tokens:
     return ByteTokens(vocab) if path is None else HubTokens(path, end_ids_of(path))
 
 
-def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], pairing: Pairing) -> Diagnosis | None:
+def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], how: Bridging) -> Diagnosis | None:
     """How the two are used together; None for bytes. `widths` are the logits of each. Raises ModelError."""
     if isinstance(target, HubTokens) and isinstance(draft, HubTokens):
-        return pair(target.vocabulary(), draft.vocabulary(), widths, pairing)
+        return pair(target.vocabulary(), draft.vocabulary(), widths, how)
     if type(target) is not type(draft):
         fix = "give both by path, or both weights=synthetic"
         raise ModelError("one model has a tokenizer and the other has none", fix=fix)

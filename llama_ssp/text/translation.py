@@ -1,13 +1,8 @@
-"""Which tokens stand for the same text, and two ways to draft in another vocabulary. No torch.
+"""Matches the tokens of two vocabularies, and translates the target's text for the draft model. No torch.
 
-Neither changes the distribution of the output.
-
-Intersection: the draft's distribution restricted to the tokens that both have. Text: the draft's text is
-tokenized again by the target, and each token is proposed as a certainty (a one-hot distribution), so that it
-is accepted exactly as often as the target would have sampled it.
-
-Both give the target's text to the draft model in its own tokens: the prompt as the draft's tokenizer reads
-it, the text after it as the bridge says.
+A draft model of another tokenizer proposes from its distribution restricted to the tokens that both have:
+the intersection. It reads the target's text in its own tokens: the prompt as its tokenizer cuts it, the text
+after it token for token.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ from llama_ssp.text.vocabulary import Vocabulary
 
 NONE = -1  # no counterpart
 STRIDE = 48  # the least number of target tokens that are translated together, in a long text
-TAIL = 8  # target tokens before a draft that are tokenized with it: tokens depend on the text before them
 
 
 @dataclass(frozen=True)
@@ -74,8 +68,8 @@ def _counterpart(i: int, target: Vocabulary, draft: Vocabulary) -> int:
 
 
 @dataclass(frozen=True)
-class _ToDraft:
-    """Target ids to draft ids; `expansion` is the usual number of draft tokens for a target token."""
+class Intersection:
+    """Translates target ids to draft ids; `expansion` is the usual number of draft ids for a target id."""
 
     target: Vocabulary
     draft: Vocabulary
@@ -90,68 +84,27 @@ class _ToDraft:
             parts[0] = parts[0].removeprefix(b" ")  # the target's tokenizer put it there
         return [*self.draft.start, *(i for part in parts for i in self._part(part))]
 
-    def _part(self, part: bytes | int, inside: bool = False) -> list[int]:
-        """A text as the draft's tokenizer reads it, a special token by its counterpart or its name."""
-        if isinstance(part, bytes):
-            return self.draft.encoded(part, inside)
-        own = self._counterpart(part)
-        return [own] if own != NONE else self.draft.encoded(self.target.names.get(part, "").encode())
-
-    def _counterpart(self, token: int) -> int:
-        return self.match.draft_of[token] if token < len(self.match.draft_of) else NONE
-
-
-@dataclass(frozen=True)
-class Intersection(_ToDraft):
-    """Token for token. The draft reads the pieces of a token that only the target has."""
-
     def later_ids(self, written: Sequence[int]) -> list[int]:
-        """The draft ids of the text after the prompt."""
+        """Returns the draft ids of the text after the prompt; a token that the draft lacks is cut."""
         return [i for token in written for i in self._token(token)]
 
     def split_after(self, written: Sequence[int], start: int) -> int | None:
-        """The next index after `start` where `written` may be split: the ids of both parts add up."""
+        """Returns the next index after `start` where `written` may be split: the ids of both parts add up."""
         return start + STRIDE if start + STRIDE < len(written) else None
+
+    def _part(self, part: bytes | int) -> list[int]:
+        """Returns the ids of a text by the draft's tokenizer, or of a special token's counterpart or name."""
+        if isinstance(part, bytes):
+            return self.draft.encoded(part)
+        own = self._counterpart(part)
+        return [own] if own != NONE else self.draft.encoded(self.target.names.get(part, "").encode())
 
     def _token(self, token: int) -> list[int]:
         own = self._counterpart(token)
         return [own] if own != NONE else self.draft.cut(self.target.text_of([token]))
 
-
-@dataclass(frozen=True)
-class Text(_ToDraft):
-    """Through the text itself."""
-
-    def later_ids(self, written: Sequence[int]) -> list[int]:
-        """The draft ids of the text after the prompt."""
-        return [i for part in _parts(written, self.target) for i in self._part(part, inside=True)]
-
-    def split_after(self, written: Sequence[int], start: int) -> int | None:
-        """The next index after `start` where `written` may be split: before a space, where words begin."""
-        later = range(start + STRIDE, len(written))
-        return next((at for at in later if self.target.text_of([written[at]])[:1].isspace()), None)
-
-    def target_ids(self, before: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The target ids of drafted ids, as the target tokenizes them after `before`.
-
-        An end of text becomes one of the target's, and nothing follows it.
-        """
-        ids = self._cut(before, self.draft.text_of(i for i in drafted if i not in self.draft.special))
-        ended = bool(drafted) and drafted[-1] in self.draft.special
-        end = self.match.target_of[drafted[-1]] if ended else NONE
-        return [*ids, end] if end != NONE else ids
-
-    def _cut(self, before: Sequence[int], text: bytes) -> list[int]:
-        if not text:
-            return []
-        special = self.target.special
-        tail = list(before[-TAIL:])
-        tail = tail[1 + max((n for n, i in enumerate(tail) if i in special), default=-1) :]
-        whole = self.target.encoded(self.target.text_of(tail) + text, inside=True)
-        rest = whole[len(tail) :]
-        if whole[: len(tail)] == tail and self.target.text_of(rest) == text:
-            return rest
-        return self.target.cut(text)
+    def _counterpart(self, token: int) -> int:
+        return self.match.draft_of[token] if token < len(self.match.draft_of) else NONE
 
 
 def _parts(ids: Sequence[int], vocabulary: Vocabulary) -> list[bytes | int]:
@@ -161,6 +114,3 @@ def _parts(ids: Sequence[int], vocabulary: Vocabulary) -> list[bytes | int]:
         same = list(run)
         parts += same if special else [vocabulary.text_of(same)]
     return parts
-
-
-Bridge = Intersection | Text

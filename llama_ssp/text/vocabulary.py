@@ -145,9 +145,10 @@ class Vocabulary:
             at += size
         return ids
 
-    def encoded(self, text: bytes, inside: bool = False) -> list[int]:
-        """Tokens for bytes, by the tokenizer itself where they are UTF-8. `inside`: other text is before."""
+    def encoded(self, text: bytes) -> list[int]:
+        """Returns the tokens of a text's bytes, by the tokenizer itself where they are UTF-8."""
         ids: list[int] = []
+        inside = False
         while True:
             try:
                 return [*ids, *self._encoded(text.decode("utf-8"), inside)]

@@ -56,8 +56,7 @@ def tokenizers() -> dict[str, Tokens]:
         checkpoints.write_tokenizer(Path(folder), own, chat_template=CHATML)
         chats = read_tokens(Path(folder), 400)
     return {
-        "demo": read_tokens(SHIPPED / "demo", 0), "demo_bytes": read_tokens(SHIPPED / "demo_bytes", 0),
-        "bytes": read_tokens(None, 256), "chats": chats,
+        "demo": read_tokens(SHIPPED / "demo", 0), "bytes": read_tokens(None, 256), "chats": chats,
     }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ PAIRS = {
     "demo": (),
     "no draft": ("draft=none",),
     "n-gram": ("draft=none", "speculation=ngram"),
-    "other vocabulary": ("draft=demo_bytes",),
 }
 PLACEMENTS = {
     1: ("auto",),

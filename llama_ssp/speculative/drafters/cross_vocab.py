@@ -1,7 +1,7 @@
 """A draft model of another tokenizer. It reads the target's text in its own tokens, and is not changed.
 
 It proposes the target's tokens with the distribution each was drawn from, so verification is as with any
-other draft. text/translation.py says how texts are translated.
+other draft. text/translation.py translates texts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.local import (
     DraftModel,
     Drawn,
-    certain,
-    damaged,
     nothing,
     probs_of_some,
     proposal_of,
@@ -28,7 +25,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.text.translation import NONE, Intersection, Text
+from llama_ssp.text.translation import NONE, Intersection
 
 # Slots for a text that takes more of the draft's tokens than a sample did; one that takes still more gets no
 # drafts. Both depend on its own length, not on its neighbours'.
@@ -44,12 +41,23 @@ class _Settled:
     read: int = 0
 
 
-class _BridgedDrafter(DraftModel):
-    """The batch's texts in the draft's tokens (`_own`), and the draft's KV cache of them."""
+class IntersectionDrafter(DraftModel):
+    """Samples from the draft's distribution over the tokens that both models have.
 
-    def __init__(self, runner: ModelRunner, bridge: Intersection | Text) -> None:
+    `_own` holds the batch's texts in the draft's tokens; the draft's KV cache is of them.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, bridge: Intersection
+    ) -> None:
         super().__init__(runner)
-        self._bridge = bridge
+        self._bridge, self._transform, self._draws, vocab = bridge, transform, draws, transform.vocab
+        shared = [(i, t) for i, t in enumerate(bridge.match.target_of) if t != NONE and t < vocab]
+        shared = [(i, t) for i, t in shared if i < runner.model.vocab]
+        self._from_S = torch.tensor([i for i, _ in shared], dtype=torch.int64)
+        self._to_S = torch.tensor([t for _, t in shared], dtype=torch.int64)
+        own = [*bridge.match.draft_of, *[NONE] * vocab]
+        self._own_V = torch.tensor([max(i, 0) for i in own[:vocab]])
 
     def start(self, rows: int, capacity: int) -> None:
         self._slots = self._slots_of(capacity)
@@ -125,22 +133,6 @@ class _BridgedDrafter(DraftModel):
         own.texts[row] = fits[:same]
         own.append(row, fits[same:])
 
-
-class IntersectionDrafter(_BridgedDrafter):
-    """Samples from the draft's distribution over the tokens that both models have."""
-
-    def __init__(
-        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, bridge: Intersection
-    ) -> None:
-        super().__init__(runner, bridge)
-        self._transform, self._draws, vocab = transform, draws, transform.vocab
-        shared = [(i, t) for i, t in enumerate(bridge.match.target_of) if t != NONE and t < vocab]
-        shared = [(i, t) for i, t in shared if i < runner.model.vocab]
-        self._from_S = torch.tensor([i for i, _ in shared], dtype=torch.int64)
-        self._to_S = torch.tensor([t for _, t in shared], dtype=torch.int64)
-        own = [*bridge.match.draft_of, *[NONE] * vocab]
-        self._own_V = torch.tensor([max(i, 0) for i in own[:vocab]])
-
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         room = self._follow(state, count)
         count = tuple(min(n, r) for n, r in zip(count, room, strict=True))
@@ -173,55 +165,3 @@ class IntersectionDrafter(_BridgedDrafter):
         # Clamped, so that -inf is compared with a number and stays -inf.
         share_BS = torch.exp(logit_BS - top_BV.gather(1, to_BS).clamp(min=torch.finfo(wide).min))
         return top_BV + torch.zeros_like(top_BV).scatter_add(1, to_BS, share_BS).log()
-
-
-class TextDrafter(_BridgedDrafter):
-    """Lets the draft write its likeliest text, and proposes that, cut into the target's tokens.
-
-    Each token is declared certain: verification is exact for any text that could have been written. The draft
-    writes one of the target's tokens more than is proposed, unless it ends, because the next text may still
-    change the last token.
-    """
-
-    def __init__(self, runner: ModelRunner, bridge: Text, vocab: int, dtype: torch.dtype) -> None:
-        """`vocab` and `dtype` are those of the target's probabilities."""
-        super().__init__(runner, bridge)
-        self._text, self._vocab, self._dtype = bridge, vocab, dtype
-        size, special, width = bridge.draft.size, bridge.draft.special, runner.model.vocab
-        unusable = (special - bridge.draft.ends) | set(range(size, width))
-        self._unusable = torch.tensor(sorted(i for i in unusable if i < width), dtype=torch.int64)
-
-    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        found, damaged_B = self._written(state, count)
-        found = [ids[:n] for ids, n in zip(found, count, strict=True)]
-        return certain(state, found, self._vocab, self._dtype, damaged_B)
-
-    def _written(self, state: State, count: tuple[int, ...]) -> tuple[list[list[int]], Tensor]:
-        """What the draft writes after each text, in the target's tokens; which rows had damaged logits."""
-        room = self._follow(state, count)
-        texts: list[list[int]] = [[] for _ in count]
-        found: list[list[int]] = [[] for _ in count]
-        drafting = [n > 0 and r > 0 for n, r in zip(count, room, strict=True)]
-        damaged_B = torch.zeros(state.rows, dtype=torch.bool, device=state.device)
-        # The draft's tokens at most: twice what the sample's texts took.
-        expansion = 2 * max(1.0, self._text.expansion)
-        most = [min(r, 1 + int(expansion * (n + 1))) for r, n in zip(room, count, strict=True)]
-        offset = 0
-        while any(drafting):
-            going = tuple(offset + active for active in drafting)  # rows that draft have one more
-            logit_BD = self._forward(self._own, offset, going)[:, 0]
-            self._unusable = self._unusable.to(logit_BD.device)  # stands for no text, and is no end
-            token_B = logit_BD.index_fill(1, self._unusable, -torch.inf).argmax(-1)
-            damaged_B |= damaged(logit_BD).to(state.device) & sent(drafting, state.device)
-            self._own.write_draft(token_B.to(self._own.device), offset, going)
-            offset += 1
-            for row, token in enumerate(token_B.tolist()):
-                if not drafting[row]:
-                    continue
-                texts[row].append(token)
-                ids = self._text.target_ids(state.texts[row], texts[row])
-                found[row] = list(takewhile(lambda i: i < self._vocab, ids))
-                ended = token in self._text.draft.special
-                settled = len(ids) > count[row]
-                drafting[row] = not (ended or settled or offset == most[row])
-        return found, damaged_B

@@ -157,12 +157,8 @@ def probs_of_some(transform: SamplingTransform, logit_BV: Tensor, state: State, 
     probs_BV = transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
     if not transform.forbids:
         return probs_BV
-    return certain_where(probs_BV.isnan().any(-1) & ~damaged(logit_BV), probs_BV)
-
-
-def damaged(logit_BV: Tensor) -> Tensor:
-    """Returns which rows have logits that are no numbers, (B,)."""
-    return (logit_BV.isnan() | logit_BV.isposinf()).any(-1)
+    damaged_B = (logit_BV.isnan() | logit_BV.isposinf()).any(-1)
+    return certain_where(probs_BV.isnan().any(-1) & ~damaged_B, probs_BV)
 
 
 def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
