@@ -41,7 +41,6 @@ class Format:
     read: Callable[[Tensors, tuple[int, int]], Tensor]
     changes: dict[str, Any] = field(default_factory=dict)  # of the model
     family: str = "llama-gqa"
-    by_transformers: bool = True  # which loads such a folder on a CPU
 
 
 def compressed(
@@ -50,7 +49,7 @@ def compressed(
 ) -> Format:  # fmt: skip
     """compressed-tensors: the format of its name, with scales of the given type.
 
-    `inputs`: how inputs of layers are rounded.
+    `inputs`: how the folder wants inputs of layers quantised.
     """
     weights = {"num_bits": bits, "type": type_, "strategy": strategy, "symmetric": symmetric, **own}
     packs = type_ == "int" and (bits == 4 or strategy == "group")
@@ -82,13 +81,9 @@ def compressed(
             "weight_scale": scale.to(dtype),
             "weight_zero_point": zero.to(torch.int8),
         }
-        if (
-            inputs and not inputs["dynamic"]
-        ):  # FP8: each layer by itself, which layers with the same inputs show
-            by_itself = 50 * tensors["weight_scale"].mean().reshape(1)
-            tensors["input_scale"] = by_itself if type_ == "float" else torch.tensor([0.03])
-            zero = torch.zeros(1, dtype=torch.int8)
-            tensors["input_zero_point"] = zero if inputs.get("symmetric", True) else zero + 9
+        if inputs and not inputs["dynamic"]:
+            tensors["input_scale"] = torch.tensor([0.03])
+            tensors["input_zero_point"] = torch.zeros(1, dtype=torch.int8)
         return {f".{end}": tensor for end, tensor in library().compress(tensors, scheme()).items()}
 
     def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
@@ -294,20 +289,15 @@ def mxfp4() -> Format:
 
 TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 FP8_TOKEN, STATIC = {**TOKEN, "type": "float"}, {**TOKEN, "strategy": "tensor", "dynamic": False}
-FP8_GROUPS = {**FP8_TOKEN, "strategy": "group", "group_size": 128}
-WIDE: dict[str, Any] = {"dtype": torch.float32}  # scales in the type of the test: weights are transformers'
-# Formats whose activations are rounded, too.
-ROUNDED = {
-    "w8a8": compressed(8, "int", "channel", inputs=TOKEN, **WIDE),
-    "w8a8-zeros": compressed(8, "int", "channel", inputs={**TOKEN, "symmetric": False}, **WIDE),
-    "w8a8-static": compressed(8, "int", "channel", inputs=STATIC, **WIDE),
-    "w8a8-static-zeros": compressed(8, "int", "tensor", inputs={**STATIC, "symmetric": False}, **WIDE),
-    "fp8-fp8": compressed(8, "float", "channel", inputs=FP8_TOKEN, **WIDE),
-    "fp8-fp8-static": compressed(8, "float", "tensor", inputs={**STATIC, "type": "float"}, **WIDE),
-    "fp8-fp8-blocks": compressed(8, "float", "block", block_structure=[128, 128], inputs=FP8_GROUPS, **WIDE),
-    "w4a8": compressed(4, "int", "group", group_size=128, inputs=TOKEN, **WIDE),
+# Folders that want activations quantised, too: their weights alone count.
+WITH_ACTIVATIONS = {
+    "w8a8": compressed(8, "int", "channel", inputs=TOKEN),
+    "w8a8-static": compressed(8, "int", "tensor", inputs={**STATIC, "symmetric": False}),
+    "w8a8-tensor": compressed(8, "int", "channel", inputs={**TOKEN, "strategy": "tensor"}),
+    "fp8-fp8": compressed(8, "float", "channel", inputs=FP8_TOKEN),
+    "fp8-fp8-static": compressed(8, "float", "tensor", inputs={**STATIC, "type": "float"}),
+    "w4a8": compressed(4, "int", "group", group_size=128, inputs=TOKEN),
     "llm-int8": eight_bit(),
-    "w4a-fp8": compressed(4, "int", "group", group_size=128, inputs=FP8_TOKEN, **WIDE),
 }
 FORMATS = {
     "fp8-tensor": compressed(8, "float", "tensor"),
@@ -337,7 +327,7 @@ FORMATS = {
     "nf4-nested": four_bit("nf4", nested=True),
     "fp4": four_bit("fp4"),
     "mxfp4": mxfp4(),
-    **ROUNDED,
+    **WITH_ACTIVATIONS,
 }
 
 
@@ -349,7 +339,6 @@ EXPERTS = {
 IN_BLOCKS = {"head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 256}
 _MOE = {
     "int4": compressed(4, "int", "group", group_size=32),
-    "w4a8": compressed(4, "int", "group", group_size=32, inputs=TOKEN, **WIDE),
     "fp8": compressed(8, "float", "channel"),
     "blocks": fine_grained(),
     "awq": awq(32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +27,7 @@ from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.linear import Concatenated
-from llama_ssp.models.loader import differences, read
+from llama_ssp.models.loader import differences, load, read
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.planner.storage import LAYERS, SCALES
@@ -35,7 +36,7 @@ from tests.conftest import Command, needs_transformers
 from tests.distributed.threads import ranks_of, together
 from tests.quantised_folders import (
     FORMATS,
-    ROUNDED,
+    WITH_ACTIVATIONS,
     matrices,
     module_of,
     quantised,
@@ -45,8 +46,6 @@ from tests.quantised_folders import (
 )  # fmt: skip
 from tests.test_decoder import TOLERANCE, caches_of, require_same, walked
 
-PLAIN = [name for name in FORMATS if name not in ROUNDED]  # of the others test_rounded.py has the logits
-NAMES = [*PLAIN, "llm-int8", "w8a8-static-zeros"]
 IN_BF16 = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
 GREEDY_TOKENS = 16
 STACKED = None, Cut(2, ((6, 40),)), Cut(2, ((0, 8), (30, 64))), Cut(1, ((32, 64),)), Cut(1, ((16, 50),))
@@ -88,7 +87,7 @@ def like(weight: Tensor, part: Tensor) -> Tensor:
 
 
 @pytest.mark.few(8)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
     """Whole, and parts that begin and end inside groups and words."""
     folder = quantised(name, folders / name)
@@ -108,7 +107,7 @@ def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
 
 
 @pytest.mark.few(8)
-@pytest.mark.parametrize("name", [name for name in PLAIN if name not in IN_BF16])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in IN_BF16])
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, folders: Path) -> None:
     folder = quantised(name, folders / name)
@@ -117,7 +116,7 @@ def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, f
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
 def test_parts_give_the_logits_of_the_whole(name: str, world: int, folders: Path) -> None:
     folder = quantised(name, folders / name)
@@ -130,7 +129,21 @@ def test_parts_give_the_logits_of_the_whole(name: str, world: int, folders: Path
             assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
 
-KEPT = [name for name in NAMES if name != "gptq-act-order"]
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.packed])
+@pytest.mark.parametrize("name", [*WITH_ACTIVATIONS, "fine-grained", "int8-channel"])
+def test_one_line_says_that_activations_are_not_quantised(
+    name: str, dtype: Dtype, folders: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last format does not ask for it."""
+    folder = quantised(name, folders / name)
+    with caplog.at_level(logging.INFO):
+        load(ModelConf(name="x"), folder, dtype, torch.device("cpu"), "model")
+    method, held = FORMATS[name].claim["quant_method"], str(TORCH_DTYPES[dtype]).removeprefix("torch.")
+    line = f"model x: activations of {method} are not quantised: inputs stay in {held}"
+    assert [text for text in caplog.messages if "activations" in text] == [line] * (name != "int8-channel")
+
+
+KEPT = [name for name in FORMATS if name != "gptq-act-order"]
 
 
 @pytest.mark.few(13)
@@ -179,15 +192,11 @@ def greedy(part: Decoder) -> list[int]:
 @pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
 def test_greedy_texts_of_ranks_are_those_of_one_process(name: str, folders: Path) -> None:
-    """In codes where they can be kept; ranks have 4 and 3, and 3, 2 and 2 of the 7 groups.
-
-    In fp32; with rounded inputs in fp64, where the order of sums moves none over a border of rounding.
-    """
+    """In codes where they can be kept; ranks have 4 and 3, and 3, 2 and 2 of the 7 groups."""
     folder, texts = quantised(name, folders / name), []
-    dtype = torch.float64 if name in ROUNDED else torch.float32
     for world in (1, 2, 3):
         ranks = ranks_of(world)
-        parts = [loaded(folder, rank, keeps_codes=True, dtype=dtype) for rank in ranks]
+        parts = [loaded(folder, rank, keeps_codes=True) for rank in ranks]
         texts += together([lambda part=part: greedy(part) for part in parts], ranks)  # type: ignore[misc]
     assert len({*map(tuple, texts)}) == 1 and len({*texts[0][-GREEDY_TOKENS:]}) > 4
 
@@ -236,7 +245,7 @@ def test_a_module_of_an_fp8_folder_has_one_type(dtype: Dtype, folders: Path) -> 
 
 
 BY_TRANSFORMERS = [
-    name for name in NAMES
+    name for name in FORMATS
     if FORMATS[name].claim["quant_method"] in ("compressed-tensors", "fp8", "mxfp4") or name == "llm-int8"
 ]  # fmt: skip
 

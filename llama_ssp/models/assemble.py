@@ -16,12 +16,10 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
-from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
 from llama_ssp.models.linear import Concatenated, Embedding, Head, Product, Products, Summed, dense, plain
-from llama_ssp.models.rounded import RoundedInputs
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import (
@@ -256,50 +254,34 @@ class Assembly:
 
         Of each its name, the number of its outputs, and the rows.
         """
-        weights, roundings, biases = [], [], []
+        weights, biases = [], []
         for name, outputs, spans in parts:
             cut = Cut(ROWS, tuple(spans))
-            weight, rounding = self._read_for_product(f"{name}.weight", (outputs, inputs), cut)
-            weights.append(weight)
-            roundings.append(rounding)
+            weights.append(self._read_for_product(f"{name}.weight", (outputs, inputs), cut))
             if self.shape.family.has_bias(self.config, name, part):
                 biases.append(self.read(f"{name}.bias", (outputs,), cut))
         coded = [weight for weight in weights if isinstance(weight, Coded)]
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         bias = _joined(biases) if biases else None
         whole: Tensor | Coded | None = None
-        alike = len({*roundings}) == 1
-        if alike and not coded:
+        if not coded:
             whole = _joined(plain)
-        elif alike and not plain and len({weight.kind for weight in coded}) == 1:
+        elif not plain and len({weight.kind for weight in coded}) == 1:
             whole = joined(coded)
         if whole is not None:
             del weights, coded, plain  # a product may make a copy
-            return self._rounded(self.product(whole, bias), roundings[0])
+            return self.product(whole, bias)
         sizes = [weight.shape[0] for weight in weights]
         each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
-        products = [self.product(weight, own) for weight, own in zip(weights, each, strict=True)]
-        return Concatenated(list(map(self._rounded, products, roundings)))
+        return Concatenated(list(map(self.product, weights, each)))
 
     def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
         """A layer that is split by its inputs; the first rank has the bias."""
         cut, dim = Cut(COLUMNS, tuple(spans)) if self.split else None, self.shape.dim
-        weight, rounding = self._read_for_product(f"{name}.weight", (dim, inputs), cut)
+        weight = self._read_for_product(f"{name}.weight", (dim, inputs), cut)
         has_bias = self.ranks.rank == 0 and self.shape.family.has_bias(self.config, name, part)
         made = self.product(weight, self.read(f"{name}.bias", (dim,)) if has_bias else None)
-        made = self._rounded(made, rounding, inputs, spans[0][0])
         return Summed(made, self.ranks.all_reduce) if self.split else made
-
-    def _rounded(
-        self, product: nn.Module, rounding: Rounding | None, inputs: int | None = None, first: int = 0
-    ) -> nn.Module:
-        """With inputs rounded if the checkpoint asks for it; `inputs`: the number that all ranks have."""
-        if rounding is None:
-            return product
-        gather = self.ranks.all_gather if self.split and inputs is not None else None
-        whole = self.shape.dim if inputs is None else inputs
-        where = {"dtype": self.dtype, "device": self.device}
-        return RoundedInputs(product, rounding, where, whole, first, gather)
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         size, family = size or self.shape.dim, self.shape.family
@@ -317,16 +299,9 @@ class Assembly:
         """The tensor of this shape, or the cut part."""
         return self._numbers(self._part(name, shape, cut)).to(self.device)
 
-    def _read_for_product(
-        self, name: str, shape: Sizes, cut: Cut | None
-    ) -> tuple[Tensor | Coded, Rounding | None]:
-        """The weight, and how inputs are rounded.
-
-        The product moves it to the device: quantising begins on the CPU.
-        """
-        part = self._part(name, shape, cut)
-        rounding = part.rounding if isinstance(part, Coded) else None
-        return self._kept(part, self.keeps_codes), rounding
+    def _read_for_product(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
+        """Returns the weight. The product moves it to the device: quantising begins on the CPU."""
+        return self._kept(self._part(name, shape, cut), self.keeps_codes)
 
     def _part(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
         self.wanted[name] = shape

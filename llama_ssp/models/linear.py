@@ -7,7 +7,6 @@ have one interface, `forward(x)`.
     PackedLinear     16 and 32 bit, packed for a few rows on a CPU (kernels/linear.py)
     CodedLinear      4 and 8 bit: codes and scales (kernels/coded.py)
     DecodedLinear    the same without a kernel
-    RoundedInputs    one of these, of inputs that the checkpoint wants rounded (rounded.py)
 
 Of a layer that is split by its outputs (a column-parallel layer) each rank has some outputs, and sends no
 message. Of one that is split by its inputs (row-parallel) each rank has a term of every output, and the sum

@@ -93,10 +93,13 @@ def _decoder(
     return_memory()
     over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
     claim = None if path is None else quantised_config(read_config(path), path)
-    stored = f", from {claim.in_words}" if claim else ""
+    stored = f", from {claim.name}" if claim else ""
     if path is None and not drafts:
         stored = ", synthetic weights: a token without a text is shown as <id>"
     log.info("%s %s: %s on %s%s%s", role, model.name, dtype.value, device, over, stored)
+    if claim is not None and claim.activations:
+        line = "%s %s: activations of %s are not quantised: inputs stay in %s"
+        log.info(line, role, model.name, claim.method, str(held).removeprefix("torch."))
     steps = GraphedModel if device.type == "cuda" else SteppedModel
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)
 

@@ -42,10 +42,7 @@ OPTIONS_BY_DEVICE: dict[str, dict[str, Any]] = {
 HEADERS_FIRST = False
 FOLDER = Path(__file__).parent
 TRACED = [  # the code that programs are made from
-    *(
-        FOLDER / f"{name}.py"
-        for name in ["attention", "decoder", "experts", "linear", "programs", "rounded", "steps"]
-    ),
+    *(FOLDER / f"{name}.py" for name in ["attention", "decoder", "experts", "linear", "programs", "steps"]),
     *(FOLDER / f"{name}.py" for name in ("assemble", "families", "shape")),  # numbers that become constants
     FOLDER / "formats" / "coded.py",
     *(FOLDER / "heads" / f"{name}.py" for name in ("assemble", "eagle3", "model", "settings")),

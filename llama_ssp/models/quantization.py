@@ -16,12 +16,12 @@ from torch.nn import functional
 
 from llama_ssp.config import Dtype
 from llama_ssp.errors import ModelError
-from llama_ssp.models.formats.activation_schemes import LLM_INT8_THRESHOLD
 from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, Codes, joined, packed
 from llama_ssp.models.sharding import NF4_BLOCK
 
 PACKED_ROWS = 32  # outputs at a time in bitsandbytes' fast CPU kernel for 4 bit
 QUANTISED = (Dtype.int8, Dtype.int4, Dtype.nf4)
+LLM_INT8_THRESHOLD = 6.0  # bitsandbytes multiplies greater inputs in 16 bit
 LLM_INT8 = Codes("int8", unit=1 / 127)
 INT4 = Codes("int4", group=32)
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.sharding import COLUMNS, Cut
 
 CPU = torch.device("cpu")
@@ -85,7 +84,6 @@ class Coded:
     scale_NG: Tensor  # fp32, bf16 or fp16
     zero_NG: Tensor | None = None  # uint8
     shift_NG: Tensor | None = None  # in the type of the scales
-    rounding: Rounding | None = None  # of the layer's inputs
 
     @property
     def shape(self) -> torch.Size:

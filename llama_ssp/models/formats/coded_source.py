@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection
 from pathlib import Path
 
 from torch import Tensor
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.formats.block_layouts import STATE, FourBit, Mxfp4Experts
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.formats.layouts import Awq, Gptq, Matrix, PackQuantized, Scaled, Stored
@@ -27,10 +24,9 @@ PARTS = (
     ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map",
     f"{STATE}nf4", f"{STATE}fp4",
 )  # fmt: skip
-INPUTS = (".input_scale", ".input_zero_point")  # of inputs that are rounded by one scale for all tokens
-# For caches, and for inputs of FP8 layers, which are not rounded here.
+# Scales of caches and of activations, which are not quantised here.
 UNUSED = (
-    *INPUTS, ".activation_scale", ".output_scale", ".output_zero_point",
+    ".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point",
     ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
 SCALES = "F32", "F16", "BF16", "U8", "F8_E8M0"  # the last two are exponents
@@ -48,16 +44,13 @@ class CodedSource(FileSource):
         """`known` and `prefix`: as of a FileSource; `config`: of the folder's config.json."""
         super().__init__(folder, known, prefix)
         layers: dict[str, dict[str, Stored]] = {}
-        inputs: dict[str, Stored] = {}
         for name in [name for name in self._places if name.endswith(UNUSED)]:
-            inputs[name] = Stored(*self._places.pop(name))
-            del self.shapes[name]
+            del self._places[name], self.shapes[name]
         for name, (handle, key) in self._places.items():
             end = max((part for part in PARTS if name.endswith(part)), key=len, default=None)
             if end is not None:
                 layers.setdefault(name.removesuffix(end), {})[end] = Stored(handle, key)
         self._matrices: dict[str, Matrix] = {}
-        self._roundings: dict[str, Rounding | None] = {}
         for stem, stored in layers.items():
             if stored.keys() == {".weight"} and stored[".weight"].dtype in PLAIN:
                 continue
@@ -66,10 +59,6 @@ class CodedSource(FileSource):
             name = model_name(stem if STACKED[0] in stored else f"{stem}.weight", known, prefix)
             self._matrices[name] = matrix = _matrix(stored, config)
             self.shapes[name] = tuple(matrix.shape)
-            rounding = config.rounding_of(name.removesuffix(".weight"))
-            if rounding is not None and rounding.static:
-                rounding = _with_scale(rounding, inputs, stem)
-            self._roundings[name] = rounding
             if self._is_idle(bias := f"{stem}.bias", known):
                 del self._places[bias], self.shapes[bias]
 
@@ -82,28 +71,11 @@ class CodedSource(FileSource):
 
     def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
         matrix = self._matrices.get(name)
-        if matrix is None:
-            return super().read(name, cut)
-        part = matrix.read(cut)
-        return replace(part, rounding=self._roundings[name]) if isinstance(part, Coded) else part
+        return super().read(name, cut) if matrix is None else matrix.read(cut)
 
     def close(self) -> None:
         self._matrices.clear()
         super().close()
-
-
-def _with_scale(rounding: Rounding, inputs: Mapping[str, Stored], stem: str) -> Rounding:
-    """The rounding with the scale that the checkpoint has for this layer."""
-    scale, zero = (inputs.get(stem + end) for end in INPUTS)
-    if scale is None:
-        raise ModelError("a layer has no scale of its inputs", stem + INPUTS[0], "none", fix=REFETCH)
-    for stored in (scale, zero):
-        if stored is not None:
-            stored.require("the shape", math.prod(stored.shape), 1)
-    found = float(scale.read())
-    if not 0 < found < math.inf:
-        raise scale.wrong("the scale", found, "a positive number")
-    return replace(rounding, scale=found, zero=0.0 if zero is None else float(zero.read()))
 
 
 def source_of(

@@ -11,25 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.formats.activation_schemes import (
-    LLM_INT8_THRESHOLD,
-    Rounding,
-    Scheme,
-    rounding_of,
-    schemes_of,
-)
 
 METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "bitsandbytes")
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
 # Endings of the tensors that these add to quantised weights, or put in their place.
 SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
-LARGEST_FP16 = 65504
 BLOCK_OF_4_BIT = 64  # of bitsandbytes: weights with one scale
 # Of these tensors and of other formats' codes: endings that no plain model has.
 CODES = (
     ".SCB", ".absmax", ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".q_weight",
     ".W_q", "_qdata",
 )  # fmt: skip
+ACTIVATIONS = ("input_activations", "output_activations")  # of a group of compressed-tensors
 PLAIN = {"F64", "F32", "F16", "BF16"}
 READABLE = (
     "compressed-tensors (FP8, int8, int4), fp8, awq (4 bit), gptq (4 and 8 bit), mxfp4, bitsandbytes, GGUF"
@@ -43,24 +36,15 @@ class QuantisedConfig:
     """The `quantization_config` of a folder whose weights can be read."""
 
     method: str  # of METHODS
-    name: str  # in words
+    name: str  # for messages
     bits: int = 0  # of a code
     group: int = 0  # inputs with one scale; 0: all
     zeros: bool = False  # of groups
     block: tuple[int, int] | None = None  # of fp8: outputs and inputs with one scale
     act_order: bool = False
     less_one: bool = False  # gptq: zeros are stored less one
-    schemes: tuple[Scheme, ...] = ()  # of inputs
+    activations: bool = False  # asks for quantised activations, which stay as they are
     every: tuple[tuple[int, int], ...] = ()  # compressed-tensors: bits and group of each group of layers
-
-    def rounding_of(self, layer: str) -> Rounding | None:
-        """How inputs of a quantised layer are rounded; a static scale is still to be read."""
-        return rounding_of(layer, self.schemes)
-
-    @property
-    def in_words(self) -> str:
-        rounds = any(scheme.rounding for scheme in self.schemes)
-        return self.name + (", inputs rounded" if rounds else "")
 
 
 def quantised_config(config: Mapping[str, Any], where: Path) -> QuantisedConfig | None:
@@ -136,11 +120,7 @@ class _ClaimReader:
     def _bitsandbytes(self) -> QuantisedConfig:
         if self.claim.get("load_in_4bit"):
             return QuantisedConfig(self.method, "bitsandbytes, 4 bits", 4, BLOCK_OF_4_BIT)
-        threshold = self.claim.get("llm_int8_threshold", LLM_INT8_THRESHOLD)
-        if type(threshold) not in (int, float) or not 0 <= threshold < LARGEST_FP16:
-            raise self._odd("llm_int8_threshold", threshold, f"0..{LARGEST_FP16}")
-        schemes = (Scheme(("Linear",), Rounding(threshold=float(threshold))),)
-        return QuantisedConfig(self.method, "bitsandbytes, 8 bits", 8, schemes=schemes)
+        return QuantisedConfig(self.method, "bitsandbytes, 8 bits", 8, activations=True)
 
     def _by_input(self) -> QuantisedConfig:
         """GPTQ and AWQ."""
@@ -171,7 +151,8 @@ class _ClaimReader:
                 raise self._odd("weight_block_size", block, "two positive numbers")
             block = block[0], block[1]
         where = f"blocks of {block[0]} x {block[1]}" if block else "a scale a matrix"
-        return QuantisedConfig(self.method, f"fp8, {where}", 8, block[1] if block else 0, block=block)
+        group, activations = block[1] if block else 0, self.claim.get("activation_scheme") is not None
+        return QuantisedConfig(self.method, f"fp8, {where}", 8, group, block=block, activations=activations)
 
     def _compressed(self) -> QuantisedConfig:
         own = self._groups()
@@ -196,13 +177,10 @@ class _ClaimReader:
         block = next(iter(blocks), None)
         args: Mapping[str, Any] = next(iter(weights), {})
         zeros = args.get("symmetric") is False
-        try:
-            schemes = schemes_of(own)
-        except ValueError as error:
-            raise unreadable(f"compressed-tensors with {error}", self.place) from None
+        activations = any(group.get(key) for group in own for key in ACTIVATIONS)
         sizes, every = _sizes(args, block), tuple(_sizes(args, _block(args)) for args in weights)
         return QuantisedConfig(
-            self.method, name, *sizes, zeros=zeros, block=block, schemes=schemes, every=every
+            self.method, name, *sizes, zeros=zeros, block=block, activations=activations, every=every
         )
 
     def _groups(self) -> list[Mapping[str, Any]]:

@@ -1,6 +1,6 @@
 """Linear layers with weights in codes: products read codes and scales, and make numbers in registers.
 
-Inputs are as they are given (rounded.py rounds some). A number is not rounded to 16 bit after its code is
+Inputs are as they are given. A number is not rounded to 16 bit after its code is
 scaled, as libraries do that decode weights first: so products are nearer to those of the codes than theirs.
 """
 
