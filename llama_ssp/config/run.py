@@ -50,7 +50,6 @@ class RunConf:
         plan: The plan that the run is compared with.
         engine: Whether steps are compiled; auto compiles on one GPU, and on a CPU where that pays.
         download: Fetch models from the Hugging Face hub that are not on this machine.
-        document: The published write-up whose figures are printed next to the run's; experiment=NAME sets it.
         seed: The seed of all random numbers; null draws one.
         output: What goes to standard output: text, one json document at the end, or jsonl with a line a text.
         out: The folder for run folders; null writes none.
@@ -66,7 +65,6 @@ class RunConf:
     plan: PlanningConf = field(default_factory=PlanningConf)
     engine: Steps = Steps.auto
     download: bool = False
-    document: str | None = None
     seed: int | None = number(None, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
     output: Output = Output.text
     out: str | None = "outputs"

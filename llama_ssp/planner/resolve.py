@@ -26,7 +26,6 @@ from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.sharding import require_deepspeed, require_split
 from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.search import search
-from llama_ssp.planner.stand_ins import with_stand_ins
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.vocabulary import read_vocabularies
 
@@ -63,8 +62,6 @@ class PairSpec:
 def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec, ...]:
     """Every pair of the run on `world` ranks; `folders` are private ones that may hold presets, too."""
     runs = [_with_presets(run, name, folders) for name in run.task.named_pairs] or [run]
-    if run.document is not None:
-        runs = with_stand_ins(runs)
     return tuple(_completed(one, world) for one in runs)
 
 

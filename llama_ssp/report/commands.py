@@ -11,7 +11,6 @@ from llama_ssp.config.short_forms import DIFF, REPORT, RUNS
 from llama_ssp.errors import OK, DataError, StorageError, UsageError, first_line
 from llama_ssp.report.console import Console
 from llama_ssp.report.differences import differences
-from llama_ssp.report.document_tables import document_items
 from llama_ssp.report.headline import headline
 from llama_ssp.report.page import page
 from llama_ssp.report.saved_run import SavedRun, open_run
@@ -68,7 +67,7 @@ def execute(command: str, words: Sequence[str]) -> int:
 def _complete(run: SavedRun) -> SavedRun:
     """The run. Raises DataError where its summary is another program's, or another version's."""
     try:
-        _ = headline(run.summary), items_of(run.summary), document_items(run.summary)
+        _ = headline(run.summary), items_of(run.summary)
     except INCOMPLETE as error:
         what, fix = "the summary lacks figures of its task", "read it with the program that wrote it"
         raise DataError(what, run.folder / "summary.json", first_line(error), fix=fix) from error

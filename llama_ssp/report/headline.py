@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llama_ssp.config.documents import REGULAR, SPECULATIVE
 from llama_ssp.report.statistics import Estimate
 from llama_ssp.report.tables import GIB, Row
+from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
 
 PACE = {"ms_per_token": "ms/token", "tokens_per_s": "tokens/s"}
 QUESTIONS = {"speedup": "times as fast", "tokens_per_round": "tokens a round"}

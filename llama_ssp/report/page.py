@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from llama_ssp.report.document_tables import document_items
 from llama_ssp.report.headline import headline
 from llama_ssp.report.plots import svg
 from llama_ssp.report.saved_run import SavedRun, settings_tables
@@ -54,7 +53,7 @@ def _sections(runs: Sequence[SavedRun]) -> Iterator[str]:
         yield f"<h2>{escape(run.name)}: {escape(run.subject)}</h2>\n"
         if (drawn := svg(run.summary)) is not None:
             yield f"<figure>{drawn}</figure>\n"
-        yield "".join(map(_html, [*items_of(run.summary), *document_items(run.summary)]))
+        yield "".join(map(_html, items_of(run.summary)))
         if (compared := plan_against_actual(run.summary)) is not None:
             yield _html(compared)
     yield f"<h2>Settings</h2>\n{''.join(map(_html, settings_tables(runs)))}"

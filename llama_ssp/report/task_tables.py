@@ -21,6 +21,7 @@ SCORES = (
     Column("tokens_per_target_forward", "tokens/forward", optional=1),
     Column("acceptance_rate", "acceptance", optional=2),
 )
+REGULAR, SPECULATIVE = "regular", "speculative"  # the two ways of sampling, as JSON documents name them
 AGREEMENTS = (
     Column("id", "prompt", is_text=True),
     Column("agreed_tokens", "agreed"),
@@ -137,7 +138,7 @@ def comparisons(found: Row) -> Items:
     """task=compare: a row for each prompt."""
     rows = []
     for one in found["comparisons"]:
-        regular, speculative = one["regular"], one["speculative"]
+        regular, speculative = one[REGULAR], one[SPECULATIVE]
         before, after = regular["ms_per_token"], speculative["ms_per_token"]
         paces = {"regular_ms_per_token": before, "speculative_ms_per_token": after}
         faster = before / after if before and after else None

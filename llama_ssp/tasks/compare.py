@@ -12,7 +12,6 @@ from datetime import date
 from typing import Any
 
 from llama_ssp.config import CompareConf, Output, home_expanded
-from llama_ssp.config.documents import REGULAR, SPECULATIVE
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
@@ -20,6 +19,7 @@ from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import rich_console
 from llama_ssp.report.live_view import ONE_PROMPT, Scene, Screen, figures, save, verdict
 from llama_ssp.report.machine import processor_name
+from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
 from llama_ssp.report.timeline import Track
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_ssp.config import EvalConf
-from llama_ssp.config.documents import REGULAR, SPECULATIVE
 from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.batches import Batches, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.report.console import Progress
 from llama_ssp.report.statistics import paired_difference, wilson
-from llama_ssp.report.task_tables import scores
+from llama_ssp.report.task_tables import REGULAR, SPECULATIVE, scores
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.arithmetic import STOP, Question, questions
 from llama_ssp.tasks.common import Task, longest

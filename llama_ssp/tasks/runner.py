@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,11 +27,8 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.session import first_cause, ranks_of
-from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Bytes, compare_with_plan
-from llama_ssp.planner.stand_ins import STAR
 from llama_ssp.report.console import Console
-from llama_ssp.report.document_tables import document_items
 from llama_ssp.report.run_folder import RunFolder, deciding, versions
 from llama_ssp.report.task_tables import plan_against_actual
 from llama_ssp.tasks.agree import AgreeTask
@@ -93,12 +89,6 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     return replace(inputs, seed=sent["seed"], pairs=pairs, reading=reading)
 
 
-def stand_ins(pairs: Sequence[PairSpec]) -> list[str]:
-    """The names of the pairs' models that are not a document's own (planner/stand_ins.py)."""
-    models = [model for pair in pairs for model in (pair.run.model, pair.run.draft) if model]
-    return sorted({model.name for model in models if model.name.endswith(STAR)})
-
-
 def _run(inputs: RunInputs, ranks: Ranks) -> int:
     """Runs the task; only the leader prints and writes. What was done is reported whatever stops it."""
     run = inputs.run
@@ -121,27 +111,23 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     finally:
         plan = compare_with_plan(task.measurements(), memory)
         wall_s = time.perf_counter() - began
-        published = {"document": run.document, "stand_ins": stand_ins(inputs.pairs)} if run.document else {}
         run_figures = {"plan": plan, "wall_s": wall_s, "gpus": gpu_names()}
-        summary = folder.summary(status, {**task.figures(), **published, **run_figures})
+        summary = folder.summary(status, {**task.figures(), **run_figures})
         try:
             folder.close(summary)
         finally:  # a full disk must not cost what was done
-            _show_tables(run, summary, console, ranks.is_leader)
+            _show_plan(run, summary, console, ranks.is_leader)
             if status in ("done", "failed", "partial") or task.has_output():
                 _write_document(run, summary, console)
     return FAILED_CHECK if status == "failed" else OK
 
 
-def _show_tables(run: RunConf, summary: dict[str, Any], console: Console, leads: bool) -> None:
-    """The tables of every task: published figures next to the run's, the plan next to what was measured."""
-    is_text = run.output is Output.text
-    if is_text:
-        console.show(document_items(summary))
+def _show_plan(run: RunConf, summary: dict[str, Any], console: Console, leads: bool) -> None:
+    """Shows the plan next to what was measured."""
     compared = plan_against_actual(summary)
     if not compared or not log.isEnabledFor(logging.INFO):
         return
-    if is_text and console.is_terminal:
+    if run.output is Output.text and console.is_terminal:
         console.show([compared])
     elif leads:
         log.info("%s", "\n".join(compared.lines()))

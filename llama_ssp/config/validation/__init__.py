@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.config import SIZES, TASKS, ModelConf, PlacementConf, RunConf, SpeculationConfig, few_resolvers
-from llama_ssp.config.documents import DOCUMENTS
 from llama_ssp.config.overrides import translated
 from llama_ssp.config.schema import MAX_INT, MAX_K, Drafting, Output, Splitting, Verification, Weights
 from llama_ssp.config.validation.cluster import check_cluster
@@ -55,9 +54,6 @@ def check(run: RunConf) -> None:
     if most and sampling.min_new_tokens > most:  # of 0 new tokens, a prompt is scored
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
-    if run.document is not None and run.document not in DOCUMENTS:
-        what, fix = "document names an unknown write-up", "leave it out; conf/experiment sets it"
-        raise UsageError(what, "", repr(run.document), ", ".join(DOCUMENTS), fix)
     check_cluster(run.cluster)
     _check_placement(run.placement)
 
