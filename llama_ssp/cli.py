@@ -221,9 +221,8 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
 
 def _shared(run: RunConf, folders: list[Path]) -> int | None:
     """Shares a batch job among groups of ranks, or shows its status; None where this process does the job."""
-    from llama_ssp.batch import local_workers, status, submission
-    from llama_ssp.batch.kubernetes.submit import submission as of_kubernetes
-    from llama_ssp.batch.slurm.submit import submission as of_slurm
+    from llama_ssp.batch import local_workers, status
+    from llama_ssp.batch.slurm import submit
 
     task, words = run.task, sys.argv[1:]
     assert isinstance(task, BatchConf)
@@ -232,9 +231,8 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
         raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")
     if task.status:
         return status.execute(run)
-    if run.cluster.scheduler is not Scheduler.none:
-        made = of_slurm if run.cluster.scheduler is Scheduler.slurm else of_kubernetes
-        return submission.execute(run, folders, words, made)
+    if run.cluster.scheduler is Scheduler.slurm:
+        return submit.execute(run, folders, words)
     return local_workers.execute(run, folders, words) if run.cluster.groups > 1 else None
 
 

@@ -26,7 +26,6 @@ from llama_ssp.config.presets import GROUPS
 from llama_ssp.config.run import known_keys
 from llama_ssp.config.schema import (
     ClusterConf,
-    KubernetesConf,
     ModelConf,
     PlacementConf,
     PlanningConf,
@@ -43,8 +42,8 @@ from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMAS = (
-    RunConf, ModelConf, PlacementConf, TimesConf, SlurmConf, KubernetesConf, ClusterConf, PlanningConf,
-    SamplingConfig, SpeculationConfig, *TASKS.values(),
+    RunConf, ModelConf, PlacementConf, TimesConf, SlurmConf, ClusterConf, PlanningConf, SamplingConfig,
+    SpeculationConfig, *TASKS.values(),
 )  # fmt: skip
 
 
@@ -151,8 +150,9 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
             "model=a/b model.weights=synthetic",
             "reads no files; found a/b; name a preset",
         ),
-        ("batch cluster.kubernetes.image=a", "write cluster=kubernetes, or leave it out"),
-        ("batch cluster.kubernetes.node_selector={a:b}", "write '+cluster.kubernetes.node_selector={gpu"),
+        ("batch cluster.slurm.time=20", "write cluster=slurm, or leave it out"),
+        ("batch cluster.kubernetes.image=a", "unknown key cluster.kubernetes.image"),
+        ("generate placement.max_memory={a:b}", "write '+placement.max_memory={0"),
         ("plan cluster.gpu=A100_40", "did you mean A100-40?"),
     ],
 )

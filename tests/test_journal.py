@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch import atomic_files, journal
+from llama_ssp.batch.atomic_files import require_file_system
 from llama_ssp.batch.attempt_log import Attempt, read_part, sealed
 from llama_ssp.batch.history import End, ends, keep_end
 from llama_ssp.batch.journal import Journal
@@ -462,3 +463,24 @@ def test_who_counts_the_claims_writes_nothing(tmp_path: Path):
         os.utime(tmp_path / "claims", (0, 0))
         assert len(Journal.find(tmp_path).holders()) == 1
         assert (tmp_path / "claims").stat().st_mtime == 0
+
+
+@pytest.mark.parametrize(("lacking", "name"), [("hard links", "link"), ("fsync", "fsync")])
+def test_a_file_system_that_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str, name: str
+):
+    def absent(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    require_file_system(tmp_path)
+    monkeypatch.setattr(os, name, absent)
+    with pytest.raises(StorageError, match=f"cannot be kept on this file system.*found no {lacking}"):
+        require_file_system(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_whose_links_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Or are copies: then two could publish a shard."""
+    monkeypatch.setattr(os, "link", lambda source, path: Path(path).write_bytes(Path(source).read_bytes()))
+    with pytest.raises(StorageError, match="found no hard links"):
+        require_file_system(tmp_path)

@@ -11,5 +11,5 @@ journal.py        what is done, on disk: readable after any crash, and right at 
     claims/00003              the process that works on it now
 status.py, pace.py        how far a job is, and how fast, from its folder
 element.py, history.py    which element of a scheduler's job this is; how elements ended
-workers.py, local_workers.py, submission.py, slurm/, kubernetes/     groups of ranks that share a job
+workers.py, local_workers.py, slurm/     groups of ranks that share a job
 """

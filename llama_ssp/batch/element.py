@@ -1,19 +1,19 @@
-"""Which element of a scheduler's job this process is: a Slurm array's, or an Indexed Job's. No torch."""
+"""Which element of a scheduler's job this process is: a Slurm array's, or a Kubernetes Job's. No torch."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-# What kubernetes/pod.py sets for its ranks, and the manifest for the pod.
-GROUP, POD_UID = "LLAMA_SSP_GROUP", "LLAMA_SSP_POD_UID"
+# Kubernetes sets the index; the manifest in docs/cluster.md sets the others, from the pod's metadata.
+JOB_UID, INDEX, POD_UID = "LLAMA_SSP_JOB_UID", "JOB_COMPLETION_INDEX", "LLAMA_SSP_POD_UID"
 
 
 @dataclass(frozen=True)
 class Element:
     """`job` stays the same when the element is started again; `restart` does not.
 
-    In Slurm they are the job's number and a count; in Kubernetes the Job's uid with the group, and the pod's.
+    In Slurm they are the job's number and a count; in Kubernetes the Job's uid with the index, and the pod's.
     """
 
     job: str
@@ -29,9 +29,8 @@ class Element:
 
 
 def own_element() -> Element | None:
-    """None where no scheduler has started this process."""
+    """Returns this process's element; None if no scheduler has named it."""
     if job := os.environ.get("SLURM_JOB_ID"):
         return Element(job, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
-    if group := os.environ.get(GROUP):
-        return Element(group, os.environ[POD_UID])
-    return None
+    uid, index, pod = (os.environ.get(name) for name in (JOB_UID, INDEX, POD_UID))
+    return Element(f"{uid}.{index}", pod) if uid and index and pod else None

@@ -1,9 +1,7 @@
 """What a job's work folder keeps about schedulers: submissions, and how their elements ended. No torch.
 
-slurm/1234.sbatch             the script of a submission
-slurm/1236.ends.jsonl         how the runs of one element ended, a line each, appended by its supervisor
-kubernetes/NAME.yaml          the Job, and its Service
-kubernetes/UID.3.ends.jsonl   the same of an index
+slurm/1234.sbatch       the script of a submission
+slurm/1236.ends.jsonl   how the runs of one element ended, a line each, appended by its supervisor
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from pathlib import Path
 
 from llama_ssp.batch.atomic_files import replace_whole, storing
 
-FOLDER, PODS = "slurm", "kubernetes"
-SUFFIX = {FOLDER: ".sbatch", PODS: ".yaml"}
-ENDS = ".ends.jsonl"
-BY_TIME, BY_SLURM, BY_KUBERNETES, BY_NOBODY = "time", "slurm", "kubernetes", ""
+FOLDER = "slurm"
+SCRIPT, ENDS = ".sbatch", ".ends.jsonl"
+BY_TIME, BY_SLURM, BY_NOBODY = "time", "slurm", ""
 
 
 @dataclass(frozen=True)
@@ -27,10 +24,10 @@ class End:
     """How one run of an element ended; `began` and `finished`: the whole job's records before and after."""
 
     job: str
-    restart: int | str
+    restart: int
     host: str
     code: int
-    stopped_by: str  # BY_TIME, BY_SLURM, BY_KUBERNETES, or BY_NOBODY: then a code that is not 0 is a failure
+    stopped_by: str  # BY_TIME, BY_SLURM, or BY_NOBODY: then a code that is not 0 is a failure
     began: int
     finished: int
     seconds: float
@@ -41,23 +38,23 @@ class End:
         return self.code != 0 and not self.stopped_by
 
 
-def keep_submission(work: Path, job: str, text: str, folder: str = FOLDER) -> None:
-    with storing(work / folder):
-        (work / folder).mkdir(parents=True, exist_ok=True)
-    replace_whole(work / folder / f"{job}{SUFFIX[folder]}", text.encode())
+def keep_submission(work: Path, job: str, text: str) -> None:
+    with storing(work / FOLDER):
+        (work / FOLDER).mkdir(parents=True, exist_ok=True)
+    replace_whole(work / FOLDER / f"{job}{SCRIPT}", text.encode())
 
 
-def submissions(work: Path, folder: str = FOLDER) -> list[str]:
-    """The jobs that were submitted, by Slurm's numbers or by name, oldest number first."""
-    jobs = [path.stem for path in (work / folder).glob(f"*{SUFFIX[folder]}")]
+def submissions(work: Path) -> list[str]:
+    """The jobs that were submitted, by Slurm's numbers, oldest first."""
+    jobs = [path.stem for path in (work / FOLDER).glob(f"*{SCRIPT}")]
     return sorted(jobs, key=lambda job: (len(job), job))
 
 
-def keep_end(work: Path, end: End, folder: str = FOLDER) -> None:
+def keep_end(work: Path, end: End) -> None:
     """One write: a lost node can make two supervisors of one element, and their lines must not mix."""
-    with storing(work / folder):
-        (work / folder).mkdir(parents=True, exist_ok=True)
-        path, line = work / folder / f"{end.job}{ENDS}", json.dumps(asdict(end)) + "\n"
+    with storing(work / FOLDER):
+        (work / FOLDER).mkdir(parents=True, exist_ok=True)
+        path, line = work / FOLDER / f"{end.job}{ENDS}", json.dumps(asdict(end)) + "\n"
         torn = path.exists() and not path.read_bytes().endswith(b"\n")  # by a full disk
         with path.open("ab", buffering=0) as file:
             file.write(b"\n" * torn + line.encode())
@@ -66,7 +63,7 @@ def keep_end(work: Path, end: End, folder: str = FOLDER) -> None:
 def ends(work: Path, job: str = "*") -> list[End]:
     """In the order they were written; a torn line is left out."""
     found = []
-    for path in sorted(one for folder in SUFFIX for one in (work / folder).glob(f"{job}{ENDS}")):
+    for path in sorted((work / FOLDER).glob(f"{job}{ENDS}")):
         with suppress(OSError):
             for line in path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError, TypeError):
@@ -75,9 +72,9 @@ def ends(work: Path, job: str = "*") -> list[End]:
 
 
 def fruitless(ends: list[End]) -> int:
-    """How many runs at the end of the list finished no record; those a scheduler stopped do not count."""
+    """How many runs at the end of the list finished no record; those that Slurm stopped do not count."""
     count = 0
     for end in ends:
-        if end.stopped_by not in (BY_SLURM, BY_KUBERNETES):
+        if end.stopped_by != BY_SLURM:
             count = 0 if end.finished > end.began else count + 1
     return count

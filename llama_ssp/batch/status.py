@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from llama_ssp.batch.history import PODS, End, ends, submissions
+from llama_ssp.batch.history import End, ends, submissions
 from llama_ssp.batch.job import folders_of
 from llama_ssp.batch.journal import NOTHING, Journal
 from llama_ssp.batch.pace import Pace, pace
@@ -27,8 +27,8 @@ SILENT = "the controller does not answer"
 def execute(run: RunConf) -> int:
     """Prints the job's state; the exit code."""
     work, output = folders_of(run)
-    jobs, on_pods = submissions(work), submissions(work, PODS)
-    has_begun = Journal.held(work) is not None or not (jobs or on_pods)
+    jobs = submissions(work)
+    has_begun = Journal.held(work) is not None or not jobs
     journal = Journal.find(work) if has_begun else None
     queued, ended, counts = _queued(jobs), ends(work), counted((work / LOGS).glob("*.out"))
     standing, at = NOTHING, Pace(0, None, None, None)
@@ -47,7 +47,7 @@ def execute(run: RunConf) -> int:
         **asdict(at),
         "eta_s": at.eta_s if status == "running" else None,
         "failures": sum(end.failed for end in ended),
-        "jobs": [*jobs, *on_pods],
+        "jobs": jobs,
         "queue": None if queued is None else [vars(one) for one in queued],
         "acceptance_rate": ratio(counts["tokens_accepted"], counts["tokens_drafted"]),
         "tokens_per_s_per_group": ratio(counts["tokens_committed"], counts["wall_s"]),
@@ -78,7 +78,7 @@ def _lines(summary: dict[str, Any], queued: list[client.Queued] | None, failed: 
         lines.append(f"at this pace it ends in {_in_words(summary['eta_s'])}")
     lines += _queue(queued)
     if failed:
-        rows = [[end.job[-20:], str(end.restart)[:8], end.host, str(end.code)] for end in failed]
+        rows = [[end.job, str(end.restart), end.host, str(end.code)] for end in failed]
         lines += ["", *aligned([["failed", "restart", "host", "code"], *rows], words=4)]
     return lines
 

@@ -50,7 +50,6 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
         "shards": len(job.manifest.shards),
         "shards_missing": job.missing,
         "verdict": prediction.option.verdict.value if prediction else None,
-        "round_s": prediction.round_s if prediction else None,
         "output": str(job.output),
         "work": str(job.work),
     }

@@ -37,7 +37,6 @@ REFUSED_FLAGS = dict.fromkeys(
 ADDED_TO = {  # maps, to which Hydra adds with a plus sign
     "sampling.logit_bias": "{5: -2.0}', token: bias",
     "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
-    "cluster.kubernetes.node_selector": "{gpu: h100}', label: value",
 }
 HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
 # The flags and their values: () is none, None is any. Hydra itself takes the beginning of a flag for the

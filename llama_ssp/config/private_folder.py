@@ -20,9 +20,8 @@ MAX_ENTRIES, MAX_YAML_BYTES = 10_000, 2**18  # of a private config folder
 MAX_VALUES = 10_000  # of a file in it
 # An entry of a private defaults list: a plain group or option, and the package it goes to.
 ENTRY = re.compile(r"(?:(?:optional|override) )*/?[\w-][\w.-]*(?:/[\w-][\w.-]*)*(?:@[\w.:-]+)?")
-# Of cluster.slurm, where they end in a shell script, and of cluster.kubernetes.
-RUN_ON_NODES = {"setup", "options", "torchrun", "python", "image"}
-POD_KEYS = ("image", "python")  # of these, cluster.kubernetes has
+# Keys of cluster.slurm that end in a shell script.
+RUN_ON_NODES = {"setup", "options", "torchrun", "python"}
 PACKAGE_HEADER = re.compile(r"@package\s+(\S+)")  # anywhere in a line, as Hydra may read it
 
 
@@ -40,8 +39,7 @@ def check_folder(folder: Path, groups: Sequence[str]) -> None:
             unsafe.append("a hydra/ group, or a file so named")
         if running := sorted(RUN_ON_NODES & keys):
             what = "a private config may not set what runs on the nodes of a cluster"
-            scheduler = "kubernetes" if running[0] in POD_KEYS and {"image", "kubernetes"} & keys else "slurm"
-            fix = f"write cluster.{scheduler}.{running[0]}=... on the command line"
+            fix = f"write cluster.slurm.{running[0]}=... on the command line"
             raise UsageError(what, file, ", ".join(running), fix=fix)
         if unsafe:
             what = "a private config may not set what Hydra itself runs"

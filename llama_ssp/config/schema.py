@@ -44,7 +44,7 @@ DraftSeat = StrEnum("DraftSeat", ["auto", "leader", "replicated", "sharded", "ow
 Steps = StrEnum("Steps", ["auto", "eager", "compiled"])
 Output = StrEnum("Output", ["text", "json", "jsonl"])
 OnBadRow = StrEnum("OnBadRow", ["fail", "skip"])
-Scheduler = StrEnum("Scheduler", ["none", "slurm", "kubernetes"])
+Scheduler = StrEnum("Scheduler", ["none", "slurm"])
 
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured
 
@@ -246,39 +246,6 @@ class SlurmConf:
 
 
 @dataclass
-class KubernetesConf:
-    """Kubernetes' settings for task=batch. The volume must be mounted here under the same path.
-
-    Attributes:
-        image: The container's image, with llama-ssp installed.
-        volume: The claim of the volume with input, output and models, which many nodes may write.
-        mount: The path of the volume, in the pods and on this machine.
-        namespace: The namespace; null is kubectl's own.
-        job_name: The Job's name; null is made of the output's.
-        gpu_resource: The resource that a GPU is requested by.
-        cpus_per_rank: CPU cores of a rank.
-        mem: Memory of a pod, such as 64Gi.
-        node_selector: Labels that nodes must have: '+cluster.kubernetes.node_selector={gpu: h100}'.
-        queue: The LocalQueue of Kueue; null is without Kueue.
-        grace_s: Seconds from the signal to a pod until it is killed; null follows from the plan.
-        python: The interpreter in the image.
-    """
-
-    image: str | None = None
-    volume: str | None = None
-    mount: str = "/data"
-    namespace: str | None = None
-    job_name: str | None = None
-    gpu_resource: str = "nvidia.com/gpu"
-    cpus_per_rank: int = number(1, 1, 4096)
-    mem: str | None = None
-    node_selector: dict[str, str] = field(default_factory=dict)
-    queue: str | None = None
-    grace_s: int | None = number(None, 1, 86400)
-    python: str = "python"
-
-
-@dataclass
 class ClusterConf:
     """The machines: `nodes` with `gpus` GPUs each.
 
@@ -290,7 +257,7 @@ class ClusterConf:
         nodes: Machines.
         gpus: GPUs of a machine; null is what there is.
         groups: Groups of ranks, each with models of its own, that share a job of task=batch.
-        scheduler: What starts the groups: none is this machine, slurm, or kubernetes.
+        scheduler: What starts the groups: none is this machine, or slurm.
         gib: Memory of a GPU, in GiB.
         reserve: Share of it that stays free.
         bf16: The GPU computes in bf16.
@@ -304,7 +271,6 @@ class ClusterConf:
         graph_mib: Memory that one CUDA graph takes on a GPU, in MiB.
         price_per_gpu_hour: Price of a GPU for an hour, in any currency; null is not known.
         slurm: Slurm's options.
-        kubernetes: Kubernetes' settings.
         times: The constants of predicted times.
     """
 
@@ -315,7 +281,6 @@ class ClusterConf:
     groups: int = number(1, 1, 100_000)
     scheduler: Scheduler = Scheduler.none
     slurm: SlurmConf = field(default_factory=SlurmConf)
-    kubernetes: KubernetesConf = field(default_factory=KubernetesConf)
     gib: float | None = number(None, 0.0, 2.0**20, "null looks it up", above=True)
     reserve: float = number(0.1, 0.0, 0.9)
     bf16: bool | None = None

@@ -442,7 +442,7 @@ class BatchConf(TaskConf):
     """Answer each record of a file exactly once, whatever is killed.
 
     Records are committed one by one, and published by shards, which several processes may share: on this
-    machine, on Slurm or on Kubernetes.
+    machine or on Slurm.
 
     Attributes:
         input: The prompts: JSONL, plain or in OpenAI's batch format, or text with a prompt a line.

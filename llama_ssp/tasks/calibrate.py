@@ -73,7 +73,7 @@ UNITS = {"us": 1e-6, "ns": 1e-9}
 FITTED = ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns")
 
 NAME = "calibrated"  # of the cluster, and of its file
-STARTING = ("groups", "scheduler", "slurm", "kubernetes")  # how jobs start, which is not measured
+STARTING = ("groups", "scheduler", "slurm")  # how jobs start, which is not measured
 
 
 class CalibrateTask(Task[CalibrateConf]):

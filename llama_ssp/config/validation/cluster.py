@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from llama_ssp.config import BatchConf, ClusterConf, KubernetesConf, PlanConf, RunConf, Scheduler
+from llama_ssp.config import BatchConf, ClusterConf, PlanConf, RunConf, Scheduler
 from llama_ssp.errors import UsageError
 
 # How Slurm writes a time: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
@@ -20,17 +20,6 @@ WORDS = {
     "gpu_type": re.compile(r"[\w.-]+"),
     "interface": re.compile(r"[\w.-]{1,15}"),
     "job_name": re.compile(r"[\w.+=@-]{1,100}"),
-}
-LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-KUBERNETES_WORDS = {
-    "image": re.compile(r"[\w.:/@-]+"),
-    "volume": re.compile(rf"{LABEL}(\.{LABEL})*"),
-    "mount": re.compile(r"/[^:\x00-\x1f]+"),
-    "namespace": re.compile(rf"(?=.{{1,63}}$){LABEL}"),
-    "job_name": re.compile(rf"(?=[a-z].{{0,51}}$){LABEL}"),  # with an index a host name of at most 63
-    "gpu_resource": re.compile(r"[\w.-]+/[\w.-]+"),
-    "mem": re.compile(r"\d+(\.\d+)?([kMGT]|[KMGT]i)?"),
-    "queue": re.compile(rf"(?=.{{1,63}}$){LABEL}"),
 }
 # The script sets these itself: a second value would break restarts, or hide the logs.
 OWN_OPTIONS = (
@@ -51,24 +40,21 @@ def check_sharing(run: RunConf) -> None:
             raise UsageError(what, found=found, fix=fix)
     if isinstance(task, BatchConf) and task.submit and cluster.scheduler is Scheduler.none:
         what = "task.submit=true needs a scheduler"
-        raise UsageError(what, found="cluster.scheduler=none", fix="use cluster=slurm or cluster=kubernetes")
+        raise UsageError(what, found="cluster.scheduler=none", fix="use cluster=slurm")
     if cluster.scheduler is not Scheduler.none and cluster.gpus is None:
         what = "cluster.gpus is missing: how many ranks a node of the job gets"
         fix = "write cluster.gpus=N; with cluster.gpu=cpu they are N processes"
         raise UsageError(what, f"cluster.scheduler={cluster.scheduler}", fix=fix)
-    if cluster.scheduler is Scheduler.kubernetes:
-        _check_kubernetes(cluster.kubernetes)
 
 
 def check_scheduler_keys(run: RunConf, words: Sequence[str]) -> None:
-    """Refuses a setting of a scheduler that the run does not use, unless cluster.scheduler is given, too."""
+    """Refuses settings of Slurm that the run does not use, unless cluster.scheduler is given, too."""
     keys = [word.lstrip("+").partition("=")[0] for word in words]
-    for name in (scheduler.value for scheduler in Scheduler if scheduler is not run.cluster.scheduler):
-        unused = [key for key in keys if key.startswith(f"cluster.{name}.")]
-        if unused and "cluster.scheduler" not in keys:
-            what, found = f"{unused[0]} is given, and {name} starts nothing", run.cluster.scheduler
-            fix = f"write cluster={name}, or leave it out"
-            raise UsageError(what, "cluster.scheduler", found, name, fix)
+    unused = [key for key in keys if key.startswith("cluster.slurm.")]
+    if unused and run.cluster.scheduler is Scheduler.none and "cluster.scheduler" not in keys:
+        what, found = f"{unused[0]} is given, and Slurm starts nothing", run.cluster.scheduler
+        fix = "write cluster=slurm, or leave it out"
+        raise UsageError(what, "cluster.scheduler", found, Scheduler.slurm, fix)
 
 
 def check_cluster(cluster: ClusterConf) -> None:
@@ -95,18 +81,6 @@ def check_cluster(cluster: ClusterConf) -> None:
             if not line.strip() or any(ord(c) < 32 for c in line):
                 fix = f'write \'cluster.slurm.{key}=["one","another"]\''
                 raise UsageError(f"a cluster.slurm.{key} entry is not one line", found=repr(line), fix=fix)
-
-
-def _check_kubernetes(pods: KubernetesConf) -> None:
-    """Names are those that the API server takes; image and volume are the user's to name."""
-    for name, why in (("image", "with llama-ssp in it"), ("volume", "of a volume that many nodes may write")):
-        if getattr(pods, name) is None:
-            fix = f"write cluster.kubernetes.{name}=NAME, {why}"
-            raise UsageError(f"cluster.kubernetes.{name} is missing", "cluster.scheduler=kubernetes", fix=fix)
-    for name, shape in KUBERNETES_WORDS.items():
-        if (value := getattr(pods, name)) is not None and not shape.fullmatch(value):
-            what, fix = f"cluster.kubernetes.{name} cannot be used", "see docs/kubernetes.md"
-            raise UsageError(what, "", repr(value), shape.pattern, fix)
 
 
 def seconds_of(time: str) -> int:

@@ -1,0 +1,117 @@
+"""Elements of schedulers' jobs, and the Kubernetes manifest in docs/cluster.md that names them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llama_ssp.batch.element import INDEX, Element, own_element
+from llama_ssp.batch.journal import Journal
+from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.workers import LASTING
+from llama_ssp.distributed.signals import CODE_FILE
+from tests.fuzz.door import Door
+from tests.processes import wait_for
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+(JOB,) = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.S))
+(CONTAINER,) = JOB["spec"]["template"]["spec"]["containers"]
+(SCRIPT,) = CONTAINER["args"]
+
+
+def environment(index: int, uid: str) -> dict[str, str]:
+    """What the container of a pod gets from the manifest and from Kubernetes."""
+    fields = {"metadata.labels['batch.kubernetes.io/controller-uid']": "job-7", "metadata.uid": uid}
+    values = {
+        item["name"]: item["value"] if "value" in item else fields[item["valueFrom"]["fieldRef"]["fieldPath"]]
+        for item in CONTAINER["env"]
+    }
+    return {**values, INDEX: str(index)}
+
+
+def enter(monkeypatch: pytest.MonkeyPatch, index: int, uid: str) -> None:
+    for name, value in environment(index, uid).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_manifest_names_index_and_pod(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert own_element() is None
+    enter(monkeypatch, 3, "pod-1")
+    assert own_element() == Element("job-7.3", "pod-1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert own_element() == Element("7", 0)
+
+
+def test_a_claim_of_a_replaced_pod_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pods have the host name and the process number of those that they replace."""
+    journal = Journal.begin(tmp_path, Manifest("ab" * 32, 4, {"seed": 1}, shards_of(4, 2)))
+    taken = {}
+    for index, uid in ((0, "u1"), (1, "u2"), (0, "u3")):
+        enter(monkeypatch, index, uid)
+        claimed = journal.claim()
+        assert claimed is not None
+        taken[uid] = claimed[0].name
+        claimed[1].__enter__()
+    assert taken == {"u1": "00000", "u2": "00001", "u3": "00000"}
+
+
+def test_which_element_replaces_which():
+    assert Element("7", 2).replaces("7", 1) and not Element("7", 1).replaces("7", 2)
+    assert not Element("7", 2).replaces("8", 1) and not Element("j.0", "u").replaces("j.0", "u")
+    assert Element("j.0", "v").replaces("j.0", "u") and not Element("j.0", "v").replaces("j.1", "u")
+
+
+def test_what_kubernetes_does_with_exit_codes():
+    spec = JOB["spec"]
+    rules: list[dict[str, Any]] = spec["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert codes == {"Ignore": [143], "FailIndex": sorted(LASTING)}
+    assert spec["completionMode"] == "Indexed" and spec["podReplacementPolicy"] == "Failed"
+    assert JOB["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    assert not re.search(r"\$[$(]", SCRIPT)  # Kubernetes would expand them
+
+
+def started(home: Path, torchrun: str) -> subprocess.Popen[bytes]:
+    """The container's command, with this shell line as torchrun."""
+    (home / "torchrun").write_text(f"#!/bin/sh\n{torchrun}\n")
+    (home / "torchrun").chmod(0o755)
+    env = {**os.environ, **environment(0, "u"), "PATH": f"{home}:{os.environ['PATH']}"}
+    return subprocess.Popen(
+        [*CONTAINER["command"], SCRIPT], cwd=home, env={**env, CODE_FILE: str(home / "code")}
+    )
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "code"),
+    [("exit 0", 0), ("exit 1", 1), (f'echo 3 >"${CODE_FILE}"; exit 1', 3), ("kill -9 $$", 137)],
+)
+def test_a_pod_ends_with_the_code_of_its_ranks(tmp_path: Path, torchrun: str, code: int):
+    assert started(tmp_path, torchrun).wait(60) == code
+
+
+def test_a_pod_passes_term_on_and_waits(tmp_path: Path):
+    left = f"trap 'sleep 0.2; echo 143 >\"${CODE_FILE}\"; exit 1' TERM"
+    pod = started(tmp_path, f"{left}\ntouch up\nwhile :; do sleep 0.05; done")
+    wait_for((tmp_path / "up").exists)
+    pod.terminate()
+    assert pod.wait(60) == 143
+
+
+def test_the_command_of_a_pod_is_taken(monkeypatch: pytest.MonkeyPatch):
+    """The models are on the volume."""
+    is_folder = os.path.isdir
+    monkeypatch.setattr(os.path, "isdir", lambda path: str(path).startswith("/data/") or is_folder(path))
+    command = SCRIPT.partition("-m llama_ssp ")[2].partition(" &\n")[0].replace("\\\n", "")
+    with Door().open() as door:
+        said, (run,) = door(tuple(shlex.split(command)))
+    assert said.code == 0, said.err
+    assert run.task.name == "batch" and run.seed is not None
