@@ -22,7 +22,6 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models import attention
-from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.formats import gguf_blocks
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.heads.model import DFlashModel
@@ -515,11 +514,6 @@ def _first_state_again(self: HeadDrafter, token_BS: Any, fed: Any, g_TH: Any) ->
     return head_forward(self, token_BS, fed, g_TH)
 
 
-def _before_the_last_norm(self: CausalModel, blocks: Any) -> None:
-    """What the last block but one gives, in the place of the model's last states."""
-    causal_tap(self, tuple(block if block >= 0 else 1 for block in blocks))
-
-
 def _next_id(self: HeadDrafter, logits: Any, rows: Any, count: int) -> Any:
     return head_in_target(self, logits, rows, count).roll(1, -1)
 
@@ -581,10 +575,9 @@ state_prefix, limits_trim = State.prefix, loop.Limits.trim
 engine_draft, laws_law = engine.Engine.draft, SamplingTransform._probs
 block_observe, block_logits = BlockHeadDrafter.observe, DFlashModel.logits
 head_observe, head_in_target, head_drawn = HeadDrafter.observe, HeadDrafter._in_target, HeadDrafter._drawn
-head_forward, causal_tap = HeadDrafter._forward, CausalModel.tap
+head_forward = HeadDrafter._forward
 some_probs = heads.probs_of_some
 DFLASH_TEST = "test_declared_distributions_are_those_of_the_published_code"
-MTP_TEST = "test_declared_distributions_are_those_of_transformers"
 HEAD_TEST = "test_declared_distributions_are_the_published_formulas"
 
 coded_decode, coded_cut, gguf_of_eight = Coded._decoded, Coded.cut, gguf_blocks._of_eight
@@ -617,8 +610,7 @@ MUTANTS = [
     Mutant("DFlash: states of a rejected draft stay", BlockHeadDrafter, "observe", _block_states_stay, by_test("test_dflash", DFLASH_TEST, "speculators")),
     Mutant("DFlash: drafts one place on", DFlashModel, "logits", _one_place_on, by_test("test_dflash", DFLASH_TEST, "speculators")),
     Mutant("DFlash: the block is causal", attention, "attend_blocks", attention.attend_rows, by_test("test_dflash", DFLASH_TEST, "speculators")),
-    Mutant("MTP: the next draft reads the last state again", HeadDrafter, "_forward", _first_state_again, by_test("test_mtp", MTP_TEST, "glm4_moe")),
-    Mutant("MTP: states before the target's last norm", CausalModel, "tap", _before_the_last_norm, by_test("test_mtp", MTP_TEST, "glm4_moe")),
+    Mutant("head: the next draft reads the last state again", HeadDrafter, "_forward", _first_state_again, by_test("test_heads", HEAD_TEST, "speculators")),
     Mutant("head: d2t off by one", HeadDrafter, "_in_target", _next_id, by_test("test_heads", HEAD_TEST, "reduced vocabulary")),
     Mutant("head: law of the reduced vocabulary not renormalised", heads, "probs_of_some", _mass_missing, by_test("test_heads", HEAD_TEST, "reduced vocabulary")),
     Mutant("head: declares the law before the controls", HeadDrafter, "_drawn", _before_controls, by_tree("head, every control")),

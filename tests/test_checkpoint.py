@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import ModelError
@@ -20,6 +21,7 @@ from llama_ssp.models.causal_lm import windows_of
 from llama_ssp.models.checkpoint import complete, find, inspect, with_shape
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.hub import commit_of
+from llama_ssp.models.loader import load
 from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.planner.weights import ModelPart, RolePart, parameters
 from llama_ssp.planner.workload import TARGET, Role
@@ -105,6 +107,30 @@ def test_the_plan_has_the_windows_of_the_module(name: str, own: dict[str, Any], 
     windows = windows_of(module.config)
     assert RolePart.of(role, ModelPart.of(role.model), 8).masks == len(windows)
     assert {shape["sliding_window"]} - {None} == set(windows.values()) - {None}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_for_multi_token_prediction_are_not_read(family: str, tmp_path: Path) -> None:
+    """They come after the last layer, as many as config.json says; others are refused."""
+    families.tiny(family, num_hidden_layers=2, pad_token_id=None).save_pretrained(tmp_path)
+    without, file = weights_of(tmp_path), tmp_path / WEIGHTS
+    tensors = load_file(file)
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
+    tensors |= {name.replace("layers.1", "layers.2"): tensor.clone() for name, tensor in last.items()}
+    tensors["model.layers.2.eh_proj.weight"] = torch.ones(32, 64)
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = weights_of(tmp_path)
+    assert found.keys() == without.keys() and all(torch.equal(found[name], without[name]) for name in found)
+    edit(tmp_path / "config.json", lambda content: content.update(num_nextn_predict_layers=0))
+    with pytest.raises(ModelError, match="the number of layers contradicts"):
+        weights_of(tmp_path)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What a target of this folder holds in memory."""
+    model, path = complete(local(folder), "model")
+    target: Any = load(model, path, Dtype.fp32, torch.device("cpu"), "model")
+    return dict(target.module.state_dict())
 
 
 def test_hub_copies_link_to_their_blobs(saved: Saved, tmp_path: Path) -> None:

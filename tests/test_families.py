@@ -21,7 +21,6 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import (
-    MTP,
     READ_TOGETHER_BEYOND,
     SCALED_BY_PASS,
     TESTED_FAMILIES,
@@ -219,7 +218,6 @@ def test_a_family_is_one_row() -> None:
     tokenizers = {
         ("text/gguf_tokenizer.py", name) for name in ("dbrx", "gpt2", "llama", "qwen2")
     }  # GGUF's kinds of them
-    rows |= {("models/families.py", name) for name in MTP}
     heads = {("models/heads/settings.py", name) for name in ("llama", "qwen3")}  # kinds of their blocks
     assert named - {("report/machine.py", "git")} == rows | tokenizers | heads  # the program, not a model
 

@@ -203,16 +203,13 @@ def test_rows_are_refilled(adaptive: bool, tmp_path: Path) -> None:
 
 
 def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
-    folder = head_of(tmp_path)
-    engine = engine_with(folder)
-    goes_on(engine, Compared(build("llama-gqa"), Reference(folder), engine.drafter))
-
-
-def goes_on(engine: Engine, watched: Compared) -> None:
     """As in a conversation: longer, changed in the middle, and cut; every declared distribution is right.
 
     Then as in a batch: a row gets another text, which is longer than the states that wait.
     """
+    folder = head_of(tmp_path)
+    engine = engine_with(folder)
+    watched = Compared(build("llama-gqa"), Reference(folder), engine.drafter)
     assert isinstance(engine.drafter, HeadDrafter)
     engine.drafter._window = 8
     state = engine.prefill(PROMPTS[:1], 40)

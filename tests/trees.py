@@ -4,7 +4,6 @@ text."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,9 +14,7 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.families import MTP
 from llama_ssp.models.heads.model import HeadModel
-from llama_ssp.models.heads.mtp import MtpModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
@@ -30,7 +27,6 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, TREE
 from tests.choices import distance, every_branch
-from tests.families import tiny
 from tests.heads import loaded, save_dflash, save_head
 from tests.reference import reference_law
 from tests.tongues import PAIRS, bridge
@@ -63,7 +59,6 @@ class Scenario:
     bridge: str | None = None  # between two of tests.tongues
     head: tuple[int, ...] | None = None  # a trained head drafts, which has these of the target's tokens
     width: int = 0  # of its block, if it gives all drafts in one pass
-    mtp: bool = False  # it is a layer for multi-token prediction, which has all tokens
     siblings: tuple[int, ...] = (0,)  # of each draft, by row
 
 
@@ -96,8 +91,7 @@ def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | N
     s = scenario
     target = s.build(s.vocab, 0, context=s.context, window=s.window)
     if s.head is not None:
-        sizes = s.vocab, s.draft_context
-        head = mtp_of(*sizes) if s.mtp else head_of(s.vocab, s.head, s.draft_context, s.width)
+        head = head_of(s.vocab, s.head, s.draft_context, s.width)
         target.tap(head.taps)
         return target, head
     if s.draft == "same":
@@ -118,17 +112,6 @@ def head_of(vocab: int, ids: tuple[int, ...], context: int, width: int) -> HeadM
         return loaded(
             save_head(Path(folder), **sizes, ids=list(ids), context=context, flags=("norm_output",))
         )
-
-
-@cache
-def mtp_of(vocab: int, context: int) -> MtpModel:
-    """A random layer for multi-token prediction for a toy."""
-    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "hidden_size": WIDTH, "pad_token_id": None}
-    block = tiny(MTP[0], vocab_size=vocab, max_position_embeddings=context, **sizes)
-    block.set_experts_implementation("eager")  # the grouped product has no width of six
-    layers = {place: deepcopy(block.get_decoder().norm) for place in ("token", "state")}
-    both = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
-    return MtpModel(CausalModel(block, "mtp"), layers, both, "mtp", ())
 
 
 def walk(scenario: Scenario) -> tuple[float, int]:
@@ -301,10 +284,6 @@ HEADS: dict[str, Scenario] = {
     "head, its context ends": replace(_HEADED, draft_context=3, new=4, vocab=2, head=(0, 1), k=3),
     "head, chunks of one": replace(
         _HEADED, prompts=((0, 1, 1, 0), (1,)), chunk=1, vocab=2, head=(0, 1), k=2, new=2
-    ),
-    "MTP layer": replace(_HEADED, mtp=True, vocab=2, k=3, new=4),
-    "MTP layer, two ragged rows with EOS": replace(
-        _HEADED, prompts=((1, 1, 0), (0,)), vocab=2, mtp=True, k=1, new=3, ends=frozenset({1})
     ),
     "DFlash head": replace(_HEADED, width=4),
     "DFlash head, two ragged rows with EOS": replace(

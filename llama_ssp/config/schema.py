@@ -32,7 +32,7 @@ def share(default: float | None, fix: str = "") -> Any:
 
 # The choices of keys; the key's description says what each means.
 Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
-Weights = StrEnum("Weights", ["checkpoint", "synthetic", "mtp"])
+Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
 Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
 Verification = StrEnum("Verification", ["block", "token"])
 Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
@@ -60,8 +60,7 @@ class ModelConf:
         repo: A repository on the Hugging Face hub with files of this shape; model=ORG/NAME needs no preset.
         revision: A commit, tag or branch of the repository; null is its main branch.
         path: A folder or GGUF file with a model of this shape; model=FOLDER needs no preset.
-        weights: checkpoint reads files; synthetic builds the same shape from a seed, without files; mtp, of a
-            draft, reads the layer for multi-token prediction in the target's files.
+        weights: checkpoint reads files; synthetic builds the same shape from a seed, without files.
         dtype: How weights are held. auto is what the device computes fastest without loss of range; int8,
             int4 and nf4 quantise while reading; packed keeps the codes of a quantised checkpoint.
         seed: The seed of synthetic weights.

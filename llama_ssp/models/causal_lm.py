@@ -84,7 +84,7 @@ class CausalModel:
         return sum(p.numel() for p in self.module.parameters())
 
     def tap(self, blocks: tuple[int, ...]) -> None:
-        """As `DecoderModel.tap`, but block -1 is what the last norm gives; the last block alone has no tap.
+        """Does as `DecoderModel.tap`; what the last block gives has no tap: transformers norms it first.
 
         Raises ModelError for a block that the model does not have.
         """
@@ -100,7 +100,10 @@ class CausalModel:
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
         """Logits, (B, W, V); of the last column only, (B, 1, V), for a pass that is fed for its keys."""
-        inputs = self._inputs(feed, cache)
+        masks = {kind: self._mask(feed.visible(window)) for kind, window in self.windows.items()}
+        cache.expect(feed, masks)
+        mask = masks if self.mask_by_kind else next(iter(masks.values()))
+        inputs = {"position_ids": feed.positions(), "attention_mask": mask, self._cache_name: cache}
         # As an index: a slice of several rows' last columns is no plain matrix, and the head's product would
         # be batched, with a copy of its weights for every row (bf16 on a CPU).
         last = sent([feed.width - 1], self.device) if last_only else 0
@@ -108,20 +111,6 @@ class CausalModel:
         if self.tapped_TX is not None:
             self.tapped_TX = self.tapped_TX.flatten(0, 1)[feed.real_places()]
         return logits
-
-    @torch.inference_mode()
-    def states(self, x_BWH: Tensor, feed: Feed, cache: RaggedCache) -> Tensor:
-        """What the last norm gives, (B, W, H), where the embedding would give `x_BWH`."""
-        found = self.module.get_decoder()(inputs_embeds=x_BWH, use_cache=True, **self._inputs(feed, cache))
-        state_BWH: Tensor = found.last_hidden_state
-        return state_BWH
-
-    def _inputs(self, feed: Feed, cache: RaggedCache) -> dict[str, Any]:
-        """What a pass is given in addition to its tokens."""
-        masks = {kind: self._mask(feed.visible(window)) for kind, window in self.windows.items()}
-        cache.expect(feed, masks)
-        mask = masks if self.mask_by_kind else next(iter(masks.values()))
-        return {"position_ids": feed.positions(), "attention_mask": mask, self._cache_name: cache}
 
     def _forward(self, feed: Feed, **inputs: Any) -> Tensor:
         """One pass of the module; the scale says which columns have the second scale of positions."""

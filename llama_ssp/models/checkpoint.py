@@ -29,7 +29,7 @@ from llama_ssp.models.folder import (
 from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_model import config_of, name_of
 from llama_ssp.models.formats.quantised_config import require_readable
-from llama_ssp.models.heads.settings import HeadSettings, head_settings, kind_of, mtp_settings
+from llama_ssp.models.heads.settings import head_settings, kind_of
 from llama_ssp.models.hub import cached_tokenizer, commit_of, hub_copy
 from llama_ssp.models.sizes import Checkpoint, config_file, sizes_of
 
@@ -44,7 +44,7 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
         _require_experts(model, role)
         return _with_codes(model, role), None
     path = find(model, role, download)
-    if model.weights is Weights.mtp or kind_of(path):
+    if kind_of(path):
         return _with_head(model, path, role), path
     return _with_codes(with_shape(model, inspect(path), role), role), path
 
@@ -60,7 +60,7 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
         return _with_codes(model, role)
     local = model.path is not None or model.repo is None
     path = find(model, role) if local else hub_copy(model, role, download, "config.json").parent
-    if model.weights is Weights.mtp or kind_of(path):
+    if kind_of(path):
         return _with_head(model, path if local else find(model, role, download), role)
     config = read_config(path)
     quantised = config.get("quantization_config") and any(path.glob("*.safetensors"))
@@ -71,11 +71,13 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
 
 def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
     """The model with the shape of the folder's head; it is tied if it embeds by the target's table."""
-    mtp = model.weights is Weights.mtp
     if role != "draft":
-        what, found = "a trained head is not a model of its own", "mtp" if mtp else kind_of(path)
-        raise ModelError(what, path, found, fix="give it as the draft of its target: draft.path")
-    head: HeadSettings = mtp_settings(path) if mtp else head_settings(path)
+        what, fix = (
+            "a trained head is not a model of its own",
+            "give it as the draft of its target: draft.path",
+        )
+        raise ModelError(what, path, kind_of(path), fix=fix)
+    head = head_settings(path)
     shaped = with_shape(model, Checkpoint(path, head.block, {}), role)
     shaped = replace(shaped, head_inputs=head.inputs, head_vocab=head.vocab, head_block=head.drafts)
     return replace(shaped, tied=not head.embeds)

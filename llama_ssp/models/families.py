@@ -270,9 +270,7 @@ SCALED_BY_PASS = ("phimoe",)
 READ_TOGETHER_BEYOND = {"doge": "keep_window_size"}
 
 
-# Architectures whose checkpoints may have a layer behind the last that drafts (heads/mtp.py), and the key of
-# how many.
-MTP = ("deepseek_v3", "glm4_moe")
+# The key of how many layers for multi-token prediction come after the last one; they are not read.
 MTP_LAYERS = "num_nextn_predict_layers"
 
 EXPERTS = ("num_local_experts", "num_experts")  # keys of how many there are in a layer

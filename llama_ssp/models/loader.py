@@ -86,7 +86,7 @@ def _decoder(
             made = decoder(config, WatchedSource(source, total, report), *how)
     else:
         with refusing(path), closing(opened(path, config, names := wanted(config))) as files:
-            require_complete(path, differences(names, files.shapes, config))
+            _require_complete(path, differences(names, files.shapes, config))
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
                 made = decoder(config, WatchedSource(files, total, report), *how)
@@ -173,7 +173,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
         )
     behind = _behind(config)
     unexpected = [name for name in report["unexpected_keys"] if not name.startswith(behind)]
-    require_complete(path, {**report, "unexpected_keys": unexpected})
+    _require_complete(path, {**report, "unexpected_keys": unexpected})
     if dtype in QUANTISED or getattr(module, "is_quantized", False):
         choose_kernels(module)
     codes = quantised_config(read_config(path), path)
@@ -201,7 +201,7 @@ def _require_sound_codes(path: Path, config: Any) -> None:
     """A ModelError if tensors of a quantised folder contradict each other: transformers may read on."""
     if reason_against(config) is None and quantised_config(read_config(path), path) is not None:
         with closing(opened(path, config, names := wanted(config))) as files:
-            require_complete(path, differences(names, files.shapes, config))
+            _require_complete(path, differences(names, files.shapes, config))
 
 
 def differences(
@@ -218,7 +218,7 @@ def differences(
     }
 
 
-def require_complete(path: Path, report: dict[str, Any]) -> None:
+def _require_complete(path: Path, report: dict[str, Any]) -> None:
     """Refuses a tensor that is missing or misshapen: transformers would fill it at random."""
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(str(name) for name in report.get(kind) or ())

@@ -21,21 +21,18 @@ from llama_ssp.config import (
     RunConf,
     SpeculationConfig,
     Splitting,
-    Weights,
     home_expanded,
 )
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.roles import Roles, roles_of
 from llama_ssp.errors import UsageError
-from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.heads.load import load_head, table_of, table_on_disk
 from llama_ssp.models.heads.model import HeadModel
-from llama_ssp.models.heads.mtp import load_mtp
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel, has_kernels
@@ -207,9 +204,6 @@ def _loaded_head(found: list[ModelPlacement], target: Model) -> HeadModel:
     """A head without tables of its own is given the target's."""
     above, placed = found
     path, name = placed.path or Path(), placed.model.name
-    if placed.model.weights is Weights.mtp:
-        assert isinstance(target, CausalModel)  # no family with a row in families.py has such a layer
-        return load_mtp(path, placed.dtype, placed.device, target, name)
 
     def tables(output: bool) -> tuple[Tensor, bool]:
         table = table_of(target, output)

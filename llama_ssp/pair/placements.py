@@ -189,7 +189,7 @@ def _bytes(placed: ModelPlacement) -> int:
 
 def _same_weights(draft: ModelPlacement, target: ModelPlacement) -> bool:
     """Whether both are one folder in one number format."""
-    if draft.model.is_head or draft.path is None or target.path is None or draft.dtype is not target.dtype:
+    if draft.path is None or target.path is None or draft.dtype is not target.dtype:
         return False
     return draft.path.samefile(target.path)
 

@@ -15,7 +15,6 @@ from llama_ssp.config import (
     PlacementConf,
     RunConf,
     Splitting,
-    Weights,
 )
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
@@ -116,13 +115,11 @@ def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, 
 
 def require_head_of(target: ModelConf, draft: ModelConf) -> None:
     """Refuses a head of another target."""
-    what, where = "the head is not one of this target", f"draft {draft.name}"
     if draft.is_head and draft.head_inputs % target.dim:
+        what, where = "the head is not one of this target", f"draft {draft.name}"
         found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
         allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
         raise ModelError(what, where, found, allowed, fix)
-    if draft.weights is Weights.mtp and draft.family != target.family:
-        raise ModelError(what, where, draft.family, target.family, "write draft=mtp alone")
 
 
 def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
@@ -35,8 +35,8 @@ class HeadModel:
     fast = False
 
     def __init__(
-        self, layers: nn.Module, config: Any, taps: tuple[int, ...], name: str, ids_E: Tensor | None = None,
-        shared: tuple[Tensor, ...] = (),
+        self, head: Eagle3 | DFlash, attentions: list[Attention], config: Any, taps: tuple[int, ...],
+        name: str, ids_E: Tensor | None = None, shared: tuple[Tensor, ...] = (),
     ) -> None:  # fmt: skip
         """`ids_E`: the target's ids of the head's tokens; None if they are the same.
 
@@ -44,10 +44,11 @@ class HeadModel:
         """
         self.config, self.name, self.taps = config, name, taps
         self.vocab, self.context = int(config.vocab_size), int(config.max_position_embeddings)
-        weight = next(layers.parameters())
+        weight = head.embedding
         self.dim, self.device, self.dtype = int(config.hidden_size), weight.device, weight.dtype
         self.ids_E = None if ids_E is None else ids_E.to(self.device)
-        self.caches, self._layers, self._shared = Tally(), layers, {tensor.data_ptr() for tensor in shared}
+        self.caches, self._layers, self._shared = Tally(), head, {tensor.data_ptr() for tensor in shared}
+        self._cache_shapes = [(item.sizes[1] // item.head_dim, item.head_dim) for item in attentions]
 
     @property
     def weights_bytes(self) -> int:
@@ -60,9 +61,8 @@ class HeadModel:
     def held_bytes(self) -> int:
         return self.weights_bytes + self.caches.most
 
-    def new_cache(self, rows: int, capacity: int) -> Any:
-        """A cache of the head's own kind."""
-        raise NotImplementedError
+    def new_cache(self, rows: int, capacity: int) -> SlotCache:
+        return SlotCache.of(rows, capacity, self._cache_shapes, self.dtype, self.device, self.caches)
 
     def prepare(self) -> None:
         """Loads or compiles the steps before they are needed."""
@@ -80,49 +80,13 @@ def _feed_of(rows: Spans, cache: SlotCache, attend: attention.Attend) -> attenti
     return cache.feed([(row * cache.capacity, start, count) for row, start, count in rows], attend)
 
 
-def _slots_of(head: HeadModel, attentions: list[Attention], rows: int, capacity: int) -> SlotCache:
-    shapes = [(own.sizes[1] // own.head_dim, own.head_dim) for own in attentions]
-    return SlotCache.of(rows, capacity, shapes, head.dtype, head.device, head.caches)
-
-
-class ChainedHead(HeadModel):
-    """A head that drafts one token after the other; z is what it makes of g and a token, and the next g."""
-
-    def new_states(self, rows: int, window: int) -> Tensor:
-        """Room for g of `window` positions of each row, (rows * window, H)."""
-        state_NH = torch.empty(rows * window, self.dim, dtype=self.dtype, device=self.device)
-        self.caches.add(state_NH)
-        return state_NH
-
-    def fused(self, state_TX: Tensor) -> Tensor:
-        """g, (T, H), of the target's hidden states."""
-        raise NotImplementedError
-
-    def states(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: Any) -> Tensor:
-        """z, (T, H), of tokens and their g; `rows` has a row's number, its start and how many there are."""
-        raise NotImplementedError
-
-    def logits(self, z_RH: Tensor) -> Tensor:
-        """Of the head's own tokens, (R, E)."""
-        raise NotImplementedError
-
-    def step(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: Any) -> tuple[Tensor, Tensor]:
-        """Logits (R, E) and z (R, H) of each row's last position; what goes in is as of `states`."""
-        z_TH = self.states(token_T, g_TH, rows, cache)
-        z_RH = z_TH if len(z_TH) == len(rows) else z_TH[sent(_ends(rows), z_TH.device)]
-        return self.logits(z_RH), z_RH
-
-
 class DFlashModel(HeadModel):
     """A head that gives all drafts in one pass. It runs eagerly: there is one pass a round."""
 
     def __init__(self, head: DFlash, config: Any, settings: DFlashSettings, *how: Any) -> None:
-        super().__init__(head, config, *how)
+        super().__init__(head, head.attentions, config, *how)
         self.head, self.width, self.drafts = head, settings.width, settings.drafts
         self.mask_token = settings.mask_token
-
-    def new_cache(self, rows: int, capacity: int) -> SlotCache:
-        return _slots_of(self, self.head.attentions, rows, capacity)
 
     @torch.inference_mode()
     def remember(self, state_TX: Tensor, rows: Spans, cache: SlotCache) -> None:
@@ -143,50 +107,56 @@ class DFlashModel(HeadModel):
         return _feed_of(rows, cache, attention.attend_blocks)
 
 
-class Eagle3Model(ChainedHead):
-    """An EAGLE-3 head."""
+class Eagle3Model(HeadModel):
+    """A head that drafts one token after the other; z is what it makes of g and a token, and the next g."""
 
     def __init__(
         self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any, fast: bool = False
     ) -> None:
-        super().__init__(head, config, *how)
+        super().__init__(head, [head.attention], config, *how)
         self.head, self.settings, self.fast = head, settings, fast
         self.attend: attention.Attend = attention.attend_rows
         if fast and self.device.type == "cpu":
             self.attend = attention_kernel.attend
         self._program: Program | None = None
 
-    def new_cache(self, rows: int, capacity: int) -> SlotCache:
-        return _slots_of(self, [self.head.attention], rows, capacity)
+    def new_states(self, rows: int, window: int) -> Tensor:
+        """Room for g of `window` positions of each row, (rows * window, H)."""
+        state_NH = torch.empty(rows * window, self.dim, dtype=self.dtype, device=self.device)
+        self.caches.add(state_NH)
+        return state_NH
 
     @torch.inference_mode()
     def fused(self, state_TX: Tensor) -> Tensor:
+        """g, (T, H), of the target's hidden states."""
         return self.head.fused(state_TX.to(self.device, self.dtype))
 
     @torch.inference_mode()
     def states(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> Tensor:
+        """z, (T, H), of tokens and their g; `rows` has a row's number, its start and how many there are."""
         found: Tensor = self.head(token_T.to(self.device), g_TH, self._feed(rows, cache), *cache.layers)
         return found
 
     @torch.inference_mode()
     def logits(self, z_RH: Tensor) -> Tensor:
+        """Of the head's own tokens, (R, E)."""
         return self.head.logits(z_RH)
 
     @torch.inference_mode()
     def step(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> tuple[Tensor, Tensor]:
-        if not self.fast or max(count for _, _, count in rows) > WIDEST:
-            return super().step(token_T, g_TH, rows, cache)
-        feed = self._feed(rows, cache)
+        """Logits (R, E) and z (R, H) of each row's last position; what goes in is as of `states`."""
+        feed, token_T = self._feed(rows, cache), token_T.to(self.device)
         if len(rows) == 1:
             last_R = cache.position_S[len(token_T) - 1 : len(token_T)]
         else:
             last_R = sent(_ends(rows), self.device)
-        given = token_T.to(self.device), g_TH, feed.position_T, feed.first_T, (last_R,), cache.layers
-        program = self._program or self._compile(*given)
-        if program is None:
-            return super().step(token_T, g_TH, rows, cache)
-        logit_RE, z_RH = program(self.head, *given)
-        return logit_RE, z_RH
+        if self.fast and max(count for _, _, count in rows) <= WIDEST:
+            given = token_T, g_TH, feed.position_T, feed.first_T, (last_R,), cache.layers
+            program = self._program or self._compile(*given)
+            if program is not None:
+                logit_RE, z_RH = program(self.head, *given)
+                return logit_RE, z_RH
+        return self.head.step(token_T, g_TH, last_R, feed, *cache.layers)
 
     def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
         return _feed_of(rows, cache, self.attend)

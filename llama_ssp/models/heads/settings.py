@@ -13,7 +13,6 @@ from typing import Any
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.bounds import require_counts
-from llama_ssp.models.families import MTP, MTP_LAYERS, family_of
 from llama_ssp.models.folder import (
     INDEX,
     PICKLED,
@@ -36,12 +35,6 @@ PREFIXES = "layers.0", "midlayer"  # of the block's tensors: speculators' and th
 # Classes of drafters that are no models of their own, in `architectures`.
 OTHERS = re.compile(r"eagle|medusa|dflash|dspark|speculator|(?-i:MTP)", re.IGNORECASE)
 CLASSES = {EAGLE3: re.compile("eagle-?3", re.IGNORECASE), DFLASH: re.compile(r"dflash(?!\d)", re.IGNORECASE)}
-NORMED = -1  # of the taps: what the target's last norm gives
-# The tensors of a layer for multi-token prediction that are not its block's, by their places.
-MTP_OWN = {
-    "token": "enorm.weight", "state": "hnorm.weight", "both": "eh_proj.weight",
-    "output": "shared_head.norm.weight",
-}  # fmt: skip
 READ = "EAGLE-3 or DFlash, in the speculators layout or the raw one"
 
 
@@ -121,27 +114,6 @@ def head_settings(path: Path) -> HeadSettings:
     require_counts(path, content := read_json(path / "config.json"))
     shapes = _shapes(path)
     return (_eagle3 if kind == EAGLE3 else _dflash)(path, content, shapes)
-
-
-def mtp_settings(path: Path) -> HeadSettings:
-    """Of the layer behind the last of a target's folder; a ModelError if there is none that is read."""
-    content = {} if is_gguf(path) else read_json(path / "config.json")
-    family, count, coded = (content.get(key) for key in ("model_type", MTP_LAYERS, "quantization_config"))
-    if family not in MTP or count != 1 or coded:
-        what = "the target has no layer for multi-token prediction that is read"
-        found = f"{count} of {family or 'a GGUF file'}{', quantised' if coded else ''}"
-        allowed = f"{MTP_LAYERS}: 1 of {' or '.join(MTP)}, not quantised"
-        raise ModelError(what, path, found, allowed, "use a draft model, or another head")
-    require_whole(path)
-    require_counts(path, content)
-    shapes, first = _shapes(path), f"{family_of(family).names.blocks}.{content.get('num_hidden_layers')}."
-    missing = [first + name for name in MTP_OWN.values() if first + name not in shapes]
-    if missing:
-        what, fix = "the checkpoint lacks its layer for multi-token prediction", "fetch the published files"
-        raise ModelError(what, path, f"{', '.join(missing)}: missing", fix=fix)
-    block, vocab = {**content, "num_hidden_layers": 1}, content.get("vocab_size")
-    dim = shapes[first + MTP_OWN["output"]][0]
-    return HeadSettings(block, vocab if type(vocab) is int else 0, (NORMED,), dim, False, False)
 
 
 def _eagle3(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Eagle3Settings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llama_ssp.models.heads.model import ChainedHead, DFlashModel, HeadModel
+from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.head import HeadDrafter, SamplesFromHead
@@ -70,5 +70,5 @@ def head_drafter(
     """The drafter of a head of this kind."""
     if isinstance(head, DFlashModel):
         return BlockHeadDrafter(head, target, transform, draws)
-    assert isinstance(head, ChainedHead)
+    assert isinstance(head, Eagle3Model)
     return HeadDrafter(head, target, transform, draws)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llama_ssp.models.heads.model import ChainedHead, HeadModel
+from llama_ssp.models.heads.model import Eagle3Model, HeadModel
 from llama_ssp.models.steps import WIDEST
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.local import (
@@ -75,7 +75,7 @@ class HeadDrafter(SamplesFromHead):
     """
 
     def __init__(
-        self, head: ChainedHead, target: ModelRunner, transform: SamplingTransform, draws: Draws
+        self, head: Eagle3Model, target: ModelRunner, transform: SamplingTransform, draws: Draws
     ) -> None:
         """`target` is the runner whose passes the head reads; its model has the head's taps."""
         super().__init__(head, transform, draws)
@@ -93,7 +93,6 @@ class HeadDrafter(SamplesFromHead):
         """Reads what the target's prefill has brought, but for the last position, which the draft needs."""
         self._read(state.token_BS, [length - 2 for length in state.lengths])
 
-    @torch.inference_mode()
     def refill(self, state: State, row: int) -> None:
         ends = list(self._cached)
         ends[row] = state.lengths[row] - 2
@@ -108,8 +107,6 @@ class HeadDrafter(SamplesFromHead):
         """Keeps the target's hidden states of a pass; what the head has read at these positions is stale."""
         for row, start, _ in fed:
             self._cached[row] = min(self._cached[row], start)
-            if not start:
-                self._cache.clear(row)  # no NaN of a damaged text may stay
         if any(start + count - self._cached[row] > self._window for row, start, count in fed):
             ends = list(self._cached)
             for row, start, _ in fed:
