@@ -1,0 +1,189 @@
+"""Texts of two commits are compared: made-up outputs, without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.first_difference import Key, Text, first_difference
+from bench.same_texts import CASES, Asked, Side, checked, compared, records
+
+BASE, OTHER = [5, 6, 7], [5, 8, 7]
+KEY = (1, "0")
+
+
+def scores(tokens: Sequence[int], values: dict[int, float]) -> list[dict[str, Any]]:
+    """Returns log-probabilities for each token; `values` are those of the likeliest at each position."""
+    top = [{"token_id": token, "token": f"t{token}", "logprob": value} for token, value in values.items()]
+    return [
+        {"token_id": token, "token": f"t{token}", "logprob": values.get(token, -9.0), "top_logprobs": top}
+        for token in tokens
+    ]
+
+
+def scored(tokens: Sequence[int], values: dict[int, float], is_greedy: bool = True) -> Text:
+    return Text(tokens, is_greedy, scores(tokens, values))
+
+
+class Rewritten:
+    """Gives texts that are written again, and keeps what was asked for."""
+
+    def __init__(self, again: tuple[Text, Text], later: tuple[Text, Text] | None = None) -> None:
+        self.again, self.later, self.calls = again, later, list[tuple[Key, list[int], bool]]()
+
+    def __call__(self, key: Key, steps: Sequence[int], with_scores: bool) -> list[tuple[Text, Text]]:
+        self.calls.append((key, list(steps), with_scores))
+        return [self.again if step == 0 else self.later or self.again for step in steps]
+
+
+def difference(
+    base: Text, today: Text, rewrite: Rewritten | None = None, ties: list[str] | None = None
+) -> str:
+    """Returns what is said of one text in a case."""
+    never = Rewritten((base, today))
+    return first_difference("case", {KEY: base}, {KEY: today}, rewrite or never, [] if ties is None else ties)
+
+
+def test_equal_texts_are_not_written_again():
+    rewrite = Rewritten((Text(BASE), Text(BASE)))
+    assert difference(Text(BASE), Text(list(BASE)), rewrite) == "" and not rewrite.calls
+
+
+def test_a_greedy_difference_is_named_with_both_tokens_and_their_log_probabilities():
+    again = (scored(BASE, {6: -0.7, 8: -0.71}), scored(OTHER, {6: -0.72, 8: -0.69}))
+    rewrite = Rewritten(again)
+    said = difference(Text(BASE, True), Text(OTHER, True), rewrite)
+    assert said == (
+        "case, seed 1, text '0', position 1: 6 't6' by base, 8 't8' by today, "
+        "log-probabilities -0.700000 and -0.710000 by base, "
+        "log-probabilities -0.720000 and -0.690000 by today; no tie"
+    )
+    assert rewrite.calls == [(KEY, [0], True)]
+
+
+@pytest.mark.parametrize(("gaps", "is_tie"), [((1e-5, -1e-5), True), ((1e-5, 2e-5), False)])
+def test_a_greedy_tie_is_within_1e_5_on_both_sides(gaps: tuple[float, float], is_tie: bool):
+    again = [
+        scored(tokens, {6: -0.7, 8: -0.7 + gap}) for tokens, gap in zip((BASE, OTHER), gaps, strict=True)
+    ]
+    ties: list[str] = []
+    said = difference(Text(BASE, True), Text(OTHER, True), Rewritten((again[0], again[1])), ties)
+    assert bool(said) is not is_tie and len(ties) == is_tie
+
+
+def test_a_greedy_token_that_is_not_among_the_likeliest_is_no_tie():
+    again = scored(BASE, {6: -0.7}), scored(OTHER, {6: -0.7, 8: -0.7})
+    said = difference(Text(BASE, True), Text(OTHER, True), Rewritten(again))
+    assert "-0.700000 and unknown by base" in said and said.endswith("no tie")
+
+
+def test_a_sampled_tie_is_equal_with_each_of_the_next_three_seeds():
+    again = scored(BASE, {6: -2.0, 8: -1.0}, False), scored(OTHER, {6: -2.0, 8: -1.0}, False)
+    ties: list[str] = []
+    rewrite = Rewritten(again, later=(Text(OTHER), Text(OTHER)))
+    assert difference(Text(BASE), Text(OTHER), rewrite, ties) == "" and len(ties) == 1
+    assert rewrite.calls == [(KEY, [0], True), (KEY, [1, 2, 3], False)]
+    said = difference(Text(BASE), Text(OTHER), Rewritten(again, later=(Text(BASE), Text(OTHER))))
+    assert said.endswith("no tie: not equal with each of the next three seeds")
+
+
+def test_a_second_tie_is_a_difference():
+    again = scored(BASE, {6: -0.7, 8: -0.7}), scored(OTHER, {6: -0.7, 8: -0.7})
+    base = {(1, name): Text(BASE, True) for name in "ab"}
+    today = {(1, name): Text(OTHER, True) for name in "ab"}
+    ties: list[str] = []
+    said = first_difference("case", base, today, Rewritten(again), ties)
+    assert "text 'b'" in said and said.endswith("a run may have one tie")
+    assert len(ties) == 1 and "text 'a'" in ties[0]
+
+
+def test_no_tie_if_the_text_is_another_one_when_it_is_written_again():
+    again = scored(BASE, {6: -0.7, 8: -0.7}), scored(BASE, {6: -0.7, 8: -0.7})
+    said = difference(Text(BASE, True), Text(OTHER, True), Rewritten(again))
+    assert "unknown and unknown by today" in said and said.endswith("the texts are others")
+
+
+def test_a_text_that_ends_earlier_differs_at_its_end():
+    again = scored(BASE, {7: -0.7}), scored(BASE[:2], {6: -0.7})
+    said = difference(Text(BASE, True), Text(BASE[:2], True), Rewritten(again))
+    assert "position 2: 7 't7' by base, no token by today" in said and said.endswith("no tie")
+
+
+def test_a_chat_is_compared_by_characters():
+    said = difference(Text(list("yes")), Text(list("yet")))
+    assert "position 2: 's' by base, 't' by today" in said
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_text_that_one_side_lacks_is_a_difference(missing: int):
+    sides = [{KEY: Text(BASE)}, {KEY: Text(BASE)}]
+    sides[missing][2, "1"] = Text(BASE)
+    said = first_difference("case", *sides, Rewritten((Text(BASE), Text(BASE))), [])
+    assert said == f"case, seed 2, text '1': only {('base', 'today')[missing]} has it"
+
+
+def test_log_probabilities_are_compared_to_1e_5():
+    base = scored(BASE, {6: -0.7, 8: -0.9})
+    assert difference(base, scored(BASE, {6: -0.70001, 8: -0.9})) == ""
+    said = difference(base, scored(BASE, {6: -0.70002, 8: -0.9}))
+    assert said.endswith("position 0, token 6: log-probability -0.700000 by base, -0.700020 by today")
+    assert "by today" in difference(base, scored(BASE, {6: -0.7, 8: -0.90002}))
+    assert "log-probabilities" in difference(base, replace(base, scores=()))
+
+
+def test_two_tokens_may_share_the_last_place_among_the_likeliest():
+    assert difference(scored(BASE, {6: -0.7, 8: -0.9}), scored(BASE, {6: -0.7, 9: -0.9})) == ""
+    assert difference(scored(BASE, {6: -0.7, 8: -0.9}), scored(BASE, {6: -0.7, 9: -0.8})) != ""
+
+
+def test_a_prompt_has_log_probabilities_too_but_none_for_its_first_token():
+    first = {"token_id": 1, "token": "t1", "logprob": None, "top_logprobs": []}
+    prompt = [first, *scores([2], {2: -0.5})]
+    base, today = (Text(BASE, True, [*prompt, *scores(BASE, {6: -0.7})]) for _ in range(2))
+    assert difference(base, today) == ""
+    moved = Text(BASE, True, [first, *scores([2], {2: -0.6}), *scores(BASE, {6: -0.7})])
+    assert "position 1 of the prompt, token 2" in difference(base, moved)
+
+
+class MadeUp(Side):
+    """Writes texts of the seed's digits, without a process."""
+
+    def texts(self, case: object, engine: str, seeds: Mapping[int, int], *more: str) -> dict[Key, Text]:
+        tokens = {seed: [seed // 10, seed % 10] for seed in seeds.values()}
+        values = {token: -1.0 for token in range(10)}
+        return {(seed, "0"): scored(tokens[run], values, False) for seed, run in seeds.items()}
+
+
+def test_the_control_is_different_and_without_it_texts_are_equal():
+    """One seed is changed: the next seeds are changed, too, so that it is no tie."""
+    sides = [MadeUp(name, Path(), Path(), (), True) for name in ("base", "today")]
+    said, row = compared(sides, CASES[0], "eager", [], is_control=False)
+    assert said == "" and row[:4] == ["block", "eager", "20", "40"]
+    said, _ = compared(sides, CASES[0], "eager", [], is_control=True)
+    assert said.startswith("block eager, seed 20, text '0', position 1: 0 't0' by base, 1 't1' by today")
+    assert said.endswith("no tie: not equal with each of the next three seeds")
+
+
+def test_cases_and_settings_are_left_out_by_name():
+    commit, cases = checked(Asked(base="HEAD", without="head,speculation.siblings"))
+    assert len(commit) == 40 and [case for case in CASES if case not in cases] == [CASES[5]]
+    words = CASES[0].words("eager", ["speculation.siblings"])
+    assert "engine=eager" in words and not [word for word in words if "siblings" in word]
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("wrong", ["base=none", "only=no-case", "without=no.key", "engines=fast", "base="])
+def test_what_is_not_known_is_refused(wrong: str):
+    with pytest.raises(ValueError, match=wrong.partition("=")[0]):
+        checked(Asked.of([f"base={'HEAD'}", wrong]))
+
+
+def test_records_of_a_batch_differ_in_seed_temperature_and_length():
+    rows = records(3)
+    assert len({row["max_new_tokens"] for row in rows}) > 20 and rows != records(4)
+    assert [row["seed"] for row in rows if "seed" in row] == [103 + n for n in range(0, 30, 3)]
+    assert {row.get("temperature") for row in rows} == {None, 0, 0.8}
