@@ -99,7 +99,7 @@ def _guarded() -> int:
         _prepare_output()
         words = sys.argv[1:]
         if words and words[0] in COMMANDS and words[0] != COMPLETION:
-            code = _read_runs(words)
+            code = _report(words)
         elif (text := _answer(words)) is not None:
             code = OK
             sys.stdout.write(text if _environment().is_leader else "")
@@ -119,24 +119,21 @@ def _guarded() -> int:
         return code
 
 
-def _read_runs(words: list[str]) -> int:
-    """The commands that read run folders; the exit code."""
-    from llama_ssp.report import commands
+def _report(words: list[str]) -> int:
+    """Writes the page of a run; returns the exit code."""
+    from llama_ssp.report.page import execute
 
-    return commands.execute(words[0], words[1:]) if _environment().is_leader else OK
+    return execute(words[1:], Console()) if _environment().is_leader else OK
 
 
 def _run_jobs(jobs: list[ComposedJob]) -> int:
-    """Runs each job; a sweep ends with a table of all. The greatest exit code."""
+    """Runs each job; returns the greatest exit code."""
     if len(jobs) < 2:
         return max((run(job) for job in jobs), default=OK)
     from llama_ssp.report.sweep import Sweep
 
     sweep = Sweep([job.words for job in jobs], jobs[0].cfg.out)
-    try:
-        return max(run(job, sweep.place(number)) for number, job in enumerate(jobs))
-    finally:
-        sweep.end(Console())
+    return max(run(job, sweep.begin(number)) for number, job in enumerate(jobs))
 
 
 def _answer(arguments: list[str]) -> str | None:

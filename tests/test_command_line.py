@@ -34,9 +34,8 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     TimesConf,
 )
-from llama_ssp.config.short_forms import COMPLETION
+from llama_ssp.config.short_forms import COMMANDS, COMPLETION
 from llama_ssp.errors import RunError, UsageError
-from llama_ssp.report import commands
 from llama_ssp.text.prompts import read_prompts
 from tests.conftest import Command
 
@@ -108,9 +107,9 @@ def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> 
     ("words", "says"),
     [
         ("30B", "the first word is not a task; found '30B'"),
-        ("-q runs", "runs is not the first word; write llama-ssp runs"),
+        ("-q report", "report is not the first word; write llama-ssp report"),
         ("compar 30B", "did you mean compare"),
-        *((f"{name}x", f"did you mean {name}") for name in (*commands.USAGE, COMPLETION)),
+        *((f"{name}x", f"did you mean {name}") for name in COMMANDS),
         ("plan 7b", "did you mean model=7B"),
         ("plan 7B_4GPUs", "--nproc-per-node 4 launch/run.py ... model=7B"),
         ("plan 7B_8bit_4GPUs", "--nproc-per-node 4 launch/run.py ... model=7B_8bit"),

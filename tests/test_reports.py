@@ -1,11 +1,10 @@
-"""Tables, reports of run folders, differences of two runs, and the table of a sweep: on made-up runs."""
+"""Tables, the page of a run, and the folders of a sweep: on made-up runs."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -19,12 +18,11 @@ from rich.console import Console as RichConsole
 
 from llama_ssp.config import RunConf
 from llama_ssp.errors import DataError, StorageError, UsageError
-from llama_ssp.report import commands
 from llama_ssp.report.console import Console
+from llama_ssp.report.page import execute
 from llama_ssp.report.plots import svg
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.speed_tables import speeds as shown
-from llama_ssp.report.statistics import Estimate, difference_of, ratio_of, wilson
 from llama_ssp.report.sweep import Sweep
 from llama_ssp.report.tables import Column, Table, text_of
 from tests.test_speeds import speeds
@@ -100,13 +98,6 @@ def test_a_run_folder_gets_its_tables(tmp_path: Path) -> None:
     assert not (tmp_path / "b" / "tables.md").exists()
 
 
-def test_intervals_of_changes() -> None:
-    """Newcombe's own example: 56 of 70 less 48 of 80."""
-    found = difference_of(wilson(48, 80), wilson(56, 70))
-    assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
-    assert ratio_of(Estimate(2, 1, 4), Estimate(4, 3, 5)) == Estimate(2, 0.75, 5)
-
-
 class Tags(HTMLParser):
     """All tags of a page, and what they would fetch."""
 
@@ -123,23 +114,18 @@ class Tags(HTMLParser):
 
 
 def test_a_report_is_one_file_without_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs side by side, each with its picture; what a run's texts hold does not become part of the page."""
-    other = {
-        "task": "generate",
-        "outputs": [{"id": "a", "text": HOSTILE, "prompt": "p"}],
-        "ms_per_token": 2.0,
-    }
-    places = [saved(tmp_path / "a", measured(), top_k=1), saved(tmp_path / "b", measured(pace=2), top_k=2)]
-    places.append(saved(tmp_path / "c", other))
-    assert commands.execute("report", places) == 0
+    """With its picture; what a run's texts hold does not become part of the page."""
+    place = saved(tmp_path / "a", measured() | {"target": HOSTILE}, top_k=1, top_p=1.0)
+    assert execute([place], Console()) == 0
     file = Path(capsys.readouterr().out.strip())
     assert file == tmp_path / "a" / "report.html"
     page = file.read_text()
     parser = Tags()
     parser.feed(page)
     assert not parser.fetched and not {"script", "link", "img", "iframe"} & parser.tags
-    assert page.count("<svg") == 2 and "Side by side" in page and "&lt;script&gt;" in page
-    assert "sampling.top_k" in page and "big with small" in page and "@media print" in page
+    assert page.count("<svg") == 1 and "&lt;script&gt;" in page and "@media print" in page
+    changed, others = page.index("differ from the defaults"), page.index("Other settings")
+    assert changed < page.index("sampling.top_k") < others < page.index("sampling.top_p")
 
 
 def test_a_dollar_sign_in_a_name_is_no_mathematics() -> None:
@@ -156,7 +142,7 @@ def test_a_browser_shows_the_report(tmp_path: Path) -> None:
     if browser is None:
         pytest.skip("no browser")
     place = saved(tmp_path / "a", measured())
-    commands.execute("report", [place, f"out={tmp_path / 'a.html'}"])
+    execute([place, f"out={tmp_path / 'a.html'}"], Console())
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'user'}"]
     made = tmp_path / "a.pdf"
     subprocess.run(
@@ -165,78 +151,36 @@ def test_a_browser_shows_the_report(tmp_path: Path) -> None:
     assert made.read_bytes().startswith(b"%PDF") and made.stat().st_size > 10_000
 
 
-def test_what_differs_between_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = [saved(tmp_path / "a", measured(), top_k=1), saved(tmp_path / "b", measured(pace=20), top_k=2)]
-    assert commands.execute("diff", places) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "sampling.top_k 1 2" in lines
-    changed = next(line for line in lines if line.startswith("target alone, ms/token"))
-    assert "second / first 20.00" in changed and changed.endswith("differs")
-    same = next(line for line in lines if line.startswith("K = 4, times as fast"))
-    assert "second / first 1.00" in same and same.endswith("no difference seen")
-
-
-def test_runs_are_listed_by_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(tmp_path / "2026-01-02" / "run", measured())
-    saved(tmp_path / "2026-01-01" / "sweep" / "k=1", measured() | {"status": "interrupted"})
-    saved(tmp_path / "other", {"name": "of another program"})
-    saved(tmp_path / "older", {"task": "eval", "status": "done"})
-    assert commands.execute("runs", [str(tmp_path)]) == 0
-    _, first, second = capsys.readouterr().out.splitlines()
-    assert "k=1" in first and first.rstrip().endswith("interrupted")
-    assert "measure, big with small: K = " in second and "times as fast" in second
-
-
 def test_a_summary_without_its_figures_is_an_error_in_one_line(tmp_path: Path) -> None:
     older = saved(tmp_path / "older", {"task": "eval", "status": "done"})
-    for words in (["report", older], ["diff", older, older]):
-        with pytest.raises(DataError, match=r"lacks figures of its task; .*summary.json; found KeyError"):
-            commands.execute(words[0], words[1:])
-
-
-def test_before_the_first_run_the_list_is_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert commands.execute("runs", []) == 0 and capsys.readouterr().out == "no runs yet in outputs\n"
+    with pytest.raises(DataError, match=r"lacks figures of its task; .*summary.json; found KeyError"):
+        execute([older], Console())
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "error"),
+    ("words", "error"),
     [
-        ("report", [], UsageError), ("report", ["missing"], DataError), ("diff", ["a"], UsageError),
-        ("diff", ["a", "c"], UsageError), ("report", ["--x"], UsageError), ("report", ["broken"], DataError),
-        ("report", ["a", "out=no/a.html"], StorageError), ("runs", ["a", "b"], UsageError),
-        ("runs", ["no"], DataError), ("runs", ["out=a"], UsageError),
+        ([], UsageError), (["a", "a"], UsageError), (["--x"], UsageError), (["missing"], DataError),
+        (["broken"], DataError), (["a", "out=no/a.html"], StorageError),
     ],
 )  # fmt: skip
 def test_wrong_words(
-    command: str, words: list[str], error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved(Path("a"), measured())
-    saved(Path("c"), {"task": "generate", "outputs": []})
     Path("broken").mkdir()
     Path("broken/summary.json").write_text("{")
     with pytest.raises(error):
-        commands.execute(command, words)
+        execute(words, Console())
 
 
-def test_a_sweep_ends_with_one_table(tmp_path: Path) -> None:
-    """Folders are named by what differs; a job that did not finish has no row."""
-    jobs = [["task=measure", f"sampling.top_k={k}", "seed=1"] for k in (1, 2, 3)]
-    sweep = Sweep(jobs, str(tmp_path))
-    for number, pace in ((0, 1.0), (1, 2.0)):
-        place = sweep.place(number)
-        assert place is not None and place.name == f"sampling.top_k={number + 1}"
-        saved(place, measured(pace=pace))
-    sweep.end(Console(silent=True))
-    (file,) = tmp_path.rglob("sweep.csv")
-    rows = list(csv.DictReader(file.open()))
-    assert [row["sampling.top_k"] for row in rows] == ["1", "2"]
-    paces = [float(row["target alone, ms/token"]) for row in rows]
-    assert paces[1] == pytest.approx(2 * paces[0]) and "target alone, ms/token_low" in rows[0]
-    assert re.search(r"\| 2 \|", file.with_suffix(".md").read_text())
-    assert Sweep(jobs, None).place(0) is None
+def test_a_sweep_names_its_folders_by_what_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sweep = Sweep([["task=measure", f"sampling.top_k={k}", "seed=1"] for k in (1, 2, 3)], str(tmp_path))
+    with caplog.at_level("INFO"):
+        places = [sweep.begin(number) for number in range(3)]
+    assert [place and place.name for place in places] == [f"sampling.top_k={k}" for k in (1, 2, 3)]
+    assert f"job 2 of 3: sampling.top_k=2; {places[1]}" in caplog.text
+    assert Sweep([["seed=1"], ["seed=2"]], None).begin(0) is None
     long = Sweep([[f"task.prompts=[{'x' * 200}{n}]"] for n in (1, 2)], "out")
     assert long.place(0) != long.place(1)

@@ -26,7 +26,7 @@ llama-ssp: a large language model, faster with a small draft, same distribution.
   torchrun --nproc-per-node N launch/run.py TASK ...     over N GPUs
 
 {tasks}
-  also: runs, report RUN..., diff RUN RUN, completion bash
+  also: report RUN, completion bash
 
 TARGET, DRAFT: a preset, a folder, a GGUF file, or ORG/NAME on the hub
   llama-ssp compare prompt="def hello"             the pair that ships with it

@@ -28,7 +28,7 @@ LISTS = {  # of numbers, or of pairs
     for entry in fields(conf)
     if str(entry.type).startswith("list[") and ("range" in entry.metadata or entry.name == "pairs")
 }
-RUNS, REPORT, DIFF, COMPLETION = COMMANDS = "runs", "report", "diff", "completion"  # first words, too
+REPORT, COMPLETION = COMMANDS = "report", "completion"  # first words, too
 SHIPPED = "demo"  # the default target, which has a default draft
 NAMED_BY = ("path", "repo", "name")  # of a model that is named by its folder or id
 

@@ -130,19 +130,3 @@ def uniform_distance(values: Sequence[float]) -> float:
     """How far the values' distribution function is from the uniform one (Kolmogorov and Smirnov)."""
     n = len(values)
     return max(max((rank + 1) / n - value, value - rank / n) for rank, value in enumerate(sorted(values)))
-
-
-def difference_of(before: Estimate, after: Estimate) -> Estimate:
-    """The difference of two independent shares (Newcombe 1998, method 10), from their score intervals."""
-    value = after.value - before.value
-    below = sqrt((after.value - after.low) ** 2 + (before.high - before.value) ** 2)
-    above = sqrt((after.high - after.value) ** 2 + (before.value - before.low) ** 2)
-    return Estimate(value, value - below, value + above)
-
-
-def ratio_of(before: Estimate, after: Estimate) -> Estimate:
-    """The ratio of two positive figures of two runs.
-
-    The interval holds the true one where both intervals hold theirs: what the two may miss adds up.
-    """
-    return Estimate(after.value / before.value, after.low / before.high, after.high / before.low)
