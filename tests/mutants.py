@@ -382,8 +382,10 @@ def _clocks_of_rounds(numbers: Any) -> Any:
     """Clocks made of the numbers that drafts and coins have."""
 
     def fault(self: CounterDraws, stream: int, slot: Slot, width: int) -> Any:
+        if stream != draws.RACES:
+            return numbers(self, stream, slot, width)
         uniform = numbers(self, draws.ROUNDS, slot, width)
-        return uniform if stream == draws.ROUNDS else -(((uniform * 2**52).floor() + 0.5) * 2.0**-52).log()
+        return -(((uniform * 2**52).floor() + 0.5) * 2.0**-52).log()
 
     return fault
 
