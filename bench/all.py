@@ -88,7 +88,6 @@ FIGURES = [
         "load", 3, "bench/load_memory.py gib=2.1 ranks=4 ways=files:bf16,seed:bf16,files:int8,files:nf4",
         is_time=False,
     ),
-    Figure("certify_power", 1, "-m tests.certify_power repeats=40", is_time=False),
     Figure("certify", 17, "-m tests.certify_faults jobs=2 seeds=20", is_time=False),
     Figure("faults", 3, "-m tests.distributed.faults", is_time=False),
     Figure("architectures", 1, "-m tests.architectures", is_time=False),  # docs/architectures.md

@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
@@ -35,7 +36,6 @@ from llama_ssp import cli
 from llama_ssp.models.attention import Pass, attend_rows
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.report.statistics import sum_band, uniform_band
 from llama_ssp.speculative import sampling
 from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.decision import StateDraws
@@ -43,14 +43,10 @@ from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.rng import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.tasks.certify import acceptance as tallies
-from llama_ssp.tasks.certify import checks as examine
-from llama_ssp.tasks.certify import rule_distribution as calculus
-from llama_ssp.tasks.certify import target_probs as reference
+from llama_ssp.tasks.certify import decisions, law
 from llama_ssp.tasks.certify import task as certify
-from llama_ssp.tasks.certify.recorder import PositionCounts, Round, Witness
-from llama_ssp.tasks.certify.target_probs import Departure, Noise
 from llama_ssp.tasks.certify.verdict import Outcome
+from llama_ssp.tasks.certify.watch import Round
 from tests import mutants
 from tests.renumbered import renumber
 
@@ -89,6 +85,38 @@ def _shared_counters(self: CounterDraws, key: int, base: int, width: int, stream
     """Coins, drafts' uniforms and clocks are the same raw numbers."""
     of_purpose = np.arange(width) // PURPOSES if stream == ROUNDS else np.arange(width)
     return draws_row(self, key, base, width, ROUNDS)[of_purpose]
+
+
+def _coins_reused_where(touched: Callable[[Sequence[int]], bool]) -> Callable[..., Slot]:
+    """The acceptance coins are the drafts' numbers in the rounds of a batch with such lengths."""
+
+    def slot(self: State, purpose: Purpose, offset: int = 0) -> Slot:
+        reused = purpose is Purpose.ACCEPT and touched(self.lengths)
+        return state_slot(self, Purpose.DRAFT if reused else purpose, offset)
+
+    return slot
+
+
+def _hashed(numbers: Sequence[int], rounds: int) -> bool:
+    """True in one of so many rounds."""
+    return zlib.crc32(repr(list(numbers)).encode()) % rounds == 0
+
+
+def _coins_of_drafts(self: CounterDraws, key: int, base: int, width: int, stream: int) -> Any:
+    """In one of a hundred rounds of a row the acceptance coins are the drafts' numbers."""
+    numbers = draws_row(self, key, base, width, stream)
+    if stream == ROUNDS and _hashed([key, base], 100):
+        numbers[Purpose.ACCEPT :: PURPOSES] = numbers[::PURPOSES][: len(numbers[Purpose.ACCEPT :: PURPOSES])]
+    return numbers
+
+
+def _declares_bf16(self: Any, state: State, count: tuple[int, ...]) -> Any:
+    """Declares a copy of the drafts' distributions that was rounded to bf16."""
+    proposal = mutants.model_propose(self, state, count)
+    if proposal.draft_BKV is None:
+        return proposal
+    rounded = proposal.draft_BKV.to(torch.bfloat16).to(proposal.draft_BKV.dtype)
+    return replace(proposal, draft_BKV=rounded)
 
 
 def _lenient_coins(self: StateDraws, chance_BK: Tensor) -> Tensor:
@@ -132,17 +160,33 @@ def _keeps_stale(self: DecoderModel, *what: Any) -> Pass:
 FAULTS = [
     Fault("ratio swapped", verify, "_ratios", mutants._swapped, "law"),
     Fault("correction from the target's whole law", verify, "_residual_probs", mutants._target_again, "law"),
-    Fault("filters on the draft alone", SamplingTransform, "_probs", _unfiltered_target, "law", NUCLEUS),
+    Fault("filters on the draft alone", SamplingTransform, "_probs", _unfiltered_target, "filters", NUCLEUS),
     Fault(
         "draft law declared 5 % uniform",
         drafters.ModelDrafter,
         "propose",
         mutants._declares_mixture,
-        "drafts",
+        "decisions",
     ),
+    Fault("draft law from a bf16 copy", drafters.ModelDrafter, "propose", _declares_bf16, "decisions"),
     Fault("stale target cache", DecoderModel, "_feed", _keeps_stale, "law"),
-    Fault("coins are the drafts' uniforms", State, "slot", _reused_coins, "numbers"),
-    Fault("coins, uniforms and races share counters", CounterDraws, "_row", _shared_counters, "numbers"),
+    Fault("coins are the drafts' uniforms", State, "slot", _reused_coins, "decisions"),
+    Fault("coins, uniforms and races share counters", CounterDraws, "_row", _shared_counters, "decisions"),
+    Fault(
+        "coins are the drafts' uniforms where row 0's length is a multiple of 8",
+        State,
+        "slot",
+        _coins_reused_where(lambda lengths: lengths[0] % 8 == 0),
+        "decisions",
+    ),
+    Fault(
+        "coins are the drafts' uniforms in one round of 8",
+        State,
+        "slot",
+        _coins_reused_where(partial(_hashed, rounds=8)),
+        "decisions",
+    ),
+    Fault("coins are drafts' numbers in 1 % of rounds", CounterDraws, "_row", _coins_of_drafts, "decisions"),
     Fault("top-p 0.01 wider everywhere", sampling, "_nucleus_edge", _wider_nucleus, "filters", NUCLEUS),
     Fault(
         "penalties ignore the block", State, "prefix", mutants._committed_prefix_only, "filters", PENALTY
@@ -157,74 +201,49 @@ def _by_rule() -> str | None:
     """A rule that is wrong by two thousandths."""
     random = np.random.default_rng(2)
     target, draft = (torch.from_numpy(random.dirichlet([1.0] * 6, size)) for size in (4, 3))
-    seen = Round(1, (0, 1, 2, 3), 3, 0, target, draft)
+    seen = Round(1, (0, 1, 2, 3), 3, target, draft)
     with patch.object(verify, "_ratios", lambda block: mutants.verify_ratios(block) * 1.002):
-        errors = [calculus.rule_error(verify.RULES["token"], seen, at) for at in range(4)]
-    found = examine._probs_finding(NOISE, [NO_DEPARTURE], [error for error in errors if error is not None])
+        errors = [law.rule_error(verify.RULES["token"], seen, at) for at in range(4)]
+    found = law.judge(NOISE, [0.0], [error for error in errors if error is not None])
     return None if found.outcome is Outcome.failed else "a rule 0.2 % too lenient passes"
 
 
-def _by_departure(departures: list[Departure]) -> str | None:
-    found = examine._probs_finding(NOISE, departures, [])
+def _by_departures(departures: list[float]) -> str | None:
+    found = law.judge(NOISE, departures, [])
     return None if found.outcome is Outcome.failed else f"{departures[0]} of {len(departures)} passes"
 
 
 def _by_one_position() -> str | None:
     """One position of a hundred is off by half as much again as rounding explains."""
-    return _by_departure([Departure(0.03, 0.03, 0.0), *[NO_DEPARTURE] * 99])
+    return _by_departures([0.03, *[0.0] * 99])
 
 
-def _by_typical() -> str | None:
-    """All positions are off by twelve times what regular passes typically differ by, and within the band."""
-    return _by_departure([Departure(0.006, 0.006, 0.0)] * 99)
-
-
-def _by_monitor(position: int) -> str | None:
-    """Of 10,000 drafts at a position, 420 more stand than 5,000: 8.4 standard deviations."""
-    tally = PositionCounts([10_000] * 4, [5000] * 4, [5000.0] * 4, [2500.0] * 4)
-    tally.stood[position] += 420
-    witness = Witness(verify.RULES["token"], 0, drafts=tally)
-    found = tallies.check_acceptance(witness, LEVEL)
-    return None if found.outcome is Outcome.failed else f"420 of 10,000 too many pass at position {position}"
+def _by_usual() -> str | None:
+    """All positions are off by twelve times what regular passes usually differ by, and within the band."""
+    return _by_departures([0.006] * 99)
 
 
 def _by_places() -> str | None:
     """4 % of 10,000 drafts lie elsewhere."""
-    witness = Witness(
-        verify.RULES["token"], 0, drafted=10_000, places=(0.96 * np.arange(10_000) / 10_000).tolist()
-    )
-    found = tallies.check_drafts(witness, LEVEL)
+    table = np.random.default_rng(0).random((10_000, 3 * decisions.LOOKED_AT))
+    seen = decisions.Decisions(verify.RULES["token"], 0, numbers=[table])
+    seen.places = (0.96 * np.arange(10_000) / 10_000).tolist()
+    found = decisions.check_numbers(seen, LEVEL)
     return None if found.outcome is Outcome.failed else "drafts that never lie in the tail of 4 % pass"
-
-
-def _first_alone(witness: Witness, level: float) -> Any:
-    first = PositionCounts(*(numbers[:1] for numbers in vars(witness.drafts).values()))
-    return acceptance(replace(witness, drafts=first), level)
-
-
-def _within_the_cut(self: Departure, noise: Noise) -> bool:
-    return self.astray <= 0
 
 
 def _thrice(band: Callable[..., float]) -> Callable[..., float]:
     return lambda *numbers: 3 * band(*numbers)
 
 
-LEVEL = 1e-3 / examine.RANDOM_CHECKS
-NOISE = Noise(0.01, 0.01, (0.0005, 0.0005))
-NO_DEPARTURE = Departure(0.0, 0.0, 0.0)
-acceptance = tallies.check_acceptance
+LEVEL = 1e-3 / certify.RANDOM_CHECKS
+NOISE = law.Noise(0.01, (0.0005, 0.0005))
 BLUNTED = [
-    mutants.Mutant("tolerance of the rule 1e-2", examine, "RULE_TOLERANCE", 1e-2, _by_rule),
-    mutants.Mutant("monitor's band x3", tallies, "sum_band", _thrice(sum_band), partial(_by_monitor, 0)),
-    mutants.Mutant("drafts' band x3", tallies, "uniform_band", _thrice(uniform_band), _by_places),
-    mutants.Mutant("rounding's band x3", reference, "SAFETY", 3 * reference.SAFETY, _by_one_position),
-    mutants.Mutant("multiple of rounding x3", reference, "MULTIPLE", 3 * reference.MULTIPLE, _by_typical),
-    mutants.Mutant("part of the largest x3", reference, "PART_OF_LARGEST", 0.75, _by_typical),
-    mutants.Mutant(
-        "monitor at one position", tallies, "check_acceptance", _first_alone, partial(_by_monitor, 2)
-    ),
-    mutants.Mutant("departures beyond ignored", Departure, "within", _within_the_cut, _by_one_position),
+    mutants.Mutant("tolerance of the rule 1e-2", law, "RULE_TOLERANCE", 1e-2, _by_rule),
+    mutants.Mutant("drafts' band x3", decisions, "uniform_band", _thrice(decisions.uniform_band), _by_places),
+    mutants.Mutant("rounding's band x3", law, "SAFETY", 3 * law.SAFETY, _by_one_position),
+    mutants.Mutant("multiple of rounding x3", law, "MULTIPLE", 3 * law.MULTIPLE, _by_usual),
+    mutants.Mutant("part of the largest x3", law, "PART_OF_LARGEST", 0.75, _by_usual),
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from llama_ssp.models.loader import load
 from llama_ssp.planner.storage import Storage
 from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify.near_ties import Finding, check_greedy
+from llama_ssp.tasks.certify.greedy import Finding, check_greedy
 from tests.distributed.threads import ranks_of
 from tests.families import VOCAB, build
 from tests.rig import speculate

@@ -13,7 +13,7 @@ from torch import Tensor
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify.near_ties import (
+from llama_ssp.tasks.certify.greedy import (
     Band,
     Finding,
     GreedyReport,

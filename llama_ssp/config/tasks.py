@@ -331,8 +331,8 @@ class CertifyConf(PromptedConf):
     Attributes:
         samples: Sampled texts of each prompt, for each way of sampling.
         max_new_tokens: Tokens of each sampled text.
-        law_tokens: Tokens of the texts with rounds that are computed exactly.
-        law_rounds: Rounds that are computed exactly, at most.
+        law_tokens: Tokens of the long texts, `batch_size` of them, whose rounds are examined one by one.
+        law_rounds: Rounds of the long texts whose distributions are computed exactly, at most.
         greedy_tokens: Tokens of each greedy text.
         false_alarm: The share of runs, at most, in which a correct sampler fails.
         batch_size: Texts at a time.
@@ -340,11 +340,11 @@ class CertifyConf(PromptedConf):
 
     samples: int = number(128, 8, 10**6, "fewer texts tell nothing")
     max_new_tokens: int = number(8, 1, MAX_INT)
-    law_tokens: int = number(24, 1, MAX_INT)
+    law_tokens: int = number(192, 1, MAX_INT)
     law_rounds: int = number(64, 1, 10**6)
-    greedy_tokens: int = number(24, 1, MAX_INT)
+    greedy_tokens: int = number(96, 1, MAX_INT)
     false_alarm: float = number(0.001, 1e-3, 0.5, "the shuffles resolve no smaller rate")
-    batch_size: int = number(64, 1, MOST_ROWS)
+    batch_size: int = number(32, 1, MOST_ROWS)
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)

@@ -105,7 +105,6 @@ class Rule(ABC):
     """An exact rule. What it declares here is all that the engine and task=certify know of it."""
 
     name: str
-    expectation: str  # what `expected` is, in words
     whole_block = False  # a draft may stand although the draw of an earlier one failed
 
     def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
@@ -127,12 +126,6 @@ class Rule(ABC):
         """The distribution of the token after the accepted ones, (B, V)."""
 
     @abstractmethod
-    def expected(self, block: DraftBlock) -> Array:
-        """The chance that each draft stands, (B, K), given the drafts before it, and that these stand unless
-        the rule decides the whole block. task=certify compares the accepted drafts with it, so it must not
-        share code with `accept_chances`."""
-
-    @abstractmethod
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         """For the adaptive draft length, two chances of each draft before it is drawn, (B, K) each: that all
         drafts before it stand, and that it stands as well. `prob_BK` is `acceptance_prob(block)`."""
@@ -141,7 +134,7 @@ class Rule(ABC):
 class TokenRule(Rule):
     """Each draft stands with probability target / draft; the first that fails ends the block."""
 
-    name, expectation = "token", "sum of min(target, draft)"
+    name = "token"
 
     def accept_chances(self, block: DraftBlock) -> Array:
         ratio_BK = _ratios(block)
@@ -153,9 +146,6 @@ class TokenRule(Rule):
     def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
         return _residual_probs(block, accepted_B, accepted_B * 0 + 1)
 
-    def expected(self, block: DraftBlock) -> Array:
-        return acceptance_prob(block)
-
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         ratio_BK = _ratios(block)
         before_BK = shifted(where(ratio_BK < 1, ratio_BK, 1).cumprod(-1), 1)
@@ -165,7 +155,7 @@ class TokenRule(Rule):
 class BlockRule(Rule):
     """The block stands up to the last position whose draw passes, whatever happened before it."""
 
-    name, expectation = "block", "sum of min(carried target, draft)"
+    name = "block"
     whole_block = True
 
     def accept_chances(self, block: DraftBlock) -> Array:
@@ -182,16 +172,6 @@ class BlockRule(Rule):
     def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
         carried_B = row_by_row(block.carried_BW, accepted_B)
         return _residual_probs(block, accepted_B, carried_B)
-
-    def expected(self, block: DraftBlock) -> Array:
-        weight_B, chances = block.target_BWV[:, 0, 0] * 0 + 1, []
-        for i in range(block.k):
-            target_BV, draft_BV = block.target_BWV[:, i], block.draft_BKV[:, i]
-            chances.append(smaller(weight_B[:, None] * target_BV, draft_BV).sum(-1))
-            token_B1 = block.drafted_BK[:, i : i + 1]
-            kept_B, drawn_B = weight_B * pick(target_BV, token_B1, 1)[:, 0], pick(draft_BV, token_B1, 1)[:, 0]
-            weight_B = where(drawn_B > 0, smaller(kept_B, drawn_B) / where(drawn_B > 0, drawn_B, 1), 0)
-        return stack_last(chances)
 
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         before_BK = block.carried_BW[:, :-1]

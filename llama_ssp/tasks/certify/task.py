@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,18 +19,23 @@ from llama_ssp.report.task_tables import check_row
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import Rule
-from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
-from llama_ssp.tasks.certify.checks import check_greedy_texts, check_probs, check_samples, level_of
-from llama_ssp.tasks.certify.first_tokens import ROUNDS, check_first, first_tokens
-from llama_ssp.tasks.certify.plain_filters import check_filters
-from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Witness
-from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
-from llama_ssp.tasks.certify.samplers import EngineSampler
+from llama_ssp.speculative.verification import Rule, TreeRule
+from llama_ssp.tasks.certify.decisions import Decisions, check_decisions, check_numbers
+from llama_ssp.tasks.certify.filters import check_filters
+from llama_ssp.tasks.certify.first_token import ROUNDS, check_first, first_tokens
+from llama_ssp.tasks.certify.greedy import check_greedy_texts
+from llama_ssp.tasks.certify.law import check_law, rule_error
+from llama_ssp.tasks.certify.samples import check_samples
+from llama_ssp.tasks.certify.trees import tree_error
 from llama_ssp.tasks.certify.verdict import DIFFERENT, Check, page, sentence, verdict
+from llama_ssp.tasks.certify.watch import EngineSampler, KeepsEveryDraft, Watch
 from llama_ssp.tasks.common import Task, longest
 
+log = logging.getLogger(__name__)
+
 WRONG = KeepsEveryDraft()  # the negative control
+RANDOM_CHECKS = 3  # numbers, first token and two samples share the false-alarm rate
+COARSE = 0.25  # texts that can only show a larger difference than this are announced as too few
 
 
 class CertifyTask(Task[CertifyConf]):
@@ -72,30 +79,38 @@ class CertifyTask(Task[CertifyConf]):
 
     def _examine(self, pair: PairSession) -> None:
         run, task, leads, count = self._run, self._task, self._ranks.is_leader, len(self._texts)
-        greedy_only, target = run.sampling.temperature == 0, pair.models.target
-        seed, level = self._inputs.seed, level_of(task)
-        total = count * (3 + (0 if greedy_only else 3 * task.samples) + greedy_only)
-        spec = run.speculation
-        witness, drawn = Witness(rule_of(run), seed, spec.siblings), list[Check]()
+        greedy_only, target, spec = run.sampling.temperature == 0, pair.models.target, run.speculation
+        seed, level, rule = self._inputs.seed, task.false_alarm / RANDOM_CHECKS, rule_of(run)
+        copies = max(1, task.batch_size // count)
+        long_texts = [replace(p, id=f"{p.id} law {n}") for p in self._texts for n in range(copies)]
+        drawn = list[Check]()
+        if not greedy_only and leads:
+            self._say_what_texts_can_show(level)
+        total = len(long_texts) + count * (2 + (0 if greedy_only else 3 * task.samples) + greedy_only)
+        watch = Watch(Decisions(rule, seed), task.law_rounds)
         with Progress("certify", total, "texts") as progress:
             make = partial(self._sampler, pair, progress.advance)
-            subject = make("speculative", run, witness=witness)
+            subject = make("speculative", run, watch=watch)
+            subject.texts(long_texts, task.law_tokens)
+            watch.room = 0
+            rounds, behind = watch.rounds, watch.behind
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
-            transform = SamplingTransform(run.sampling, ends, vocab)
-            self._add(check_probs(subject, witness, target, transform, self._texts, task, leads))
+            error = partial(tree_error if isinstance(rule, TreeRule) else rule_error, rule)
+            heat, rows, chunk = run.sampling.temperature, task.batch_size, task.prefill_chunk
+            self._add(check_law(target, error, rounds, behind, heat, vocab, rows, chunk, leads))
             if leads:
-                self._add(check_filters([*witness.rounds, *witness.behind], transform))
+                transform = SamplingTransform(run.sampling, ends, vocab)
+                self._add(check_filters([*rounds, *behind], transform))
             if not greedy_only:
                 others = make("regular", regular(run)), make(WRONG.name, run, rule=WRONG)
-                drawn = check_samples(subject, *others, self._texts, task, seed, leads)
+                drawn = check_samples(subject, *others, self._texts, task, seed, level, leads)
                 self._measure(pair, others[0], regular(run))
                 del others
             if isinstance(subject.engine, Engine):
-                rounds = ROUNDS * count * (1 if greedy_only else task.samples)
-                first = first_tokens(subject.engine, witness, rounds, task.batch_size)
-                decisions = witness.decisions
-                self._add(check_drafts(witness, level), check_acceptance(witness, level))
-                self._add(check_decisions(decisions), check_numbers(decisions, level))
+                watch.decisions.by_drafter = False
+                decided = ROUNDS * count * (1 if greedy_only else task.samples)
+                first = first_tokens(subject.engine, rounds, seed, decided, rows)
+                self._add(check_decisions(watch.decisions), check_numbers(watch.decisions, level))
                 self._add(check_first(first, level))
             del subject  # and with it its caches
             self._add(*drawn)
@@ -107,12 +122,24 @@ class CertifyTask(Task[CertifyConf]):
             self._measure(pair, ours, greedy)
             self._measure(pair, plain, regular(greedy))
 
+    def _say_what_texts_can_show(self, level: float) -> None:
+        """Warns of too few texts: by n of each kind only differences of a distribution function of more than
+        sqrt(ln(2 / level) / n) are beyond chance (Massart 1990)."""
+        texts = self._task.samples * len(self._texts)
+        least = math.sqrt(math.log(2 / level) / texts)
+        if least > COARSE:
+            enough = math.ceil(math.log(2 / level) / COARSE**2 / len(self._texts))
+            log.warning(
+                "%d texts of each kind show only differences of %.0f %% and more; task.samples=%d: %.0f %%",
+                texts, 100 * min(least, 1), enough, 100 * COARSE,
+            )  # fmt: skip
+
     def _sampler(
         self, pair: PairSession, advance: Callable[[int], None], name: str, run: RunConf,
-        rule: Rule | None = None, witness: Witness | None = None,
+        rule: Rule | None = None, watch: Watch | None = None,
     ) -> EngineSampler:  # fmt: skip
         engine, lookahead = pair.engine(self._inputs.seed, run, rule=rule), partial(lookahead_for, run)
-        return EngineSampler(name, engine, lookahead, pair.end_ids, self._task.batch_size, advance, witness)
+        return EngineSampler(name, engine, lookahead, pair.end_ids, self._task.batch_size, advance, watch)
 
     def _measure(self, pair: PairSession, sampler: EngineSampler, run: RunConf) -> None:
         """Of a sampler that uses the certified rule and is not watched, as watching takes time."""

@@ -1,4 +1,4 @@
-"""What a check found, and what all of them amount to: one verdict, one sentence, one page. No torch."""
+"""What a check says, and what all of them amount to: one verdict, one sentence, one page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Check:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """The check under the names of the JSON interface."""
+        """Returns the check under the names of the JSON interface."""
         return {"name": self.name, "outcome": self.outcome.value, "says": self.says, **self.figures}
 
 
@@ -35,7 +35,7 @@ SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """One failure decides; what no check could have seen, none has excluded."""
+    """Returns the verdict: one failure decides; what no check could have seen, none has excluded."""
     outcomes = {check.outcome for check in checks} - {Outcome.skipped}
     if Outcome.failed in outcomes:
         return DIFFERENT
@@ -43,16 +43,22 @@ def verdict(checks: Sequence[Check]) -> str:
 
 
 def judged(name: str, faults: Sequence[tuple[object, str]], right: str, figures: dict[str, Any]) -> Check:
-    """A check that failed at the first of the faults that is there, else passed with what is `right`."""
+    """Returns a check that failed with the first fault that is there, or passed with what is `right`."""
     for is_there, says in faults:
         if is_there:
             return Check(name, Outcome.failed, says, figures)
     return Check(name, Outcome.passed, right, figures)
 
 
+def control(wrong: str, differs: bool, against: str, figures: dict[str, Any]) -> Check:
+    """Says whether a wrong rule, of this name, differs; otherwise nothing was shown."""
+    says = f"a rule that {wrong} {'differs' if differs else 'does not differ'} {against}"
+    return Check("negative control", Outcome.passed if differs else Outcome.blind, says, figures)
+
+
 def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
-    """The verdict for people."""
-    found = verdict(checks)
+    """Returns the verdict for people."""
+    word = verdict(checks)
     failed, blind, passed = (
         [check.name for check in checks if check.outcome is outcome]
         for outcome in (Outcome.failed, Outcome.blind, Outcome.passed)
@@ -64,11 +70,11 @@ def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
         SAME: f"{subject} gives the target's distribution, as far as {count} checks see; "
         f"a right sampler fails one of them in at most {false_alarm:g} of runs.",
     }
-    return f"{found}: {says[found]}"
+    return f"{word}: {says[word]}"
 
 
 def page(title: str, line: str, checks: Sequence[Check], facts: dict[str, Any]) -> str:
-    """The report in markdown."""
+    """Returns the report in markdown."""
     rows = [f"| {check.name} | {check.outcome.value} | {check.says} |" for check in checks]
     figures = [
         f"### {check.name}\n\n"

@@ -1,4 +1,4 @@
-"""The sampling controls once more, in plain numpy: what the code that ships (sampling.py) is held against.
+"""The sampling controls a second time, in plain numpy, for comparison with the code that ships (sampling.py).
 
 One position at a time, in fp64, from the logits and the text before the position. It shares no code with
 sampling.py, on purpose: a filter that is wrong there is wrong for the target, for the draft and in regular
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.tasks.certify.recorder import Round
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
+from llama_ssp.tasks.certify.watch import Round
 
 Probs = NDArray[np.float64]
 SLACK = 1e-4  # what fp32 may do to a probability, relative to it, and to a sum of probabilities
@@ -26,25 +26,25 @@ TINY = 1e-30  # below, a probability may vanish in fp32
 
 def check_filters(rounds: Sequence[Round], transform: SamplingTransform) -> Check:
     """Whether the recorded target probabilities are those that the controls make of the recorded logits."""
-    found = [
+    distances = [
         distance(seen.logit_WV[at], seen.target_WV[at], transform, seen, at)
         for seen in rounds
         if len(seen.logit_WV)
         for at in range(seen.count + 1)
     ]
-    if not found:
+    if not distances:
         return Check("filters", Outcome.blind, "no logits were recorded")
-    wrong, worst = sum(not one <= SLACK for one in found), float(np.max(found))
+    wrong, worst = sum(not value <= SLACK for value in distances), float(np.max(distances))
     figures = {
-        "positions": len(found),
+        "positions": len(distances),
         "positions_wrong": wrong,
         "largest_total_variation": worst,
         "tolerance_total_variation": SLACK,
     }
     fault = "the sampling controls give other probabilities than a plain implementation at "
-    fault += f"{wrong} of {len(found)} positions: total variation {worst:.2g} at worst"
+    fault += f"{wrong} of {len(distances)} positions: total variation {worst:.2g} at worst"
     right = f"the sampling controls are those of a plain implementation within {worst:.1g}"
-    return judged("filters", [(wrong, fault)], f"{right} at {len(found)} positions", figures)
+    return judged("filters", [(wrong, fault)], f"{right} at {len(distances)} positions", figures)
 
 
 def distance(
@@ -54,7 +54,7 @@ def distance(
 
     1 where the cut keeps or drops a token that rounding does not explain.
     """
-    text = seen.text[: len(seen.text) - seen.count + at]
+    text = seen.prefix(at)
     logits, used = logit_V[: transform.vocab].double().cpu().numpy(), used_V.double().cpu().numpy()
     logits = np.pad(logits, (0, transform.vocab - len(logits)), constant_values=-np.inf)
     warm = controlled(logits, transform.controls, transform.end_ids, text, seen.prompt_length)

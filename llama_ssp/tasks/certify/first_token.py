@@ -9,7 +9,6 @@ at the first position.
 from __future__ import annotations
 
 from itertools import chain
-from random import Random
 
 import numpy as np
 import torch
@@ -21,67 +20,60 @@ from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.siblings import CHAIN
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.tasks.certify.recorder import Round, Witness
-from llama_ssp.tasks.certify.replay import Numbers
+from llama_ssp.tasks.certify.law import spread
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
+from llama_ssp.tasks.certify.watch import Round
 
 ROUNDS = 24  # for each text that is sampled: 24,576 at the default size
 PREFIXES = 8  # recorded rounds that are drawn from
-LIKELIEST = 4  # tokens of the target that are counted one by one
 
 
 class FirstTokens:
-    """First tokens, pooled over prefixes: places in the target's distribution, and counts in a few cells."""
+    """Pools first tokens over prefixes: their places in the target's distribution, and how many of them are
+    favourites of the draft: tokens to which it gives more than the target does."""
 
     def __init__(self, seed: int) -> None:
         self._uniforms = np.random.Generator(np.random.Philox(seed ^ 2))
         self.rounds = self.impossible = 0
         self.places: list[float] = []
-        self.counted, self.expected, self.spread = (np.zeros(1 + LIKELIEST) for _ in range(3))
+        self.excess = self.variance = 0.0  # of favourites
 
-    def see(self, token_N: NDArray[np.int64], target_V: Numbers, draft_V: Numbers) -> None:
-        """First tokens of one prefix. The cells: tokens likelier in the draft, and the target's likeliest."""
+    def see(
+        self, token_N: NDArray[np.int64], target_V: NDArray[np.float64], draft_V: NDArray[np.float64]
+    ) -> None:
+        """Adds first tokens of one prefix."""
         order = np.argsort(-target_V, kind="stable")
-        before = np.empty_like(target_V)
-        before[order] = np.cumsum(target_V[order]) - target_V[order]
+        before_V = np.empty_like(target_V)
+        before_V[order] = np.cumsum(target_V[order]) - target_V[order]
         self.rounds += len(token_N)
         self.impossible += int((target_V[token_N] <= 0).sum())
-        placed = before[token_N] + target_V[token_N] * self._uniforms.random(len(token_N))
-        self.places += np.clip(placed, 0, 1).tolist()
-        cells = [draft_V > target_V, *(np.arange(len(target_V)) == token for token in order[:LIKELIEST])]
-        for number, cell in enumerate(cells):
-            share = min(1.0, float(target_V[cell].sum()))
-            self.counted[number] += cell[token_N].sum()
-            self.expected[number] += share * len(token_N)
-            self.spread[number] += share * (1 - share) * len(token_N)
+        place_N = before_V[token_N] + target_V[token_N] * self._uniforms.random(len(token_N))
+        self.places += np.clip(place_N, 0, 1).tolist()
+        favourite_V = draft_V > target_V
+        share = min(1.0, float(target_V[favourite_V].sum()))
+        self.excess += float(favourite_V[token_N].sum()) - share * len(token_N)
+        self.variance += share * (1 - share) * len(token_N)
 
 
-def first_tokens(engine: Engine, witness: Witness, count: int, rows: int) -> FirstTokens:
-    """Draws and decides `count` rounds, `rows` at a time, from a few of the recorded ones.
-
-    The witness replays these decisions, and counts nothing of them.
-    """
-    witness.counting = False
-    found = FirstTokens(witness.seed)
-    known = [seen for seen in witness.rounds if len(seen.logit_WV)]
-    chosen = Random(witness.seed).sample(known, min(PREFIXES, len(known)))
+def first_tokens(engine: Engine, rounds: list[Round], seed: int, count: int, rows: int) -> FirstTokens:
+    """Draws and decides `count` rounds, `rows` at a time, from a few of the recorded ones."""
+    result = FirstTokens(seed)
+    chosen = spread(rounds, PREFIXES)
     for number, seen in enumerate(chosen):
         each = -(-count // len(chosen))
         tokens: list[int] = []
         while len(tokens) < each:
             names = [f"first {number} {len(tokens) + row}" for row in range(min(rows, each - len(tokens)))]
             tokens += _drawn(engine, seen, names)
-        found.see(np.asarray(tokens), seen.target_WV[0].numpy(), seen.draft_KV[0].numpy())
-    witness.counting = True
-    return found
+        result.see(np.asarray(tokens), seen.target_WV[0].numpy(), seen.draft_KV[0].numpy())
+    return result
 
 
 @torch.inference_mode()
 def _drawn(engine: Engine, seen: Round, names: list[str]) -> list[int]:
-    """The first token of a round of each of these prompts."""
-    text, counts = seen.text[: len(seen.text) - seen.count], (seen.count,) * len(names)
-    device = engine.target.model.device
-    state = State([Prompt(name, text) for name in names], len(seen.text) + 1, device)
+    """Returns the first token of a round of each of these prompts."""
+    counts, device = (seen.count,) * len(names), engine.target.model.device
+    state = State([Prompt(name, seen.prefix(0)) for name in names], len(seen.text) + 1, device)
     state.prompt_lengths = [seen.prompt_length] * len(names)
     draft_BKV = seen.draft_KV.to(device).expand(len(names), -1, -1)
     drafted = []
@@ -101,33 +93,24 @@ def _drawn(engine: Engine, seen: Round, names: list[str]) -> list[int]:
 
 
 def check_first(seen: FirstTokens, level: float) -> Check:
-    """Whether first tokens have their exact probabilities."""
+    """Checks that first tokens have their exact probabilities."""
     figures: dict[str, object] = {"rounds": seen.rounds, "tokens_impossible": seen.impossible}
     if not seen.rounds:
         return Check("first token", Outcome.blind, "nothing was drafted", figures)
     distance, band = uniform_distance(seen.places), uniform_band(seen.rounds, level / 2)
-    bands = [sum_band(spread, level / 2 / len(seen.spread)) for spread in seen.spread.tolist()]
-    excess = (seen.counted - seen.expected).tolist()
-    names = ["draft's favourites", *(f"likeliest {n + 1}" for n in range(LIKELIEST))]
-    off = [name for name, more, most in zip(names, excess, bands, strict=True) if abs(more) > most]
+    excess, most = seen.excess / seen.rounds, sum_band(seen.variance, level / 2) / seen.rounds
     figures |= {
         "largest_distance": distance,
         "largest_distance_by_chance": band,
-        "excess_by_cell": [more / seen.rounds for more in excess],
-        "excess_by_cell_by_chance": [most / seen.rounds for most in bands],
+        "excess_of_favourites": excess,
+        "excess_of_favourites_by_chance": most,
     }
-    most = max([distance, *(abs(more) / seen.rounds for more in excess)])
+    impossible = f"{seen.impossible} of {seen.rounds} first tokens have probability 0"
     elsewhere = (
-        f"first tokens do not have their exact probabilities: {most:.1%} of {seen.rounds} lie elsewhere"
+        f"{distance:.1%} of {seen.rounds} first tokens lie elsewhere than their exact probabilities say"
     )
-    impossible = (
-        f"{seen.impossible} of {seen.rounds} first tokens have probability 0 in the target's distribution"
-    )
-    faults = [
-        (seen.impossible, impossible),
-        (off, f"{elsewhere} ({', '.join(off)})"),
-        (distance > band, elsewhere),
-    ]
+    favours = f"first tokens are {excess:.1%} too often those to which the draft gives more than the target"
+    faults = [(seen.impossible, impossible), (abs(excess) > most, favours), (distance > band, elsewhere)]
     right = f"{seen.rounds} first tokens have their exact probabilities within {distance:.1%}"
-    right += f"; {bands[0] / seen.rounds:.1%} too many of the draft's favourites would show"
+    right += f"; {most:.1%} too many of the draft's favourites would show"
     return judged("first token", faults, right, figures)

@@ -1,7 +1,7 @@
 """The exact distribution of what the rule commits in a round with siblings of drafts.
 
 The rule tries the children of a node one after the other. So its distribution is held against the target's
-child by child, as rule_distribution.py does it draft by draft: with all other tokens as they were, each token
+child by child, as law.py does it draft by draft: with all other tokens as they were, each token
 that could have been drawn last gets its turn, with the probability child(x) of its draw, and
 
     child(x) P(the child stands | x)  +  sum over y of  child(y) P(its node stands | y) correction(x | y)
@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 
 from llama_ssp.speculative.verification import Branches, DraftBlock, TreeRule
-from llama_ssp.tasks.certify.recorder import Round
-from llama_ssp.tasks.certify.rule_distribution import CELLS, likeliest, missed
+from llama_ssp.tasks.certify.law import CELLS, likeliest, missed, rule_error
+from llama_ssp.tasks.certify.watch import Round
 
 TRIES = 64  # random outcomes of all draws, to see that the largest that passed decides
 
 
 def tree_error(rule: TreeRule, seen: Round, at: int) -> float | None:
-    """How far the rule is from exact at the children of this position of the round: as `rule_error`."""
+    """Returns how far the rule is from exact at the children of this position of the round, as `rule_error`
+    does for rounds without siblings."""
+    if not seen.siblings:
+        return rule_error(rule, seen, at)
     if not _largest_decides(rule, seen):
         return 1.0
     if at == seen.count:
@@ -59,15 +62,13 @@ def _child_error(
     """The equation at child `c` of a node, over the tokens that it could have been."""
     tried, size = likeliest(child_V), _size(seen)
     kept_V, corrected_V = torch.zeros_like(due_V), torch.zeros_like(due_V)
-    some_V = due_V
     for part in torch.split(tried, max(1, CELLS // len(due_V))):
         block = _tree(seen, at + 1, c, part)
         chance_EO = _chances(rule, block)
         correction_EV = rule.probs_after(block, torch.full((len(part),), at * size))
         kept_V[part] = child_V[part] * chance_EO[:, place]
         corrected_V += (child_V[part] * chance_EO[:, at * size]) @ correction_EV
-        some_V = correction_EV[0]
-    return missed(kept_V, corrected_V, some_V, due_V, child_V.index_fill(0, tried, 0))
+    return missed(kept_V, corrected_V, due_V, child_V.index_fill(0, tried, 0))
 
 
 def _after_all(rule: TreeRule, seen: Round) -> float:
@@ -115,7 +116,7 @@ def _numbers(rule: TreeRule, k: int, size: int) -> Tensor:
 def _largest_decides(rule: TreeRule, seen: Round) -> bool:
     """Whether every draw has an outcome of its own, and the largest that passed is the round's."""
     k, size = seen.count, _size(seen)
-    number_N, bits = _numbers(rule, k, size), Random(seen.key)
+    number_N, bits = _numbers(rule, k, size), Random(len(seen.text))
     passed_TN = torch.tensor([[bits.random() < 0.5 for _ in range(k * size)] for _ in range(TRIES)])
     passed = passed_TN.view(TRIES, k, size)
     found_T = rule.outcome(passed[..., 0], passed[..., 1:])

@@ -1,0 +1,275 @@
+"""Decides every round again, with its random numbers made anew, and sees whether the engine did the same.
+
+What a round must do follows from its recorded probabilities and from its random numbers. Their addresses are
+stated here once more (rng.py), without that code: number n of a round is word n of Philox with the key
+(seed, prompt) and the counter (0, 0, stream, length of the text). Stream 0 has the number of draft i at 3i,
+its acceptance coin at 3i + 1; stream 3 those of sibling j of draft i at 3(8i + j) and 3(8i + j) + 1;
+stream 1 the clocks of the race that draws the token after them. So every fault in what is drawn, compared or
+kept shows: also one that touches few rounds, as thousands are decided again.
+
+Where a number is within rounding of its chance, both outcomes are right. law.py shows that the rule's own
+functions are right, `check_numbers` that the numbers are independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llama_ssp.config import MAX_SIBLINGS
+from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
+from llama_ssp.speculative.decision import TableDraws, block_of
+from llama_ssp.speculative.rng import heat
+from llama_ssp.speculative.round_protocol import RoundResult
+from llama_ssp.speculative.state import Proposal, State
+from llama_ssp.speculative.verification import DraftBlock, Rule, TreeRule
+from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
+
+TIE = 1e-9  # a number this close to its chance may pass or not
+ROUNDING = 1e-12  # of a probability; a chance that is a quotient of small differences may move by more
+BITS = 53  # of a number
+REPEATED = 3  # coins that may be drawn twice: of ten million, four are with a chance of 1e-9
+ROUNDS, RACES, SIDES = 0, 1, 3  # streams
+DRAFT, COIN, EACH = 0, 1, 3  # a stream has three numbers a token, of which these two are used
+LOOKED_AT = 32  # of a round's numbers: as many of each kind are compared with all others
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RoundDraws(TableDraws):
+    """A round's numbers, made anew: those of `TableDraws`, and those of siblings and of drafts' own draws."""
+
+    draft_BKC: Tensor
+    side_BKS: Tensor
+
+    @classmethod
+    def of(cls, seed: int, state: State, k: int, siblings: int, vocab: int) -> RoundDraws:
+        """Makes the numbers of a batch of K drafts with so many siblings each."""
+        shape = state.rows, k
+        texts = list(zip(state.keys, state.lengths, strict=True))
+        round_BKE = _table(seed, texts, ROUNDS, EACH * k).reshape(*shape, EACH)
+        side_BKSE = np.zeros((*shape, 0, EACH))
+        if siblings:
+            every_BKSE = _table(seed, texts, SIDES, EACH * MAX_SIBLINGS * k).reshape(*shape, -1, EACH)
+            side_BKSE = every_BKSE[:, :, :siblings]
+        race_BN = _table(seed, texts, RACES, 2 * heat(vocab)) * 2.0 ** (BITS - 1)
+        clock_BN = -np.log((np.floor(race_BN) + 0.5) * 2.0 ** (1 - BITS))
+        draft_BKC = np.concatenate([round_BKE[:, :, None, DRAFT], side_BKSE[..., DRAFT]], 2)
+        tables = round_BKE[..., COIN], clock_BN, np.array(state.ended), draft_BKC, side_BKSE[..., COIN]
+        return cls(*(torch.from_numpy(np.ascontiguousarray(table)).to(state.device) for table in tables))
+
+    def side_coins(self, chance_BKS: Tensor) -> Tensor:
+        return self.side_BKS < chance_BKS
+
+    def moved(self, by: float) -> RoundDraws:
+        return replace(self, coin_BK=self.coin_BK - by, side_BKS=self.side_BKS - by)
+
+
+def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> Numbers:
+    """Uniform numbers of each row, (B, count)."""
+    rows = [
+        np.random.Philox(key=np.array([seed, key], dtype=np.uint64), counter=[0, 0, stream, length])
+        .random_raw(count) >> np.uint64(64 - BITS)
+        for key, length in texts
+    ]  # fmt: skip
+    return np.stack(rows) * 2.0**-BITS
+
+
+@dataclass
+class Decisions:
+    """Counts the draws and decisions that are not those of the rule, and keeps the numbers that decided."""
+
+    rule: Rule
+    seed: int
+    by_drafter: bool = True  # the drafts to come are a drafter's; else they are not looked at
+    drafted: int = 0
+    drafted_wrong: int = 0
+    taken: int = 0
+    lengths_wrong: int = 0
+    tokens_wrong: int = 0
+    numbers: list[Numbers] = field(default_factory=list)  # of a row: drafts' draws, coins, clocks
+    places: list[float] = field(default_factory=list)  # of drafts in their distributions, likeliest first
+
+    def see(self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor) -> None:
+        """Looks at one round of the batch, before it is committed. Ended and damaged rows decide nothing."""
+        rows = [row for row, ended in enumerate(state.ended) if not (ended or result.damaged[row])]
+        siblings = proposal.siblings.most if proposal.siblings else 0
+        draws = RoundDraws.of(self.seed, state, proposal.k, siblings, probs_BWV.shape[-1])
+        self.taken += len(rows)
+        if not proposal.k:
+            token_B = draws.token(probs_BWV[:, 0]).tolist()
+            self.tokens_wrong += sum(token_B[row] != result.token[row] for row in rows)
+            return
+        block = block_of(proposal, probs_BWV)
+        if self.by_drafter:
+            self._see_drafts(block, draws, rows)
+        self._see_decision(block, draws, rows, result)
+        coin_BKC = torch.cat([draws.coin_BK[..., None], draws.side_BKS], -1)
+        kinds = draws.draft_BKC.flatten(1), coin_BKC.flatten(1), torch.exp(-draws.clock_BN)
+        row_BN = np.full((state.rows, len(kinds), LOOKED_AT), np.nan)
+        for kind, number_BN in enumerate(kinds):
+            row_BN[:, kind, : number_BN.shape[1]] = number_BN[:, :LOOKED_AT].cpu().numpy()
+        self.numbers.append(row_BN[rows].reshape(len(rows), -1))
+
+    def _see_drafts(self, block: DraftBlock, draws: RoundDraws, rows: list[int]) -> None:
+        """A draft must be the token in whose part of the cumulated distribution its number lies."""
+        for c, (probs_BKV, token_BK, drawn_BK) in enumerate(children(block)):
+            token_BK1 = token_BK[..., None]
+            end_BK = probs_BKV.cumsum(-1).gather(2, token_BK1)[..., 0]
+            share_BK = probs_BKV.gather(2, token_BK1)[..., 0]
+            number_BK = draws.draft_BKC[..., c]
+            right_BK = (number_BK <= end_BK + TIE) & (number_BK >= end_BK - share_BK - TIE) & (share_BK > 0)
+            # A draft that was dropped after a look at it leaves a gap among the places of the others.
+            higher_BK, equal_BK = (
+                torch.where(which, probs_BKV, 0).sum(-1)
+                for which in (probs_BKV > share_BK[..., None], probs_BKV == share_BK[..., None])
+            )
+            place_BK = higher_BK + equal_BK * (number_BK - end_BK + share_BK) / share_BK.clamp(min=TIE)
+            placed_BK = drawn_BK & right_BK & (share_BK < 1 - TIE)
+            self.places += place_BK[rows][placed_BK[rows]].clamp(0, 1).tolist()
+            self.drafted += int(drawn_BK[rows].sum())
+            self.drafted_wrong += int((drawn_BK & ~right_BK)[rows].sum())
+
+    def _see_decision(
+        self, block: DraftBlock, draws: RoundDraws, rows: list[int], result: RoundResult
+    ) -> None:
+        """Compares what stands, and the token after it; within rounding every outcome is right."""
+        outcomes = _outcomes(block, result)
+        decided_again = _decided(self.rule, block, draws)
+        wrong = {row for row in rows if decided_again[row] != (outcomes[row], result.token[row])}
+        for by, more in product((TIE, -TIE), (ROUNDING, -ROUNDING)):
+            if wrong:
+                near = replace(block, target_BWV=block.target_BWV * (1 + more))
+                others = _decided(self.rule, near, draws.moved(by))
+                wrong -= {row for row in wrong if others[row] == (outcomes[row], result.token[row])}
+        lengths = {row for row in wrong if decided_again[row][0] != outcomes[row]}
+        self.lengths_wrong += len(lengths)
+        self.tokens_wrong += len(wrong - lengths)
+
+
+def children(block: DraftBlock) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Gives the drafts of all rows, then their first siblings, and so on: what each was drawn from,
+    (B, K, V), the tokens, and which were drawn, (B, K)."""
+    left_BKV, token_BK = block.draft_BKV, block.drafted_BK
+    drawn_BK = torch.arange(block.k, device=token_BK.device) < block.count_B[:, None]
+    yield left_BKV, token_BK, drawn_BK
+    branches = block.branches
+    for j in range(branches.token_BKS.shape[-1] if branches else 0):
+        assert branches is not None
+        left_BKV = left_BKV.scatter(2, token_BK[..., None], 0)
+        mass_BK1 = left_BKV.sum(-1, keepdim=True)
+        drawn_BK = drawn_BK & (branches.count_BK > j) & (mass_BK1[..., 0] > 0)
+        token_BK = branches.token_BKS[..., j]
+        yield left_BKV / torch.where(mass_BK1 > 0, mass_BK1, 1), token_BK, drawn_BK
+
+
+def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int, int]]:
+    """Returns what stands in each row, as the rule counts it, and the token after it.
+
+    Calls the functions that law.py has summed, and nothing of how the engine puts them together.
+    """
+    if block.branches is None:
+        outcome_B = rule.accepted(draws.coins(rule.accept_chances(block)))
+        probs_BV = rule.correction_probs(block, outcome_B)
+    else:
+        assert isinstance(rule, TreeRule)
+        chance_BKC = rule.tree_chances(block)
+        outcome_B = rule.outcome(draws.coins(chance_BKC[..., 0]), draws.side_coins(chance_BKC[..., 1:]))
+        probs_BV = rule.probs_after(block, outcome_B)
+    return list(zip(outcome_B.tolist(), draws.token(probs_BV).tolist(), strict=True))
+
+
+def _outcomes(block: DraftBlock, result: RoundResult) -> list[int]:
+    """Returns what the engine kept in each row, as the rule counts it."""
+    if block.branches is None:
+        return result.accepted
+    size, outcomes = block.branches.token_BKS.shape[-1] + 1, []
+    for row, token_KS in enumerate(block.branches.token_BKS.tolist()):
+        accepted, aside = result.accepted[row], result.aside(row)
+        siblings = token_KS[accepted] if accepted < block.k else []
+        place = size - 1 - siblings.index(aside) if aside in siblings else 0
+        outcomes.append(accepted * size + place)
+    return outcomes
+
+
+def check_decisions(seen: Decisions) -> Check:
+    """Checks that every draft and decision is the one that its random numbers give."""
+    figures = {
+        "decisions": seen.taken,
+        "accepted_otherwise": seen.lengths_wrong,
+        "tokens_otherwise": seen.tokens_wrong,
+        "tokens_drafted": seen.drafted,
+        "drafts_otherwise": seen.drafted_wrong,
+    }
+    if not seen.drafted:
+        return Check("decisions", Outcome.blind, "nothing was drafted", figures)
+    drafts = f"{seen.drafted_wrong} of {seen.drafted} drafts are not drawn from their declared distributions"
+    fault = f"of {seen.taken} decisions {seen.lengths_wrong} keep other drafts than the rule, "
+    fault += f"{seen.tokens_wrong} another token after them"
+    right = f"{seen.drafted} drafts and {seen.taken} decisions are those of their random numbers and the rule"
+    faults = [(seen.drafted_wrong, drafts), (seen.lengths_wrong or seen.tokens_wrong, fault)]
+    return judged("decisions", faults, right, figures)
+
+
+def check_numbers(seen: Decisions, level: float) -> Check:
+    """Checks that coins are uniform, new, and independent of each other, of drafts and of races, and that no
+    draft was dropped for what it is."""
+    table_NX = np.concatenate(seen.numbers) if seen.numbers else np.empty((0, 0))
+    coin_NX = table_NX[:, LOOKED_AT : 2 * LOOKED_AT]
+    coins = coin_NX[~np.isnan(coin_NX)]
+    repeated = len(coins) - len(np.unique(coins))
+    figures: dict[str, object] = {"coins": len(coins), "coins_repeated": repeated}
+    if not len(coins):
+        return Check("numbers", Outcome.blind, "no number was drawn", figures)
+    distance, band = uniform_distance(coins.tolist()), uniform_band(len(coins), level / 3)
+    gap, explained = 0.0, 1.0
+    if seen.places:
+        gap, explained = uniform_distance(seen.places), uniform_band(len(seen.places), level / 3)
+    worst, where = _dependence(table_NX, level / 3)
+    figures |= {
+        "largest_distance": distance,
+        "largest_distance_by_chance": band,
+        "largest_distance_of_drafts": gap,
+        "largest_distance_of_drafts_by_chance": explained,
+        "largest_correlation_over_band": worst,
+        "largest_correlation_of": where,
+    }
+    drawn = f"{repeated} of {len(coins)} acceptance coins were drawn before"
+    uneven = f"acceptance coins are not uniform: {distance:.1%} of {len(coins)} lie elsewhere, "
+    uneven += f"by chance at most {band:.1%} would"
+    depend = f"{where} depend on each other: their correlation is {worst:.1f} times what chance explains"
+    right = f"{len(coins)} coins are uniform within {distance:.1%}, and independent of drafts and races: "
+    right += f"no correlation exceeds {worst:.0%} of its band"
+    chosen = f"drafts were chosen after a look at them: {gap:.1%} of {len(seen.places)} lie elsewhere "
+    chosen += f"in their distributions, by chance at most {explained:.1%} would"
+    faults = [
+        (repeated > REPEATED, drawn),
+        (distance > band, uneven),
+        (gap > explained, chosen),
+        (worst > 1, depend),
+    ]
+    return judged("numbers", faults, right, figures)
+
+
+def _dependence(table_NX: Numbers, level: float) -> tuple[float, str]:
+    """Returns the largest sum of products of two columns over its band, and which columns these are.
+
+    Four times a product of two independent uniforms, each less a half, is in -1..1, with variance 1/9.
+    """
+    there_NX = ~np.isnan(table_NX)
+    centred_NX = np.where(there_NX, table_NX - 0.5, 0)
+    product_XX = 4 * np.abs(centred_NX.T @ centred_NX)
+    count_XX = there_NX.T.astype(np.float64) @ there_NX
+    pairs = np.argwhere(np.triu(count_XX, 1) > 0)
+    over = [product_XX[i, j] / sum_band(count_XX[i, j] / 9, level / len(pairs)) for i, j in pairs]
+    worst = int(np.argmax(over))
+    kinds = "draft", "coin", "clock"
+    names = [f"{kinds[column // LOOKED_AT]} {column % LOOKED_AT + 1}" for column in pairs[worst]]
+    return float(over[worst]), " and ".join(names)

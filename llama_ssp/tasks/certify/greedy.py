@@ -1,0 +1,171 @@
+"""Greedy texts, speculative and plain: are they equal, and is a difference only rounding?
+
+A model that is fed K+1 tokens at once rounds differently from one that is fed them one by one, so in bf16 or
+fp16 two tokens of nearly equal logits may trade places. This module tells rounding from every other cause:
+
+1. The band: the largest |logit fed singly - logit fed K+1 at a time| over the texts' positions, prompts
+   prefilled as in a run, rows in a batch and alone; epsilon is twice that. If plain decoding prefers a,
+   verification prefers b, and no logit differs by more than d between the two, then a and b are at most 2d
+   apart in either.
+2. The replay: every token of the speculative text must be within epsilon of the best when that text is fed
+   singly; where the two texts part, so must plain decoding's token.
+
+Faults that move no token out of the band are not seen, nor those that widen it: blocks with wrong logits.
+The logits are bare: of texts written with penalties, biases, bans or a minimum length, which move the argmax,
+it can only say that they are unexplained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from llama_ssp.config import CertifyConf
+from llama_ssp.models.interface import Model
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.certify.feeding import fed, largest_of
+from llama_ssp.tasks.certify.verdict import Check, Outcome, control
+from llama_ssp.tasks.certify.watch import Sampler
+
+Texts = Sequence[Sequence[int]]
+
+
+class Finding(Enum):
+    """What is said of one text, from best to worst."""
+
+    equal = "equal"
+    near_tie = "near_tie"
+    unexplained = "UNEXPLAINED"
+
+
+@dataclass(frozen=True)
+class Band:
+    """How far rounding moves a logit: `narrow`, between single tokens and blocks of `width`."""
+
+    width: int
+    positions: int
+    narrow: float
+
+    @property
+    def epsilon(self) -> float:
+        """Two tokens this close may trade places between plain decoding and verification."""
+        return 2 * self.narrow
+
+
+@dataclass(frozen=True)
+class TextReport:
+    """One prompt's finding, and its evidence.
+
+    `fork` is the first position at which the texts differ, counted from the first generated token. `margins`
+    say how far each speculative token is below the best one of its position; at the fork that is of the worse
+    of the two tokens, and it is infinite where a text just ends.
+    """
+
+    fork: int | None
+    margins: list[float]
+    finding: Finding
+
+
+@dataclass(frozen=True)
+class GreedyReport:
+    """All prompts' findings."""
+
+    band: Band
+    texts: tuple[TextReport, ...]
+
+    @property
+    def verdict(self) -> Finding:
+        """The worst finding."""
+        return max((text.finding for text in self.texts), key=list(Finding).index, default=Finding.equal)
+
+    def count(self, finding: Finding) -> int:
+        return sum(text.finding is finding for text in self.texts)
+
+
+def check_greedy_texts(
+    model: Model | None, subject: Sampler, regular: Sampler, wrong: Sampler | None, k: int,
+    prompts: Sequence[Prompt], task: CertifyConf,
+) -> list[Check]:  # fmt: skip
+    """Compares greedy texts with and without speculation; those of a wrong rule, if given, must not pass.
+
+    Every rank takes part; `model` is None on ranks that only draft.
+    """
+    samplers = [sampler for sampler in (regular, subject, wrong) if sampler is not None]
+    plain, *others = [sampler.texts(prompts, task.greedy_tokens) for sampler in samplers]
+    if model is None:
+        return []
+    rows, chunk = min(task.batch_size, len(prompts)), task.prefill_chunk
+    reports = [check_greedy(model, prompts, plain, texts, k, rows=rows, chunk=chunk) for texts in others]
+    report = reports[0]
+    counts = {finding: report.count(finding) for finding in Finding}
+    figures = {
+        "texts": len(prompts),
+        "texts_equal": counts[Finding.equal],
+        "texts_near_tie": counts[Finding.near_tie],
+        "texts_unexplained": counts[Finding.unexplained],
+        "rounding_band_logit": report.band.narrow,
+        "positions_of_band": report.band.positions,
+    }
+    said = ", ".join(f"{count} {finding.name.replace('_', ' ')}" for finding, count in counts.items())
+    outcome = Outcome.failed if report.verdict is Finding.unexplained else Outcome.passed
+    checks = [Check("greedy", outcome, f"of {len(prompts)} greedy texts: {said}", figures)]
+    if wrong is not None:
+        differs = reports[1].verdict is Finding.unexplained
+        checks.append(control(wrong.name, differs, "from greedy decoding", {}))
+    return checks
+
+
+def check_greedy(
+    model: Model, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
+    rows: int = 8, chunk: int = 512,
+) -> GreedyReport:  # fmt: skip
+    """Compares the tokens that plain and speculative decoding with at most `k` drafts gave each prompt.
+
+    The model is run again, with the runs' batch size (`rows`) and prefill `chunk`.
+    """
+    texts = [
+        ((*prompt.token_ids, *new), len(prompt.token_ids), len(new))
+        for ours in (speculative, plain)
+        for prompt, new in zip(prompts, ours, strict=True)
+    ]
+    singly: list[Tensor] = []  # logits of each text, fed token by token
+    moved, positions = [0.0], 0
+    for first in range(0, len(texts), rows):
+        part = texts[first : first + rows]
+        sizes = (1, rows), (k + 1, rows), (k + 1, 1)
+        ways = [fed(model, part, range(len(part)), *size, chunk) for size in sizes]
+        for singly_WV, *block_2WV in zip(*ways, strict=True):
+            moved += [float((block_WV - singly_WV).abs().max()) for block_WV in block_2WV]
+            positions += len(singly_WV)
+        singly += ways[0]
+    band = Band(k + 1, positions, largest_of(moved))
+    reports = []
+    for row, (ours, theirs) in enumerate(zip(speculative, plain, strict=True)):
+        fork, margins = first_difference(theirs, ours), []
+        for at, token in enumerate(ours):
+            logit_V = singly[row][at]
+            tokens = [token, *(theirs[at : at + 1] if at == fork else [])]
+            margins.append(float((logit_V.max() - logit_V[tokens]).max()))
+        if fork == min(len(ours), len(theirs)):
+            margins.append(math.inf)
+        reports.append(TextReport(fork, margins, finding_of(fork, margins, band)))
+    return GreedyReport(band, tuple(reports))
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Returns the first position at which two texts differ, or one has ended; None if they are equal."""
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def finding_of(fork: int | None, margins: list[float], band: Band) -> Finding:
+    """Says what a fork and margins amount to under a band. NaN is within no band."""
+    if not math.isfinite(band.narrow) or not all(margin <= band.epsilon for margin in margins):
+        return Finding.unexplained
+    return Finding.equal if fork is None else Finding.near_tie

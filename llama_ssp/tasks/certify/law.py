@@ -1,0 +1,255 @@
+"""The distribution of what verification commits, summed exactly, and whether what it was given is right.
+
+Two comparisons at recorded positions make the whole.
+
+**What the rule commits is the distribution that it was given.** A rule is three pure functions, so the
+distribution of its output is a finite sum, made node by node. At node i of a round, with the first i drafts
+as they were, the rule gets a block of i+1 drafts, once for each token x that could have been drafted last:
+
+    draft(x) P(i+1 stand | x)  +  sum over y of  draft(y) P(i stand | y) correction(x | y)
+
+must be the target's probability of x times the chance that i drafts stand. If that holds at every node, then
+by induction from the last position the distribution of whole texts is the target's: for the token rule, and
+for the block rule, whose draws depend on later positions. Tokens that the draft hardly ever proposes are not
+tried one by one: what they add lies between nothing and their share of the draft's distribution.
+
+**The logits that it was given are the target's own.** Every text is fed anew to an empty cache: token by
+token, as regular sampling feeds it, and, to see what rounding does, in blocks, in one piece, and alone. The
+recorded logits may differ from the target's by what these passes differ by. (filters.py checks that the
+probabilities are what the sampling controls make of the logits.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llama_ssp.models.interface import Model
+from llama_ssp.speculative.verification import DraftBlock, Rule
+from llama_ssp.tasks.certify.feeding import fed, largest_of
+from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
+from llama_ssp.tasks.certify.watch import Round
+
+Item = TypeVar("Item")
+REST = 1e-3  # of the draft's probability is not tried; more where MAX_TRIED tokens leave out more
+MAX_TRIED = 256
+CELLS = 2**18  # of a table of drafts by vocabulary; larger tables are split
+RULE_TOLERANCE = 1e-10  # of arithmetic in fp64
+MAX_NOISE = (
+    0.2  # total variation between regular passes beyond which the target's distribution says too little
+)
+SAFETY = (
+    2.0  # how many times the largest difference between regular passes a recorded distribution may differ
+)
+MULTIPLE = 3.0  # of the passes' usual difference that is still rounding
+PART_OF_LARGEST = 0.25  # passes may be equal, bit by bit, at most positions: so much is rounding everywhere
+QUANTILES = (0.5, 0.75)  # of the positions: where "usual" is looked at
+
+
+def check_law(
+    model: Model | None, error: Callable[[Round, int], float | None], rounds: Sequence[Round],
+    behind: Sequence[Round], temperature: float, vocab: int, rows: int, chunk: int, leads: bool,
+) -> Check | None:  # fmt: skip
+    """Makes both comparisons at the positions of the rounds, and of those behind siblings.
+
+    `error` sums at a position of a round. Every rank takes part in the passes; None on ranks that do not
+    judge.
+    """
+    if not rounds:
+        return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
+    if model is None:
+        return None
+    positions = [*rounds, *spread(behind, len(rounds))]
+    own = own_logits(model, positions, max(seen.count for seen in rounds) + 1, rows, chunk)
+    if not leads:
+        return None
+    noise, departures = compared(positions, own, temperature or 1.0, vocab)
+    if behind:  # a pass with siblings has a mask, and may take another kernel of attention
+        noise = Noise(noise.largest, (noise.largest,) * len(QUANTILES))
+    places = spread([(seen, at) for seen in rounds for at in range(seen.count + 1)], 2 * len(rounds))
+    errors = [error(*place) for place in places]
+    return judge(noise, departures, [one for one in errors if one is not None])
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Total variation between regular passes: the largest, and at the QUANTILES of the positions."""
+
+    largest: float
+    usual: tuple[float, ...] = (0.0,) * len(QUANTILES)
+
+    @property
+    def tolerance(self) -> float:
+        """How far a recorded distribution may be from the target's own; in fp32 at least its rounding."""
+        return max(SAFETY * self.largest, 1e-6)
+
+    def exceeded_by(self, departures: Sequence[float]) -> bool:
+        """Whether most recorded distributions differ by a multiple of what regular passes differ by."""
+        least = max(PART_OF_LARGEST * self.largest, 1e-6)
+        pairs = zip(np.quantile(departures, QUANTILES).tolist(), self.usual, strict=True)
+        return any(difference > MULTIPLE * usual + least for difference, usual in pairs)
+
+
+def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) -> Check:
+    """Says what differences from the target's own distributions, and errors of the rule, amount to."""
+    wrong = sum(not error <= RULE_TOLERANCE for error in errors)
+    astray = sum(not difference <= noise.tolerance for difference in departures)
+    by_rule, largest = max(errors, default=0.0), largest_of([0.0, *departures])
+    usual = float(np.median(departures)) if departures else 0.0
+    figures = {
+        "positions": len(departures),
+        "positions_astray": astray,
+        "largest_total_variation": largest,
+        "median_total_variation": usual,
+        "rounding_total_variation": noise.largest,
+        "rounding_median_total_variation": noise.usual[0],
+        "rounding_tolerance_total_variation": noise.tolerance,
+        "positions_rule": len(errors),
+        "positions_rule_wrong": wrong,
+        "largest_total_variation_rule": by_rule,
+    }
+    by = f"the rule commits another distribution than it is given at {wrong} of {len(errors)} positions: "
+    by += f"total variation {by_rule:.2g} at worst"
+    others = "verification used distributions other than the target's"
+    some = f"{others} at {astray} of {len(departures)} positions: total variation {largest:.2g} at worst, "
+    some += f"where rounding explains {noise.tolerance:.2g}"
+    most = f"{others}: total variation {usual:.2g} at half of the {len(departures)} positions, "
+    most += f"where regular passes differ by {noise.usual[0]:.2g}"
+    right = f"verification commits the distribution it is given within {by_rule:.1g}, and that is "
+    right += f"the target's own within {largest:.2g} at {len(departures)} positions "
+    right += f"(rounding: {noise.largest:.2g})"
+    faults = [(wrong, by), (astray, some), (noise.exceeded_by(departures or [0.0]), most)]
+    check = judged("law", faults, right, figures)
+    if check.outcome is Outcome.failed or noise.largest <= MAX_NOISE:
+        return check
+    says = f"the target's own distribution moves by {noise.largest:.2g} with how its text is fed"
+    return Check("law", Outcome.blind, says, figures)
+
+
+def spread(places: Sequence[Item], most: int) -> list[Item]:
+    """Returns a random subset: a fixed stride would hit the same positions of rounds of equal length."""
+    chosen = Random(len(places)).sample(range(len(places)), min(len(places), most))
+    return [places[number] for number in sorted(chosen)]
+
+
+def own_logits(
+    model: Model, rounds: Sequence[Round], width: int, rows: int, chunk: int
+) -> list[list[Tensor]]:
+    """Returns each round's logits, (W, V), by four regular passes.
+
+    The last has one row: a batch of few tokens may be multiplied by another kernel, which rounds differently.
+    """
+    texts = [(seen.text, seen.prompt_length, seen.count) for seen in rounds]
+    order = sorted(range(len(rounds)), key=lambda n: len(rounds[n].text))  # texts of a batch end together
+    other = [*order[1::2], *order[::2]]
+    ways = (order, 1, rows), (order[::-1], width, rows), (other, 0, rows), (order, 0, 1)
+    return [fed(model, texts, *way, chunk) for way in ways]
+
+
+def compared(
+    rounds: Sequence[Round], ways: list[list[Tensor]], temperature: float, vocab: int
+) -> tuple[Noise, list[float]]:
+    """Compares the recorded logits with the first way's, and that with the others, by total variation."""
+
+    def probs(logit_WV: Tensor) -> Tensor:
+        return torch.softmax(logit_WV[:, :vocab].double().cpu() / temperature, -1)
+
+    departures: list[float] = []
+    noise: list[float] = []
+    for seen, own, *others in zip(rounds, *ways, strict=True):
+        own_WV = probs(own)
+        departures += (probs(seen.logit_WV) - own_WV).abs().sum(-1).div(2).tolist()
+        far = torch.stack([(probs(other) - own_WV).abs().sum(-1) / 2 for other in others])
+        noise += far.flatten().tolist()
+    return Noise(largest_of([0.0, *noise]), tuple(np.quantile(noise, QUANTILES).tolist())), departures
+
+
+def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
+    """Returns how far the rule is from exact at this position of the round; None where it cannot get there.
+
+    The larger of two figures: the total variation between its output and the target's distribution, both
+    weighted with the chance of getting here given the drafts; and how much that chance differs between a
+    block that ends here and a longer one.
+    """
+    target_V = seen.target_WV[at]
+    reach = _reach(rule, seen, at)
+    if reach <= 0:
+        return None
+    if at == seen.count:
+        block = _block(seen, torch.tensor(seen.drafted)[None], at)
+        probs_V = rule.correction_probs(block, torch.tensor([at]))[0]
+        return float((probs_V - target_V).abs().sum()) / 2
+    draft_V = seen.draft_KV[at]
+    tried = likeliest(draft_V)
+    kept_V, corrected_V = torch.zeros_like(target_V), torch.zeros_like(target_V)
+    for part in torch.split(tried, max(1, CELLS // len(target_V))):
+        drafted = torch.tensor(seen.drafted[:at], dtype=torch.int64).expand(len(part), at)
+        block = _block(seen, torch.cat([drafted, part[:, None]], 1), at + 1)
+        chance_EN = _stand_chances(rule, rule.accept_chances(block))
+        correction_EV = rule.correction_probs(block, torch.full((len(part),), at))
+        kept_V[part] = draft_V[part] * chance_EN[:, at + 1]
+        corrected_V += (draft_V[part] * chance_EN[:, at]) @ correction_EV
+    rest_V = draft_V.index_fill(0, tried, 0)
+    return missed(kept_V, corrected_V, reach * target_V, rest_V)
+
+
+def missed(kept_V: Tensor, corrected_V: Tensor, due_V: Tensor, rest_V: Tensor) -> float:
+    """Returns by how much the equation is missed, whatever the tokens of `rest_V`, not tried, would add.
+
+    They add to no token less than nothing, and to all of them together at most their share of the draft's.
+    """
+    lacking_V = due_V - kept_V - corrected_V
+    lacking, too_much = float(lacking_V.sum()), float(-lacking_V.clamp(max=0).sum())
+    return max(too_much, lacking - float(rest_V.sum()))
+
+
+def _reach(rule: Rule, seen: Round, count: int) -> float:
+    """Returns the chance, given the round's first `count` drafts, that all of them stand."""
+    if not count:
+        return 1.0
+    block = _block(seen, torch.tensor(seen.drafted[:count])[None], count)
+    return float(_stand_chances(rule, rule.accept_chances(block))[0, count])
+
+
+def _stand_chances(rule: Rule, chance_EK: Tensor) -> Tensor:
+    """Sums over all outcomes of the draws: the chance in each row that n = 0..K drafts stand, (E, K+1).
+
+    All draws but the last have the same chances in every row, so outcomes are weighted once.
+    """
+    rows, k = chance_EK.shape
+    if rows > 1 and not torch.equal(chance_EK[:, :-1], chance_EK[:1, :-1].expand(rows, k - 1)):
+        return torch.cat([_stand_chances(rule, one[None]) for one in chance_EK])
+    outcome_OK = (torch.arange(2**k)[:, None] >> torch.arange(k)) & 1 == 1
+    earlier_O = torch.where(outcome_OK[:, :-1], chance_EK[0, :-1], 1 - chance_EK[0, :-1]).prod(1)
+    length_O = rule.accepted(outcome_OK)
+    chance_stand_EN = torch.zeros(rows, k + 1, dtype=chance_EK.dtype)
+    for passed in (True, False):
+        mine_O = outcome_OK[:, -1] == passed
+        weight_N = torch.zeros(k + 1, dtype=chance_EK.dtype)
+        weight_N.scatter_add_(0, length_O[mine_O], earlier_O[mine_O])
+        last_E = chance_EK[:, -1] if passed else 1 - chance_EK[:, -1]
+        chance_stand_EN += last_E[:, None] * weight_N
+    return chance_stand_EN
+
+
+def _block(seen: Round, drafted_EK: Tensor, count: int) -> DraftBlock:
+    rows = len(drafted_EK)
+    return DraftBlock(
+        seen.target_WV[: count + 1].expand(rows, -1, -1),
+        seen.draft_KV[:count].expand(rows, -1, -1),
+        drafted_EK,
+        torch.full((rows,), count),
+    )
+
+
+def likeliest(draft_V: Tensor) -> Tensor:
+    """Returns the fewest tokens that leave out no more than REST of the distribution, MAX_TRIED at most."""
+    down = draft_V.sort(descending=True)
+    needed = int((down.values.cumsum(0) < 1 - REST).sum()) + 1
+    return down.indices[: min(needed, int((draft_V > 0).sum()), MAX_TRIED)]
