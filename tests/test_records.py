@@ -65,6 +65,23 @@ def test_an_openai_line(tmp_path: Path):
     assert (conversation.form, conversation.id) == (Form.chat, "b")
 
 
+def test_what_clients_send_and_means_nothing_here_is_taken(tmp_path: Path):
+    """Text parts are joined, a developer is the system, a name is left out; what has a meaning is refused."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "s"}, {"role": "user", "name": "ann", "content": parts}]
+    harmless = {"store": True, "service_tier": "flex", "tools": [], "response_format": {"type": "text"}}
+    line = {"custom_id": "c", "url": CHAT, "body": {"messages": messages, **harmless}}
+    (request,) = read(tmp_path, json.dumps(line))
+    assert request.messages == ({"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"})
+    for change in (
+        {"response_format": {"type": "json_object"}}, {"tools": [{"type": "function"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+    ):  # fmt: skip
+        with pytest.raises(DataError):
+            read(tmp_path, json.dumps({**line, "body": {**line["body"], **change}}))
+
+
 @pytest.mark.parametrize(
     ("content", "texts"),
     [
@@ -113,7 +130,8 @@ def test_text_files(content: bytes, texts: list[str], tmp_path: Path):
         (openai({"prompt": "x"}, url=CHAT), "choose the other url"),
         (openai({"prompt": "x", "n": 2}), "asks for n.*found 2, allowed 1"),
         (openai({"prompt": "x", "stream": True}), "asks for stream"),
-        (openai({"prompt": "x", "tools": []}), "asks for tools, which is not served"),
+        (openai({"prompt": "x", "tools": [{}]}), "asks for tools"),
+        (openai({"prompt": "x", "functions": []}), "asks for functions, which is not served"),
         ('{"custom_id": "a", "url": "/v1/completions"}', "no body"),
         ('{"url": "/v1/completions", "body": {"prompt": "x"}}', "no custom_id"),
     ],
@@ -239,7 +257,7 @@ def test_answers_follow_the_form_of_the_question(tmp_path: Path):
     assert told["choices"][0] == {"index": 0, "text": "text", "logprobs": None, "finish_reason": "stop"}
     assert told["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     said = answer(conversation, REPLY, "m", spell)["response"]["body"]
-    assert said["object"] == "chat.completion"
+    assert said["object"] == "chat.completion" and said["id"].startswith("chatcmpl-")
     assert said["choices"][0]["message"] == {"role": "assistant", "content": "text"}
     assert answer(completion, REPLY, "m", spell) == line
 

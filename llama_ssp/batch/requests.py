@@ -19,7 +19,7 @@ from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_
 from llama_ssp.text.tokenizer import Message
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ROLES = ("system", "user", "assistant")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every vocabulary
 SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
@@ -28,8 +28,10 @@ SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", 
 ALSO = {"plain": ("echo",), COMPLETIONS: ("echo",), CHAT: ("top_logprobs",)}
 NEVER = {COMPLETIONS: "messages", CHAT: "prompt"}
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
-WITHOUT_EFFECT = {"model": None, "user": None, "metadata": None, "n": 1, "best_of": 1}
-WITHOUT_EFFECT |= {"stream": False}
+WITHOUT_EFFECT = {
+    "model": None, "user": None, "metadata": None, "store": None, "service_tier": None, "n": 1, "best_of": 1,
+    "stream": False, "tools": [], "response_format": {"type": "text"},
+}  # fmt: skip
 
 
 class Form(Enum):
@@ -191,19 +193,33 @@ class Reader:
 
 
 def _said(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]:
+    """Returns the prompt, or the messages."""
     prompt, messages = record.get("prompt"), record.get("messages")
     if isinstance(prompt, str) and messages is None:
         return prompt, ()
-    if prompt is None and isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return "", tuple(messages)
+    if prompt is None and isinstance(messages, list) and messages:
+        read = tuple(message for message in map(_message, messages) if message)
+        if len(read) == len(messages):
+            return "", read
     allowed = 'a string "prompt", or "messages" of {"role", "content"} with roles ' + ", ".join(ROLES)
     raise DataError("the line has no prompt", where, ", ".join(record), allowed, "give it one of them")
 
 
-def _is_message(message: object) -> bool:
-    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-        return False
-    return message["role"] in ROLES and isinstance(message["content"], str)
+def _message(message: object) -> Message | None:
+    """Returns a message as templates know it, without its name, its text parts joined; None if it is none."""
+    if not isinstance(message, dict) or message.keys() - {"name"} != {"role", "content"}:
+        return None
+    content = message["content"]
+    if isinstance(content, list):
+        parts = [part["text"] for part in content if _is_part(part)]
+        content = "\n".join(parts) if len(parts) == len(content) else None
+    if not isinstance(content, str) or message["role"] not in ROLES:
+        return None
+    return {"role": ROLES[message["role"]], "content": content}
+
+
+def _is_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _logprobs(record: dict[str, Any], usual: Request, where: str) -> int | None:

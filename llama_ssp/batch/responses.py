@@ -47,7 +47,7 @@ def answer(request: Request, reply: Reply, model: str, spell: Spell) -> dict[str
         logprobs = chat(found) if is_chat else completions(found, text)
     total = prompt_tokens + output_tokens
     body = {
-        "id": _name("cmpl", request.id),
+        "id": _name("chatcmpl-" if is_chat else "cmpl-", request.id),
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 0,  # equal runs write equal files
         "model": model,
@@ -82,10 +82,10 @@ def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> d
 
 
 def _openai(name: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    response = {"status_code": status, "request_id": _name("req", name), "body": body}
-    return {"id": _name("batch_req", name), "custom_id": name, "response": response, "error": None}
+    response = {"status_code": status, "request_id": _name("req_", name), "body": body}
+    return {"id": _name("batch_req_", name), "custom_id": name, "response": response, "error": None}
 
 
 def _name(kind: str, of: str) -> str:
-    """An id that the same request always gets."""
-    return f"{kind}_{hashlib.sha256(of.encode()).hexdigest()[:24]}"
+    """Returns an id that the same request always gets."""
+    return f"{kind}{hashlib.sha256(of.encode()).hexdigest()[:24]}"
