@@ -230,7 +230,7 @@ def check_numbers(seen: Decisions, level: float) -> Check:
         return Check("numbers", Outcome.blind, "no number was drawn", figures)
     distance, band = uniform_distance(coins.tolist()), uniform_band(len(coins), level / 3)
     gap, explained = 0.0, 1.0
-    if seen.places:
+    if seen.places and not seen.drafted_wrong:  # else the places are those of a choice
         gap, explained = uniform_distance(seen.places), uniform_band(len(seen.places), level / 3)
     worst, where = _dependence(table_NX, level / 3)
     figures |= {
