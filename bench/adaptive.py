@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from contenders import PROMPTS, by_us, opened, sizes  # noqa: E402
 from fast import Taken, faster  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402
@@ -144,23 +144,18 @@ def main() -> None:
                 ]
             )  # fmt: skip
     spent = ", ".join(f"K = {k} {1000 * ready.costs.round(k):.2f}" for k in (0, 1, 4, 16))
-    text = "\n".join(
-        [
-            "# Adaptive K beside every fixed K, ms a token", "", *surroundings(ready.models.devices),
-            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, {asked.threads} "
-            f"threads, {asked.repeats} repeats. Rounds of the last pair, as measured: {spent} ms.",
-            f"Asked: {NEAR:.3f} over best, and at {HARDLY} {NEVER_SLOWER} over regular. Missed "
-            + ", ".join(f"{how}: {' '.join(where) or 'nowhere'}" for how, where in missed.items()) + ".",
-            *(
-                line
-                for how, rows in tables.items()
-                for line in ("", f"{how[0].upper()}{how[1:]}:", "", "```", *aligned(rows, 0), "```")
-            ),
-            "",
-        ]
+    report(
+        asked.write, "Adaptive K beside every fixed K, ms a token", ready.models.devices,
+        f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, {asked.threads} "
+        f"threads, {asked.repeats} repeats. Rounds of the last pair, as measured: {spent} ms.",
+        f"Asked: {NEAR:.3f} over best, and at {HARDLY} {NEVER_SLOWER} over regular. Missed "
+        + ", ".join(f"{how}: {' '.join(where) or 'nowhere'}" for how, where in missed.items()) + ".",
+        *(
+            line
+            for how, rows in tables.items()
+            for line in ("", f"{how[0].upper()}{how[1:]}:", "", "```", *aligned(rows, 0), "```")
+        ),
     )  # fmt: skip
-    print(text)
-    write(asked.write, text)
     sys.exit(int(bool(missed[CLOCK])))
 
 

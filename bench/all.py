@@ -57,12 +57,10 @@ FIGURES = [
     Figure("trees", 21, "bench/trees.py"),
     Figure("trees_head", 4, "bench/trees.py drafts=demo_head"),
     Figure("batch_rows", 2, "bench/batch_rows.py"),
-    Figure("groups", 3, "bench/groups.py"),
     Figure("overlap", 8, "bench/overlap.py"),
     Figure("coded", 1.5, "bench/coded.py repeats=30", of_bf16=True),
     Figure("linear", 1, "bench/linear.py", of_bf16=True),
     Figure("attention", 1.5, "bench/attention.py"),
-    Figure("growth", 1.5, "bench/growth.py repeats=5"),
     Figure("ngram", 1.5, "bench/ngram.py"),
     Figure("ranks", 2, "bench/ranks.py turns=3 repeats=3"),
     Figure("plan_speed", 2, "bench/plan_speed.py"),
@@ -90,7 +88,7 @@ FIGURES = [
     ),
     Figure("certify", 17, "-m tests.certify_faults jobs=2 seeds=20", is_time=False),
     Figure("faults", 3, "-m tests.distributed.faults", is_time=False),
-    Figure("architectures", 1, "-m tests.architectures", is_time=False),  # docs/architectures.md
+    Figure("architectures", 1, "-m tests.architectures", is_time=False),
 ]  # fmt: skip
 
 
@@ -116,8 +114,6 @@ class Asked(Words):
         ]  # fmt: skip
 
     def place(self, figure: Figure) -> Path:
-        if figure.name == "architectures":
-            return ROOT / "docs" / "architectures.md"
         return ROOT / "bench" / "results" / f"{figure.name}_{self.machine}.md"
 
 
@@ -163,8 +159,7 @@ def made(figure: Figure, asked: Asked) -> str:
     if figure.title:
         code = printed(figure, words, asked)
     else:
-        place = asked.place(figure).relative_to(ROOT)
-        words += [f"write={place}"] * (figure.name != "architectures")
+        words.append(f"write={asked.place(figure).relative_to(ROOT)}")
         code = subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode
     return {0: "done", 1: "done; it misses what is asked, see the file"}.get(code, f"exit code {code}")
 

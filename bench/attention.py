@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from words import Words  # noqa: E402
@@ -113,17 +113,12 @@ def main() -> None:
             for threads, tokens in itertools.product((1, 2), (1, 5)):
                 torch.set_num_threads(threads)
                 table.append([str(threads), *line(settings, layers, summed, tokens)])
-    text = "\n".join(
-        [
-            "# Attention of steps on a CPU against the memory's speed", "", *surroundings({}),
-            f"A layer of {settings.heads} heads, {settings.kv_heads} of keys and values, of {settings.size}; "
-            "milliseconds.",
-            "", "```", *aligned(table, 0), "```", "",
-        ]
+    report(
+        settings.write, "Attention of steps on a CPU against the memory's speed", {},
+        f"A layer of {settings.heads} heads, {settings.kv_heads} of keys and values, of {settings.size}; "
+        "milliseconds.",
+        "", "```", *aligned(table, 0), "```",
     )  # fmt: skip
-    print(text)
-    if settings.write:
-        write(settings.write, text)
 
 
 if __name__ == "__main__":

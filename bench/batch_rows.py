@@ -24,14 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 
 from bench.words import divided  # noqa: E402
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
-from llama_ssp.config import RunConf, register  # noqa: E402
-from llama_ssp.config.presets import CONF  # noqa: E402
-from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.config import RunConf  # noqa: E402
+from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import engine_for, lookahead_for  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
@@ -53,10 +51,7 @@ ROWS_BAR, REFILL_BAR = 2.5, 1.3
 
 def main() -> None:
     own, overrides = divided(OWN, sys.argv[1:])
-    register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        run = to_run(compose("run", overrides))
-    entry = pair_specs(run, [], 1)[0]
+    entry = pair_specs(composed(overrides), [], 1)[0]
     sizes = sorted({1, *map(int, own["rows"].split(","))})
     pair, run, main_rows = PairSession(entry), entry.run, max(n for n in sizes if n <= MAIN)
     works = mixed(int(own["prompts"]), pair.tokens, run)
@@ -68,13 +63,11 @@ def main() -> None:
     contenders: dict[str, Callable[[], float]] = {}
     for n in sizes:
         contenders[named(n)] = partial(pace, pair, [ordered], n)
-        contenders[f"{named(n, '')}, transformers"] = partial(
-            by_transformers, module, pair, dealt(ordered, n)
-        )
+        theirs = partial(by_transformers, module, pair, dealt(ordered, n))
+        contenders[f"{named(n, '')}, transformers"] = theirs
     contenders[waiting] = partial(pace, pair, dealt(works, main_rows), main_rows)
-    contenders[f"{main_rows} rows, waiting, longest first"] = partial(
-        pace, pair, dealt(ordered, main_rows), main_rows
-    )
+    sooner = partial(pace, pair, dealt(ordered, main_rows), main_rows)
+    contenders[f"{main_rows} rows, waiting, longest first"] = sooner
     for rows in (1, 2):  # what is compiled or allocated once
         pace(pair, [ordered[-rows:]], rows)
         by_transformers(module, pair, [ordered[-rows:]])
@@ -84,21 +77,16 @@ def main() -> None:
     by_rows = median(turn[named(main_rows)] / turn[named(1)] for turn in turns)
     by_refill = median(turn[named(main_rows)] / turn[waiting] for turn in turns)
     met = by_rows >= ROWS_BAR and by_refill >= REFILL_BAR
-    text = "\n".join(
-        [
-            f"# Rows of a batch job: {len(works)} prompts of mixed length", "",
-            *surroundings(pair.models.devices),
-            f"{run.model.name} with {run.draft.name if run.draft else 'no draft'}, K = {run.speculation.k}; "
-            f"prompts of {PROMPT_WORDS[0]} to {PROMPT_WORDS[-1]} words, {NEW_TOKENS[0]} to {NEW_TOKENS[-1]} "
-            "new tokens; texts end by themselves, too.",
-            f"Medians of {len(turns)} turns. {main_rows} rows over one: {by_rows:.2f}x (asked: "
-            f"{ROWS_BAR}x); refilled over waiting, in input order: {by_refill:.2f}x (asked: {REFILL_BAR}x).",
-            "Faster: than transformers' generate over padded batches of as many rows, without a draft.", "",
-            "```", *table(turns), "```", "",
-        ]
+    report(
+        own["write"], f"Rows of a batch job: {len(works)} prompts of mixed length", pair.models.devices,
+        f"{run.model.name} with {run.draft.name if run.draft else 'no draft'}, K = {run.speculation.k}; "
+        f"prompts of {PROMPT_WORDS[0]} to {PROMPT_WORDS[-1]} words, {NEW_TOKENS[0]} to {NEW_TOKENS[-1]} "
+        "new tokens; texts end by themselves, too.",
+        f"Medians of {len(turns)} turns. {main_rows} rows over one: {by_rows:.2f}x (asked: "
+        f"{ROWS_BAR}x); refilled over waiting, in input order: {by_refill:.2f}x (asked: {REFILL_BAR}x).",
+        "Faster: than transformers' generate over padded batches of as many rows, without a draft.", "",
+        "```", *table(turns), "```",
     )  # fmt: skip
-    print(text)
-    write(own["write"], text)
     sys.exit(0 if met else 1)
 
 

@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
         return 0
     import torch
     from contenders import alone, opened, sizes
-    from surroundings import surroundings, write
+    from surroundings import report
     from words import Words
 
     from llama_ssp.config import Dtype, RunConf, Steps
@@ -138,16 +138,11 @@ def main(arguments: list[str]) -> int:
         spread = f"{ratios[0]:.2f}..{ratios[-1]:.2f}"
         rows.append([str(width), f"{median(us):.2f}", f"{median(them):.2f}", f"{median(ratios):.2f}", spread])
     head = ["tokens", "ours, ms", "llama.cpp, ms", "ours / llama.cpp", "least..most"]
-    text = "\n".join(aligned([head, *rows], 0))
-    print(text)
-    if asked.write:
-        lines = [
-            "# Steps beside llama.cpp: bf16, the same shapes", "", *surroundings(pair.models.devices),
-            f"llama-cpp-python {version}, "
-            f"{asked.turns} turns of {asked.steps} steps; {asked.threads} threads.",
-            "", "```", text, "```", "",
-        ]  # fmt: skip
-        write(asked.write, "\n".join(lines))
+    report(
+        asked.write, "Steps beside llama.cpp: bf16, the same shapes", pair.models.devices,
+        f"llama-cpp-python {version}, {asked.turns} turns of {asked.steps} steps; {asked.threads} threads.",
+        "", "```", *aligned([head, *rows], 0), "```",
+    )  # fmt: skip
     return 0
 
 

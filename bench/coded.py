@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bench.words import changed  # noqa: E402
@@ -118,37 +118,22 @@ def main() -> None:
         least, summing = speeds(found, int(own["repeats"]))
     bandwidth = max(summing, *(found["bf16"][1] / least["bf16", rows] for rows in ROWS))
     multiplying = max(2 * OUTPUTS * INPUTS * rows / taken for (_, rows), taken in least.items())
-    table = [
-        [
-            "format",
-            "MB",
-            "bound",
-            *(f"{rows}" for rows in ROWS),
-            "1 over bound",
-            "5 over bound",
-            "1 over bf16",
-            "5 over bf16",
-        ]
-    ]
+    over_what = ["1 over bound", "5 over bound", "1 over bf16", "5 over bf16"]
+    table = [["format", "MB", "bound", *map(str, ROWS), *over_what]]
     for name, (_, size) in found.items():
         bound = size / bandwidth
         times = (f"{1e6 * least[name, rows]:.0f}" for rows in ROWS)
         over = [f"{least[name, rows] / bound:.2f}" for rows in (1, 5)]
         over += [f"{least[name, rows] / least['bf16', rows]:.2f}" for rows in (1, 5)]
         table.append([name, f"{size / 1e6:.1f}", f"{1e6 * bound:.0f}", *times, *over])
-    text = "\n".join(
-        [
-            "# Products with weights in codes", "",
-            *surroundings({"model": f"cpu, {own['threads']} threads"}),
-            f"Layers of {OUTPUTS} x {INPUTS}, {own['repeats']} turns. A sum reads {summing / 1e9:.1f} GB/s; "
-            f"the fastest reading was {bandwidth / 1e9:.1f} GB/s: so the bound. The fastest multiplication "
-            f"was of {multiplying / 1e9:.0f} GFLOP/s.", "",
-            f"Microseconds of a layer, for {', '.join(map(str, ROWS[:-1]))} and {ROWS[-1]} rows:",
-            "", "```", *aligned(table, 0), "```", "",
-        ]
+    report(
+        own["write"], "Products with weights in codes", {"model": f"cpu, {own['threads']} threads"},
+        f"Layers of {OUTPUTS} x {INPUTS}, {own['repeats']} turns. A sum reads {summing / 1e9:.1f} GB/s; "
+        f"the fastest reading was {bandwidth / 1e9:.1f} GB/s: so the bound. The fastest multiplication "
+        f"was of {multiplying / 1e9:.0f} GFLOP/s.", "",
+        f"Microseconds of a layer, for {', '.join(map(str, ROWS[:-1]))} and {ROWS[-1]} rows:",
+        "", "```", *aligned(table, 0), "```",
     )  # fmt: skip
-    print(text)
-    write(own["write"], text)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from contenders import (  # noqa: E402
     steps_ms,
 )
 from pictures import caption, plot_contenders, write_json  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402
@@ -286,28 +286,23 @@ def main() -> None:
     each = steps_ms(pair, (1, VERIFYING), clock)
     rows = figures(found, read, bandwidth, steps_alone(parts, median(each["1"]), found))
     required = bars(found, rows, each) + prefill_bars(pair, modules[0])
-    text = "\n".join(
-        [
-            "# A pair of 222M and 7M, bf16: ours beside transformers", "", *surroundings(pair.models.devices),
-            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, agreement "
-            f"{asked.agreement}, {asked.threads} threads, {asked.repeats} repeats. "
-            f"Loading and compiling took {start_s:.0f} s.",
-            f"Summing reads {bandwidth / 1e9:.1f} GB/s; a pass reads {read.target / 1e6:.0f} MB of the "
-            f"target, {read.draft / 1e6:.1f} MB of the draft. `bytes` and `steps` are ms/token that reading "
-            "the weights of its passes takes, and that its steps take alone.",
-            "", "```", *table(rows), "```", "", "```",
-            *bars_table(required), "```", "",
-            f"A round beside its parts, by {said}:", "", "```", *aligned(parts, 0), "```", "",
-        ]
+    report(
+        asked.write, "A pair of 222M and 7M, bf16: ours beside transformers", pair.models.devices,
+        f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, agreement "
+        f"{asked.agreement}, {asked.threads} threads, {asked.repeats} repeats. "
+        f"Loading and compiling took {start_s:.0f} s.",
+        f"Summing reads {bandwidth / 1e9:.1f} GB/s; a pass reads {read.target / 1e6:.0f} MB of the "
+        f"target, {read.draft / 1e6:.1f} MB of the draft. `bytes` and `steps` are ms/token that reading "
+        "the weights of its passes takes, and that its steps take alone.",
+        "", "```", *table(rows), "```", "", "```", *bars_table(required), "```", "",
+        f"A round beside its parts, by {said}:", "", "```", *aligned(parts, 0), "```",
     )  # fmt: skip
-    print(text)
     summary = {
         "contenders": rows, "rounds": parts, "bandwidth_gb_s": bandwidth / 1e9, "start_s": start_s,
         "bars": [asdict(bar) for bar in required], "versions": versions(),
     }  # fmt: skip
     print(json.dumps(summary))
     if asked.write:
-        write(asked.write, text)
         write_json(asked.write, summary)
         title = caption("222M with 7M, bf16: least, middle and most of its turns", asked.repeats)
         plot_contenders(asked.write, rows, title)

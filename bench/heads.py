@@ -24,15 +24,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
 import torch  # noqa: E402
 from demo.data import library_documents  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
 from side_by_side import REGULAR, by_us  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from words import Words  # noqa: E402
 
-from llama_ssp.config import register  # noqa: E402
-from llama_ssp.config.presets import CONF  # noqa: E402
-from llama_ssp.config.short_forms import in_full  # noqa: E402
-from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
@@ -125,8 +121,7 @@ def compared(head: Contender, draft: Contender) -> list[str]:
 
 def opened(words: list[str], new: int) -> PairSession:
     """The demo model with these drafts, ready."""
-    run = to_run(compose("run", in_full([*USUAL, *words])))
-    return PairSession(pair_specs(run, [], 1)[0]).load(1, 256 + new)
+    return PairSession(pair_specs(composed([*USUAL, *words]), [], 1)[0]).load(1, 256 + new)
 
 
 def openings(pair: PairSession, count: int) -> list[str]:
@@ -153,26 +148,22 @@ def trees_of(asked: Asked) -> list[list[int]]:
 def main() -> None:
     asked = Asked.of(sys.argv[1:])
     torch.set_num_threads(asked.threads)
-    register()
     room = max([0, *(siblings for _, siblings in trees_of(asked))])
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        pairs = {
-            HEAD: opened([f"draft={asked.head}", f"speculation.siblings={room}"], asked.new),
-            DRAFT: opened(["draft=demo_draft"], asked.new),
-            "n-grams": opened(["draft=none", "speculation=ngram"], asked.new),
-        }
+    pairs = {
+        HEAD: opened([f"draft={asked.head}", f"speculation.siblings={room}"], asked.new),
+        DRAFT: opened(["draft=demo_draft"], asked.new),
+        "n-grams": opened(["draft=none", "speculation=ngram"], asked.new),
+    }
     texts = openings(pairs[HEAD], asked.prompts)
     each = [contenders(pairs, float(heat), asked) for heat in asked.temperatures.split(",")]
     for repeat in range(asked.repeats + 1):
         for one in (one for own in each for one in own):
             one.play(texts, asked.new, repeat)
-    text = report(asked, pairs, each)
-    print(text)
-    write(asked.write, text)
+    write_tables(asked, pairs, each)
 
 
-def report(asked: Asked, pairs: dict[str, PairSession], each: list[list[Contender]]) -> str:
-    """A complete results file."""
+def write_tables(asked: Asked, pairs: dict[str, PairSession], each: list[list[Contender]]) -> None:
+    """Prints and writes the results file."""
     shares = [
         f"{name} {pair.costs.draft / pair.costs.verify[0]:.3f}" for name, pair in pairs.items() if pair.costs
     ]
@@ -183,16 +174,16 @@ def report(asked: Asked, pairs: dict[str, PairSession], each: list[list[Contende
         drafts = {one.k: one for one in own if one.name.startswith(DRAFT)}
         heads = [one for one in own if one.name.startswith(HEAD) and not one.siblings]
         over += [compared(one, drafts[one.k]) for one in heads]
-    return "\n".join([
-        "# The shipped head beside the shipped draft model and n-grams", "",
-        *surroundings(pairs[HEAD].models.devices),
+    report(
+        asked.write, "The shipped head beside the shipped draft model and n-grams",
+        pairs[HEAD].models.devices,
         f"Batch 1, openings of {asked.prompts} held-out documents, {OPENING} tokens each, {asked.new} new "
         f"tokens, {asked.threads} threads, {asked.repeats} interleaved repeats. Ratios of times are medians, "
         "with the least and the most; +-: one standard error over prompts.",
         f"A draft step over a target step: {', '.join(shares)}. s: siblings of each draft.",
         "", "The head over the draft model: what it brings more, and ratios of times (above 1: slower).",
-        "", "```", *aligned(over, 2), "```", "", "All of them:", "", "```", *aligned(rows, 2), "```", "",
-    ])  # fmt: skip
+        "", "```", *aligned(over, 2), "```", "", "All of them:", "", "```", *aligned(rows, 2), "```",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bench.words import changed  # noqa: E402
@@ -120,19 +120,14 @@ def main() -> None:
         over = least[OURS, rows] / least[OURS_8, rows]
         table.append([str(rows), *(f"{1000 * least[name, rows]:.1f}" for name in found), f"{over:.2f}x"])
     bounds = [f"{1000 * weights * width / bandwidth:.1f}" for width in (2, 1)]
-    text = "\n".join(
-        [
-            "# A linear layer's speed over the memory's", "",
-            *surroundings({"model": f"cpu, {own['threads']} threads"}),
-            f"{weights / 1e6:.0f} million weights, {own['repeats']} turns. Summing reads "
-            f"{bandwidth / 1e9:.1f} GB/s: so the bound of a pass is {bounds[0]} ms in bf16, and "
-            f"{bounds[1]} ms in 8 bit.",
-            "", "Milliseconds of a pass:", "", "```", *aligned(table, 0), "```", "",
-            "Relative errors:", "", "```", *aligned(off, 2), "```", "",
-        ]
+    report(
+        own["write"], "A linear layer's speed over the memory's", {"model": f"cpu, {own['threads']} threads"},
+        f"{weights / 1e6:.0f} million weights, {own['repeats']} turns. Summing reads "
+        f"{bandwidth / 1e9:.1f} GB/s: so the bound of a pass is {bounds[0]} ms in bf16, and "
+        f"{bounds[1]} ms in 8 bit.",
+        "", "Milliseconds of a pass:", "", "```", *aligned(table, 0), "```", "",
+        "Relative errors:", "", "```", *aligned(off, 2), "```",
     )  # fmt: skip
-    print(text)
-    write(own["write"], text)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 
 from bench.words import changed  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, Weights  # noqa: E402
@@ -54,9 +54,8 @@ def main() -> None:
         rows = []
         for way in own["ways"].split(","):
             rows += loaded(way, world, model, checkpoint, Path(folder) / "found")
-    text = table(rows, size, world)
-    print(text)
-    write(own["write"], text)
+    title = f"Memory of a rank at load: {size / GIB:.2f} GiB in bf16 over {world} ranks"
+    report(own["write"], title, {}, *table(rows))
     sys.exit(any(row["peak"] > allowed(row) or row["after"] > allowed(row) for row in rows))
 
 
@@ -94,20 +93,11 @@ def write_checkpoint(model: ModelConf, folder: Path) -> None:
 def loaded(way: str, world: int, model: ModelConf, checkpoint: Path, found: Path) -> list[dict[str, Any]]:
     """The figures of each rank, started by torchrun."""
     found.mkdir()
-    job = {
-        "way": way,
-        "model": {**asdict(model), "weights": None, "dtype": None},
-        "checkpoint": str(checkpoint),
-    }
-    (found / "job").write_text(json.dumps(job))
+    job = {"way": way, "model": {**asdict(model), "weights": None, "dtype": None}}
+    (found / "job").write_text(json.dumps(job | {"checkpoint": str(checkpoint)}))
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    said = sys.stderr  # standard output is the table's
-    subprocess.run(
-        [sys.executable, *start, __file__, str(found)],
-        check=True,
-        stdout=said,
-        env={**os.environ, RANKS: "1"},
-    )
+    command, env = [sys.executable, *start, __file__, str(found)], {**os.environ, RANKS: "1"}
+    subprocess.run(command, check=True, stdout=sys.stderr, env=env)  # standard output is the table's
     rows = [json.loads((found / f"{rank}").read_text()) for rank in range(world)]
     shutil.rmtree(found)
     return rows
@@ -170,12 +160,9 @@ def allowed(row: dict[str, Any]) -> int:
     return int(FACTOR * row["share"]) + BESIDES
 
 
-def table(rows: list[dict[str, Any]], size: int, world: int) -> str:
-    """A complete results file."""
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the lines of the results file."""
     lines = [
-        f"# Memory of a rank at load: {size / GIB:.2f} GiB in bf16 over {world} ranks",
-        "",
-        *surroundings({}),
         "MiB of anonymous memory of the whole process; allowed: 1.15 x share + 450 MiB, at load and after.",
         "",
         "| from | rank | share | before | most at load | after | allowed | load, s |",
@@ -187,7 +174,7 @@ def table(rows: list[dict[str, Any]], size: int, world: int) -> str:
             f"| {row['way']} | {row['rank']} | {' | '.join(mib)} | {allowed(row) / MIB:.0f} "
             f"| {row['seconds']:.1f} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 if __name__ == "__main__":

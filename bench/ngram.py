@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 
 from bench.words import changed  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
@@ -54,14 +54,12 @@ def main() -> None:
         for length in own["lengths"].split(",")
     ]
     accepted = acceptance([float(heat) for heat in own["temperatures"].split(",")], int(own["new"]))
-    text = "\n".join([
-        "# n-gram drafts", "", *surroundings({"look-up": f"cpu, {own['threads']} threads"}), "",
+    report(
+        own["write"], "n-gram drafts", {"look-up": f"cpu, {own['threads']} threads"}, "",
         "Milliseconds of a look-up, a row and round:", "", "```", *table(times), "```", "",
-        "Probability that the target accepts the first draft:", "", "```", *table(accepted), "```", "",
-    ])  # fmt: skip
-    print(text)
+        "Probability that the target accepts the first draft:", "", "```", *table(accepted), "```",
+    )  # fmt: skip
     print(json.dumps({"times": times, "accepted": accepted}))
-    write(own["write"], text)
 
 
 def look_up(name: str, length: int, turns: int) -> dict:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from contenders import PROMPTS, alone  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf, RunConf, Steps  # noqa: E402
@@ -237,21 +237,17 @@ def main() -> None:
     found = on_ranks(2, job, asked, patience_s=PATIENCE_S)[0]
     if isinstance(found, Exception):
         raise found
-    text = "\n".join(
-        [
-            "# A draft that runs ahead beside one that waits", "",
-            *surroundings({"model": "cpu, rank 0", "draft": "cpu, rank 1, on a core of its own"}),
-            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, {asked.repeats} repeats.",
-            f"Target of {asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, eager steps.",
-            "", "```", *table(found), "```", "",
-            f"Beside what the plan's model makes of the waiting turns; within {BAND:.0%} is met.",
-            "", "```", *prediction_table(found), "```", "",
-        ]
+    report(
+        asked.write, "A draft that runs ahead beside one that waits",
+        {"model": "cpu, rank 0", "draft": "cpu, rank 1, on a core of its own"},
+        f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, {asked.repeats} repeats.",
+        f"Target of {asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, eager steps.",
+        "", "```", *table(found), "```", "",
+        f"Beside what the plan's model makes of the waiting turns; within {BAND:.0%} is met.",
+        "", "```", *prediction_table(found), "```",
     )  # fmt: skip
-    print(text)
     shown = ("agreement", "ratio", "k", "ms")
     print(json.dumps([{name: vars(one)[name] for name in shown} for one in found]))
-    write(asked.write, text)
     sys.exit(int(not all(one.met for one in found)))
 
 

@@ -56,25 +56,3 @@ def plot_contenders(report: str, rows: list[dict[str, Any]], title: str) -> None
     figure.legend(loc="outside lower center", ncols=2)
     figure.suptitle(title, fontsize="small")
     save(figure, Path(report).with_suffix(".svg"))
-
-
-@styled()
-def plot_growth(report: str, axes_of: dict[str, dict[str, list[tuple[int, float]]]], title: str) -> None:
-    """A panel for each quantity, both axes logarithmic, a line for each engine."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.4 * len(axes_of), 3.4), layout="constrained")
-    for axes, (name, lines) in zip(figure.subplots(1, len(axes_of)), axes_of.items(), strict=True):
-        for engine, points in lines.items():
-            axes.plot([x for x, _ in points], [ms for _, ms in points], marker="o", label=engine)
-        ticks = sorted({x for points in lines.values() for x, _ in points})
-        axes.set_xscale("symlog" if 0 in ticks else "log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) if tick < 2**13 else f"{tick // 2**10}k" for tick in ticks])
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-        axes.set_xlabel(name)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.supylabel("ms/token")
-    figure.suptitle(title, fontsize="small")
-    save(figure, Path(report).with_suffix(".svg"))

@@ -24,13 +24,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from words import Words  # noqa: E402
 
-from llama_ssp.config import Dtype, register  # noqa: E402
-from llama_ssp.config.presets import CONF  # noqa: E402
-from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.config import Dtype  # noqa: E402
+from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models.devices import device_of, dtype_of  # noqa: E402
 from llama_ssp.planner.hardware import machine_of  # noqa: E402
@@ -67,9 +65,7 @@ class Asked(Words):
 def main() -> None:
     asked = Asked.of(sys.argv[1:])
     torch.set_num_threads(asked.threads)
-    register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        run = to_run(compose("run", ["model=tiny", "draft=tiny_draft"]))
+    run = composed(["model=tiny", "draft=tiny_draft"])
     timing.now = {"wall": time.perf_counter, "cpu": time.process_time}[asked.clock]
     player = Player(run, ALONE, NEW)
     seen: dict[int, Counts] = {}
@@ -92,10 +88,8 @@ def main() -> None:
                 "acceptance": acceptance, "predicted_ms": said, "measured_ms": ms, "off": said / ms - 1,
             }
         )  # fmt: skip
-    text = table(rows, yaml.safe_dump(plain(cluster), sort_keys=False), asked)
-    print(text)
+    write_table(rows, yaml.safe_dump(plain(cluster), sort_keys=False), asked)
     print(json.dumps({"rows": rows, "cluster": plain(cluster), "versions": versions()}))
-    write(asked.write, text)
     sys.exit(int(max(abs(row["off"]) for row in rows) > ALLOWED))
 
 
@@ -105,13 +99,10 @@ def timed(player: Player, case: Case, seen: dict[int, Counts], number: int) -> f
     return 1000 * median(spent) * len(spent) / seen[number].committed.total()
 
 
-def table(rows: list[dict], constants: str, asked: Asked) -> str:
-    """A complete results file."""
+def write_table(rows: list[dict], constants: str, asked: Asked) -> None:
+    """Prints and writes the results file."""
     off = [abs(row["off"]) for row in rows]
     lines = [
-        "# Predicted and measured speed after calibration",
-        "",
-        *surroundings({"model": f"cpu, {asked.threads} threads"}),
         f"Batch 1, {NEW} tokens, synthetic pairs, token rule; {asked.clock} seconds.",
         f"Off by {mean(off):.1%} in the mean, {max(off):.1%} at worst; "
         f"{sum(one <= ALLOWED for one in off)} of {len(off)} within {ALLOWED:.0%}.",
@@ -126,7 +117,9 @@ def table(rows: list[dict], constants: str, asked: Asked) -> str:
             f"| {row['target']} | {drafted} | {row['k']} | {seen} | {row['predicted_ms']:.2f} "
             f"| {row['measured_ms']:.2f} | {row['off']:+.1%} |"
         )
-    return "\n".join([*lines, "", "The constants:", "", "```yaml", constants.rstrip(), "```", ""])
+    title, devices = "Predicted and measured speed after calibration", f"cpu, {asked.threads} threads"
+    lines += ["", "The constants:", "", "```yaml", constants.rstrip(), "```"]
+    report(asked.write, title, {"model": devices}, *lines)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import torch.distributed as dist  # noqa: E402
 from bars import Bar, all_met, bars_table, most  # noqa: E402
 from contenders import LENGTH, alone, by_us, in_turn, opened, sizes  # noqa: E402
 from pictures import write_json  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, RunConf, Steps  # noqa: E402
@@ -193,20 +193,15 @@ def main() -> None:
         bars += compared(asked, Path(asked.against).resolve())
     there = said_by_git(Path(asked.against), "describe", "--always") if asked.against else ""
     against = [f"Compared with commit {there}."] if there else []
-    text = "\n".join(
-        [
-            "# Two ranks on two cores, 222M with 7M, bf16", "",
-            *surroundings({"model": "cpu, over 2 ranks of a thread each", "draft": "cpu, rank 0"}),
-            *against,
-            f"Medians of {asked.turns} turns, {asked.new} new tokens, temperature 1, agreement {AGREEMENT}.",
-            "", "```", *bars_table(bars), "```", "",
-        ]
+    report(
+        asked.write, "Two ranks on two cores, 222M with 7M, bf16",
+        {"model": "cpu, over 2 ranks of a thread each", "draft": "cpu, rank 0"}, *against,
+        f"Medians of {asked.turns} turns, {asked.new} new tokens, temperature 1, agreement {AGREEMENT}.",
+        "", "```", *bars_table(bars), "```",
     )  # fmt: skip
-    print(text)
     summary = {"bars": [asdict(bar) for bar in bars], "versions": versions()}
     print(json.dumps(summary))
     if asked.write:
-        write(asked.write, text)
         write_json(asked.write, summary)
     sys.exit(int(not all_met(bars)))
 

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.first_difference import Key, Text, first_difference  # noqa: E402
-from bench.surroundings import surroundings, write  # noqa: E402
+from bench.surroundings import report  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
@@ -341,12 +341,11 @@ def main() -> int:
     equal = f"equal: {texts} texts of {len(cases)} cases, {options.engines}, ties: {len(ties)}"
     spent = time.monotonic() - began
     about = f"base {commit[:7]}, {spent:.0f} s, left out: {', '.join(left_out) or 'nothing'}"
-    head = surroundings({"both sides": "cpu, fp32, a thread a process"})
-    report = ["# Texts before and after", "", *head, f"Compared with commit {commit[:7]}.", ""]
-    report += ["```", *aligned(rows, 2), "```", "", *(f"Tie: {tie}" for tie in ties)]
-    text = "\n".join([*report, f"{verdict or equal}; {about}"])
-    write(options.write, f"{text}\n")
-    print(text)
+    table = ["```", *aligned(rows, 2), "```", "", *(f"Tie: {tie}" for tie in ties)]
+    report(
+        options.write, "Texts before and after", {"both sides": "cpu, fp32, a thread a process"},
+        f"Compared with commit {commit[:7]}.", "", *table, f"{verdict or equal}; {about}",
+    )  # fmt: skip
     return int(bool(verdict))
 
 

@@ -25,14 +25,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from bars import Bar, bars_table  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import report  # noqa: E402
 
 from bench.words import divided  # noqa: E402
-from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
-from llama_ssp.config.presets import CONF  # noqa: E402
+from llama_ssp.config import Drafting, RunConf  # noqa: E402
+from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.config.short_forms import in_full  # noqa: E402
-from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import RankModels  # noqa: E402
 from llama_ssp.pair.batches import TimedRun  # noqa: E402
@@ -58,9 +56,7 @@ PROMPTS = [
 def main() -> None:
     own = {"repeats": "5", "ks": "2,4,8", "write": "", "new": "96", "temperatures": ""}
     own, overrides = divided(own, sys.argv[1:])
-    register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        run = to_run(compose("run", in_full(overrides)))
+    run = composed(in_full(overrides))
     entry = pair_specs(run, [], 1)[0]
     run, new = entry.run, int(own["new"])
     pair = PairSession(entry).load(1, 256 + new)
@@ -71,11 +67,9 @@ def main() -> None:
     module = load_module(placed.model, placed.path, placed.dtype, placed.device, placed.role)
     works = {heat: contenders(pair, module, own_run, new, ks) for heat, own_run in runs.items()}
     found = measured(works, int(own["repeats"]))
-    text = table(found, run, pair.models, new)
-    print(text)
+    write_table(own["write"], found, run, pair.models, new)
     rows = [{"temperature": heat, **row} for heat, own_rows in found.items() for row in own_rows]
     print(json.dumps({"rows": rows, "versions": versions()}))
-    write(own["write"], text)
 
 
 def contenders(pair: PairSession, module: Any, run: RunConf, new: int, ks: list[int]) -> dict[str, Turn]:
@@ -157,13 +151,10 @@ def by_transformers(
     return 1000 * spent / (new * len(PROMPTS)), Counts()
 
 
-def table(found: dict[float, list[dict]], run: RunConf, pair: RankModels, new: int) -> str:
-    """A complete results file."""
+def write_table(place: str, found: dict[float, list[dict]], run: RunConf, pair: RankModels, new: int) -> None:
+    """Prints and writes the results file."""
     draft = run.draft.name if run.draft else "none"
     lines = [
-        f"# {run.model.name} with {draft}: regular, speculative, transformers",
-        "",
-        *surroundings(pair.devices),
         f"Batch 1, {len(PROMPTS)} prompts, {new} new tokens.",
         "Ratios are medians over interleaved repeats, with the least and the most.",
         "",
@@ -177,7 +168,8 @@ def table(found: dict[float, list[dict]], run: RunConf, pair: RankModels, new: i
         lines += ["", "All of them:", ""]
     lines += [*HEAD, *(line(heat, row) for heat, rows in found.items() for row in rows)]
     asked = [bar for heat, rows in found.items() for bar in required(heat, rows)]
-    return "\n".join([*lines, "", "```", *bars_table(asked), "```", ""])
+    title = f"{run.model.name} with {draft}: regular, speculative, transformers"
+    report(place, title, pair.devices, *lines, "", "```", *bars_table(asked), "```")
 
 
 def required(heat: float, rows: list[dict]) -> list[Bar]:

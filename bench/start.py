@@ -69,7 +69,7 @@ def main() -> None:
     if asked.engine:
         begin(asked)
         return
-    from surroundings import surroundings, write
+    from surroundings import report
 
     from llama_ssp.report.tables import aligned
 
@@ -84,15 +84,11 @@ def main() -> None:
         most("compiled, second: pair ready, s", second[0], WARM_S),
         most("compiling: second over first, both without an eager start", share, SHARE),
     ]
-    text = "\n".join(
-        [
-            "# How long a start takes", "", *surroundings(eager[2]),
-            f"The pair of bench/fast.py, 222M and 7M, bf16; {asked.threads} threads.",
-            "", "```", *aligned(rows, 0), "```", "", "```", *bars_table(asked_of), "```", "",
-        ]
+    report(
+        asked.write, "How long a start takes", eager[2],
+        f"The pair of bench/fast.py, 222M and 7M, bf16; {asked.threads} threads.",
+        "", "```", *aligned(rows, 0), "```", "", "```", *bars_table(asked_of), "```",
     )  # fmt: skip
-    print(text)
-    write(asked.write, text)
     sys.exit(int(not all_met(asked_of)))
 
 

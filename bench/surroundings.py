@@ -75,7 +75,7 @@ def surroundings(devices: dict[str, str], command: str = "", watch: Watch = STAR
 
 def commit() -> str:
     """The checkout's commit, `-dirty` with changes. Files that benchmarks have written do not count."""
-    made = (":!bench/results", ":!docs/*.svg", ":!docs/architectures.md")
+    made = (":!bench/results", ":!docs/*.svg")
     changed = said_by_git(ROOT, "status", "--porcelain", "--untracked-files=no", ".", *made)
     return said_by_git(ROOT, "describe", "--always", "--exclude=*") + ("-dirty" if changed else "")
 
@@ -96,6 +96,13 @@ def without_folder(word: str) -> str:
     """The argument, without a folder that only this machine has."""
     key, _, value = word.partition("=")
     return f"{key}=FOLDER" if Path(value).is_absolute() else word
+
+
+def report(place: str, title: str, devices: dict[str, str], *lines: str) -> None:
+    """Prints a results file: its title, the surroundings and the lines; writes it if a place is given."""
+    text = "\n".join([f"# {title}", "", *surroundings(devices), *lines])
+    print(text)
+    write(place, f"{text}\n")
 
 
 def write(place: str, text: str) -> None:

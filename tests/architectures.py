@@ -1,6 +1,7 @@
 """Compares a tiny model of every causal architecture of transformers with transformers' own greedy text.
 
-`python -m tests.architectures` writes docs/architectures.md; with names it only prints the results of those.
+`python -m tests.architectures` writes a file in bench/results, or `write=FILE`; with names it only prints the
+results of those.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB, tiny
 from tests.rig import perturbed, speculate
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+DOC = RESULTS / "architectures_epyc-2-cores_202611.md"
 LENGTHS, NEW, K = (2, 26, 9), 32, 4  # tokens of prompts, new tokens (beyond every tiny window), drafts
 EQUAL, OTHER, REFUSED, UNBUILT = "equal", "other", "refused", "not built"
 
@@ -78,12 +80,12 @@ def _line(error: Exception) -> str:
 
 
 def document(findings: list[Finding], head: list[str]) -> str:
-    """The page: equal texts, refused architectures with reasons, architectures that were not tried."""
+    """Returns the file: equal texts, refused architectures with reasons, and what was not tried."""
     found = {kind: [f for f in findings if f.outcome == kind] for kind in (EQUAL, OTHER, REFUSED, UNBUILT)}
     lines = [
         "# Which architectures run",
         "",
-        "    python -m tests.architectures            # writes this page",
+        "    python -m tests.architectures            # writes this file",
         "    python -m tests.architectures llama      # prints the result of one architecture",
         "",
         "The command builds a tiny random model of each causal architecture of the installed",
@@ -122,7 +124,9 @@ def row_of(finding: Finding) -> str:
     return f"{finding.architecture} | {finding.note} | {tested}"
 
 
-def main(names: list[str]) -> int:
+def main(words: list[str]) -> int:
+    names = [word for word in words if not word.startswith("write=")]
+    place = next((Path(word.removeprefix("write=")) for word in words if word not in names), DOC)
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     began, findings = time.perf_counter(), []
@@ -136,7 +140,7 @@ def main(names: list[str]) -> int:
     if not names:
         _, *head = surroundings({"model": "cpu"})
         took = f"Command: `python -m tests.architectures`, {time.perf_counter() - began:.0f} s"
-        DOC.write_text(document(findings, [took, *head]), encoding="utf-8")
+        place.write_text(document(findings, [took, *head]), encoding="utf-8")
     return int(any(found.outcome == OTHER for found in findings))
 
 

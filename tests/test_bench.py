@@ -21,25 +21,6 @@ def bench(name: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return done.returncode, "\n".join(lines), json.loads(last)
 
 
-def test_growth_is_measured_at_every_point(tmp_path: Path):
-    report = tmp_path / "growth.md"
-    points = ("context=16,256", "rows=1,3", "K=0,2,4", "vocabulary=8192")
-    code, text, found = bench(
-        "growth.py", "engines=eager", "repeats=1", "threads=1", *points, f"write={report}"
-    )
-    assert code == 0 and "`growth`" in text
-    assert {name: len(times["eager"]) for name, times in found["round_ms"].items()} == {
-        "context": 2, "rows": 2, "K": 3, "vocabulary": 1,
-    }  # fmt: skip
-    assert found["round_ms"]["K"]["eager"][2] == found["round_ms"]["rows"]["eager"][0]  # one point, one time
-    value, ms = found["ms_per_token"]["rows"]["eager"][1]
-    assert value == 3 and ms == pytest.approx(
-        found["round_ms"]["rows"]["eager"][1] / 3 / sum(0.8**i for i in range(5))
-    )
-    assert json.loads(report.with_suffix(".json").read_text())["points"]["rows"] == [1, 3]
-    assert report.with_suffix(".svg").read_text().startswith("<?xml")
-
-
 @pytest.mark.long
 def test_two_ranks_and_their_parts():
     """Figures of little models mean nothing; every one is there, and those that are asked are judged."""

@@ -103,6 +103,6 @@ def test_every_results_file_is_named_and_a_wrong_figure_is_seen() -> None:
     rows = (ROOT / "bench" / "all.py").read_text(encoding="utf-8")
     made = set(re.findall(r'Figure\(\s*"(\w+)"', rows))
     unquoted = made - {name.rsplit("_", 2)[0] for name in named}
-    assert len(made) > 25 and unquoted <= {"architectures", "shipped", "llama_cpp"}
+    assert len(made) > 25 and unquoted <= {"shipped", "llama_cpp"}
     assert not_measured("4.5 times, 96 % of `3` 1,280 tokens ", "4.482 1280 96.04") == []
     assert not_measured("4.6 times, 97 % of 1,281 tokens", "4.482 1280 96.04") == ["4.6", "97", "1,281"]

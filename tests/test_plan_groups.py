@@ -14,7 +14,6 @@ from llama_ssp.planner.plan import target_prefill_s
 from llama_ssp.planner.search import search
 from llama_ssp.planner.speed import CACHES, READING
 from tests.plans import machine, request
-from tests.test_bench import bench
 
 P4D = machine("p4d")
 MANY = JobSize(1_000_000, 256)
@@ -112,11 +111,3 @@ def test_the_command(command):
     assert "it fits on none of these numbers of nodes" in nowhere.out
     for wrong in ("nodes=[1,1]", "cluster.price_per_gpu_hour=-1", "task.plot=b.svg"):
         assert command(*words, wrong).code == 2
-
-
-@pytest.mark.slow
-def test_groups_of_processes_share_a_job():
-    """Killed, slow and undisturbed: every answer is there once. Their times are for a quiet machine."""
-    _, text, found = bench("groups.py", "groups=10", "shards=20", "shard_s=0.4")
-    assert len(found["cases"]) == 4 and all(case["sound"] for case in found["cases"])
-    assert "A planned batch job against 10 groups" in text
