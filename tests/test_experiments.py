@@ -18,7 +18,7 @@ WRITE_UPS = {
     "llamassp2023": ("measure", "p4d"),
     "llamassp2023_g5": ("measure", "g5_12xlarge"),
     "llamassp2023_score": ("eval", "p4d"),
-}  # the task of each, and the cluster that docs/suites.md plans it on
+}  # the task of each, and the cluster that docs/compare.md plans it on
 OTHERS = {"chen2023": "generate", "demo": "compare", "demo_score": "eval"}
 
 
