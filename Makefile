@@ -1,6 +1,6 @@
 # make demo     installs what a run needs, then shows on one screen what it does
 # make test     the tests; make test-fast is the quick part, make test-long has the long ones besides
-.PHONY: demo test test-fast test-long lint figures mutants soak fuzz coverage clean
+.PHONY: demo test test-fast test-long lint figures mutants fuzz coverage clean
 
 PY := .venv/bin/python
 # A worker takes neighbouring tests: they share fixtures. Four workers on two cores: many tests wait.
@@ -42,10 +42,6 @@ mutants: .venv/.installed-dev
 # Every figure and picture of README and docs anew, on a quiet machine; FIGURES="only=fast,demo" for some of them.
 figures: .venv/.installed-dev
 	$(PY) bench/all.py $(FIGURES)
-
-# Ten minutes of random runs with random failures: is the distribution right, is anything left over, does memory grow?
-soak: .venv/.installed-dev
-	$(PY) -m tests.soak
 
 # A hundred thousand random inputs: overrides, prompt files, prompts. seed=N for another seed.
 fuzz: .venv/.installed-dev
