@@ -53,8 +53,7 @@ coverage: .venv/.installed-dev
 	$(PY) -m coverage erase
 	-$(PY) -m coverage run -m pytest -n auto --maxprocesses 4 $(PICK)
 	$(PY) -m coverage combine -q
-	$(PY) -m coverage json -q -o .coverage.json
-	$(PY) -m tests.covered .coverage.json
+	$(PY) -m coverage report --skip-covered
 
 clean:
 	rm -rf .venv outputs .mypy_cache .ruff_cache .pytest_cache
