@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from llama_ssp import load_pair
 from llama_ssp.errors import ModelError
-from tests import checkpoints, test_bad_inputs, test_bad_tasks
+from tests import checkpoints
 from tests.bad_inputs import (
     PROMPT,
     Case,
@@ -100,13 +100,6 @@ def test_one_line_and_its_code(
     case: Case, command: Command, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_one_line(case, command, saved, tmp_path, monkeypatch)
-
-
-def test_every_row_has_a_case() -> None:
-    every = [*test_bad_inputs.TABLE, *test_bad_tasks.TABLE, *TOKENIZERS, *CORPUS]
-    rows = {*range(1, 3), 4, 6, *range(8, 13), *range(15, 28), 30, 31, 32, *range(40, 45), 46, 47}
-    assert {case.row for case in every} >= rows
-    assert len({str(case) for case in every}) == len(every)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from tests.hostile.__main__ import ENGINES, tried, wrong
 from tests.hostile.corpus import CORPUS, TEMPLATES, Hostile, harmless
 from tests.hostile.damage import OUTSIDE, both, code, linked_outside, replaced
 from tests.hostile.trial import Result, access_times_tell
-from tests.test_bad_models import APART
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +36,6 @@ def test_each_engine(row: Hostile, engine: str, saved: Saved, tmp_path: Path) ->
 @pytest.mark.parametrize("row", RUNS, ids=str)
 def test_what_runs_after_all(row: Hostile, saved: Saved, tmp_path: Path) -> None:
     assert wrong(row, "own", by(row, "own", saved, tmp_path)) == []
-
-
-def test_every_row_is_tried() -> None:
-    """Here in a process of its own, or by tests/test_bad_models.py in this one."""
-    assert {*APART} <= {*EACH, *RUNS, *TEMPLATES}
 
 
 @pytest.mark.few(3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -118,14 +117,6 @@ def pipe(name: str) -> Damage:
     return apply
 
 
-def socketed(name: str) -> Damage:
-    def apply(path: Path) -> None:
-        (path / name).unlink(missing_ok=True)
-        os.mknod(path / name, stat.S_IFSOCK | 0o600)  # bind takes paths of 107 bytes at most
-
-    return apply
-
-
 def foldered(name: str) -> Damage:
     """A folder by a file's name."""
 
@@ -200,10 +191,6 @@ def many_tensors(count: int) -> Damage:
         join(path / WEIGHTS, text.encode(), b"")
 
     return apply
-
-
-def nested(depth: int) -> str:
-    return '{"a":' * depth + "1" + "}" * depth
 
 
 def templated(text: str) -> Damage:

@@ -75,33 +75,10 @@ def int8(outputs: int, inputs: int) -> Tensors:
     }
 
 
-def stored(**ends: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensors]:
-    """A format of these tensors, of which nothing is read; `_` is the point before their names."""
-    return lambda outputs, inputs: {
-        name.replace("_", ".", 1): made(outputs, inputs) for name, made in ends.items()
-    }
-
-
-def bytes_(*shape: int) -> Tensor:
-    return torch.zeros(*shape, dtype=torch.uint8)
-
-
-nvfp4 = stored(
-    _weight=lambda n, k: bytes_(n, k // 2), _weight_scale_2=lambda n, k: torch.rand(()),
-    _weight_scale=lambda n, k: torch.zeros(n, k // 16).to(torch.float8_e4m3fn),
-)  # fmt: skip
-hqq = stored(
-    _W_q=lambda n, k: bytes_(n // 2, k),
-    _scale=lambda n, k: torch.rand(n, 1),
-    _zero=lambda n, k: torch.rand(n, 1),
-)
-eetq = stored(
-    _weight=lambda n, k: torch.zeros(k, n, dtype=torch.int8), _weight_scales=lambda n, k: torch.rand(n)
-)
-torchao = stored(
-    __weight_qdata=lambda n, k: bytes_(n, k // 2), __weight_scale=lambda n, k: torch.rand(n, k // 32)
-)
-exl2 = stored(_q_weight=lambda n, k: words(k // 8, n), _q_scale=lambda n, k: words(1, n // 8))
+def hqq(outputs: int, inputs: int) -> Tensors:
+    """Codes that cannot be read."""
+    codes = torch.zeros(outputs // 2, inputs, dtype=torch.uint8)
+    return {".W_q": codes, ".scale": torch.rand(outputs, 1), ".zero": torch.rand(outputs, 1)}
 
 
 def state(**wrong: Any) -> Tensor:
@@ -110,13 +87,13 @@ def state(**wrong: Any) -> Tensor:
     return text({**own, **wrong})
 
 
-def nested(table: int = 256, **wrong: Any) -> Damage:
+def nested(**wrong: Any) -> Damage:
     """nf4 with coded scales: one for 256 blocks, and a table of them; `wrong`: of the state."""
 
     def change(tensors: Tensors) -> None:
         tensors[f"{UP}.weight.absmax"] = torch.full((192,), 255, dtype=torch.uint8)
         tensors[f"{UP}.weight.nested_absmax"] = torch.rand(1)
-        tensors[f"{UP}.weight.nested_quant_map"] = torch.rand(table)
+        tensors[f"{UP}.weight.nested_quant_map"] = torch.rand(256)
 
     own = {"nested_blocksize": 256, "nested_offset": 0.1, "nested_dtype": "float32", **wrong}
     return both(broken(nf4, NF4, STATE, state(**own)), reworked(change))
@@ -148,13 +125,14 @@ def quantised(write: Callable[[int, int], Tensors], claim: dict[str, Any], **oth
     return both(reworked(change), config_sets(quantization_config={**claim, **other}))
 
 
-def broken(write: Callable[[int, int], Tensors], claim: dict[str, Any], end: str, tensor: Any) -> Damage:
-    """The same with one other tensor, or without it (None), or with what a function makes of it."""
+def broken(
+    write: Callable[[int, int], Tensors], claim: dict[str, Any], end: str, tensor: Tensor | None
+) -> Damage:
+    """Replaces one tensor of a quantised folder, or removes it (None)."""
 
     def change(tensors: Tensors) -> None:
-        before = tensors.pop(UP + end)
-        after = tensor(before) if callable(tensor) else tensor
-        if after is not None:
-            tensors[UP + end] = after.contiguous()
+        tensors.pop(UP + end)
+        if tensor is not None:
+            tensors[UP + end] = tensor.contiguous()
 
     return both(quantised(write, claim), reworked(change))
