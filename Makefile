@@ -43,9 +43,9 @@ mutants: .venv/.installed-dev
 figures: .venv/.installed-dev
 	$(PY) bench/all.py $(FIGURES)
 
-# A hundred thousand random inputs: overrides, prompt files, prompts. seed=N for another seed.
+# Ten thousand random files of prompts. `python -m tests.fuzz seed=N` for another seed.
 fuzz: .venv/.installed-dev
-	$(PY) -m tests.fuzz workers=2
+	$(PY) -m tests.fuzz inputs=10000
 
 # What the quick tier does not run, by lines and branches; PICK= for all tests (an hour).
 PICK ?= -m "not slow and not gpu"

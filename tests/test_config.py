@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -14,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from llama_ssp import config
-from llama_ssp.config import GenerateConf, ModelConf, RunConf, Weights
+from llama_ssp.config import TASKS, GenerateConf, ModelConf, RunConf, Weights
 from llama_ssp.config import presets as preset_files
 from llama_ssp.config import validation as checks
 from llama_ssp.errors import UsageError
@@ -223,3 +224,27 @@ def test_what_is_allowed(changes: dict[str, Any]) -> None:
 def test_an_unknown_home_stays_as_it_was() -> None:
     assert config.home_expanded("~no-such-user-here/x") == Path("~no-such-user-here/x")
     assert config.home_expanded("~/x") == Path.home() / "x"
+
+
+def unbounded(schema: type, prefix: str = "") -> Iterator[str]:
+    """The keys with numbers that have no range, or one without an end."""
+    hints = get_type_hints(schema)
+    for entry in fields(schema):
+        kinds = {hints[entry.name], *get_args(hints[entry.name])}
+        kinds |= {inner for kind in kinds for inner in get_args(kind)}
+        for kind in kinds:
+            if is_dataclass(kind) and isinstance(kind, type):
+                yield from unbounded(kind, f"{prefix}{entry.name}.")
+        if kinds & {int, float}:
+            low, high, *_ = entry.metadata.get("range", (-math.inf, math.inf))
+            if low < -(2**63) or high > 2**63:
+                yield prefix + entry.name
+
+
+def test_every_number_of_every_task_has_a_range() -> None:
+    """`check` bounds the temperature: it is 0, or not too small to divide by."""
+    found = {key for schema in (RunConf, *TASKS.values()) for key in unbounded(schema)}
+    assert found == {"sampling.temperature"}
+    for value in (-5.0, 1e-30, 1e30, math.nan, math.inf):
+        with pytest.raises(UsageError, match=r"sampling\.temperature is out of range"):
+            checks.check(filled(sampling__temperature=value))

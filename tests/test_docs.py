@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.door import Door
+from tests.door import Door
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = re.compile(
@@ -48,8 +48,8 @@ def test_a_command_is_taken_as_it_stands(
     """The reader has models under /models."""
     is_folder = os.path.isdir
     monkeypatch.setattr(os.path, "isdir", lambda path: str(path).startswith("/models/") or is_folder(path))
-    said, _ = door(tuple(shlex.split(words)))
-    assert said.code == 0, said.err
+    code, errors, _ = door(shlex.split(words))
+    assert code == 0, errors
 
 
 def test_there_are_commands_in_each_guide() -> None:

@@ -17,7 +17,7 @@ from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.workers import LASTING
 from llama_ssp.distributed.signals import CODE_FILE
-from tests.fuzz.door import Door
+from tests.door import Door
 from tests.processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,6 +112,7 @@ def test_the_command_of_a_pod_is_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os.path, "isdir", lambda path: str(path).startswith("/data/") or is_folder(path))
     command = SCRIPT.partition("-m llama_ssp ")[2].partition(" &\n")[0].replace("\\\n", "")
     with Door().open() as door:
-        said, (run,) = door(tuple(shlex.split(command)))
-    assert said.code == 0, said.err
+        code, errors, runs = door(shlex.split(command))
+    assert code == 0, errors
+    (run,) = runs
     assert run.task.name == "batch" and run.seed is not None

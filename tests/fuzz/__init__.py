@@ -1,4 +1,4 @@
-"""Inputs made at random from a seed: overrides, files of prompts, prompts. Nothing is shown by `assert`.
+"""Inputs made at random from a seed: files of prompts and of requests. Nothing is shown by `assert`.
 
-Every input has a number, and comes again by `python -m tests.fuzz seed=S only=KIND:NUMBER`.
+Every file has a number, and comes again by `python -m tests.fuzz seed=S only=NUMBER`.
 """

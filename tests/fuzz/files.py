@@ -17,16 +17,32 @@ from typing import TypeVar
 
 from llama_ssp.batch.job import records_of
 from llama_ssp.batch.requests import Refused, Request
-from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf
+from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import RunError
 from llama_ssp.text.prompts import Reading, file_bytes, read_prompts
-from tests.fuzz.nasty import LETTERS, NASTY, noise
-from tests.fuzz.overrides import misdeeds
-from tests.fuzz.trial import LONGEST_LINE, Trial
 
 T = TypeVar("T")
 SKIP, FAIL = OnBadRow.skip, OnBadRow.fail
 VOCAB = 512
+LONGEST_LINE = 1500
+NASTY = (
+    "", "''", '""', "'", '"', "null", "None", "~", "true", "[]", "{}", "[", "]", "{", "}", "[[]]", "[{}]", "{a:{b:1}}",
+    "nan", "inf", "-inf", "-0", "0", "1", "-1", "1e400", "-1e400", "1e-400", "0x10", "1_000", "1e3", "9" * 400,
+    "9" * 5000, "0." + "0" * 5000 + "1", "--", "-1.5", "+1", ".5", "5.", "1,2", "1;2", "a b", " a", "a ", "\t", "\n", "a\nb",
+    "\x1b[31mred", "\x07", "\x7f", "\u200b", "\u202eabc", "\ufeff", "\ud800", "é", "ж", "漢字", "🙂", "e\u0301" * 40,
+    "${nope}", "${seed}", "${model.name}", "${sampling}", "${.k}", "${..seed}", "${oc.env:HOME}", "${oc.env:NOPE}",
+    "${oc.env:NOPE,1}", "${oc.decode:'[1,2]'}", "${oc.create:{a:1}}", "${oc.select:seed}", "${hydra:runtime.cwd}",
+    "${sampling.temperature}", "${speculation.k}", "${", "${}", "}${", "$", "$$", "${a:${b:${c}}}", "???", "[???]", "*", "&a", "!!int 5",
+    "!!python/object/apply:os.system [id]", "@", "#", "a#b", "%s", "{0}", "\\", "\\'", "a\\", "../../x", "/dev/null", "/dev/stdin",
+    "~/x", "~nobody/x", "/" * 5000, "a" * 100_000, "[" * 1000, "[" * 100 + "]" * 100, "{a:" * 50 + "1" + "}" * 50,
+    "[" + ",".join("1" * 1 for _ in range(5000)) + "]", "[1,a,2.5,true,null,{a:1}]", "{1:2,a:b}", "{a:1,a:2}", "{-1:1}", "{1.5:2}", "{null:1}",
+    "[\"a\",'b',c]", "[nan]", "[-1]", "[inf]", "[1e99]", "['']", "[' ']", "cpu", "cuda", "cuda:0", "cuda:-1", "cuda:99999", "meta", "20GiB", "-1GiB",
+    "{cpu:20GiB}", "{cpu:x}", "{0:20GiB}", "png", "x.png", "/x.png", ".png", "1:00:00", "99999-00", "0", "$(id)", "`id`", "; id", "a'b", 'a"b',
+    "--wrap=id", "[--wrap=id]", "[--exclusive]", "['--x=a\nb']",
+)  # fmt: skip
+LETTERS = (
+    "abkz01 .,:;=+-~@#$%&*()[]{}<>\"'\\/|?!_\t\n\r\x00\x1b\x7f\u200d\u202e\ufeff\ufffdéж漢🙂\u0301\ud83d"
+)
 BAD_LINES: tuple[str | bytes, ...] = (
     "{", "[]", "null", "1", '"text"', "{}", '{"prompt": 1}', '{"prompt": null}', '{"prompt": ["a"]}', '{"prompts": "a"}',
     '{"prompt": "a", "id": null}', '{"prompt": "a", "id": 1.5}', '{"prompt": "a", "id": true}', '{"prompt": "a", "id": {}}',
@@ -52,6 +68,14 @@ BAD_SETTINGS: tuple[dict[str, object], ...] = (
     {"temperature": {"a": 1}}, {"logit_bias": {"\u00b2": 1}}, {"logit_bias": {"1" + "0" * 30: 1}}, {"seed": "1"},
     {"bad_tokens": list(range(VOCAB))},
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of an input, and what is wrong with that."""
+
+    outcome: str
+    wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +177,11 @@ def _bad(random: Random, batch: bool) -> bytes:
     return line.encode() if isinstance(line, str) else line
 
 
+def noise(random: Random, most: int) -> str:
+    """A few characters of many kinds."""
+    return "".join(random.choice(LETTERS) for _ in range(random.randrange(most + 1)))
+
+
 def _clean(text: str) -> str:
     return "".join(c for c in text if c not in "\0\ud83d")
 
@@ -180,8 +209,7 @@ def tried(folder: Path, made: Text) -> Trial:
     file = folder / made.name
     file.write_bytes(made.content)
     outcome, wrong = (_as_batch if made.batch else _as_prompts)(str(file), made)
-    shown = f"{made.name} {made.policy.value} {'batch' if made.batch else 'prompts'} {made.content[:600]!r}"
-    return Trial(outcome, tuple(wrong), shown if wrong else "")
+    return Trial(outcome, tuple(wrong))
 
 
 def _as_prompts(name: str, made: Text) -> tuple[str, list[str]]:
@@ -230,12 +258,23 @@ def _as_batch(name: str, made: Text) -> tuple[str, list[str]]:
         wrong.append(f"{made.lines} lines, {len(records)} records")
     wrong += _unusable([(record.id, record.said) for record in taken])
     for record in taken:
-        asked = RunConf(model=model, sampling=record.sampling, task=task)
-        wrong += misdeeds(asked)
+        wrong += _unsound(record.sampling)
         if not 1 <= record.max_new_tokens < 1024 or any(not stop for stop in record.stop):
             wrong.append(f"settings {record.max_new_tokens} {record.stop}")
     wrong += [f"an error of two lines: {r.error!r}" for r in bad if len(r.error.splitlines()) > 1]
     return "all taken" if not bad else "some refused", wrong
+
+
+def _unsound(sampling: SamplingConfig) -> list[str]:
+    """Numbers that no accepted record may have; penalties and biases may be negative."""
+    wrong = []
+    for name, value in vars(sampling).items():
+        numbers = list(value.values()) if isinstance(value, dict) else value
+        for number in numbers if isinstance(numbers, list) else [numbers]:
+            sign_free = name in ("frequency_penalty", "presence_penalty", "logit_bias")
+            if not abs(number) < 1e20 or (number < 0 and not sign_free):
+                wrong.append(f"{name} is {number!r:.60}")
+    return wrong
 
 
 def _or_error(read: Callable[[], T]) -> T | RunError:
