@@ -22,6 +22,7 @@ from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
 from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.sharding import Cut
+from llama_ssp.speculative.state import Prompt
 
 VOCAB, CONTEXT = 97, 160
 SIZES: dict[str, Any] = {
@@ -100,6 +101,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"num_key_value_heads": 2}),
     "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
 }  # fmt: skip
+
+
+def ragged_prompts(*lengths: int) -> list[Prompt]:
+    """Prompts of these lengths that differ from the first token on."""
+    return [
+        Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))
+        for n, length in enumerate(lengths)
+    ]
 
 
 def build(

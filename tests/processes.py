@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,6 +32,12 @@ def living(*variables: str) -> Iterator[tuple[int, dict[str, str]]]:
             continue
         if set(variables) <= set(found):  # that of a zombie is empty
             yield int(entry.name), dict(one.split("=", 1) for one in found if "=" in one)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def kill(pid: int) -> None:

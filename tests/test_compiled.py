@@ -41,7 +41,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.distributed.threads import ranks_of, together
-from tests.families import VOCAB, build, decoder_of
+from tests.families import VOCAB, build, decoder_of, ragged_prompts
 from tests.rig import GREEDY, drive_refilled, perturbed, speculate
 
 CPU = torch.device("cpu")
@@ -49,10 +49,7 @@ SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95)
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [
-        Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))
-        for n, length in enumerate((9, 1, 6, 4, 12)[:count])
-    ]
+    return ragged_prompts(*(9, 1, 6, 4, 12)[:count])
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from llama_ssp.models.shape import reason_against, shape_of
 from llama_ssp.models.steps import has_kernels, whole
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_quantised import NO_WORSE, off
-from tests.families import CONTEXT, FAMILIES, VOCAB, build
+from tests.families import CONTEXT, FAMILIES, VOCAB, build, ragged_prompts
 from tests.rig import speculate
 
 CPU = torch.device("cpu")
@@ -195,10 +195,7 @@ def test_neighbours_do_not_change_a_row_by_a_bit(tmp_path):
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [
-        Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))
-        for n, length in enumerate((9, 1, 6, 4, 12)[:count])
-    ]
+    return ragged_prompts(*(9, 1, 6, 4, 12)[:count])
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])

@@ -28,7 +28,7 @@ from llama_ssp.speculative.decision import GraphedDraws, draws_for
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
-from tests.families import VOCAB, build, decoder_of
+from tests.families import VOCAB, build, decoder_of, ragged_prompts
 from tests.plans import machine, request
 from tests.rig import perturbed, speculate
 
@@ -86,10 +86,7 @@ def model_of(kind: type[DecoderModel], noise: float = 0.0, ranks: Ranks = ALONE)
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [
-        Prompt(str(n), tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(9 - 2 * n)))
-        for n in range(count)
-    ]
+    return ragged_prompts(*range(9, 9 - 2 * count, -2))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])

@@ -17,11 +17,12 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, rule_for
-from tests.families import VOCAB, build
+from tests.families import build, ragged_prompts
 from tests.rig import GREEDY, Queue, drive_refilled, perturbed, speculate
 
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
 LENGTHS = (9, 4, 1, 6, 2, 13, 1, 5, 3, 7)
+PROMPTS = ragged_prompts(*LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,6 @@ def models() -> tuple[CausalModel, CausalModel]:
     return CausalModel(build("llama-gqa"), "target"), CausalModel(
         perturbed(build("llama-gqa"), 0.05), "draft"
     )
-
-
-def prompts() -> list[Prompt]:
-    return [
-        Prompt(f"p{number}", tuple((7 * number + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))
-        for number, length in enumerate(LENGTHS)
-    ]
 
 
 @pytest.mark.few(2)
@@ -50,11 +44,11 @@ def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sam
     chosen = {"none": None, "model": draft, "ngram": "ngram", "trees": draft}[drafting]
     siblings = 2 if drafting == "trees" else 0
     how = {"k": k, "adaptive": adaptive, "max_new": 20, "siblings": siblings}
-    free = speculate(target, prompts()[:2], chosen, sampling=sampling, **how)
+    free = speculate(target, PROMPTS[:2], chosen, sampling=sampling, **how)
     ends = frozenset({free.texts[0][5], free.texts[1][9]})
     alone = {
         prompt.id: speculate(target, [prompt], chosen, sampling=sampling, ends=ends, **how).texts[0]
-        for prompt in prompts()
+        for prompt in PROMPTS
     }
     transform, draws = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(0)
     drafter: Drafter = {
@@ -65,7 +59,7 @@ def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sam
     }[drafting]()
     rule = rule_for("block", siblings)
     engine = Engine(ModelRunner(target, 512), drafter, transform, rule, draws, siblings=k * siblings)
-    found = drive_refilled(engine, prompts(), rows, longest=max(LENGTHS) + 20, ends=ends, **how)
+    found = drive_refilled(engine, PROMPTS, rows, longest=max(LENGTHS) + 20, ends=ends, **how)
     assert found == alone
     assert len({len(text) for text in found.values()}) > 1  # rows ended at different times
 
@@ -105,7 +99,7 @@ def test_a_rows_lookahead_begins_with_its_text(models):
             told.append((row, len(state.texts[row]) if state.finished[row] is None else None))
 
     queue = Queue([long])
-    state = engine.prefill(prompts()[:2], 12, 60)
+    state = engine.prefill(PROMPTS[:2], 12, 60)
     limits = Limits(12, by_row={0: 2})
     for _ in generate(engine, state, limits, Noted(0, 2), queue):
         pass

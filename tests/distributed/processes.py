@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.process_group import WORKING_S, open_ranks
+from tests.processes import free_port
 from tests.warm import server
 
 PATIENCE_S = 120
@@ -27,7 +27,7 @@ def on_ranks(
     """
     context = server()
     results = context.Queue()
-    port = _free_port()
+    port = free_port()
     ranks = [
         context.Process(
             target=_rank, args=(rank, world, port, results, ranks_patience_s, job, args), daemon=True
@@ -61,9 +61,3 @@ def _rank(
     results.close()
     results.join_thread()
     os._exit(0)  # a group that has failed aborts when it is taken down
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

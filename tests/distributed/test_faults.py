@@ -21,7 +21,7 @@ from llama_ssp.distributed import rendezvous
 from llama_ssp.errors import DistributedError
 from tests.conftest import Command
 from tests.distributed.faults import RUN, Cell, Started, outcome, strike_at
-from tests.processes import wait_for
+from tests.processes import free_port, wait_for
 from tests.warm import start
 
 pytestmark = pytest.mark.slow
@@ -155,12 +155,6 @@ def test_ranks_out_of_step_are_found(fault: Any, said: list[str], tmp_path: Path
     assert [answer.code for answer in answers] == [5, 5]
     (line,) = [line for answer in answers for line in answer.errors]
     assert all(part in line for part in said), line
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 K, FOLDER = "speculation.k=-1", "model=/no/such"

@@ -13,7 +13,6 @@ import io
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from llama_ssp.models.kernels import build
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.report.machine import commit
 from tests.hostile.damage import EXECUTED, OUTSIDE
+from tests.processes import free_port
 
 LIMIT_S = 10.0
 PATIENCE_S = 60.0  # a process that takes so long is killed
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str], folder: Path, world: int = 1) -> Result:
     outside = sorted((folder / OUTSIDE).glob("*"))
     for file in outside:
         os.utime(file, (OLD, file.stat().st_mtime))
-    port = _free_port()
+    port = free_port()
     began = time.monotonic()
     ranks = [_forked(arguments, folder, rank, world, port) for rank in range(world)]
     codes = [_awaited(pid, began) for pid in ranks]
@@ -147,9 +147,3 @@ def _awaited(pid: int, began: float) -> int:
             os.waitpid(pid, 0)
             return -signal.SIGKILL
         time.sleep(0.01)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
