@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from llama_ssp import config
-from llama_ssp.config import Dtype, ModelConf, Splitting, Weights, presets
+from llama_ssp.config import Dtype, ModelConf, Splitting, presets
 from llama_ssp.config import validation as checks
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
@@ -278,10 +278,3 @@ def test_small_tensors_share_segments_and_large_ones_fill_what_is_free() -> None
     assert reserved([*small, *large, (6 * MIB, 1)]) == SMALL_SEGMENT + LARGE_SEGMENT
     assert reserved([*small, *large, (6 * MIB + 1, 1)]) == SMALL_SEGMENT + 2 * LARGE_SEGMENT
     assert reserved([(30 * MIB + 1, 1)]) == 32 * MIB
-
-
-def test_synthetic_weights_are_planned_alike() -> None:
-    """Where weights come from makes no difference to what they occupy."""
-    target = role(TARGET, "7B")
-    made = replace(target, model=replace(target.model, weights=Weights.synthetic))
-    assert total(target, None, placed(2)) == total(made, None, placed(2))
