@@ -1,7 +1,5 @@
 """The plan's bound against the memory that runs allocate: both roles, whole and over two gloo ranks.
 
-    python -m tests.plan_bytes
-
 The measurement is the allocator's own events, as torch's profiler records them (with the memory of kernels),
 in addition to the weights, caches and tokens that exist before. Every case has processes of its own: several
 profiles in one process miscount each other's blocks.
@@ -9,28 +7,17 @@ profiles in one process miscount each other's blocks.
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import signal
-import socket
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights
 from llama_ssp.distributed.comm import ALONE, Ranks
-from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.models.loader import load
-from llama_ssp.models.synthetic import build
 from llama_ssp.planner.activations import (
     DRAFT_PREFILL,
     DRAFT_STEPS,
@@ -49,6 +36,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES
+from tests.distributed.processes import on_ranks
 from tests.memory_trace import cache_bytes
 
 ROWS, PROMPT, NEW, K, CHUNK, VOCAB = 2, 90, 30, 4, 32, 4000
@@ -223,56 +211,14 @@ def _peak(run: Any) -> int:
     return most
 
 
-def measure(case: Case) -> list[Row]:
-    """One process for each rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        answers = [Path(folder) / str(rank) for rank in range(case.world)]
-        with socket.create_server(("127.0.0.1", 0)) as free:  # a free port
-            port = str(free.getsockname()[1])
-        children = [_forked(case, rank, answer, port) for rank, answer in enumerate(answers)]
-        for child in children:
-            _, status = os.waitpid(child, 0)
-            if status:
-                raise RuntimeError(f"a rank of {case} failed")
-        found = [int(pickle.loads(answer.read_bytes())) for answer in answers]
-    return [Row(case, rank, planned(case, rank), bytes_) for rank, bytes_ in enumerate(found)]
+def measured(ranks: Ranks, case: Case) -> int:
+    """Measures one rank of a case, in a process of its own."""
+    return actual(case, Patient(ranks) if case.world > 1 else ALONE)
 
 
-def _forked(case: Case, rank: int, answer: Path, port: str) -> int:
-    child = os.fork()
-    if child:
-        return child
-    signal.alarm(PATIENCE_CASE_S)
-    try:
-        ranks: Ranks = ALONE
-        if case.world > 1:
-            os.environ |= {
-                "RANK": str(rank), "WORLD_SIZE": str(case.world), "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(case.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
-            ranks = Patient(open_ranks(CPU))
-        answer.write_bytes(pickle.dumps(actual(case, ranks)))
-        ranks.close()
-        os._exit(0)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os._exit(1)
-
-
-def prepare() -> None:
-    """Imports and compiles in advance what every process needs."""
-    torch.set_num_threads(1)
-    build(CASES[0].conf.model, torch.float32)
-
-
-def main() -> None:
-    """Prints of each rank of each case: its name, bytes planned and allocated, and the most allowed above."""
-    prepare()
-    found = [row for case in CASES for row in measure(case)]
-    print(json.dumps([[f"{r.case}, rank {r.rank}", r.planned, r.actual, r.allowed] for r in found]))
-
-
-if __name__ == "__main__":
-    main()
+def rows_of(case: Case) -> list[Row]:
+    """Runs a case with one process for each rank."""
+    found = on_ranks(case.world, measured, case)
+    if errors := [one for one in found.values() if isinstance(one, Exception)]:
+        raise errors[0]
+    return [Row(case, rank, planned(case, rank), found[rank]) for rank in range(case.world)]
