@@ -6,7 +6,6 @@ that it lacks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,9 @@ import pytest
 
 from llama_ssp.pair import assembly as pair
 from tests.checkpoints import copied
-from tests.conftest import Answer, Command, Saved
+from tests.conftest import Command, Saved
 from tests.hostile.corpus import CONFIG, FILES
-from tests.hostile.damage import (
-    Damage,
-)
+from tests.hostile.damage import Damage
 
 PROMPT = 'task.prompts=["hello"]'
 ILLEGAL = """CUDA error: an illegal memory access was encountered
@@ -79,29 +76,29 @@ def usage(row: int, name: str, *overrides: str, holds: tuple[str, ...], **more: 
 
 
 def target(
-    row: int, name: str, change: Damage, *holds: str, reach: str = CONFIG,
-    sharded: bool = False, code: int = 4, extra: tuple[str, ...] = (),
+    row: int, name: str, change: Damage, *holds: str, reach: str = CONFIG, code: int = 4,
+    extra: tuple[str, ...] = (),
 ) -> Case:  # fmt: skip
     """A case of one model folder."""
 
     def build(making: Making) -> list[str]:
-        return [PROMPT, *alone(making.model(change, sharded)), *extra]
+        return [PROMPT, *alone(making.model(change)), *extra]
 
     return Case(row, name, build, code, holds, reach)
 
 
-def duo(row: int, name: str, change: Damage, *holds: str, whose: str = "draft", code: int = 4) -> Case:
+def duo(row: int, name: str, change: Damage, *holds: str, whose: str = "draft") -> Case:
     """A case of a sound model and a changed one."""
 
     def build(making: Making) -> list[str]:
         paths = {"model": making.saved.whole, "draft": making.saved.whole, whose: making.model(change)}
         return [PROMPT, *both(paths["model"], paths["draft"])]
 
-    return Case(row, name, build, code, holds, FILES)
+    return Case(row, name, build, 4, holds, FILES)
 
 
-def prompt_file(row: int, name: str, file: str, content: bytes | str, *holds: str, code: int = 3) -> Case:
-    return Case(row, name, lambda m: [f"task.prompt_file={m.write(file, content)}"], code, holds)
+def prompt_file(row: int, name: str, file: str, content: bytes | str, *holds: str) -> Case:
+    return Case(row, name, lambda m: [f"task.prompt_file={m.write(file, content)}"], 3, holds)
 
 
 def alone(path: Path) -> list[str]:
@@ -137,9 +134,3 @@ def require_one_line(
 
 def _too_far(*_: object) -> None:
     pytest.fail("the run went on past what is wrong")
-
-
-def document(answer: Answer) -> dict[str, Any]:
-    """The JSON document of a run: the last line of standard output."""
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found

@@ -9,7 +9,6 @@ from llama_ssp.config.presets import CONF
 from llama_ssp.errors import ModelError
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.tasks.plan import plan
-from tests.conftest import Command
 
 WRITE_UPS = {
     "amd2024": ("compare", "mi300x8"),
@@ -44,8 +43,3 @@ def test_the_pairs_of_a_write_up_are_planned(name: str):
 def test_models_that_are_missing_are_named(name: str):
     with pytest.raises(ModelError, match=r"is not at hand; hub repository .*add download=true"):
         pair_specs(composed([f"experiment={name}"]), [], 1)
-
-
-def test_the_figures_of_a_write_up_are_no_setting(command: Command):
-    answer = command("document=amd2024", "out=null")
-    assert answer.code == 2 and "unknown key document" in answer.errors[0]

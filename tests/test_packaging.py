@@ -156,9 +156,3 @@ def test_make_demo_shows_all_three_parts(tmp_path: Path) -> None:
     assert ("There is no C++ compiler" in done.stdout) == (compiler() is None)
     regular, speculative = re.findall(r"\n--- .*\n((?:.*\n)+?)\(48 tokens", done.stdout)
     assert regular == speculative and "return NotImplemented" in regular
-
-
-def test_the_benchmark_of_the_shipped_pair_runs(tmp_path: Path) -> None:
-    done = python([ROOT / "bench" / "side_by_side.py", "repeats=1", "new=4", "ks=2", "seed=1"], tmp_path)
-    assert done.returncode == 0, done.stderr[-800:]
-    assert "| speculative, K = 2 |" in done.stdout

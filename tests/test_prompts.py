@@ -126,18 +126,6 @@ def test_a_file_of_utf16_is_refused_even_when_bad_rows_are_skipped() -> None:
         reading("a\nb".encode("utf-16"), policy=OnBadRow.skip)
 
 
-@exhaustive
-@given(st.binary(max_size=60), st.booleans())
-def test_any_bytes_give_prompts_or_one_of_our_errors(data: bytes, jsonl: bool) -> None:
-    try:
-        prompts = reading(data, jsonl, OnBadRow.skip).prompts
-    except (DataError, UsageError) as error:
-        assert "\n" not in str(error)
-        return
-    assert len({p.id for p in prompts}) == len(prompts)
-    assert all("\0" not in p.text for p in prompts)
-
-
 printable = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=8)
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
 

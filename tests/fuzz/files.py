@@ -26,19 +26,10 @@ SKIP, FAIL = OnBadRow.skip, OnBadRow.fail
 VOCAB = 512
 LONGEST_LINE = 1500
 NASTY = (
-    "", "''", '""', "'", '"', "null", "None", "~", "true", "[]", "{}", "[", "]", "{", "}", "[[]]", "[{}]", "{a:{b:1}}",
-    "nan", "inf", "-inf", "-0", "0", "1", "-1", "1e400", "-1e400", "1e-400", "0x10", "1_000", "1e3", "9" * 400,
-    "9" * 5000, "0." + "0" * 5000 + "1", "--", "-1.5", "+1", ".5", "5.", "1,2", "1;2", "a b", " a", "a ", "\t", "\n", "a\nb",
-    "\x1b[31mred", "\x07", "\x7f", "\u200b", "\u202eabc", "\ufeff", "\ud800", "é", "ж", "漢字", "🙂", "e\u0301" * 40,
-    "${nope}", "${seed}", "${model.name}", "${sampling}", "${.k}", "${..seed}", "${oc.env:HOME}", "${oc.env:NOPE}",
-    "${oc.env:NOPE,1}", "${oc.decode:'[1,2]'}", "${oc.create:{a:1}}", "${oc.select:seed}", "${hydra:runtime.cwd}",
-    "${sampling.temperature}", "${speculation.k}", "${", "${}", "}${", "$", "$$", "${a:${b:${c}}}", "???", "[???]", "*", "&a", "!!int 5",
-    "!!python/object/apply:os.system [id]", "@", "#", "a#b", "%s", "{0}", "\\", "\\'", "a\\", "../../x", "/dev/null", "/dev/stdin",
-    "~/x", "~nobody/x", "/" * 5000, "a" * 100_000, "[" * 1000, "[" * 100 + "]" * 100, "{a:" * 50 + "1" + "}" * 50,
-    "[" + ",".join("1" * 1 for _ in range(5000)) + "]", "[1,a,2.5,true,null,{a:1}]", "{1:2,a:b}", "{a:1,a:2}", "{-1:1}", "{1.5:2}", "{null:1}",
-    "[\"a\",'b',c]", "[nan]", "[-1]", "[inf]", "[1e99]", "['']", "[' ']", "cpu", "cuda", "cuda:0", "cuda:-1", "cuda:99999", "meta", "20GiB", "-1GiB",
-    "{cpu:20GiB}", "{cpu:x}", "{0:20GiB}", "png", "x.png", "/x.png", ".png", "1:00:00", "99999-00", "0", "$(id)", "`id`", "; id", "a'b", 'a"b',
-    "--wrap=id", "[--wrap=id]", "[--exclusive]", "['--x=a\nb']",
+    "", "''", '""', "'", '"', "null", "None", "true", "[]", "{}", "[", "]", "{", "}", "nan", "inf", "-inf", "-0", "0", "-1", "1e400",
+    "1e-400", "0x10", "1_000", "9" * 5000, "0." + "0" * 5000 + "1", ",", ":", " a", "\t", "\n", "\r\n", "\x00", "\x1b[31mred", "\x07",
+    "\x7f", "\u200b", "\u202eabc", "\u2028", "\ufeff", "\ud800", "é", "漢字", "🙂", "e\u0301" * 40, "\\", "\\u", "\\ud800", "../../x",
+    "/dev/stdin", "a" * 100_000, "[" * 1000, "[" * 100 + "]" * 100, '{"a":' * 50 + "1" + "}" * 50, '"prompt"', '"id"', "${seed}", "$(id)",
 )  # fmt: skip
 LETTERS = (
     "abkz01 .,:;=+-~@#$%&*()[]{}<>\"'\\/|?!_\t\n\r\x00\x1b\x7f\u200d\u202e\ufeff\ufffdéж漢🙂\u0301\ud83d"
@@ -54,7 +45,6 @@ BAD_LINES: tuple[str | bytes, ...] = (
     b'{"prompt": "\xff"}', b'{"prompt": "\xc3"}', b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\xf4\x90\x80\x80"}', b"a\xfe\xff", b"\x00",
     b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "a"}', b'{"prompt": "a\x00"}',
 )  # fmt: skip
-HUGE = b'{"prompt": "' + b"a" * (16 * 2**20) + b'"}'
 GOOD_SETTINGS: tuple[dict[str, object], ...] = (
     {}, {}, {"temperature": 0}, {"top_p": 0.5, "top_k": 3}, {"max_new_tokens": 1}, {"max_tokens": 9}, {"seed": 0}, {"stop": "x"},
     {"stop": ["a", "\n"]}, {"logit_bias": {"5": -1.5}}, {"bad_tokens": [1, 2]}, {"note": {"any": [None]}}, {"seed": None},
@@ -171,8 +161,6 @@ def _enveloped(random: Random, record: dict[str, object], named: str) -> tuple[b
 def _bad(random: Random, batch: bool) -> bytes:
     if batch and random.random() < 0.5:
         return json.dumps({"prompt": "a", "id": str(random.random()), **random.choice(BAD_SETTINGS)}).encode()
-    if random.random() < 0.002:
-        return HUGE
     line = random.choice(BAD_LINES)
     return line.encode() if isinstance(line, str) else line
 

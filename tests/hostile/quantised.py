@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests import quantised_folders
 from tests.hostile.damage import Damage, both, config_sets, reworked
 
 Tensors = dict[str, Tensor]
@@ -29,17 +30,11 @@ INT4 = {
 
 
 def gptq(outputs: int, inputs: int) -> Tensors:
-    return {
-        ".qweight": words(inputs // 8, outputs), ".qzeros": words(inputs // 32, outputs // 8),
-        ".scales": torch.rand(inputs // 32, outputs).half(), ".g_idx": (torch.arange(inputs) // 32).int(),
-    }  # fmt: skip
+    return quantised_folders.gptq(group=32).write(torch.randn(outputs, inputs))
 
 
 def awq(outputs: int, inputs: int) -> Tensors:
-    return {
-        ".qweight": words(inputs, outputs // 8), ".qzeros": words(inputs // 32, outputs // 8),
-        ".scales": torch.rand(inputs // 32, outputs).half(),
-    }  # fmt: skip
+    return quantised_folders.awq(group=32).write(torch.randn(outputs, inputs))
 
 
 def fp8(outputs: int, inputs: int) -> Tensors:
@@ -120,7 +115,7 @@ def quantised(write: Callable[[int, int], Tensors], claim: dict[str, Any], **oth
         for name in [name for name in tensors if "_proj.weight" in name]:
             outputs, inputs = tensors.pop(name).shape
             stem = name.removesuffix(".weight")
-            tensors |= {stem + end: tensor for end, tensor in write(outputs, inputs).items()}
+            tensors |= {stem + end: tensor.contiguous() for end, tensor in write(outputs, inputs).items()}
 
     return both(reworked(change), config_sets(quantization_config={**claim, **other}))
 
