@@ -22,11 +22,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.surroundings import surroundings, write
+from bench.words import Words
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 3600
 TYPED = "def hello\n"  # where a command asks for a prompt
 PLACEHOLDERS = re.compile(r"/models/|<.*>|model=\.\.\.|(^|\s)\.\.\.(\s|$)")
+
+
+@dataclass
+class Newcomer(Words):
+    """The command line."""
+
+    skip: str = ""
+    write: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,12 +122,7 @@ def transcript(told: list[Told]) -> str:
 
 
 def main() -> int:
-    own = {"skip": "", "write": ""}
-    for argument in sys.argv[1:]:
-        key, _, value = argument.partition("=")
-        if key not in own:
-            sys.exit(f"unknown: {argument}; known: {', '.join(own)}")
-        own[key] = value
+    asked = Newcomer.of(sys.argv[1:])
     told: list[Told] = []
     with tempfile.TemporaryDirectory() as empty:
         folder = Path(empty) / "llama-ssp"
@@ -127,13 +131,13 @@ def main() -> int:
         for command in commands((ROOT / "README.md").read_text(encoding="utf-8")):
             if command.startswith("git clone"):
                 continue  # done, from here
-            why = "to be asked for" if command == own["skip"] else needs(command, folder)
+            why = "to be asked for" if command == asked.skip else needs(command, folder)
             told.append(Told(command, why=why) if why else run(command, folder))
             print(f"{told[-1].code} {told[-1].seconds:.1f} s {command} {why}", file=sys.stderr, flush=True)
     text = transcript(told)
     print(text)
-    if own["write"]:
-        write(own["write"], text)
+    if asked.write:
+        write(asked.write, text)
     return int(any(one.failed for one in told))
 
 

@@ -297,14 +297,6 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     assert torch.equal(numbers_of(source.read(name, None), torch.float32), before)
 
 
-def test_a_wrong_order_of_rows_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, module = made("llama", tmp_path)
-    kept = property(lambda _: False, lambda *_: None)
-    monkeypatch.setattr("llama_ssp.models.formats.gguf_source.GgufSource._interleaved", kept, raising=False)
-    with torch.inference_mode(), pytest.raises(AssertionError):
-        require_same(module, *walked(opened(path)))
-
-
 def test_a_model_in_several_files(tmp_path: Path) -> None:
     """Any of its files names it; a missing one is named."""
     path, module = made("qwen2", tmp_path, {"": "Q8_0"})
