@@ -54,11 +54,6 @@ def test_the_questions_stay_what_they_were() -> None:
     assert (first.id, first.text, first.answer) == FIRST
 
 
-def test_ids_are_their_own() -> None:
-    ids = [question.id for seed in range(12) for question in questions(seed, 12, 1)]
-    assert len(set(ids)) == len(ids)
-
-
 @pytest.mark.parametrize("written", ["42", "42\n7 * 7", "42 ", " 42", "42\n"])
 def test_an_answer(written: str) -> None:
     assert Question(0, 0, "6 * 7 = ", "42").is_answered_by(written)

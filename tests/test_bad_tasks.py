@@ -51,11 +51,8 @@ EVALUATIONS = [
     scored("no-files", "task.pairs=[tiny,30B/7B]", holds=("30B is not at hand", "huggyllama"), code=4),
     Case(0, "eval-private-preset", broken_preset, 2, ("model.n_heads", "6 and 4")),
     scored("no-seeds", "task.seeds=[]", holds=("task.seeds is an empty list",)),
-    scored("seed-twice", "task.seeds=[1,1]", holds=("task.seeds holds an entry twice",)),
     scored("size-zero", "task.sizes=[0]", holds=("task.sizes entry", "found 0")),
     scored("past-context", "task.max_new_tokens=1024", holds=("1024", "1023", "context of 1024")),
-    scored("no-key", "task.prompt=5", holds=("unknown key task.prompt",)),
-    scored("plot-kind", "task.plot=scores.doc", holds=("task.plot", "'scores.doc'", ".png")),
     Case(
         0, "eval-short-context",
         lambda m: [
@@ -76,13 +73,11 @@ SIDE_BY_SIDE = [
         0, "compare-system", (*COMPARED, "task.chat=true", "task.system='a\udcff'"), 3,
         ("not UTF-8, or half a surrogate pair", "task.system", "at character 1"),
     ),
-    Case(0, "compare-bytes", ("task=compare",), 3, ("standard input line 1", "0xff"), stdin=b"\xff\n"),
     Case(0, "measure-k", (*MEASURED, "task.ks=[1,0]"), 2, ("task.ks entry", "found 0", "[1, 64]")),
     Case(
         0, "measure-wide", (*MEASURED, "speculation.siblings=8", "task.ks=[8]"), 2,
         ("drafts and siblings are 64 at most", "task.ks", "72 with 8 siblings"),
     ),
-    Case(0, "measure-k-twice", (*MEASURED, "task.ks=[2,2]"), 2, ("task.ks holds an entry twice",)),
     Case(0, "measure-both", (*MEASURED, "task.lengths=[8]"), 2, ("both task.prompts and task.lengths",)),
     Case(
         0, "measure-long", ("task=measure", "task.lengths=[1024]"), 3,

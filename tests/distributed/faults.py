@@ -28,7 +28,6 @@ from bench.surroundings import surroundings, write
 from llama_ssp import cli
 from tests.warm import server
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120  # of the harness, not of the program
 TIMEOUT_S = 6  # placement.timeout_s where a rank falls silent; elsewhere nothing has to wait for it
 KILL_S, STOP_S = 5.0, TIMEOUT_S + 10.0  # what is promised
