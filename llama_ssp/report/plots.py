@@ -1,4 +1,7 @@
-"""Plots. matplotlib is optional: only this module looks whether it is installed."""
+"""Draws the pictures of measure, eval, agree, and of a plan over nodes, from a run's summary.
+
+matplotlib is optional: only this module looks whether it is installed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +24,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GREY, BLUE = "#8a8f98", "#1f77b4"
-COLOURS = {"regular": GREY, "speculative": BLUE}
-PARTS = {
-    "draft": ("#2ca02c", "draft"),
-    "verify": (BLUE, "verify (alone: forward passes)"),
-    "decide": ("#9467bd", "decide"),
-    "communicate": ("#d62728", "communicate"),
-    "host": (GREY, "host"),
-}
+PARTS = {"draft": "#2ca02c", "verify": BLUE, "decide": "#9467bd", "communicate": "#d62728", "host": GREY}
 STYLE: dict[str, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "legend.frameon": False,
-    "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3, "axes.axisbelow": True,
-    "savefig.dpi": 200, "svg.fonttype": "none", "svg.hashsalt": "llama-ssp", "pdf.fonttype": 42,
-    "text.parse_math": False,  # in names a dollar sign is one
+    "font.size": 9, "axes.titlesize": 10, "figure.titlesize": "small", "legend.fontsize": 8,
+    "legend.frameon": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3,
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+    "figure.constrained_layout.use": True, "savefig.dpi": 200, "svg.fonttype": "none",
+    "svg.hashsalt": "llama-ssp", "pdf.fonttype": 42,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "axes.prop_cycle": "cycler('color', ['#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00'])",
 }  # fmt: skip
 
@@ -50,7 +47,7 @@ def check_pictures(names: dict[str, str]) -> None:
 
 
 def plot_place(name: str | None, folder: Path | None) -> Path | None:
-    """The path of the plot: the one that is asked for, or in the run folder, if there is one."""
+    """Returns the path of the plot: the given one, or one in the run folder, if there is a run folder."""
     if name is not None:
         return home_expanded(name)
     if folder is not None and find_spec("matplotlib") is None:
@@ -67,255 +64,187 @@ def plot(summary: dict[str, Any], path: Path) -> None:
 
 
 def svg(summary: dict[str, Any]) -> str | None:
-    """The picture of a run as SVG; None where it has none, or matplotlib is not installed."""
+    """Returns the picture of a run as SVG; None where it has none, or matplotlib is not installed."""
     figure = picture(summary) if find_spec("matplotlib") else None
     if figure is None:
         return None
-    _write(figure, text := io.StringIO(), "svg")
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def picture(summary: dict[str, Any]) -> Figure | None:
-    """The figure of a run, with a title that says what was measured where; None where there is nothing."""
-    make = PICTURES.get(summary["task"])
+    text = io.StringIO()
     with styled():
-        figure = make(summary) if make is not None else None
-        if figure is not None:
-            figure.suptitle(caption(summary), fontsize="small")
-    return figure
-
-
-def caption(summary: dict[str, Any]) -> str:
-    """Pair, hardware, date, commit and number of prompts of a run, as far as its summary has them."""
-    host, drafter = summary.get("host") or {}, summary.get("drafter")
-    if summary["task"] == "plan":  # of other machines
-        host = {}
-    pair = summary.get("target") if summary["task"] != "eval" else None
-    words = [f"{pair} with {drafter}" if pair and drafter else pair]
-    words += [f"{host['processor']}, {host['cores']} cores" if host else None, *summary.get("gpus", [])[:1]]
-    words += [(summary.get("began") or "")[:10], summary.get("commit"), _number(summary)]
-    return "; ".join(word for word in words if word)
-
-
-def _number(summary: dict[str, Any]) -> str:
-    if summary["task"] == "measure":
-        repeats = (summary.get("target_alone") or {}).get("repeats", 0)
-        return f"n = {repeats} repeat{'s' * (repeats != 1)} of {summary.get('prompts')} prompts"
-    if summary["task"] == "eval":
-        return f"n = {max((row['prompts'] for row in summary['rows']), default=0)} prompts"
-    if summary["task"] == "plan":
-        return f"planned for {summary['cluster']['name']}, {summary['job']['records']} records"
-    return f"n = {len(summary['prompts'])} prompts"
-
-
-def _agreements(summary: dict[str, Any]) -> Figure | None:
-    """Over how many tokens the models agree, as a share of the prompts; a mark where they part."""
-    found = summary["prompts"]
-    if not found:
-        return None
-    lengths = sorted(one["agreed_tokens"] for one in found)
-    parted = sorted(one["agreed_tokens"] for one in found if one["fork"] is not None)
-    steps = range(max(lengths) + 2)
-    agreeing = [100 * sum(length >= n for length in lengths) / len(found) for n in steps]
-    figure, axes = _percentages(7)
-    axes.step(steps, agreeing, where="post", color=BLUE, label="models agree so far")
-    heights = [100 * sum(other > n for other in lengths) / len(found) for n in parted]
-    axes.plot([n + 1 for n in parted], heights, "o", ms=4, color=GREY, label="first mismatch", clip_on=False)
-    axes.set_xlim(0, max(lengths) + 1)
-    _whole_ticks(axes)
-    axes.set_xlabel("generated tokens, greedy")
-    axes.set_ylabel("share of prompts, %")
-    figure.legend(loc="outside lower center", ncols=2)
-    return figure
-
-
-def _scores(summary: dict[str, Any]) -> Figure | None:
-    """Bars with their intervals, regular next to speculative, one group for each pair and size."""
-    rows = summary["rows"]
-    if not rows:
-        return None
-    groups = list(dict.fromkeys((row["pair"], row["prompts_per_seed"]) for row in rows))
-    figure, axes = _percentages(3.5 + 1.3 * len(groups))
-    for side, (mode, colour) in enumerate(COLOURS.items()):
-        shown = [row for row in rows if row["mode"] == mode]
-        places = [groups.index((row["pair"], row["prompts_per_seed"])) + 0.4 * side - 0.2 for row in shown]
-        heights, reach = _with_intervals(shown, "score", 100)
-        if shown:
-            axes.bar(places, heights, 0.36, yerr=reach, capsize=4, color=colour, label=mode)
-    differences = {(one["pair"], one["prompts_per_seed"]): one for one in summary.get("differences", ())}
-    labels = [_score_label(*group, differences.get(group)) for group in groups]
-    axes.set_xticks(range(len(groups)), labels)
-    axes.set_xlim(-0.6, len(groups) - 0.4)
-    axes.set_ylabel("right products, % (95 % interval)")
-    figure.legend(loc="outside lower center", ncols=2)
-    return figure
-
-
-def _score_label(pair: str, size: int, difference: dict[str, Any] | None) -> str:
-    """The pair, and its difference with the interval: what the picture is about."""
-    if difference is None:
-        return f"{pair}\n{size} a seed"
-    figures = (100 * difference[f"difference{end}"] for end in ("", "_low", "_high"))
-    return f"{pair}\n{size} a seed\ndifference " + "{:+.1f} ({:+.1f}..{:+.1f})".format(*figures)
-
-
-def _speeds(summary: dict[str, Any]) -> Figure | None:
-    """Panels of what task=measure has measured: speed-up over K, acceptance by position, time by parts."""
-    if not summary.get("target_alone"):
-        return None
-    split = _splits(summary)
-    widths = [1.2, 1.0, 1.2] if split else [1.2, 1.0]
-    figure = _figure(3.8 * sum(widths), 4.6)
-    speed, acceptance, *time = figure.subplots(1, len(widths), width_ratios=widths)
-    _speedups(speed, summary)
-    _acceptance(acceptance, summary)
-    for axes in time:
-        _time(axes, split)
-    return figure
-
-
-def _speedups(axes: Axes, found: dict[str, Any]) -> None:
-    pair = [row for row in found["pair"] if row["k"] and row.get("speedup") is not None]
-    axes.set_title("times as fast as the target alone")
-    axes.set_xlabel("K, drafts a round")
-    axes.axhline(1, color="black", linewidth=0.8)
-    if not pair:
-        return
-    ks = [row["k"] for row in pair]
-    values, reach = _with_intervals(pair, "speedup")
-    axes.errorbar(ks, values, reach, marker="o", capsize=4, color=BLUE, label="measured")
-    alpha, cost = found["alpha"], found["cost_ratio"]
-    if cost is not None and alpha is not None:
-        curve = [predicted(alpha, cost, k) or 0.0 for k in range(max(ks) + 1)]
-        label = f"predicted: acceptance {alpha:.2f}, cost {cost:.2f}"
-        axes.plot(range(len(curve)), curve, linestyle="--", color=GREY, label=label)
-    _whole_ticks(axes)
-    _legend_below(axes)
-
-
-def _acceptance(axes: Axes, found: dict[str, Any]) -> None:
-    axes.set_title("share of drafts accepted")
-    axes.set_xlabel("position in the block")
-    axes.set_ylim(0, 1.02)
-    for row in found["pair"]:
-        if rates := row.get("acceptance_by_position"):
-            axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=_drafts(row))
-    _whole_ticks(axes)
-    _legend_below(axes)
-
-
-def _splits(found: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """Each contender's time by parts; none of a suite."""
-    rows = [("target", found["target_alone"]), ("draft", found["draft_alone"] or {})]
-    rows += [(_drafts(row), row) for row in found["pair"]]
-    return [(name, part) for name, row in rows if (part := row.get("time_split_ms_per_token"))]
-
-
-def _time(axes: Axes, split: list[tuple[str, dict[str, float]]]) -> None:
-    axes.set_title("where the time goes, ms/token")
-    bottom = [0.0] * len(split)
-    for part, (colour, label) in PARTS.items():
-        heights = [own[part] for _, own in split]
-        if any(heights):
-            axes.bar(range(len(split)), heights, 0.6, bottom=bottom, color=colour, label=label)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.set_xticks(range(len(split)), [name for name, _ in split], fontsize="small")
-    _legend_below(axes)
-
-
-def _nodes(summary: dict[str, Any]) -> Figure | None:
-    """A planned job over nodes: tokens a second, time, price; a colour for each width of groups."""
-    rows = (summary.get("job") or {}).get("nodes")
-    if not rows:
-        return None
-    figure = _figure(10, 3.6)
-    units = {"tokens_per_s": ("tokens/s", 1), "job_s": ("hours", 3600)}
-    if rows[0]["price_per_million_tokens"] is not None:
-        units["price_per_million_tokens"] = "price of a million tokens", 1
-    for axes, (key, (title, unit)) in zip(figure.subplots(1, len(units)), units.items(), strict=True):
-        axes.set_xscale("log", base=2)
-        axes.plot(
-            [row["nodes"] for row in rows], [row[key] / unit for row in rows], color=GREY, linewidth=0.8
-        )
-        for gpus in sorted({row["gpus_per_group"] for row in rows}):
-            own = [(row["nodes"], row[key] / unit) for row in rows if row["gpus_per_group"] == gpus]
-            axes.plot(*zip(*own, strict=True), "o", label=f"{gpus} GPU{'s' * (gpus > 1)} a group")
-        axes.set_title(title)
-        axes.set_xlabel("nodes")
-        axes.set_xticks([row["nodes"] for row in rows], [str(row["nodes"]) for row in rows])
-        axes.set_ylim(bottom=0)
-        axes.minorticks_off()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
-
-
-PICTURES = {"measure": _speeds, "eval": _scores, "agree": _agreements, "plan": _nodes}
-
-
-def _drafts(row: dict[str, Any]) -> str:
-    return "adaptive" if row["k"] is None else f"K = {row['k']}"
-
-
-def _with_intervals(
-    rows: list[dict[str, Any]], name: str, unit: float = 1
-) -> tuple[list[float], list[list[float]]]:
-    """A figure of each row, and how far its interval reaches below and above it: nan where there is none."""
-    reach = [
-        [unit * abs(row[name] - end) if (end := row[f"{name}_{side}"]) is not None else nan for row in rows]
-        for side in ("low", "high")
-    ]
-    return [unit * row[name] for row in rows], reach
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """The style of every picture of the project."""
+    """Applies the style of every picture of the project."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
         yield
 
 
-def _figure(width: float, height: float = 4) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _percentages(width: float) -> tuple[Figure, Axes]:
-    """A figure of this width, and its axes, for shares in percent."""
-    axes = (figure := _figure(width)).subplots()
-    axes.set_ylim(0, 105)
-    return figure, axes
-
-
-def _whole_ticks(axes: Axes) -> None:
-    """The axis counts: ticks at whole numbers alone."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _legend_below(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
-
-
 def save(figure: Figure, path: Path) -> None:
-    """Writes the picture in the format of its name's ending. Raises StorageError."""
+    """Writes the picture in the format of its name's ending; equal figures make equal SVG files.
+
+    Raises StorageError.
+    """
     try:
-        _write(figure, path, None)
+        with styled():
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
         fix = "choose another place with task.plot"
         raise StorageError(f"cannot write the plot: {error.strerror}", path, fix=fix) from None
 
 
-def _write(figure: Figure, place: Any, kind: str | None) -> None:
-    """Without frames; an SVG without its date, so that equal figures make equal files."""
-    import matplotlib
+def picture(summary: dict[str, Any]) -> Figure | None:
+    """Returns the figure of a run, titled by what was measured where; None if there is nothing to draw."""
+    draw = PICTURES.get(summary["task"])
+    if draw is None:
+        return None
+    from matplotlib.figure import Figure
 
+    with styled():
+        figure = Figure()
+        count = draw(figure, summary)
+        figure.suptitle("; ".join(word for word in [*_titles(summary), count] if word))
+    return figure if figure.axes else None
+
+
+def _titles(summary: dict[str, Any]) -> list[str | None]:
+    """Returns pair, hardware, date and commit of a run, as far as its summary has them."""
+    task, host = summary["task"], summary.get("host")
+    pair = [summary[key] for key in ("target", "drafter") if summary.get(key) and task != "eval"]
+    titles = [" with ".join(pair), *summary.get("gpus", [])[:1], (summary.get("began") or "")[:10]]
+    if host and task != "plan":  # a plan is of other machines
+        titles.insert(1, f"{host['processor']}, {host['cores']} cores")
+    return [*titles, summary.get("commit")]
+
+
+def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
+    """Draws the share of prompts on which both models still agree after n tokens; a mark where they part."""
+    prompts = summary["prompts"]
+    if not prompts:
+        return ""
+    figure.set_size_inches(7, 4)
+    axes = figure.subplots()
+    lengths = [prompt["agreed_tokens"] for prompt in prompts]
+    share = [100 * sum(length >= n for length in lengths) / len(prompts) for n in range(max(lengths) + 2)]
+    parted = [prompt["agreed_tokens"] + 1 for prompt in prompts if prompt["fork"] is not None]
+    axes.step(range(len(share)), share, where="post", color=BLUE, label="models agree so far")
+    heights = [share[n] for n in parted]
+    axes.plot(parted, heights, "o", ms=4, color=GREY, label="first mismatch", clip_on=False)
+    axes.set(xlim=(0, len(share) - 1), ylim=(0, 105))
+    axes.set(xlabel="generated tokens, greedy", ylabel="share of prompts, %")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower center", ncols=2)
+    return f"n = {len(prompts)} prompts"
+
+
+def _scores(figure: Figure, summary: dict[str, Any]) -> str:
+    """Draws bars with intervals, regular next to speculative, one group for each pair and size."""
+    rows = summary["rows"]
+    if not rows:
+        return ""
+    labels = {
+        (row["pair"], row["prompts_per_seed"]): "{pair}\n{prompts_per_seed} a seed".format(**row)
+        for row in rows
+    }
+    groups = list(labels)
+    figure.set_size_inches(3.5 + 1.3 * len(groups), 4)
+    axes = figure.subplots()
+    for mode, offset, colour in (("regular", -0.2, GREY), ("speculative", 0.2, BLUE)):
+        shown = [row for row in rows if row["mode"] == mode]
+        places = [groups.index((row["pair"], row["prompts_per_seed"])) + offset for row in shown]
+        heights, reach = _intervals(shown, "score", 100)
+        axes.bar(places, heights, 0.36, yerr=reach, capsize=4, color=colour, label=mode)
+    for row in summary.get("differences", ()):
+        percents = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
+        words = "\ndifference {:+.1f} ({:+.1f}..{:+.1f})".format(*percents)
+        labels[row["pair"], row["prompts_per_seed"]] += words
+    axes.set_xticks(range(len(groups)), labels.values())
+    axes.set(xlim=(-0.6, len(groups) - 0.4), ylim=(0, 105), ylabel="right products, % (95 % interval)")
+    figure.legend(loc="outside lower center", ncols=2)
+    return f"n = {max(row['prompts'] for row in rows)} prompts"
+
+
+def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
+    """Draws what task=measure measured: speed-up over K, acceptance by position, time by parts."""
+    if not summary.get("target_alone"):
+        return ""
+    rows = {"target": summary["target_alone"], "draft": summary["draft_alone"] or {}}
+    rows |= {"adaptive" if row["k"] is None else f"K = {row['k']}": row for row in summary["pair"]}
+    split = {name: parts for name, row in rows.items() if (parts := row.get("time_split_ms_per_token"))}
+    figure.set_size_inches(12.9 if split else 8.6, 4.6)
+    speed, acceptance, *times = figure.subplots(1, 3 if split else 2)
+    _speedups(speed, summary)
+    acceptance.set(title="share of drafts accepted", xlabel="position in the block", ylim=(0, 1.02))
+    for name, row in rows.items():
+        if rates := row.get("acceptance_by_position"):
+            acceptance.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=name)
+    for axes in times:
+        axes.set_title("where the time goes, ms/token")
+        bottom = dict.fromkeys(split, 0.0)
+        for part, colour in PARTS.items():
+            heights = [parts[part] for parts in split.values()]
+            label = f"{part} (alone: forward passes)" if part == "verify" else part
+            if any(heights):
+                axes.bar(list(split), heights, 0.6, list(bottom.values()), color=colour, label=label)
+            bottom = {name: bottom[name] + split[name][part] for name in split}
     for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    is_svg = kind == "svg" or getattr(place, "suffix", "") == ".svg"
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(place, format=kind, metadata={"Date": None} if is_svg else None)
+        if axes not in times:
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+    repeats = summary["target_alone"]["repeats"]
+    return f"n = {repeats} repeat{'s' * (repeats != 1)} of {summary['prompts']} prompts"
+
+
+def _speedups(axes: Axes, summary: dict[str, Any]) -> None:
+    axes.set(title="times as fast as the target alone", xlabel="K, drafts a round")
+    axes.axhline(1, color="black", linewidth=0.8)
+    rows = [row for row in summary["pair"] if row["k"] and row.get("speedup") is not None]
+    if not rows:
+        return
+    ks, (speedups, reach) = [row["k"] for row in rows], _intervals(rows, "speedup")
+    axes.errorbar(ks, speedups, reach, marker="o", capsize=4, color=BLUE, label="measured")
+    alpha, cost = summary["alpha"], summary["cost_ratio"]
+    if cost is not None and alpha is not None:
+        curve = [predicted(alpha, cost, k) for k in range(max(ks) + 1)]
+        label = f"predicted: acceptance {alpha:.2f}, cost {cost:.2f}"
+        axes.plot(curve, linestyle="--", color=GREY, label=label)
+
+
+def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
+    """Draws a planned job over nodes: tokens a second, time, price; a colour for each width of groups."""
+    job = summary.get("job")
+    if not job:
+        return ""
+    rows = [{**row, "job_h": row["job_s"] / 3600} for row in job["nodes"]]
+    panels = {"tokens_per_s": "tokens/s", "job_h": "hours"}
+    if rows[0]["price_per_million_tokens"] is not None:
+        panels["price_per_million_tokens"] = "price of a million tokens"
+    figure.set_size_inches(10, 3.6)
+    for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        nodes = [row["nodes"] for row in rows]
+        axes.set_xscale("log", base=2)
+        axes.plot(nodes, [row[key] for row in rows], color=GREY, linewidth=0.8)
+        for gpus in sorted({row["gpus_per_group"] for row in rows}):
+            points = [(row["nodes"], row[key]) for row in rows if row["gpus_per_group"] == gpus]
+            axes.plot(*zip(*points, strict=True), "o", label=f"{gpus} GPU{'s' * (gpus > 1)} a group")
+        axes.set(title=title, xlabel="nodes", ylim=(0, None))
+        axes.set_xticks(nodes, map(str, nodes))
+        axes.minorticks_off()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return f"planned for {summary['cluster']['name']}, {job['records']} records"
+
+
+PICTURES = {"measure": _speeds, "eval": _scores, "agree": _agreements, "plan": _nodes}
+
+
+def _intervals(rows: list[dict[str, Any]], name: str, unit: float = 1) -> tuple[Any, Any]:
+    """Returns a figure of each row, and how far its interval reaches below and above: nan without one."""
+    import numpy as np
+
+    keys = name, f"{name}_low", f"{name}_high"
+    values, low, high = unit * np.array([[row[key] for key in keys] for row in rows], float).reshape(-1, 3).T
+    return values, np.maximum([values - low, high - values], 0)
