@@ -1,10 +1,9 @@
-"""`llama-ssp report RUN`: a run as one HTML page, without scripts and other files. No torch."""
+"""Writes a run as one HTML page without scripts and other files: `llama-ssp report RUN`. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -23,9 +22,9 @@ from llama_ssp.report.task_tables import items_of, plan_against_actual
 
 USAGE = "llama-ssp report RUN [out=FILE.html]"
 MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the page is its report.html, or out="
-MAX_BYTES = 2**28
-WHERE_IT_RAN = ("out", "output")  # settings that decide nothing
+WHERE_IT_RAN = "out", "output"  # settings that decide nothing
 FIX = "give the folder of a run: outputs/DATE/TIME-TASK"
+MAX_BYTES = 2**28
 VERSIONS = "llama_ssp", "torch", "transformers", "python"
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>$title</title>
@@ -47,31 +46,27 @@ $body</body></html>
 """)
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """A run's folder, its summary, and its settings."""
-
-    folder: Path
-    summary: dict[str, Any]
-    settings: dict[str, Any]
-
-
 def execute(words: Sequence[str], console: Console) -> int:
     """Writes the page of the run that is named; returns the exit code. Raises UsageError and DataError."""
     if {"--help", "-h"} & set(words):
         console.show([USAGE, MEANING])
         return OK
     places = [word for word in words if not word.startswith(("-", "out="))]
+    outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     if len(places) != 1 or any(word.startswith("-") for word in words):
         raise UsageError("name one run", found=" ".join(words) or "nothing", allowed=USAGE)
-    run = open_run(places[0])
-    given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    file = home_expanded(given[-1]) if given else run.folder / "report.html"
+    place = home_expanded(places[0])
+    folder = (place.parent if place.name == "summary.json" else place).resolve()
+    summary = _read(folder / "summary.json", json.loads)
+    if not isinstance(summary, dict) or not isinstance(summary.get("task"), str):
+        raise DataError("this is not the summary of a run", folder / "summary.json", fix=FIX)
+    settings = _read(folder / "config.yaml", yaml.safe_load) if (folder / "config.yaml").exists() else {}
     try:
-        text = page(run)
+        text = page(folder, summary, settings)
     except (LookupError, TypeError, AttributeError) as error:  # another program's summary, or version's
         what, fix = "the summary lacks figures of its task", "read it with the program that wrote it"
-        raise DataError(what, run.folder / "summary.json", first_line(error), fix=fix) from error
+        raise DataError(what, folder / "summary.json", first_line(error), fix=fix) from error
+    file = home_expanded(outs[-1]) if outs else folder / "report.html"
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -81,18 +76,7 @@ def execute(words: Sequence[str], console: Console) -> int:
     return OK
 
 
-def open_run(place: str) -> SavedRun:
-    """Reads the run of a folder, or of its summary.json. Raises DataError where there is none."""
-    folder = home_expanded(place)
-    folder = folder.parent if folder.name == "summary.json" else folder
-    summary = _read(folder / "summary.json", json.loads)
-    if not isinstance(summary, dict) or not isinstance(summary.get("task"), str):
-        raise DataError("this is not the summary of a run", folder / "summary.json", fix=FIX)
-    settings = _read(folder / "config.yaml", yaml.safe_load) if (folder / "config.yaml").exists() else {}
-    return SavedRun(folder.resolve(), summary, settings)
-
-
-def _read(file: Path, parse: Any) -> Any:
+def _read(file: Path, parse: Callable[[str], Any]) -> Any:
     try:
         if (size := file.stat().st_size) > MAX_BYTES:
             raise DataError("the file is too large for a run's", file, f"{size} bytes", fix=FIX)
@@ -104,60 +88,53 @@ def _read(file: Path, parse: Any) -> Any:
         raise DataError("the file of a run cannot be read", file, found, fix=FIX) from None
 
 
-def page(run: SavedRun) -> str:
+def page(folder: Path, summary: Row, settings: Row) -> str:
     """Returns the page: settings that are not the defaults, where it ran, picture, tables, all settings."""
-    pair = " with ".join(str(run.summary[key]) for key in ("target", "drafter") if run.summary.get(key))
-    title = f"llama-ssp: {run.summary['task']}{', ' * bool(pair)}{pair}"
-    return PAGE.substitute(title=escape(title), body="".join(_sections(run)))
-
-
-def _sections(run: SavedRun) -> Iterator[str]:
-    changed, others = settings_tables(run)
-    facts = [{"what": key, "is": value} for key, value in _facts(run) if value]
-    columns = [Column(name, "", is_text=True) for name in ("what", "is")]
-    yield _html(changed)
-    yield _html(Table("run", columns, facts, "Run"))
-    yield f"<h2>{escape(run.folder.name)}</h2>\n"
-    if (drawn := svg(run.summary)) is not None:
-        yield f"<figure>{drawn}</figure>\n"
-    yield "".join(map(_html, items_of(run.summary)))
-    if (compared := plan_against_actual(run.summary)) is not None:
-        yield _html(compared)
-    yield f"<h2>Other settings</h2>\n{_html(others)}"
+    pair = " with ".join(str(summary[key]) for key in ("target", "drafter") if summary.get(key))
+    title = f"llama-ssp: {summary['task']}{', ' * bool(pair)}{pair}"
+    defaults = dict(_flat(resolved(composed([f"task={summary['task']}"]))))
+    given = {key: value for key, value in _flat(settings) if key not in WHERE_IT_RAN}
+    key, value, default = (Column(name, is_text=True) for name in ("key", "value", "default"))
+    rows: list[Row] = [{"key": name, "value": given[name], "default": defaults.get(name)} for name in given]
+    changed = [row for row in rows if row["value"] != row["default"]]
+    others = [row for row in rows if row["value"] == row["default"]]
+    facts = [{"key": name, "value": fact} for name, fact in _facts(folder, summary) if fact]
+    drawn, compared = svg(summary), plan_against_actual(summary)
+    sections = [
+        _html(
+            Table(
+                "changed", [key, value, default], changed, "Settings that differ from the defaults", "(none)"
+            )
+        ),
+        _html(Table("run", [key, value], facts, "Run")),
+        f"<h2>{escape(folder.name)}</h2>",
+        f"<figure>{drawn}</figure>" if drawn else "",
+        *map(_html, items_of(summary)),
+        _html(compared) if compared else "",
+        "<h2>Other settings</h2>",
+        _html(Table("settings", [key, value], others)),
+    ]
+    return PAGE.substitute(title=escape(title), body="\n".join(filter(None, sections)))
 
 
 def _html(item: Table | str) -> str:
     if isinstance(item, str):
-        return f"<p>{escape(item)}</p>\n" if item else ""
+        return f"<p>{escape(item)}</p>" if item else ""
     if not item.rows:
-        return f"<p>{escape(item.title)} {item.empty}</p>\n"
-    return f'<div class="scroll">{item.html()}</div>\n'
+        return f"<p>{escape(item.title)} {item.empty}</p>"
+    return f'<div class="scroll">{item.html()}</div>'
 
 
-def _facts(run: SavedRun) -> Iterator[tuple[str, str]]:
-    summary, host, versions = run.summary, run.summary.get("host") or {}, run.summary.get("versions") or {}
-    yield "folder", str(run.folder)
+def _facts(folder: Path, summary: Row) -> Iterator[tuple[str, str]]:
+    """Yields where and with what it ran, as far as the summary has it."""
+    host, versions, devices = (summary.get(key) or {} for key in ("host", "versions", "devices"))
+    yield "folder", str(folder)
     for key in ("status", "began", "seed", "wall_s", "commit"):
         yield key, str(summary.get(key) or "")
     yield "processor", ", ".join(str(host[key]) for key in ("name", "processor", "system") if key in host)
     yield "GPUs", ", ".join(summary.get("gpus") or [])
-    yield "devices", "; ".join(f"{role}: {device}" for role, device in (summary.get("devices") or {}).items())
+    yield "devices", "; ".join(f"{role}: {device}" for role, device in devices.items())
     yield "versions", ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
-
-
-def settings_tables(run: SavedRun) -> tuple[Table, Table]:
-    """Returns the settings that differ from the defaults of the task, and the others."""
-    usual = dict(_flat(resolved(composed([f"task={run.summary['task']}"]))))
-    given = {key: value for key, value in _flat(run.settings) if key not in WHERE_IT_RAN}
-    rows: list[Row] = [{"key": key, "value": value, "usual": usual.get(key)} for key, value in given.items()]
-    changed = [row for row in rows if row["value"] != row["usual"]]
-    key, value, default = (Column(name, name, is_text=True) for name in ("key", "value", "usual"))
-    title = "Settings that differ from the defaults"
-    others = [row for row in rows if row not in changed]
-    return (
-        Table("settings_differ", [key, value, default], changed, title, "(none)"),
-        Table("settings", [key, value], others),
-    )
 
 
 def _flat(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -69,7 +69,7 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Row]
     title: str = ""
-    empty: str = field(default="(nothing)")
+    empty: str = "(nothing)"
 
     def lines(self) -> list[str]:
         """Plain text of any width."""
@@ -117,6 +117,7 @@ class Table:
         return text.getvalue()
 
     def markdown(self) -> str:
+        """Returns the table in Markdown; a row is one line, so lines of a cell become breaks."""
         marks = ["---" if column.is_text else "---:" for column in self.columns]
         cells = [[_in_markdown(column.cell(row)) for column in self.columns] for row in self.rows]
         lines = [[column.head for column in self.columns], marks, *cells]
@@ -141,14 +142,9 @@ class Table:
         return min(widest, 12) if column.is_text and column is not self.columns[0] else widest
 
     def _rich(self, columns: Sequence[Column]) -> RichTable:
-        table = _plain_table()
-        for column in columns:
-            table.add_column(
-                Text(column.head), justify=_side(column.is_text), no_wrap=not column.is_text, overflow="fold"
-            )
-        for row in self.rows:
-            table.add_row(*(Text(column.cell(row)) for column in columns))
-        return table
+        rows = [[column.cell(row) for column in columns] for row in self.rows]
+        words = [number for number, column in enumerate(columns) if column.is_text]
+        return _rich_table([column.head for column in columns], rows, words, wraps=True)
 
 
 Items = list[Table | str]
@@ -156,51 +152,49 @@ Items = list[Table | str]
 
 
 def text_of(items: Iterable[Any]) -> list[str]:
-    """Tables, lines and what else rich can draw, as plain lines of any width."""
-    return [line for item in items for line in _lines(item)]
-
-
-def _lines(item: Any) -> list[str]:
-    if isinstance(item, Table):
-        return item.lines()
-    return item.split("\n") if isinstance(item, str) else rendered(item)
+    """Returns tables, lines and what else rich can draw as plain lines of any width."""
+    lines = list[str]()
+    for item in items:
+        if isinstance(item, Table):
+            lines += item.lines()
+        else:
+            lines += item.split("\n") if isinstance(item, str) else rendered(item)
+    return lines
 
 
 def aligned(lines: list[list[str]], words: int) -> list[str]:
-    """Columns of one width each: the first `words` columns to the left, figures to the right."""
-    table = _plain_table()
-    for number, name in enumerate(lines[0]):
-        table.add_column(Text(name), justify=_side(number < words), no_wrap=True)
-    for line in lines[1:]:
-        table.add_row(*map(Text, line))
-    return rendered(table)
+    """Returns lines with columns of one width each: the first `words` to the left, figures to the right."""
+    return rendered(_rich_table(lines[0], lines[1:], range(words), wraps=False))
 
 
 def rendered(item: Any) -> list[str]:
-    """What rich draws, as plain lines of any width."""
-    console = Console(
-        file=io.StringIO(), width=ANY_WIDTH, color_system=None, force_terminal=False, _environ={}
-    )
-    console.print(item)
-    assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().removesuffix("\n").split("\n")]
+    """Returns what rich draws as plain lines of any width."""
+    console = Console(width=ANY_WIDTH, color_system=None, force_terminal=False, _environ={})
+    with console.capture() as drawn:
+        console.print(item)
+    return [line.rstrip() for line in drawn.get().removesuffix("\n").split("\n")]
 
 
 def figure(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash where there is none."""
+    """Returns a number as text, or a dash where there is none."""
     return NONE if value is None else f"{value:.{digits}f}"
 
 
-def _plain_table() -> RichTable:
-    return RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-
-
-def _side(is_text: bool) -> Literal["left", "right"]:
-    return "left" if is_text else "right"
+def _rich_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], words: Container[int], wraps: bool
+) -> RichTable:
+    """Returns a table without lines: columns of `words` are text, to the left, and broken if it `wraps`."""
+    table = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for number, head in enumerate(heads):
+        is_text = number in words
+        side: Any = "left" if is_text else "right"
+        table.add_column(Text(head), justify=side, no_wrap=not (is_text and wraps), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _in_markdown(cell: str) -> str:
-    """A row is one line: other lines of the cell are behind a break."""
     return "<br>".join(cell.replace("|", "\\|").splitlines())
 
 
