@@ -7,10 +7,11 @@ is taken. So a drift of the machine's speed favours no contender.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import nan
 from statistics import median
 from typing import Any
 
-from llama_ssp.report.statistics import median_coverage, median_of, percentiles
+from llama_ssp.report.statistics import Estimate, median_coverage, median_of, percentiles
 from llama_ssp.speculative.draft_length import tokens_per_round
 from llama_ssp.speculative.stats import Counts, ratio
 
@@ -92,9 +93,6 @@ class Record:
         """Under the names of the JSON interface; empty before the first turn has ended."""
         if not self.samples:
             return {}
-        counts = Counts()
-        for sample in self.samples:
-            counts.merge(sample.counts)
         firsts = [median(sample.first_token_ms) for sample in self.samples]
         return {
             **interval("ms_per_token", [sample.ms_per_token for sample in self.samples]),
@@ -106,7 +104,7 @@ class Record:
             "time_split_ms_per_token": self.split,
             "overlap": overlap_of([one for sample in self.samples for one in sample.overlaps]),
             "repeats": len(self.samples),
-            **counts.summary(),
+            **Counts.sum(sample.counts for sample in self.samples).summary(),
         }
 
     def _percentiles(self, name: str) -> dict[str, float | None]:
@@ -175,10 +173,10 @@ class Speeds:
 
 
 def interval(name: str, values: list[float]) -> dict[str, float | None]:
-    """A median and its interval, as three figures; one value has no interval."""
-    found = median_of(values) if values else None
-    low, high = (found.low, found.high) if found and len(values) > 1 else (None, None)
-    return {name: found.value if found else None, f"{name}_low": low, f"{name}_high": high}
+    """Returns a median and its interval as three figures; one value has no interval."""
+    if len(values) < 2:
+        return Estimate(values[0] if values else nan, nan, nan).figures(name)
+    return median_of(values).figures(name)
 
 
 def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
 
 from llama_ssp.report.speed_stats import Record
@@ -99,11 +97,7 @@ def repeats_csv(records: list[tuple[str, Record]]) -> str:
         for pair, record in records
         for repeat, sample in enumerate(record.samples)
     ]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return Table("repeats", [Column(key) for key in rows[0]], rows).csv()
 
 
 def _k(row: Row) -> str:

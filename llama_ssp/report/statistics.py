@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb, exp, inf, log, nan, prod, sqrt
+from math import comb, exp, inf, isfinite, log, nan, prod, sqrt
 from statistics import NormalDist, median, quantiles
 
 LEVEL = 0.95
@@ -21,6 +21,11 @@ class Estimate:
 
     def includes(self, value: float) -> bool:
         return self.low <= value <= self.high
+
+    def figures(self, name: str) -> dict[str, float | None]:
+        """Returns value and interval under the names of the JSON interface; None for what is not finite."""
+        ends = {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+        return {key: end if isfinite(end) else None for key, end in ends.items()}
 
 
 def wilson(right: int, n: int) -> Estimate:

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 from llama_ssp.report.statistics import ratio_of_sums
@@ -58,30 +57,21 @@ def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers
 
 
 def _row(category: str, answers: list[tuple[list[Answer], list[Answer]]]) -> dict[str, Any]:
-    plain = [_merged(before) for before, _ in answers]
-    fast = [_merged(after) for _, after in answers]
+    plain, fast = (
+        [Counts.sum(answer.counts for answer in repeats) for repeats in side]
+        for side in zip(*answers, strict=True)
+    )
     tokens, rounds = [one.committed.total() for one in fast], [one.row_rounds for one in fast]
     before, after = [one.decode_s for one in plain], [one.decode_s for one in fast]
     figures = {
         "tokens_per_round": ratio_of_sums([tokens], [rounds]),
         "speedup": ratio_of_sums([before, tokens], [after, [one.committed.total() for one in plain]]),
     }
-    whole = Counts()
-    for one in fast:
-        whole.merge(one)
     row: dict[str, Any] = {"category": category, "questions": len(answers)}
-    for name, found in figures.items():
-        values = {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
-        row |= {key: value if isfinite(value) else None for key, value in values.items()}
+    for name, estimate in figures.items():
+        row |= estimate.figures(name)
     kept = ("acceptance_rate", "acceptance_by_position", "tokens_committed", "ms_per_token")
-    return row | {name: figure for name, figure in whole.figures().items() if name in kept}
-
-
-def _merged(answers: list[Answer]) -> Counts:
-    whole = Counts()
-    for one in answers:
-        whole.merge(one.counts)
-    return whole
+    return row | {name: value for name, value in Counts.sum(fast).figures().items() if name in kept}
 
 
 def answer_lines(model_id: str, questions: Sequence[TextPrompt], answers: Answers) -> str:

@@ -8,6 +8,7 @@ is known beforehand, so it shortens a block instead of cutting it; those blocks 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -133,6 +134,14 @@ class Counts:
         """Adds what another run has counted."""
         for entry in fields(self):
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+
+    @classmethod
+    def sum(cls, parts: Iterable[Counts]) -> Counts:
+        """Returns what several runs have counted together."""
+        result = cls()
+        for part in parts:
+            result.merge(part)
+        return result
 
     def summary(self) -> dict[str, Any]:
         """The counters under the names of the JSON interface."""

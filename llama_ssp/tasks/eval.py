@@ -204,8 +204,7 @@ def _prompt(question: Question, pair: PairSession) -> Prompt:
 
 def _score(right: list[bool]) -> dict[str, Any]:
     share = wilson(sum(right), len(right))
-    counts = {"prompts": len(right), "correct": sum(right)}
-    return {**counts, "score": share.value, "score_low": share.low, "score_high": share.high}
+    return {"prompts": len(right), "correct": sum(right), **share.figures("score")}
 
 
 def _difference(before: dict[str, bool], after: dict[str, bool], names: list[str]) -> dict[str, Any]:
@@ -216,8 +215,6 @@ def _difference(before: dict[str, bool], after: dict[str, bool], names: list[str
         "prompts": len(names),
         "correct_speculative_only": gained,
         "correct_regular_only": lost,
-        "difference": estimate.value,
-        "difference_low": estimate.low,
-        "difference_high": estimate.high,
+        **estimate.figures("difference"),
         "includes_zero": estimate.includes(0.0),
     }
