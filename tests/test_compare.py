@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.tasks import compare
-from llama_ssp.tasks.contestant import Contestant
+from llama_ssp.tasks.compare import Contestant
 from llama_ssp.text.prompts import Reading
 from tests.conftest import Command, Saved
 

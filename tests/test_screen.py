@@ -17,10 +17,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from llama_ssp.errors import StorageError, UsageError
-from llama_ssp.report.live_view import STYLES, Scene, bars, save, verdict
+from llama_ssp.report.live_view import STYLES, Scene, Track, bars, save, trace_line, verdict
 from llama_ssp.report.plots import check_pictures
-from llama_ssp.report.timeline import Track
-from llama_ssp.report.trace_view import trace_line
 from llama_ssp.speculative.stats import Counts
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=60)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from llama_ssp.report.timeline import Track, speedup
+from llama_ssp.report.live_view import Track, speedup
 from llama_ssp.speculative.stats import Counts
 
 PIECES = [

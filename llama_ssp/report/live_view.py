@@ -1,4 +1,4 @@
-"""Two samplings side by side on a terminal: the picture of a moment, and the drawing of it. No torch."""
+"""Draws two samplings side by side on a terminal, and the rounds of a trace. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from llama_ssp.errors import StorageError
-from llama_ssp.report.timeline import Track, speedup
+from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import visible
 
 FRAMES_PER_S = 20
@@ -25,22 +26,65 @@ SIDE_BY_SIDE = 60  # columns from which two panes stand side by side; below, one
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
 FIGURE_LINES = 4
-STYLES = {
-    "drafted": "green",
-    "corrected": "yellow",
-    "bonus": "cyan",
-    "sampled": "",
-    "sibling": "bright_green",
+STYLES = {  # of a token by its origin: in colours, and with NO_COLOR
+    "drafted": ("green", "underline"),
+    "sibling": ("bright_green", "underline"),
+    "corrected": ("yellow", "reverse"),
+    "bonus": ("cyan", "bold"),
+    "sampled": ("", ""),
 }
-PLAIN_STYLES = {  # NO_COLOR
-    "drafted": "underline", "corrected": "reverse", "bonus": "bold", "sampled": "", "sibling": "underline"
-}  # fmt: skip
-LEGEND = {
-    "drafted": "drafted and accepted", "sibling": "sibling of a draft", "corrected": "corrected",
-    "bonus": "bonus", "sampled": "sampled",
-}  # fmt: skip
+LEGEND = {"drafted": "drafted and accepted", "sibling": "sibling of a draft"}
+REJECTED = "red strike"
+TRACE_LEGEND = (
+    "prompt at the place of the round's first token: 'accepted' and ~'rejected'~ drafts, each with its "
+    "siblings in brackets (how many drafts were accepted), sibling taken in a draft's place, and the "
+    "target's token: corrected after a rejected draft, bonus after the last draft, sampled without drafts"
+)
 ONE_PROMPT = "one prompt, one seed: task=measure gives an interval"
 BARS = " ▁▂▃▄▅▆▇█"
+
+
+Piece = tuple[str, str]
+"""Text, and where its token came from: a key of STYLES."""
+
+
+@dataclass
+class Track:
+    """One sampling of one prompt: its text so far, and what it took. `counts` are the run's, with its clocks.
+
+    `length` is the text's, in characters, once it has ended: a stop string that ends it is cut off, though
+    its tokens count.
+    """
+
+    title: str
+    counts: Counts = field(default_factory=Counts)
+    arrived: list[Piece] = field(default_factory=list)
+    finish: str | None = None
+    length: int | None = None
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Returns decoding time over tokens, without prefill."""
+        return ratio(1000 * self.counts.decode_s, self.counts.committed.total())
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces())
+
+    def pieces(self) -> list[Piece]:
+        """Returns the pieces up to the text's end; neighbours of one origin are one piece."""
+        pieces, left = list[Piece](), self.length
+        for origin, group in groupby(self.arrived, key=lambda piece: piece[1]):
+            text = "".join(text for text, _ in group)[:left]
+            left = None if left is None else left - len(text)
+            pieces.append((text, origin))
+        return pieces
+
+
+def speedup(regular: Track, speculative: Track) -> float | None:
+    """Returns how many times as fast a token came, without prefill; None before both have one."""
+    before, after = regular.ms_per_token, speculative.ms_per_token
+    return None if before is None or after is None else ratio(before, after)
 
 
 @dataclass(frozen=True)
@@ -171,8 +215,8 @@ def bars(lengths: list[int]) -> str:
 
 
 def style_of(origin: str, is_plain: bool) -> str:
-    """How a token is drawn; `is_plain` without colours."""
-    return (PLAIN_STYLES if is_plain else STYLES).get(origin, "")
+    """Returns how a token is drawn; `is_plain` without colours."""
+    return STYLES.get(origin, ("", ""))[is_plain]
 
 
 def _body(track: Track, is_plain: bool) -> Text:
@@ -192,13 +236,28 @@ def _pane(track: Track, body: Text, rows: int, width: int) -> Panel:
 
 
 def _legend(tracks: tuple[Track, ...], is_plain: bool) -> Text:
-    """What the marks mean; siblings only where there are some."""
-    with_siblings = any(origin == "sibling" for track in tracks for _, origin in track.pieces())
-    marks = [
-        Text(meaning, style_of(origin, True))
-        if is_plain
-        else Text("■ ", STYLES[origin]).append(meaning, "dim")
-        for origin, meaning in LEGEND.items()
-        if origin != "sibling" or with_siblings
-    ]
+    """Returns what the marks mean; siblings only where there are some."""
+    has_siblings = any(origin == "sibling" for track in tracks for _, origin in track.pieces())
+    marks = list[Text]()
+    for origin in STYLES:
+        meaning, style = LEGEND.get(origin, origin), style_of(origin, is_plain)
+        if origin != "sibling" or has_siblings:
+            marks.append(Text(meaning, style) if is_plain else Text("■ ", style).append(meaning, "dim"))
     return Text("  ", no_wrap=True, overflow="ellipsis").join(marks)
+
+
+def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
+    """Returns a round of rounds.jsonl as a line; `is_plain` marks without colours."""
+    line = Text(f"{record['id']} at {record['position']}: ")
+    accepted, origin = record["accepted"], record["last_origin"]
+    for number, text in enumerate(record["drafted_text"]):
+        is_kept = number < accepted
+        word, style = (f"{text!r}", style_of("drafted", is_plain)) if is_kept else (f"~{text!r}~", REJECTED)
+        line.append(word, style).append(" ")
+        if number < len(record["siblings_text"]) and (siblings := record["siblings_text"][number]):
+            line.append(f"[{' '.join(map(repr, siblings))}] ", "dim")
+    line.append(f"({accepted} of {len(record['drafted'])}), " if record["drafted"] else "")
+    if record["sibling_text"] is not None:
+        line.append("sibling ").append(repr(record["sibling_text"]), style_of("sibling", is_plain))
+        line.append(", ")
+    return line.append(f"{origin} ").append(repr(record["last_text"]), style_of(origin or "", is_plain))

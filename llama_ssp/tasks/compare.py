@@ -11,22 +11,22 @@ from contextlib import nullcontext
 from datetime import date
 from typing import Any
 
-from llama_ssp.config import CompareConf, Output, home_expanded
+from llama_ssp.config import CompareConf, Output, RunConf, home_expanded
 from llama_ssp.errors import DataError
-from llama_ssp.pair.batches import require_numbers, texts_of
+from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import rich_console
-from llama_ssp.report.live_view import ONE_PROMPT, Scene, Screen, figures, save, verdict
+from llama_ssp.report.live_view import ONE_PROMPT, Scene, Screen, Track, figures, save, verdict
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
-from llama_ssp.report.timeline import Track
-from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.stats import ratio
-from llama_ssp.tasks.common import Task
-from llama_ssp.tasks.contestant import Contestant
+from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.stats import Counts, ratio
+from llama_ssp.tasks.common import Task, output_of
 from llama_ssp.tasks.interactive import Terminal, typed_lines
-from llama_ssp.text.detokenizer import visible
+from llama_ssp.text.detokenizer import Detokenizer, Writing, visible
 from llama_ssp.text.prompts import TextPrompt, problem_of
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,60 @@ TYPED_TOKENS = 1024  # what a typed prompt is taken to have at most, when memory
 WARM_UP_TOKENS = 24
 RECORDED = 100  # columns of a picture where there is no terminal
 SIDES = REGULAR, SPECULATIVE
+
+
+class Contestant:
+    """One of the two samplings: its engine, its clock, and what arrived when.
+
+    `begin` prefills a prompt, `advance` runs a round.
+    """
+
+    def __init__(self, title: str, pair: PairSession, run: RunConf, seed: int) -> None:
+        self.title, self._pair, self.run = title, pair, run
+        self._engine = pair.engine(seed, run)
+        self._runs: list[TimedRun] = []
+
+    def begin(self, prompt: Prompt, track: Track, max_new_tokens: int, stops: list[str]) -> None:
+        """What arrives is noted on the `track`."""
+        self.track, tokens = track, self._pair.tokens
+        self._runs.append(timed := TimedRun(self._engine, [prompt], max_new_tokens, track.counts))
+        self._writing = Writing(tokens.decode, [prompt.token_ids], tokens.stops(stops))
+        self._detokenizer = Detokenizer(tokens.decode, list(prompt.token_ids))
+        limits = Limits(max_new_tokens, self._pair.end_ids, self._writing)
+        self._rounds = timed.rounds(limits, lookahead_for(self.run, 1, self._pair.costs))
+
+    @property
+    def state(self) -> State:
+        return self._runs[-1].state
+
+    def advance(self) -> bool:
+        """Runs a round; False if the text had ended."""
+        found = next(self._rounds, None)
+        if found is None:
+            return False
+        row = found[0].rows[0]
+        for position, token in enumerate(row.tokens):
+            last = row.finish is not None and position == len(row.tokens) - 1
+            if text := self._detokenizer.push(token) + (self._detokenizer.end() if last else ""):
+                self.track.arrived.append((text, row.origin(position)))
+        if row.finish is not None:
+            self.track.finish, self.track.length = row.finish, len(self._writing.text(0))
+        return True
+
+    def warm_up(self, prompt: Prompt, new_tokens: int) -> None:
+        """Writes a text that counts for nothing: the first passes of a process are slow."""
+        self.begin(prompt, Track(self.title), new_tokens, [])
+        while self.advance():
+            pass
+        self._runs.clear()
+
+    def pace(self) -> dict[str, Any]:
+        """Times and counters of all prompts so far."""
+        return Counts.sum(timed.counts for timed in self._runs).figures()
+
+    def figures(self) -> dict[str, Any]:
+        """The text, its times and its counters, under the names of the JSON interface."""
+        return {**output_of(self.state, 0, self._writing.text(0)), **self._runs[-1].figures()}
 
 
 class CompareTask(Task[CompareConf]):

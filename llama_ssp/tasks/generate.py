@@ -12,7 +12,7 @@ from llama_ssp.config import GenerateConf, Output
 from llama_ssp.pair.batches import Batch, Batches, nothing_run, require_numbers
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Console, rich_console
-from llama_ssp.report.trace_view import EXPLAINED, trace_line
+from llama_ssp.report.live_view import TRACE_LEGEND, trace_line
 from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
@@ -123,7 +123,7 @@ class GenerateTask(Task[GenerateConf]):
             record = traced(step.round, name, position, row, tokens, text)
             self._folder.round(record)
             if not silent:
-                self._console.show([EXPLAINED] * (not self._explained))
+                self._console.show([TRACE_LEGEND] * (not self._explained))
                 self._console.show([trace_line(record, rich_console().no_color)])
                 self._explained = True
 
