@@ -26,7 +26,7 @@ from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts, RowStep
-from llama_ssp.tasks.microbench import shape
+from llama_ssp.tasks.calibrate import shape
 
 PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
 VOCAB = 8192

@@ -51,7 +51,7 @@ from llama_ssp.speculative.engine import Engine  # noqa: E402
 from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
-from llama_ssp.tasks.microbench import shape  # noqa: E402
+from llama_ssp.tasks.calibrate import shape  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402
 
 VOCAB, WIDTH = 4096, 512

@@ -34,9 +34,8 @@ from llama_ssp.models.devices import device_of, dtype_of  # noqa: E402
 from llama_ssp.planner.hardware import machine_of  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
-from llama_ssp.tasks import microbench as timing  # noqa: E402
-from llama_ssp.tasks.calibrate import NEW, measured, plain, predicted  # noqa: E402
-from llama_ssp.tasks.microbench import Case, Player, shape  # noqa: E402
+from llama_ssp.tasks import calibrate  # noqa: E402
+from llama_ssp.tasks.calibrate import NEW, Case, Player, measured, plain, predicted, shape  # noqa: E402
 
 # (layers, width, vocabulary) of the target, and (layers, width) of its draft.
 SHAPES = [
@@ -66,7 +65,7 @@ def main() -> None:
     asked = Asked.of(sys.argv[1:])
     torch.set_num_threads(asked.threads)
     run = composed(["model=tiny", "draft=tiny_draft"])
-    timing.now = {"wall": time.perf_counter, "cpu": time.process_time}[asked.clock]
+    calibrate.now = {"wall": time.perf_counter, "cpu": time.process_time}[asked.clock]
     player = Player(run, ALONE, NEW)
     seen: dict[int, Counts] = {}
     works, cases = [], []

@@ -51,7 +51,7 @@ from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.tasks.microbench import shape  # noqa: E402
+from llama_ssp.tasks.calibrate import shape  # noqa: E402
 
 log = logging.getLogger("bench")
 K_MAX, MOST = 8, 2  # the most that adaptive speculation may choose

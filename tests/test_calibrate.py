@@ -17,7 +17,6 @@ from llama_ssp.models import loader, steps
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.planner.hardware import known, machine_of
 from llama_ssp.tasks import calibrate
-from llama_ssp.tasks import microbench as timing
 from llama_ssp.tasks.calibrate import FAR, FITTED, cases, fitted, non_negative, predicted
 from tests.distributed.faults import Started
 from tests.plans import cluster
@@ -73,38 +72,35 @@ def test_figures_are_taken_in_turn_and_the_first_is_dropped():
         said.append(name)
         return float(len(said))
 
-    found = timing.in_turn([lambda: work("a"), lambda: work("b")], 3)
+    found = calibrate.in_turn([lambda: work("a"), lambda: work("b")], 3)
     assert "".join(said) == "abababab"
     assert found == [3.0, 4.0]
 
 
 LESS = {
-    timing: {"STREAMED": {"cpu": 2**20}, "SIDE": {"cpu": 256}},
-    calibrate: {
-        "NEW": 4,
-        "DEPTHS": (1, 2),
-        "VOCABULARIES": (300,),
-        "LOOKAHEADS": (0, 2),
-        "WIDTH": 64,
-        "HEAD": 8,
-        "WIDE": 96,
-    },
+    "STREAMED": {"cpu": 2**20},
+    "SIDE": {"cpu": 256},
+    "NEW": 4,
+    "DEPTHS": (1, 2),
+    "VOCABULARIES": (300,),
+    "LOOKAHEADS": (0, 2),
+    "WIDTH": 64,
+    "HEAD": 8,
+    "WIDE": 96,
 }
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Less of everything, so that it takes a moment."""
-    for room, values in LESS.items():
-        for name, value in values.items():
-            monkeypatch.setattr(room, name, value)
+    for name, value in LESS.items():
+        monkeypatch.setattr(calibrate, name, value)
 
 
 def made_small(_rank: int) -> None:
     """The same, in a process of its own."""
-    for room, values in LESS.items():
-        for name, value in values.items():
-            setattr(room, name, value)
+    for name, value in LESS.items():
+        setattr(calibrate, name, value)
 
 
 @pytest.mark.slow
@@ -165,9 +161,9 @@ def test_a_gpu_without_graphs_is_refused(why, small, monkeypatch):
     else:
         monkeypatch.setattr(steps, "compiled", fails)
         monkeypatch.setattr(steps.ProgramFile, "load", lambda _: None)
-    monkeypatch.setattr(timing, "device_of", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(timing, "describe", lambda _: "a GPU")
-    player = timing.Player(RunConf(), ALONE, 4)
+    monkeypatch.setattr(calibrate, "device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(calibrate, "describe", lambda _: "a GPU")
+    player = calibrate.Player(RunConf(), ALONE, 4)
     with pytest.raises(
         ModelError, match="calibrated with CUDA graphs, and steps run without them here; a GPU"
     ):
@@ -180,6 +176,6 @@ LAUNCH_S = 5e-6
 def test_a_gpu_streams_bytes_not_launches() -> None:
     """On the fastest GPU that is known, each matrix takes three launches' time; 8 MiB took a third of one."""
     fastest = max(preset["gb_s"] for preset in known().values()) * 1e9
-    size = timing.SIDE["cuda"] ** 2 * TORCH_DTYPES[Dtype.bf16].itemsize
+    size = calibrate.SIDE["cuda"] ** 2 * TORCH_DTYPES[Dtype.bf16].itemsize
     assert size / fastest > 3 * LAUNCH_S > 2048**2 * 2 / fastest
-    assert timing.STREAMED["cuda"] // size > 1  # several, more than a cache holds
+    assert calibrate.STREAMED["cuda"] // size > 1  # several, more than a cache holds

@@ -214,7 +214,7 @@ def test_a_family_is_one_row() -> None:
     }
     rows = {("models/families.py", name) for name in (*FAMILY_ROWS, *SCALED_BY_PASS, *READ_TOGETHER_BEYOND)}
     rows |= {("models/families.py", row.gguf.architecture) for row in FAMILY_ROWS.values() if row.gguf}
-    rows.add(("tasks/microbench.py", "llama"))  # its synthetic models are Llamas
+    rows.add(("tasks/calibrate.py", "llama"))  # its synthetic models are Llamas
     tokenizers = {
         ("text/gguf_tokenizer.py", name) for name in ("dbrx", "gpt2", "llama", "qwen2")
     }  # GGUF's kinds of them

@@ -1,9 +1,10 @@
-"""task=calibrate: this machine's constants, measured, as a cluster that plans and runs can use.
+"""task=calibrate: measures this machine's constants, as a cluster that plans and runs can use.
 
-Bandwidth is streamed. What passes attain of it, what more tokens in a pass cost, and what a token costs
-besides bytes are found by least squares over rounds of small synthetic models of two depths and two
-vocabularies and of a wide one, regular and speculative. A constant's share of a round is what the plan's
-formula (planner/search.py) gives for that constant alone.
+Bandwidth, arithmetic, sums and messages are timed by themselves. The other constants are fitted by least
+squares to rounds of small synthetic models of several depths, widths and vocabularies, regular and
+speculative: a constant's share of a round is what the plan's formula (planner/search.py) gives for that
+constant alone. The rounds go through the engine of every task, and all works are timed in turn, because
+machines drift.
 """
 
 from __future__ import annotations
@@ -12,68 +13,83 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from torch.nn import functional
 
 from llama_ssp.config import (
     CalibrateConf,
     ClusterConf,
+    Drafting,
     DraftSeat,
     Dtype,
+    ModelConf,
     PlacementConf,
     RunConf,
+    Steps,
     TimesConf,
+    Verification,
+    Weights,
     home_expanded,
 )
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.errors import StorageError
-from llama_ssp.models.devices import describe, device_of, dtype_of
+from llama_ssp.errors import ModelError, StorageError
+from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of
+from llama_ssp.models.steps import SteppedModel
+from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.batches import TimedRun
+from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.engine import of_constants
 from llama_ssp.planner.hardware import Machine, known, machine_of, matching
+from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.search import PlanRequest, round_times
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.run_folder import versions
+from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
-from llama_ssp.tasks.microbench import (
-    GEMM_ROWS,
-    PROMPT,
-    Case,
-    Player,
-    in_turn,
-    message_s,
-    shape,
-    streamed,
-    streaming_s,
-    sum_s,
-)
 from llama_ssp.tasks.rank_memory import process_bytes
 
 log = logging.getLogger(__name__)
 
-NEW = 28
+NAME = "calibrated"  # the cluster's name, and its file's
+now = time.perf_counter  # the clock
+PROMPT, NEW = tuple(range(4, 36)), 28
 DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 8), (512, 16384), (0, 2, 6)
 WIDTH, HEAD = 320, 40  # a layer costs less where it is narrower still; heads enough for several ranks
 WIDE, WIDE_LAYERS, WIDE_VOCABULARY = 960, 3, 2048  # so wide that bytes count most
+# Sides of the matrices that are streamed. On a GPU each has to take several times as long as its launch:
+# 128 MiB of bf16 take 16 us at 8 TB/s, a launch about 5.
+SIDE = {"cpu": 2048, "cuda": 8192}
+STREAMED = {"cpu": 2**28, "cuda": 2**32}  # bytes: more than any cache holds
+GEMM_ROWS, LONG_PART = 512, 8  # one matrix in LONG_PART is multiplied with the rows of a long prompt's chunk
+RESIDUAL = 2048  # numbers of a token's residual, which ranks sum
 FAR = 17  # tokens of a pass at which the cost of more of them is noted
-LONG_PART = 8  # one matrix in LONG_PART is multiplied with a long prompt's rows
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
-MOST_SHARE = 2.0  # of the bandwidth: the most that a config may say; only a busy machine seems to give more
-UNITS = {"us": 1e-6, "ns": 1e-9}
-FITTED = ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns")
+MAX_SHARE = 2.0  # of the bandwidth: the most that a config may say; only a busy machine seems to give more
+FITTED = {"layer_us": 1e-6, "step_us": 1e-6, "round_us": 1e-6, "check_us": 1e-6, "law_ns": 1e-9,
+          "accept_ns": 1e-9}  # fmt: skip
 
-NAME = "calibrated"  # of the cluster, and of its file
-STARTING = ("groups", "scheduler", "slurm")  # how jobs start, which is not measured
+
+@dataclass(frozen=True)
+class Case:
+    """A synthetic pair and its K; without a draft, regular sampling."""
+
+    target: ModelConf
+    draft: ModelConf | None = None
+    k: int = 0
 
 
 class CalibrateTask(Task[CalibrateConf]):
@@ -83,7 +99,13 @@ class CalibrateTask(Task[CalibrateConf]):
         cluster, _ = measured(self._run, self._ranks, NAME, self._task.repeats)
         file = home_expanded(self._task.folder) / "cluster" / f"{cluster.name}.yaml"
         if self._ranks.is_leader:
-            _write(file, cluster)
+            text = yaml.safe_dump(plain(cluster), sort_keys=False, allow_unicode=True, width=200)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
+            except OSError as error:
+                what = f"cannot write the cluster: {error.strerror}"
+                raise StorageError(what, file, fix="choose another task.folder") from None
         self._found = [{"cluster_file": str(file), "cluster": plain(cluster)}]
         folder = shlex.quote(self._task.folder)
         log.info("wrote %s: use it with --config-dir %s cluster=%s", file, folder, cluster.name)
@@ -96,7 +118,7 @@ class CalibrateTask(Task[CalibrateConf]):
 def measured(
     run: RunConf, ranks: Ranks, name: str, repeats: int, others: Sequence[Callable[[], float]] = ()
 ) -> tuple[ClusterConf, list[float]]:
-    """The machine's constants, and the times of the functions `others`, which take turns with them.
+    """Returns the machine's constants, and the times of the functions `others`, timed in turn with them.
 
     All ranks measure at once, so that they share what they share in a run.
     """
@@ -104,108 +126,200 @@ def measured(
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
     player = Player(run, ranks, NEW)
     player.play(cases()[0])  # a first model brings libraries with it
-    taken_by_libraries, weights = _taken(device, player.held_bytes), streamed(device, dtype)
-    long = weights[: max(len(weights) // LONG_PART, 1)]
-    works: dict[str, list[Callable[[], float]]] = {
-        "gemv": [partial(streaming_s, 1, weights)],
-        "gemm": [partial(streaming_s, GEMM_ROWS, long)],
-        "sum": [partial(sum_s, ranks, device, dtype)],
-        "message": [partial(message_s, ranks)],
-        "cases": [partial(player.round_s, case) for case in cases()],
-        "others": list(others),
-    }
-    taken = iter(in_turn([work for group in works.values() for work in group], repeats))
-    found = {name: [next(taken) for _ in group] for name, group in works.items()}
-    times = TimesConf(source=_source(device), bandwidth_share=1.0, flops_share=1.0)
+    libraries, side = _libraries_mib(device, player.held_bytes), SIDE[device.type]
+    count = max(STREAMED[device.type] // (side * side * TORCH_DTYPES[dtype].itemsize), 2)
+    weights = [torch.ones(side, side, dtype=TORCH_DTYPES[dtype], device=device) for _ in range(count)]
+    long = weights[: max(count // LONG_PART, 1)]
+    residual = torch.zeros(RESIDUAL, dtype=TORCH_DTYPES[dtype], device=device)
+    works: list[Callable[[], float]] = [
+        partial(streaming_s, 1, weights),
+        partial(streaming_s, GEMM_ROWS, long),
+        partial(mean_s, partial(ranks.all_reduce, residual), ranks, device),
+        partial(mean_s, partial(ranks.broadcast_ints, [1] * 8), ranks, device),
+        *(partial(player.round_s, case) for case in cases()),
+    ]
+    read_s, multiply_s, all_reduce_s, broadcast_s, *spent = in_turn([*works, *others], repeats)
+    where = f"{processor_name()}, " * (device.type == "cpu") + describe(device)
+    source = f"task=calibrate, {where}, torch {versions()['torch']}, {time.strftime('%Y-%m-%d')}"
+    times = TimesConf(source=source, bandwidth_share=1.0, flops_share=1.0)
     if ranks.world > 1:
-        times.all_reduce_us = {ranks.world: _short(1e6 * found["sum"][0])}
-        times.message_us = _short(1e6 * found["message"][0])
+        times.all_reduce_us = {ranks.world: _short(1e6 * all_reduce_s)}
+        times.message_us = _short(1e6 * broadcast_s)
     cluster = ClusterConf(
         name=name,
         gpu=CPU if device.type == "cpu" else torch.cuda.get_device_name(device),
         gpus=ranks.world,
         reserve=0.1 if device.type == "cpu" else 0.0,
         bf16=dtype is Dtype.bf16,
-        gb_s=_short(sum(weight.nbytes for weight in weights) / found["gemv"][0] / 1e9),
-        tflops=_short(2 * GEMM_ROWS * sum(weight.numel() for weight in long) / found["gemm"][0] / 1e12),
+        gb_s=_short(sum(weight.nbytes for weight in weights) / read_s / 1e9),
+        tflops=_short(2 * GEMM_ROWS * sum(weight.numel() for weight in long) / multiply_s / 1e12),
         times=times,
-        **taken_by_libraries,
+        **libraries,
     )
-    cluster.times = fitted(cluster, found["cases"], dtype, ranks.world)
+    cluster.times = fitted(cluster, spent[: len(cases())], dtype, ranks.world)
     log.info(
         "streams %.1f GB/s, multiplies %.2f TFLOP/s; a layer costs %.0f us, a pass %.0f us more",
         cluster.gb_s, cluster.tflops, cluster.times.layer_us, cluster.times.step_us,
     )  # fmt: skip
-    return cluster, found["others"]
+    return cluster, spent[len(cases()) :]
 
 
-def _taken(device: torch.device, held: int) -> dict[str, Any]:
-    """What libraries take besides tensors: the context measured, the rest from the preset of such a GPU.
+def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
+    """Returns each work's least figure, as disturbances only add; the first of each does not count."""
+    taken = [[work() for work in works] for _ in range(repeats + 1)]
+    return [min(figures) for figures in zip(*taken[1:], strict=True)]
+
+
+def streaming_s(rows: int, weights: list[torch.Tensor]) -> float:
+    """Seconds to multiply rows of tokens with every weight once; on a CPU, as many median multiplications."""
+    x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
+    _wait(x.device)
+    spent, began = [], now()
+    with torch.inference_mode():
+        for weight in weights:
+            functional.linear(x, weight)
+            if x.device.type == "cpu":
+                spent.append(now() - began)
+                began = now()
+    _wait(x.device)
+    return median(spent) * len(weights) if spent else now() - began
+
+
+def mean_s(call: Callable[[], Any], ranks: Ranks, device: torch.device, calls: int = 50) -> float:
+    """Seconds of a call that all ranks make: the mean of several, one after the other."""
+    ranks.barrier()
+    began = now()
+    for _ in range(calls):
+        call()
+    _wait(device)
+    ranks.barrier()
+    return (now() - began) / calls
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Player:
+    """Runs cases, by the steps that constants are of; models that were loaded stay loaded."""
+
+    def __init__(self, run: RunConf, ranks: Ranks, new: int) -> None:
+        self._device = device_of(run.placement.target_device, "placement.target_device")
+        self._run = replace(run, engine=of_constants(self._device.type == "cpu"))
+        self._ranks, self._new = ranks, new
+        self._pairs: dict[str, PairSession] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Weights and caches of the models that are loaded."""
+        return sum(pair.models.held_bytes for pair in self._pairs.values())
+
+    def round_s(self, case: Case) -> float:
+        """Returns the median of the seconds of a round."""
+        return median(self.play(case)[0])
+
+    def play(self, case: Case) -> tuple[list[float], Counts]:
+        """Writes a text by the token rule, as plans assume; returns seconds of its rounds, and counters."""
+        spec = replace(
+            self._run.speculation, k=case.k, adaptive=False, verification=Verification.token,
+            drafter=Drafting.model if case.draft else Drafting.none,
+        )  # fmt: skip
+        run = replace(self._run, model=case.target, draft=case.draft, speculation=spec)
+        engine = self._pair(run).engine(0, run, frozenset())
+        timed = TimedRun(engine, [Prompt("0", PROMPT)], self._new)
+        spent = [seconds for _, seconds in timed.rounds(Limits(self._new), lookahead_for(run, 1))]
+        return spent, timed.counts
+
+    def _pair(self, run: RunConf) -> PairSession:
+        """Returns the run's pair, loaded. Refuses a GPU without graphs: plans take its times for theirs."""
+        key = f"{run.model} {run.draft}"
+        if key not in self._pairs:
+            placement = resolve(run.placement, self._ranks.world, run.has_draft_model)
+            pair = PairSession(PairSpec(run, None, None, placement), self._ranks)
+            self._pairs[key] = pair.load(1, len(PROMPT) + self._new)
+            models = [model for model in (pair.models.target, pair.models.draft) if model]
+            has_graphs = all(isinstance(model, SteppedModel) and model.is_compiled for model in models)
+            if run.engine is Steps.compiled and not has_graphs:
+                what = "a GPU is calibrated with CUDA graphs, and steps run without them here"
+                fix = "the warning above says why; plans of eager steps need no calibration"
+                raise ModelError(what, describe(self._device), fix=fix)
+        return self._pairs[key]
+
+
+def _libraries_mib(device: torch.device, held: int) -> dict[str, Any]:
+    """Returns what libraries take besides tensors: the context measured, the rest from the GPU's preset.
 
     On a CPU the context is the program itself; `held` are the bytes of its tensors.
     """
-    found = dict.fromkeys(("cublas_mib", "nccl_mib", "graph_mib"), 0.0)
+    keys = "cublas_mib", "nccl_mib", "graph_mib"
     if device.type == "cpu":
-        return {**found, "context_mib": _short(max(0, process_bytes() - held) / MIB)}
-    free, whole = torch.cuda.mem_get_info(device)
-    context, name = whole - free - torch.cuda.memory_reserved(device), torch.cuda.get_device_name(device)
-    alike = [preset for preset in known().values() if matching(name, [str(preset["gpu"])])]
-    found.update({key: float(alike[0][key]) for key in found} if alike else {})
-    return {**found, "context_mib": _short(context / MIB), "gib": _short(whole / GIB)}
+        return {**dict.fromkeys(keys, 0.0), "context_mib": _short(max(0, process_bytes() - held) / MIB)}
+    free, total = torch.cuda.mem_get_info(device)
+    context, name = total - free - torch.cuda.memory_reserved(device), torch.cuda.get_device_name(device)
+    presets = [preset for preset in known().values() if matching(name, [str(preset["gpu"])])]
+    libraries = {key: float(presets[0][key]) if presets else 0.0 for key in keys}
+    return {**libraries, "context_mib": _short(context / MIB), "gib": _short(total / GIB)}
+
+
+def shape(layers: int, dim: int, vocab: int, agreement: float = 0.8, head_dim: int = 64) -> ModelConf:
+    """Returns a Llama of these sizes with weights from a seed."""
+    heads = max(dim // head_dim, 1)
+    return ModelConf(
+        name=f"{layers}x{dim}, vocabulary {vocab}", weights=Weights.synthetic, family="llama",
+        agreement=agreement, n_layers=layers, n_heads=heads, n_kv_heads=heads, head_dim=dim // heads,
+        dim=dim, ffn=11 * dim // 4, vocab=vocab, context=1024,
+    )  # fmt: skip
 
 
 def cases() -> list[Case]:
-    """What the constants are fitted to; a draft has two layers."""
-    sizes = [(layers, WIDTH, HEAD, vocab) for layers, vocab in product(DEPTHS, VOCABULARIES)]
-    sizes.append((WIDE_LAYERS, WIDE, WIDE // 12, WIDE_VOCABULARY))
-    found = []
-    for (layers, dim, head, vocab), k in product(sizes, LOOKAHEADS):
-        target, draft = (shape(n, dim, vocab, head_dim=head) for n in (layers, DEPTHS[0]))
-        found.append(Case(target, draft if k else None, k))
-    return found
+    """Returns what the constants are fitted to; a draft has the smaller depth."""
+    sizes = [(layers, WIDTH, vocab, HEAD) for layers, vocab in product(DEPTHS, VOCABULARIES)]
+    sizes.append((WIDE_LAYERS, WIDE, WIDE_VOCABULARY, WIDE // 12))
+    result = []
+    for (layers, dim, vocab, head), k in product(sizes, LOOKAHEADS):
+        target, draft = (shape(depth, dim, vocab, head_dim=head) for depth in (layers, DEPTHS[0]))
+        result.append(Case(target, draft if k else None, k))
+    return result
 
 
 def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -> TimesConf:
-    """The constants that explain the cases' rounds best; relative errors count."""
-    zero: dict[str, Any] = {**dict.fromkeys(FITTED, 0.0), "rows_cost": {1: 1.0, FAR: 1.0}}
-    nothing = replace(cluster.times, bandwidth_share=1.0, **zero)
+    """Returns the constants that explain the cases' rounds best; relative errors count."""
+    free: dict[str, Any] = {**dict.fromkeys(FITTED, 0.0), "rows_cost": {1: 1.0, FAR: 1.0}}
+    times = replace(cluster.times, bandwidth_share=1.0, **free)
 
     def rounds(times: TimesConf, **changes: Any) -> Any:
         machine = machine_of(replace(cluster, times=times, **changes))
         return np.array([predicted(case, machine, dtype, world).round_s(case.k, 1.0) for case in cases()])
 
-    known = rounds(nothing, gb_s=FREE, tflops=FREE)  # sums and messages, which were measured
-    whole = rounds(nothing)
-    columns = [whole - known, rounds(replace(nothing, rows_cost={1: 1.0, FAR: 2.0})) - whole]
-    for key in FITTED:
-        one: dict[str, Any] = {key: 1 / UNITS[key[-2:]]}
-        columns.append(rounds(replace(nothing, **one)) - whole)
-    matrix, wanted = np.array(columns).T / np.array(spent)[:, None], 1 - known / np.array(spent)
+    measured_s = rounds(times, gb_s=FREE, tflops=FREE)  # sums and messages
+    bytes_s = rounds(times)
+    columns = [bytes_s - measured_s, rounds(replace(times, rows_cost={1: 1.0, FAR: 2.0})) - bytes_s]
+    for key, unit in FITTED.items():
+        second: dict[str, Any] = {key: 1 / unit}
+        columns.append(rounds(replace(times, **second)) - bytes_s)
+    matrix, wanted = np.array(columns).T / np.array(spent)[:, None], 1 - measured_s / np.array(spent)
     reading, more, *seconds = non_negative(matrix, wanted)
-    share = 1 / reading if reading else 1.0
-    found = replace(nothing, bandwidth_share=_short(min(share, MOST_SHARE)))
-    found.rows_cost = {1: 1.0, FAR: _short(1 + (more / reading if reading else 0.0))}
-    for key, value in zip(FITTED, seconds, strict=True):
-        setattr(found, key, _short(value / UNITS[key[-2:]]))
-    return found
+    share, rows_cost = (1 / reading, 1 + more / reading) if reading else (1.0, 1.0)
+    constants = {key: _short(value / FITTED[key]) for key, value in zip(FITTED, seconds, strict=True)}
+    times = replace(times, bandwidth_share=_short(min(share, MAX_SHARE)), **constants)
+    return replace(times, rows_cost={1: 1.0, FAR: _short(rows_cost)})
 
 
 def non_negative(matrix: Any, wanted: Any) -> list[float]:
-    """Least squares; a constant that would be negative is left out, the worst first."""
-    kept = list(range(matrix.shape[1]))
+    """Solves by least squares; a constant that would be negative is left out, the worst first."""
+    kept, values = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
     while kept:
-        found = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)[0]
-        if found.min() >= 0:
+        solution = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)[0]
+        if solution.min() >= 0:
+            values[kept] = solution
             break
-        kept.pop(int(found.argmin()))
-    values = [0.0] * matrix.shape[1]
-    for index, value in zip(kept, found if kept else [], strict=True):
-        values[index] = float(value)
-    return values
+        kept.pop(int(solution.argmin()))
+    return [float(value) for value in values]
 
 
 def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTimes:
-    """The plan of a case: the draft on the leader, the target over all ranks."""
+    """Plans a case: the draft on the leader, the target over all ranks."""
     draft = Role(DRAFT, case.draft, dtype) if case.draft else None
     work = Workload(1, len(PROMPT), NEW, case.k)
     engine = of_constants(machine.is_cpu)
@@ -214,29 +328,16 @@ def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTi
     return round_times(request, placement)
 
 
-def _source(device: torch.device) -> str:
-    where = f"{processor_name()}, " * (device.type == "cpu") + describe(device)
-    return f"task=calibrate, {where}, torch {versions()['torch']}, {time.strftime('%Y-%m-%d')}"
-
-
 def _short(value: float) -> float:
-    """To four digits: more would be noise."""
+    """Rounds to four digits: more would be noise."""
     return float(f"{value:.4g}")
 
 
 def plain(cluster: ClusterConf) -> dict[str, Any]:
-    """The cluster as its yaml has it, without unknown values and without how jobs are started."""
-    known = asdict(cluster).items()
-    found = {key: value for key, value in known if value is not None and key not in STARTING}
-    found["times"] = {key: value for key, value in found["times"].items() if value not in (None, {})}
-    return found
-
-
-def _write(file: Path, cluster: ClusterConf) -> None:
-    text = yaml.safe_dump(plain(cluster), sort_keys=False, allow_unicode=True, width=200)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
-    except OSError as error:
-        what = f"cannot write the cluster: {error.strerror}"
-        raise StorageError(what, file, fix="choose another task.folder") from None
+    """Returns the cluster as its yaml has it, without unknown values and without how jobs are started."""
+    starting = "groups", "scheduler", "slurm"
+    result = {
+        key: value for key, value in asdict(cluster).items() if value is not None and key not in starting
+    }
+    result["times"] = {key: value for key, value in result["times"].items() if value not in (None, {})}
+    return result
