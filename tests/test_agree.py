@@ -19,7 +19,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.tasks.greedy_match import GreedyMatch, MatchRounds, agreements, fork_chances
+from llama_ssp.tasks.agree import GreedyMatch, MatchRounds, agreements, fork_chances
 from tests.conftest import Command
 from tests.rig import GREEDY, Contrary
 from tests.toy import Toy, toy

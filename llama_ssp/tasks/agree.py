@@ -1,27 +1,63 @@
-"""task=agree: how far draft and target agree greedily, prompt by prompt."""
+"""task=agree: how far draft and target agree greedily, prompt by prompt, and what each takes where they part.
+
+The draft writes a chunk, and the target reads it in one pass; both go on with the tokens that both choose.
+The target's correction is never taken.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
 from llama_ssp.config import AgreeConf, Drafting, Verification
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
 from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.interface import Model
+from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
 from llama_ssp.report.task_tables import agreements as agreements_shown
 from llama_ssp.speculative.engine import RankEngine
-from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import Task, longest
-from llama_ssp.tasks.greedy_match import Chances, GreedyMatch, MatchRounds, agreements, fork_chances, from_any
 from llama_ssp.text.prompts import TextPrompt
-from llama_ssp.text.tokenizer import Tokens
+
+Chances = tuple[float, float]  # probabilities of the target's token and of the draft's
+
+
+@dataclass(frozen=True)
+class GreedyMatch:
+    """One prompt: the tokens that both choose, with an end token, and why there are no more.
+
+    `finish` is "fork", or, where they never part, "eos", "length" or "context". At a `fork` the first token
+    is the target's, the second the draft's.
+    """
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    finish: str
+    fork: tuple[int, int] | None
+
+
+@dataclass
+class MatchRounds:
+    """How many rounds there were, and how long they took."""
+
+    count: int = 0
+    seconds: float = 0.0
 
 
 class AgreeTask(Task[AgreeConf]):
@@ -36,9 +72,9 @@ class AgreeTask(Task[AgreeConf]):
     def run(self) -> str:
         task, pair = self._task, self._open(_greedy(self._inputs.pairs[0], self._task.chunk))
         prompts = self._prompts(pair)
-        rows, most = min(task.batch_size, len(prompts)), longest(prompt for _, prompt in prompts)
+        rows, length = min(task.batch_size, len(prompts)), longest(prompt for _, prompt in prompts)
         # One KV cache of each model is the engine's; the other one reads the forks.
-        pair.load(rows, most + task.max_new_tokens, caches=(2, 2))
+        pair.load(rows, length + task.max_new_tokens, caches=(2, 2))
         self._engine = pair.engine(self._inputs.seed)
         try:
             with Progress("agree", len(prompts), "prompts") as progress:
@@ -47,13 +83,13 @@ class AgreeTask(Task[AgreeConf]):
                     self._batch(pair, self._engine, part)
                     progress.advance(len(part))
         finally:
-            self._show()
+            self._print(agreements_shown(self.figures()))
         self._draw(task.plot)
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        agreed = [one["agreed_tokens"] for one in self._found]
-        forks = sum(one["fork"] is not None for one in self._found)
+        agreed = [row["agreed_tokens"] for row in self._found]
+        forks = sum(row["fork"] is not None for row in self._found)
         return {
             "prompts": self._found,
             "tokens_agreed": sum(agreed),
@@ -69,61 +105,54 @@ class AgreeTask(Task[AgreeConf]):
         }
 
     def measurements(self) -> list[RunMeasurement]:
-        """One, if a token was agreed on. Tokens a round are counted: texts end where the models part."""
-        agreed = sum(one["agreed_tokens"] for one in self._found)
+        """Returns one, if a token was agreed on. Tokens a round are counted: texts end where models part."""
+        agreed = sum(row["agreed_tokens"] for row in self._found)
         if self._pair is None or not self._rounds.count or not agreed:
             return []
         took = {"ms_per_token": ratio(1000 * self._rounds.seconds, agreed), "acceptance_rate_decided": None}
-        found = self._pair.measurement("agreeing", took)
-        return [replace(found, tokens_per_round=ratio(agreed, self._rounds.count))]
+        measurement = self._pair.measurement("agreeing", took)
+        return [replace(measurement, tokens_per_round=ratio(agreed, self._rounds.count))]
 
     def _batch(self, pair: PairSession, engine: RankEngine, part: list[tuple[TextPrompt, Prompt]]) -> None:
         task, models, tokens = self._task, pair.models, pair.tokens
-        prompts, most = [prompt for _, prompt in part], task.max_new_tokens
-        found = agreements(engine, prompts, task.chunk, most, pair.end_ids, self._rounds)
-        ends, vocab = tuple(sorted(pair.end_ids)), min(models.vocab, tokens.size)
-        transform = SamplingTransform(pair.run.sampling, ends, vocab).uncut()
-        by_target, forwards = fork_chances(models.target, found, transform, task.prefill_chunk)
+        prompts, ends = [prompt for _, prompt in part], pair.end_ids
+        matches = agreements(engine, prompts, task.chunk, task.max_new_tokens, ends, self._rounds)
+        vocab = min(models.vocab, tokens.size)
+        transform = SamplingTransform(pair.run.sampling, tuple(sorted(ends)), vocab).uncut()
+        by_target, forwards = fork_chances(models.target, matches, transform, task.prefill_chunk)
         self._fork_forwards += forwards
-        own = models.draft if tokens.paired is None or tokens.paired.bridge is None else None
-        if isinstance(own, HeadModel):
-            own = None
-        by_draft, _ = fork_chances(own, found, transform, task.prefill_chunk)
+        # A head does not read texts by itself, and a draft of another tokenizer has other token ids.
+        is_bridged = tokens.paired is not None and tokens.paired.bridge is not None
+        draft = None if is_bridged or isinstance(models.draft, HeadModel) else models.draft
+        by_draft, _ = fork_chances(draft, matches, transform, task.prefill_chunk)
         if models.roles.drafts_apart:
             by_draft = from_any(self._ranks, by_draft)
-        for (text, _), one, target, draft in zip(part, found, by_target, by_draft, strict=True):
-            self._found.append(_record(text, one, target, draft, tokens))
-
-    def _show(self) -> None:
-        self._print(agreements_shown(self.figures()))
-
-
-def _record(
-    text: TextPrompt, one: GreedyMatch, by_target: Chances | None, by_draft: Chances | None, tokens: Tokens
-) -> dict[str, Any]:
-    fork = one.fork and {
-        side: {
-            "token_id": token,
-            "text": tokens.decode([token]),
-            "target_probability": by_target[index] if by_target else None,
-            "draft_probability": by_draft[index] if by_draft else None,
-        }
-        for index, (side, token) in enumerate(zip(("target", "draft"), one.fork, strict=True))
-    }
-    return {
-        "id": text.id,
-        "prompt": text.text,
-        "prompt_tokens": len(one.prompt.token_ids),
-        "agreed_tokens": len(one.tokens),
-        "agreed_text": tokens.decode(list(one.tokens)),
-        "token_ids": list(one.tokens),
-        "finish_reason": one.finish,
-        "fork": fork,
-    }
+        for (text, _), match, p_target, p_draft in zip(part, matches, by_target, by_draft, strict=True):
+            fork = match.fork and {
+                side: {
+                    "token_id": token,
+                    "text": tokens.decode([token]),
+                    "target_probability": p_target and p_target[index],
+                    "draft_probability": p_draft and p_draft[index],
+                }
+                for index, (side, token) in enumerate(zip(("target", "draft"), match.fork, strict=True))
+            }
+            self._found.append(
+                {
+                    "id": text.id,
+                    "prompt": text.text,
+                    "prompt_tokens": len(match.prompt.token_ids),
+                    "agreed_tokens": len(match.tokens),
+                    "agreed_text": tokens.decode(list(match.tokens)),
+                    "token_ids": list(match.tokens),
+                    "finish_reason": match.finish,
+                    "fork": fork,
+                }
+            )
 
 
 def _greedy(spec: PairSpec, chunk: int) -> PairSpec:
-    """The same pair, greedy, with `chunk` drafts a round."""
+    """Returns the pair with greedy sampling and `chunk` drafts a round. Raises UsageError without a draft."""
     run = spec.run
     if run.draft is None or run.speculation.drafter is not Drafting.model:
         found = f"drafter {run.speculation.drafter.value}" if run.draft else "no draft"
@@ -134,3 +163,79 @@ def _greedy(spec: PairSpec, chunk: int) -> PairSpec:
     )
     sampling = replace(run.sampling, temperature=0.0)
     return replace(spec, run=replace(run, speculation=speculation, sampling=sampling))
+
+
+def agreements(
+    engine: RankEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
+    rounds: MatchRounds,
+) -> list[GreedyMatch]:  # fmt: skip
+    """Runs a batch on a greedy engine until every row has parted or ended; adds to `rounds`.
+
+    Raises ModelError for logits that are not numbers.
+    """
+    state = engine.prefill(list(prompts), max_new_tokens)
+    engine.synchronize()
+    began = time.perf_counter()
+    limits = Limits(max_new_tokens, ends)
+    forks: list[tuple[int, int] | None] = [None] * state.rows
+    while not limits.reached(state):
+        room = [limits.room(state, row, engine.context) for row in range(state.rows)]
+        proposal = engine.draft(state, [min(chunk, left) for left in room])
+        for row, count in enumerate(proposal.count):
+            if not count and state.finished[row] is None:
+                state.finished[row] = "context"  # the draft's own, which may be shorter
+        result = engine.verify(state, proposal)
+        for row, count in enumerate(proposal.count):
+            if not count:
+                continue
+            if result.damaged[row]:
+                state.finished[row] = "error"
+                continue
+            accepted = result.drafted[row][: result.accepted[row]]
+            kept, reason = limits.trim(state, row, accepted, engine.context)
+            state.append(row, accepted[:kept])
+            if reason is None and len(accepted) < count:
+                reason = "fork"
+                forks[row] = result.token[row], result.drafted[row][len(accepted)]
+            state.finished[row] = reason
+        engine.roll_back(state)
+        rounds.count += 1
+    engine.flush()
+    engine.synchronize()
+    rounds.seconds += time.perf_counter() - began
+    require_numbers(*texts_of(state))
+    return [
+        GreedyMatch(state.prompts[row], tuple(state.generated(row)), str(state.finished[row]), fork)
+        for row, fork in enumerate(forks)
+    ]
+
+
+def fork_chances(
+    model: Model | None, found: Sequence[GreedyMatch], transform: SamplingTransform, chunk: int
+) -> tuple[list[Chances | None], int]:
+    """The model's probabilities of the two tokens at each fork, and the forward passes that took.
+
+    None for texts without a fork, and for all texts where this rank has no part of the model.
+    """
+    forks = [(row, *one.fork) for row, one in enumerate(found) if one.fork is not None]
+    chances: list[Chances | None] = [None] * len(found)
+    if not forks or model is None:
+        return chances, 0
+    texts = [(*found[row].prompt.token_ids, *found[row].tokens) for row, *_ in forks]
+    lengths = [len(text) for text in texts]
+    token_BS = pad_sequence([torch.tensor(text) for text in texts], True).to(model.device)
+    runner = ModelRunner(model, chunk)
+    runner.start(len(texts), max(lengths))
+    logit_B1V = runner.logits(token_BS, lengths, [1] * len(texts))
+    prompt_B = token_BS.new_tensor([len(found[row].prompt.token_ids) for row, *_ in forks])
+    probs_BV = transform(logit_B1V, Prefix(token_BS, token_BS.new_tensor(lengths)[:, None], prompt_B))[:, 0]
+    for (row, target, draft), probs_V in zip(forks, probs_BV, strict=True):
+        chances[row] = float(probs_V[target]), float(probs_V[draft])
+    return chances, runner.forwards
+
+
+def from_any(ranks: Ranks, own: list[Chances | None]) -> list[Chances | None]:
+    """The chances of whichever rank has them, on every rank; they are sent in units of 2^-53."""
+    packed = [round(p * 2**53) for pair in own for p in pair or (-1.0, -1.0)]
+    known = [max(said) / 2**53 for said in zip(*ranks.gather_ints(packed), strict=True)]
+    return [(a, b) if a >= 0 else None for a, b in zip(known[::2], known[1::2], strict=True)]
