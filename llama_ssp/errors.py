@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 MAX_FOUND, MAX_WHERE = 300, 800  # characters of what was found, and of where, that a message repeats
 OK, FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT = 0, 1, 2, 3, 4, 5, 6
@@ -61,6 +62,15 @@ class StorageError(RunError):
     """Reading or writing failed: disk full, no permission, a broken pipe."""
 
     code = INPUT_OUTPUT
+
+
+@contextmanager
+def writing(what: str, where: object, fix: str) -> Iterator[None]:
+    """Raises StorageError where the system cannot write what is written inside."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write the {what}: {error.strerror}", where, fix=fix) from None
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from llama_ssp.errors import StorageError
+from llama_ssp.errors import writing
 from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import visible
 
@@ -176,11 +176,8 @@ def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
     for scene in scenes:
         console.print(scene.end(whole=True))
     content = console.export_svg(title=title) if path.suffix == ".svg" else console.export_html()
-    try:
+    with writing("picture", path, fix="choose another place with task.plot"):
         path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        fix = "choose another place with task.plot"
-        raise StorageError(f"cannot write the picture: {error.strerror}", path, fix=fix) from None
 
 
 def verdict(scene: Scene) -> str:

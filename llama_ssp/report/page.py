@@ -14,7 +14,7 @@ import yaml
 from llama_ssp.config import home_expanded
 from llama_ssp.config.compose import composed
 from llama_ssp.config.run import resolved
-from llama_ssp.errors import OK, DataError, StorageError, UsageError, first_line, shortened
+from llama_ssp.errors import OK, DataError, UsageError, first_line, shortened, writing
 from llama_ssp.report.console import Console
 from llama_ssp.report.plots import svg
 from llama_ssp.report.tables import Column, Row, Table
@@ -67,11 +67,8 @@ def execute(words: Sequence[str], console: Console) -> int:
         what, fix = "the summary lacks figures of its task", "read it with the program that wrote it"
         raise DataError(what, folder / "summary.json", first_line(error), fix=fix) from error
     file = home_expanded(outs[-1]) if outs else folder / "report.html"
-    try:
+    with writing("report", file, fix="give another place: out=FILE.html"):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        what, fix = f"cannot write the report: {error.strerror}", "give another place: out=FILE.html"
-        raise StorageError(what, file, fix=fix) from None
     console.line(str(file))
     return OK
 

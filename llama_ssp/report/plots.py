@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config import home_expanded
-from llama_ssp.errors import StorageError, UsageError
+from llama_ssp.errors import UsageError, writing
 from llama_ssp.report.speed_stats import predicted
 
 if TYPE_CHECKING:
@@ -84,16 +84,9 @@ def styled() -> Iterator[None]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the picture in the format of its name's ending; equal figures make equal SVG files.
-
-    Raises StorageError.
-    """
-    try:
-        with styled():
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        fix = "choose another place with task.plot"
-        raise StorageError(f"cannot write the plot: {error.strerror}", path, fix=fix) from None
+    """Writes the picture; its name's ending is its format, and equal figures make equal SVG files."""
+    with writing("plot", path, fix="choose another place with task.plot"), styled():
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def picture(summary: dict[str, Any]) -> Figure | None:

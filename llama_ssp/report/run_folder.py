@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,11 +15,12 @@ import yaml
 
 from llama_ssp import __version__
 from llama_ssp.config import RunConf, home_expanded, resolved
-from llama_ssp.errors import StorageError
+from llama_ssp.errors import StorageError, writing
 from llama_ssp.report.machine import commit, host
 from llama_ssp.report.task_tables import files_of
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
+FIX = "choose another place with out=FOLDER, or out=null for none"
 
 
 def config_sha256(run: RunConf) -> str:
@@ -59,7 +59,7 @@ class RunFolder:
             return
         named = f"{now:%Y-%m-%d}/{now:%H-%M-%S}-{run.task.name}"
         place = place or home_expanded(run.out) / named
-        with _writing(run.out):
+        with writing("run folder", run.out, FIX):
             place.parent.mkdir(parents=True, exist_ok=True)
             self.path = _new_folder(place.parent, place.name)
             config = yaml.safe_dump({**resolved(run), "seed": seed}, sort_keys=False, allow_unicode=True)
@@ -85,20 +85,20 @@ class RunFolder:
     def round(self, record: dict[str, Any]) -> None:
         """Adds a line to rounds.jsonl."""
         if self.path is not None:
-            with _writing(self.path):
+            with writing("run folder", self.path, FIX):
                 self._rounds = self._rounds or (self.path / "rounds.jsonl").open("w", encoding="utf-8")
                 self._rounds.write(json.dumps(record) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Adds a file."""
         if self.path is not None:
-            with _writing(self.path):
+            with writing("run folder", self.path, FIX):
                 (self.path / name).write_text(text, encoding="utf-8")
 
     def close(self, summary: dict[str, Any]) -> None:
         """Writes the summary whole or not at all, then its tables."""
         if self.path is not None:
-            with _writing(self.path):
+            with writing("run folder", self.path, FIX):
                 if self._rounds is not None:
                     self._rounds.close()
                 draft = self.path / "summary.json.part"
@@ -106,15 +106,6 @@ class RunFolder:
                 draft.replace(self.path / "summary.json")
             for name, text in files_of(summary).items():
                 self.write(name, text)
-
-
-@contextmanager
-def _writing(where: Path | str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what, fix = f"cannot write the run folder: {error.strerror}", "choose another place with out=FOLDER"
-        raise StorageError(what, where, fix=f"{fix}, or out=null for none") from None
 
 
 def _new_folder(base: Path, name: str) -> Path:

@@ -41,7 +41,7 @@ from llama_ssp.config import (
 )
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.errors import ModelError, StorageError
+from llama_ssp.errors import ModelError, writing
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.assembly import lookahead_for
@@ -100,12 +100,9 @@ class CalibrateTask(Task[CalibrateConf]):
         file = home_expanded(self._task.folder) / "cluster" / f"{cluster.name}.yaml"
         if self._ranks.is_leader:
             text = yaml.safe_dump(plain(cluster), sort_keys=False, allow_unicode=True, width=200)
-            try:
+            with writing("cluster", file, fix="choose another task.folder"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
-            except OSError as error:
-                what = f"cannot write the cluster: {error.strerror}"
-                raise StorageError(what, file, fix="choose another task.folder") from None
         self._found = [{"cluster_file": str(file), "cluster": plain(cluster)}]
         folder = shlex.quote(self._task.folder)
         log.info("wrote %s: use it with --config-dir %s cluster=%s", file, folder, cluster.name)
