@@ -33,65 +33,70 @@ CATEGORIES = (
 )
 
 
-def speeds(found: Row) -> Items:
-    """task=measure: the speeds of a pair or of several, a suite's categories, where the time goes, notes."""
-    if "pairs" in found:
-        return _speeds_of_pairs(found["pairs"], found["peak_memory"])
-    rows = _contenders(found)
+def speeds(summary: Row) -> Items:
+    """Returns task=measure's tables: speeds of a pair or several, categories, where the time goes, notes."""
+    if "pairs" in summary:
+        return _speeds_of_pairs(summary["pairs"], summary["peak_memory"])
+    rows = _contenders(summary)
     if not rows:
         return []
     items: Items = [Table("speeds", SPEEDS, [{"contender": name, **row} for name, row in rows])]
-    if found.get("suite"):
-        items += _categories([("", found)])
+    if summary.get("suite"):
+        items += _categories([("", summary)])
     else:
         items.append(_split(rows))
     items += [_positions(rows), *_siblings(rows)]
     for name, row in rows:
         if (apart := row["overlap"]) is not None:
             items += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
-    return [*items, "", *_notes(found), *_memory(found["peak_memory"])]
+    return [*items, "", *_notes(summary), *_memory(summary["peak_memory"])]
 
 
-def _contenders(found: Row) -> list[tuple[str, Row]]:
-    """The contenders of a pair that have been measured."""
-    rows = [(name, found.get(name.replace(" ", "_")) or {}) for name in ("target alone", "draft alone")]
-    rows += [(f"pair, K = {_k(one)}", one) for one in found.get("pair", ())]
+def _contenders(summary: Row) -> list[tuple[str, Row]]:
+    """Returns the contenders of a pair that have been measured."""
+    rows = [(name, summary.get(name.replace(" ", "_")) or {}) for name in ("target alone", "draft alone")]
+    rows += [(f"pair, K = {_k(row)}", row) for row in summary.get("pair", ())]
     return [(name, row) for name, row in rows if row.get("ms_per_token") is not None]
 
 
 def _speeds_of_pairs(pairs: list[Row], memory: list[Row]) -> Items:
-    """A row for each target and for each pair at each K."""
-    shown: dict[str, Row] = {}
-    for one in pairs:
-        target = one["name"].partition("/")[0]
-        for name, row in _contenders(one):
-            if name != "draft alone":
-                pair = target if name == "target alone" else f"{one['name']}{name.removeprefix('pair')}"
-                shown.setdefault(pair, row)
-    if not shown:
+    """Returns a row for each target and for each pair at each K."""
+    rows: dict[str, Row] = {}
+    for pair in pairs:
+        for name, row in _contenders(pair):
+            if name == "target alone":
+                rows.setdefault(pair["name"].partition("/")[0], row)
+            elif name != "draft alone":
+                rows[f"{pair['name']}{name.removeprefix('pair')}"] = row
+    if not rows:
         return []
-    rows = [{"contender": name, **row} for name, row in shown.items()]
-    categories = _categories([(one["name"], one) for one in pairs])
-    return [Table("speeds", SPEEDS, rows), *categories, "", pairs[0]["interval"], *_memory(memory)]
+    table = Table("speeds", SPEEDS, [{"contender": name, **row} for name, row in rows.items()])
+    categories = _categories([(pair["name"], pair) for pair in pairs])
+    return [table, *categories, "", pairs[0]["interval"], *_memory(memory)]
 
 
 def _categories(pairs: list[tuple[str, Row]]) -> Items:
-    """A suite's categories: of each pair and K, what it gets a round, how much faster, what is accepted."""
+    """Returns by category of a suite what each pair and K gets a round, how much faster, what is accepted."""
     rows = [
-        {"contender": f"{name}{', ' * bool(name)}K = {_k(row)}", **one,
-         **{f"at_{n}": rate for n, rate in enumerate(one["acceptance_by_position"], start=1)}}
-        for name, found in pairs
-        for row in found.get("pair", ())
-        for one in row.get("by_category", ())
-    ]  # fmt: skip
-    most = max((len(row["acceptance_by_position"]) for row in rows), default=0)
-    places = [Column(f"at_{n}", f"at {n}", optional=n + 2) for n in range(1, most + 1)]
+        {
+            "contender": f"{name}{', ' * bool(name)}K = {_k(row)}",
+            **category,
+            **_by_position(category["acceptance_by_position"], "at_"),
+        }
+        for name, summary in pairs
+        for row in summary.get("pair", ())
+        for category in row.get("by_category", ())
+    ]
+    if not rows:
+        return []
+    longest = max(len(row["acceptance_by_position"]) for row in rows)
+    places = [Column(f"at_{n}", f"at {n}", optional=n + 2) for n in range(1, longest + 1)]
     explained = "intervals of 95 % over questions; at n: drafts of position n that were accepted"
-    return [Table("categories", [*CATEGORIES, *places], rows, "by category"), explained] if rows else []
+    return [Table("categories", [*CATEGORIES, *places], rows, "by category"), explained]
 
 
 def repeats_csv(records: list[tuple[str, Record]]) -> str:
-    """A line for each pair, contender and repeat of task=measure, for other statistics."""
+    """Returns a line for each pair, contender and repeat of task=measure, for other statistics."""
     rows = [
         {"pair": pair, "contender": record.name, "k": record.k, "repeat": repeat, **sample.row()}
         for pair, record in records
@@ -105,32 +110,28 @@ def _k(row: Row) -> str:
 
 
 def _split(rows: list[tuple[str, Row]]) -> Table:
-    split = [(name, own) for name, row in rows if (own := row["time_split_ms_per_token"])]
-    parts = [Column(part) for part in split[0][1]] if split else []
-    body = [{"contender": name, **own, "sum": sum(own.values())} for name, own in split]
-    title = "where the time goes, ms/token"
-    return Table("time_split", [FIRST, *parts, Column("sum")], body, title, "(not measured)")
+    split = {name: parts for name, row in rows if (parts := row["time_split_ms_per_token"])}
+    body = [{"contender": name, **parts, "sum": sum(parts.values())} for name, parts in split.items()]
+    columns = [FIRST, *map(Column, list(body[0])[1:])] if body else []
+    return Table("time_split", columns, body, "where the time goes, ms/token", "(not measured)")
 
 
 def _positions(rows: list[tuple[str, Row]]) -> Table:
-    drafted = [(name, rates) for name, row in rows if (rates := row["acceptance_by_position"])]
-    most = max((len(rates) for _, rates in drafted), default=0)
-    columns = [Column(str(n), optional=n - 1) for n in range(1, most + 1)]
     body = [
-        {"contender": name, **{str(n): rate for n, rate in enumerate(rates, start=1)}}
-        for name, rates in drafted
+        {"contender": name, **_by_position(rates)}
+        for name, row in rows
+        if (rates := row["acceptance_by_position"])
     ]
     title = "accepted of the drafts at each position"
-    return Table("acceptance_by_position", [FIRST, *columns], body, title, "(nothing was drafted)")
+    return Table("acceptance_by_position", [FIRST, *_places(body)], body, title, "(nothing was drafted)")
 
 
 def _siblings(rows: list[tuple[str, Row]]) -> Iterator[Table]:
-    """How often each sibling stood, of those that were drawn; nothing without siblings."""
-    body, most = list[Row](), 0
+    """Yields how often each sibling stood, of those that were drawn; nothing without siblings."""
+    body = list[Row]()
     for name, row in rows:
-        drawn = row.get("siblings_drafted_by_position", [])  # earlier summaries lack it
+        drawn = row.get("siblings_drafted_by_position", [])
         stood = row.get("siblings_accepted_by_position", [])
-        most = max(most, len(drawn))
         for j in range(max(map(len, drawn), default=0)):
             shares = {
                 str(at): kept[j] / made[j]
@@ -139,9 +140,18 @@ def _siblings(rows: list[tuple[str, Row]]) -> Iterator[Table]:
             }
             body.append({"contender": name, "sibling": j + 1, **shares})
     if body:
-        columns = [Column(str(n), optional=n - 1) for n in range(1, most + 1)]
         title = "siblings that stood, of those drawn with the draft at each position"
-        yield Table("siblings_by_position", [FIRST, Column("sibling"), *columns], body, title)
+        yield Table("siblings_by_position", [FIRST, Column("sibling"), *_places(body)], body, title)
+
+
+def _by_position(rates: list[float], prefix: str = "") -> Row:
+    return {f"{prefix}{n}": rate for n, rate in enumerate(rates, start=1)}
+
+
+def _places(rows: list[Row]) -> list[Column]:
+    """Returns a column for each position that rows have."""
+    places = {int(key) for row in rows for key in row if key.isdecimal()}
+    return [Column(str(n), optional=n - 1) for n in sorted(places)]
 
 
 def _apart(apart: Row, tokens: int) -> str:
