@@ -128,7 +128,7 @@ def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
     axes.plot(parted, heights, "o", ms=4, color=GREY, label="first mismatch", clip_on=False)
     axes.set(xlim=(0, len(share) - 1), ylim=(0, 105))
     axes.set(xlabel="generated tokens, greedy", ylabel="share of prompts, %")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params("x", integer=True)
     figure.legend(loc="outside lower center", ncols=2)
     return f"n = {len(prompts)} prompts"
 
@@ -185,7 +185,7 @@ def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
             bottom = {name: bottom[name] + split[name][part] for name in split}
     for axes in figure.axes:
         if axes not in times:
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.locator_params("x", integer=True)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
     repeats = summary["target_alone"]["repeats"]
@@ -202,7 +202,7 @@ def _speedups(axes: Axes, summary: dict[str, Any]) -> None:
     axes.errorbar(ks, speedups, reach, marker="o", capsize=4, color=BLUE, label="measured")
     alpha, cost = summary["alpha"], summary["cost_ratio"]
     if cost is not None and alpha is not None:
-        curve = [predicted(alpha, cost, k) for k in range(max(ks) + 1)]
+        curve = [predicted(alpha, cost, k) or 0.0 for k in range(max(ks) + 1)]
         label = f"predicted: acceptance {alpha:.2f}, cost {cost:.2f}"
         axes.plot(curve, linestyle="--", color=GREY, label=label)
 

@@ -298,7 +298,9 @@ def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -
     matrix, wanted = np.array(columns).T / np.array(spent)[:, None], 1 - measured_s / np.array(spent)
     reading, more, *seconds = non_negative(matrix, wanted)
     share, rows_cost = (1 / reading, 1 + more / reading) if reading else (1.0, 1.0)
-    constants = {key: _short(value / FITTED[key]) for key, value in zip(FITTED, seconds, strict=True)}
+    constants: dict[str, Any] = {
+        key: _short(value / FITTED[key]) for key, value in zip(FITTED, seconds, strict=True)
+    }
     times = replace(times, bandwidth_share=_short(min(share, MAX_SHARE)), **constants)
     return replace(times, rows_cost={1: 1.0, FAR: _short(rows_cost)})
 
