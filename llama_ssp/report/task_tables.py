@@ -78,82 +78,84 @@ OUTPUTS = (
     Column("prompt", is_text=True),
     Column("text", is_text=True),
 )
+PLANNED = (
+    Column("what", "plan against actual", is_text=True),
+    Column("predicted"),
+    Column("measured"),
+    Column("predicted_over_measured", "predicted / measured"),
+)
+MEMORY = {"held_bytes": "weights and caches", "tensor_bytes": "tensors", "reserved_bytes": "reserved",
+          "device_bytes": "in all"}  # fmt: skip
 
 
 def files_of(summary: Row) -> dict[str, str]:
-    """The tables of a run as files: a CSV file each, and all of them in tables.md."""
+    """Returns the tables of a run as files: a CSV file each, and all of them in tables.md."""
     items = items_of(summary)
-    tables = [item for item in items if isinstance(item, Table)]
-    if not tables:
-        return {}
-    parts = [item.markdown() if isinstance(item, Table) else item for item in items if item]
-    return {**{f"{one.name}.csv": one.csv() for one in tables}, "tables.md": "\n\n".join(parts) + "\n"}
+    files = {f"{item.name}.csv": item.csv() for item in items if isinstance(item, Table)}
+    if files:
+        parts = [item.markdown() if isinstance(item, Table) else item for item in items if item]
+        files["tables.md"] = "\n\n".join(parts) + "\n"
+    return files
 
 
 def items_of(summary: Row) -> Items:
-    """The tables and sentences of a run, from its summary.json."""
+    """Returns the tables and sentences of a run, from its summary.json."""
     make = ITEMS.get(summary["task"])
     return make(summary) if make is not None else []
 
 
-def scores(found: Row) -> Items:
-    """task=eval: a row for each pair, mode and size, then a sentence for each difference."""
-    return [Table("scores", SCORES, found["rows"]), *map(_difference, found["differences"])]
+def scores(summary: Row) -> Items:
+    """Returns task=eval's row for each pair, mode and size, then a sentence for each difference."""
+    items: Items = [Table("scores", SCORES, summary["rows"])]
+    for row in summary["differences"]:
+        value, low, high = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
+        items.append(
+            f"{row['pair']}: speculative less regular {value:+.1f} points on {row['prompts']} prompts, "
+            f"95 % interval {low:+.1f} .. {high:+.1f}, "
+            f"which {'holds' if row['includes_zero'] else 'does not hold'} zero"
+        )
+    return items
 
 
-def _difference(one: Row) -> str:
-    verdict = "holds zero" if one["includes_zero"] else "does not hold zero"
-    return (
-        f"{one['pair']}: speculative less regular {100 * one['difference']:+.1f} points on {one['prompts']} "
-        f"prompts, 95 % interval {100 * one['difference_low']:+.1f} .. {100 * one['difference_high']:+.1f}, "
-        f"which {verdict}"
-    )
-
-
-def agreements(found: Row) -> Items:
-    """task=agree: a row for each prompt, and all together."""
-    if not found["prompts"]:
+def agreements(summary: Row) -> Items:
+    """Returns task=agree's row for each prompt, and a sentence about all of them."""
+    prompts = summary["prompts"]
+    if not prompts:
         return []
-    words = (
-        f"{found['tokens_agreed']} tokens agreed on in {len(found['prompts'])} prompts, "
-        f"{found['tokens_agreed_mean']:.1f} a prompt (median {found['tokens_agreed_median']:g}); "
-        f"{found['prompts_parted']} parted; {found['target_forwards']} target forwards"
-    )
-    explained = (
-        "p target, p draft: the probability of the token before them, by each model, where the two part"
-    )
-    return [Table("agreements", AGREEMENTS, list(map(_agreement, found["prompts"]))), explained, words]
-
-
-def _agreement(one: Row) -> Row:
-    fork = one["fork"] or {}
-    return {
-        **one,
-        **{side: repr(token["text"]) for side, token in fork.items()},
-        **{f"{side}_by_{by}": fork[side][f"{by}_probability"] for side in fork for by in ("target", "draft")},
-    }
-
-
-def comparisons(found: Row) -> Items:
-    """task=compare: a row for each prompt."""
     rows = []
-    for one in found["comparisons"]:
-        regular, speculative = one[REGULAR], one[SPECULATIVE]
-        before, after = regular["ms_per_token"], speculative["ms_per_token"]
+    for prompt in prompts:
+        row = dict(prompt)
+        for side, token in (prompt["fork"] or {}).items():
+            chances = {f"{side}_by_{by}": token[f"{by}_probability"] for by in ("target", "draft")}
+            row |= {side: repr(token["text"]), **chances}
+        rows.append(row)
+    return [
+        Table("agreements", AGREEMENTS, rows),
+        "p target, p draft: the probability of the token before them, by each model, where the two part",
+        f"{summary['tokens_agreed']} tokens agreed on in {len(prompts)} prompts, "
+        f"{summary['tokens_agreed_mean']:.1f} a prompt (median {summary['tokens_agreed_median']:g}); "
+        f"{summary['prompts_parted']} parted; {summary['target_forwards']} target forwards",
+    ]
+
+
+def comparisons(summary: Row) -> Items:
+    """Returns task=compare's row for each prompt."""
+    rows = []
+    for prompt in summary["comparisons"]:
+        before, after = (prompt[side]["ms_per_token"] for side in (REGULAR, SPECULATIVE))
         paces = {"regular_ms_per_token": before, "speculative_ms_per_token": after}
-        faster = before / after if before and after else None
-        rows.append({**speculative, "id": one["id"], **paces, "speedup": faster})
+        speedup = before / after if before and after else None
+        rows.append({**prompt[SPECULATIVE], "id": prompt["id"], **paces, "speedup": speedup})
     return [Table("comparisons", COMPARISONS, rows)] if rows else []
 
 
-def checks(found: Row) -> Items:
-    """task=certify: a row for each check, and the verdict."""
-    says = [found["says"]] if found["says"] else []
-    return [Table("checks", CHECKS, found["checks"]), *says]
+def checks(summary: Row) -> Items:
+    """Returns task=certify's row for each check, and the verdict."""
+    return [Table("checks", CHECKS, summary["checks"]), *filter(None, [summary["says"]])]
 
 
 def check_row(name: str, outcome: str, says: str) -> RichTable:
-    """A check of task=certify as it is found: what it says stays in its column."""
+    """Returns a check of task=certify as it ends: what it says stays in its column."""
     row = RichTable.grid(padding=(0, 2, 0, 0))
     row.add_column(justify="right", width=16, no_wrap=True)
     row.add_column(width=7, no_wrap=True)
@@ -162,25 +164,24 @@ def check_row(name: str, outcome: str, says: str) -> RichTable:
     return row
 
 
-def plans(found: Row) -> Items:
-    """task=plan: the best placements, what acceptance makes of the chosen one, and the verdict."""
+def plans(summary: Row) -> Items:
+    """Returns task=plan's best placements, the chosen one by acceptance, a job over nodes, the verdict."""
     rows = [
-        {**one, "verdict": one["verdict"].replace("_", " "), "worst_gpu_gib": one["worst_gpu_bytes"] / GIB,
-         "margin_gib": one["margin_bytes"] / GIB}
-        for one in found["placements"]
+        {**row, "verdict": row["verdict"].replace("_", " "), "worst_gpu_gib": row["worst_gpu_bytes"] / GIB,
+         "margin_gib": row["margin_bytes"] / GIB}
+        for row in summary["placements"]
     ]  # fmt: skip
-    tables: Items = [Table("placements", PLACEMENTS, rows, "Placements, the fastest first")]
-    if found["by_acceptance"]:
-        tables.append(Table("by_acceptance", ACCEPTANCES, found["by_acceptance"], "By acceptance"))
-    if found.get("job"):
-        title = f"A job of {found['job']['records']} records"
-        tables.append(Table("nodes", NODES, found["job"]["nodes"], title))
-    return [*tables, *found["advice"], found["sentence"]]
+    items: Items = [Table("placements", PLACEMENTS, rows, "Placements, the fastest first")]
+    if summary["by_acceptance"]:
+        items.append(Table("by_acceptance", ACCEPTANCES, summary["by_acceptance"], "By acceptance"))
+    if job := summary.get("job"):
+        items.append(Table("nodes", NODES, job["nodes"], f"A job of {job['records']} records"))
+    return [*items, *summary["advice"], summary["sentence"]]
 
 
-def outputs(found: Row) -> Items:
-    """task=generate: a row for each prompt."""
-    return [Table("outputs", OUTPUTS, found["outputs"])] if found["outputs"] else []
+def outputs(summary: Row) -> Items:
+    """Returns task=generate's row for each prompt."""
+    return [Table("outputs", OUTPUTS, summary["outputs"])] if summary["outputs"] else []
 
 
 ITEMS: dict[str, Callable[[Row], Items]] = {
@@ -189,25 +190,15 @@ ITEMS: dict[str, Callable[[Row], Items]] = {
 }  # fmt: skip
 
 
-PLANNED = (
-    Column("what", "plan against actual", is_text=True),
-    Column("predicted", digits=2),
-    Column("measured", digits=2),
-    Column("predicted_over_measured", "predicted / measured"),
-)
-MEMORY = {"held_bytes": "weights and caches", "tensor_bytes": "tensors", "reserved_bytes": "reserved",
-          "device_bytes": "in all"}  # fmt: skip
-
-
 def plan_against_actual(summary: Row) -> Table | None:
-    """The plan's predictions next to what was measured; None where there was no plan."""
+    """Returns the plan's predictions next to what was measured; None where there was no plan."""
     plan = summary.get("plan")
     if not plan:
         return None
     rows = [{"what": f"{way['name']}, ms/token", **way["ms_per_token"]} for way in plan["ways"]]
     for rank in plan["memory"]:
         for key, name in MEMORY.items():
-            both = {part: rank[key][part] and rank[key][part] / MIB for part in ("predicted", "measured")}
-            rows.append({"what": f"rank {rank['rank']}, {name}, MiB", **rank[key], **both})
+            mib = {part: rank[key][part] and rank[key][part] / MIB for part in ("predicted", "measured")}
+            rows.append({"what": f"rank {rank['rank']}, {name}, MiB", **rank[key], **mib})
     rows = [row for row in rows if row["measured"] is not None]
     return Table("plan_against_actual", PLANNED, rows) if rows else None
