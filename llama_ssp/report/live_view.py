@@ -101,7 +101,7 @@ class Scene:
     whole: bool = False
 
     def end(self, whole: bool) -> Scene:
-        """The last picture, with the verdict below."""
+        """Returns the last picture, with the verdict below."""
         return replace(self, note=verdict(self), whole=whole)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -109,31 +109,27 @@ class Scene:
         side_by_side = width >= SIDE_BY_SIDE
         widths = (width // 2, width - width // 2) if side_by_side else (width, width)
         bodies = [
-            _body(track, console.no_color).wrap(console, max(own - FRAME, 2), overflow="fold")
-            for track, own in zip(tracks, widths, strict=True)
+            _body(track, console.no_color).wrap(console, max(pane_width - FRAME, 2), overflow="fold")
+            for track, pane_width in zip(tracks, widths, strict=True)
         ]
         prompt = list(Text(visible(self.prompt), style="dim").wrap(console, max(width, 2), overflow="fold"))
-        rows = [max(map(len, bodies))] * 2 if side_by_side else list(map(len, bodies))
-        if not self.whole:
-            prompt, rows = self._fitted(prompt, options.height or console.height, 1 if side_by_side else 2)
+        heights = [max(map(len, bodies))] * 2 if side_by_side else list(map(len, bodies))
+        if not self.whole:  # the ends of prompt and texts that fit with legend, note and borders
+            stacked = 1 if side_by_side else 2
+            left = (options.height or console.height) - 2 - stacked * (2 + FIGURE_LINES)
+            prompt = prompt[len(prompt) - min(PROMPT_LINES, len(prompt), max(left - stacked, 0)) :]
+            heights = [max((left - len(prompt)) // stacked, 1)] * 2
         panes = [
-            _pane(track, Text("\n").join(body[-room:]), room, own)
-            for track, body, room, own in zip(tracks, bodies, rows, widths, strict=True)
+            _pane(track, Text("\n").join(body[-height:]), height, pane_width)
+            for track, body, height, pane_width in zip(tracks, bodies, heights, widths, strict=True)
         ]
         yield Group(_legend(tracks, console.no_color), *prompt)
-        grid = Table.grid(*(Column(width=own) for own in widths), padding=0)
+        grid = Table.grid(*(Column(width=pane_width) for pane_width in widths), padding=0)
         grid.add_row(*panes)
         yield grid if side_by_side else Group(*panes)
         yield Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
         if self.whole and self.note:
             yield Text(ONE_PROMPT, style="dim")
-
-    @staticmethod
-    def _fitted(prompt: list[Text], height: int, stacked: int) -> tuple[list[Text], list[int]]:
-        """The end of the prompt, and how many lines of each text, that a terminal of this height holds."""
-        left = height - 2 - stacked * (2 + FIGURE_LINES)  # legend and note, borders and figures
-        shown = prompt[len(prompt) - min(PROMPT_LINES, len(prompt), max(left - stacked, 0)) :]
-        return shown, [max((left - len(shown)) // stacked, 1)] * 2
 
 
 class Screen:
@@ -157,10 +153,9 @@ class Screen:
 
     def draw(self, scene: Scene, note: str) -> None:
         """Draws the tracks as they are, at most FRAMES_PER_S times a second."""
-        if self._live is None or time.monotonic() - self._drawn < 1 / FRAMES_PER_S:
-            return
-        self._live.update(replace(scene, note=note), refresh=True)
-        self._drawn = time.monotonic()
+        if self._live is not None and time.monotonic() - self._drawn >= 1 / FRAMES_PER_S:
+            self._live.update(replace(scene, note=note), refresh=True)
+            self._drawn = time.monotonic()
 
     def keep(self, scene: Scene) -> None:
         """Prints the last picture, which stays."""
@@ -181,7 +176,7 @@ def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
 
 
 def verdict(scene: Scene) -> str:
-    """How the comparison ended, in a line."""
+    """Returns how the comparison ended, in a line."""
     faster = speedup(scene.regular, scene.speculative)
     if faster is None:
         return ""
@@ -190,24 +185,23 @@ def verdict(scene: Scene) -> str:
 
 
 def figures(track: Track) -> list[str]:
-    """The lines under a text."""
-    counts, found = track.counts, track.counts.summary()
-    if not found["tokens_committed"]:
-        return [""] * FIGURE_LINES
+    """Returns the lines under a text: before the first token none, without drafts one."""
+    counts, counted = track.counts, track.counts.summary()
+    if not counted["tokens_committed"]:
+        return []
     seconds, rate = counts.prefill_s + counts.decode_s, counts.tokens_per_s or 0
-    speed = f"{found['tokens_committed']} tokens  {rate:.0f} tokens/s  {seconds:.2f} s"
-    if not found["tokens_drafted"]:
-        return [speed, *[""] * (FIGURE_LINES - 1)]
-    words = (
-        f"{found['acceptance_rate']:.0%} accepted  {found['tokens_per_target_forward']:.2f} tokens a round"
-    )
-    return [speed, words, "rounds by accepted drafts:", bars(found["blocks_by_accepted"])]
+    speed = f"{counted['tokens_committed']} tokens  {rate:.0f} tokens/s  {seconds:.2f} s"
+    if not counted["tokens_drafted"]:
+        return [speed]
+    accepted, a_round = counted["acceptance_rate"], counted["tokens_per_target_forward"]
+    shares = f"{accepted:.0%} accepted  {a_round:.2f} tokens a round"
+    return [speed, shares, "rounds by accepted drafts:", bars(counted["blocks_by_accepted"])]
 
 
 def bars(lengths: list[int]) -> str:
-    """How many rounds had 0, 1, 2 ... drafts accepted, each count with a bar."""
-    most = max(lengths, default=0) or 1
-    heights = (-(-count * (len(BARS) - 1) // most) for count in lengths)
+    """Returns how many rounds had 0, 1, 2 ... drafts accepted, each count with a bar."""
+    highest = max(lengths, default=0) or 1
+    heights = (-(-count * (len(BARS) - 1) // highest) for count in lengths)
     return "  ".join(f"{n}{BARS[height]}{lengths[n]}" for n, height in enumerate(heights))
 
 
@@ -223,12 +217,13 @@ def _body(track: Track, is_plain: bool) -> Text:
     return body
 
 
-def _pane(track: Track, body: Text, rows: int, width: int) -> Panel:
-    missing = rows - len(body.plain.split("\n"))
+def _pane(track: Track, body: Text, height: int, width: int) -> Panel:
+    """Returns a text of `height` lines in a frame, with its figures below."""
+    missing = height - len(body.plain.split("\n"))
     lines = [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in figures(track)]
+    content = Group(body, *[Text("")] * missing, *lines, *[Text("")] * (FIGURE_LINES - len(lines)))
     title = Text(track.title, style="bold", no_wrap=True, overflow="ellipsis")
     ended = None if track.finish is None else f"ended by: {track.finish}"
-    content = Group(body, *[Text("")] * missing, *lines)
     return Panel(content, title=title, title_align="left", subtitle=ended, subtitle_align="left", width=width)
 
 

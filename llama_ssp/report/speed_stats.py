@@ -65,11 +65,11 @@ class Sample:
         self.decode_s += decode_s
         self.first_token_ms.append(1000 * first_token_s)
         self.counts.merge(counts)
-        spent, made = self.by_length.get(prompt_tokens, (0.0, 0))
-        self.by_length[prompt_tokens] = (spent + decode_s, made + counts.committed.total())
+        spent, tokens = self.by_length.get(prompt_tokens, (0.0, 0))
+        self.by_length[prompt_tokens] = (spent + decode_s, tokens + counts.committed.total())
 
     def row(self) -> dict[str, Any]:
-        """The sample as a line of a table."""
+        """Returns the sample as a line of a table."""
         counted = self.counts.summary()
         return {
             "ms_per_token": self.ms_per_token,
@@ -90,7 +90,7 @@ class Record:
     split: dict[str, float] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
-        """Under the names of the JSON interface; empty before the first turn has ended."""
+        """Returns the figures under the names of the JSON interface; none before the first turn has ended."""
         if not self.samples:
             return {}
         firsts = [median(sample.first_token_ms) for sample in self.samples]
@@ -102,28 +102,28 @@ class Record:
             **self._percentiles("delivery_ms"),
             "by_prompt_length": self._by_length(),
             "time_split_ms_per_token": self.split,
-            "overlap": overlap_of([one for sample in self.samples for one in sample.overlaps]),
+            "overlap": overlap_of([batch for sample in self.samples for batch in sample.overlaps]),
             "repeats": len(self.samples),
             **Counts.sum(sample.counts for sample in self.samples).summary(),
         }
 
     def _percentiles(self, name: str) -> dict[str, float | None]:
-        found = percentiles([ms for sample in self.samples for ms in getattr(sample, name)], PERCENTILES)
-        return {f"{name}_p{one}": value for one, value in zip(PERCENTILES, found, strict=True)}
+        values = percentiles([ms for sample in self.samples for ms in getattr(sample, name)], PERCENTILES)
+        return {f"{name}_p{level}": value for level, value in zip(PERCENTILES, values, strict=True)}
 
     def _by_length(self) -> list[dict[str, Any]]:
-        """Median over repeats, for each length that a batch's longest prompt had."""
-        found = []
+        """Returns the median over repeats, for each length that a batch's longest prompt had."""
+        rows = []
         for length in sorted(self.samples[0].by_length):  # the same in every sample
             parts = [sample.by_length[length] for sample in self.samples]
-            ms = median(1000 * spent / made for spent, made in parts)
-            found.append({"prompt_tokens": length, "ms_per_token": ms})
-        return found
+            ms = median(1000 * spent / tokens for spent, tokens in parts)
+            rows.append({"prompt_tokens": length, "ms_per_token": ms})
+        return rows
 
 
 @dataclass
 class Speeds:
-    """All contenders: the target, the draft where there is a model, the pair at each K."""
+    """All contenders: the target, the draft if it is a model, the pair at each K."""
 
     target: Record
     draft: Record | None
@@ -134,7 +134,7 @@ class Speeds:
         return [self.target, *([self.draft] if self.draft else []), *self.pair]
 
     def figures(self) -> dict[str, Any]:
-        """The whole, right at any moment."""
+        """Returns the figures of all, right at any moment."""
         cost = self._within(self.draft, self.target) if self.draft else []
         cost_ratio, alpha = (median(cost) if cost else None), self._alpha()
         pair = [self._of_pair(record, alpha, cost_ratio) for record in self.pair]
@@ -162,11 +162,11 @@ class Speeds:
 
     @staticmethod
     def _within(over: Record, under: Record) -> list[float]:
-        """Ratios of ms/token, repeat by repeat."""
+        """Returns ratios of ms/token, repeat by repeat."""
         return [a.ms_per_token / b.ms_per_token for a, b in zip(over.samples, under.samples, strict=False)]
 
     def _alpha(self) -> float | None:
-        """The likeliest acceptance of one draft, were they independent."""
+        """Returns the likeliest acceptance of one draft, if they were independent."""
         samples = [sample for record in self.pair for sample in record.samples]
         accepted = sum(sample.counts.accepted.total() for sample in samples)
         return ratio(accepted, sum(sample.counts.decided for sample in samples))
@@ -180,16 +180,16 @@ def interval(name: str, values: list[float]) -> dict[str, float | None]:
 
 
 def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What came of a draft on ranks of its own, all batches taken together; None without one."""
+    """Returns what came of a draft on ranks of its own, all batches taken together; None without one."""
     if not batches:
         return None
-    found = {name: sum(one[name] for one in batches) for name in batches[0] if name not in SHARES}
-    lost = next((one["draft_lost"] for one in batches if one["draft_lost"]), None)
-    return {**found, "ready_share": ratio(found["rows_ready"], found["rows_asked"]), "draft_lost": lost}
+    sums = {name: sum(batch[name] for batch in batches) for name in batches[0] if name not in SHARES}
+    lost = next((batch["draft_lost"] for batch in batches if batch["draft_lost"]), None)
+    return {**sums, "ready_share": ratio(sums["rows_ready"], sums["rows_asked"]), "draft_lost": lost}
 
 
 def predicted(alpha: float | None, cost_ratio: float | None, k: int | None) -> float | None:
-    """Leviathan et al., theorem 3.8: expected tokens over expected time of a round."""
+    """Returns expected tokens over expected time of a round: Leviathan et al., theorem 3.8."""
     if alpha is None or cost_ratio is None or k is None:
         return None
     return tokens_per_round(alpha, k) / (k * cost_ratio + 1)

@@ -42,18 +42,18 @@ Answers = Mapping[str, list[Answer]]  # by question, one a repeat
 
 
 def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers) -> list[dict[str, Any]]:
-    """A row for each category of the questions that both have answered, then one for all of them.
+    """Returns a row for each category of the questions that both have answered, then one for all of them.
 
     Intervals are over questions: 95 % for other questions of the same kind.
     """
-    answered = [one for one in questions if one.id in regular and one.id in pair]
-    every = {one.category for one in questions}
+    answered = [question for question in questions if question.id in regular and question.id in pair]
+    categories = {question.category for question in questions}
     groups: dict[str, list[str]] = {}
-    for one in answered:
-        groups.setdefault(subtask(one.category, every), []).append(one.id)
+    for question in answered:
+        groups.setdefault(subtask(question.category, categories), []).append(question.id)
     if len(groups) > 1:
-        groups[OVERALL] = [one.id for one in answered]
-    return [_row(name, [(regular[one], pair[one]) for one in ids]) for name, ids in groups.items()]
+        groups[OVERALL] = [question.id for question in answered]
+    return [_row(name, [(regular[key], pair[key]) for key in keys]) for name, keys in groups.items()]
 
 
 def _row(category: str, answers: list[tuple[list[Answer], list[Answer]]]) -> dict[str, Any]:
@@ -61,33 +61,34 @@ def _row(category: str, answers: list[tuple[list[Answer], list[Answer]]]) -> dic
         [Counts.sum(answer.counts for answer in repeats) for repeats in side]
         for side in zip(*answers, strict=True)
     )
-    tokens, rounds = [one.committed.total() for one in fast], [one.row_rounds for one in fast]
-    before, after = [one.decode_s for one in plain], [one.decode_s for one in fast]
-    figures = {
-        "tokens_per_round": ratio_of_sums([tokens], [rounds]),
-        "speedup": ratio_of_sums([before, tokens], [after, [one.committed.total() for one in plain]]),
-    }
-    row: dict[str, Any] = {"category": category, "questions": len(answers)}
-    for name, estimate in figures.items():
-        row |= estimate.figures(name)
+    (before_s, before), (after_s, after) = (
+        ([counts.decode_s for counts in side], [counts.committed.total() for counts in side])
+        for side in (plain, fast)
+    )
     kept = ("acceptance_rate", "acceptance_by_position", "tokens_committed", "ms_per_token")
-    return row | {name: value for name, value in Counts.sum(fast).figures().items() if name in kept}
+    return {
+        "category": category,
+        "questions": len(answers),
+        **ratio_of_sums([after], [[counts.row_rounds for counts in fast]]).figures("tokens_per_round"),
+        **ratio_of_sums([before_s, after], [after_s, before]).figures("speedup"),
+        **{name: value for name, value in Counts.sum(fast).figures().items() if name in kept},
+    }
 
 
 def answer_lines(model_id: str, questions: Sequence[TextPrompt], answers: Answers) -> str:
-    """The answers as lines of Spec-Bench's answer files; a repeat is a choice. Its speed.py scores them."""
+    """Returns lines of Spec-Bench's answer files, which its speed.py scores; a repeat is a choice."""
     kept = ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
     lines = []
-    for one in questions:
-        if one.id in answers:
+    for question in questions:
+        if question.id in answers:
             record = {
-                "question_id": int(one.id) if one.id.isdecimal() else one.id,
-                "category": one.category,
-                "answer_id": hashlib.sha256(f"{model_id} {one.id}".encode()).hexdigest()[:22],
+                "question_id": int(question.id) if question.id.isdecimal() else question.id,
+                "category": question.category,
+                "answer_id": hashlib.sha256(f"{model_id} {question.id}".encode()).hexdigest()[:22],
                 "model_id": model_id,
                 "choices": [
                     {"index": n, **{name: getattr(answer, name) for name in kept}}
-                    for n, answer in enumerate(answers[one.id])
+                    for n, answer in enumerate(answers[question.id])
                 ],
                 "tstamp": time.time(),
             }
