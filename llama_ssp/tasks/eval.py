@@ -68,8 +68,8 @@ class EvalTask(Task[EvalConf]):
         checked = [self._checked(spec, blocks) for spec in self._inputs.pairs]
         cache = ModelCache(self._ranks, self._run.placement)
         try:
-            for one in checked:
-                self._answer_all(one, cache)
+            for scored in checked:
+                self._answer_all(scored, cache)
         finally:
             if self.has_output():
                 self._print(scores(self.figures()))
@@ -77,12 +77,14 @@ class EvalTask(Task[EvalConf]):
         return "done"
 
     def has_output(self) -> bool:
-        return any(answers.right for one in self._scored for answers in one.answers.values())
+        return any(answers.right for scored in self._scored for answers in scored.answers.values())
 
     def figures(self) -> dict[str, Any]:
+        scored = self._scored
+        modes = [(item, mode, answers) for item in scored for mode, answers in item.answers.items()]
         return {
-            "rows": self._rows(),
-            "differences": self._differences(),
+            "rows": [row for item in modes for row in self._rows(*item)],
+            "differences": [row for item in scored for row in self._differences(item)],
             "devices": self._devices,
             "plot": self._plot,
         }
@@ -94,38 +96,41 @@ class EvalTask(Task[EvalConf]):
         """
         by_seed = [questions(seed, self._sizes[-1], self._task.shots) for seed in self._seeds]
         bounds = zip([0, *self._sizes], self._sizes, strict=False)
-        return [[own[n] for n in range(first, last) for own in by_seed] for first, last in bounds]
+        return [[seed[n] for n in range(first, last) for seed in by_seed] for first, last in bounds]
 
     def _checked(self, spec: PairSpec, questions: list[list[Question]]) -> ScoredPair:
         pair = PairSession(spec, self._ranks)
         blocks = [[(question, _prompt(question, pair)) for question in block] for block in questions]
-        most = max(longest(prompt for _, prompt in block) for block in blocks)
+        length = max(longest(prompt for _, prompt in block) for block in blocks)
         rows = min(self._task.batch_size, max(map(len, blocks)))
-        pair.check(rows, most + self._task.max_new_tokens)
+        pair.check(rows, length + self._task.max_new_tokens)
         return ScoredPair(pair, blocks)
 
-    def _answer_all(self, one: ScoredPair, cache: ModelCache) -> None:
-        """Answers the prompts in every mode that the pair has, but for what an earlier pair has answered: the
-        same target gives the same regular answers, as the seed is the same."""
-        alike = [other for other in self._scored if other.pair.placements[0] == one.pair.placements[0]]
-        self._scored.append(one)
-        if alike:
-            one.answers[REGULAR] = alike[0].answers[REGULAR]
-        missing = [mode for mode in one.modes if mode not in one.answers]
-        if missing:
-            self._devices[one.name] = one.pair.open(cache).models.devices
-        for mode in missing:
-            one.answers[mode] = Answers()
-            self._answer(one, mode, one.answers[mode])
-        one.pair.close()
+    def _answer_all(self, scored: ScoredPair, cache: ModelCache) -> None:
+        """Answers the prompts in every mode that the pair has.
 
-    def _answer(self, one: ScoredPair, mode: str, answers: Answers) -> None:
-        task, pair = self._task, one.pair
+        An earlier pair's regular answers are taken where the target is the same: the seed is the same, too.
+        """
+        pair = scored.pair
+        earlier = [other for other in self._scored if other.pair.placements[0] == pair.placements[0]]
+        self._scored.append(scored)
+        if earlier:
+            scored.answers[REGULAR] = earlier[0].answers[REGULAR]
+        missing = [mode for mode in scored.modes if mode not in scored.answers]
+        if missing:
+            self._devices[scored.name] = pair.open(cache).models.devices
+        for mode in missing:
+            scored.answers[mode] = Answers()
+            self._answer(scored, mode, scored.answers[mode])
+        pair.close()
+
+    def _answer(self, scored: ScoredPair, mode: str, answers: Answers) -> None:
+        task, pair = self._task, scored.pair
         run = regular(pair.run) if mode == REGULAR else pair.run
         batches = pair.batches(self._inputs.seed, run, [STOP])
-        name = f"{one.name}, {mode}"
-        with Progress(name, sum(map(len, one.blocks)), "prompts") as progress:
-            for size, block in zip(self._sizes, one.blocks, strict=True):
+        name = f"{scored.name}, {mode}"
+        with Progress(name, sum(map(len, scored.blocks)), "prompts") as progress:
+            for size, block in zip(self._sizes, scored.blocks, strict=True):
                 for first in range(0, len(block), task.batch_size):
                     part = block[first : first + task.batch_size]
                     self._batch(answers, batches, part, mode)
@@ -143,16 +148,8 @@ class EvalTask(Task[EvalConf]):
         for (question, _), written in zip(part, batch.texts(), strict=True):
             answers.right[question.id] = question.is_answered_by(written)
 
-    def _rows(self) -> list[dict[str, Any]]:
-        return [
-            self._row(one, mode, size, names)
-            for one in self._scored
-            for mode, answers in one.answers.items()
-            for size, names in self._reached(answers)
-        ]
-
     def _reached(self, *modes: Answers) -> Iterator[tuple[int, list[str]]]:
-        """Each size that all these have worked on, and the prompts that all have answered."""
+        """Yields each size that all these have worked on, and the prompts that all have answered."""
         smaller = 0
         for size in self._sizes:
             every = [f"{seed}-{number}" for seed in self._seeds for number in range(size)]
@@ -161,40 +158,42 @@ class EvalTask(Task[EvalConf]):
                 yield size, names
             smaller = len(every)
 
-    def _row(self, one: ScoredPair, mode: str, size: int, names: list[str]) -> dict[str, Any]:
-        answers = one.answers[mode]
-        return {
-            "pair": one.name,
-            "target": one.pair.spec.target,
-            "draft": one.pair.spec.drafter if mode == SPECULATIVE else None,
-            "mode": mode,
-            "prompts_per_seed": size,
-            **_score([answers.right[name] for name in names]),
-            "per_seed": self._per_seed(answers, size),
-            **answers.figures.get(size, {}),
-        }
-
-    def _per_seed(self, answers: Answers, size: int) -> list[dict[str, Any]]:
-        found = []
-        for seed in self._seeds:
-            names = [f"{seed}-{number}" for number in range(size)]
-            right = [answers.right[name] for name in names if name in answers.right]
-            if right:
-                found.append({"seed": seed, **_score(right)})
-        return found
-
-    def _differences(self) -> list[dict[str, Any]]:
-        """Speculative less regular, over the prompts that both have answered."""
-        return [
-            {
-                "pair": one.name,
-                "prompts_per_seed": size,
-                **_difference(one.answers[REGULAR].right, one.answers[SPECULATIVE].right, names),
+    def _rows(self, scored: ScoredPair, mode: str, answers: Answers) -> Iterator[dict[str, Any]]:
+        """Yields a mode's scores at each size."""
+        for size, names in self._reached(answers):
+            by_seed = {
+                seed: [answers.right[name] for name in names if name.startswith(f"{seed}-")]
+                for seed in self._seeds
             }
-            for one in self._scored
-            if len(one.answers) == 2
-            for size, names in self._reached(*one.answers.values())
-        ]
+            yield {
+                "pair": scored.name,
+                "target": scored.pair.spec.target,
+                "draft": scored.pair.spec.drafter if mode == SPECULATIVE else None,
+                "mode": mode,
+                "prompts_per_seed": size,
+                **_score([answers.right[name] for name in names]),
+                "per_seed": [{"seed": seed, **_score(right)} for seed, right in by_seed.items() if right],
+                **answers.figures.get(size, {}),
+            }
+
+    def _differences(self, scored: ScoredPair) -> Iterator[dict[str, Any]]:
+        """Yields speculative less regular at each size, over the prompts that both have answered."""
+        if len(scored.answers) < 2:
+            return
+        before, after = scored.answers[REGULAR], scored.answers[SPECULATIVE]
+        for size, names in self._reached(before, after):
+            gained = sum(after.right[name] and not before.right[name] for name in names)
+            lost = sum(before.right[name] and not after.right[name] for name in names)
+            estimate = paired_difference(gained, lost, len(names))
+            yield {
+                "pair": scored.name,
+                "prompts_per_seed": size,
+                "prompts": len(names),
+                "correct_speculative_only": gained,
+                "correct_regular_only": lost,
+                **estimate.figures("difference"),
+                "includes_zero": estimate.includes(0.0),
+            }
 
 
 def _prompt(question: Question, pair: PairSession) -> Prompt:
@@ -205,16 +204,3 @@ def _prompt(question: Question, pair: PairSession) -> Prompt:
 def _score(right: list[bool]) -> dict[str, Any]:
     share = wilson(sum(right), len(right))
     return {"prompts": len(right), "correct": sum(right), **share.figures("score")}
-
-
-def _difference(before: dict[str, bool], after: dict[str, bool], names: list[str]) -> dict[str, Any]:
-    gained = sum(after[name] and not before[name] for name in names)
-    lost = sum(before[name] and not after[name] for name in names)
-    estimate = paired_difference(gained, lost, len(names))
-    return {
-        "prompts": len(names),
-        "correct_speculative_only": gained,
-        "correct_regular_only": lost,
-        **estimate.figures("difference"),
-        "includes_zero": estimate.includes(0.0),
-    }
