@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import yaml
 from torch.nn import functional
+from torch.utils.benchmark import timer
 
 from llama_ssp.config import (
     CalibrateConf,
@@ -65,7 +66,7 @@ from llama_ssp.tasks.rank_memory import process_bytes
 log = logging.getLogger(__name__)
 
 NAME = "calibrated"  # the cluster's name, and its file's
-now = time.perf_counter  # the clock
+now: Callable[[], float] = timer  # the clock: it waits for the GPU's work
 PROMPT, NEW = tuple(range(4, 36)), 28
 DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 8), (512, 16384), (0, 2, 6)
 WIDTH, HEAD = 320, 40  # a layer costs less where it is narrower still; heads enough for several ranks
@@ -131,8 +132,8 @@ def measured(
     works: list[Callable[[], float]] = [
         partial(streaming_s, 1, weights),
         partial(streaming_s, GEMM_ROWS, long),
-        partial(mean_s, partial(ranks.all_reduce, residual), ranks, device),
-        partial(mean_s, partial(ranks.broadcast_ints, [1] * 8), ranks, device),
+        partial(mean_s, partial(ranks.all_reduce, residual), ranks),
+        partial(mean_s, partial(ranks.broadcast_ints, [1] * 8), ranks),
         *(partial(player.round_s, case) for case in cases()),
     ]
     read_s, multiply_s, all_reduce_s, broadcast_s, *spent = in_turn([*works, *others], repeats)
@@ -168,9 +169,8 @@ def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
 
 
 def streaming_s(rows: int, weights: list[torch.Tensor]) -> float:
-    """Seconds to multiply rows of tokens with every weight once; on a CPU, as many median multiplications."""
+    """Returns the seconds to multiply rows with every weight once; on a CPU, as many median products."""
     x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
-    _wait(x.device)
     spent, began = [], now()
     with torch.inference_mode():
         for weight in weights:
@@ -178,24 +178,17 @@ def streaming_s(rows: int, weights: list[torch.Tensor]) -> float:
             if x.device.type == "cpu":
                 spent.append(now() - began)
                 began = now()
-    _wait(x.device)
     return median(spent) * len(weights) if spent else now() - began
 
 
-def mean_s(call: Callable[[], Any], ranks: Ranks, device: torch.device, calls: int = 50) -> float:
-    """Seconds of a call that all ranks make: the mean of several, one after the other."""
+def mean_s(call: Callable[[], Any], ranks: Ranks, calls: int = 50) -> float:
+    """Returns the seconds of a call that all ranks make: the mean of several, one after the other."""
     ranks.barrier()
     began = now()
     for _ in range(calls):
         call()
-    _wait(device)
     ranks.barrier()
     return (now() - began) / calls
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Player:
