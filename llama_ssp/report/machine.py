@@ -1,4 +1,4 @@
-"""Where a run took place: host, processor, and the program's commit. No torch."""
+"""Says where a run takes place: host, processor, and the program's commit. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOURCES = Path(__file__).resolve().parents[2]  # the folder that this package is
 
 @cache
 def host() -> dict[str, str | int | None]:
-    """The machine's name, system, processor and cores that this process may use."""
+    """Returns the machine's name, system, processor and the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     system = f"{platform.system()} {platform.release()}"
     return {"name": platform.node(), "system": system, "processor": processor_name(), "cores": cores}
@@ -21,7 +21,7 @@ def host() -> dict[str, str | int | None]:
 
 @cache
 def processor_name() -> str:
-    """The processor's name, if the system reports it."""
+    """Returns the processor's name, if the system reports it."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -30,14 +30,14 @@ def processor_name() -> str:
 
 @cache
 def commit() -> str | None:
-    """The commit of the checkout that runs, `-dirty` with changes; None of an installed package."""
+    """Returns the commit of the checkout that runs, `-dirty` with changes; None for an installed package."""
     if not (SOURCES / ".git").exists():
         return None
     return said_by_git(SOURCES, "describe", "--always", "--dirty", "--exclude=*") or None
 
 
 def said_by_git(folder: Path, *words: str) -> str:
-    """What git prints; nothing where it fails or is not installed."""
+    """Returns what git prints; nothing where it fails or is not installed."""
     try:
         return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
     except OSError:

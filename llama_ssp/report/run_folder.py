@@ -24,12 +24,12 @@ FIX = "choose another place with out=FOLDER, or out=null for none"
 
 
 def config_sha256(run: RunConf) -> str:
-    """A hash of everything that decides the output."""
+    """Returns a hash of everything that decides the output."""
     return hashlib.sha256(json.dumps(deciding(run), sort_keys=True, default=str).encode()).hexdigest()
 
 
 def deciding(run: RunConf) -> dict[str, Any]:
-    """The settings that decide the output: not where results go, nor what only the plan uses."""
+    """Returns the settings that decide the output: not where results go, nor what only the plan uses."""
     others = ("out", "output", "download", "plan")
     return {key: value for key, value in resolved(run).items() if key not in others}
 
@@ -66,7 +66,7 @@ class RunFolder:
             (self.path / "config.yaml").write_text(config, encoding="utf-8")
 
     def summary(self, status: str, figures: dict[str, Any]) -> dict[str, Any]:
-        """The JSON document of the run, with the task's figures."""
+        """Returns the JSON document of the run, with the task's figures."""
         return {
             "task": self._run.task.name,
             "status": status,

@@ -29,7 +29,7 @@ class Estimate:
 
 
 def wilson(right: int, n: int) -> Estimate:
-    """A share and its score interval (Wilson 1927), which also holds near 0 and 1.
+    """Returns a share and its score interval (Wilson 1927), which also holds near 0 and 1.
 
     The Wald interval has no width at a score of 0 or 100 %, which a few prompts often reach.
     """
@@ -45,7 +45,7 @@ def wilson(right: int, n: int) -> Estimate:
 
 
 def paired_difference(gained: int, lost: int, n: int) -> Estimate:
-    """How much the share of right answers changes between two runs on the same n prompts.
+    """Returns how much the share of right answers changes between two runs on the same n prompts.
 
     `gained` prompts are right in the second run alone, `lost` in the first alone. The interval is that
     of Bonett and Price (2012): a Wald interval after one more pair of each kind. Two runs that never
@@ -60,21 +60,21 @@ def paired_difference(gained: int, lost: int, n: int) -> Estimate:
 
 
 def ratio_of_sums(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Estimate:
-    """The product of the sums of `over` by that of the sums of `under`; each holds a figure of every item.
+    """Returns the product of the sums of `over` over that of `under`; each holds a figure of every item.
 
-    The interval is over items, which were drawn at random: the logarithm's, by linearisation. Of one item,
+    The interval is over items, which were drawn at random: the logarithm's, by linearisation. With one item,
     and where a sum is 0, nothing is known: the interval has no end.
     """
     n = len(over[0])
-    sums = [[sum(one) for one in side] for side in (over, under)]
+    sums = [[sum(figures) for figures in side] for side in (over, under)]
     if not all(map(prod, sums)):
         return Estimate(nan, 0.0, inf)
     value = prod(sums[0]) / prod(sums[1])
     if n < 2:
         return Estimate(value, 0.0, inf)
     slopes = [
-        sum(one[i] / total for one, total in zip(over, sums[0], strict=True))
-        - sum(one[i] / total for one, total in zip(under, sums[1], strict=True))
+        sum(figures[i] / total for figures, total in zip(over, sums[0], strict=True))
+        - sum(figures[i] / total for figures, total in zip(under, sums[1], strict=True))
         for i in range(n)
     ]
     reach = QUANTILE * sqrt(n / (n - 1) * sum(slope**2 for slope in slopes))
@@ -82,7 +82,7 @@ def ratio_of_sums(over: Sequence[Sequence[float]], under: Sequence[Sequence[floa
 
 
 def median_of(values: list[float]) -> Estimate:
-    """The median and its interval by order statistics, which assumes no distribution of the values.
+    """Returns the median and its interval by order statistics, which assumes no distribution of the values.
 
     With fewer than 6 values no such interval reaches 95 %: it is then from the least to the greatest,
     and `median_coverage` says what it reaches.
@@ -92,20 +92,20 @@ def median_of(values: list[float]) -> Estimate:
 
 
 def median_coverage(n: int) -> float:
-    """The chance that `median_of` n values holds the true median (0 for a single value)."""
+    """Returns the chance that `median_of` n values holds the true median (0 for a single value)."""
     return 1 - 2 * _tail(n, _outer_rank(n))
 
 
 def percentiles(values: list[float], levels: tuple[int, ...]) -> list[float | None]:
-    """Percentiles with linear interpolation; None of nothing."""
+    """Returns percentiles with linear interpolation; None without values."""
     if not values:
         return [None] * len(levels)
     cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
-    return [cuts[one - 1] for one in levels]
+    return [cuts[level - 1] for level in levels]
 
 
 def _outer_rank(n: int) -> int:
-    """How many of the ranked values may be left out on either side."""
+    """Returns how many of the ranked values may be left out on either side."""
     rank = 0
     while rank + 1 <= (n - 1) // 2 and 1 - 2 * _tail(n, rank + 1) >= LEVEL:
         rank += 1
@@ -113,17 +113,17 @@ def _outer_rank(n: int) -> int:
 
 
 def _tail(n: int, rank: int) -> float:
-    """The chance that at most `rank` of n values are below the true median."""
+    """Returns the chance that at most `rank` of n values are below the true median."""
     return sum(comb(n, i) for i in range(rank + 1)) / 2.0**n
 
 
 def uniform_band(n: int, false_alarm: float) -> float:
-    """How far n uniform draws' own distribution function may be from the true one (Massart 1990)."""
+    """Returns how far n uniform draws' distribution function may be from the true one (Massart 1990)."""
     return sqrt(log(2 / false_alarm) / (2 * n))
 
 
 def sum_band(spread: float, false_alarm: float) -> float:
-    """How far a sum of steps, each in -1..1 with mean 0 given the past, may be from 0 (Freedman 1975).
+    """Returns how far a sum of steps in -1..1, each of mean 0 given the past, may be from 0 (Freedman 1975).
 
     `spread` is the sum of their variances given the past. The bound holds at any size, unlike a normal one.
     """
@@ -132,6 +132,6 @@ def sum_band(spread: float, false_alarm: float) -> float:
 
 
 def uniform_distance(values: Sequence[float]) -> float:
-    """How far the values' distribution function is from the uniform one (Kolmogorov and Smirnov)."""
+    """Returns how far the values' distribution function is from the uniform one (Kolmogorov and Smirnov)."""
     n = len(values)
     return max(max((rank + 1) / n - value, value - rank / n) for rank, value in enumerate(sorted(values)))

@@ -43,7 +43,7 @@ class Column:
         return self.key if self.title is None else self.title
 
     def fields(self) -> list[str]:
-        """The row's keys that it shows."""
+        """Returns the row's keys that it shows."""
         return [f"{self.key}_low", f"{self.key}_high"] if self.is_interval else [self.key]
 
     def cell(self, row: Row) -> str:
@@ -72,7 +72,7 @@ class Table:
     empty: str = "(nothing)"
 
     def lines(self) -> list[str]:
-        """Plain text of any width."""
+        """Returns plain text of any width."""
         head = [""] * bool(self.title) + [self.title] * bool(self.title)
         if not self.rows:
             return [*head, self.empty]
@@ -90,17 +90,17 @@ class Table:
             yield Text(f"too narrow for: {', '.join(missing)} ({self.name}.csv has them)", style="dim")
 
     def fitting(self, width: int) -> list[Column]:
-        """The columns that fit this width: the optional ones go, from the right, the highest first."""
+        """Returns the columns that fit this width: optional ones go, from the right, the highest first."""
         shown = self._filled()
         while sum(map(self._width, shown)) + GAP * (len(shown) - 1) > width:
-            most = max(column.optional for column in shown)
-            if not most:
+            highest = max(column.optional for column in shown)
+            if not highest:
                 break
-            shown.remove([column for column in shown if column.optional == most][-1])
+            shown.remove([column for column in shown if column.optional == highest][-1])
         return shown
 
     def _filled(self) -> list[Column]:
-        """The columns without the optional ones that have no value: intervals of one repeat."""
+        """Returns the columns without optional ones that have no value: intervals of one repeat."""
         return [
             column
             for column in self.columns
@@ -108,7 +108,7 @@ class Table:
         ]
 
     def csv(self) -> str:
-        """The values as they are, not rounded, under the columns' keys."""
+        """Returns the values as they are, not rounded, under the columns' keys."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         keys = [key for column in self.columns for key in column.fields()]
@@ -137,7 +137,7 @@ class Table:
         return f"<table>{title}<thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>\n"
 
     def _width(self, column: Column) -> int:
-        """The width of a column; text is taken to fit one of twelve."""
+        """Returns the width of a column; text is taken to fit one of twelve."""
         widest = max(cell_len(word) for word in [column.head, *(column.cell(row) for row in self.rows)])
         return min(widest, 12) if column.is_text and column is not self.columns[0] else widest
 
