@@ -65,13 +65,12 @@ class GenerateTask(Task[GenerateConf]):
         prompts = [prompt for _, prompt in rows]
         echoed: list[Any] = batches.score(prompts) if self._task.echo else [None] * len(rows)
         if not self._task.max_new_tokens:
-            found = [
-                self._output(text, unwritten(prompt), [], echoed[row])
-                for row, (text, prompt) in enumerate(rows)
-            ]
-            self._found += found
-            self._print(f"{one['id']}: {scores_in_words(one['prompt_logprobs'])}" for one in found)
-            self._lines(found)
+            unwritten = {"text": "", "token_ids": [], "finish_reason": "length"}
+            for (text, prompt), scored in zip(rows, echoed, strict=True):
+                counts = {"prompt_tokens": len(prompt.token_ids), "output_tokens": 0}
+                self._found.append(self._output(text, unwritten | counts, [], scored))
+                self._print([f"{text.id}: {scores_in_words(self._found[-1]['prompt_logprobs'])}"])
+                self._lines(self._found[-1:])
             return
         batch = batches.begin(prompts)
         stream = _Stream(self._console, [text for text, _ in rows], batch.writing, self._task.chat)
@@ -89,11 +88,11 @@ class GenerateTask(Task[GenerateConf]):
                     stream.show(step)
         finally:
             stream.end()
-            found = [output(row) for row in range(len(rows))]
-            self._found += found
+            outputs = [output(row) for row in range(len(rows))]
+            self._found += outputs
         if self._task.logprobs is not None:
-            for one in found:
-                log.info("%s: %s", one["id"], scores_in_words(one["logprobs"]))
+            for result in outputs:
+                log.info("%s: %s", result["id"], scores_in_words(result["logprobs"]))
 
     def _lines(self, outputs: Iterable[dict[str, Any]]) -> None:
         """With output=jsonl, prints a line of JSON for each text that has ended."""
@@ -105,15 +104,15 @@ class GenerateTask(Task[GenerateConf]):
         self, text: TextPrompt, written: dict[str, Any], logprobs: list[ScoredToken],
         echoed: list[ScoredToken] | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """A prompt's part of the summary, with the log-probabilities that are asked for."""
-        found: dict[str, Any] = {"id": text.id, "prompt": text.text, **written}
+        """Returns a prompt's part of the summary, with the log-probabilities that are asked for."""
+        output: dict[str, Any] = {"id": text.id, "prompt": text.text, **written}
         if self._task.logprobs is not None and self._pair is not None:
             spell = self._pair.tokens.spell
-            found["logprobs"] = plain(spelled(logprobs, spell))
+            output["logprobs"] = plain(spelled(logprobs, spell))
             if echoed is not None:
-                found["prompt_logprobs"] = plain(spelled(echoed, spell))
-                found["finish_reason"] = "error" if are_damaged(echoed) else found["finish_reason"]
-        return found
+                output["prompt_logprobs"] = plain(spelled(echoed, spell))
+                output["finish_reason"] = "error" if are_damaged(echoed) else output["finish_reason"]
+        return output
 
     def _trace(self, step: Step, batch: Batch, tokens: Tokens, silent: bool) -> None:
         """Records a round, and prints it."""
@@ -168,21 +167,13 @@ class _Stream:
         self._begun = False
 
 
-def unwritten(prompt: Prompt) -> dict[str, Any]:
-    """What `output_of` gives for a prompt that is not continued."""
-    length = len(prompt.token_ids)
-    counts = {"prompt_tokens": length, "output_tokens": 0}
-    return {"text": "", "token_ids": [], "finish_reason": "length", **counts}
-
-
-def scores_in_words(found: list[dict[str, Any]]) -> str:
-    """The log-probability of tokens, given as in the output, as words."""
-    known = [one["logprob"] for one in found if one["logprob"] is not None]
+def scores_in_words(scores: list[dict[str, Any]]) -> str:
+    """Returns the log-probability of tokens, given as in the output, as words."""
+    known = [score["logprob"] for score in scores if score["logprob"] is not None]
     if not known:
         return "no token to score"
-    return (
-        f"{len(known)} tokens, log-probability {sum(known):.4f}, {-sum(known) / len(known):.4f} nats a token"
-    )
+    total, nats = sum(known), -sum(known) / len(known)
+    return f"{len(known)} tokens, log-probability {total:.4f}, {nats:.4f} nats a token"
 
 
 def in_words(figures: dict[str, Any]) -> str:
