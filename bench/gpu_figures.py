@@ -1,203 +1,219 @@
-"""Parts of bench/gpu.py: how fast a GPU is. Each part yields figures as they are found."""
+"""Parts of bench/gpu.py: how fast a GPU is. Each part is a function that yields its figures."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from bars import Bar, most, needs, safely
-from contenders import PROMPTS, by_transformers, by_us, in_turn, one_round, rounds, wait
-from profiled import GRAPHS, LAUNCHES, WAITS, busy_ms, called, total
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.nn import functional
+from contenders import PROMPTS, SMALL, by_us, in_turn, one_round, rounds, wait
+from gpu_kernels import best_bandwidth, coded_products, device
+from gpu_peer import StaticLlama
+from profiled import GRAPHS, LAUNCHES, WAITS, binned, by_name, called, gaps, kernels, total
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import StaticCache
 
 from llama_ssp import load_pair
-from llama_ssp.models.loader import DRAFT, load_module
+from llama_ssp.config import Drafting, Dtype
+from llama_ssp.config.compose import composed
+from llama_ssp.models import programs
+from llama_ssp.models.loader import load_module
+from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import DEVICE, HELD_BYTES, compare_with_plan
 from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.workload import Role
+from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.rank_memory import memory_of_ranks
 
+if TYPE_CHECKING:
+    from gpu import How
+
 VOCAB, AGREEMENT, K = 32000, 0.8, 4
-KS = (2, 4, 6)
 WIDTHS = (1, 2, 5)  # tokens of a step
-SLOTS = {False: (64, 2048, 8192, 32000), True: (16, 300)}  # tokens before it
+SLOTS = {False: (64, 2048, 32000), True: (16, 300)}  # tokens before it
 MAX_TOKENS = 512  # of a text, where steps after many tokens are not timed
-STREAMED = {False: 2**32, True: 2**25}  # numbers: more than any cache holds
 TURNS = {False: 11, True: 2}
 NEW = {False: 64, True: 8}  # tokens of a text
-SHARE_READ, SHARE_LONG = 0.85, 1 / 1.3  # of the bandwidth, by a step of one token, and by all others
-OVER_PARTS, OVER_KNOWN = 1.08, 2.0
-MOST_LAUNCHES, MOST_IDLE = 60, 0.1  # of a round, beside its graphs
-OVER_ASSISTED, LARGE_OVER_REGULAR, INT8_OVER_BF16 = 4.0, 1.8, 1.4
+SHARE_READ = 0.8  # of the best bandwidth, that a step reads
+OVER_PARTS = 1.05  # a round over its steps
+MAX_LAUNCHES, MAX_IDLE = 60, 0.1  # of a round, besides its graphs
+LARGE_OVER_REGULAR, INT8_OVER_BF16 = 1.8, 1.4
 PROFILED = 4  # rounds
-LITTLE = ("n_layers=2", "dim=256", "ffn=512", "n_heads=4", "n_kv_heads=4", "head_dim=64")
+LARGE_GIB = 100  # of a GPU that holds 30B and 7B
+PRODUCTS = re.compile("gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)  # in names of kernels
+COUNTED = 25  # names of kernels in a table
+FALLBACKS = (8192, 8)  # tokens that the compiler takes for a number that it does not know
+REPEATING = "one two three four five six seven eight nine ten. " * 6
+PEER_LAYERS = (4, 8)
 
 
-def opened(
-    small: bool, target: str, draft: str | None, engine: str, *more: str, max_tokens: int = MAX_TOKENS
+def session_of(
+    small: bool, target: str, draft: str | None, *more: str, max_tokens: int = MAX_TOKENS
 ) -> PairSession:
-    """A synthetic pair through load_pair; the vocabulary of all is LLaMA's."""
-    words = [f"engine={engine}", "task.ignore_eos=true", *more]
+    """Returns a synthetic pair with compiled steps; the vocabulary of every model is LLaMA's."""
+    words = ["engine=compiled", "task.ignore_eos=true", *more]
     for role in ("model", "draft") if draft else ("model",):
         words += [f"{role}.weights=synthetic", f"{role}.vocab={VOCAB}", f"{role}.context=40960"]
-        words += [f"{role}.{size}" for size in LITTLE if small]
+        words += [f"{role}.{size}" for size in SMALL if small]
     if draft:
         words.append(f"draft.agreement={AGREEMENT}")
-    pair = load_pair(target, draft, max_tokens=max_tokens, overrides=words)
-    return pair._session
+    return load_pair(target, draft, max_tokens=max_tokens, overrides=words).session
 
 
-def bandwidth(small: bool) -> float:
-    """Bytes a second that summing a large tensor reads; its memory is given back."""
-    large = torch.ones(STREAMED[small], dtype=torch.bfloat16, device=device())
-    size, seconds = large.nbytes, median(in_turn({"sum": large.sum}, 9)["sum"]) / 1000
-    del large
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # else it would count as the pair's
-    return size / seconds
+def steps(how: How) -> Iterator[Bar]:
+    """7B with 1B: everything about one pair."""
+    read = best_bandwidth(how.small)
+    pair = session_of(how.small, "7B", "llama3.2-1b", max_tokens=max(SLOTS[how.small]) + 128)
+    yield from safely("plan", _plan(pair, how.small))  # first: what follows has caches of its own
+    yield from safely("steps", _steps(pair, how.small, read, SLOTS[how.small], WIDTHS))
+    yield from safely("a draft step", _draft_step(pair, how.small, read))
+    yield from safely("profile of a step", _profiled_step(pair, how.small))
+    yield from safely("profile of a round", _profiled_round(pair))
+    yield from safely("texts", _texts(pair, how.small, (0, 2, 4, 6)))
 
 
-def device() -> torch.device:
-    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+def repeat(how: How) -> Iterator[Bar]:
+    """A few of these figures again: what differs is noise."""
+    read = best_bandwidth(how.small)
+    pair = session_of(how.small, "7B", "llama3.2-1b")
+    yield from safely("steps", _steps(pair, how.small, read, SLOTS[how.small][:1], WIDTHS))
+    yield from safely("texts", _texts(pair, how.small, (0, 4)))
 
 
-def steps(small: bool) -> Iterator[Bar]:
-    """7B with 1B: everything of one pair."""
-    read = bandwidth(small)
-    yield Bar("GB/s that a sum reads", read / 1e9)
-    longest = max(SLOTS[small]) + 128
-    pair = opened(small, "7B", "llama3.2-1b", "compiled", max_tokens=longest)
-    yield from safely("plan", _plan(pair, small))  # first: what follows has caches of its own
-    yield from safely("steps", _steps(pair, small, read, "compiled"))
-    yield from safely("a profiled round", _profiled(pair))
-    yield from safely("texts", _texts(pair, small, assisted=True))
-    pair.close()  # a GPU has no room for two such models and their caches
-    eager = opened(small, "7B", None, "eager", max_tokens=longest)
-    yield from safely("eager steps", _steps(eager, small, read, "eager"))
-    yield from safely("new lengths", _new_lengths(eager))
-
-
-def large(small: bool) -> Iterator[Bar]:
-    """30B with 7B."""
-    pair = opened(small, "30B", "7B", "compiled")
-    yield from safely("plan", _plan(pair, small))
-    yield from safely("texts", _texts(pair, small, LARGE_OVER_REGULAR))
+def large(how: How) -> Iterator[Bar]:
+    """30B with 7B, or where these do not fit with 1B."""
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0
+    draft = "7B" if gib > LARGE_GIB else "llama3.2-1b"
+    pair = session_of(how.small, "30B", draft)
+    yield Bar("GiB of the GPU", gib, note=f"the draft is {draft}")
+    yield from safely("plan", _plan(pair, how.small))
+    yield from safely("texts", _texts(pair, how.small, (0, 4), LARGE_OVER_REGULAR))
 
 
 def steps_after(model: Any, slots: int, widths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
-    """The model's steps of so many tokens after a text of `slots`, as its engine makes them; in one cache."""
+    """Returns the model's steps with so many tokens after a text of `slots`; all use one cache."""
     runner, end = ModelRunner(model), slots + max(widths)
     ids = torch.randint(3, VOCAB, (1, end), device=model.device)
     runner.start(1, end)
     runner.prefill(ids, [slots])
 
     def step(width: int) -> object:
-        found = runner.logits(ids, [slots + width], [width])
+        logits = runner.logits(ids, [slots + width], [width])
         runner.roll_back([slots + 1])
-        return found
+        return logits
 
     return {str(width): partial(step, width) for width in widths}
 
 
-def _steps(pair: PairSession, small: bool, read: float, engine: str) -> Iterator[Bar]:
-    model, conf = pair.models.target, pair.run.model
-    cost = pass_cost(Role("", conf, pair.placements[0].dtype), 1)
-    for slots in SLOTS[small]:
-        taken = in_turn(steps_after(model, slots, WIDTHS), TURNS[small])  # keeps no cache beside the next one
-        for width, ms in taken.items():
-            share = (cost.weights + cost.slot * slots) / (median(ms) / 1000) / read
-            regular = width == "1" and slots == min(SLOTS[small])
-            asked = None if engine == "eager" else SHARE_READ if regular else SHARE_LONG
-            what = f"{engine}, {slots} slots, {width} tokens: share of the bandwidth"
-            yield Bar(what, share, asked, note=f"{median(ms):.2f} ms")
+def _steps(
+    pair: PairSession, small: bool, read: float, slots: tuple[int, ...], widths: tuple[int, ...]
+) -> Iterator[Bar]:
+    cost = pass_cost(Role("", pair.run.model, pair.placements[0].dtype), 1)
+    for count in slots:
+        taken = in_turn(steps_after(pair.models.target, count, widths), TURNS[small])
+        for width, times in taken.items():
+            ms, what = median(times), f"{count} slots, {width} tokens"
+            share = (cost.weights + cost.slot * count) / (ms / 1000) / read
+            yield Bar(f"{what}: ms of a step", ms)
+            yield Bar(f"{what}: share of the bandwidth", share, SHARE_READ)
 
 
-def _new_lengths(pair: PairSession) -> Iterator[Bar]:
-    """A step at a length for the first time over the same step again: some kernels are planned by shape."""
-    first, again = list[float](), list[float]()
-    for slots in range(101, 117):
-        (step,) = steps_after(pair.models.target, slots, (K + 1,)).values()
-        for taken in (first, again):
-            wait()
-            began = time.perf_counter()
-            step()
-            wait()
-            taken.append(time.perf_counter() - began)
-    yield most("eager: a step at a new length over a known one", median(first) / median(again), OVER_KNOWN)
+def _draft_step(pair: PairSession, small: bool, read: float) -> Iterator[Bar]:
+    cost, slots = pass_cost(Role("", pair.run.draft, pair.placements[1].dtype), 1), SLOTS[small][0]
+    (times,) = in_turn(steps_after(pair.models.draft, slots, (1,)), TURNS[small]).values()
+    yield Bar("ms of a draft step", median(times))
+    share = (cost.weights + cost.slot * slots) / (median(times) / 1000) / read
+    yield Bar("a draft step: share of the bandwidth", share)
 
 
-def _profiled(pair: PairSession) -> Iterator[Bar]:
-    """Waits, launches and idle time of rounds that follow each other."""
+def _profiled_step(pair: PairSession, small: bool) -> Iterator[Bar]:
+    """Where the time of a step of one token goes."""
+    (step,) = steps_after(pair.models.target, SLOTS[small][0], (1,)).values()
+    for _ in range(3):
+        step()
+    yield from _kernels("a step", step)
+
+
+def _profiled_round(pair: PairSession) -> Iterator[Bar]:
+    """Where the time of a round goes, and how often the host waits and launches."""
     engine = pair.engine(0, end_ids=frozenset())
     state: Any = engine.prefill([Prompt("0", PROMPTS[0])], 256)
-    for _ in range(8):
+
+    def a_round() -> None:
         one_round(engine, state, K)
-    kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
-    with profile(activities=kinds) as seen, record_function("rounds"):
-        for _ in range(PROFILED):
-            one_round(engine, state, K)
-    events = seen.events()
-    calls = called(events, "rounds")
-    spans = [e.time_range for e in events if e.device_type == DeviceType.CUDA and e.name != "rounds"]
-    asked = {"waits for the GPU": (WAITS, 1), "launches beside graphs": (LAUNCHES, MOST_LAUNCHES)}
-    for what, (names, limit) in asked.items():
-        what = f"a round: {what}"
-        yield most(what, total(calls, names) / PROFILED, limit) if spans else needs(what)
-    yield Bar("a round: graphs", total(calls, GRAPHS) / PROFILED)
-    what = "a round: share of idle time"
-    if spans:  # profiled launches take longer, so the whole is a round without
-        whole = median(in_turn({"round": lambda: one_round(engine, state, K)}, 21)["round"])
-        yield most(what, 1 - busy_ms(spans) / PROFILED / whole, MOST_IDLE, f"{whole:.2f} ms")
-    else:
-        yield needs(what)
+
+    for _ in range(8):
+        a_round()
+    yield from _kernels("a round", a_round)
+    yield Bar("ms of a round", median(in_turn({"": a_round}, 21)[""]))
     over = float(rounds(pair, [K])[-1][-1])
     yield most(f"a round / ({K} draft steps + a step of {K + 1})", over, OVER_PARTS)
 
 
-def _texts(
-    pair: PairSession, small: bool, asked: float | None = None, assisted: bool = False
-) -> Iterator[Bar]:
-    """Regular sampling, every K, and with `assisted` transformers' assisted generation, in turn."""
-    new, taken, rounds_ms = NEW[small], dict[str, list[float]](), dict[str, list[float]]()
+def _kernels(what: str, work: Callable[[], object]) -> Iterator[Bar]:
+    """One line a kernel, then the gaps by what they lie between; each as microseconds of one `what`."""
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
+    with profile(activities=activities) as seen, record_function(what):
+        for _ in range(PROFILED):
+            work()
+    events = list(seen.events())
+    calls, ran = called(events, what), kernels(events, what)
+    limits = {"waits for the GPU": (WAITS, 1), "launches besides graphs": (LAUNCHES, MAX_LAUNCHES)}
+    for name, (names, limit) in limits.items():
+        yield most(f"{what}: {name}", total(calls, names) / PROFILED, limit) if ran else needs(name)
+    yield Bar(f"{what}: graphs", total(calls, GRAPHS) / PROFILED)
+    if not ran:
+        yield needs(f"{what}: kernels and gaps")
+        return
+    named = by_name(ran)
+    for name, (count, us) in list(named.items())[:COUNTED]:
+        yield Bar(f"{what}: us in {name[:80]}", us / PROFILED, note=f"{count / PROFILED:g} times")
+    products = sum(us for name, (_, us) in named.items() if PRODUCTS.search(name))
+    others = sum(us for _, us in named.values()) - products
+    yield Bar(f"{what}: us in products", products / PROFILED)
+    yield Bar(f"{what}: us in other kernels", others / PROFILED, note=f"{len(ran) / PROFILED:g} kernels")
+    idle = 0.0
+    for name, lengths in gaps(ran).items():
+        idle += sum(lengths)
+        yield Bar(f"{what}: us in gaps {name}", sum(lengths) / PROFILED, note=binned(lengths))
+    whole = ran[-1].time_range.end - ran[0].time_range.start
+    yield most(f"{what}: share of idle time, while profiled", idle / whole, MAX_IDLE)
 
-    def ours(repeat: int, k: int) -> float:
-        own = rounds_ms.setdefault(f"K = {k}", [])
-        return by_us(pair, new, repeat, k, lambda _, spent: own.extend([1000 * spent] * bool(repeat)))[0]
 
-    works: dict[str, Callable[[int], float]] = {f"K = {k}": partial(ours, k=k) for k in (0, *KS)}
-    if assisted:
-        target, draft = (
-            load_module(one.model, one.path, one.dtype, one.device, role)
-            for one, role in zip(pair.placements, ("model", DRAFT), strict=True)
-        )
-        works["assisted"] = lambda i: by_transformers(target, draft, "4", new, i)[0]
-    for repeat in range(3):
-        for name, work in works.items():
-            spent = work(repeat)
-            taken.setdefault(name, []).extend([spent] * bool(repeat))  # the first one warms up
-    for name, ms in taken.items():
-        own = rounds_ms.get(name)
-        note = f"a round: {median(own):.2f} ms, {max(own):.1f} at most" if own else ""
-        yield Bar(f"{name}: ms/token", median(ms), note=note)
-    best = min((f"K = {k}" for k in KS), key=lambda name: median(taken[name]))
-    over = {name: median(taken[name]) / median(taken[best]) for name in taken}
-    yield Bar(f"{best} over regular", over["K = 0"], asked)
-    if assisted:
-        yield Bar(f"{best} over transformers' assisted generation", over["assisted"], OVER_ASSISTED)
+def _texts(pair: PairSession, small: bool, ks: tuple[int, ...], limit: float | None = None) -> Iterator[Bar]:
+    """Regular sampling and every K, in turn."""
+    taken, rounds_ms = dict[int, list[float]](), dict[int, list[float]]()
+    for number in range(3):
+        for k in ks:
+            spent_ms = rounds_ms.setdefault(k, [])
+
+            def keep(_: object, spent: float, kept: list[float] = spent_ms) -> None:
+                kept.append(1000 * spent)
+
+            if number == 0:  # the first one warms up
+                by_us(pair, NEW[small], number, k)
+            else:
+                taken.setdefault(k, []).append(by_us(pair, NEW[small], number, k, keep)[0])
+    for k, times in taken.items():
+        note = f"a round: {median(rounds_ms[k]):.2f} ms, {max(rounds_ms[k]):.1f} at most"
+        yield Bar(f"K = {k}: ms/token", median(times), note=note)
+    best = min((k for k in ks if k), key=lambda k: median(taken[k]))
+    yield Bar("the best K over regular", median(taken[0]) / median(taken[best]), limit, note=f"K = {best}")
 
 
 def _plan(pair: PairSession, small: bool) -> Iterator[Bar]:
-    """What the plan predicts of a text's bytes and times, over what is measured."""
-    ms, counts = by_us(pair, NEW[small], 1, K)
+    """What the plan predicts for a text's bytes and times, beside what is measured."""
+    by_us(pair, NEW[small], 1, K)
     ms, counts = by_us(pair, NEW[small], 2, K)
     figures = {**counts.figures(), "ms_per_token": ms}
     memory = memory_of_ranks(pair.models.held_bytes, pair.placements[0].device, pair.ranks)
@@ -206,78 +222,128 @@ def _plan(pair: PairSession, small: bool) -> Iterator[Bar]:
         yield Bar("the plan", None, 1, note="there is none for this machine")
         return
     (held,), (way,) = plan["memory"], plan["ways"]
-    for what, found in (("weights and caches", held[HELD_BYTES]), ("bytes of the device", held[DEVICE])):
-        yield most(f"{what}: measured over predicted", 1 / found["predicted_over_measured"], 1.1)
+    for what, planned in (("weights and caches", held[HELD_BYTES]), ("bytes of the device", held[DEVICE])):
+        yield most(f"{what}: measured over predicted", 1 / planned["predicted_over_measured"], 1.1)
     yield most("ms/token: measured over predicted", 1 / way["ms_per_token"]["predicted_over_measured"], 1.5)
 
 
-def quantised(small: bool) -> Iterator[Bar]:
-    """7B in bf16, 8 bit and 4 bit, and the kernel for codes."""
-    if device().type == "cuda":
-        yield from safely("the kernel for codes", _kernel())
-    else:
-        yield needs("the kernel for codes: error")
+def fallback(how: How) -> Iterator[Bar]:
+    """A step of 7B, compiled for prompts, as torch does without a hint, and for a few tokens."""
+    times: dict[int, float] = {}
+    for size in FALLBACKS:
+        programs.OPTIONS_BY_DEVICE[device().type]["unbacked_symint_fallback"] = size
+        pair = session_of(how.small, "7B", None)
+        works = steps_after(pair.models.target, SLOTS[how.small][0], (1,))
+        times[size] = median(in_turn(works, 2 * TURNS[how.small])["1"])
+        yield Bar(f"unbacked_symint_fallback {size}: ms of a step", times[size])
+        del works
+        pair.close()
+    yield Bar("ms of a step that the small one saves", times[FALLBACKS[0]] - times[FALLBACKS[1]])
+
+
+def codes(how: How) -> Iterator[Bar]:
+    """The kernel for weights in codes, and steps of 7B with them."""
+    yield from safely("the kernel for codes", coded_products(how.small))
     taken: dict[str, list[float]] = {}
-    for dtype in ("bf16", "int8", "nf4"):
-        yield from safely(dtype, _in(dtype, small, taken))
-    if len(taken.get("int8", [])) == len(taken.get("bf16", [])) > 0:
-        for width, sixteen, eight in zip((1, K + 1), taken["bf16"], taken["int8"], strict=True):
-            what = f"a step of {width} tokens: int8 over bf16"
-            asked = INT8_OVER_BF16 if width == 1 and device().type == "cuda" else None
-            yield Bar(what, sixteen / eight, asked)
+    for dtype in ("bf16", "int8", "int4"):
+        yield from safely(dtype, _in(dtype, how.small, taken))
+    for dtype in sorted(taken.keys() & {"int8", "int4"}):
+        for width, sixteen, few in zip((1, K + 1), taken.get("bf16", []), taken[dtype], strict=False):
+            limit = INT8_OVER_BF16 if dtype == "int8" and width == 1 else None
+            yield Bar(f"a step of {width} tokens: {dtype} over bf16", sixteen / few, limit)
 
 
 def _in(dtype: str, small: bool, taken: dict[str, list[float]]) -> Iterator[Bar]:
     """Steps in this number format; the model is freed at the end."""
-    pair = opened(small, "7B", None, "compiled", f"model.dtype={dtype}")
-    works = steps_after(pair.models.target, min(SLOTS[small]), (1, K + 1))
-    for width, ms in in_turn(works, TURNS[small]).items():
-        taken.setdefault(dtype, []).append(median(ms))
-        yield Bar(f"{dtype}: ms of a step of {width} tokens", median(ms))
+    pair = session_of(small, "7B", None, f"model.dtype={dtype}")
+    works = steps_after(pair.models.target, SLOTS[small][0], (1, K + 1))
+    for width, times in in_turn(works, TURNS[small]).items():
+        taken.setdefault(dtype, []).append(median(times))
+        yield Bar(f"{dtype}: ms of a step of {width} tokens", median(times))
 
 
-def _kernel() -> Iterator[Bar]:
-    """Error and speed of products with codes, beside the same in bf16: in graphs, as steps have them."""
-    from llama_ssp.models.formats.coded import Coded, Codes
-    from llama_ssp.models.kernels.coded import CodedLinear, operators
-    from llama_ssp.models.quantization import LLM_INT8
-
-    operators("cuda")
-    outputs, inputs, group = 11008, 4096, 128
-    kinds = {"8 bit": LLM_INT8, "4 bit": Codes("uint4", group), "fp8": Codes("e4m3", group)}
-    for name, kind in kinds.items():
-        size = outputs, inputs * kind.bits // 8
-        codes = torch.randint(256, size, dtype=torch.uint8, device=device())
-        if kind.table == "e4m3":
-            codes[codes & 127 == 127] = 1  # these are NaN
-        scale = torch.rand(outputs, inputs // (kind.group or inputs), device=device())
-        zero = torch.randint(16, scale.shape, dtype=torch.uint8, device=device()) if kind.bits == 4 else None
-        exact = Coded(kind, inputs, codes, scale, zero).decoded(torch.float64)
-        copies = []
-        for _ in range(16):  # together more than any cache
-            weight = Coded(kind, inputs, codes.clone(), scale, zero)
-            copies.append((CodedLinear(weight, None, device()), exact.bfloat16()))
-        for rows in (1, K + 1, 16):
-            x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device())
-            wanted = x.double() @ exact.T
-            error = float((copies[0][0](x).double() - wanted).norm() / wanted.norm())
-            what = f"the kernel for {name}, {rows} rows"
-            yield most(f"{what}: error", error, 2**-8)
-            works: dict[str, Callable[[], object]] = {
-                "codes": _graph([partial(layer, x) for layer, _ in copies]),
-                "sixteen": _graph([partial(functional.linear, x, weight) for _, weight in copies]),
-            }
-            taken = {way: median(ms) for way, ms in in_turn(works, 9).items()}
-            gb_s = f"{len(copies) * codes.nbytes / taken['codes'] / 1e6:.0f} GB/s"
-            yield Bar(f"{what}: over bf16", taken["sixteen"] / taken["codes"], note=gb_s)
+def smollm2(how: How) -> Iterator[Bar]:
+    """A trained model from a GGUF file: regular, with n-grams of its text, and with layers in their codes."""
+    for dtype in ("bf16", "packed"):
+        words = ["engine=compiled", "task.ignore_eos=true", f"model.dtype={dtype}"]
+        pair = load_pair(how.file("SmolLM2"), max_tokens=MAX_TOKENS, overrides=words).session
+        prompt = Prompt("0", tuple(pair.tokens.encode(REPEATING)))
+        regular = replace(pair.run.speculation, drafter=Drafting.none, k=0)
+        ways = {"regular": regular, "n-grams": replace(regular, drafter=Drafting.ngram, k=8)}
+        for name, speculation in ways.items() if dtype == "bf16" else [("regular", regular)]:
+            run = replace(pair.run, speculation=speculation)
+            for _ in range(2):  # the first one warms up
+                timed = TimedRun(pair.engine(1, run, frozenset()), [prompt], NEW[how.small])
+                tokens = sum(
+                    len(step.rows[0].tokens)
+                    for step, _ in timed.rounds(Limits(NEW[how.small]), lookahead_for(run, 1))
+                )
+            note = repr(pair.tokens.decode(timed.state.generated(0)))
+            yield Bar(f"{dtype}, {name}: ms/token", 1000 * timed.counts.decode_s / tokens, note=note)
+        pair.close()
 
 
-def _graph(calls: list[Callable[[], object]]) -> Callable[[], object]:
-    """The calls as a CUDA graph, without the time of their launches."""
-    calls[0]()
-    wait()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph.replay
+def peer(how: How) -> Iterator[Bar]:
+    """Layers of 7B as gpt-fast has them: torch compiles and captures them by itself."""
+    import torch._inductor.config as inductor
+
+    inductor.coordinate_descent_tuning = not how.small
+    dim, heads, ffn = (64, 4, 128) if how.small else (4096, 32, 11008)
+    times = []
+    with torch.no_grad():
+        for layers in PEER_LAYERS:
+            module = StaticLlama(layers, dim, heads, ffn, 128).to(device(), torch.bfloat16)
+            mode = "reduce-overhead" if device().type == "cuda" else "default"
+            step = module if how.small else torch.compile(module, mode=mode, fullgraph=True)
+            x = torch.randn(1, 1, dim, dtype=torch.bfloat16, device=device())
+            place = torch.full((1,), 64, device=device())
+            for _ in range(4):
+                step(x, place)
+            times.append(median(in_turn({"": partial(step, x, place)}, 3 * TURNS[how.small])[""]))
+            yield Bar(f"{layers} layers: ms of a step", times[-1])
+    few, many = PEER_LAYERS
+    yield Bar("us of a layer", 1000 * (times[1] - times[0]) / (many - few))
+
+
+def static_cache(how: How) -> Iterator[Bar]:
+    """7B by transformers' generate with its static cache, for which it compiles a step of one token."""
+    words = ["model=7B", "draft=none", "model.weights=synthetic", f"model.vocab={VOCAB}"]
+    model = composed([*words, *(f"model.{size}" for size in SMALL if how.small)]).model
+    module = load_module(model, None, Dtype.bf16, device(), "model")
+    new, (prompt, _) = NEW[how.small] // 2, PROMPTS
+    cache = StaticCache(config=module.config, max_cache_len=len(prompt) + new + 8)
+    ids = torch.tensor([prompt], device=device())
+
+    def written(length: int) -> float:
+        cache.reset()
+        wait()
+        began = time.perf_counter()
+        module.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, min_new_tokens=length,
+            max_new_tokens=length, eos_token_id=None, pad_token_id=0, do_sample=True, top_k=0,
+        )  # fmt: skip
+        wait()
+        return 1000 * (time.perf_counter() - began)
+
+    written(4)  # compiles
+    yield Bar("ms/token", median((written(new) - written(1)) / (new - 1) for _ in range(3)))
+
+
+def trees(how: How) -> Iterator[Bar]:
+    """Draft trees beside chains, by bench/trees.py: 7B with 1B, and the shipped pair with its head."""
+    import trees as bench_trees
+
+    asked = bench_trees.Asked(
+        drafts="7B/llama3.2-1b,demo_head", agreements="0.6,0.8", temperatures="1.0", ks="2,4,6",
+        texts=2, more=6, new=NEW[how.small], small=how.small, device=device().type,
+    )  # fmt: skip
+    if how.small:
+        asked.agreements, asked.ks, asked.trees, asked.more = "0.6", "2", "2x1", 2
+    for cell in bench_trees.cells(asked):
+        lines, pair, _ = bench_trees.judged(cell, bench_trees.played(cell, asked))
+        name, _, _, best, clock, fair, *_ = pair
+        over, _, error = clock.partition(" +- ")
+        note = f"+- {error}; the best chain is {best}; without the luck of draws {fair}"
+        yield Bar(f"{name}: adaptive trees over the best chain", float(over), note=note)
+        for line in lines:
+            yield Bar(f"{name}, {line[1]}: ms/token", float(line[2]), note=f"{line[5]} tokens a round")

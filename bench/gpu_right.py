@@ -1,4 +1,4 @@
-"""Parts of bench/gpu.py: is what a GPU writes right? Each part yields figures as they are found.
+"""Parts of bench/gpu.py: is what a GPU writes right? Each part is a function that yields its figures.
 
 As a script it is a rank of the command that runs out of memory, started by torchrun.
 """
@@ -9,23 +9,29 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import torch
-from bars import Bar, counted, most, needs, safely
+from bars import Bar, counted, failed, most, needs, safely
 
 from llama_ssp import SamplingConfig, SpeculationConfig, load_pair
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.speculative.model_runner import ModelRunner
 from tests.families import build
+
+if TYPE_CHECKING:
+    from gpu import How
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "launch" / "run.py"
@@ -38,13 +44,76 @@ CACHES = ((20, 12), (255, 40), (256, 256), (300, 200), (300, 300), (512, 300), (
 PROMPTS = ["def hello(name):", "7 * 8 =", "The capital of France is the largest of all the"]
 FEW_BYTES = 0.01  # of the GPU's memory, for the rank that runs out of it
 WINDOW = 64  # tokens that a family with windows sees
+ENDING_S = 15  # for pytest, to write its report
+LINES = 12  # of a failing test's message
+SMALLEST = [  # cases of each kernel
+    f"tests/gpu/test_steps.py::test_{name}"
+    for name in ("attention[7-dtype0-1e-05]", "the_kernel_for_codes[int8-1]", "experts[1-4-2-dtype0-1e-05]")
+]
 LIMIT_S = 100 if torch.cuda.is_available() else 400  # of a command
 
 
-def logits(small: bool) -> Iterator[Bar]:
+def tests(how: How) -> Iterator[Bar]:
+    """tests/gpu, four at a time; names and messages of those that fail."""
+    given = ["tests/test_bars.py"] if how.small else ["tests/gpu"]
+    yield from _tested(given, how, "tests", "-n", "0" if how.small else "4")
+
+
+def again(how: How) -> Iterator[Bar]:
+    """The tests that failed in an earlier call, each alone."""
+    names = [bar.what for bar in how.earlier("tests") if bar.met is False and "::" in bar.what]
+    if names:
+        yield from _tested(names, how, "again", "-n", "0")
+    else:
+        yield Bar("tests that had failed", 0)
+
+
+def races(how: How) -> Iterator[Bar]:
+    """The smallest case of each kernel under compute-sanitizer: bad addresses, and races of shared memory."""
+    for tool in ("memcheck", "racecheck"):
+        checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+        python = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SMALLEST]
+        done = subprocess.run([*checker, *python], cwd=ROOT, capture_output=True, text=True)
+        note = "\n".join(done.stdout.splitlines()[-LINES:]) if done.returncode else ""
+        yield most(f"{tool}: exit code", done.returncode, 0, note)
+
+
+def _tested(names: list[str], how: How, report: str, *words: str) -> Iterator[Bar]:
+    """Runs pytest; if its time ends it is interrupted, and says what has ended so far."""
+    file = how.folder / f"{report}.xml"
+    command = [sys.executable, "-m", "pytest", *names, "-q", "-p", "no:cacheprovider", f"--junitxml={file}"]
+    words = tuple(word for word in words if find_spec("xdist"))
+    timeout = ["--timeout=90"] if find_spec("pytest_timeout") else []
+    with (how.folder / f"{report}.txt").open("w+") as out:
+        process = subprocess.Popen([*command, *words, *timeout], cwd=ROOT, stdout=out, stderr=out)
+        try:
+            process.wait(how.limit_s - ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # it writes its report
+            yield failed(report, "stopped before the last test")
+            process.wait(ENDING_S / 2)
+    yield from junit(file)
+
+
+def junit(file: Path) -> Iterator[Bar]:
+    """A figure for each test that failed, with the last lines of its message, and how many there were."""
+    cases = list(ElementTree.parse(file).iter("testcase"))
+    count = 0
+    for case in cases:
+        problems = [*case.iter("failure"), *case.iter("error")]
+        for problem in problems[:1]:
+            count += 1
+            place = case.get("classname", "").replace(".", "/")
+            lines = (problem.text or problem.get("message", "")).strip().splitlines()
+            yield Bar(f"{place}.py::{case.get('name')}", 0, 1, note="\n".join(lines[-LINES:]))
+    yield counted(count, len(cases), "tests that fail")
+    yield Bar("tests that were skipped", sum(case.find("skipped") is not None for case in cases))
+
+
+def logits(how: How) -> Iterator[Bar]:
     """Logits of each engine through load_pair; the random models read the whole text before a token."""
     for family in ("llama-gqa", "mistral-window"):
-        yield from safely(family, _logits_of(family, small))
+        yield from safely(family, _logits_of(family, how.small))
 
 
 def _logits_of(family: str, small: bool) -> Iterator[Bar]:
@@ -101,9 +170,9 @@ def _logits(
     return runner.logits(ids, ends, [width] * rows).float().cpu()
 
 
-def texts(small: bool) -> Iterator[Bar]:
+def texts(how: How) -> Iterator[Bar]:
     """Sampled texts of the shipped pair in fp32: the same by each engine, from one pair for all of them."""
-    lengths = (5, 40) if small else (5, 40, 600)
+    lengths = (5, 40) if how.small else (5, 40, 600)
     for rows in (1, 3):
         yield from safely(f"texts of {rows} rows", _texts_of(rows, lengths))
     for name in ("demo_head", "siblings"):
@@ -180,25 +249,9 @@ class _Captures:
             yield most(f"{key}: MiB reserved more after the last prompt", later[-1][1] - before, 0)
 
 
-def command(small: bool) -> Iterator[Bar]:
-    """The command line: the same texts by each engine, and its exit codes."""
-    new = f"task.max_new_tokens={12 if small else 300}"
-    found = {engine: _ran([str(RUN), *_words(engine), new]) for engine in ENGINES}
-    yield counted(sum(one.code != 0 for one in found.values()), 2, "commands that fail")
-    differing = sum(a != b for a, b in zip(*(one.texts() for one in found.values()), strict=True))
-    yield counted(differing, len(PROMPTS), "texts that differ between engines")
-    for code, words in (
-        (2, ["speculation.k=-1"]), (3, ["task.prompt_file=/nowhere.txt"]), (5, ["placement=own"]),
-        (4, ["model=/nowhere"]),
-    ):  # fmt: skip
-        done = _ran([str(RUN), *words])
-        wrong = done.code != code or len(done.errors()) != 1
-        yield counted(int(wrong), 1, f"{words[-1]}: ends otherwise than with {code} and one line")
-
-
-def ranks(small: bool) -> Iterator[Bar]:
+def ranks(how: How) -> Iterator[Bar]:
     """Two ranks on one GPU, over gloo: the text is that of one process."""
-    new = f"task.max_new_tokens={12 if small else 200}"
+    new = f"task.max_new_tokens={12 if how.small else 200}"
     alone = _ran([str(RUN), *_words("eager"), new]).texts()
     for placement in ("leader", "sharded", "own"):
         done = _ran([*TORCHRUN, str(RUN), *_words("compiled"), new, f"placement={placement}"])
@@ -214,7 +267,7 @@ def ranks(small: bool) -> Iterator[Bar]:
     yield most(what, int(done.code != 0), 0, "; ".join(done.errors())[:160])
 
 
-def faults(small: bool) -> Iterator[Bar]:
+def faults(how: How) -> Iterator[Bar]:
     """A rank that is killed, and one that runs out of memory: all end, with one line that says why."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     fault = {"FAULT": "SIGKILL,verify,other rank", "PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""What the host called within one part of a torch profile: its waits for a GPU, and its launches.
+"""What a torch profile says of one part of it: calls of the host, kernels of the GPU, and gaps between them.
 
 The part is a `record_function`: a profile as a whole also has the wait by which the profiler itself ends.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -14,6 +15,8 @@ from torch.autograd import DeviceType
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")  # triton: cu...
 GRAPHS = ("cudaGraphLaunch",)
+READBACK = "Memcpy DtoH"  # by which the host gets a round's decision
+BINS_US = (2, 5, 20)  # limits of the lengths of gaps
 
 
 def called(events: Iterable[Any], part: str) -> Counter[str]:
@@ -34,11 +37,46 @@ def total(calls: Counter[str], names: Iterable[str]) -> int:
     return sum(calls[name] for name in names)
 
 
-def busy_ms(spans: Iterable[Any]) -> float:
-    """Milliseconds in which at least one of the spans, in microseconds, runs."""
-    found = sorted(spans, key=lambda span: span.start)
-    busy, end = 0.0, found[0].start
-    for span in found:
-        busy += max(span.end - max(span.start, end), 0.0)
-        end = max(end, span.end)
-    return float(busy / 1000)
+def kernels(events: Iterable[Any], part: str) -> list[Any]:
+    """Returns what the GPU ran, by its start; `part` is no kernel, although the GPU has a span for it."""
+    device = [event for event in events if event.device_type == DeviceType.CUDA and event.name != part]
+    return sorted(device, key=lambda event: event.time_range.start)
+
+
+def by_name(events: Iterable[Any]) -> dict[str, tuple[int, float]]:
+    """Returns the number and the microseconds of the kernels of each name, the longest total first."""
+    counts, spent = Counter[str](), Counter[str]()
+    for event in events:
+        counts[event.name] += 1
+        spent[event.name] += event.time_range.end - event.time_range.start
+    return {name: (counts[name], us) for name, us in spent.most_common()}
+
+
+def gaps(events: list[Any]) -> dict[str, list[float]]:
+    """Returns the microseconds of the gaps between kernels, which are sorted by their start.
+
+    `inside a graph` lie between two kernels of one launch, which have one id; `behind the readback` is the
+    GPU without work while the host reads a decision; `between launches` are all others.
+    """
+    result: dict[str, list[float]] = {"inside a graph": [], "between launches": [], "behind the readback": []}
+    end = float("-inf")
+    for before, after in pairwise(events):
+        end = max(end, before.time_range.end)
+        if (gap := after.time_range.start - end) <= 0:
+            continue
+        if before.name.startswith(READBACK):
+            result["behind the readback"].append(gap)
+        elif before.id == after.id:
+            result["inside a graph"].append(gap)
+        else:
+            result["between launches"].append(gap)
+    return result
+
+
+def binned(gaps_us: Iterable[float]) -> str:
+    """Returns how many gaps there are of each length, and their microseconds together."""
+    given, result = list(gaps_us), []
+    for low, high in pairwise((0.0, *BINS_US, float("inf"))):
+        inside = [gap for gap in given if low <= gap < high]
+        result.append(f"{low:g} to {high:g} us: {len(inside)}, together {sum(inside):.0f} us")
+    return "; ".join(result)

@@ -2,23 +2,24 @@
 
     python bench/trees.py [drafts=2x512,4x704,6x832,shipped] [agreements=0.6,0.8,0.9] [temperatures=1.0,0.5]
                           [ks=1,2,4,8] [trees=2x1,4x2] [new=64] [texts=3] [more=48] [threads=2] [small=true]
-                          [write=FILE.md]
+                          [device=cpu] [write=FILE.md]
 
 A draft of LxH is synthetic, with L layers and H hidden numbers: these three take about 0.05, 0.15 and 0.3 of
-a target step. `shipped` is the pair that ships, at each temperature; any other name is that of a draft or a
-head of its target (`draft=NAME`). `trees` are drafts x siblings, 8x2 at most.
+a target step. TARGET/DRAFT is a pair of presets with synthetic weights. `shipped` is the pair that ships, at
+each temperature; any other name is that of a draft or a head of its target (`draft=NAME`). `trees` are
+drafts x siblings, 8x2 at most. With `device=cuda` pairs are on GPUs.
 
 All contenders write `texts` texts. Then adaptive trees and the chains that are nearly the best write `more`
 texts. All write a text at the same time, by turns: the next round is of the one with the fewest tokens. So a
 machine whose speed changes is the same for all. Each text has draws of its own, the same for all contenders.
 Of trained pairs, which are fast, there are several times as many texts.
 
-The next token of a synthetic pair depends on the last one alone. So what rounds of each shape bring is
+The next token of an LxH pair depends on the last one alone. So what rounds of each shape bring is
 `predicted` by many rounds of tables, without forward passes (without_forwards.py). What is counted must be
 within three standard errors of it.
 
 Times are given three ways: `clock`, per token; `fair`, per token that these rounds bring on average, without
-the luck of draws (as predicted of their shapes, or of a trained pair, as their drafts say); and `evened`,
+the luck of draws (as predicted of their shapes, or of other pairs, as their drafts say); and `evened`,
 where each round also takes the median time of all rounds of its shape. Speeds compare what both contenders
 took for the same texts. Required of adaptive trees: 0.98 of the best chain's speed, by the clock. The exit
 code is 1 if something is missed.
@@ -38,16 +39,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contenders import opened, sizes, text_logits  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
+from contenders import SMALL, opened, sizes, text_logits  # noqa: E402
 from side_by_side import PROMPTS as TEXTS  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from ways import TOKENS, VOCAB, Brought, Cell, Way, over  # noqa: E402
 from without_forwards import Shape, Table, in_the_long_run  # noqa: E402
 from words import Words  # noqa: E402
 
-from llama_ssp.config import Dtype, RunConf, Steps, register  # noqa: E402
-from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402
+from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
@@ -76,20 +76,35 @@ class Asked(Words):
     more: int = 48
     threads: int = 2
     small: bool = False
+    device: str = "cpu"
     write: str = ""
 
 
-def trained(draft: str, temperature: str, new: int) -> Cell:
-    """The target that ships, with its draft or another one."""
-    given = ["model.dtype=bf16", f"sampling.temperature={temperature}", "placement=cpu", "engine=compiled"]
-    given += ["draft.dtype=bf16" if draft == "shipped" else f"draft={draft}"]
+def adaptive(asked: Asked, *words: str) -> RunConf:
+    """Returns the run of these overrides, compiled, with adaptive trees."""
+    given = ["engine=compiled", "model.dtype=bf16", *words, *["placement=cpu"] * (asked.device == "cpu")]
     given += ["speculation.adaptive=true", f"speculation.siblings={MOST}", f"speculation.k_max={K_MAX}"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = to_run(compose("run", given))
+    return composed(given)
+
+
+def trained(draft: str, temperature: str, asked: Asked) -> Cell:
+    """The target that ships, with its draft or another one."""
+    named = "draft.dtype=bf16" if draft == "shipped" else f"draft={draft}"
+    run = adaptive(asked, f"sampling.temperature={temperature}", named)
     pair = PairSession(pair_specs(run, [], 1)[0])
-    pair.load(1, 256 + new)
+    pair.load(1, 256 + asked.new)
     prompts = tuple(tuple(pair.tokens.encode(text)) for text in TEXTS)
     return Cell(draft, f"T = {temperature}", pair, prompts=prompts)
+
+
+def presets(names: str, agreement: str, asked: Asked) -> Cell:
+    """Two presets with synthetic weights: what their drafts say is what their rounds bring."""
+    words = [f"{role}={name}" for role, name in zip(("model", "draft"), names.split("/"), strict=True)]
+    for role in ("model", "draft"):
+        words += [f"{role}.weights=synthetic", f"{role}.vocab={VOCAB}"]
+        words += [f"{role}.{size}" for size in SMALL if asked.small]
+    run = adaptive(asked, *words, "draft.dtype=bf16", f"draft.agreement={agreement}")
+    return Cell(names, agreement, opened(run, TOKENS + asked.new))
 
 
 def synthetic(draft: str, agreement: str, asked: Asked, known: dict[str, Brought]) -> Cell:
@@ -115,11 +130,16 @@ def cells(asked: Asked) -> Iterable[Cell]:
     """Each pair in turn; it is closed when the next one begins."""
     known: dict[str, Brought] = {}
     for draft in asked.drafts.split(","):
-        is_synthetic = draft[0].isdigit()
-        for dial in (asked.agreements if is_synthetic else asked.temperatures).split(","):
-            own = synthetic(draft, dial, asked, known) if is_synthetic else trained(draft, dial, asked.new)
-            yield own
-            own.ready.close()
+        is_preset, is_synthetic = "/" in draft, draft[0].isdigit()
+        for dial in (asked.agreements if is_preset or is_synthetic else asked.temperatures).split(","):
+            if is_preset:
+                cell = presets(draft, dial, asked)
+            elif is_synthetic:
+                cell = synthetic(draft, dial, asked, known)
+            else:
+                cell = trained(draft, dial, asked)
+            yield cell
+            cell.ready.close()
 
 
 def played(cell: Cell, asked: Asked) -> dict[str, Way]:
@@ -204,7 +224,6 @@ def main() -> None:
     asked = Asked.of(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.set_num_threads(asked.threads)
-    register()
     head = [
         "pair",
         "contender",

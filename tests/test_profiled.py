@@ -10,11 +10,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.profiled import GRAPHS, LAUNCHES, WAITS, busy_ms, called, total
+from bench.profiled import GRAPHS, LAUNCHES, WAITS, binned, by_name, called, gaps, kernels, total
 
 
-def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU) -> Any:
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device)
+def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU, id: int = 0) -> Any:
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=span, device_type=device, id=id)
 
 
 # As torch profiles one round on a GPU: the part is on the GPU's track, too; torch.cuda.synchronize() comes
@@ -59,6 +60,20 @@ def test_torchs_own_events_have_what_is_read() -> None:
     assert calls["aten::mul"] == 2 and calls["aten::add"] == 0
 
 
-def test_busy_time_is_what_a_kernel_covers() -> None:
-    spans = [SimpleNamespace(start=start, end=end) for start, end in ((10, 14), (0, 4), (1, 2), (13, 20))]
-    assert busy_ms(spans) == pytest.approx(0.014)  # all but 4 to 10, in microseconds
+def test_gaps_are_told_apart() -> None:
+    """Kernels that overlap leave no gap; a gap behind the readback is the host's, whatever comes next."""
+    cuda = DeviceType.CUDA
+    events = [
+        event("cast", 40, 41, cuda, 3), event("gemm", 0, 4, cuda, 1), event("norm", 1, 2, cuda, 1),
+        event("gemm", 7, 11, cuda, 1), event("Memcpy DtoH (Device -> Pinned)", 14, 15, cuda, 2), *ROUND[6:7],
+        event("gemm", 61, 62, cuda, 3),
+    ]  # fmt: skip
+    ran = kernels(events, "round")
+    assert gaps(ran) == {
+        "inside a graph": [3, 20], "between launches": [3], "behind the readback": [25],
+    }  # fmt: skip
+    assert by_name(ran)["gemm"] == (3, 9) and next(iter(by_name(ran))) == "gemm"
+    assert binned([1, 1.5, 20]) == (
+        "0 to 2 us: 2, together 2 us; 2 to 5 us: 0, together 0 us; 5 to 20 us: 0, together 0 us; "
+        "20 to inf us: 1, together 20 us"
+    )

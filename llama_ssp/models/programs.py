@@ -157,7 +157,8 @@ class ProgramFile:
         versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
         config = model.config.to_json_string(use_diff=False)
         module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
-        words = *versions, config, *module, model.device, model.ranks.label
+        options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
+        words = *versions, config, *module, model.device, model.ranks.label, options
         code = [file.read_text(encoding="utf-8") for file in TRACED]
         name = hashlib.sha256("\0".join([*map(str, words), *code]).encode()).hexdigest()[:16]
         self.path = cache_folder() / f"step-{name}.bin"

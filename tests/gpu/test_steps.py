@@ -27,6 +27,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.families import build, decoder_of
+from tests.gpu.expected import near, near_by_norm, same_tokens
 from tests.rig import perturbed, speculate
 from tests.test_coded_linear import held, rows_of, wide
 from tests.test_triton import CASES, inputs
@@ -59,7 +60,9 @@ def test_graphs_write_the_text_of_eager_steps(rule: str, rows: int, k: int) -> N
         speculate(on_gpu(graphs), PROMPTS[:rows], on_gpu(graphs, 0.3) if k else None, **how)
         for graphs in (False, True)
     )
-    assert graphed.texts == plain.texts
+    same_tokens(
+        f"{rows} texts in graphs, K = {k}, rule {rule}, beside eager ones", graphed.texts, plain.texts
+    )
 
 
 def test_a_round_waits_once() -> None:
@@ -77,7 +80,9 @@ def test_a_round_waits_once() -> None:
         one_round()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen, record_function("round"):
         one_round()
-    assert total(called(seen.events(), "round"), WAITS) == 1
+    calls = called(seen.events(), "round")
+    waits = {name: calls[name] for name in WAITS if calls[name]}
+    assert total(calls, WAITS) == 1, f"a round: expected 1 wait for the GPU; there are {waits}"
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 100])
@@ -89,9 +94,9 @@ def test_the_kernel_for_codes(table: str, rows: int) -> None:
         weight = held(96, 320, table, group, offset)
         layer = CodedLinear(weight, None, torch.device(f"cuda:{LAST}"))
         x = rows_of(rows, 320).to(f"cuda:{LAST}")
-        found, exact = layer(x).cpu().double(), x.cpu().double() @ wide(weight).T
-        assert (found - exact).norm() / exact.norm() < 2**-7
-        assert torch.equal(layer(x[:1])[0], layer(x[:16])[0])
+        what = f"{table}, groups of {group}, offset {offset}, {rows} rows"
+        near_by_norm(what, layer(x), x.cpu().double() @ wide(weight).T, 2**-7)
+        near(f"{what}: a row of 16 beside the row alone", layer(x[:16])[:1], layer(x[:1]), 0.0)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -106,8 +111,8 @@ def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
     for name in ("position_T", "first_T", "slot_T"):
         setattr(feed, name, getattr(feed, name).to(device))
     there = [each.to(device) for each in (query, keys, values)]
-    found = attention.attend(feed, *there, scores, None if sinks is None else sinks.to(device))
-    assert (found.cpu().double() - exact).abs().max() <= bound * exact.abs().max()
+    result = attention.attend(feed, *there, scores, None if sinks is None else sinks.to(device))
+    near(f"attention, case {case} {CASES[case][:6]}, {dtype}", result, exact, bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -122,5 +127,5 @@ def test_experts(tokens: int, count: int, top_k: int, dtype: torch.dtype, bound:
     gate: Any = "", "", None, None, "silu", 0.0, 0.0
     exact = experts.apply(x_TH.double(), share_TK.double(), choice_TK, [up.double()], [down.double()], *gate)
     x_TH, share_TK, choice_TK, up, down = (each.to(device) for each in (x_TH, share_TK, choice_TK, up, down))
-    found = experts.apply_on_gpu(x_TH, share_TK, choice_TK, [up], [down], *gate)
-    assert (found.cpu().double() - exact).abs().max() <= bound * exact.abs().max()
+    result = experts.apply_on_gpu(x_TH, share_TK, choice_TK, [up], [down], *gate)
+    near(f"{top_k} of {count} experts, {tokens} tokens, {dtype}", result, exact, bound)
