@@ -172,8 +172,10 @@ class How:
     folder: Path
 
     def file(self, beginning: str) -> Path:
-        """Returns the file that was brought along under a name that begins so. Raises StopIteration."""
-        return next((BROUGHT / "brought").glob(f"{beginning}*"))
+        """Returns the file that was brought along under a name that begins so. Raises FileNotFoundError."""
+        for file in (BROUGHT / "brought").glob(f"{beginning}*"):
+            return file
+        raise FileNotFoundError(f"{BROUGHT / 'brought'} has no {beginning}*")
 
     def earlier(self, part: str) -> list[Bar]:
         """Returns the figures that the part gave when it ran last."""
@@ -261,7 +263,6 @@ class Call:
         """Adds a line. The line before it may be torn, so this one begins anew."""
         with self.lock:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 with (self.folder / name).open("a", encoding="utf-8") as file:
                     file.write(f"\n{json.dumps(document)}\n")
             except OSError as error:
@@ -365,7 +366,7 @@ def is_here(need: str, how: How) -> bool:
         if kind == "program":
             return shutil.which(name) is not None
         if kind == "file":
-            return how.file(name).exists()
+            return bool(how.file(name))
         if "." not in need:
             return find_spec(need) is not None
         pkgutil.resolve_name(need)
@@ -480,6 +481,8 @@ def called(asked: Asked, parts: list[Part]) -> Call:
     """Runs parts as one call; prints what all calls have found, and what to run next."""
     call = Call(asked, Card(asked.rehearse))
     call.card.start()
+    with suppress(OSError):
+        call.folder.mkdir(parents=True, exist_ok=True)
     call.run_all(parts)
     records = [*records_in(call.folder), *call.records]  # twice, where they could be written
     last = list(latest(records).values())
@@ -526,8 +529,10 @@ def main() -> None:
     named = asked.parts.split(",") if asked.parts else []
     if unknown := set(named) - {part.name for part in PARTS}:
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(part.name for part in PARTS)}")
-    parts = [part for part in PARTS if part.name in named]
-    call = called(asked, parts or due(asked.call, records_in(Path(asked.folder))))
+    parts = due(asked.call, records_in(Path(asked.folder)))
+    if named:
+        parts = [PARTS[0], *(part for part in PARTS[1:] if part.name in named)]
+    call = called(asked, parts)
     bars = [bar_of(figure) for record in call.records for figure in record["bars"]]
     sys.exit(int(any(bar.met is False for bar in bars)))
 

@@ -170,7 +170,11 @@ def _kernels(what: str, work: Callable[[], object]) -> Iterator[Bar]:
     calls, ran = called(events, what), kernels(events, what)
     limits = {"waits for the GPU": (WAITS, 1), "launches besides graphs": (LAUNCHES, MAX_LAUNCHES)}
     for name, (names, limit) in limits.items():
-        yield most(f"{what}: {name}", total(calls, names) / PROFILED, limit) if ran else needs(name)
+        yield (
+            most(f"{what}: {name}", total(calls, names) / PROFILED, limit)
+            if ran
+            else needs(f"{what}: {name}")
+        )
     yield Bar(f"{what}: graphs", total(calls, GRAPHS) / PROFILED)
     if not ran:
         yield needs(f"{what}: kernels and gaps")
@@ -265,7 +269,7 @@ def _in(dtype: str, small: bool, taken: dict[str, list[float]]) -> Iterator[Bar]
 def smollm2(how: How) -> Iterator[Bar]:
     """A trained model from a GGUF file: regular, with n-grams of its text, and with layers in their codes."""
     for dtype in ("bf16", "packed"):
-        words = ["engine=compiled", "task.ignore_eos=true", f"model.dtype={dtype}"]
+        words = ["engine=compiled", "task.ignore_eos=true", f"model.dtype={dtype}", "sampling=greedy"]
         pair = load_pair(how.file("SmolLM2"), max_tokens=MAX_TOKENS, overrides=words).session
         prompt = Prompt("0", tuple(pair.tokens.encode(REPEATING)))
         regular = replace(pair.run.speculation, drafter=Drafting.none, k=0)

@@ -200,6 +200,8 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     kinds = steps.kinds_of(again.decoder, again.config)
     kept = ProgramFile(again, replace(spec, module=again.decoder, kinds=kinds))
     assert kept.load() is not None
+    monkeypatch.setitem(programs.OPTIONS_BY_DEVICE, "cpu", {"unbacked_symint_fallback": 8})
+    assert ProgramFile(again, kept.spec).path != kept.path
     kept.path.write_bytes(kept.path.read_bytes()[:1000])
     assert kept.load() is None
 
