@@ -28,7 +28,7 @@ SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", 
 ALSO = {"plain": ("echo",), COMPLETIONS: ("echo",), CHAT: ("top_logprobs",)}
 NEVER = {COMPLETIONS: "messages", CHAT: "prompt"}
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
-WITHOUT_EFFECT = {
+WITHOUT_EFFECT: dict[str, Any] = {
     "model": None, "user": None, "metadata": None, "store": None, "service_tier": None, "n": 1, "best_of": 1,
     "stream": False, "tools": [], "response_format": {"type": "text"},
 }  # fmt: skip

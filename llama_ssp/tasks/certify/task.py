@@ -95,7 +95,7 @@ class CertifyTask(Task[CertifyConf]):
             watch.room = 0
             rounds, behind = watch.rounds, watch.behind
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
-            error = partial(tree_error if isinstance(rule, TreeRule) else rule_error, rule)
+            error = partial(tree_error, rule) if isinstance(rule, TreeRule) else partial(rule_error, rule)
             heat, rows, chunk = run.sampling.temperature, task.batch_size, task.prefill_chunk
             self._add(check_law(target, error, rounds, behind, heat, vocab, rows, chunk, leads))
             if leads:
