@@ -474,7 +474,12 @@ def report(call: Call, records: list[dict[str, Any]]) -> str:
         for bar in bars:
             if "\n" in bar.note:  # a message of a test
                 lines += [f"{bar.what}:", "", "```", bar.note, "```", ""]
-    return "\n".join([*lines, "```", *aligned(end_table(records, str(call.card)), 1), "```", ""])
+    missed = [(record["part"], bar) for record in records for bar in map(bar_of, record["bars"])]
+    lines += ["Missed:", "", "```"]
+    lines += [
+        f"{part}: {bar.what}: {bar.verdict} {bar.note[-160:]}" for part, bar in missed if bar.met is False
+    ]
+    return "\n".join([*lines, "", *aligned(end_table(records, str(call.card)), 1), "```", ""])
 
 
 def called(asked: Asked, parts: list[Part]) -> Call:
@@ -491,14 +496,14 @@ def called(asked: Asked, parts: list[Part]) -> Call:
     except Exception as error:  # whatever a package that is not whole raises
         text = f"no report: {type(error).__name__}: {error}"
     print(text)
+    left = ", ".join(part.name for part in due(2, records)[1:])
+    folder = "" if asked.folder == Asked.folder else f" folder={asked.folder}"
+    print(f"next: python bench/gpu.py call=2{folder}: {left}" if left else "next: nothing is left")
     if asked.write:
         path = Path(asked.write)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         path.with_suffix(".json").write_text(json.dumps(last, indent=1), encoding="utf-8")
-    left = ", ".join(part.name for part in due(2, records)[1:])
-    folder = "" if asked.folder == Asked.folder else f" folder={asked.folder}"
-    print(f"next: python bench/gpu.py call=2{folder}: {left}" if left else "next: nothing is left")
     return call
 
 
