@@ -22,7 +22,7 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models import attention
-from llama_ssp.models.formats import gguf_blocks
+from llama_ssp.models.formats import gguf_source
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.heads.model import DFlashModel
 from llama_ssp.models.kv_cache import Feed, RaggedCache
@@ -553,14 +553,6 @@ def _groups_from_the_cut(self: Coded, cut: Any) -> Coded:
     return replace(part, kind=self.kind, **parts)
 
 
-def _scales_of_four(byte: Any) -> Any:
-    """Of the last four scales of a block the upper bits are lost."""
-    scales, shifts = gguf_of_eight(byte)
-    whole = scales / gguf_blocks._half(byte[..., :2])
-    lower = torch.cat([whole[..., :4], whole[..., 4:] % 16], -1)
-    return lower * gguf_blocks._half(byte[..., :2]), shifts
-
-
 def _forgets_the_broken(self: Any, state: State, proposal: Proposal, logits: Any) -> Any:
     return engine_judge(self, state, replace(proposal, damaged=None), logits)
 
@@ -582,7 +574,7 @@ some_probs = heads.probs_of_some
 DFLASH_TEST = "test_declared_distributions_are_those_of_the_published_code"
 HEAD_TEST = "test_declared_distributions_are_the_published_formulas"
 
-coded_decode, coded_cut, gguf_of_eight = Coded._decoded, Coded.cut, gguf_blocks._of_eight
+coded_decode, coded_cut = Coded._decoded, Coded.cut
 MUTANTS = [
     Mutant("ratio swapped", verify, "_ratios", _swapped, by_rational("token")),
     Mutant("ratio swapped, block", verify, "_ratios", _swapped, by_rational("block")),
@@ -651,7 +643,7 @@ MUTANTS = [
     Mutant("a memo stands whatever its prompt", ahead.Memo, "stands", _of_any_prompt, by_test("test_overlap", "test_a_memo_stands_for_its_own_prompt_and_text_alone")),
     Mutant("codes: the zero is subtracted after the scale", Coded, "_decoded", _zero_after_the_scale, by_test("test_coded", "test_a_matrix_is_decoded_a_weight_at_a_time", "uint4", 32, torch.float32)),
     Mutant("codes: a part that begins inside a group has groups of its own", Coded, "cut", _groups_from_the_cut, by_test("test_coded", "test_a_part_has_the_weights_of_the_whole", "uint4", 128, Cut(COLUMNS, ((64, 130),)))),
-    Mutant("GGUF: the last scales of a block lose their upper bits", gguf_blocks, "_of_eight", _scales_of_four, by_test("test_gguf", "test_any_bytes_are_decoded_as_the_library_does", "Q4_K")),
+    Mutant("GGUF: the last scales of a block lose their upper bits", gguf_source, "BLOCKS", {**gguf_source.BLOCKS, "Q4_K": _rewritten(gguf_source._q45_k, "last & 15 | first >> 2 & 48", "last & 15")}, by_test("test_gguf", "test_any_bytes_are_decoded_as_the_library_does", "Q4_K")),
     Mutant("tree: a node's weight lacks 1 - weight", verify, "closed", _rewritten(traversal.closed, "rest_X + 1 - weight_X", "weight_X * 0 + 1"), by_rational_trees(1)),
     Mutant("tree: a sibling's distribution is not renormalised", verify, "closed", _rewritten(traversal.closed, "draft_XV / where(mass_X1 > 0, mass_X1, 1)", "draft_XV"), by_rational_trees(1)),
     Mutant("tree: a sibling's distribution keeps its draft", verify, "closed", _rewritten(traversal.closed, "if c:", "if c > 1:"), by_rational_trees(1)),

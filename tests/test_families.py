@@ -216,7 +216,7 @@ def test_a_family_is_one_row() -> None:
     rows |= {("models/families.py", row.gguf.architecture) for row in FAMILY_ROWS.values() if row.gguf}
     rows.add(("tasks/calibrate.py", "llama"))  # its synthetic models are Llamas
     tokenizers = {
-        ("text/gguf_tokenizer.py", name) for name in ("dbrx", "gpt2", "llama", "qwen2")
+        ("text/gguf_tokenizer.py", name) for name in ("gemma3", "gpt2", "llama", "phi3", "qwen2")
     }  # GGUF's kinds of them
     heads = {("models/heads/settings.py", name) for name in ("llama", "qwen3")}  # kinds of their blocks
     assert named - {("report/machine.py", "git")} == rows | tokenizers | heads  # the program, not a model

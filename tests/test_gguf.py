@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,18 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
+from llama_ssp.models.attention import Rotary
 from llama_ssp.models.checkpoint import complete, inspect, with_shape
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.folder import fingerprint, gguf_in
 from llama_ssp.models.formats.coded import Coded
-from llama_ssp.models.formats.gguf_blocks import BLOCKS, coded
-from llama_ssp.models.formats.gguf_header import FORMATS, KEPT, read_header
-from llama_ssp.models.formats.gguf_source import GgufSource
+from llama_ssp.models.formats.gguf_header import read_header
+from llama_ssp.models.formats.gguf_source import BLOCKS, GgufSource, coded
+from llama_ssp.models.formats.kept import GGUF, GGUF_FORMATS
 from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.loader import differences
 from llama_ssp.models.model_config import require_supported
+from llama_ssp.models.shape import ALL
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
 from llama_ssp.planner.storage import LAYERS, SCALES
 from llama_ssp.planner.weights import ModelPart, held
@@ -133,7 +133,7 @@ def opened(path: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
     return decoder(config, source, ranks, **how)
 
 
-@pytest.mark.parametrize("kind", [name for name, *_ in FORMATS.values()])
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
 def test_weights_are_those_of_the_library_to_the_bit(kind: str, tmp_path: Path) -> None:
     rows, inputs = 96, 512
     if kind in K_QUANTS:
@@ -165,7 +165,7 @@ def test_any_bytes_are_decoded_as_the_library_does(kind: str) -> None:
     raw = np.random.default_rng(1).integers(0, 256, (24, 4, size), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(raw.reshape(24, -1), number(kind)))
-    weight, (bits, group, scale, _) = coded(kind, torch.from_numpy(raw)), KEPT[kind]
+    weight, (bits, group, scale, _) = coded(kind, torch.from_numpy(raw)), GGUF[kind]
     assert weight.nbytes == 24 * 4 * (numbers * bits // 8 + numbers // group * scale)
     found = weight.decoded(torch.float32)
     assert found.shape == (24, 4 * numbers) and found.isfinite().float().mean() > 0.8
@@ -214,8 +214,10 @@ def test_logits_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> N
     assert (model.n_layers, model.vocab) == (module.config.num_hidden_layers, 300)
     assert model.tied == module.config.tie_word_embeddings
     assert model.head_dim == getattr(module.config, "head_dim", 32)
-    ours, theirs = (each.rope_parameters for each in (require_supported(path), module.config))
-    assert all(ours[key] == pytest.approx(value) for key, value in theirs.items())
+    if name != "gemma3":  # which has two kinds
+        rotary = Rotary.of(require_supported(path), ALL)
+        assert torch.allclose(rotary.frequency, module.model.rotary_emb.inv_freq, rtol=1e-6)
+        assert rotary.factor == pytest.approx(module.model.rotary_emb.attention_scaling)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -289,7 +291,7 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     before = numbers_of(source.read(name, None), torch.float32)
     table = Path("/proc/meminfo").read_text().splitlines()
     memory = next(line for line in table if line.startswith("MemTotal"))
-    far = replace(place, file=tmp_path / "far", start=8 * 1024 * int(memory.split()[1]))
+    far = place._replace(file=tmp_path / "far", start=8 * 1024 * int(memory.split()[1]))
     with far.file.open("wb") as file:
         file.seek(far.start)
         file.write(place.file.read_bytes()[place.start : place.start + place.n_bytes])
@@ -342,10 +344,11 @@ def test_what_a_folder_means(tmp_path: Path) -> None:
     assert gguf_in(tmp_path) is None
 
 
-def test_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_any_factors_of_rotary_positions_are_used(tmp_path: Path) -> None:
     path, _ = made("llama-3", tmp_path)
     odd = np.linspace(1, 8, 16, dtype=np.float32)
     rewritten(path, tmp_path / "odd.gguf", {"rope_freqs.weight": (odd, "F32")})
-    with pytest.raises(ModelError, match="scaled in an unknown way"):
-        inspect(tmp_path / "odd.gguf")
-    assert math.isclose(require_supported(path).rope_parameters["factor"], 8.0, rel_tol=1e-6)
+    rotary = Rotary.of(require_supported(tmp_path / "odd.gguf"), ALL)
+    plain = 500000.0 ** -(torch.arange(0, 32, 2) / 32)
+    assert torch.allclose(rotary.frequency, plain / torch.from_numpy(odd)) and rotary.factor == 1
+    assert torch.equal(rotary.frequency, rotary.long_frequency)

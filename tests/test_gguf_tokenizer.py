@@ -13,11 +13,9 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from llama_ssp.errors import ModelError
-from llama_ssp.text.gguf_tokenizer import SPLITTINGS
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from llama_ssp.text.vocabulary import read_vocabularies, read_vocabulary
 from tests import checkpoints
-from tests.conftest import needs_transformers
 from tests.gguf_files import gguf
 
 SPECIAL, PLAIN, PADDING = ["<|begin|>", "<|im_end|>", "<|end_of_text|>"], ["<think>"], 5
@@ -116,22 +114,8 @@ def test_another_way_to_split_gives_other_ids(tmp_path: Path) -> None:
     assert any(found.encode(text, special=True) != original.encode(text).ids for text in TEXTS)
 
 
-@pytest.mark.parametrize("pre", ["tekken", "gpt-4o", "dbrx", "llama-v3", "deepseek-r1-qwen"])
-def test_texts_are_split_as_transformers_does(pre: str) -> None:
-    needs_transformers("5.18")
-    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
-
-    theirs = pre_tokenizers.Split(Regex(mapping.GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
-    step = SPLITTINGS[pre].steps[0]
-    ours = pre_tokenizers.Split(Regex(step["pattern"]["Regex"]), "isolated")
-    for text in TEXTS:
-        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
-
-
 @pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2"])
 def test_sentencepiece_ids_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
-    if architecture != "llama":
-        needs_transformers("5.18")
     made = Tokenizer(models.BPE(byte_fallback=True))
     made.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False, limit_alphabet=70)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 # What only extras and developers need.
 OPTIONAL = (
-    "blobfile", "compressed_tensors", "deepspeed", "gguf", "hypothesis", "lm_eval",
+    "blobfile", "compressed_tensors", "deepspeed", "hypothesis", "lm_eval",
     "matplotlib", "pytest", "scipy", "sentencepiece", "tiktoken", "triton",
 )  # fmt: skip
 BLOCKED = """

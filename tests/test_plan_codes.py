@@ -13,7 +13,6 @@ import pytest
 from llama_ssp.config import ClusterConf, Dtype, GenerateConf, ModelConf, RunConf, Steps
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
-from llama_ssp.models.formats.gguf_model import leaves
 from llama_ssp.models.formats.kept import Headers, Kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
 from llama_ssp.models.sizes import LAYER
@@ -173,7 +172,7 @@ def test_a_preset_has_the_bytes_of_its_repositorys_headers(name: str) -> None:
         for end, header in write(*shape).items()
     }  # fmt: skip
     inputs = dict.fromkeys(kept.MATRICES, known.dim) | {"attn_output": width, "ffn_down": known.ffn}
-    names = {own: theirs for theirs, own in leaves(FAMILIES[known.family]).items() if theirs in kept.MATRICES}
+    names = kept.names_of(FAMILIES[known.family].names)
     found = kept.sizes(kept.of_folder(headers, config, names, inputs, LAYER))
     assert {**found, "code_mix": ""} == {key: getattr(known, key) for key in found}
     assert found["code_mix"].count(f":{known.n_layers}:") == 4

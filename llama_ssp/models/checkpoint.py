@@ -26,8 +26,7 @@ from llama_ssp.models.folder import (
     require_safe,
     weight_files,
 )
-from llama_ssp.models.formats.gguf_header import read_header
-from llama_ssp.models.formats.gguf_model import config_of, name_of
+from llama_ssp.models.formats.gguf_model import HeaderConfig, name_of
 from llama_ssp.models.formats.quantised_config import require_readable
 from llama_ssp.models.heads.settings import head_settings, kind_of
 from llama_ssp.models.hub import cached_tokenizer, commit_of, hub_copy
@@ -144,6 +143,8 @@ def inspect(path: Path) -> Checkpoint:
     """Reads and checks the folder; raises ModelError."""
     config = read_config(path)
     if is_gguf(path):
+        from llama_ssp.models.formats.gguf_header import read_header
+
         tensors = read_header(path).tensors
         if (path.parent / "tokenizer.json").exists():  # then it is used
             require_safe(path.parent)
@@ -170,7 +171,12 @@ def inspect(path: Path) -> Checkpoint:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The content of config.json, or what it would be for a GGUF file."""
-    config = config_of(read_header(path)) if is_gguf(path) else read_json(path / "config.json")
+    if is_gguf(path):
+        from llama_ssp.models.formats.gguf_header import read_header
+
+        config = HeaderConfig(read_header(path)).config()
+    else:
+        config = read_json(path / "config.json")
     require_counts(path, config)
     if not isinstance(config.get("model_type"), str):
         raise ModelError("config.json has no model_type", path, fix=MODEL_FOLDER)

@@ -258,6 +258,8 @@ FAMILIES = {
     "smollm3": Family(bias_keys=BIASES, window=QWEN_WINDOW, rotary_layers="no_rope_layers"),
 }  # fmt: skip
 UNKNOWN = Family()
+# By the architecture of a GGUF file.
+GGUF_FAMILIES = {row.gguf.architecture: name for name, row in FAMILIES.items() if row.gguf}
 
 TESTED_FAMILIES = tuple(FAMILIES)
 TESTED = ", ".join(FAMILIES)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,8 +24,6 @@ from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf, read_json
 from llama_ssp.models.formats.coded_source import source_of
-from llama_ssp.models.formats.gguf_header import read_header
-from llama_ssp.models.formats.gguf_source import GgufSource
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
@@ -39,6 +37,9 @@ from llama_ssp.models.sharding import require_quantised, require_transformers, u
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, build, fill_module, require_filled
 from llama_ssp.models.watched_source import ReadWatch, WatchedSource, bytes_on_disk, unwatched
+
+if TYPE_CHECKING:  # its module imports gguf, which a run without such a file does not wait for
+    from llama_ssp.models.formats.gguf_source import GgufSource
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,9 @@ def _decoder(
 def opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | GgufSource:
     """The weights of a folder or file, by the names of the model's tensors."""
     if is_gguf(path):
+        from llama_ssp.models.formats.gguf_header import read_header
+        from llama_ssp.models.formats.gguf_source import GgufSource
+
         return GgufSource(read_header(path), config)
     prefix = family_of(config.model_type).names.embedding.partition(".")[0]
     return source_of(path, names, prefix, quantised_config(read_json(path / "config.json"), path))

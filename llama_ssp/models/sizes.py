@@ -20,8 +20,7 @@ from llama_ssp.models.families import (
     family_of,
 )
 from llama_ssp.models.folder import REFETCH, is_gguf
-from llama_ssp.models.formats import gguf_model, kept
-from llama_ssp.models.formats.gguf_header import read_header
+from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import quantised_config
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
@@ -94,12 +93,17 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     """What a packed model keeps: of each matrix, or without headers what config.json says of all."""
     if is_gguf(checkpoint.path):
-        return gguf_model.codes_of(read_header(checkpoint.path))
+        from llama_ssp.models.formats.gguf_header import read_header
+
+        tensors = read_header(checkpoint.path).tensors
+        return kept.sizes(
+            kept.of_gguf({name: each.format for name, each in tensors.items() if len(each.shape) > 1})
+        )
     found, family = quantised_config(checkpoint.config, checkpoint.path), family_of(shape["family"])
     usual = kept.of_config(found)
     if found is None or not checkpoint.formats or not (usual.bits or found.method == "mxfp4"):
         return kept.usual(usual)
-    names = {own: theirs for theirs, own in gguf_model.leaves(family).items() if theirs in kept.MATRICES}
+    names = kept.names_of(family.names)
     experts = *family.names.expert_up, family.names.expert_down  # of each expert, or of all
     leaves = zip(experts, kept.EXPERT[-len(experts) :], strict=True)
     names |= {name.format(0): leaf for name, leaf in leaves if name}

@@ -20,7 +20,7 @@ from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.folder import is_gguf
 from llama_ssp.text.compatibility import Diagnosis
 from llama_ssp.text.detokenizer import Stop
-from llama_ssp.text.gguf_tokenizer import read_content, require_same_tokens
+from llama_ssp.text.gguf_tokenizer import read_tokenizer, require_same_tokens
 from llama_ssp.text.pairing import pair
 from llama_ssp.text.vocabulary import (
     Vocabulary,
@@ -100,7 +100,7 @@ class HubTokens:
             local = {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
             folder = tokenizer_folder(path)
             self._tokenizer: Any = (
-                _of_header(path) if folder is None else AutoTokenizer.from_pretrained(folder, **local)
+                read_tokenizer(path) if folder is None else AutoTokenizer.from_pretrained(folder, **local)
             )
         except (MemoryError, ModelError):
             raise
@@ -276,16 +276,6 @@ def _unreadable(path: Path, found: str) -> ModelError:
         package = "sentencepiece" if (path / PIECES).read_bytes()[:1] == b"\n" else "tiktoken"
         fix = f"install what reads {PIECES} (pip install 'llama-ssp[{package}]'), or {fix}"
     return ModelError("the tokenizer cannot be read", where=str(path), found=found[:200], fix=fix)
-
-
-def _of_header(path: Path) -> Any:
-    """The tokenizer that a GGUF header describes."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    content, settings = read_content(path)
-    made = Tokenizer.from_str(json.dumps(content))
-    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **settings)
 
 
 class ByteTokens:

@@ -19,7 +19,7 @@ from typing import Any
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.bounds import require_short_text
 from llama_ssp.models.folder import is_gguf, read_json
-from llama_ssp.text.gguf_tokenizer import SPACE_MARK, end_ids, read_content
+from llama_ssp.text.gguf_tokenizer import SPACE_MARK, end_ids, read_tokenizer
 
 Encode = Callable[[str], list[int]]
 PANIC = "PanicException"
@@ -208,12 +208,14 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
     folder = tokenizer_folder(path)
     try:
         if folder is None:
-            content, settings = read_content(path)
+            hub = read_tokenizer(path)
+            tokenizer, settings = hub.backend_tokenizer, {"chat_template": hub.chat_template}
+            content = json.loads(tokenizer.to_str())
         else:
             content = json.loads((folder / FILE).read_text(encoding="utf-8"))
             settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
-        require_short_text(path, content)
-        tokenizer = Tokenizer.from_str(json.dumps(content))
+            require_short_text(path, content)
+            tokenizer = Tokenizer.from_str(json.dumps(content))
     except ModelError:
         raise
     except Exception:  # the Rust tokenizers raise bare Exceptions; loading reports what is wrong

@@ -3,216 +3,166 @@
 from __future__ import annotations
 
 import math
-import re
-from array import array
-from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.families import FAMILIES, Family, Gguf
+from llama_ssp.models.families import FAMILIES, GGUF_FAMILIES, Family
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.formats.gguf_header import ARCHITECTURE, KEPT, Header
-from llama_ssp.models.formats.kept import PLAIN, sizes
+from llama_ssp.models.formats.kept import BLOCK
 
-# Of `general.architecture`: transformers' model_type.
-ARCHITECTURES = {row.gguf.architecture: name for name, row in FAMILIES.items() if row.gguf}
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-FACTORS, SHORT_FACTORS, LONG_FACTORS = (
-    "rope_freqs.weight",
-    "rope_factors_short.weight",
-    "rope_factors_long.weight",
-)
-ROTARY = (FACTORS, SHORT_FACTORS, LONG_FACTORS)  # tensors that are part of the config
-BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-LEAVES: dict[str, str | tuple[str, ...]] = {  # by the fields of families.Names
-    "embedding": "token_embd", "norm": "output_norm", "head": "output", "before_attention": "attn_norm",
-    "after_attention": "post_attention_norm", "before_mlp": "ffn_norm", "after_mlp": "post_ffw_norm",
-    "qkv": ("attn_q", "attn_k", "attn_v"), "qk_norm": ("attn_q_norm", "attn_k_norm"),
-    "output": "attn_output", "up": ("ffn_gate", "ffn_up"), "down": "ffn_down",
+if TYPE_CHECKING:  # its module imports gguf, which a run without such a file does not wait for
+    from llama_ssp.models.formats.gguf_header import Header
+
+EMBEDDING, NORM, HEAD = OUTER = ("token_embd", "output_norm", "output")
+FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+ROTARY = (FACTORS, SHORT, LONG)  # tensors that are part of the config
+ENDS = [f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")]
+SIZES = {
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
 }  # fmt: skip
-FUSED_LEAVES = {"qkv": ("attn_qkv",), "up": ("ffn_up",)}  # where a family has one tensor for all
-LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def row_of(header: Header) -> Gguf | None:
-    """What is known of its architecture's files."""
-    named = ARCHITECTURES.get(str(header.metadata.get(ARCHITECTURE)))
-    return FAMILIES[named].gguf if named else None
+class HeaderConfig:
+    """What the model's config.json would say; a ModelError where the header contradicts itself."""
 
-
-def config_of(header: Header) -> dict[str, Any]:
-    """What the model's config.json would say; a ModelError if the header has no usable size of a kind."""
-    return _HeaderConfig(header).config()
-
-
-class _HeaderConfig:
     def __init__(self, header: Header) -> None:
-        self.header, self.path = header, header.path
-        self.architecture = str(header.metadata.get(ARCHITECTURE))
-        row = row_of(header)
-        if row is None or self.optional("expert_count"):
-            what = "the architecture of the GGUF file cannot be loaded"
-            found = f"{self.architecture}{' with experts' if row else ''}"
+        self.metadata, self.tensors, self.path = header.metadata, header.tensors, header.path
+        self.architecture = str(header.metadata.get("general.architecture"))
+        self.model_type = GGUF_FAMILIES.get(self.architecture, "")
+        experts = self.said("expert_count")
+        if not self.model_type or experts:
+            what, found = "the architecture of the GGUF file cannot be loaded", self.architecture
+            found += " with experts" if experts else ""
             fix = "use the model's folder with safetensors"
-            raise ModelError(what, self.path, found, ", ".join(ARCHITECTURES), fix)
-        self.row = row
-        self.family = FAMILIES[ARCHITECTURES[self.architecture]]
+            raise ModelError(what, self.path, found, ", ".join(GGUF_FAMILIES), fix)
+        self.family = FAMILIES[self.model_type]
 
     def config(self) -> dict[str, Any]:
-        dim, heads = self.whole("embedding_length"), self.whole("attention.head_count")
-        tensors, architecture = self.header.tensors, self.architecture
-        if EMBEDDING not in tensors:
-            fix = "use a file with weights"
-            raise ModelError(f"the file has no {EMBEDDING}", self.path, f"{len(tensors)} tensors", fix=fix)
-        head_dim = self.whole("attention.key_length", self._usual_head(dim, heads))
-        if head_dim % 2:
-            raise self.wrong("attention.key_length", head_dim, "an even number")
-        layers = self.whole("block_count")
-        if layers > len(tensors):  # lists of this length are made
-            raise self.wrong("block_count", layers, f"fewer than the {len(tensors)} tensors")
-        found: dict[str, Any] = {
-            "model_type": ARCHITECTURES[architecture],
-            "hidden_size": dim,
-            "num_hidden_layers": layers,
-            "intermediate_size": self.whole("feed_forward_length"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": self.whole("attention.head_count_kv", heads),
+        row, sizes = self.family.gguf, {key: self.value(name, int) for key, name in SIZES.items()}
+        assert row, "a family with GGUF files"
+        dim, layers, _, heads, _ = sizes.values()
+        size = max(1, dim // heads)
+        size = self.value("rope.dimension_count", int, size) if row.rotary_size else size
+        head_dim, window = self.value("attention.key_length", int, size), "attention.sliding_window"
+        config: dict[str, Any] = sizes | {
+            "model_type": self.model_type,
+            "num_key_value_heads": self.value("attention.head_count_kv", int, heads),
             "head_dim": head_dim,
-            "max_position_embeddings": self.whole("context_length"),
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
-            "vocab_size": tensors[EMBEDDING].shape[0],
-            "tie_word_embeddings": HEAD not in tensors,
-            "attention_bias": "blk.0.attn_q.bias" in tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-            "rope_theta": self.number("rope.freq_base", 10_000.0),
-            "partial_rotary_factor": self.whole("rope.dimension_count", head_dim) / head_dim,
-            "sliding_window": self._window(),
-            "bos_token_id": None,  # text/gguf_tokenizer.py reads them
-            "eos_token_id": None,
-            "pad_token_id": None,  # transformers' own may lie beyond the vocabulary
+            "rms_norm_eps": self.value("attention.layer_norm_rms_epsilon", float),
+            "tie_word_embeddings": f"{HEAD}.weight" not in self.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
+            "rope_theta": self.value("rope.freq_base", float, 10_000.0),
+            "partial_rotary_factor": self.value("rope.dimension_count", int, head_dim, head_dim) / head_dim,
+            "sliding_window": self.value(window, int) if self.said(window) else None,
+            # text/gguf_tokenizer.py reads them, and transformers' own may lie beyond the vocabulary.
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
-        if scaling := self._scaling(found):
-            found["rope_scaling"] = scaling
-        if self.row.every:
-            whole = [(layer + 1) % self.row.every == 0 for layer in range(layers)]
-            found["layer_types"] = ["full_attention" if each else "sliding_attention" for each in whole]
-            other = layers == self.row.other_scale
-            found["query_pre_attn_scalar"] = dim // heads if other else head_dim
+        config["vocab_size"] = self.require_tensors(config)
+        if scaling := self.scaling(config):
+            config["rope_scaling"] = scaling
+        if row.every:
+            kinds = [(layer + 1) % row.every == 0 for layer in range(layers)]
+            config["layer_types"] = ["full_attention" if whole else "sliding_attention" for whole in kinds]
+            config["query_pre_attn_scalar"] = dim // heads if layers == row.other_scale else head_dim
             for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-                found[key] = self.number(key) if self.optional(key) is not None else None
-        return found
+                config[key] = self.value(key, float) if self.said(key) is not None else None
+        return config
 
-    def _window(self) -> int | None:
-        key = "attention.sliding_window"
-        return self.whole(key) if self.optional(key) else None
+    def require_tensors(self, config: dict[str, Any]) -> int:
+        """Refuses tensors and tokens that contradict the sizes; returns the embedding's number of rows."""
+        dim, head, ffn = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+        queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+        table = self.tensors.get(f"{EMBEDDING}.weight")
+        rows = table.shape[0] if table else 0
+        shapes = {
+            EMBEDDING: (rows, dim), HEAD: (rows, dim), "attn_q": (queries, dim), "attn_k": (keys, dim),
+            "attn_v": (keys, dim), "attn_qkv": (queries + 2 * keys, dim), "attn_output": (dim, queries),
+            "ffn_gate": (ffn, dim), "ffn_up": ((1 + self.family.fused_mlp) * ffn, dim),
+            "ffn_down": (dim, ffn), "attn_q_norm": (head,), "attn_k_norm": (head,),
+        }  # fmt: skip
+        for leaf in leaves(self.family):
+            shape, layers = shapes.get(leaf, (dim,)), range(config["num_hidden_layers"])
+            for name in (leaf,) if leaf in OUTER else (f"blk.{layer}.{leaf}" for layer in layers):
+                tensor = self.tensors.get(f"{name}.weight")
+                if tensor.shape != shape if tensor else leaf != HEAD:
+                    what, found = "a tensor contradicts the header's sizes", tensor and tensor.shape
+                    raise ModelError(what, f"{self.path}: {name}.weight", found or "none", shape, REFETCH)
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        count = len(tokens) if isinstance(tokens, list) else rows
+        ends = {key: self.metadata[key] for key in ENDS if key in self.metadata}
+        if count > rows or any(end not in range(count) for end in ends.values()):
+            what, found = "the header's tokens are not those of the model", f"{count} tokens, {ends}"
+            raise ModelError(what, self.path, found, f"at most {rows}, and end tokens among them", REFETCH)
+        return rows
 
-    def _usual_head(self, dim: int, heads: int) -> int:
-        usual = max(1, dim // heads)
-        return self.whole("rope.dimension_count", usual) if self.row.rotary_size else usual
+    def scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns how rotary positions are scaled; sets the key of transformers that belongs to it.
 
-    def _scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
-        """How rotary positions are scaled; sets the keys of transformers that belong to it."""
-        tensors, kind = self.header.tensors, self.optional("rope.scaling.type")
-        if FACTORS in tensors:
-            return self._llama_3(config)
-        if LONG_FACTORS in tensors and SHORT_FACTORS in tensors:
-            config["original_max_position_embeddings"] = self.whole("rope.scaling.original_context_length")
-            short, long = self._factors(SHORT_FACTORS), self._factors(LONG_FACTORS)
+        Llama 3's parameters are in a file as the factors that they make: one scale for all positions.
+        """
+        kind, original = self.said("rope.scaling.type"), "rope.scaling.original_context_length"
+        names = (FACTORS, FACTORS) if FACTORS in self.tensors else (SHORT, LONG)
+        if self.tensors.keys() >= set(names):
+            whole = config["max_position_embeddings"] if FACTORS in names else self.value(original, int)
+            config["original_max_position_embeddings"] = whole
+            count = int(config["head_dim"] * config["partial_rotary_factor"]) // 2
+            short, long = (self.factors(name, count) for name in names)
             return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        if kind in (None, "none") or (kind == "longrope" and self.family.rereads):
+        if kind in (None, "none", "longrope"):  # the last one without factors: Phi-3's short context
             return None
-        if kind not in ("linear", "yarn"):
-            raise self.wrong("rope.scaling.type", kind, "none, linear or yarn")
-        found: dict[str, Any] = {"rope_type": kind, "factor": self.number("rope.scaling.factor")}
-        if kind == "yarn":
-            positions = self.whole("rope.scaling.original_context_length")
-            found["original_max_position_embeddings"] = positions
-        return found
+        scaling = {"rope_type": kind, "factor": self.value("rope.scaling.factor", float)}
+        positions = (
+            {"original_max_position_embeddings": self.value(original, int)} if self.said(original) else {}
+        )
+        return scaling | positions
 
-    def _llama_3(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Llama 3's parameters, of which the file has what they make of each frequency."""
-        found = self._factors(FACTORS)
-        most, size = max(found, default=1.0), config["head_dim"]
-        low, high, positions = LLAMA_3.values()
-        expected = []
-        for i in range(size // 2):
-            wavelength = 2 * math.pi * config["rope_theta"] ** (2 * i / size)
-            turns = positions / wavelength  # in the original context
-            part = min(1.0, max(0.0, (turns - low) / (high - low)))
-            expected.append(1 / ((1 - part) / most + part))
-        same = len(found) == len(expected)
-        if not same or any(abs(a / b - 1) > 1e-3 for a, b in zip(found, expected, strict=True)):
-            fix = "use the model's folder with safetensors"
-            what, allowed = "the file's rotary positions are scaled in an unknown way", "as those of Llama 3"
-            raise ModelError(what, f"{self.path}: {FACTORS}", f"{len(found)} factors", allowed, fix)
-        return {"rope_type": "llama3", "factor": most, **LLAMA_3}
+    def factors(self, name: str, count: int) -> list[float]:
+        import numpy as np
 
-    def _factors(self, name: str) -> list[float]:
-        tensor = self.header.tensors[name]
-        if tensor.format != "F32" or tensor.n_bytes > 2**16:
-            raise ModelError("a tensor cannot be read", f"{self.path}: {name}", tensor.format, "F32", REFETCH)
-        with tensor.file.open("rb") as stream:
-            stream.seek(tensor.start)
-            found = array("f", stream.read(tensor.n_bytes)).tolist()
-        if not all(math.isfinite(factor) and factor > 0 for factor in found):
-            raise ModelError("a factor is not a positive number", f"{self.path}: {name}", fix=REFETCH)
-        return found
+        tensor = self.tensors[name]
+        factors = np.fromfile(tensor.file, "<f4", count, offset=tensor.start).tolist()
+        if (tensor.format, tensor.shape) != ("F32", (count,)) or not all(
+            0 < each < math.inf for each in factors
+        ):
+            what, where = "the file's scale of rotary positions cannot be used", f"{self.path}: {name}"
+            raise ModelError(what, where, f"{tensor.format} {factors}", f"{count} positive numbers", REFETCH)
+        return factors
 
-    def optional(self, name: str) -> Any:
-        return self.header.metadata.get(f"{self.architecture}.{name}")
+    def said(self, name: str) -> Any:
+        return self.metadata.get(f"{self.architecture}.{name}")
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.optional(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value < 2**31:
-            raise self.wrong(name, value, "a positive whole number")
+    def value(self, name: str, kind: type, default: float | None = None, most: int = 2**31 - 1) -> Any:
+        """Returns a positive number of this type; the default where the header has none."""
+        value = default if self.said(name) is None else self.said(name)
+        if type(value) is not kind or not 0 < value <= most:
+            what, where = "the header has no usable value", f"{self.path}: {self.architecture}.{name}"
+            raise ModelError(what, where, value, f"{kind.__name__}, above 0, to {most}", REFETCH)
         return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.optional(name)
-        value = default if value is None else value
-        if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
-            raise self.wrong(name, value, "a positive number")
-        return value
-
-    def wrong(self, name: str, found: object, allowed: str) -> ModelError:
-        found = f"a list of {len(found)}" if isinstance(found, array | list) else found
-        found = "nothing" if found is None else found
-        where = f"{self.path}: {self.architecture}.{name}"
-        return ModelError("the header has no usable value", where, found, allowed, REFETCH)
-
-
-def codes_of(header: Header) -> dict[str, Any]:
-    """What a packed model keeps, by the names of ModelConf."""
-    found = {}
-    for name, tensor in header.tensors.items():
-        match = BLOCK.fullmatch(name.removesuffix(".weight"))
-        if match and len(tensor.shape) == 2:
-            found[int(match[1]), match[2]] = KEPT.get(tensor.format, PLAIN)
-    return sizes(found)
 
 
 def name_of(model_type: str, name: str) -> str:
-    """transformers' name of a tensor of the file; the file's own where the model has no such tensor."""
-    family = FAMILIES[model_type]
-    path, _, kind = name.rpartition(".")
-    if match := BLOCK.fullmatch(path):
-        own = leaves(family).get(match[2])
-        return f"{family.names.blocks}.{match[1]}.{own}.{kind}" if own else name
-    own = leaves(family).get(path)
-    return f"{own}.{kind}" if own else name
+    """Returns transformers' name of a tensor of the file; the file's where the model has no such tensor."""
+    family, (path, _, kind) = FAMILIES[model_type], name.rpartition(".")
+    block = BLOCK.fullmatch(path)
+    leaf = leaves(family).get(block[2] if block else path)
+    before = f"{family.names.blocks}.{block[1]}." if block else ""
+    return f"{before}{leaf}.{kind}" if leaf else name
 
 
 @cache
 def leaves(family: Family) -> dict[str, str]:
-    """transformers' names of layers by the file's."""
-    found: dict[str, str] = {}
-    for field in fields(family.names):
-        own, theirs = getattr(family.names, field.name), LEAVES.get(field.name)
-        if isinstance(own, tuple) and isinstance(theirs, tuple):
-            theirs = theirs if len(own) == len(theirs) else FUSED_LEAVES.get(field.name, ())
-            found |= zip(theirs, own, strict=False)
-        elif own and isinstance(theirs, str):
-            found[theirs] = own
-    return found
+    """Returns transformers' names of layers by the file's; in a block what follows its number."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    assert family.gguf, "a family with GGUF files"
+    (number,) = (n for n, name in MODEL_ARCH_NAMES.items() if name == family.gguf.architecture)
+    table, result = get_tensor_name_map(number, 1), {}
+    for names in vars(family.names).values():
+        for name in (names,) if isinstance(names, str) else names:
+            if theirs := table.get_name(name) or table.get_name(f"{family.names.blocks}.0.{name}"):
+                result[theirs.removeprefix("blk.0.")] = name
+    return result

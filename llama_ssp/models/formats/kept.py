@@ -1,16 +1,18 @@
 """What a packed model keeps of each matrix, from the headers of its files alone. No torch.
 
-The layouts themselves (layouts.py, block_layouts.py, gguf_blocks.py) need torch, which a plan does without;
+The layouts themselves (layouts.py, block_layouts.py, gguf_source.py) need torch, which a plan does without;
 tests/test_packed_bytes.py holds the plan against the bytes of loaded models, in every format.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from llama_ssp.models.families import Names
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # of a matrix's tensors, by the end of their names
@@ -26,6 +28,15 @@ class Kept(NamedTuple):
 
 
 PLAIN = Kept()
+# Formats of GGUF: scales and shifts are kept in fp32, and codes of 5 and 6 bits in a byte.
+GGUF = {
+    "Q4_0": Kept(4, 32, 4, "int4"), "Q4_1": Kept(4, 32, 8, "uint4"), "Q5_0": Kept(8, 32, 4, "int8"),
+    "Q5_1": Kept(8, 32, 8, "uint8"), "Q8_0": Kept(8, 32, 4, "int8"), "Q2_K": Kept(4, 16, 8, "uint4"),
+    "Q3_K": Kept(4, 16, 4, "int4"), "Q4_K": Kept(4, 32, 8, "uint4"), "Q5_K": Kept(8, 32, 8, "uint8"),
+    "Q6_K": Kept(8, 16, 4, "int8"),
+}  # fmt: skip
+BLOCK = re.compile(r"blk\.(\d+)\.(.+)")  # a layer's number and a name in it, in GGUF
+GGUF_FORMATS = ("F32", "F16", "BF16", *GGUF)
 Matrices = Mapping[tuple[int, str], Kept]  # by the layer's number and the matrix's name in GGUF
 # Matrices with the same inputs, which are one product if they have the same codes. By their names in GGUF.
 FUSED = (
@@ -36,6 +47,14 @@ EXPERT = ("expert_gate", "expert_up", "expert_down")  # of the first expert of a
 MATRICES = [name for group in FUSED for name in group]
 SCALE_BYTES = {"F16": 2, "BF16": 2}  # others are kept in fp32
 BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
+
+
+def names_of(names: Names) -> dict[str, str]:
+    """Returns the names in GGUF of a block's matrices, by the family's."""
+    qkv = FUSED[0] if len(names.qkv) > 1 else FUSED[1]
+    up = FUSED[3] if len(names.up) > 1 else ("ffn_up",)
+    others = {names.output: "attn_output", names.down: "ffn_down"}
+    return dict(zip(names.qkv, qkv, strict=True)) | dict(zip(names.up, up, strict=True)) | others
 
 
 def sizes(matrices: Matrices) -> dict[str, Any]:
@@ -80,6 +99,12 @@ def of_config(config: QuantisedConfig | None) -> Kept:
         return PLAIN
     wide = config.method in ("fp8", "bitsandbytes")
     return Kept(config.bits, config.group, (4 if wide else 2) + config.zeros)
+
+
+def of_gguf(formats: Mapping[str, str]) -> dict[tuple[int, str], Kept]:
+    """Returns what is kept of each matrix of a GGUF file; `formats` has those of all matrices."""
+    places = {name: BLOCK.fullmatch(name.removesuffix(".weight")) for name in formats}
+    return {(int(at[1]), at[2]): GGUF.get(formats[name], PLAIN) for name, at in places.items() if at}
 
 
 def of_folder(

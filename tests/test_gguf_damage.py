@@ -1,0 +1,183 @@
+"""Damaged and hostile GGUF files: each ends in one line, exit 4, with little time and memory."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from llama_ssp.config import ModelConf
+from llama_ssp.errors import MODEL, ModelError
+from llama_ssp.models.checkpoint import complete, inspect
+from llama_ssp.text.tokenizer import read_tokens
+from tests import checkpoints
+from tests.conftest import Command
+from tests.gguf_files import gguf
+from tests.test_gguf import made, rewritten
+from tests.test_gguf_tokenizer import byte_level
+
+TOKENS, MATRIX, NORM = "tokenizer.ggml.tokens", "blk.0.attn_q.weight", "blk.0.attn_norm.weight"
+HUGE = [2**32, 2**62, 2**63, 2**64 - 1]
+NOT_A_SIZE = [0, 1, 10**6, 2**31, 2**32 - 1]
+PEAK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A file without damage, and where its parts lie."""
+
+    path: Path
+    raw: bytes
+    reader: gguf.GGUFReader
+
+    def place(self, what: str, name: str) -> int:
+        """Returns the first byte of a part of the header, or of the key or tensor with this name."""
+        if not name:
+            return {"magic": 0, "version": 4, "tensors": 8, "keys": 16}[what]
+        if name in self.reader.fields:
+            start = self.reader.fields[name].offset
+            kind = start + 8 + len(name)
+            return {"length": start, "kind": kind, "value": kind + 4, "count": kind + 8, "text": kind + 16}[
+                what
+            ]
+        field = next(tensor.field for tensor in self.reader.tensors if tensor.name == name)
+        dims = field.offset + 8 + len(name)
+        after = dims + 4 + 8 * int(field.parts[2][0])
+        return {"length": field.offset, "dims": dims, "shape": dims + 4, "type": after, "place": after + 4}[
+            what
+        ]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
+    folder = tmp_path_factory.mktemp("sound")
+    with torch.inference_mode():
+        bare, _ = made("llama", folder, num_hidden_layers=2)
+    tokens = byte_level(folder, "gpt-2", checkpoints.tokenizer(), padding=0, add_bos_token=False)
+    path = rewritten(bare, folder / "model.gguf", {}, also=tokens)
+    return Sound(path, path.read_bytes(), gguf.GGUFReader(path))
+
+
+# What is overwritten, of which key or tensor, with numbers of which kind.
+NUMBERS: list[tuple[str, str, str, list[float]]] = [
+    ("magic", "", "I", [0, 0x4C4D4747, 0x66756767, 0x04034B50]),
+    ("version", "", "I", [0, 1, 4, 99, 3 << 24, 2**32 - 1]),
+    ("tensors", "", "Q", [0, 20, 22, 10**5, *HUGE]),
+    ("keys", "", "Q", [0, 12, 40, 10**5, *HUGE]),
+    ("length", "llama.block_count", "Q", [0, 1, *HUGE]),
+    ("length", MATRIX, "Q", [0, 1, *HUGE]),
+    ("kind", "llama.block_count", "I", [8, 9, 13, 77, 2**32 - 1]),
+    ("value", "general.architecture", "Q", [0, 1, 6, *HUGE]),
+    ("value", TOKENS, "I", [0, 6, 9, 13, 2**32 - 1]),
+    ("count", TOKENS, "Q", [0, 1, 10**5, *HUGE]),
+    ("text", TOKENS, "Q", [10**5, *HUGE]),
+    ("dims", MATRIX, "I", [0, 1, 3, 5, 64, 2**31, 2**32 - 1]),
+    ("shape", MATRIX, "Q", [0, 1, 255, 512, *HUGE]),
+    ("type", MATRIX, "I", [0, 4, 16, 20, 24, 39, 77, 2**32 - 1]),
+    ("type", NORM, "I", [2, 12, 24, 28]),
+    ("place", MATRIX, "Q", [0, 1, 2**20 + 8, 2**40, 2**62, 2**63, 2**64 - 32, 2**64 - 1]),
+    ("value", "llama.embedding_length", "I", NOT_A_SIZE),
+    ("value", "llama.attention.head_count", "I", NOT_A_SIZE),
+    ("value", "llama.attention.head_count_kv", "I", NOT_A_SIZE),
+    ("value", "llama.attention.key_length", "I", NOT_A_SIZE),
+    ("value", "llama.feed_forward_length", "I", NOT_A_SIZE),
+    ("value", "llama.block_count", "I", NOT_A_SIZE),
+    ("value", "llama.context_length", "I", [0, 2**31]),
+    ("value", "llama.rope.freq_base", "f", [0.0, -1.0, float("nan"), float("inf")]),
+    ("value", "llama.attention.layer_norm_rms_epsilon", "f", [0.0, float("nan")]),
+    ("value", "tokenizer.ggml.eos_token_id", "I", [300, 10**6, 2**32 - 1]),
+]  # fmt: skip
+CASES = [(*where, letter, value) for *where, letter, values in NUMBERS for value in values]
+CUT_SHORT = [0, 1, 4, 23, 24, 100, 1000, 5000, -100_000, -1000, -33]
+
+
+def of(sound: Sound, folder: Path, raw: bytes) -> Path:
+    path = folder / sound.path.name
+    path.write_bytes(raw)
+    return path
+
+
+def changed(sound: Sound, what: str, name: str, letter: str, value: float) -> bytes:
+    place, new = sound.place(what, name), struct.pack(f"<{letter}", value)
+    raw = sound.raw[:place] + new + sound.raw[place + len(new) :]
+    assert raw != sound.raw
+    return raw
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < PEAK_BYTES
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        complete(ModelConf(name="x", path=str(path)), "model")  # before a tokenizer is made
+    assert error.value.code == MODEL and len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize(("what", "name", "letter", "value"), CASES)
+def test_a_number_that_lies(
+    sound: Sound, what: str, name: str, letter: str, value: float, tmp_path: Path
+) -> None:
+    assert str(tmp_path) in refused(of(sound, tmp_path, changed(sound, what, name, letter, value)))
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("size", CUT_SHORT)
+def test_a_file_cut_short(sound: Sound, size: int, tmp_path: Path) -> None:
+    assert "cannot be read" in refused(of(sound, tmp_path, sound.raw[:size]))
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("seed", range(8))
+def test_flipped_bytes(sound: Sound, seed: int, tmp_path: Path) -> None:
+    """A byte is refused, or is one that no reader needs: the file then is what it was."""
+    random, shapes = Random(seed), inspect(sound.path).shapes
+    for number in range(25):
+        place = random.randrange(sound.reader.data_offset)
+        raw = bytearray(sound.raw)
+        raw[place] ^= 1 << random.randrange(8)
+        path = tmp_path / f"{number}.gguf"  # headers are kept by file and time
+        path.write_bytes(raw)
+        try:
+            assert inspect(path).shapes == shapes
+            complete(ModelConf(name="x", path=str(path)), "model")
+            read_tokens(path, 300)
+        except ModelError as error:
+            assert len(str(error).splitlines()) == 1
+
+
+def test_what_the_message_says(sound: Sound, tmp_path: Path) -> None:
+    """The file's names of tensors, and no advice for another mistake."""
+    raw = changed(sound, "value", "llama.rope.dimension_count", "I", 10**6)
+    said = refused(of(sound, tmp_path, raw.replace(b"attention.key_length", b"attention.key_width ")))
+    assert (
+        "contradicts the header's sizes" in said
+        and f"{MATRIX}; found (256, 256), allowed (8000000, 256)" in said
+    )
+    raw = changed(sound, "value", "tokenizer.ggml.eos_token_id", "I", 300)
+    assert "'tokenizer.ggml.eos_token_id': 300" in refused(of(sound, tmp_path, raw))
+    said = refused(of(sound, tmp_path, changed(sound, "version", "", "I", 99)))
+    assert "version 99" in said and "update gguf" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "name", "letter", "value"), CASES[:: len(CASES) // 4])
+def test_the_command_ends_with_code_4(
+    sound: Sound, what: str, name: str, letter: str, value: float, command: Command, tmp_path: Path
+) -> None:
+    path = of(sound, tmp_path, changed(sound, what, name, letter, value))
+    result = command(f"model={path}", stdin=b"a")
+    assert result.code == MODEL and len(result.errors) == 1, result.err
