@@ -18,15 +18,17 @@ from llama_ssp.text.vocabulary import read_vocabularies, read_vocabulary
 from tests import checkpoints
 from tests.gguf_files import gguf
 
-SPECIAL, PLAIN, PADDING = ["<|begin|>", "<|im_end|>", "<|end_of_text|>"], ["<think>"], 5
+# The first one has letters that are not of the byte alphabet, as DeepSeek's.
+SPECIAL, PLAIN, PADDING = ["<｜begin｜>", "<|im_end|>", "<|end_of_text|>"], ["<think>"], 5
 TEXTS = [
     "", "Hello world", "  two  spaces,   three", "x = 12345678 + 3.14159", "1 12 123 1234",
     "naïve café, Ünïcödé", "cafe\u0301 nai\u0308ve", "emoji 🦙 😶‍🌫️ ✅", "tabs\tand\nlines\n\n\n  end ",
     "I'LL don't we've", "日本語 と 한국어", "HTTPServer aB CamelCase", "<|im_end|> is special <think> is not",
-    "a<|begin|>b", "def f(x):\n        return x", "нещо на Български", "កាន់តែពិសេស",
+    "a<｜begin｜>b", "def f(x):\n        return x", "нещо на Български", "កាន់តែពិសេស",
 ]  # fmt: skip
 WORDS = "Hello hello world worlds don't 123 1234 the then there café naïve lines spaces "
 CORPUS = [*TEXTS, WORDS * 3] * 3
+DIGITS = r"\p{N}"
 LLAMA_3 = PRETOKENIZE_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
@@ -34,8 +36,8 @@ def trained(expression: str | None, composed: bool = False, whole: bool = False)
     """A byte-level tokenizer as model folders have it."""
     made = Tokenizer(models.BPE(ignore_merges=whole))
     made.normalizer = normalizers.NFC() if composed else None
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None)
-    split = [] if expression is None else [pre_tokenizers.Split(Regex(expression), "isolated")]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression in (None, DIGITS))
+    split: list[Any] = [] if expression is None else [pre_tokenizers.Split(Regex(expression), "isolated")]
     made.pre_tokenizer = pre_tokenizers.Sequence([*split, letters])
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -82,7 +84,7 @@ def byte_level(folder: Path, pre: str, made: Tokenizer, padding: int = PADDING, 
 
 ORIGINALS: dict[str, tuple[str | None, bool, bool]] = {
     "llama-bpe": (LLAMA_3, False, True), "qwen2": (PRETOKENIZE_REGEX, True, False),
-    "gpt-2": (None, False, False),
+    "gpt-2": (None, False, False), "smollm": (DIGITS, False, False),
 }  # fmt: skip
 
 

@@ -95,9 +95,9 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     if is_gguf(checkpoint.path):
         from llama_ssp.models.formats.gguf_header import read_header
 
-        tensors = read_header(checkpoint.path).tensors
+        stored = read_header(checkpoint.path).tensors
         return kept.sizes(
-            kept.of_gguf({name: each.format for name, each in tensors.items() if len(each.shape) > 1})
+            kept.of_gguf({name: each.format for name, each in stored.items() if len(each.shape) > 1})
         )
     found, family = quantised_config(checkpoint.config, checkpoint.path), family_of(shape["family"])
     usual = kept.of_config(found)

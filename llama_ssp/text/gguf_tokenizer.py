@@ -39,10 +39,11 @@ class HeaderTokens:
         self.row = FAMILIES[GGUF_FAMILIES[metadata["general.architecture"]]].gguf or Gguf("")
         names, kinds = self.said.get("tokens"), self.said.get("token_type")
         self.names = [str(name) for name in names] if isinstance(names, list) else []
-        if self.said.get("model") == "llama":  # Gemma's tokens of several spaces are written with spaces
+        self.marked = self.said.get("model") == "llama"  # SentencePiece, whatever the architecture
+        if self.marked:  # Gemma's tokens of several spaces are written with spaces
             self.names = [name if name.strip(" ") else SPACE_MARK * len(name) for name in self.names]
-        same = isinstance(kinds, list) and len(kinds) == len(self.names)
-        self.kinds = kinds if same else [1] * len(self.names)
+        said = isinstance(kinds, list) and len(kinds) == len(self.names)
+        self.kinds: list[Any] = kinds if said else [1] * len(self.names)  # type: ignore[assignment]
 
     def role(self, key: str) -> list[int]:
         """Returns the id of the token with this role, if there is one."""
@@ -69,49 +70,57 @@ def end_ids(path: Path) -> frozenset[int]:
 
 def read_tokenizer(path: Path) -> Any:
     """Returns transformers' tokenizer; a ModelError if the header does not say how texts are split."""
-    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
     tokens = HeaderTokens(path)
-    said, names, row, count = tokens.said, tokens.names, tokens.row, len(tokens.names)
-    kind, pre, marked = said.get("model"), said.get("pre"), said.get("model") == "llama"
-    known = (*GPT_2, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
+    said, names, row, marked = tokens.said, tokens.names, tokens.row, tokens.marked
+    kind, pre, known = said.get("model"), said.get("pre"), (*GPT_2, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
     if not marked and (kind != "gpt2" or pre not in known):
         what, allowed = "the GGUF file's tokenizer is not known", f"llama, or gpt2 by {', '.join(known)}"
         raise ModelError(what, path, f"{kind} by {pre!r}", allowed, BESIDE)
     if not names or sum(len(name) ** 2 for name in names) > MAX_PIECES:
         what = "the GGUF file has no tokenizer, or tokens that are too long"
-        raise ModelError(what, path, f"{count} tokens", fix=BESIDE)
-    scores = dict(zip(names, said.get("scores", ()) if row.scored else range(0, -count, -1), strict=marked))
-    every = list(
-        enumerate(zip(names, tokens.kinds, strict=True))
-    )  # some names only fill rows of the embedding
-    ids = {name: i for i, (name, each) in every if each != UNUSED or name != f"[PAD{i}]"}
-    unknown = next((names[i] for i in tokens.role("unknown")), None) if marked else None
-    merges, whole = mapping.get_merges(said | {"tokens": names}, scores), pre in WHOLE and not marked
-    how = {"byte_fallback": marked, "fuse_unk": marked, "unk_token": unknown, "ignore_merges": whole}
-    made = Tokenizer(models.BPE(ids, merges, **how))
-    prefix = said.get("add_space_prefix", row.space_before)
-    style = "phi3" if prefix else "gemma3"  # of sentencepiece
-    frame, _ = mapping.convert_gguf_tokenizer(
-        style, {"tokenizer_type": kind, "pre_tokenizer_type": pre, "tokens": [], "merges": []}
-    )
-    made.normalizer = normalizers.NFC() if pre in COMPOSED and not marked else frame.normalizer
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-    made.pre_tokenizer = pre_tokenizers.Sequence([*digits, *filter(None, [frame.pre_tokenizer])])
-    made.decoder = frame.decoder
-    for name, each in zip(names, tokens.kinds, strict=True):
-        if name.strip(SPACE_MARK) and each in (CONTROL, USER_DEFINED):
-            strips = row.stripped and marked and name not in UNSTRIPPED
-            made.add_tokens([AddedToken(name, rstrip=strips, normalized=False, special=each == CONTROL)])
+        raise ModelError(what, path, f"{len(names)} tokens", fix=BESIDE)
+    tokenizer = _merging(tokens, mapping.get_merges)
+    style = "phi3" if said.get("add_space_prefix", row.space_before) else "gemma3"  # of SentencePiece
+    empty: dict[str, Any] = {"tokenizer_type": kind, "pre_tokenizer_type": pre, "tokens": [], "merges": []}
+    frame, _ = mapping.convert_gguf_tokenizer(style, empty)
+    tokenizer.normalizer, tokenizer.decoder = frame.normalizer, frame.decoder
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, *filter(None, [frame.pre_tokenizer])])
+    if pre in COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    strips = row.stripped and marked
+    added = [
+        AddedToken(name, rstrip=strips and name not in UNSTRIPPED, normalized=False, special=each == CONTROL)
+        for name, each in zip(names, tokens.kinds, strict=True)
+        if name.strip(SPACE_MARK) and each in (CONTROL, USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
     roles = {f"{key}_token": names[i] for key in ("bos", "eos") for i in tokens.role(key)}
-    begins, template = said.get("add_bos_token", marked or whole), said.get("tokenizer.chat_template")
+    begins, template = said.get("add_bos_token", marked or pre in WHOLE), said.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         add_bos_token=bool(begins) and "bos_token" in roles,
         add_eos_token=bool(said.get("add_eos_token")) and "eos_token" in roles,
         chat_template=template if isinstance(template, str) else None,
         **roles,
     )
+
+
+def _merging(tokens: HeaderTokens, get_merges: Any) -> Any:
+    """Returns a BPE; merges that are not listed follow from scores, or for Gemma from the tokens' places."""
+    from tokenizers import Tokenizer, models
+
+    names, marked, count = tokens.names, tokens.marked, len(tokens.names)
+    scores = tokens.said.get("scores", ()) if tokens.row.scored else range(0, -count, -1)
+    merges = get_merges(tokens.said | {"tokens": names}, dict(zip(names, scores, strict=marked)))
+    rest = next((names[i] for i in tokens.role("unknown")), None) if marked else None
+    # Without the names of rows that only fill the embedding.
+    ids = {name: i for i, name in enumerate(names) if tokens.kinds[i] != UNUSED or name != f"[PAD{i}]"}
+    whole = tokens.said.get("pre") in WHOLE
+    how = {"byte_fallback": marked, "fuse_unk": marked, "unk_token": rest, "ignore_merges": whole}
+    return Tokenizer(models.BPE(ids, merges, **how))

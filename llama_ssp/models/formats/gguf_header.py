@@ -115,7 +115,7 @@ class _Reader(GGUFReader):
             return 12 + numbers.nbytes, [numbers], [0], types
         if count > MAX_TEXTS:
             raise ValueError(f"a list of {count} texts")
-        content, at, texts = memoryview(self.data), start, []
+        content, at, texts = self.data.data, start, []
         for _ in range(count):
             first, at = at + 8, at + 8 + struct.unpack_from("<Q", content, at)[0]
             texts.append(content[first:at])

@@ -32,12 +32,11 @@ class HeaderConfig:
         self.metadata, self.tensors, self.path = header.metadata, header.tensors, header.path
         self.architecture = str(header.metadata.get("general.architecture"))
         self.model_type = GGUF_FAMILIES.get(self.architecture, "")
-        experts = self.said("expert_count")
+        experts = " with experts" if self.said("expert_count") else ""
         if not self.model_type or experts:
-            what, found = "the architecture of the GGUF file cannot be loaded", self.architecture
-            found += " with experts" if experts else ""
+            what, allowed = "the architecture of the GGUF file cannot be loaded", ", ".join(GGUF_FAMILIES)
             fix = "use the model's folder with safetensors"
-            raise ModelError(what, self.path, found, ", ".join(GGUF_FAMILIES), fix)
+            raise ModelError(what, self.path, f"{self.architecture}{experts}", allowed, fix)
         self.family = FAMILIES[self.model_type]
 
     def config(self) -> dict[str, Any]:
@@ -89,8 +88,8 @@ class HeaderConfig:
             for name in (leaf,) if leaf in OUTER else (f"blk.{layer}.{leaf}" for layer in layers):
                 tensor = self.tensors.get(f"{name}.weight")
                 if tensor.shape != shape if tensor else leaf != HEAD:
-                    what, found = "a tensor contradicts the header's sizes", tensor and tensor.shape
-                    raise ModelError(what, f"{self.path}: {name}.weight", found or "none", shape, REFETCH)
+                    what, where = "a tensor contradicts the header's sizes", f"{self.path}: {name}.weight"
+                    raise ModelError(what, where, tensor.shape if tensor else "none", shape, REFETCH)
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         count = len(tokens) if isinstance(tokens, list) else rows
         ends = {key: self.metadata[key] for key in ENDS if key in self.metadata}
@@ -115,19 +114,16 @@ class HeaderConfig:
         if kind in (None, "none", "longrope"):  # the last one without factors: Phi-3's short context
             return None
         scaling = {"rope_type": kind, "factor": self.value("rope.scaling.factor", float)}
-        positions = (
-            {"original_max_position_embeddings": self.value(original, int)} if self.said(original) else {}
-        )
-        return scaling | positions
+        if self.said(original):
+            scaling["original_max_position_embeddings"] = self.value(original, int)
+        return scaling
 
     def factors(self, name: str, count: int) -> list[float]:
         import numpy as np
 
         tensor = self.tensors[name]
-        factors = np.fromfile(tensor.file, "<f4", count, offset=tensor.start).tolist()
-        if (tensor.format, tensor.shape) != ("F32", (count,)) or not all(
-            0 < each < math.inf for each in factors
-        ):
+        factors: list[float] = np.fromfile(tensor.file, "<f4", count, offset=tensor.start).tolist()
+        if tensor[1:3] != ("F32", (count,)) or not all(0 < factor < math.inf for factor in factors):
             what, where = "the file's scale of rotary positions cannot be used", f"{self.path}: {name}"
             raise ModelError(what, where, f"{tensor.format} {factors}", f"{count} positive numbers", REFETCH)
         return factors
@@ -137,7 +133,7 @@ class HeaderConfig:
 
     def value(self, name: str, kind: type, default: float | None = None, most: int = 2**31 - 1) -> Any:
         """Returns a positive number of this type; the default where the header has none."""
-        value = default if self.said(name) is None else self.said(name)
+        value: Any = default if self.said(name) is None else self.said(name)
         if type(value) is not kind or not 0 < value <= most:
             what, where = "the header has no usable value", f"{self.path}: {self.architecture}.{name}"
             raise ModelError(what, where, value, f"{kind.__name__}, above 0, to {most}", REFETCH)

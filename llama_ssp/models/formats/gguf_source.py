@@ -132,7 +132,10 @@ def _q3_k(byte: Tensor, _: str) -> Parts:
 
 def _q45_k(byte: Tensor, kind: str) -> Parts:
     """Eight scales and eight shifts of 6 bits, in Q5 the fifth bits of all codes, then the lower four."""
-    codes, first, second, last = _fields(byte[..., -128:], 4, 32), *byte[..., 4:16].split(4, -1)
+    codes, (first, second, last) = (
+        _fields(byte[..., -128:], 4, 32),
+        (byte[..., n : n + 4] for n in (4, 8, 12)),
+    )
     if kind == "Q5_K":
         codes = codes | _fields(byte[..., 16:48], 1, 32) << 4
     scales = torch.cat([first & 63, last & 15 | first >> 2 & 48], -1)
