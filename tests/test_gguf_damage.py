@@ -43,15 +43,13 @@ class Sound:
         if name in self.reader.fields:
             start = self.reader.fields[name].offset
             kind = start + 8 + len(name)
-            return {"length": start, "kind": kind, "value": kind + 4, "count": kind + 8, "text": kind + 16}[
-                what
-            ]
+            places = {"length": start, "kind": kind, "value": kind + 4, "count": kind + 8, "text": kind + 16}
+            return places[what]
         field = next(tensor.field for tensor in self.reader.tensors if tensor.name == name)
         dims = field.offset + 8 + len(name)
         after = dims + 4 + 8 * int(field.parts[2][0])
-        return {"length": field.offset, "dims": dims, "shape": dims + 4, "type": after, "place": after + 4}[
-            what
-        ]
+        places = {"length": field.offset, "dims": dims, "shape": dims + 4, "type": after, "place": after + 4}
+        return places[what]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +59,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
         bare, _ = made("llama", folder, num_hidden_layers=2)
     tokens = byte_level(folder, "gpt-2", checkpoints.tokenizer(), padding=0, add_bos_token=False)
     path = rewritten(bare, folder / "model.gguf", {}, also=tokens)
+    assert complete(ModelConf(name="x", path=str(path)), "model")[0].n_layers == 2
     return Sound(path, path.read_bytes(), gguf.GGUFReader(path))
 
 
@@ -97,8 +96,9 @@ CASES = [(*where, letter, value) for *where, letter, values in NUMBERS for value
 CUT_SHORT = [0, 1, 4, 23, 24, 100, 1000, 5000, -100_000, -1000, -33]
 
 
-def of(sound: Sound, folder: Path, raw: bytes) -> Path:
-    path = folder / sound.path.name
+def written(folder: Path, raw: bytes | bytearray) -> Path:
+    """A file by another name each time: headers are kept by name and time."""
+    path = folder / f"{len(list(folder.iterdir()))}.gguf"
     path.write_bytes(raw)
     return path
 
@@ -131,13 +131,13 @@ def refused(path: Path) -> str:
 def test_a_number_that_lies(
     sound: Sound, what: str, name: str, letter: str, value: float, tmp_path: Path
 ) -> None:
-    assert str(tmp_path) in refused(of(sound, tmp_path, changed(sound, what, name, letter, value)))
+    assert str(tmp_path) in refused(written(tmp_path, changed(sound, what, name, letter, value)))
 
 
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("size", CUT_SHORT)
 def test_a_file_cut_short(sound: Sound, size: int, tmp_path: Path) -> None:
-    assert "cannot be read" in refused(of(sound, tmp_path, sound.raw[:size]))
+    assert "cannot be read" in refused(written(tmp_path, sound.raw[:size]))
 
 
 @pytest.mark.usefixtures("bounded")
@@ -145,12 +145,11 @@ def test_a_file_cut_short(sound: Sound, size: int, tmp_path: Path) -> None:
 def test_flipped_bytes(sound: Sound, seed: int, tmp_path: Path) -> None:
     """A byte is refused, or is one that no reader needs: the file then is what it was."""
     random, shapes = Random(seed), inspect(sound.path).shapes
-    for number in range(25):
+    for _ in range(25):
         place = random.randrange(sound.reader.data_offset)
         raw = bytearray(sound.raw)
         raw[place] ^= 1 << random.randrange(8)
-        path = tmp_path / f"{number}.gguf"  # headers are kept by file and time
-        path.write_bytes(raw)
+        path = written(tmp_path, raw)
         try:
             assert inspect(path).shapes == shapes
             complete(ModelConf(name="x", path=str(path)), "model")
@@ -162,14 +161,12 @@ def test_flipped_bytes(sound: Sound, seed: int, tmp_path: Path) -> None:
 def test_what_the_message_says(sound: Sound, tmp_path: Path) -> None:
     """The file's names of tensors, and no advice for another mistake."""
     raw = changed(sound, "value", "llama.rope.dimension_count", "I", 10**6)
-    said = refused(of(sound, tmp_path, raw.replace(b"attention.key_length", b"attention.key_width ")))
-    assert (
-        "contradicts the header's sizes" in said
-        and f"{MATRIX}; found (256, 256), allowed (8000000, 256)" in said
-    )
+    said = refused(written(tmp_path, raw.replace(b"attention.key_length", b"attention.key_width ")))
+    assert "contradicts the header's sizes" in said
+    assert f"{MATRIX}; found (256, 256), allowed (8000000, 256)" in said
     raw = changed(sound, "value", "tokenizer.ggml.eos_token_id", "I", 300)
-    assert "'tokenizer.ggml.eos_token_id': 300" in refused(of(sound, tmp_path, raw))
-    said = refused(of(sound, tmp_path, changed(sound, "version", "", "I", 99)))
+    assert "'tokenizer.ggml.eos_token_id': 300" in refused(written(tmp_path, raw))
+    said = refused(written(tmp_path, changed(sound, "version", "", "I", 99)))
     assert "version 99" in said and "update gguf" in said
 
 
@@ -178,6 +175,6 @@ def test_what_the_message_says(sound: Sound, tmp_path: Path) -> None:
 def test_the_command_ends_with_code_4(
     sound: Sound, what: str, name: str, letter: str, value: float, command: Command, tmp_path: Path
 ) -> None:
-    path = of(sound, tmp_path, changed(sound, what, name, letter, value))
+    path = written(tmp_path, changed(sound, what, name, letter, value))
     result = command(f"model={path}", stdin=b"a")
     assert result.code == MODEL and len(result.errors) == 1, result.err
