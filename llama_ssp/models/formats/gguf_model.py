@@ -131,12 +131,12 @@ class HeaderConfig:
     def said(self, name: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{name}")
 
-    def value(self, name: str, kind: type, default: float | None = None, most: int = 2**31 - 1) -> Any:
+    def value(self, name: str, kind: type, default: float | None = None, max_value: int = 2**31 - 1) -> Any:
         """Returns a positive number of this type; the default where the header has none."""
         value: Any = default if self.said(name) is None else self.said(name)
-        if type(value) is not kind or not 0 < value <= most:
+        if type(value) is not kind or not 0 < value <= max_value:
             what, where = "the header has no usable value", f"{self.path}: {self.architecture}.{name}"
-            raise ModelError(what, where, value, f"{kind.__name__}, above 0, to {most}", REFETCH)
+            raise ModelError(what, where, value, f"{kind.__name__}, above 0, to {max_value}", REFETCH)
         return value
 
 
