@@ -134,7 +134,8 @@ class HeaderConfig:
     def value(self, name: str, kind: type, default: float | None = None, max_value: int = 2**31 - 1) -> Any:
         """Returns a positive number of this type; the default where the header has none."""
         value: Any = default if self.said(name) is None else self.said(name)
-        if type(value) is not kind or not 0 < value <= max_value:
+        is_kind = type(value) is kind
+        if not is_kind or not 0 < value <= max_value:
             what, where = "the header has no usable value", f"{self.path}: {self.architecture}.{name}"
             raise ModelError(what, where, value, f"{kind.__name__}, above 0, to {max_value}", REFETCH)
         return value
