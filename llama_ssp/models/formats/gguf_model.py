@@ -113,6 +113,9 @@ class HeaderConfig:
             return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         if kind in (None, "none", "longrope"):  # the last one without factors: Phi-3's short context
             return None
+        if kind not in ("linear", "yarn"):
+            what, where = "rotary positions are scaled in an unknown way", f"{self.path}: rope.scaling.type"
+            raise ModelError(what, where, kind, "none, linear or yarn", REFETCH)
         scaling = {"rope_type": kind, "factor": self.value("rope.scaling.factor", float)}
         if self.said(original):
             scaling["original_max_position_embeddings"] = self.value(original, int)
@@ -137,7 +140,7 @@ class HeaderConfig:
         is_kind = type(value) is kind
         if not is_kind or not 0 < value <= max_value:
             what, where = "the header has no usable value", f"{self.path}: {self.architecture}.{name}"
-            raise ModelError(what, where, value, f"{kind.__name__}, above 0, to {max_value}", REFETCH)
+            raise ModelError(what, where, str(value), f"{kind.__name__}, above 0, to {max_value}", REFETCH)
         return value
 
 
