@@ -168,6 +168,9 @@ def test_what_the_message_says(sound: Sound, tmp_path: Path) -> None:
     assert "'tokenizer.ggml.eos_token_id': 300" in refused(written(tmp_path, raw))
     said = refused(written(tmp_path, changed(sound, "version", "", "I", 99)))
     assert "version 99" in said and "update gguf" in said
+    tokens = byte_level(tmp_path, "gpt-2", checkpoints.tokenizer(), padding=1, add_bos_token=False)
+    bare = sound.path.with_name("llama.gguf")
+    assert "301 tokens" in refused(rewritten(bare, tmp_path / "more.gguf", {}, also=tokens))
 
 
 @pytest.mark.slow

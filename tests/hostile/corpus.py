@@ -385,26 +385,24 @@ def lying_gguf(
     *says: str,
     row: int = 20,
     size: int = 0,
-    reach: str = CONFIG,
     **wrong: object,
 ) -> Hostile:
     """A GGUF file of one table: other keys, or other arguments of `gguf_bytes`."""
     how = {key: wrong.pop(key) for key in ("tensors", "start", "counts", "data") if key in wrong}
     content = gguf_bytes(LLAMA | wrong, **{"tensors": [TABLE], "data": 1024, **how})  # type: ignore[arg-type]
-    return hostile(row, f"gguf-{name}", gguf(content, size=size), *says, reach=reach)
+    return hostile(row, f"gguf-{name}", gguf(content, size=size), *says)
 
 
-GGUF = [
-    lying_gguf("magic", "not a GGUF file", "GGML", start=b"GGML\x03\0\0\0"),
-    lying_gguf("many-tensors", f"{2**62} tensors", counts=(2**62, len(LLAMA))),
-    lying_gguf("sparse-texts", f"{2**22} texts", x=struct.pack("<IIQ", 9, 8, 2**22), size=2**36),
-    lying_gguf("endless-shape", "damaged or cut short", tensors=[("token_embd.weight", (2**62, 2**62), 0, 0)]),
-    lying_gguf("overlapping", "tensors that overlap", tensors=[TABLE, ("output.weight", (64, 4), 0, 0)]),
-    lying_gguf("twice", "twice a tensor", "token_embd", tensors=[TABLE, TABLE]),
-    lying_gguf("endless-layers", "llama.block_count", f"found {2**31 - 1}", row=22, **{"llama.block_count": 2**31 - 1}),
+GGUF = [  # tests/test_gguf_damage.py has more numbers that lie, and more cuts
+    lying_gguf("magic", "GGUF file cannot be read", "magic", start=b"GGML\x03\0\0\0"),
+    lying_gguf("many-tensors", "more tensors or keys than", counts=(2**62, len(LLAMA))),
+    lying_gguf("sparse-texts", f"a list of {2**22} texts", x=struct.pack("<IIQ", 9, 8, 2**22), size=2**36),
+    lying_gguf("endless-shape", "GGUF file cannot be read", tensors=[("token_embd.weight", (2**62, 2**62), 0, 0)]),
+    lying_gguf("overlapping", "output.weight of (4, 64) at byte", tensors=[TABLE, ("output.weight", (64, 4), 0, 0)]),
+    lying_gguf("twice", "duplicated tensor", "token_embd", tensors=[TABLE, TABLE]),
+    lying_gguf("endless-layers", "output_norm.weight", "found none", row=22, **{"llama.block_count": 2**31 - 1}),
     lying_gguf("width", "(4, 64)", "(4, 128)", row=22, **{"llama.embedding_length": 128}),
-    lying_gguf("more-tokens", "tokens are not those", "5 tokens", row=15, reach=FILES, **{"tokenizer.ggml.tokens": list("abcde")}),
-    hostile(19, "gguf-truncated", gguf(gguf_bytes(LLAMA, [TABLE], 1024)[:-7]), "damaged or cut short", "(4, 64)"),
+    hostile(19, "gguf-truncated", gguf(gguf_bytes(LLAMA, [TABLE], 1024)[:-7]), "cut short", "at byte"),
     hostile(18, "gguf-missing-shard", gguf(gguf_bytes(LLAMA, [TABLE], 1024), "m-00001-of-00003.gguf"), "a file of the model is missing", "m-00002-of-00003"),
     hostile(18, "two-ggufs", both(gguf(b"", "b.gguf"), replaced("a.gguf", b"")), "several GGUF models", "a.gguf, b.gguf", "path="),
     hostile(24, "gguf-pipe", both(gguf(b""), removed("model.gguf"), lambda p: os.mkfifo(p / "model.gguf")), "not a regular file", "model.gguf"),
