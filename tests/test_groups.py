@@ -57,8 +57,9 @@ def test_more_groups_than_gpus(four_gpus: None, cluster: dict[str, int]):
         _dealt(run_of(**cluster))
 
 
-def test_the_command_of_one_group_keeps_flags_apart():
-    words = ["task=batch", "cluster=slurm", "--config-dir", "a=b", "-cd=x"]
+def test_the_command_of_one_group_has_each_key_once_and_flags_last():
+    slurm = ["cluster.groups=8", "cluster.slurm.setup=[a]", "+cluster.gpus=9"]
+    words = ["task=batch", "cluster=slurm", *slurm, "--config-dir", "a=b", "-cd=x"]
     assert words_of_one(words, 5, "cluster.gpus=2") == (
         "task=batch", "cluster=slurm", "cluster.scheduler=none", "cluster.groups=1", "task.submit=false",
         "seed=5", "cluster.gpus=2", "--config-dir", "a=b", "-cd=x",

@@ -109,7 +109,8 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     command = _command(ranks, workers.words_of_one(words, job.seed, f"cluster.gpus={ranks}"))
     count = min(run.cluster.groups, max(job.missing, 1))
     groups = [WorkerGroup(number, command, devices[number], work) for number in range(count)]
-    log.info("%d groups of %d rank%s; logs in %s", count, ranks, "s" * (ranks > 1), work / LOGS)
+    plural = "s" * (count > 1), ranks, "s" * (ranks > 1)
+    log.info("%d group%s of %d rank%s; logs in %s", count, *plural, work / LOGS)
     with _stopped_together(groups):
         _run(groups, job, task.retries)
     code = next((group.code for group in groups if group.code != OK), OK)

@@ -11,7 +11,7 @@ from llama_ssp.batch.history import End, ends, submissions
 from llama_ssp.batch.job import folders_of
 from llama_ssp.batch.journal import NOTHING, Journal
 from llama_ssp.batch.pace import Pace, pace
-from llama_ssp.batch.slurm import client
+from llama_ssp.batch.slurm.submit import queue_of
 from llama_ssp.batch.workers import LOGS, counted, table
 from llama_ssp.config import Output, RunConf
 from llama_ssp.errors import OK, DistributedError
@@ -48,7 +48,7 @@ def execute(run: RunConf) -> int:
         "eta_s": at.eta_s if status == "running" else None,
         "failures": sum(end.failed for end in ended),
         "jobs": jobs,
-        "queue": None if queued is None else [vars(one) for one in queued],
+        "queue": queued,
         "acceptance_rate": ratio(counts["tokens_accepted"], counts["tokens_drafted"]),
         "tokens_per_s_per_group": ratio(counts["tokens_committed"], counts["wall_s"]),
         "output": str(output),
@@ -62,16 +62,16 @@ def execute(run: RunConf) -> int:
     return OK
 
 
-def _queued(jobs: list[str]) -> list[client.Queued] | None:
+def _queued(jobs: list[str]) -> list[dict[str, str]] | None:
     """What waits or runs; None where the scheduler does not answer."""
     try:
-        return client.queued(jobs)
+        return queue_of(jobs)
     except DistributedError as silent:  # the files tell what is done all the same
         log.warning("%s", silent)
         return None
 
 
-def _lines(summary: dict[str, Any], queued: list[client.Queued] | None, failed: list[End]) -> list[str]:
+def _lines(summary: dict[str, Any], queued: list[dict[str, str]] | None, failed: list[End]) -> list[str]:
     """The summary, for people."""
     lines = table(summary, f"{figure(summary['tokens_per_s'], 1)} a second")
     if summary["eta_s"] is not None:
@@ -83,11 +83,11 @@ def _lines(summary: dict[str, Any], queued: list[client.Queued] | None, failed: 
     return lines
 
 
-def _queue(queued: list[client.Queued] | None) -> list[str]:
+def _queue(queued: list[dict[str, str]] | None) -> list[str]:
     """The lines about the scheduler's queue."""
     if not queued:
         return [] if queued is not None else ["", f"queue: {SILENT}"]
-    rows = [[one.job, one.state, one.spent, one.nodes or one.reason] for one in queued]
+    rows = [[one["job"], one["state"], one["spent"], one["nodes"] or one["reason"]] for one in queued]
     return ["", *aligned([["job", "state", "time", "nodes or reason"], *rows], words=4)]
 
 

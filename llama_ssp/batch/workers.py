@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
 from llama_ssp.batch.requests import Request
 from llama_ssp.config import RunConf
 from llama_ssp.config.environment import rank_environment
-from llama_ssp.config.overrides import CONFIG_DIR
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.planner.run_plan import predict, require_fit
@@ -56,12 +54,13 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
 
 
 def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
-    """The command for one group. Hydra wants all overrides together, with flags before or behind."""
+    """Returns the command for one group: each key once, its last word; flags last, as Hydra wants them."""
     own = ("cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more)
-    pairs = enumerate(pairwise(["", *words]), start=1)
-    overrides = [end for end, (flag, word) in pairs if not word.startswith("-") and flag not in CONFIG_DIR]
-    end = max(overrides, default=len(words))
-    return (*words[:end], *own, *words[end:])
+    flags = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    given = {word.lstrip("+").partition("=")[0]: word for word in words[:flags]}
+    replaced = {word.partition("=")[0] for word in own}
+    kept = (given[key] for key in given if key not in replaced and not key.startswith("cluster.slurm."))
+    return (*kept, *own, *words[flags:])
 
 
 def counted(logs: Iterable[Path]) -> Counter[str]:

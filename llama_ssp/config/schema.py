@@ -221,9 +221,7 @@ class SlurmConf:
         job_name: The job's name.
         signal_s: Seconds before the time limit at which work stops.
         setup: Shell lines that run first, such as "module load cuda"; one that fails ends the job.
-        interface: The network that joins a group's nodes, such as ib0; null is Slurm's own.
         options: Further options of sbatch, such as --exclusive.
-        torchrun: Further options of torchrun; each node expands them as a shell does.
         python: The interpreter on the nodes; null is this command's.
     """
 
@@ -238,9 +236,7 @@ class SlurmConf:
     job_name: str | None = None
     signal_s: int = number(120, 1, 65535, "seconds to stop before the time limit")
     setup: list[str] = field(default_factory=list)
-    interface: str | None = None
     options: list[str] = field(default_factory=list)
-    torchrun: list[str] = field(default_factory=list)
     python: str | None = None
 
 

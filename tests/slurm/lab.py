@@ -25,6 +25,7 @@ PORTS = range(21000, 32000, 10)  # below those that the system deals out
 
 CONF = """\
 ClusterName=lab
+FirstJobId={job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
@@ -60,13 +61,13 @@ SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port={first}-{last} CPUs=2 Boards=1 \
+NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port={first}-{last} CPUs=2 Boards=1 \
 SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:4 State=UNKNOWN
 PartitionName=lab Nodes=ALL Default=YES MaxTime=60 DefaultTime=10 DefMemPerCPU=200 PriorityTier=1 \
 PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL MaxTime=60 DefaultTime=5 DefMemPerCPU=200 PriorityTier=9 PreemptMode=OFF
 """
-GPUS = "AutoDetect=off\nNodeName=n[1-{nodes}] Name=gpu Flags=nvidia_gpu_env File={home}/gpu[0-3]\n"
+GPUS = "AutoDetect=off\nNodeName=127.0.0.[1-{nodes}] Name=gpu Flags=nvidia_gpu_env File={home}/gpu[0-3]\n"
 
 
 def missing() -> list[str]:
@@ -88,17 +89,19 @@ class Lab:
         names = {
             "host": host, "user": getpass.getuser(), "home": self.home, "nodes": NODES, "port": port,
             "slurmd": port + 1, "first": port + 2, "last": port + 1 + NODES,
+            "job": 10_000 + port % 1000,  # groups of nodes meet at ports below PORTS
         }  # fmt: skip
         (self.home / "slurm.conf").write_text(CONF.format(**names), encoding="utf-8")
         (self.home / "gres.conf").write_text(GPUS.format(**names), encoding="utf-8")
         for number in range(4):  # fake GPUs: Slurm wants character devices
             (self.home / f"gpu{number}").symlink_to("/dev/null")
-        for folder in ("state", *(f"spool-n{node + 1}" for node in range(NODES))):
+        nodes = [f"127.0.0.{number + 1}" for number in range(NODES)]  # names that resolve
+        for folder in ("state", *(f"spool-{node}" for node in nodes)):
             (self.home / folder).mkdir()
         self._start_munge()
         self._daemon("slurmctld", "slurmctld", "-D")
-        for node in range(NODES):
-            self.start_node(f"n{node + 1}")
+        for node in nodes:
+            self.start_node(node)
         self.wait_idle()
 
     def _start_munge(self) -> None:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from llama_ssp.batch.slurm.script import Order
+from llama_ssp.batch.job import Job
+from llama_ssp.batch.manifest import Manifest
+from llama_ssp.batch.slurm.script import quoted, sbatch_script
 from llama_ssp.config import BatchConf, ClusterConf, GenerateConf, RunConf, Scheduler, SlurmConf
 from llama_ssp.config.validation.cluster import check_cluster, check_sharing, seconds_of
 from llama_ssp.config.validation.values import check_values
@@ -29,13 +30,11 @@ HOSTILE = (
 ON_CPU = ClusterConf(gpu="cpu", gpus=1)
 
 
-def order(**changes: Any) -> Order:
-    plain = Order(
-        name="llama-ssp-answers", cluster=ClusterConf(gpus=2), elements=4,
-        work=Path("/data/answers.work"), folder=Path("/home/me"),
-        words=("task=batch", "seed=1"), retries=3,
-    )  # fmt: skip
-    return replace(plain, **changes)
+def script(cluster: ClusterConf, work: str | Path = "/data/answers.work", words: tuple[str, ...] = ()) -> str:
+    """The script of four groups."""
+    run = RunConf(cluster=cluster, task=BatchConf(name="batch"))
+    job = Job(run, Path(work), Path("answers.jsonl"), Manifest("", 0, {}, ()), [])
+    return sbatch_script(job, 4, words or ("task=batch", "seed=1"))
 
 
 def options(script: str) -> list[str]:
@@ -47,103 +46,102 @@ def options(script: str) -> list[str]:
 
 
 def test_what_is_asked_of_slurm():
-    site_default = ClusterConf(gpus=2, slurm=SlurmConf(cpus_per_rank=None))
     slurm = SlurmConf(
         partition="gpu", account="lab", qos="low", time="4:00:00", mem="200G", cpus_per_rank=8,
-        gpu_type="a100", signal_s=90, options=["--exclusive", "--comment=for the paper"],
+        gpu_type="a100", signal_s=90, constraint="a100&ib",
+        options=["--exclusive", "--comment=for the paper"],
     )  # fmt: skip
-    assert options(order(cluster=ClusterConf(gpus=2, slurm=slurm)).rendered()) == [
-        "job-name=llama-ssp-answers", "partition=gpu", "account=lab", "qos=low", "array=0-3", "nodes=1",
-        "ntasks-per-node=1", "cpus-per-task=16", "gpus-per-node=a100:2", "mem=200G", "time=4:00:00",
-        "output=/dev/null", "signal=B:USR1@90", "requeue", "exclusive", "comment='for the paper'",
+    asked = options(script(ClusterConf(gpus=2, slurm=slurm)))
+    assert asked == [
+        "job-name=llama-ssp-answers", "partition=gpu", "account=lab", "qos=low", "constraint='a100&ib'",
+        "array=0-3", "nodes=1", "ntasks-per-node=1", "cpus-per-task=16", "gpus-per-node=a100:2", "mem=200G",
+        "time=4:00:00", "signal=B:USR1@90", "requeue", "output=/dev/null", "exclusive",
+        "comment='for the paper'",
     ]  # fmt: skip
-    assert "cpus-per-task=2" in options(order().rendered())  # the ranks of a node
-    assert not any("cpus" in one for one in options(order(cluster=site_default).rendered()))
+    assert "cpus-per-task=2" in options(script(ClusterConf(gpus=2)))  # the ranks of a node
+    site_default = ClusterConf(gpus=2, slurm=SlurmConf(cpus_per_rank=None))
+    assert "cpus" not in script(site_default) and "OMP" not in script(site_default)
+
+
+def test_a_script_without_a_time_limit_says_so_and_has_each_option_once():
+    assert "# No --time" in script(ON_CPU)
+    slurm = SlurmConf(partition="gpu", options=["--partition=other", "--time=5"])
+    with_time = script(replace(ON_CPU, slurm=slurm))
+    assert "# No --time" not in with_time
+    assert "partition=other" in options(with_time) and "partition=gpu" not in options(with_time)
 
 
 def test_groups_meet_as_their_size_wants():
-    many = order(cluster=ClusterConf(nodes=2, gpus=4)).rendered()
-    assert "--nnodes=2" in many and "--nproc-per-node=4 --max-restarts=0" in many
-    assert "rendezvous=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM" in many
-    assert "--standalone" in order().rendered() and "--nproc-per-node=2" in order().rendered()
-    alone = order(cluster=ON_CPU).rendered()
+    many = script(ClusterConf(nodes=2, gpus=4))
+    assert "--nproc-per-node=4 --max-restarts=0 --nnodes=2" in many and "--standalone" not in many
+    two = script(ClusterConf(gpus=2))
+    assert "--nproc-per-node=2 --max-restarts=0 --standalone" in two and "nodes[0]" not in two
+    alone = script(ON_CPU)
     assert "torch.distributed" not in alone and "gpus-per-node" not in alone
-    for script in (many, alone):
-        assert "--kill-on-bad-exit=1" in script
+    for text in (many, two, alone):
+        assert "srun --kill-on-bad-exit=1 " in text
 
 
-def stand_ins(folder: Path, setup: tuple[str, ...] = (), **slurm: Any) -> SlurmConf:
+def test_quotes_can_be_read():
+    assert [quoted(word) for word in ("task.stop=a", "a b", "it's", "it's $5")] == [
+        "task.stop=a", "'a b'", '"it\'s"', '"it\'s \\$5"',
+    ]  # fmt: skip
+
+
+def stand_ins(folder: Path, setup: tuple[str, ...] = ()) -> SlurmConf:
     """Commands of Slurm's in `folder`/bin that start what they are given; a python that prints its words."""
     (folder / "bin").mkdir()
     commands = {
-        "teller": f'''case "$*" in
+        "teller": f"""case "$*" in
             *supervisor*) shift 5; exec "$@";;
-            *address\\ resolve\\ 10.9.9.1) echo "[fd00::1]";;
-            *address\\ here*) echo fd00::2 ib0;;
-            *address\\ port) echo 20539;;
-            *) exec {sys.executable} -c "import json, sys, os
-print(json.dumps([sys.argv[1:], os.environ.get('GLOO_SOCKET_IFNAME'), os.environ['PYTHONPATH']]))" "$@";;
-            esac''',
-        "scontrol": 'case "$*" in *hostnames*) echo n1 n2;; *) echo "NodeName=n1 NodeAddr=10.9.9.1 X";; esac',
-        "srun": 'while case "$1" in --*) true;; *) false;; esac; do shift; done; SLURM_NODEID=1 exec "$@"',
-    }  # fmt: skip
+            *) exec {sys.executable} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@";;
+            esac""",
+        "scontrol": "echo n1; echo n2",
+        "srun": 'while case "$1" in --*) true;; *) false;; esac; do shift; done; exec "$@"',
+    }
     for name, text in commands.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
-    return SlurmConf(python=str(folder / "bin" / "teller"), setup=list(setup), **slurm)
+    return SlurmConf(python=str(folder / "bin" / "teller"), setup=list(setup))
 
 
-def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs it as the first element of job 77, as Slurm would: nothing is there but the script."""
-    job = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "76", "SLURM_ARRAY_TASK_ID": "0"}
+    job = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_ARRAY_JOB_ID": "76",
+        "SLURM_ARRAY_TASK_ID": "0",
+        "SLURM_JOB_NAME": "a",
+    }
     env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", **job}
-    return subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("cluster", [ON_CPU, ClusterConf(gpus=2), ClusterConf(nodes=2, gpus=2)])
 @pytest.mark.parametrize("named", ["work", "50%d done", "it's \\", "a\n#SBATCH --nodes=9\ntouch broken"])
-def test_words_reach_the_command_as_they_were_given(cluster: ClusterConf, named: str, tmp_path: Path):
+def test_words_reach_the_command_as_they_were_given(
+    cluster: ClusterConf, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The script is run, and begins its own log, whatever the name of the folder."""
-    slurm = stand_ins(tmp_path, torchrun=["--log-dir=$((4 + 3))", "--tee='a b'"])
-    whole = order(
-        words=HOSTILE, cluster=replace(cluster, slurm=slurm), folder=tmp_path, work=tmp_path / named
-    )
-    done = run_script(whole.rendered(), tmp_path)
-    log = tmp_path / named / "logs" / "llama-ssp-answers-76_0.out"
+    monkeypatch.chdir(tmp_path)
+    whole = script(replace(cluster, slurm=stand_ins(tmp_path)), tmp_path / named, HOSTILE)
+    done = run_script(whole, tmp_path)
+    log = tmp_path / named / "logs" / "a-76_0.out"
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), log.read_text()
-    told, network, _ = json.loads(log.read_text())
+    told = json.loads(log.read_text())
     assert tuple(told[-len(HOSTILE) :]) == HOSTILE and told[-len(HOSTILE) - 1] == "llama_ssp"
-    many = cluster.nodes > 1
-    assert ("--log-dir=7" in told and "--tee=a b" in told) == (cluster.gpus == 2)  # a shell's words
-    assert ("--rdzv-endpoint=[fd00::1]:20539" in told and "--local-addr=fd00::2" in told) == many
-    assert ("--rdzv-conf=is_host=0" in told) == many and network == ("ib0" if many else None)
-    assert any(re.fullmatch(r"--rdzv-id=77\.0\.\d+", word) for word in told) == many
+    meeting = {"--rdzv-backend=c10d", "--rdzv-endpoint=n1:20077", "--rdzv-id=77.0", "--nnodes=2"}
+    assert meeting & set(told) == (meeting if cluster.nodes > 1 else set())
     assert not list(tmp_path.rglob("broken"))
 
 
-def test_the_first_line_that_fails_ends_the_script(tmp_path: Path):
+def test_the_first_line_that_fails_ends_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     slurm = stand_ins(tmp_path, setup=("true", "no_such_module load cuda", "touch broken"))
-    whole = order(cluster=ClusterConf(gpus=2, slurm=slurm), folder=tmp_path, work=tmp_path / "work")
-    assert run_script(whole.rendered(), tmp_path).returncode == 2
-    said = (tmp_path / "work" / "logs" / "llama-ssp-answers-76_0.out").read_text()
-    assert "error: a line of the script failed with 127" in said and "found no_such_module load cuda" in said
+    assert run_script(script(ClusterConf(gpus=2, slurm=slurm), tmp_path / "work"), tmp_path).returncode == 2
+    said = (tmp_path / "work" / "logs" / "a-76_0.out").read_text()
+    assert re.search(r"error: line \d+ failed with 127: no_such_module load cuda", said)
     assert not (tmp_path / "broken").exists() and "distributed" not in said
-
-
-@pytest.mark.parametrize(("silent", "tries"), [(2, 3), (9, 4)])
-def test_a_controller_that_is_being_restarted_is_asked_again(tmp_path: Path, silent: int, tries: int):
-    """At the look-up of the nodes: no element ends as if a setting were wrong."""
-    slurm = stand_ins(tmp_path)
-    srun, asked = tmp_path / "bin" / "srun", tmp_path / "asked"
-    fails = f"echo >> {asked}; [ $(wc -l < {asked}) -gt {silent} ] || exit 1"
-    srun.write_text(srun.read_text().replace("\n", f"\n{fails}\n", 1))
-    cluster = ClusterConf(nodes=2, gpus=2, slurm=slurm)
-    whole = order(cluster=cluster, folder=tmp_path, work=tmp_path / "work")
-    script = whole.rendered().replace("left = 30", "left = 4").replace("sleep 10", "sleep 0")
-    code = run_script(script, tmp_path).returncode
-    said = (tmp_path / "work" / "logs" / "llama-ssp-answers-76_0.out").read_text()
-    assert said.count("Slurm does not answer to srun") == min(silent, tries)
-    assert (code, "error: Slurm does not answer; " in said) == ((0, False) if silent < 4 else (5, True)), said
 
 
 @pytest.mark.parametrize(
@@ -154,8 +152,7 @@ def test_a_controller_that_is_being_restarted_is_asked_again(tmp_path: Path, sil
         ("time", "4 hours"), ("time", ""), ("mem", "12 GB"), ("gpu_type", "a100:8"), ("constraint", "a;b"),
         ("options", ["-N9"]), ("options", ["--nodes=9"]), ("options", ["--comment=it's"]),
         ("options", ["--wrap=id"]), ("options", ["--x\n#SBATCH --nodes=9"]), ("setup", ["a\nb"]),
-        ("interface", "ib0; id"), ("interface", "a" * 16),
-        ("setup", [" "]), ("torchrun", ["a\0b"]), ("signal_s", 0), ("cpus_per_rank", 0),
+        ("setup", [" "]), ("options", ["--comment=a\\b"]), ("signal_s", 0), ("cpus_per_rank", 0),
     ],
 )  # fmt: skip
 def test_values_that_are_refused(key: str, value: object):

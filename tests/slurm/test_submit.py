@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.batch.history import keep_submission
-from llama_ssp.batch.slurm import client as ask
-from llama_ssp.batch.slurm.client import _table
-from llama_ssp.batch.slurm.submit import require_time
-from llama_ssp.errors import UsageError
+from llama_ssp.batch.slurm import submit
 from tests.conftest import Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches
 from tests.slurm.lab import Lab
@@ -27,6 +24,19 @@ OUTPUT = 'an $HOME %d "out".jsonl'
 def here(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that commands are given in, with an input."""
     return Batches(tmp_path / "run").home
+
+
+def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Stand-ins for commands of Slurm's."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.fixture
+def without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
 
 
 @pytest.fixture
@@ -46,48 +56,50 @@ def at_lab(lab: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[La
         (["cluster.gpus=4", "cluster.slurm.cpus_per_rank=1"], "Slurm refuses the job; found"),
         (["cluster.gpu=L4", "cluster.gpus=8"], "Slurm refuses the job; found"),
         (["cluster.slurm.mem=9000G"], "Slurm refuses the job; found"),
-        (["cluster.slurm.time=9-00"], "cluster.slurm.time; found 9-00, allowed at most 01:00:00"),
+        (["cluster.slurm.time=9-00"], "Slurm refuses the job; found"),
         (["cluster.slurm.constraint=gone"], "Slurm refuses the job; found"),
         (['cluster.slurm.options=["--mem-per-gpu=x"]'], "Slurm refuses the job; found"),
     ],
 )
-@pytest.mark.parametrize("submit", [False, True])
 def test_what_the_cluster_could_never_start(
-    at_lab: Lab, command: Command, here: Path, overrides: list[str], said: str, submit: bool
+    at_lab: Lab, command: Command, here: Path, overrides: list[str], said: str
 ):
-    answer = command(*JOB, *ON_SLURM, *overrides, f"task.submit={str(submit).lower()}")
+    answer = command(*JOB, *ON_SLURM, *overrides)
     assert answer.code == 2 and said in answer.errors[0], answer.err
     assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
 
 
-# As Slurm 22.05 prints them.
-PARTITIONS = _table(
-    "PartitionName=gpu AllowGroups=ALL Default=YES DefaultTime=NONE MaxNodes=2 MaxTime=1-00:00:00 State=UP\n"
-    "PartitionName=big Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP TotalNodes=1\n"
-)
+def words_of(script: str) -> list[str]:
+    """The command of one group in a script."""
+    return [line.strip() for line in script.partition("words=(\n")[2].partition("\n)")[0].splitlines()]
 
 
-def test_a_time_limit_beyond_the_partition_s_is_refused():
-    """`sbatch --test-only` accepts it where EnforcePartLimits=NO, and the job waits for ever."""
-    for names in (None, "gpu", "gpu,gone"):
-        require_time("1-00:00:00", names, PARTITIONS)
-        with pytest.raises(UsageError, match=r"could never start; cluster\.slurm\.time.*at most 1-00:00:00"):
-            require_time("1-00:00:01", names, PARTITIONS)
-    for names in ("big", "gpu,big", "gone"):
-        require_time("9-00", names, PARTITIONS)
-
-
-@pytest.mark.slow
-@pytest.mark.slurm
-def test_the_script_is_printed_and_nothing_happens(at_lab: Lab, command: Command, here: Path):
-    answer = command(*JOB, *ON_SLURM, "task.submit=false")
+def test_the_script_is_printed_and_nothing_happens(command: Command, here: Path, without_slurm: None):
+    """Also where there is no Slurm."""
+    printed = [*JOB, *ON_SLURM[:-1], "cluster.groups=2"]
+    answer = command(*printed)
     assert answer.code == 0 and answer.out.startswith("#!/bin/bash\n")
-    as_json = command(*JOB, *ON_SLURM, "task.submit=false", "output=json")
-    found = as_json.document
+    found = command(*printed, "output=json").document
     assert found["script"].replace("    output=json\n", "") == answer.out
-    assert " to start at " in found["test_only"]
     assert found["status"] == "printed" and found["verdict"] == "fits" and found["shards_missing"] == 4
-    assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
+    keys = [word.partition("=")[0] for word in words_of(answer.out)]
+    assert len(keys) == len(set(keys)) and not any(key.startswith("cluster.slurm") for key in keys)
+    assert not (here / "answers.jsonl.work").exists()
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "said"),
+    [
+        (9, 5, "an array of 4, not of cluster.groups=9: 4 shards are missing"),
+        (2, 20, "an array of 1, not of cluster.groups=2: 1 shard is missing"),
+    ],
+)
+def test_no_more_elements_than_shards_are_missing(
+    command: Command, here: Path, caplog: pytest.LogCaptureFixture, groups: int, size: int, said: str
+):
+    answer = command(*JOB, *ON_SLURM[:-1], f"cluster.groups={groups}", f"task.shard_size={size}")
+    assert said in caplog.text
+    assert [word for word in words_of(answer.out) if "shard_size" in word] == [f"task.shard_size={size}"]
 
 
 @pytest.mark.slow
@@ -141,31 +153,23 @@ def test_hostile_names_go_through_slurm_unharmed(batches: Batches, lab: Lab, exp
     assert not list(batches.home.rglob("broken"))
 
 
-@pytest.fixture
-def without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
-
-
-def test_without_slurm_a_script_can_be_made_but_not_submitted(
-    command: Command, here: Path, without_slurm: None, caplog: pytest.LogCaptureFixture
-):
-    printed = command(*JOB, *ON_SLURM, "task.submit=false")
-    assert printed.code == 0 and printed.out.startswith("#!/bin/bash")
-    assert "not checked against a cluster: this machine has none of Slurm's commands" in caplog.text
+def test_without_slurm_nothing_is_submitted(command: Command, here: Path, without_slurm: None):
     refused = command(*JOB, *ON_SLURM)
     assert refused.code == 5 and "this machine has none of Slurm's commands" in refused.errors[0]
     assert not (here / "answers.jsonl.work").exists()
 
 
+@pytest.mark.parametrize(
+    ("ping", "said"),
+    [("exec sleep 60", "scontrol said nothing"), ("echo Slurmctld is DOWN", "Slurmctld is DOWN")],
+)
 def test_a_controller_that_is_silent(
-    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ping: str, said: str
 ):
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(ask, "PING_S", 0.2)
+    commands(tmp_path, monkeypatch, scontrol=ping, sbatch="echo 8")
+    monkeypatch.setattr(submit, "PATIENCE_S", 0.3)
     answer = command(*JOB, *ON_SLURM)
-    assert answer.code == 5 and "Slurm does not answer; found scontrol said nothing" in answer.errors[0]
+    assert answer.code == 5 and f"Slurm does not answer; found {said}" in answer.errors[0]
 
 
 def test_what_does_not_fit_is_not_queued(command: Command, here: Path, without_slurm: None):
@@ -227,32 +231,24 @@ def test_a_printed_script_is_submitted_as_it_is(batches: Batches, lab: Lab, expe
 def test_a_silent_controller_is_no_empty_queue(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    commands(tmp_path, monkeypatch, squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
     keep_submission(here / "answers.jsonl.work", "7", "#!/bin/bash\n")
     asked = ("task=batch", "task.status=true", "task.output=answers.jsonl")
     silent = command(*asked)
     found = silent.document
     assert found["status"] == "unknown" and found["queue"] is None
-    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    commands(tmp_path, monkeypatch, squeue="")
     assert command(*asked).document["status"] == "unfinished"
 
 
-SQUEUE = """#!/bin/sh
-case "$1 $2 $3" in *=7,41*) echo '40_1|41|RUNNING|None|0:10|n1';; esac
-"""
+SQUEUE = "case \"$1 $2 $3\" in *=7,41*) echo '40_1|41|RUNNING|None|0:10|n1';; esac"
 
 
 def test_what_people_started_themselves_is_seen(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """An array that was submitted by hand; a process that was started by hand, after a submission."""
-    said = {"squeue": SQUEUE, "scontrol": "#!/bin/sh\necho is UP\n", "sbatch": "#!/bin/sh\necho 8\n"}
-    for name, script in said.items():
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    commands(tmp_path, monkeypatch, squeue=SQUEUE, sbatch="echo 8", scontrol="echo UP: is UP")
     work, job = here / "answers.jsonl.work", {"host": "n1", "pid": 1, "job": "41", "restart": 0}
     keep_submission(work, "7", "#!/bin/bash\n")
     (work / "claims").mkdir()

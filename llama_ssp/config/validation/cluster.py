@@ -18,7 +18,6 @@ WORDS = {
     "time": SLURM_TIME,
     "mem": re.compile(r"\d+[KMGT]?"),
     "gpu_type": re.compile(r"[\w.-]+"),
-    "interface": re.compile(r"[\w.-]{1,15}"),
     "job_name": re.compile(r"[\w.+=@-]{1,100}"),
 }
 # The script sets these itself: a second value would break restarts, or hide the logs.
@@ -70,17 +69,16 @@ def check_cluster(cluster: ClusterConf) -> None:
         raise UsageError("cluster.slurm.time leaves no time to work", found=found, fix=fix)
     for option in slurm.options:
         name = option.partition("=")[0].removeprefix("--")
-        odd = any(ord(c) < 32 or c == "'" for c in option)
+        odd = any(ord(c) < 32 or c in "'\\" for c in option)
         if not option.startswith("--") or name in OWN_OPTIONS or odd:
             own = ", ".join(OWN_OPTIONS)
-            allowed = f"--OPTION or --OPTION=VALUE, on one line and without ', none of: {own}"
+            allowed = f"--OPTION or --OPTION=VALUE, on one line and without ' and \\, none of: {own}"
             what, fix = "a cluster.slurm.options entry cannot be used", f"{man}; the script sets these itself"
             raise UsageError(what, "", repr(option), allowed, fix)
-    for key in ("setup", "torchrun"):
-        for line in getattr(slurm, key):
-            if not line.strip() or any(ord(c) < 32 for c in line):
-                fix = f'write \'cluster.slurm.{key}=["one","another"]\''
-                raise UsageError(f"a cluster.slurm.{key} entry is not one line", found=repr(line), fix=fix)
+    for line in slurm.setup:
+        if not line.strip() or any(ord(c) < 32 for c in line):
+            fix = 'write \'cluster.slurm.setup=["one","another"]\''
+            raise UsageError("a cluster.slurm.setup entry is not one line", found=repr(line), fix=fix)
 
 
 def seconds_of(time: str) -> int:
