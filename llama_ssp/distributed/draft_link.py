@@ -115,17 +115,12 @@ def connect(host: str, port: int, secret: str, patience_s: float) -> Link:
 def address_towards_leader() -> str:
     """This rank's address on the route to the rendezvous: the leader is there, and can connect to it."""
     try:
-        return own_address_towards(os.environ.get("MASTER_ADDR", LOOPBACK))
+        route = socket.getaddrinfo(os.environ.get("MASTER_ADDR", LOOPBACK), 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(route[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(route[4])  # sends nothing
+            return str(probe.getsockname()[0])
     except OSError:
         return LOOPBACK
-
-
-def own_address_towards(host: str) -> str:
-    """This machine's address on the route to the host. Raises OSError."""
-    route = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(route[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(route[4])  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _reason(error: Exception) -> str:

@@ -14,8 +14,8 @@ import pytest
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.manifest import Manifest
 from llama_ssp.batch.slurm.script import quoted, sbatch_script
-from llama_ssp.config import BatchConf, ClusterConf, GenerateConf, RunConf, Scheduler, SlurmConf
-from llama_ssp.config.validation.cluster import check_cluster, check_sharing, seconds_of
+from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
+from llama_ssp.config.validation.cluster import check_cluster, seconds_of
 from llama_ssp.config.validation.values import check_values
 from llama_ssp.errors import UsageError
 
@@ -173,19 +173,3 @@ def test_times_mean_what_slurm_means(time: str, seconds: int):
 def test_a_time_that_is_all_spent_on_stopping():
     with pytest.raises(UsageError, match="leaves no time to work"):
         check_cluster(ClusterConf(slurm=SlurmConf(time="2", signal_s=120)))
-
-
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
-        (RunConf(cluster=ClusterConf(scheduler=Scheduler.slurm, gpus=1), task=GenerateConf(name="generate")),
-         "cluster.scheduler is for task=batch"),
-        (RunConf(cluster=ClusterConf(groups=2), task=GenerateConf(name="generate")), "cluster.groups is for"),
-        (RunConf(task=BatchConf(name="batch", submit=True)), "needs a scheduler"),
-        (RunConf(cluster=ClusterConf(scheduler=Scheduler.slurm), task=BatchConf(name="batch")),
-         "cluster.gpus is missing"),
-    ],
-)  # fmt: skip
-def test_what_nobody_could_share(run: RunConf, said: str):
-    with pytest.raises(UsageError, match=said):
-        check_sharing(run)

@@ -183,6 +183,8 @@ def test_what_does_not_fit_is_not_queued(command: Command, here: Path, without_s
     ("overrides", "said"),
     [
         (["task=generate", "cluster=slurm"], "cluster.scheduler is for task=batch"),
+        (["task=generate", "cluster.groups=2"], "cluster.groups is for task=batch"),
+        (["task=batch", "cluster.scheduler=slurm"], "cluster.gpus is missing"),
         (["task=batch", "task.output=a", "task.input=b", "task.submit=true"], "needs a scheduler"),
         (["task=batch", "task.status=true", "task.output=none.jsonl"], "there is no job in this folder"),
     ],

@@ -67,10 +67,10 @@ def _submit(job: Job, script: str) -> str:
     if " UP" not in ping.stdout:
         raise _silent(ping.stdout or ping.stderr)
     work, holders = job.work, {str(holder.get("job")) for holder in job.journal.holders()}
-    if found := queue_of([*submissions(work), *filter(str.isdecimal, holders)]):
+    if waiting := queue_of([*submissions(work), *filter(str.isdecimal, holders)]):
+        found = f"job {waiting[0]['job']}, {waiting[0]['state']}"
         fix = "follow it with task.status=true, or cancel it with scancel first"
-        waiting = f"job {found[0]['job']}, {found[0]['state']}"
-        raise UsageError("this job is in the queue already", where=work, found=waiting, fix=fix)
+        raise UsageError("this job is in the queue already", where=work, found=found, fix=fix)
     job.journal.release_jobs()
     done = _run("sbatch", "--parsable", script=script)
     number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
