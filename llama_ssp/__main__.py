@@ -5,6 +5,7 @@ import sys
 from typing import NoReturn
 
 NOT_INSTALLED = 5  # as for every package that cannot be imported (errors.py)
+INSTALL = "run ./machine-install.sh once, then source .venv/bin/activate"
 
 
 def main() -> NoReturn:
@@ -13,6 +14,8 @@ def main() -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.version_info < (3, 11):  # noqa: UP036  a checkout runs with any Python
         _fail(f"llama-ssp needs Python 3.11 or later; {sys.executable}; found {sys.version.split()[0]}")
+    if sys.flags.optimize > 1:  # transformers and --help are made of docstrings
+        _fail("Python without docstrings; -OO or PYTHONOPTIMIZE; found 2, allowed 0 or 1", "leave it out")
     try:
         from llama_ssp import cli
 
@@ -25,8 +28,8 @@ def main() -> NoReturn:
     cli.main()
 
 
-def _fail(what: str) -> NoReturn:
-    print(f"error: {what}; run ./machine-install.sh once, then source .venv/bin/activate", file=sys.stderr)
+def _fail(what: str, fix: str = INSTALL) -> NoReturn:
+    print(f"error: {what}; {fix}", file=sys.stderr)
     sys.exit(NOT_INSTALLED)
 
 
