@@ -84,6 +84,8 @@ def folders_of(run: RunConf) -> tuple[Path, Path]:
     if task.output is None:
         raise UsageError("task.output is missing", fix="write task.output=answers.jsonl")
     output = home_expanded(task.output)
+    if not output.name:
+        raise UsageError("task.output does not name a file", "", task.output, fix="write task.output=FILE")
     return home_expanded(task.work) if task.work else output.with_name(output.name + ".work"), output
 
 
@@ -133,7 +135,7 @@ def records_of(run: RunConf, data: bytes) -> list[Request | Refused]:
     """Every line of the input, checked before anything is loaded. Raises DataError for bad lines."""
     assert isinstance(run.task, BatchConf) and run.task.input is not None
     name = run.task.input
-    reader = Reader(run, not has_objects(name))
+    reader = Reader(run, not has_objects(name, data))
     records = [reader.read(line, index) for index, line in enumerate(lines_of(data, name))]
     require_good(run, records)
     return records

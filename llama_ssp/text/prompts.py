@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from llama_ssp.config import (
@@ -33,6 +35,7 @@ MAX_INPUT_BYTES = 2**28  # of standard input, which is read whole
 MAX_FILE_BYTES = 2**30
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")  # of files with an object a line, in upper or lower case
 MAX_ID_LENGTH = 256
+MAX_DIGITS = 100  # of a whole number
 STDIN = "-"  # as the name of a prompt file
 CORRECT_PROMPTS = "correct them; the log names each"
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
@@ -129,7 +132,7 @@ def read_prompts(task: PromptedConf) -> Reading:
         return _from_stdin(task.on_bad_row)
     if task.prompt_file is not None:
         data = file_bytes("task.prompt_file", task.prompt_file)
-        made = _record if has_objects(task.prompt_file) else _text
+        made = _record if has_objects(task.prompt_file, data) else _text
         return _checked(_parse(data, task.prompt_file, made), task.on_bad_row)
     if isinstance(task, MeasureConf) and task.suite is not None:
         data = file_bytes("task.suite", task.suite)
@@ -146,7 +149,7 @@ def read_prompts(task: PromptedConf) -> Reading:
 def _from_stdin(policy: OnBadRow) -> Reading:
     """The prompts of standard input: objects if the first line begins one, else a prompt a line."""
     data = _stdin_bytes()
-    made = _record if data.removeprefix(BOM).lstrip()[:1] == b"{" else _text
+    made = _record if _begins_object(data) else _text
     return _checked(_parse(data, "standard input", made), policy)
 
 
@@ -154,9 +157,15 @@ def _samples(texts: list[str], where: str = "sample") -> Reading:
     return Reading([TextPrompt(str(i), text, where) for i, text in enumerate(texts)], [])
 
 
-def has_objects(name: str) -> bool:
-    """Whether a file of this name has a JSON object a line, not a prompt a line."""
+def has_objects(name: str, data: bytes) -> bool:
+    """Whether a file has a JSON object a line, not a prompt a line: by its name, or a pipe's first byte."""
+    if home_expanded(name).is_fifo():
+        return _begins_object(data)
     return name.lower().endswith(JSON_ENDINGS)
+
+
+def _begins_object(data: bytes) -> bool:
+    return data.removeprefix(BOM).lstrip()[:1] == b"{"
 
 
 def _stdin_bytes() -> bytes:
@@ -176,6 +185,8 @@ def file_bytes(key: str, name: str) -> bytes:
     path = home_expanded(name)
     try:
         found = path.stat()
+        if stat.S_ISFIFO(found.st_mode):  # <(command)
+            return _pipe_bytes(key, path)
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{key} is not a regular file", path, fix="give a text file or a .jsonl file")
         if found.st_size > MAX_FILE_BYTES:
@@ -188,6 +199,18 @@ def file_bytes(key: str, name: str) -> bytes:
         raise StorageError(
             f"cannot read {key}: {error.strerror}", path, fix="check its permissions"
         ) from None
+
+
+def _pipe_bytes(key: str, path: Path) -> bytes:
+    """All that comes through a pipe; nothing where no process writes into it."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for a writer
+    os.set_blocking(handle, True)
+    with open(handle, "rb") as pipe:
+        data = pipe.read(MAX_INPUT_BYTES + 1)
+    if len(data) > MAX_INPUT_BYTES:
+        allowed = f"{MAX_INPUT_BYTES} bytes"
+        raise DataError(f"{key} is too large", path, f"more than {allowed}", allowed, "write it to a file")
+    return data
 
 
 def lines_of(data: bytes, file: str) -> Iterator[Line]:
@@ -232,7 +255,9 @@ def parsed_object(line: Line) -> dict[str, Any]:
     """The line's JSON object, read strictly. Raises DataError."""
     text = line.text
     try:
-        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
+        record = json.loads(
+            text, parse_constant=_no_constant, parse_int=_whole, object_pairs_hook=_no_duplicates
+        )
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         fix = 'write one object a line: {"id": "a", "prompt": "..."}'
@@ -257,6 +282,12 @@ def name_of(value: object, where: str) -> str:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
