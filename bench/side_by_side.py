@@ -29,8 +29,8 @@ from surroundings import report  # noqa: E402
 
 from bench.words import divided  # noqa: E402
 from llama_ssp.config import Drafting, RunConf  # noqa: E402
+from llama_ssp.config.arguments import in_full  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
-from llama_ssp.config.short_forms import in_full  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import RankModels  # noqa: E402
 from llama_ssp.pair.batches import TimedRun  # noqa: E402

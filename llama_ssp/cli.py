@@ -11,15 +11,15 @@ import os
 import signal
 import sys
 import traceback
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
+from llama_ssp.config.arguments import COMMANDS, HELP, QUIET, VERBOSE, VERSION
 from llama_ssp.config.environment import RankEnvironment, rank_environment
 from llama_ssp.config.help import help_for
-from llama_ssp.config.overrides import HELP, QUIET, SWEEP, VERBOSE, VERSION, check_sources
-from llama_ssp.config.short_forms import COMMANDS, COMPLETION
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
 from llama_ssp.errors import (
@@ -46,7 +46,7 @@ GRACE_S = 4.0  # for a rank to obey a signal
 
 def load(words: list[str]) -> None:
     """Imports what a run needs before torch, unless --help or the like answers: before the guard is up."""
-    if not ({*HELP, *VERSION} & set(words) or (words and words[0] in COMMANDS)):
+    if not (_asks_for_help(words) or {*VERSION} & set(words) or (words and words[0] in COMMANDS)):
         from llama_ssp.config import compose  # noqa: F401
         from llama_ssp.planner import resolve  # noqa: F401
         from llama_ssp.tasks import inputs  # noqa: F401
@@ -98,17 +98,16 @@ def _guarded() -> int:
         rank_environment()
         _prepare_output()
         words = sys.argv[1:]
-        if words and words[0] in COMMANDS and words[0] != COMPLETION:
+        if words and words[0] in COMMANDS:
             code = _report(words)
         elif (text := _answer(words)) is not None:
             code = OK
             sys.stdout.write(text if _environment().is_leader else "")
         else:
             with GUARD.held():  # Hydra makes other errors of an interruption
-                from llama_ssp.config.compose import composed_jobs
+                from llama_ssp.config.compose import run_jobs
 
-                jobs = composed_jobs()
-            code = _run_jobs(jobs)
+                code = run_jobs(words, partial(_run_job, datetime.now()))
         sys.stdout.flush()
         return code
     except Exception as error:
@@ -126,31 +125,34 @@ def _report(words: list[str]) -> int:
     return execute(words[1:], Console()) if _environment().is_leader else OK
 
 
-def _run_jobs(jobs: list[ComposedJob]) -> int:
-    """Runs each job; returns the greatest exit code."""
-    if len(jobs) < 2:
-        return max((run(job) for job in jobs), default=OK)
-    from llama_ssp.report.sweep import Sweep
+def _run_job(began: datetime, job: ComposedJob) -> int:
+    """Runs a job that Hydra has merged; returns its exit code. A sweep `began` at this time."""
+    from llama_ssp.report import sweep
 
-    sweep = Sweep([job.words for job in jobs], jobs[0].cfg.out)
-    return max(run(job, sweep.begin(number)) for number, job in enumerate(jobs))
+    if job.number is None:
+        place = None
+    elif _environment().world > 1:
+        raise UsageError("--multirun needs one process", fix="loop over torchrun in the shell")
+    else:
+        place = sweep.begin(job.number, job.varied, job.cfg.out, began)
+    with GUARD.released():
+        return run(job, place)
 
 
-def _answer(arguments: list[str]) -> str | None:
-    """What --help, --version and the completion of words print; None for a run."""
-    words = [word for word in arguments if not word.startswith("-")]
-    is_line = arguments[:2] == [COMPLETION, "words"]  # a line to complete, which may hold --help
-    if {*HELP} & set(arguments) and not is_line:
-        return help_for(arguments)
-    if {*VERSION} & set(arguments) and not is_line:
+def _asks_for_help(words: list[str]) -> bool:
+    """Whether these words are a request for help: --help anywhere, help as the first word or after it."""
+    return bool({*HELP} & set(words)) or ("help" in words[:2] and not words[0].startswith("-"))
+
+
+def _answer(words: list[str]) -> str | None:
+    """What --help and --version print; None for a run."""
+    if _asks_for_help(words):
+        return help_for([word for word in words if word != "help"])
+    if {*VERSION} & set(words):
         from llama_ssp.report.run_folder import versions
 
         own, *others = versions().items()
         return f"llama-ssp {own[1]} ({', '.join(' '.join(pair) for pair in others)})\n"
-    if words[:1] == [COMPLETION]:
-        from llama_ssp.config.completion import completion
-
-        return completion(arguments[arguments.index(COMPLETION) + 1 :])
     return None
 
 
@@ -191,15 +193,15 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
         from llama_ssp.text.prompts import Reading, read_prompts
 
         checked = checks.to_run(job.cfg)
-    check_sources(checked, sys.argv[1:])
+    checks.check_sources(checked, job.words)
     check_sharing(checked)
-    check_scheduler_keys(checked, sys.argv[1:])
+    check_scheduler_keys(checked, job.words)
     task, leads = checked.task, _environment().is_leader
     if isinstance(task, PlanConf):
         from llama_ssp.tasks import plan as planning
 
         return planning.execute(checked, rank_environment().world, leads, place)
-    if isinstance(task, BatchConf) and (code := _shared(checked, job.folders)) is not None:
+    if isinstance(task, BatchConf) and (code := _shared(checked, job)) is not None:
         return code
     check_pictures(task.pictures)
     pairs = pair_specs(checked, job.folders, rank_environment().world)
@@ -216,7 +218,7 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     return execute(inputs)
 
 
-def _shared(run: RunConf, folders: list[Path]) -> int | None:
+def _shared(run: RunConf, job: ComposedJob) -> int | None:
     """Shares a batch job among groups of ranks, or shows its status; None where this process does the job."""
     from llama_ssp.batch import local_workers, status
     from llama_ssp.batch.slurm import submit
@@ -224,13 +226,13 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
     task, words = run.task, sys.argv[1:]
     assert isinstance(task, BatchConf)
     shared = run.cluster.scheduler is not Scheduler.none or run.cluster.groups > 1
-    if shared and SWEEP & set(words):
+    if shared and job.number is not None:
         raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")
     if task.status:
         return status.execute(run)
     if run.cluster.scheduler is Scheduler.slurm:
-        return submit.execute(run, folders, words)
-    return local_workers.execute(run, folders, words) if run.cluster.groups > 1 else None
+        return submit.execute(run, job.folders, words)
+    return local_workers.execute(run, job.folders, words) if run.cluster.groups > 1 else None
 
 
 def _prepare_output() -> None:

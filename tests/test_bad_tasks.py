@@ -52,6 +52,7 @@ EVALUATIONS = [
     Case(0, "eval-private-preset", broken_preset, 2, ("model.n_heads", "6 and 4")),
     scored("no-seeds", "task.seeds=[]", holds=("task.seeds is an empty list",)),
     scored("size-zero", "task.sizes=[0]", holds=("task.sizes entry", "found 0")),
+    scored("size-empty", "task.sizes=", holds=("task.sizes is not a list", "'task.sizes=[1,2]'")),
     scored("past-context", "task.max_new_tokens=1024", holds=("1024", "1023", "context of 1024")),
     Case(
         0, "eval-short-context",
@@ -70,7 +71,7 @@ SIDE_BY_SIDE = [
     Case(0, "picture-nowhere", (*COMPARED, "task.plot=no/a.svg"), 2, ("task.plot is in no folder",)),
     Case(0, "compare-nothing", ("task=compare",), 2, ("there is no prompt", "standard input"), stdin=b"\n"),
     Case(
-        0, "compare-system", (*COMPARED, "task.chat=true", "task.system='a\udcff'"), 3,
+        0, "compare-system", (*COMPARED, "task.chat=true", "task.system=a\udcff"), 3,
         ("not UTF-8, or half a surrogate pair", "task.system", "at character 1"),
     ),
     Case(0, "measure-k", (*MEASURED, "task.ks=[1,0]"), 2, ("task.ks entry", "found 0", "[1, 64]")),

@@ -1,8 +1,9 @@
-"""Short forms, help and completion: they say the same as the overrides that they stand for."""
+"""The command line: what its forms mean to Hydra, help, completion; and what is Hydra's own."""
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import random
@@ -16,14 +17,13 @@ import pytest
 
 from llama_ssp import __version__, cli
 from llama_ssp.config import TASKS, GenerateConf, PromptedConf, RunConf
-from llama_ssp.config.completion import candidates, completion
+from llama_ssp.config.arguments import COMMANDS, completable, hydra_arguments, listed_texts
 from llama_ssp.config.compose import composed
 from llama_ssp.config.describe import descriptions, keys_of_group, keys_of_task
 from llama_ssp.config.environment import RankEnvironment
 from llama_ssp.config.help import help_for, markdown, overview
-from llama_ssp.config.overrides import check_arguments
 from llama_ssp.config.presets import GROUPS
-from llama_ssp.config.run import known_keys
+from llama_ssp.config.run import key_types
 from llama_ssp.config.schema import (
     ClusterConf,
     ModelConf,
@@ -34,7 +34,6 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     TimesConf,
 )
-from llama_ssp.config.short_forms import COMMANDS, COMPLETION
 from llama_ssp.errors import RunError, UsageError
 from llama_ssp.text.prompts import read_prompts
 from tests.conftest import Command
@@ -47,7 +46,7 @@ SCHEMAS = (
 
 
 def run_of(*arguments: str) -> RunConf:
-    return composed(check_arguments(list(arguments)))
+    return composed(hydra_arguments(arguments))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,12 @@ def run_of(*arguments: str) -> RunConf:
         ("measure repeats=1 ks=[2] plot=a.svg", "task=measure task.repeats=1 task.ks=[2] task.plot=a.svg"),
         ("measure ks=1,2,4", "task=measure task.ks=[1,2,4]"),
         ("eval pairs=13B/7B,7B sizes=10", "task=eval task.pairs=[13B/7B,7B] task.sizes=[10]"),
-        ("prompt=hi prompt=ho", "task.prompts=[hi,ho]"),
+        ("prompt=hi prompt=ho", "task.prompts=['hi','ho']"),
+        ("generate 65B 7B k=4 top_p=0.5", "model=65B draft=7B speculation.k=4 sampling.top_p=0.5"),
+        ("--task plan --model 7B --max-new-tokens=9", "task=plan model=7B task.max_new_tokens=9"),
+        ("-p hi -n 20 --sampling greedy", "task.prompts=['hi'] task.max_new_tokens=20 sampling=greedy"),
+        ("sampling.logit_bias={5:-2}", "+sampling.logit_bias={5:-2}"),
+        ("model=7B ~draft", "model=7B draft=none"),
         ("model=a/b draft=c/d.e", "model=local model.name=a/b model.repo=a/b draft=local draft.name=c/d.e "
          "draft.repo=c/d.e"),
         ("model=demo draft=demo_head", "model=demo draft=demo_head"),
@@ -70,8 +74,6 @@ def run_of(*arguments: str) -> RunConf:
 )  # fmt: skip
 def test_a_short_form_means_the_long_one(short: str, long: str) -> None:
     assert run_of(*short.split()) == run_of(*long.split())
-    again = check_arguments(short.split())
-    assert check_arguments(again) == again  # a job's own processes get the long form
 
 
 def test_a_model_goes_by_its_folder_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,19 +90,63 @@ def test_a_model_goes_by_its_folder_s_name(tmp_path: Path, monkeypatch: pytest.M
     assert run_of("model=org/model").model.path == "org/model"  # what is there comes before the hub
 
 
-def test_any_text_is_a_prompt_as_it_is() -> None:
-    draw, signs = random.Random(5), "\\'\"${}[],:=#~ \n\tab\u00e9\u65e5&|<>()!*?"
-    texts = ["", "${seed}", "\\${seed}", "$$", "'", "\\", "\\'", "null", "[a, b]", "true", " a ", "{}", "1e3"]
-    texts += ["".join(draw.choices(signs, k=draw.randint(1, 12))) for _ in range(300)]
-    task = run_of(*(f"prompt={text}" for text in texts)).task
-    assert isinstance(task, GenerateConf) and task.prompts == texts
+SIGNS = "\\'\"${}[],:=#~ \n\tab\u00e9\u65e5&|<>()!*?"
+TEXTS = [
+    "", "${seed}", "\\${seed}", "$$", "'", "\\", "\\'", "null", "[a, b]", "true", " a ", "{}", "1e3", "???",
+    "${", '["a","b"]', "~/x", "a=b", "say 'arr!', please (always).",
+]  # fmt: skip
+
+
+def test_any_text_is_a_prompt_or_ends_a_text_as_it_is() -> None:
+    draw = random.Random(5)
+    texts = [*TEXTS, *("".join(draw.choices(SIGNS, k=draw.randint(1, 12))) for _ in range(300))]
+    task = run_of(*(f"prompt={text}" for text in texts), "-p", "--last").task
+    assert isinstance(task, GenerateConf) and task.prompts == [*texts, "--last"]
+    texts = [text for text in texts if text and listed_texts(text) is None]
+    task = run_of(*(f"stop={text}" for text in texts)).task
+    assert isinstance(task, GenerateConf) and task.stop == texts and len(texts) > 300
 
 
 def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    monkeypatch.setattr("llama_ssp.config.short_forms.quoted", lambda text: f"'{text}'")
+    monkeypatch.setattr("llama_ssp.config.arguments.quoted", lambda text, as_written: f"'{text}'")
     with pytest.raises((AssertionError, RunError)):
-        test_any_text_is_a_prompt_as_it_is()
+        test_any_text_is_a_prompt_or_ends_a_text_as_it_is()
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text not in ("", "null", "???", "${")], ids=repr)
+def test_a_text_and_a_path_are_taken_as_they_are(text: str) -> None:
+    run = run_of("chat=true", f"system={text}", "--out", text, "seed=3")
+    assert isinstance(run.task, GenerateConf) and run.task.system == text
+    assert run.out == {"${seed}": "3", "\\${seed}": "${seed}"}.get(text, text), "a path is resolved"
+
+
+def test_a_list_of_quoted_texts_is_a_list() -> None:
+    for words, texts in (
+        (["""stop=["a", 'b, "c"']""", "stop=d", r'stop=["\"e\\"]'], ["a", 'b, "c"', "d", '"e\\']),
+        (["stop=[]"], []),
+        (["stop=[a,b]"], ["[a,b]"]),
+    ):
+        task = run_of(*words).task
+        assert isinstance(task, GenerateConf) and task.stop == texts
+    words = ["cluster.slurm.options=--exclusive", 'cluster.slurm.setup=["module load a,b","c"]']
+    slurm = run_of(*words).cluster.slurm
+    assert (slurm.options, slurm.setup) == (["--exclusive"], ["module load a,b", "c"])
+    assert run_of("out=null").out is None
+
+
+def test_interpolations_and_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a=b,c.gguf").touch()
+    for word in ("~/a=b,c.gguf", "${oc.env:HERE}/a=b,c.gguf", f"{tmp_path}/a=b,c.gguf"):
+        model = run_of("plan", word).model
+        assert model.path in ("~/a=b,c.gguf", f"{tmp_path}/a=b,c.gguf") and model.name == "a=b,c.gguf"
+    monkeypatch.chdir(tmp_path)
+    assert run_of("plan", "a=b,c.gguf").model.path == "a=b,c.gguf"
+    assert run_of("out=${oc.env:HERE}/${model.name}").out == f"{tmp_path}/demo"
+    with pytest.raises(UsageError, match=r"Environment variable 'NOWHERE' not found\"; model\.name;"):
+        run_of("model.name=${oc.env:NOWHERE}")
 
 
 @pytest.mark.parametrize(
@@ -124,12 +170,19 @@ def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> 
         ("sampling.temp=1", "did you mean sampling.temperature"),
         ("sampling", "sampling has no value"),
         ("generate a/b c/d e", "words without a key; found e"),
-        ("prompt=a task.prompts=[b]", "both prompt and task.prompts are given"),
+        ("--loud", "unknown flag --loud"),
+        ("--temperatur 1", "did you mean --temperature?"),
+        ("plan --cfg", "argument --cfg/-c: expected one argument"),
+        ("plan -n", "-n needs a value"),
+        ("temp=1", "unknown key temp; did you mean sampling.temperature?"),
+        ("measure ks=", "task.ks is not a list; found str, allowed a list; write 'task.ks=[1,2]'"),
+        ("seed=" + "9" * 5000, "a number is too long"),
+        ("hydra.nope=1", "--cfg hydra shows"),
     ],
 )
 def test_refused_with_a_hint(words: str, says: str) -> None:
     with pytest.raises(RunError) as raised:
-        check_arguments(words.split())
+        run_of(*words.split())
     assert says in str(raised.value)
 
 
@@ -140,9 +193,7 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
         ("plan records=5", "task.records is of a job over nodes"),
         ("plan prompt=hi", "task=plan has no key prompt;"),
         ("task=agree_schema", "there is no task=agree_schema; allowed agree"),
-        ("task.prompts=hello", "write prompt='your text'"),
         ("batch output=a.jsonl", "task.output=FILE"),
-        ("--shell-completion", "llama-ssp completion bash"),
         ("model=demo model.repo=a/b", "model.repo is given, and the files are in a folder"),
         ("model=tiny model.path=/x", "model.weights=synthetic reads no files"),
         (
@@ -151,7 +202,9 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
         ),
         ("batch cluster.slurm.time=20", "write cluster=slurm, or leave it out"),
         ("batch cluster.kubernetes.image=a", "unknown key cluster.kubernetes.image"),
-        ("generate placement.max_memory={a:b}", "write '+placement.max_memory={0"),
+        ("generate placement.max_memory={a:b}", "placement.max_memory and offload_folder are for"),
+        ("batch input=a task.output=/", "task.output does not name a file; found /"),
+        ("batch input=a task.output=.", "task.output does not name a file; found .;"),
         ("plan cluster.gpu=A100_40", "did you mean A100-40?"),
     ],
 )
@@ -162,8 +215,8 @@ def test_the_command_s_own_words(words: str, says: str, command: Command) -> Non
 
 def test_an_error_shows_a_long_path_in_part_and_others_whole(command: Command) -> None:
     answer = command("generate", "-cd", "x" * 5000)
-    assert answer.code == 6 and len(answer.errors) == 1 and len(answer.errors[0]) < 1500
-    assert "(5000 characters)" in answer.errors[0]
+    assert answer.code == 2 and len(answer.errors) == 1 and len(answer.errors[0]) < 1500
+    assert " characters)" in answer.errors[0]
     usual = "/" + "x" * 200 + "/" + "y" * 200
     assert usual in str(UsageError("wrong", usual)) and len(str(UsageError("wrong", usual * 10))) < 1500
 
@@ -175,7 +228,7 @@ def test_each_key_is_described_once() -> None:
         assert known == {*texts} | ({"name"} & known), schema
         assert all(text.endswith((".", ")", "'")) for text in texts.values()), schema
     described = {key.name for group in GROUPS[:6] for key in keys_of_group(group)}
-    assert {key for key in known_keys() if key.startswith("sampling.")} <= described
+    assert {key for key in key_types() if key.startswith("sampling.")} <= described
 
 
 def test_the_page_of_keys_is_made_of_the_descriptions() -> None:
@@ -195,7 +248,7 @@ def test_help_fits_a_screen_and_a_task_s_help_is_about_the_task(monkeypatch: pyt
         assert max(map(len, said.splitlines())) <= 80
     assert "7B_8bit" in help_for(["model"]) and "_schema" not in help_for(["task"])
     assert "sampling.top_k" not in help_for(["plan"])
-    assert help_for([COMPLETION]) == help_for(["--help", "x"]) == help_for(["a=b", "x"]) == overview()
+    assert help_for(["--help", "x"]) == help_for(["a=b", "x"]) == overview()
     with pytest.raises(RunError, match="did you mean measure"):
         help_for(["mesure", "--help"])
 
@@ -205,52 +258,100 @@ def test_version_and_help_are_printed(command: Command) -> None:
     assert said.startswith(f"llama-ssp {__version__} (python 3.")
     assert "torch 2." in said and "transformers" in said
     assert command("--help").out == overview() == command("--help", "--config-dir=x").out
-    assert cli._answer(["completion", "words", "generate", "--help"]) == "--help\n", "a line to complete"
+    assert cli._answer(["help"]) == overview()
+    assert cli._answer(["help", "plan"]) == cli._answer(["plan", "help"]) == help_for(["plan"])
+    assert cli._answer(["generate", "-p", "help"]) is None
     assert "[above 0, up to 1]" in " ".join(command("sampling", "--help").out.split()), "top_p=0 is refused"
 
 
 @pytest.mark.parametrize(
-    ("line", "holds", "lacks"),
+    ("line", "full"),
     [
-        ("comp", {"compare"}, {"completion words"}),
-        ("compare 7", {"7B", "7B_8bit"}, {"13B", "local"}),
-        ("compare 7B pro", {"prompt=", "prompts=", "prompt_file="}, {"prompt_tokens="}),
-        ("plan sampling=", {"sampling=greedy", "sampling=nucleus"}, {"sampling=none"}),
-        ("plan sampling.te", {"sampling.temperature="}, set()),
-        ("generate engine=", {"engine=auto", "engine=compiled"}, set()),
-        ("batch task.out", {"task.output="}, {"task.task.output="}),
-        ("batch out", {"output=", "out="}, set()),
-        ("generate --c", {"--cfg", "--config-dir"}, {"--config-path"}),
+        ("llama-ssp plan 65B samp", "llama-ssp task=plan model=65B draft=none samp"),
+        ("llama-ssp plan 65B -p 'a b' k=2 ", "llama-ssp task=plan model=65B speculation.k=2 draft=none "),
+        ("llama-ssp plan 'a sampling=", "llama-ssp sampling="),
+        ("llama-ssp ", "llama-ssp "),
     ],
 )
-def test_words_that_complete_a_line(line: str, holds: set[str], lacks: set[str]) -> None:
-    found = set(candidates(line.split(" ")))
-    assert holds <= found and not lacks & found
+def test_a_line_is_written_out_for_hydra_s_completion(line: str, full: str) -> None:
+    assert completable(line) == full
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_bash_completes_a_line(tmp_path: Path) -> None:
-    """The function that bash calls upon a tab, with what bash gives it; an = divides a word."""
+    """Hydra's own function, with what bash gives it upon a tab."""
     command = tmp_path / "llama-ssp"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m llama_ssp "$@"\n')
+    start = "import sys; sys.argv[0] = 'llama-ssp'; from llama_ssp.__main__ import main; main()"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{start}" "$@"\n')
     command.chmod(0o755)
-    script = (
-        completion(["bash"])
-        + """
+    script = """
+eval "$(llama-ssp -sc install=bash)"
 complete -p llama-ssp
-tried() { COMP_LINE="$1"; COMP_POINT=${#1}; COMPREPLY=(); _llama_ssp; echo "${COMPREPLY[*]}"; }
-tried "llama-ssp calib"
-tried "llama-ssp plan sampling=gre"
-tried "llama-ssp plan /etc/hostn"
+tried() {
+    COMP_LINE="$1"; COMP_POINT=${#1}; words=($1); COMP_CWORD=$((${#words[@]} - 1)); COMPREPLY=()
+    hydra_bash_completion; echo "${COMPREPLY[*]}"
+}
+tried "llama-ssp plan 65B sampling=gre"
+tried "llama-ssp measure task.rep"
 """
-    )
     done = subprocess.run(
         ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout.splitlines() == [
-        "complete -F _llama_ssp llama-ssp", "calibrate", "greedy", "/etc/hostname",
+        "complete -o default -o nospace -F hydra_bash_completion llama-ssp", "sampling=greedy",
+        "task.repeats=",
     ]  # fmt: skip
+
+
+def test_hydra_s_own_flags_and_settings_work(command: Command) -> None:
+    assert "temperature: 0.0" in command("--cfg", "job", "--package", "sampling", "sampling=greedy").out
+    assert command("-c", "hydra", "--package", "hydra.job.name", "hydra.job.name=x").out == "x\n"
+    own = ("hydra.run.dir=there", "hydra.job.chdir=true", "hydra.output_subdir=.hydra")
+    answer = command("-p", "a", "-n", "1", "seed=1", "out=o", *own)
+    assert (answer.code, answer.errors) == (0, [])
+    assert list(Path("there").glob("o/*/*/summary.json"))
+    assert Path("there", ".hydra", "overrides.yaml").is_file()
+
+
+def test_a_sweep_is_over_groups_numbers_and_lists_of_texts(command: Command) -> None:
+    """Commas in a text divide nothing."""
+    small = ("-n", "1", "output=json", "draft=tiny_draft", "seed=1")
+    answer = command("-m", *small, 'prompt=["a,b","c"]', "k=1,2", "out=o,p", "sampling=greedy")
+    assert (answer.code, answer.errors) == (0, [])
+    said = [json.loads(line) for line in answer.out.splitlines()]
+    prompts = [document["outputs"][0]["prompt"] for document in said]
+    assert prompts == ["a,b", "a,b", "c", "c"]
+    assert len({document["run_folder"] for document in said}) == 4
+    assert all(document["run_folder"].startswith("o,p/") for document in said)
+    answer = command("-m", *small, 'out=["x","y,z"]', "prompt=a")
+    assert [json.loads(line)["run_folder"].partition("/")[0] for line in answer.out.splitlines()] == [
+        "x",
+        "y,z",
+    ]
+    answer = command("-m", *small, "prompt=a", "seed=-1,2", "out=null")
+    assert (answer.code, len(answer.errors), answer.out) == (2, 1, ""), "an error ends the sweep"
+
+
+def test_a_pipe_is_a_prompt_file(tmp_path: Path) -> None:
+    """As bash has it for prompt_file=<(command)."""
+    for said, text in ((b"one\ntwo\n", ["one", "two"]), (b'{"prompt": "x", "id": 1}', ["x"])):
+        read, write = os.pipe()
+        os.write(write, said)
+        os.close(write)
+        task = run_of("generate", f"prompt_file=/dev/fd/{read}").task
+        assert isinstance(task, PromptedConf)
+        assert [prompt.text for prompt in read_prompts(task).prompts] == text
+        os.close(read)
+
+
+def test_without_docstrings_it_says_what_to_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-OO", str(ROOT / "launch" / "run.py"), "--help"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (5, 1) and "-OO or PYTHONOPTIMIZE" in done.stderr
 
 
 def test_outside_of_its_environment_it_says_what_to_do() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import subprocess
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from rich.console import Console as RichConsole
 
 from llama_ssp.config import RunConf
 from llama_ssp.errors import DataError, StorageError, UsageError
+from llama_ssp.report import sweep
 from llama_ssp.report.console import Console
 from llama_ssp.report.page import execute
 from llama_ssp.report.plots import svg
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.speed_tables import speeds as shown
-from llama_ssp.report.sweep import Sweep
 from llama_ssp.report.tables import Column, Table, text_of
 from tests.test_speeds import speeds
 
@@ -176,11 +177,12 @@ def test_wrong_words(
 
 
 def test_a_sweep_names_its_folders_by_what_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sweep = Sweep([["task=measure", f"sampling.top_k={k}", "seed=1"] for k in (1, 2, 3)], str(tmp_path))
+    began = datetime(2026, 1, 2)
     with caplog.at_level("INFO"):
-        places = [sweep.begin(number) for number in range(3)]
-    assert [place and place.name for place in places] == [f"sampling.top_k={k}" for k in (1, 2, 3)]
-    assert f"job 2 of 3: sampling.top_k=2; {places[1]}" in caplog.text
-    assert Sweep([["seed=1"], ["seed=2"]], None).begin(0) is None
-    long = Sweep([[f"task.prompts=[{'x' * 200}{n}]"] for n in (1, 2)], "out")
-    assert long.place(0) != long.place(1)
+        words = [[f"sampling.top_k={k}"] for k in (1, 2)]
+        places = [sweep.begin(number, varied, str(tmp_path), began) for number, varied in enumerate(words)]
+    assert [place and place.name for place in places] == ["sampling.top_k=1", "sampling.top_k=2"]
+    assert f"job 2: sampling.top_k=2; {places[1]}" in caplog.text
+    assert sweep.begin(0, ["seed=1"], None, began) is None
+    for alike in (["x" * 200 + "1", "x" * 200 + "2"], ["out='a/b'", "out='a_b'"]):
+        assert sweep.begin(0, alike[:1], "out", began) != sweep.begin(1, alike[1:], "out", began)

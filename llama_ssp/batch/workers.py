@@ -54,13 +54,13 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
 
 
 def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
-    """Returns the command for one group: each key once, its last word; flags last, as Hydra wants them."""
+    """Returns the command for one group: each key once, with its last value; what is the group's own last."""
     own = ("cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more)
     flags = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
     given = {word.lstrip("+").partition("=")[0]: word for word in words[:flags]}
     replaced = {word.partition("=")[0] for word in own}
     kept = (given[key] for key in given if key not in replaced and not key.startswith("cluster.slurm."))
-    return (*kept, *own, *words[flags:])
+    return (*kept, *words[flags:], *own)
 
 
 def counted(logs: Iterable[Path]) -> Counter[str]:

@@ -1,11 +1,12 @@
-"""Has Hydra merge overrides: those of the command line into its jobs, others into a checked run. No torch."""
+"""Has Hydra run the jobs of a command line, or merge other overrides into a checked run. No torch."""
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,58 +16,85 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llama_ssp.config import RunConf, few_resolvers, register
-from llama_ssp.config.overrides import SWEEP, check_arguments, translated
+from llama_ssp.config import RunConf, register
+from llama_ssp.config.arguments import completable, hydra_arguments, in_full
 from llama_ssp.config.presets import CONF, quoted
+from llama_ssp.config.translation import translated
 from llama_ssp.config.validation import to_run
 from llama_ssp.config.validation.values import listed
+from llama_ssp.errors import OK, RunError
 
 COMPOSING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class ComposedJob:
-    """A job's merged config, the private folders with presets for it, and its overrides."""
+    """A job's merged config, the private folders with presets for it, and its overrides.
+
+    `number` counts the jobs of a sweep, None is a single run; `varied` are the overrides that differ in it.
+    """
 
     cfg: DictConfig
     folders: list[Path]
     words: list[str]
+    number: int | None
+    varied: list[str]
 
 
-def composed_jobs() -> list[ComposedJob]:
-    """The jobs of the command line: of a sweep, or the one; none if Hydra only printed something.
+def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int:
+    """Has Hydra run the command line's job, or those of a sweep; the greatest code that `run` returned.
 
-    Changes sys.argv. Raises UsageError.
+    0 if Hydra only printed something. The first error of a job ends a sweep, and is raised.
     """
-    sys.argv[1:] = check_arguments(sys.argv[1:])
     register()
     GlobalHydra.instance().clear()
-    found: list[ComposedJob] = []
-
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
-    def keep(cfg: DictConfig) -> None:
-        hydra_ = HydraConfig.get()
-        private = [Path(s.path) for s in hydra_.runtime.config_sources if s.provider == "command-line"]
-        found.append(ComposedJob(cfg, private, list(hydra_.overrides.task)))
-
+    codes, errors, before = [OK], list[Exception](), sys.argv
     try:
-        with tempfile.TemporaryDirectory() as scratch, few_resolvers():
-            if SWEEP & set(sys.argv):  # Hydra keeps a record of a sweep, the user none
-                sys.argv.insert(1, f"hydra.sweep.dir={scratch}")
-            keep()
-    except (RecursionError, MemoryError):
+        if {"--shell-completion", "-sc"} & {*arguments} and "COMP_LINE" in os.environ:
+            os.environ["COMP_LINE"] = completable(os.environ["COMP_LINE"])
+        words = hydra_arguments(arguments)
+        with tempfile.TemporaryDirectory() as scratch:
+            if {"--multirun", "-m"} & {*words}:  # Hydra records a sweep where the user says so, else nowhere
+                words.insert(0, f"hydra.sweep.dir={scratch}")
+
+            @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
+            def start(cfg: DictConfig) -> None:
+                sys.argv = before
+                try:
+                    codes.extend([] if errors else [run(_job(cfg, words))])
+                except Exception as error:  # Hydra would add lines of its own
+                    errors.append(error)
+
+            sys.argv = [before[0], *words]
+            start()
+    except (RunError, RecursionError, MemoryError):
         raise
-    except SystemExit as end:  # Hydra exits after --cfg; what it printed is still to be flushed
+    except SystemExit as end:  # Hydra exits after --info; what it printed is still to be flushed
         if end.code:
             raise
     except Exception as error:  # what Hydra cannot merge is the user's mistake, whatever its class
         if isinstance(error, OSError) and not isinstance(error, HydraException):
             raise
         raise translated(error) from error
-    return found
+    finally:
+        sys.argv = before
+    if errors:
+        raise errors[0]
+    return max(codes)
+
+
+def _job(cfg: DictConfig, given: Sequence[str]) -> ComposedJob:
+    """The job that Hydra has merged now; `given` are the words that it was given."""
+    own = HydraConfig.get()
+    folders = [Path(s.path) for s in own.runtime.config_sources if s.provider == "command-line"]
+    words = OmegaConf.to_container(own.overrides.task)  # ${...} as it is written
+    assert isinstance(words, list)
+    number = own.job.num if own.mode is RunMode.MULTIRUN else None
+    return ComposedJob(cfg, folders, words, number, [word for word in words if word not in given])
 
 
 def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
@@ -74,9 +102,9 @@ def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
     register()
     places = ",".join(quoted(f"file://{folder}") for folder in folders)
     try:
-        with _own_hydra(), few_resolvers(), initialize_config_dir(str(CONF), version_base="1.3"):
+        with _own_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             return to_run(compose("run", [*overrides, f"hydra.searchpath=[{places}]"]))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise translated(error) from error
 
 
@@ -95,7 +123,7 @@ def _own_hydra() -> Iterator[None]:
 
 
 def pair_words(model: str | Path, draft: str | Path | None, overrides: Sequence[str] = ()) -> list[str]:
-    """The checked overrides of a pair, or of a target without a draft. Raises UsageError."""
+    """The overrides of a pair, or of a target without a draft, in full. Raises UsageError or ModelError."""
     names = zip(("model", "draft"), (model, "none" if draft is None else draft), strict=True)
     given = [f"{role}={Path(name).absolute() if isinstance(name, Path) else name}" for role, name in names]
-    return check_arguments([*given, *listed("overrides", overrides)])
+    return in_full([*given, *listed("overrides", overrides)])

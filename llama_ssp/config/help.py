@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from llama_ssp.config.describe import Key, descriptions, intro, keys_of_group, keys_of_run, keys_of_task
 from llama_ssp.config.presets import GROUPS, nearest, options
 from llama_ssp.config.run import RunConf
-from llama_ssp.config.short_forms import COMPLETION
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import UsageError
 
@@ -26,14 +25,14 @@ llama-ssp: a large language model, faster with a small draft, same distribution.
   torchrun --nproc-per-node N launch/run.py TASK ...     over N GPUs
 
 {tasks}
-  also: report RUN, completion bash
+  also: report RUN
 
 TARGET, DRAFT: a preset, a folder, a GGUF file, or ORG/NAME on the hub
   llama-ssp compare prompt="def hello"             the pair that ships with it
   llama-ssp plan 65B 7B cluster=p4d                does it fit, how fast?
   llama-ssp generate /models/70b /models/1b prompt_file=prompts.txt
 Help:  llama-ssp TASK --help (its keys), llama-ssp model --help (presets)
-Flags: -q, -v, --version, -m (sweep a=1,2), --cfg job, --config-dir FOLDER
+Flags: --KEY VALUE, -p PROMPT, -n TOKENS, -q, -v, --version; and --hydra-help
 """
 
 
@@ -48,7 +47,7 @@ def help_for(arguments: Sequence[str]) -> str:
         if word in GROUPS:
             return _lines(_of_group(word))
     first = arguments[0] if arguments else "-"
-    if "=" in first or first.startswith("-") or first == COMPLETION:
+    if "=" in first or first.startswith("-"):
         return overview()
     names = [*TASKS, *GROUPS]
     near = nearest(first, names)

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from llama_ssp.config.run import home_expanded
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import ModelError, RunError, UsageError
@@ -34,6 +36,8 @@ def model_words(role: str, name: str, folders: Sequence[Path] = ()) -> list[str]
     `role` is model or draft; `folders` are private ones that may hold presets. Raises UsageError or
     ModelError where there is no such model.
     """
+    if "${" in name:
+        name = OmegaConf.create({role: name})[role]
     homes = [folder / role for folder in (CONF, *folders)]
     if not name.startswith("/") and any(os.path.isfile(home / f"{name}.yaml") for home in homes):
         return [f"{role}={name}"]
@@ -47,9 +51,13 @@ def model_words(role: str, name: str, folders: Sequence[Path] = ()) -> list[str]
     return [f"{role}=local", f"{role}.name={quoted(shown)}", f"{role}.{source}={quoted(name)}"]
 
 
-def quoted(text: object) -> str:
-    """The text for an override, so that it arrives as it is: quotes, backslashes and ${...} too."""
-    plain = re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", str(text))
+def quoted(text: object, as_written: bool = True) -> str:
+    """The text for an override, so that it arrives as it is; ${...} is resolved unless `as_written`."""
+    plain = str(text)
+    if plain == "???":  # by which OmegaConf means that a value is missing
+        return """'${oc.select:_,"???"}'"""
+    if as_written:
+        plain = re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", plain)
     escaped = re.sub(r"(\\*)('|$)", lambda f: f[1] * 2 + ("\\'" if f[2] else ""), plain)
     return f"'{escaped}'"
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from omegaconf.basecontainer import BaseContainer
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 from llama_ssp.config.schema import (
     MAX_SEED,
@@ -29,9 +26,6 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks import TASKS, TaskConf
 
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
-# The resolvers that a configuration may use, besides references to its own keys. The others reach the
-# environment with its secrets, or make nodes.
-RESOLVERS = ("oc.select", "now")
 
 
 @dataclass
@@ -99,17 +93,22 @@ def register() -> None:
         store.store(group="task", name=name, node=schema(name=name))
 
 
-def known_keys(schema: type = RunConf, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, of all tasks: the keys that an override may name."""
-    keys: list[str] = []
-    groups: dict[str, list[Any]] = {"task": [*TASKS.values()], "model": [ModelConf], "draft": [ModelConf]}
+@cache
+def key_types(schema: type = RunConf, prefix: str = "") -> dict[str, Any]:
+    """The type of every dotted key of the schema, of all tasks."""
+    result, hints = dict[str, Any](), get_type_hints(schema)
     for entry in fields(schema):
         key = prefix + entry.name
-        keys.append(key)
-        for inner in groups.get(key, [entry.default_factory]):
-            if isinstance(inner, type) and is_dataclass(inner):
-                keys += known_keys(inner, key + ".")
-    return list(dict.fromkeys(keys))
+        result[key] = hints[entry.name]
+        for inner in TASKS.values() if key == "task" else kinds_of(result[key]):
+            if is_dataclass(inner):
+                result |= key_types(inner, f"{key}.")
+    return result
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """The types that a type allows: those of a union, or itself."""
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
 def resolved(value: Any) -> Any:
@@ -121,18 +120,6 @@ def resolved(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [resolved(item) for item in value]
     return value.name if isinstance(value, Enum) else value
-
-
-@contextmanager
-def few_resolvers() -> Iterator[None]:
-    """In this context an interpolation that uses another resolver than RESOLVERS raises."""
-    every = dict(BaseContainer._resolvers)
-    for name in every.keys() - {*RESOLVERS}:
-        del BaseContainer._resolvers[name]
-    try:
-        yield
-    finally:
-        BaseContainer._resolvers.update(every)
 
 
 def home_expanded(name: str) -> Path:

@@ -104,6 +104,17 @@ class Guard:
             self._interrupt(self._pending, None)
 
     @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Inside of `held`: signals interrupt here."""
+        self._held = False
+        try:
+            if self._pending:
+                self._interrupt(self._pending, None)
+            yield
+        finally:
+            self._held = True
+
+    @contextlib.contextmanager
     def softened(self, call: Call) -> Iterator[None]:
         """The first Ctrl-C inside only calls `call`, in the main thread; a second one ends the process."""
         self._soft, self._spared = call, 1

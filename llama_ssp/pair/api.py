@@ -112,7 +112,8 @@ def load_pair(
     """
     words = pair_words(model, draft, overrides)
     keys = {word.partition("=")[0].lstrip("+") for word in words}
-    if unread := keys & {"task", *(f"task.{name}" for name in OF_CALLS)}:
+    of_others = {"task", *(f"task.{name}" for name in OF_CALLS)}
+    if unread := {key for key in keys if key in of_others or key.startswith("hydra")}:
         what = f"{min(unread)} is among the overrides of a pair, where nothing reads it"
         raise UsageError(what, fix="give it to generate or stream, as an argument")
     run = composed([f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens)}", *words])

@@ -12,29 +12,20 @@ from llama_ssp.config import home_expanded
 
 log = logging.getLogger(__name__)
 
-LONGEST = 120  # characters of a folder's name
+MAX_NAME = 120  # characters of a folder's name
 
 
-class Sweep:
-    """The jobs of a sweep by their overrides; `out` is where run folders go, None for nowhere."""
+def begin(number: int, varied: Sequence[str], out: str | None, began: datetime) -> Path | None:
+    """Logs a job's line, and returns its folder below `out`; None where runs have none.
 
-    def __init__(self, jobs: Sequence[Sequence[str]], out: str | None) -> None:
-        shared = set.intersection(*map(set, jobs))
-        self._differing = [[word for word in words if word not in shared] for words in jobs]
-        place = f"{datetime.now():%Y-%m-%d/%H-%M-%S}-sweep"
-        self._folder = home_expanded(out) / place if out is not None else None
-
-    def begin(self, number: int) -> Path | None:
-        """Logs a job's line, and returns its folder."""
-        place = self.place(number)
-        said = f"job {number + 1} of {len(self._differing)}: {' '.join(self._differing[number])}"
-        log.info("%s", said if place is None else f"{said}; {place}")
-        return place
-
-    def place(self, number: int) -> Path | None:
-        """Returns the folder of a job; None where runs have none."""
-        if self._folder is None:
-            return None
-        labels = [re.sub(r"[^\w.=,+-]", "_", ",".join(words))[:LONGEST] for words in self._differing]
-        is_unique = labels[number] and labels.count(labels[number]) == 1
-        return self._folder / (labels[number] if is_unique else f"{labels[number]}-job{number}")
+    `varied` are the job's overrides that differ among the jobs; the sweep `began` at this time.
+    """
+    place = None
+    if out is not None:
+        whole = ",".join(varied)
+        label = re.sub(r"[^\w.=,+-]", "_", whole)[:MAX_NAME]
+        name = label if label and label == whole else f"{label}-job{number}"
+        place = home_expanded(out) / f"{began:%Y-%m-%d/%H-%M-%S}-sweep" / name
+    said = f"job {number + 1}: {' '.join(varied)}"
+    log.info("%s", said if place is None else f"{said}; {place}")
+    return place

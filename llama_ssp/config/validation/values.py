@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from llama_ssp.config.schema import MAX_INT
+from llama_ssp.config.translation import unknown_key
 from llama_ssp.errors import UsageError
 
 T = TypeVar("T")
@@ -16,7 +17,6 @@ NEVER_EMPTY = (
     "name", "repo", "revision", "path", "prompt_file", "out", "plot", "offload_folder", "gpu", "folder",
     "input", "output", "work", "python",
 )  # fmt: skip
-NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
@@ -36,15 +36,19 @@ def chosen(node: Any) -> Any:
 
 
 def check_values(node: Any, prefix: str = "") -> None:
-    """Refuses values of the wrong type, which OmegaConf may let through, or out of range."""
-    hints = get_type_hints(type(node))
+    """Refuses keys that are not there, values of the wrong type or out of range, and empty names."""
+    hints, values = get_type_hints(type(node)), vars(node)
+    if unknown := values.keys() - hints.keys():  # +KEY=VALUE adds any key
+        raise unknown_key(f"{prefix}{min(unknown)}")
     for entry in fields(node):
-        key, value = prefix + entry.name, getattr(node, entry.name)
+        key, value = prefix + entry.name, values[entry.name]
         if not _fits(value, hints[entry.name]):
-            allowed, fix = _in_words(hints[entry.name]), "write it as --help shows"
-            raise UsageError(f"{key} is of the wrong type", "", repr(value), allowed, fix)
+            hint = hints[entry.name]
+            allowed = ", ".join(hint) if isinstance(hint, EnumType) else entry.type
+            what, fix = f"{key} is of the wrong type", "write it as --help shows"
+            raise UsageError(what, "", repr(value), allowed, fix)
         if is_dataclass(value):
-            check_values(value, key + ".")
+            check_values(value, f"{key}.")
         elif entry.name in NEVER_EMPTY and isinstance(value, str) and (not value or "\0" in value):
             raise UsageError(f"{key} is empty", found=repr(value), fix="give it a value, or leave it out")
         elif "range" in entry.metadata:
@@ -79,19 +83,6 @@ def _fits(value: object, hint: Any) -> bool:
         whole = isinstance(value, int) and not isinstance(value, bool)
         return whole or (hint is float and isinstance(value, float))
     return hint is Any or isinstance(value, hint)
-
-
-def _in_words(hint: Any) -> str:
-    kind, inside = get_origin(hint), [_in_words(option) for option in get_args(hint)]
-    if kind is UnionType:
-        return " or ".join(inside)
-    if kind is list:
-        return f"a list of {inside[0]}"
-    if kind is dict:
-        return f"a map from {inside[0]} to {inside[1]}"
-    if isinstance(hint, EnumType):
-        return ", ".join(map(str, hint))
-    return NAMES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def between(key: str, value: float, low: float, high: float, fix: str = "", above: bool = False) -> None:

@@ -1,0 +1,291 @@
+"""The command line, written out as flags and overrides of Hydra. No torch.
+
+    compare 30B /models/7b -p "def hello" k=4 --max-new-tokens 64
+
+is `task=compare model=30B draft=local draft.path='/models/7b' task.prompts=['def hello'] ...`: the task, the
+target and the draft may come first without their keys, a model by any of its names; a key of the task, of
+sampling or of speculation may stand without its group; --KEY VALUE is KEY=VALUE; a key whose type is a text
+or a path takes its value as it is. Everything else is as Hydra reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, get_origin
+
+from llama_ssp.config.presets import (
+    GROUPS,
+    NAMES_OF_A_MODEL,
+    ROLES,
+    UNNAMED,
+    model_words,
+    nearest,
+    options,
+    quoted,
+)
+from llama_ssp.config.run import RunConf, key_types, kinds_of
+from llama_ssp.config.schema import SamplingConfig, SpeculationConfig
+from llama_ssp.config.tasks import TASKS
+from llama_ssp.errors import RunError, UsageError
+
+QUIET, VERBOSE = ("--quiet", "-q"), ("--verbose", "-v")
+HELP, VERSION = ("--help", "-h"), ("--version",)
+PROMPT, PROMPTS = "prompt", "task.prompts"
+SHORT_FLAGS = {"-p": PROMPT, "-n": "max_new_tokens"}  # Hydra's own -p is --package, too
+AS_WRITTEN = (PROMPTS, "task.system", "task.stop")  # ${...} stands for itself in them
+RUN_KEYS = {entry.name for entry in fields(RunConf)} | {*GROUPS}
+SHORT_KEYS = {
+    entry.name: f"{group}.{entry.name}"
+    for group, schemas in (
+        ("sampling", [SamplingConfig]),
+        ("speculation", [SpeculationConfig]),
+        ("task", TASKS.values()),
+    )
+    for schema in schemas
+    for entry in fields(schema)
+    if entry.name not in {*RUN_KEYS, "name"}
+}
+COMMANDS = ("report",)  # first words, too
+SHIPPED = "demo"  # the default target, which has a default draft
+NAMED_BY = ("path", "repo", "name")  # of a model that is named by its folder or id
+WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
+TEXT = r'"(?:[^"\\]|\\.)*"|' + r"'(?:[^'\\]|\\.)*'"
+TEXTS = re.compile(rf"\[\s*(?:(?:{TEXT})\s*(?:,\s*(?:{TEXT})\s*)*)?\]", re.DOTALL)
+USAGE = "llama-ssp TASK [TARGET [DRAFT]] [KEY=VALUE ...]"
+
+
+@dataclass(frozen=True)
+class Override:
+    """A word of the command line, divided: `sign` is Hydra's +, ++ or ~; without = there is no value."""
+
+    sign: str
+    key: str
+    value: str | None
+
+    @staticmethod
+    def of(word: str) -> Override:
+        parts = WORD.fullmatch(word)
+        assert parts is not None, word
+        return Override(parts["sign"], SHORT_KEYS.get(parts["key"], parts["key"]), parts["value"])
+
+    def __str__(self) -> str:
+        return f"{self.sign}{self.key}" + ("" if self.value is None else f"={self.value}")
+
+
+def hydra_arguments(arguments: Sequence[str]) -> list[str]:
+    """The overrides and flags that these arguments mean, overrides first. Raises UsageError."""
+    from hydra._internal.utils import get_args_parser  # takes longer than --help
+
+    parser, words, flags = get_args_parser(), list[str](), list[str]()
+    of_hydra = parser._option_string_actions
+    waiting = deque(arguments)
+    while waiting:
+        argument = waiting.popleft()
+        flag, equals, value = argument.partition("=")
+        if not flag.startswith("-"):
+            words.append(argument)
+        elif flag in of_hydra and flag not in SHORT_FLAGS:
+            flags.append(argument)
+            nargs, choices = of_hydra[flag].nargs, of_hydra[flag].choices or ()
+            if waiting and not equals and (nargs is None or (nargs == "?" and waiting[0] in choices)):
+                flags.append(waiting.popleft())
+        elif flag not in (*QUIET, *VERBOSE):
+            key = _key_of(flag)
+            if not equals and not waiting:
+                raise UsageError(f"{flag} needs a value", fix=f"write {flag} VALUE")
+            words.append(f"{key}={value if equals else waiting.popleft()}")
+    parser.error = _refuse_flags  # type: ignore[method-assign]
+    given = parser.parse_args(flags)
+    if not given.shell_completion:  # whose words are its own: install=bash
+        folders = [Path(given.config_dir)] if given.config_dir else []
+        words = in_full(words, folders, given.multirun)
+    return [*words, *flags]
+
+
+def completable(line: str) -> str:
+    """A line of the shell that is to be completed: short forms before its last word are written out.
+
+    Hydra divides the line at blanks, so words that hold some are left out.
+    """
+    *before, last = line.split(" ")
+    try:
+        words = hydra_arguments(shlex.split(" ".join(before[1:])))
+    except (RunError, ValueError):  # a word that is wrong, or a quotation mark without its other
+        words = []
+    return " ".join([*before[:1], *(word for word in words if not re.search(r"\s", word)), last])
+
+
+def in_full(words: Sequence[str], folders: Sequence[Path] = (), sweeps: bool = False) -> list[str]:
+    """The overrides that these words mean, in Hydra's grammar. Raises UsageError or ModelError.
+
+    `folders` are private ones that may hold presets. In a sweep, commas divide the values of groups and
+    numbers, and a list of quoted texts those of a text.
+    """
+    bare = [word for word in words if _is_bare(word)]
+    given = [*_named(bare), *(Override.of(word) for word in words if not _is_bare(word))]
+    keys = [override.key for override in given]
+    for key in ("task", *ROLES):
+        if keys.count(key) > 1:
+            found = ", ".join(str(override) for override in given if override.key == key)
+            raise UsageError(f"{key} is given twice", found=found, fix="leave one out")
+    full, lists = list[str](), dict[str, list[str]]()
+    for override in given:
+        key, value = override.key, override.value
+        several = listed_texts(value or "")
+        if override.sign == "~" or value is None:
+            full.append(str(override))
+        elif key in ROLES and not (sweeps and "," in value):
+            full += _model(key, value, keys, folders)
+        elif key == PROMPT and sweeps and several:
+            full.append(f"{PROMPTS}={','.join(f'[{_quoted(PROMPTS, text)}]' for text in several)}")
+        elif key == PROMPT:
+            lists.setdefault(PROMPTS, []).append(value)
+        elif _holds_texts(key) and not _is_null(key, value):
+            lists.setdefault(key, []).extend([value] if several is None else several)
+        else:
+            full.append(_written(override, several or [], sweeps))
+    for key, texts in lists.items():
+        full.append(f"{key}=[{','.join(_quoted(key, text) for text in texts)}]")
+    return full + _no_draft(given)
+
+
+def listed_texts(value: str) -> list[str] | None:
+    """The texts of a value that is wholly a list of quoted texts, such as ["a","b"]; None for another."""
+    if not TEXTS.fullmatch(value):
+        return None
+    # As Hydra reads them: a backslash counts before a quote only.
+    return [
+        re.sub(rf"(\\+)(?={text[0]}|$)", lambda found: found[1][: len(found[1]) // 2], text[1:-1])
+        for text in re.findall(TEXT, value, re.DOTALL)
+    ]
+
+
+def meant(key: str) -> str:
+    """A suggestion for an unknown key: one with the same last part, or a longer one, or one spelt alike."""
+    if key.startswith("hydra"):
+        return "--cfg hydra shows Hydra's own keys"
+    known, leaf = key_types(), key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == leaf]
+    longer = [name for name in known if f".{name}".endswith(f".{key}") or f".{key}" in f".{name}"]
+    close = difflib.get_close_matches(key, [*known, *GROUPS], n=1, cutoff=0.6)
+    result = (same or longer or close or [""])[0]
+    return f"did you mean {result}?" if result else "llama-ssp TASK --help lists the keys"
+
+
+def _refuse_flags(message: str) -> NoReturn:
+    raise UsageError(f"a flag cannot be used: {message}", fix="see --help, or --hydra-help")
+
+
+def _key_of(flag: str) -> str:
+    """The key that a flag names, such as max_new_tokens for --max-new-tokens and -n. Raises UsageError."""
+    key = SHORT_FLAGS.get(flag) or flag.removeprefix("--").replace("-", "_")
+    known = {PROMPT, *SHORT_KEYS, *RUN_KEYS, *key_types()}
+    if key in known or key.startswith(("hydra.", "hydra/")):
+        return key
+    close = difflib.get_close_matches(key, known, n=1)
+    raise UsageError(f"unknown flag {flag}", fix=f"did you mean --{close[0]}?" if close else "see --help")
+
+
+def _is_bare(word: str) -> bool:
+    """Whether a word is a task or a model: it has no key, or names a file with a = in its name."""
+    override = Override.of(word)
+    if word.startswith(("/", "./", "../", "~/", "${")):
+        return True
+    if override.value is None:
+        return not override.sign
+    return override.key not in {PROMPT, *key_types()} and Path(word).exists()
+
+
+def _named(words: Sequence[str]) -> list[Override]:
+    """The words without a key, with the keys that their places give them."""
+    if not words:
+        return []
+    first, others = words[0], words[1 + len(ROLES) :]
+    if first in GROUPS:
+        fix = f"write {first}=NAME, or llama-ssp {first} --help for what there is"
+        raise UsageError(f"{first} has no value", fix=fix)
+    if first in COMMANDS:
+        raise UsageError(f"{first} is not the first word", fix=f"write llama-ssp {first} ...")
+    if first not in TASKS:
+        near = nearest(first, [*TASKS, *COMMANDS])
+        fix = f"did you mean {near}?" if near else f"write {USAGE}; a text is prompt='...'"
+        raise UsageError("the first word is not a task", "", repr(first), ", ".join(TASKS), fix)
+    if others:
+        fix = "quote a value that holds blanks, as in prompt='two words'"
+        raise UsageError("there are words without a key", "", " ".join(others), USAGE, fix)
+    return [Override("", key, word) for key, word in zip(("task", *ROLES), words, strict=False)]
+
+
+def _model(role: str, value: str, keys: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """The overrides for a model; refuses its folder, id or name where it is named by them already."""
+    if value == UNNAMED and f"{role}.name" not in keys:
+        raise UsageError(f"{role}={value} names no model", allowed=f"{role}={NAMES_OF_A_MODEL}")
+    result = model_words(role, value, folders)
+    given = [f"{role}.{key}" for key in NAMED_BY if f"{role}.{key}" in keys]
+    if len(result) > 1 and given:
+        what = f"{given[0]} is given, and {role}={value} names a model already"
+        raise UsageError(what, allowed=f"{role}={NAMES_OF_A_MODEL}", fix="drop one of the two")
+    return result
+
+
+def _written(override: Override, several: Sequence[str], sweeps: bool) -> str:
+    """An override in Hydra's grammar, except one of a list of texts; a sweep takes `several` texts."""
+    sign, key, value = override.sign, override.key, override.value or ""
+    kinds = _kinds(key)
+    origins = {get_origin(kind) for kind in kinds}
+    if _is_null(key, value) or (value.startswith("[") and str not in kinds):
+        pass
+    elif key in GROUPS and value not in options(key) and not sweeps:
+        value = quoted(value, as_written=False)
+    elif str in kinds:
+        value = ",".join(_quoted(key, text) for text in (several if sweeps and several else [value]))
+    elif list in origins and value and not sweeps:
+        value = f"[{value}]"
+    elif dict in origins:
+        sign = sign or "+"
+    return f"{sign}{key}={value}"
+
+
+def _quoted(key: str, text: str) -> str:
+    return quoted(text, as_written=key in AS_WRITTEN)
+
+
+def _kinds(key: str) -> tuple[Any, ...]:
+    return kinds_of(key_types().get(key))
+
+
+def _is_null(key: str, value: str) -> bool:
+    return value == "null" and NoneType in _kinds(key)
+
+
+def _holds_texts(key: str) -> bool:
+    return list[str] in _kinds(key) and key != "task.pairs"  # which are names, without quotes
+
+
+def _no_draft(given: Sequence[Override]) -> list[str]:
+    """draft=none where a target is named and no draft: the default draft is the default target's.
+
+    Refuses files of a model that is not named: they would replace those of the default one.
+    """
+    keys = [override.key for override in given]
+    chosen = {override.key: override.value for override in given}
+    if "experiment" in keys:  # it may name models
+        return []
+    for role in ROLES:
+        lost = [key for key in keys if key in (f"{role}.path", f"{role}.repo")]
+        if role not in keys and lost:
+            fix = f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {lost[0]}=..."
+            raise UsageError(f"{lost[0]} is given, and no {role} is named", fix=fix)
+    is_named = "model" in keys and "draft" not in keys and chosen["model"] != SHIPPED
+    lost = [key for key in keys if key.startswith("draft.")]
+    if lost and (is_named or chosen.get("draft", "") in (None, "none")):
+        what, fix = f"{lost[0]} is given, and no draft is named", "write draft=NAME, or leave it out"
+        raise UsageError(what, "", "draft=none", f"draft={NAMES_OF_A_MODEL}", fix)
+    return ["draft=none"] if is_named else []
