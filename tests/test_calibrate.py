@@ -118,7 +118,7 @@ def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
 
 def test_it_writes_a_cluster_that_plans_use(command, small, caplog):
     caplog.set_level("INFO")
-    answer = command("task=calibrate", "task.repeats=1", "task.folder='mi ne'", "out=null")
+    answer = command("task=calibrate", "task.repeats=1", "task.folder=mi ne", "out=null")
     assert answer.code == 0, answer.err
     assert "--config-dir 'mi ne' cluster=calibrated" in caplog.text
     os.rename("mi ne", "mine")

@@ -264,7 +264,7 @@ def test_a_special_token_that_a_stop_names_ends_a_text(command: Command, tmp_pat
     told = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [line["finish_reason"] for line in told] == ["stop", "stop", "length", "length"]
     assert all(line["token_ids"].index(end) == line["output_tokens"] - 1 for line in told[:2])
-    compared = command("task=compare", "task.prompts=[def]", f"task.stop=['{END}']", *words)
+    compared = command("task=compare", "prompt=def", f"task.stop=['{END}']", *words)
     sides = compared.document["comparisons"][0]
     assert {side["finish_reason"] for side in (sides["regular"], sides["speculative"])} == {"stop"}
 

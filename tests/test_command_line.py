@@ -157,8 +157,6 @@ def test_interpolations_and_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp
         ("compar 30B", "did you mean compare"),
         *((f"{name}x", f"did you mean {name}") for name in COMMANDS),
         ("plan 7b", "did you mean model=7B"),
-        ("plan 7B_4GPUs", "--nproc-per-node 4 launch/run.py ... model=7B"),
-        ("plan 7B_8bit_4GPUs", "--nproc-per-node 4 launch/run.py ... model=7B_8bit"),
         ("plan /no/such", "there is no such folder or file; /no/such"),
         ("plan nothing-like-it", "llama-ssp model --help lists the presets"),
         ("plan model=local", "model=local names no model"),

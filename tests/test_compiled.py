@@ -435,7 +435,7 @@ def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
 def test_the_command_compiles_before_it_writes(command, caplog):
     sizes = ("model.n_layers=1", "draft.n_layers=1")
     with caplog.at_level(logging.INFO, logger="llama_ssp"):
-        answer = command("engine=compiled", *sizes, "task.prompts=[a]", "task.max_new_tokens=8", "seed=1")
+        answer = command("engine=compiled", *sizes, "prompt=a", "task.max_new_tokens=8", "seed=1")
     assert answer.code == 0 and not answer.errors
     said = "\n".join(record.message for record in caplog.records)
     assert "compile: 2 of 2 models" in said and "runs eagerly" not in said

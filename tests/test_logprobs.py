@@ -285,7 +285,7 @@ def test_of_the_command_and_the_api(command: Command) -> None:
     only = command(
         *SMALL[:3],
         "out=null",
-        "task.prompts=[hello]",
+        "prompt=hello",
         "task.max_new_tokens=0",
         "task.logprobs=0",
         "task.echo=true",
@@ -301,7 +301,7 @@ def test_what_generates_nothing_has_no_least_length_and_needs_no_room(command: C
     (scored,) = map(json.loads, Path("out.jsonl").read_text(encoding="utf-8").splitlines())
     assert len(scored["prompt_logprobs"]) == 1025
     words = ("task.max_new_tokens=0", "task.echo=true", "task.logprobs=0", "sampling.min_new_tokens=5")
-    found = command(f"task.prompts=[{line['prompt']}]", *words, "draft=none", "output=json").document
+    found = command(f"prompt={line['prompt']}", *words, "draft=none", "output=json").document
     assert len(found["outputs"][0]["prompt_logprobs"]) == 1025
 
 

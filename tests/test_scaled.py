@@ -165,7 +165,7 @@ def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
         "model.dtype=fp32",
     ]
     new = context - ids.shape[1]
-    answer = command(*asked, f"task.prompts=[{text}]", f"task.max_new_tokens={new + 5}", "output=json")
+    answer = command(*asked, f"prompt={text}", f"task.max_new_tokens={new + 5}", "output=json")
     assert (answer.code, answer.errors) == (0, [])
     (output,) = answer.document["outputs"]
     whole = module.generate(
@@ -173,7 +173,7 @@ def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
     )
     assert output["token_ids"] == whole[0, ids.shape[1] :].tolist()
     assert output["finish_reason"] in ("context", "eos")
-    long = command(*asked, f"task.prompts=[{'z' * context}]", "task.max_new_tokens=4")
+    long = command(*asked, f"prompt={'z' * context}", "task.max_new_tokens=4")
     assert long.code == 3 and f"at most {context - 1} of {context}" in long.errors[0]
 
 

@@ -119,7 +119,10 @@ def _lines(lines: Sequence[str]) -> str:
 def markdown() -> str:
     """docs/keys.md: every key."""
     parts = ["# All keys", "", "Made by `python -m llama_ssp.config.help > docs/keys.md`.", ""]
-    parts += ["A task's key may be written without `task.` before it: `llama-ssp measure repeats=3`."]
+    parts += [
+        "A key of a task, of sampling or of speculation needs no group: `llama-ssp measure repeats=3 k=4`."
+    ]
+    parts += ["A key of a text or a path takes its value as it is; `--KEY VALUE` is `KEY=VALUE`."]
     sections = [("Keys of the run", "", keys_of_run())]
     sections += [(f"task={name}", " ".join(intro(TASKS[name])), keys_of_task(name)) for name in TASKS]
     run = descriptions(RunConf)

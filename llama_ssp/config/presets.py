@@ -19,7 +19,6 @@ CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
 ROLES = ("model", "draft")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-OVER_RANKS = re.compile(r"(?P<model>\w+)_(?P<ranks>\d+)GPUs?", re.IGNORECASE)  # names of an earlier program
 UNNAMED = "local"  # the preset behind every folder and id
 NAMES_OF_A_MODEL = "a preset, a folder, a GGUF file, or ORG/NAME on the Hugging Face hub"
 
@@ -76,9 +75,6 @@ def _no_model(role: str, name: str, path: Path) -> RunError:
     if name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1:
         return ModelError(f"{role}: there is no such folder or file", path, fix="check the path")
     what = f"there is no {role}={name}"
-    if over := OVER_RANKS.fullmatch(name):
-        fix = f"start {over['ranks']} ranks: torchrun --nproc-per-node {over['ranks']} launch/run.py ..."
-        return UsageError(what, allowed=NAMES_OF_A_MODEL, fix=f"{fix} {role}={over['model']}")
     near = nearest(name, options(role))
     fix = f"did you mean {role}={near}?" if near else f"llama-ssp {role} --help lists the presets"
     return UsageError(what, allowed=NAMES_OF_A_MODEL, fix=fix)

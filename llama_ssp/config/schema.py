@@ -147,7 +147,7 @@ class PlacementConf:
         draft_ranks: The draft's ranks, one by one.
         target_device: auto (the rank's own accelerator, else the CPU), cpu, cuda or cuda:N.
         draft_device: The same for the draft.
-        max_memory: Bytes of each device for splitting=layers: '+placement.max_memory={0: 20GiB, cpu: 60GiB}'.
+        max_memory: Bytes of each device for splitting=layers: 'placement.max_memory={0: 20GiB, cpu: 60GiB}'.
         offload_folder: The folder for layers that fit on no device, with splitting=layers.
         timeout_s: Seconds after which a rank that does not answer is lost.
         on_draft_loss: What the target does when a draft on ranks of its own is lost: continue alone, or stop.
@@ -317,7 +317,7 @@ class SamplingConfig:
             is none.
         frequency_penalty: Is taken off a token's logit for each time that it was generated.
         presence_penalty: Is taken off the logit of a token that was generated.
-        logit_bias: Is added to logits, by token id: '+sampling.logit_bias={5: -2.0}'.
+        logit_bias: Is added to logits, by token id: 'sampling.logit_bias={5: -2.0}'.
         bad_tokens: Ids of tokens that are never generated.
         min_new_tokens: Tokens before an end token may come.
     """

@@ -86,7 +86,7 @@ class PromptedConf(TaskConf):
     """A task that continues prompts. Without prompts of the user it has its own (text/prompts.py).
 
     Attributes:
-        prompts: The prompts, as a list; prompt='...' gives one, as it is.
+        prompts: The prompts, as a list of quoted texts; each prompt=TEXT adds one.
         prompt_file: A text file with a prompt a line, or .jsonl with an object a line (prompt, id); - is
             standard input.
         on_bad_row: What a prompt that cannot be read does to the run: fail ends it, skip leaves the prompt
@@ -123,7 +123,8 @@ class TextConf(PromptedConf):
     """A task that shows what it writes. Without `chat`, names of special tokens in a prompt are text.
 
     Attributes:
-        stop: Texts, or names of special tokens, that end a continuation; they are left out of it.
+        stop: Texts, or names of special tokens, that end a continuation; they are left out of it. Each
+            stop=TEXT adds one.
         ignore_eos: Continue after the model's end token.
         special_tokens: Read names of special tokens in a prompt as those tokens.
     """
