@@ -15,7 +15,7 @@ def main() -> NoReturn:
     if sys.version_info < (3, 11):  # noqa: UP036  a checkout runs with any Python
         _fail(f"llama-ssp needs Python 3.11 or later; {sys.executable}; found {sys.version.split()[0]}")
     if sys.flags.optimize > 1:  # transformers and --help are made of docstrings
-        _fail("Python without docstrings; -OO or PYTHONOPTIMIZE; found 2, allowed 0 or 1", "leave it out")
+        _fail("Python without docstrings; -OO or PYTHONOPTIMIZE; found 2, allowed 0 or 1", "unset it")
     try:
         from llama_ssp import cli
 

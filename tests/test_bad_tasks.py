@@ -33,6 +33,12 @@ def scored(name: str, *overrides: str, holds: tuple[str, ...], **more: Any) -> C
     return Case(0, f"eval-{name}", ("task=eval", *overrides), more.pop("code", 2), holds, **more)
 
 
+def job_in_quotes(making: Making) -> list[str]:
+    """A job of 0.2, whose command had Hydra's quotes around a path."""
+    (making.folder / "o.jsonl.work").mkdir()
+    return ["task=batch", "task.input=in.txt", f"task.output='{making.folder}/o.jsonl'"]
+
+
 def broken_preset(making: Making) -> list[str]:
     making.write("conf/model/mine.yaml", "defaults: [tiny]\nname: mine\nn_heads: 6\n")
     return ["--config-dir", str(making.folder / "conf"), "task=eval", "task.pairs=[mine]"]
@@ -80,6 +86,7 @@ SIDE_BY_SIDE = [
         ("drafts and siblings are 64 at most", "task.ks", "72 with 8 siblings"),
     ),
     Case(0, "measure-both", (*MEASURED, "task.lengths=[8]"), 2, ("both task.prompts and task.lengths",)),
+    Case(0, "batch-in-quotes", job_in_quotes, 2, ("task.output has quotes", "write task.output=/")),
     Case(
         0, "measure-long", ("task=measure", "task.lengths=[1024]"), 3,
         ("fills the model's context", "task.lengths, 1024"), FILES,

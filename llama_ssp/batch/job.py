@@ -86,6 +86,11 @@ def folders_of(run: RunConf) -> tuple[Path, Path]:
     output = home_expanded(task.output)
     if not output.name:
         raise UsageError("task.output does not name a file", "", task.output, fix="write task.output=FILE")
+    for key, text, end in (("output", task.output, ".work"), ("work", task.work or "", "")):
+        plain = text.strip("'\"")  # as 0.2 took a value in quotes
+        if plain != text and home_expanded(plain + end).is_dir():
+            what, fix = f"task.{key} has quotes, and there is a job without them", f"write task.{key}={plain}"
+            raise UsageError(what, home_expanded(plain + end), text, fix=fix)
     return home_expanded(task.work) if task.work else output.with_name(output.name + ".work"), output
 
 

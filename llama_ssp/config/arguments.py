@@ -11,6 +11,7 @@ or a path takes its value as it is. Everything else is as Hydra reads it.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections import deque
@@ -200,7 +201,7 @@ def _is_bare(word: str) -> bool:
         return True
     if override.value is None:
         return not override.sign
-    return override.key not in {PROMPT, *key_types()} and Path(word).exists()
+    return override.key not in {PROMPT, *key_types()} and os.path.exists(word)
 
 
 def _named(words: Sequence[str]) -> list[Override]:
