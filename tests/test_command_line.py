@@ -306,6 +306,11 @@ tried "llama-ssp measure task.rep"
 def test_hydra_s_own_flags_and_settings_work(command: Command) -> None:
     assert "temperature: 0.0" in command("--cfg", "job", "--package", "sampling", "sampling=greedy").out
     assert command("-c", "hydra", "--package", "hydra.job.name", "hydra.job.name=x").out == "x\n"
+    Path("mine/model").mkdir(parents=True)
+    Path("mine/model/my.yaml").write_text("defaults: [tiny]\nname: my")
+    path = f"hydra.searchpath=[file://{Path('mine').absolute()}]"
+    for words in (("model=my", path), ("model=my", "--config-dir=mine"), ("model=my", "-cd", "mine")):
+        assert command("--cfg", "job", "--package", "model.name", *words).out == "my\n"
     own = ("hydra.run.dir=there", "hydra.job.chdir=true", "hydra.output_subdir=.hydra")
     answer = command("-p", "a", "-n", "1", "seed=1", "out=o", *own)
     assert (answer.code, answer.errors) == (0, [])

@@ -106,7 +106,7 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     given = parser.parse_args(flags)
     if not given.shell_completion:  # whose words are its own: install=bash
         folders = [Path(given.config_dir)] if given.config_dir else []
-        words = in_full(words, folders, given.multirun)
+        words = in_full(words, folders, given.multirun or "hydra.mode=MULTIRUN" in words)
     return [*words, *flags]
 
 
@@ -142,7 +142,7 @@ def in_full(words: Sequence[str], folders: Sequence[Path] = (), sweeps: bool = F
         several = listed_texts(value or "")
         if override.sign == "~" or value is None:
             full.append(str(override))
-        elif key in ROLES and not (sweeps and "," in value):
+        elif key in ROLES and not (sweeps and "," in value) and not _is_elsewhere(value, keys):
             full += _model(key, value, keys, folders)
         elif key == PROMPT and sweeps and several:
             full.append(f"{PROMPTS}={','.join(f'[{_quoted(PROMPTS, text)}]' for text in several)}")
@@ -222,6 +222,11 @@ def _named(words: Sequence[str]) -> list[Override]:
         fix = "quote a value that holds blanks, as in prompt='two words'"
         raise UsageError("there are words without a key", "", " ".join(others), USAGE, fix)
     return [Override("", key, word) for key, word in zip(("task", *ROLES), words, strict=False)]
+
+
+def _is_elsewhere(value: str, keys: Sequence[str]) -> bool:
+    """Whether a model is left to Hydra: a name, where a search path is given that may have its preset."""
+    return "hydra.searchpath" in keys and bool(re.fullmatch(r"[\w.+-]+", value))
 
 
 def _model(role: str, value: str, keys: Sequence[str], folders: Sequence[Path]) -> list[str]:

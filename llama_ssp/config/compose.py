@@ -26,7 +26,7 @@ from llama_ssp.config.presets import CONF, quoted
 from llama_ssp.config.translation import translated
 from llama_ssp.config.validation import to_run
 from llama_ssp.config.validation.values import listed
-from llama_ssp.errors import OK, RunError
+from llama_ssp.errors import OK, USAGE, RunError
 
 COMPOSING = threading.Lock()
 
@@ -73,9 +73,9 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
             start()
     except (RunError, RecursionError, MemoryError):
         raise
-    except SystemExit as end:  # Hydra exits after --info; what it printed is still to be flushed
+    except SystemExit as end:  # Hydra has printed what was asked for, or what is wrong
         if end.code:
-            raise
+            return USAGE
     except Exception as error:  # what Hydra cannot merge is the user's mistake, whatever its class
         if isinstance(error, OSError) and not isinstance(error, HydraException):
             raise
@@ -90,7 +90,11 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
 def _job(cfg: DictConfig, given: Sequence[str]) -> ComposedJob:
     """The job that Hydra has merged now; `given` are the words that it was given."""
     own = HydraConfig.get()
-    folders = [Path(s.path) for s in own.runtime.config_sources if s.provider == "command-line"]
+    folders = [
+        Path(source.path)
+        for source in own.runtime.config_sources
+        if source.schema == "file" and source.provider != "main"
+    ]
     words = OmegaConf.to_container(own.overrides.task)  # ${...} as it is written
     assert isinstance(words, list)
     number = own.job.num if own.mode is RunMode.MULTIRUN else None
