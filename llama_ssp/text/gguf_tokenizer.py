@@ -71,9 +71,12 @@ def end_ids(path: Path) -> frozenset[int]:
 def read_tokenizer(path: Path) -> Any:
     """Returns transformers' tokenizer; a ModelError if the header does not say how texts are split."""
     from tokenizers import AddedToken, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, __version__
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
+    if not hasattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS"):
+        what = "this transformers cannot make a GGUF file's tokenizer"
+        raise ModelError(what, path, __version__, "5.18 and later", f"update transformers, or {BESIDE}")
     tokens = HeaderTokens(path)
     said, names, row, marked = tokens.said, tokens.names, tokens.row, tokens.marked
     kind, pre, known = said.get("model"), said.get("pre"), (*GPT_2, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
