@@ -100,7 +100,7 @@ def made(random: Random) -> Text:
             line, named, fits = _good(random, batch, number)
         if fits and named not in seen:
             good.append(named)
-            seen.add(named)
+        seen |= {named} if named else set()  # a refused request's error is an answer with its id
         lines.append(line)
     end = random.choice((b"\n", b"\n", b"\r\n"))
     content = end.join(lines) + random.choice((b"", end))
@@ -155,6 +155,7 @@ def _enveloped(random: Random, record: dict[str, object], named: str) -> tuple[b
              {"body": {**body, "tools": []}}, {"body": {**body, "stream": True}}, {"url": None}, {"url": {"a": 1}}, {"body": []})
         )  # fmt: skip
         whole |= change
+        named = named if "custom_id" not in change else ""
     return json.dumps(whole).encode(), named, fits
 
 
