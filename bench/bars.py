@@ -46,7 +46,7 @@ class Bar:
     def cells(self) -> list[str]:
         limit = "" if self.asked is None else f"{'<=' if self.at_most else '>='} {self.asked:.4g}"
         found = "-" if self.found is None else f"{self.found:.4g}"
-        return [self.what, limit, found, self.note[:60], self.verdict]
+        return [self.what, limit, found, " ".join(self.note.split())[:60], self.verdict]
 
 
 ENDS = ": ends"

@@ -477,7 +477,9 @@ def report(call: Call, records: list[dict[str, Any]]) -> str:
     missed = [(record["part"], bar) for record in records for bar in map(bar_of, record["bars"])]
     lines += ["Missed:", "", "```"]
     lines += [
-        f"{part}: {bar.what}: {bar.verdict} {bar.note[-160:]}" for part, bar in missed if bar.met is False
+        f"{part}: {bar.what}: {bar.verdict} {' '.join(bar.note.split())[-160:]}"
+        for part, bar in missed
+        if bar.met is False
     ]
     return "\n".join([*lines, "", *aligned(end_table(records, str(call.card)), 1), "```", ""])
 
