@@ -62,7 +62,8 @@ srun --kill-on-bad-exit=1 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=8 -
 @pytest.mark.slurm
 def test_a_script_of_one_s_own(batches: Batches, lab: Lab, expected: bytes):
     """Requeued once, with the small pair, a rank a node, and no GPU."""
-    script = OWN.partition("    batch ")[0].replace("=8", "=1").replace("--cpus-per-task=32 ", "")
+    script = OWN.partition("    batch ")[0].replace("=8", "=1").replace("=4:00:00", "=20")
+    script = script.replace("--cpus-per-task=32 ", "")
     script = script.replace("torchrun ", f"{sys.executable} -m torch.distributed.run ")
     (batches.home / "own.sbatch").write_text(f"{script}    {' '.join(COMMAND)}\n")
     env = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"]
