@@ -57,12 +57,13 @@ def test_more_groups_than_gpus(four_gpus: None, cluster: dict[str, int]):
         _dealt(run_of(**cluster))
 
 
-def test_the_command_of_one_group_has_each_key_once_and_its_own_last():
-    slurm = ["cluster.groups=8", "cluster.slurm.setup=[a]", "+cluster.gpus=9"]
-    words = ["task=batch", "cluster=slurm", *slurm, "--config-dir", "a=b", "-cd=x"]
+def test_the_command_of_one_group_replaces_what_is_its_own():
+    """Two models may have one name, and the texts of a key add up."""
+    slurm = ["cluster=slurm", "cluster.groups=8", "cluster.slurm.setup=[a]", "+cluster.gpus=9", "submit=true"]
+    words = ["batch", "tiny", "tiny", "stop=a", *slurm, "stop=b", "--config-dir", "a=b", "-p", "seed=3"]
     assert words_of_one(words, 5, "cluster.gpus=2") == (
-        "task=batch", "cluster=slurm", "--config-dir", "a=b", "-cd=x", "cluster.scheduler=none",
-        "cluster.groups=1", "task.submit=false", "seed=5", "cluster.gpus=2",
+        "batch", "tiny", "tiny", "stop=a", "cluster=slurm", "stop=b", "--config-dir", "a=b", "-p", "seed=3",
+        "cluster.scheduler=none", "cluster.groups=1", "task.submit=false", "seed=5", "cluster.gpus=2",
     )  # fmt: skip
 
 

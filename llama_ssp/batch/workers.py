@@ -54,13 +54,16 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
 
 
 def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
-    """Returns the command for one group: each key once, with its last value; what is the group's own last."""
+    """Returns the command for one group: its own words replace the job's; the last word of a key counts.
+
+    Other keys stay as often as they are given: two models may have one name, and texts of a key add up.
+    """
     own = ("cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more)
     flags = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-    given = {word.lstrip("+").partition("=")[0]: word for word in words[:flags]}
-    replaced = {word.partition("=")[0] for word in own}
-    kept = (given[key] for key in given if key not in replaced and not key.startswith("cluster.slurm."))
-    return (*kept, *words[flags:], *own)
+    replaced = {"submit", *(word.partition("=")[0] for word in own)}
+    keys = {word: word.lstrip("+").partition("=")[0] for word in words[:flags]}
+    gone = {word for word, key in keys.items() if key in replaced or key.startswith("cluster.slurm.")}
+    return (*(word for word in words[:flags] if word not in gone), *words[flags:], *own)
 
 
 def counted(logs: Iterable[Path]) -> Counter[str]:

@@ -97,9 +97,8 @@ def test_the_script_is_printed_and_nothing_happens(command: Command, here: Path,
 def test_no_more_elements_than_shards_are_missing(
     command: Command, here: Path, caplog: pytest.LogCaptureFixture, groups: int, size: int, said: str
 ):
-    answer = command(*JOB, *ON_SLURM[:-1], f"cluster.groups={groups}", f"task.shard_size={size}")
+    command(*JOB, *ON_SLURM[:-1], f"cluster.groups={groups}", f"task.shard_size={size}")
     assert said in caplog.text
-    assert [word for word in words_of(answer.out) if "shard_size" in word] == [f"task.shard_size={size}"]
 
 
 @pytest.mark.slow
