@@ -37,6 +37,7 @@ BITS = 53  # of a number
 REPEATED = 3  # coins that may be drawn twice: of ten million, four are with a chance of 1e-9
 ROUNDS, RACES, SIDES = 0, 1, 3  # streams
 DRAFT, COIN, EACH = 0, 1, 3  # a stream has three numbers a token, of which these two are used
+KEPT = 100_000  # decisions whose numbers are compared
 LOOKED_AT = 32  # of a round's numbers: as many of each kind are compared with all others
 
 Numbers = NDArray[np.float64]
@@ -111,6 +112,8 @@ class Decisions:
         if self.by_drafter:
             self._see_drafts(block, draws, rows)
         self._see_decision(block, draws, rows, result)
+        if self.taken > KEPT:
+            return
         coin_BKC = torch.cat([draws.coin_BK[..., None], draws.side_BKS], -1)
         kinds = draws.draft_BKC.flatten(1), coin_BKC.flatten(1), torch.exp(-draws.clock_BN)
         row_BN = np.full((state.rows, len(kinds), LOOKED_AT), np.nan)
