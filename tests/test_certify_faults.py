@@ -119,7 +119,8 @@ def test_the_faults_have_their_checks() -> None:
 def by_rounds(shipped: Shipped, sampling: SamplingConfig, texts: int) -> dict[str, Outcome]:
     """What the checks of rounds say of the default run's long texts, and of so many of 8 tokens."""
     subject = ours(shipped, RULES["block"], sampling)
-    subject.texts(prompts_of(shipped, PLAN.batch_size // len(SHORT)), PLAN.law_tokens)
+    long_texts = prompts_of(shipped, PLAN.batch_size // len(SHORT))
+    subject.texts([replace(prompt, id=f"{prompt.id} law") for prompt in long_texts], PLAN.law_tokens)
     subject.texts(prompts_of(shipped, texts // len(SHORT)), 8)
     decisions = subject.watch.decisions
     found = [

@@ -26,7 +26,7 @@ WITHOUT_TORCH = {
     "tasks.arithmetic", "tasks.inputs", "tasks.plan",
 }  # fmt: skip
 WITH_TORCH = {"batch.continuous_batching"}
-KNOWS_TRANSFORMERS = {"models", "text.tokenizer"}
+KNOWS_TRANSFORMERS = {"models", "text.gguf_tokenizer", "text.tokenizer"}
 FORBIDDEN_CALLS = {
     "eval", "exec", "instantiate", "manual_seed_all", "broadcast_object_list", "all_gather_object",
     "gather_object", "scatter_object_list", "send_object_list", "recv_object_list",
@@ -145,7 +145,7 @@ def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-def test_transformers_is_known_to_models_and_the_tokenizer_only():
+def test_transformers_is_known_to_models_and_tokenizers_only():
     for room, tree, path in modules():
         names = {name.split(".")[0] for name in imports(tree)}
         own = {room, _dotted(path).removeprefix("llama_ssp.")}

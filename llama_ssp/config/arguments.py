@@ -151,6 +151,7 @@ def in_full(words: Sequence[str], folders: Sequence[Path] = (), sweeps: bool = F
         elif _holds_texts(key) and not _is_null(key, value):
             lists.setdefault(key, []).extend([value] if several is None else several)
         else:
+            lists.pop(key, None)  # null takes earlier texts away
             full.append(_written(override, several or [], sweeps))
     for key, texts in lists.items():
         full.append(f"{key}=[{','.join(_quoted(key, text) for text in texts)}]")

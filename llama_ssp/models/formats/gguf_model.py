@@ -41,7 +41,7 @@ class HeaderConfig:
 
     def config(self) -> dict[str, Any]:
         row, sizes = self.family.gguf, {key: self.value(name, int) for key, name in SIZES.items()}
-        assert row, "a family with GGUF files"
+        assert row is not None
         dim, layers, _, heads, _ = sizes.values()
         size = max(1, dim // heads)
         size = self.value("rope.dimension_count", int, size) if row.rotary_size else size
@@ -158,7 +158,7 @@ def leaves(family: Family) -> dict[str, str]:
     """Returns transformers' names of layers by the file's; in a block what follows its number."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    assert family.gguf, "a family with GGUF files"
+    assert family.gguf is not None
     (number,) = (n for n, name in MODEL_ARCH_NAMES.items() if name == family.gguf.architecture)
     table, result = get_tensor_name_map(number, 1), {}
     for names in vars(family.names).values():
