@@ -169,10 +169,9 @@ def aligned(lines: list[list[str]], words: int) -> list[str]:
 
 def rendered(item: Any) -> list[str]:
     """Returns what rich draws as plain lines of any width."""
-    console = Console(width=ANY_WIDTH, color_system=None, force_terminal=False, _environ={})
-    with console.capture() as drawn:
-        console.print(item)
-    return [line.rstrip() for line in drawn.get().removesuffix("\n").split("\n")]
+    drawn = io.StringIO()  # at a closed standard output rich would end the process
+    Console(file=drawn, width=ANY_WIDTH, color_system=None, force_terminal=False, _environ={}).print(item)
+    return [line.rstrip() for line in drawn.getvalue().removesuffix("\n").split("\n")]
 
 
 def figure(value: float | None, digits: int = 2) -> str:
