@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from random import Random
 from typing import TypeVar
 
@@ -47,6 +48,7 @@ MAX_NOISE = (
 SAFETY = (
     2.0  # how many times the largest difference between regular passes a recorded distribution may differ
 )
+FP32 = 1e-5  # total variation that rounding in fp32 alone makes of logits of some tens, passes equal or not
 MULTIPLE = 3.0  # of the passes' usual difference that is still rounding
 PART_OF_LARGEST = 0.25  # passes may be equal, bit by bit, at most positions: so much is rounding everywhere
 QUANTILES = (0.5, 0.75)  # of the positions: where "usual" is looked at
@@ -86,8 +88,8 @@ class Noise:
 
     @property
     def tolerance(self) -> float:
-        """How far a recorded distribution may be from the target's own; in fp32 at least its rounding."""
-        return max(SAFETY * self.largest, 1e-6)
+        """How far a recorded distribution may be from the target's own."""
+        return max(SAFETY * self.largest, FP32)
 
     def exceeded_by(self, departures: Sequence[float]) -> bool:
         """Whether most recorded distributions differ by a multiple of what regular passes differ by."""
@@ -147,26 +149,27 @@ def own_logits(
     """
     texts = [(seen.text, seen.prompt_length, seen.count) for seen in rounds]
     order = sorted(range(len(rounds)), key=lambda n: len(rounds[n].text))  # texts of a batch end together
+    longest = len(rounds[order[-1]].text)
     other = [*order[1::2], *order[::2]]
-    ways = (order, 1, rows), (order[::-1], width, rows), (other, 0, rows), (order, 0, 1)
+    ways = (order, 1, rows), (order[::-1], width, rows), (other, 0, rows), (order, longest, 1)
     return [fed(model, texts, *way, chunk) for way in ways]
 
 
 def compared(
     rounds: Sequence[Round], ways: list[list[Tensor]], temperature: float, vocab: int
 ) -> tuple[Noise, list[float]]:
-    """Compares the recorded logits with the first way's, and that with the others, by total variation."""
+    """Compares the recorded logits with the first way's, and all ways with each other, by total variation."""
 
     def probs(logit_WV: Tensor) -> Tensor:
         return torch.softmax(logit_WV[:, :vocab].double().cpu() / temperature, -1)
 
     departures: list[float] = []
     noise: list[float] = []
-    for seen, own, *others in zip(rounds, *ways, strict=True):
-        own_WV = probs(own)
+    for seen, *logits in zip(rounds, *ways, strict=True):
+        own_WV, *others = map(probs, logits)
         departures += (probs(seen.logit_WV) - own_WV).abs().sum(-1).div(2).tolist()
-        far = torch.stack([(probs(other) - own_WV).abs().sum(-1) / 2 for other in others])
-        noise += far.flatten().tolist()
+        for one_WV, other_WV in combinations([own_WV, *others], 2):
+            noise += (one_WV - other_WV).abs().sum(-1).div(2).tolist()
     return Noise(largest_of([0.0, *noise]), tuple(np.quantile(noise, QUANTILES).tolist())), departures
 
 
