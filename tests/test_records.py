@@ -77,6 +77,7 @@ def test_what_clients_send_and_means_nothing_here_is_taken(tmp_path: Path):
         {"response_format": {"type": "json_object"}}, {"tools": [{"type": "function"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": ["user"], "content": "x"}]},
     ):  # fmt: skip
         with pytest.raises(DataError):
             read(tmp_path, json.dumps({**line, "body": {**line["body"], **change}}))

@@ -209,13 +209,13 @@ def _message(message: object) -> Message | None:
     """Returns a message as templates know it, without its name, its text parts joined; None if it is none."""
     if not isinstance(message, dict) or message.keys() - {"name"} != {"role", "content"}:
         return None
-    content = message["content"]
+    role, content = message["role"], message["content"]
     if isinstance(content, list):
         parts = [part["text"] for part in content if _is_part(part)]
         content = "\n".join(parts) if len(parts) == len(content) else None
-    if not isinstance(content, str) or message["role"] not in ROLES:
+    if not (isinstance(content, str) and isinstance(role, str) and role in ROLES):
         return None
-    return {"role": ROLES[message["role"]], "content": content}
+    return {"role": ROLES[role], "content": content}
 
 
 def _is_part(part: object) -> bool:

@@ -48,7 +48,6 @@ MAX_NOISE = (
 SAFETY = (
     2.0  # how many times the largest difference between regular passes a recorded distribution may differ
 )
-FP32 = 1e-5  # total variation that rounding in fp32 alone makes of logits of some tens, passes equal or not
 MULTIPLE = 3.0  # of the passes' usual difference that is still rounding
 PART_OF_LARGEST = 0.25  # passes may be equal, bit by bit, at most positions: so much is rounding everywhere
 QUANTILES = (0.5, 0.75)  # of the positions: where "usual" is looked at
@@ -88,8 +87,8 @@ class Noise:
 
     @property
     def tolerance(self) -> float:
-        """How far a recorded distribution may be from the target's own."""
-        return max(SAFETY * self.largest, FP32)
+        """How far a recorded distribution may be from the target's own; in fp32 at least its rounding."""
+        return max(SAFETY * self.largest, 1e-6)
 
     def exceeded_by(self, departures: Sequence[float]) -> bool:
         """Whether most recorded distributions differ by a multiple of what regular passes differ by."""
