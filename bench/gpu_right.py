@@ -251,17 +251,18 @@ class _Captures:
 
 def ranks(how: How) -> Iterator[Bar]:
     """Two ranks on one GPU, over gloo: the text is that of one process."""
-    new = f"task.max_new_tokens={12 if how.small else 200}"
+    engine, tokens = ("eager", 12) if how.small else ("compiled", 200)
+    new = f"task.max_new_tokens={tokens}"
     alone = _ran([str(RUN), *_words("eager"), new]).texts()
     for placement in ("leader", "sharded", "own"):
-        done = _ran([*TORCHRUN, str(RUN), *_words("compiled"), new, f"placement={placement}"])
+        done = _ran([*TORCHRUN, str(RUN), *_words(engine), new, f"placement={placement}"])
         wrong = sum(a != b for a, b in zip(done.texts(), alone, strict=True))
         what = f"{placement}: texts unlike those of one process"
         yield most(what, wrong, 0, "; ".join([f"{done.seconds:.0f} s", *done.errors()])[:160])
     if not torch.cuda.is_available():
         yield needs("sharded in 8 bit: commands that fail")
         return
-    words = [*_words("compiled"), "model.dtype=int8", "placement=sharded", new]
+    words = [*_words(engine), "model.dtype=int8", "placement=sharded", new]
     done = _ran([*TORCHRUN, str(RUN), *words])
     what = "sharded in 8 bit: commands that fail"
     yield most(what, int(done.code != 0), 0, "; ".join(done.errors())[:160])

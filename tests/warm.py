@@ -21,7 +21,7 @@ from typing import Any
 from tests.processes import note_start, outliving
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 IMPORTED = [
     "pytest", "llama_ssp.cli", "llama_ssp.tasks.runner", "transformers.models.llama.modeling_llama",
     "tests.distributed.pairs",
