@@ -59,16 +59,18 @@ def main() -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     if os.environ.get("LLAMA_SSP_DEBUG") != "1":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would log is raised, too
+    GUARD.start(None if _environment().world == 1 else GRACE_S)
     try:
-        GUARD.start(None if _environment().world == 1 else GRACE_S)
-        code = _guarded()
-        GUARD.end()
-    except KeyboardInterrupt as stop:  # before or after what is guarded
-        code = _stopped(stop)
+        try:
+            code = _run_command()
+        finally:
+            GUARD.ending = True
+    except BaseException as error:
+        code = report(error)
     finally:
         GUARD.stop()
     _forget_unwritable_output()
-    if GUARD.parted:  # a rank that is stopped (SIGSTOP) while Python shuts down would hang torchrun
+    if _environment().world > 1:  # taking a process group down may wait for lost ranks without end
         leave(code)
     leave_code(code)
     sys.exit(code)
@@ -92,33 +94,25 @@ def _begin_log() -> None:
     logging.getLogger("llama_ssp").setLevel(level)
 
 
-def _guarded() -> int:
-    """Runs the command; every error becomes one line and an exit code."""
-    try:
-        rank_environment()
-        _prepare_output()
-        words = sys.argv[1:]
-        if words and words[0] in COMMANDS:
-            code = _report(words)
-        elif (text := _answer(words)) is not None:
-            code = OK
-            sys.stdout.write(text if _environment().is_leader else "")
-        else:
-            with GUARD.held():  # Hydra makes other errors of an interruption
-                from llama_ssp.config.compose import run_jobs
+def _run_command() -> int:
+    """Runs the command; returns its exit code."""
+    rank_environment()
+    _prepare_output()
+    words = sys.argv[1:]
+    if words and words[0] in COMMANDS:
+        code = _report_page(words)
+    elif (text := _answer(words)) is not None:
+        code = OK
+        sys.stdout.write(text if _environment().is_leader else "")
+    else:
+        from llama_ssp.config.compose import run_jobs
 
-                code = run_jobs(words, partial(_run_job, datetime.now()))
-        sys.stdout.flush()
-        return code
-    except Exception as error:
-        code = _fail(*_in_words(error), error)
-        if isinstance(error, JointError):  # taking a process group down may wait for lost ranks without end
-            _forget_unwritable_output()
-            leave(code)
-        return code
+        code = run_jobs(words, partial(_run_job, datetime.now()))
+    sys.stdout.flush()
+    return code
 
 
-def _report(words: list[str]) -> int:
+def _report_page(words: list[str]) -> int:
     """Writes the page of a run; returns the exit code."""
     from llama_ssp.report.page import execute
 
@@ -135,8 +129,7 @@ def _run_job(began: datetime, job: ComposedJob) -> int:
         raise UsageError("--multirun needs one process", fix="loop over torchrun in the shell")
     else:
         place = sweep.begin(job.number, job.varied, job.cfg.out, began)
-    with GUARD.released():
-        return run(job, place)
+    return run(job, place)
 
 
 def _asks_for_help(words: list[str]) -> bool:
@@ -156,7 +149,44 @@ def _answer(words: list[str]) -> str | None:
     return None
 
 
-def _in_words(error: Exception) -> tuple[str, int]:
+def report(error: BaseException) -> int:
+    """Prints why this process ends, if it is for this rank to print; returns the exit code.
+
+    Raises an error of this program itself again. After a signal any error is that of the interruption:
+    libraries make others of it.
+    """
+    number = GUARD.signalled or (error.args[:1] or (signal.SIGINT,))[0] * isinstance(error, KeyboardInterrupt)
+    if number and not isinstance(error, JointError):
+        notes = getattr(error, "__notes__", [])
+        line, code = "; ".join(["stopped by a signal", *notes]), 128 + number
+    else:
+        line, code = _in_words(error)
+    if os.environ.get("LLAMA_SSP_DEBUG") == "1":
+        traceback.print_exception(error)
+    own, speaks = _environment(), error.speaks if isinstance(error, RunError) else None
+    if speaks is None and own.world > 1:  # before the ranks have met
+        if number:
+            line = f"rank {own.rank} was stopped by {signal.Signals(number).name} during start"
+        elif own.rank != LEADER:
+            line = f"rank {own.rank}: {line}"
+        line, code, speaks = _first_cause(line, code)
+    if own.is_leader if speaks is None else speaks:
+        _say(one_line(line))
+    return code
+
+
+def _first_cause(line: str, code: int) -> tuple[str, int, bool]:
+    """What all ranks end with, by this rank's line and code, and whether this rank says it."""
+    try:
+        from llama_ssp.distributed.failures import announce
+
+        cause = announce(line, code)
+        return cause.line, cause.code, cause.by == _environment().rank
+    except Exception:  # the first error is the one to print, not why the others cannot be reached
+        return line, code, True
+
+
+def _in_words(error: BaseException) -> tuple[str, int]:
     """The error's line and exit code. Raises an error of this program itself again."""
     if isinstance(error, RunError):
         return str(error), error.code
@@ -173,26 +203,20 @@ def _in_words(error: Exception) -> tuple[str, int]:
     raise error
 
 
-def _stopped(stop: KeyboardInterrupt) -> int:
-    number = stop.args[0] if stop.args else signal.SIGINT
-    return _fail("; ".join(["stopped by a signal", *getattr(stop, "__notes__", [])]), 128 + number, stop)
-
-
 def run(job: ComposedJob, place: Path | None = None) -> int:
     """One run: checks everything that needs no model, then imports torch; the exit code.
 
     `place` is a sweep's folder for the run.
     """
-    with GUARD.held():
-        from llama_ssp.batch.job import chosen_seed, job_of
-        from llama_ssp.config import validation as checks
-        from llama_ssp.config.validation.cluster import check_scheduler_keys, check_sharing
-        from llama_ssp.planner.resolve import pair_specs
-        from llama_ssp.report.plots import check_pictures
-        from llama_ssp.tasks.inputs import RunInputs
-        from llama_ssp.text.prompts import Reading, read_prompts
+    from llama_ssp.batch.job import chosen_seed, job_of
+    from llama_ssp.config import validation as checks
+    from llama_ssp.config.validation.cluster import check_scheduler_keys, check_sharing
+    from llama_ssp.planner.resolve import pair_specs
+    from llama_ssp.report.plots import check_pictures
+    from llama_ssp.tasks.inputs import RunInputs
+    from llama_ssp.text.prompts import Reading, read_prompts
 
-        checked = checks.to_run(job.cfg)
+    checked = checks.to_run(job.cfg)
     checks.check_sources(checked, job.words)
     check_sharing(checked)
     check_scheduler_keys(checked, job.words)
@@ -212,7 +236,7 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     seed = chosen_seed(checked, is_job)
     batch_job = job_of(recorded, pairs[0].files, seed) if is_job else None
     inputs = RunInputs(recorded, seed, pairs, reading, batch_job, place)
-    with GUARD.held("stopped by a signal before the run began"), waiting("loading torch and transformers"):
+    with GUARD.parting("stopped by a signal before the run began"), waiting("loading torch and transformers"):
         from llama_ssp.tasks.runner import execute
 
     return execute(inputs)
@@ -252,34 +276,6 @@ def _forget_unwritable_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail(message: str, code: int, error: BaseException) -> int:
-    """Prints the error, if it is for this rank to print; returns the exit code."""
-    GUARD.end()
-    if os.environ.get("LLAMA_SSP_DEBUG") == "1":
-        traceback.print_exception(error)
-    speaks = error.speaks if isinstance(error, RunError) else None
-    if speaks is None and _environment().world > 1 and not GUARD.parted:
-        return _fail_before_rendezvous(one_line(message), code, isinstance(error, KeyboardInterrupt))
-    if _environment().is_leader if speaks is None else speaks:
-        _say(one_line(message))
-    return code
-
-
-def _fail_before_rendezvous(line: str, code: int, stopped: bool) -> int:
-    """Ranks that fail alike print one line; a rank that cannot reach the others prints its own."""
-    rank = _environment().rank
-    named = line if rank == LEADER or stopped else f"rank {rank}: {line}"
-    try:
-        from llama_ssp.distributed.rendezvous import announce
-
-        return announce(line, code, stopped, partial(_say, named))
-    except Exception:  # the first error is the one to print, not why the others cannot be reached
-        GUARD.disarm("cause")
-        if rank == LEADER or not stopped:
-            _say(named)
-        return code
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -193,16 +192,14 @@ class Board:
     def clone(self) -> Board:
         return self
 
-    def blame(self, cause: Any) -> Any:
-        return cause
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return value.encode()
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setattr(GUARD, "on_signal", [])
-    peers = SimpleNamespace(wake=lambda: None)
-    yield Watch(Board(), peers, 1, 2, 1.0, False)  # type: ignore[arg-type]
-    GUARD.disarm("cause")
+    return Watch(Board(), 1, 2, 1.0)
 
 
 @pytest.mark.parametrize(

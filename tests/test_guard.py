@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # The digest runs for minutes without a look at Python's signal handlers, as a collective does.
 DEAF = """
 import hashlib, sys
-from llama_ssp.distributed.signals import GUARD
+from llama_ssp.distributed.signals import GUARD, leave_within
 GUARD.start({grace})
 {before}
 def digest():
@@ -126,9 +126,8 @@ GUARD.stop()
     [
         ("import swallowing", signal.SIGINT),
         ("del thing", signal.SIGTERM),
-        ("with GUARD.held(): swallow()", signal.SIGINT),
     ],
-    ids=["import", "callback", "held"],
+    ids=["import", "callback"],
 )
 def test_a_signal_interrupts_later_where_it_would_be_lost(inside: str, number: int, tmp_path: Path):
     (tmp_path / "swallowing.py").write_text("from __main__ import swallow\nswallow()\n")
@@ -172,8 +171,8 @@ def test_ctrl_c_while_an_error_is_said_leaves_no_traceback(command: Command, mon
     assert len(answer.errors) == 1 and "speculation.k is out of range" in answer.errors[0]
 
 
-def test_a_process_alone_leaves_what_is_held_at_once():
-    process = deaf(None, "held = GUARD.held('nothing was begun'); held.__enter__()")
+def test_a_process_alone_parts_at_once():
+    process = deaf(None, "parting = GUARD.parting('nothing was begun'); parting.__enter__()")
     process.send_signal(signal.SIGINT)
     assert ended(process) == (130, "error: nothing was begun\n")
 
@@ -188,12 +187,12 @@ def test_the_second_signal_acts_at_once():
 
 
 def test_an_alarm_says_its_line():
-    process = deaf(None, "GUARD.arm('a', 0.1, 5, 'one\\nline'); GUARD.arm('b', 0.2, 6, 'later')")
+    process = deaf(None, "leave_within(0.1, 5, 'one\\nline'); leave_within(0.2, 6, 'later')")
     assert ended(process) == (5, "error: one line\n")
 
 
 def test_an_alarm_that_was_taken_back_is_none():
-    process = deaf(None, "GUARD.arm('a', 0.1, 5); GUARD.disarm('a'); GUARD.arm('b', 0.2, 6)")
+    process = deaf(None, "leave_within(0.1, 5).cancel(); leave_within(0.2, 6)")
     assert ended(process) == (6, "")
 
 

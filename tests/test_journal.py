@@ -20,7 +20,7 @@ from llama_ssp.batch.attempt_log import Attempt, read_part, sealed
 from llama_ssp.batch.history import End, ends, keep_end
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
-from llama_ssp.distributed import peers
+from llama_ssp.distributed import identity
 from llama_ssp.errors import DataError, StorageError
 
 RECORDS, SHARD = 14, 5
@@ -420,7 +420,7 @@ def test_a_process_that_nobody_has_reaped_is_dead():
     if (child := os.fork()) == 0:
         os.read(waiting, 1)
         os._exit(0)
-    process = replace(peers.own_identity(), pid=child, started=peers._started(child))
+    process = replace(identity.own_identity(), pid=child, started=identity._started(child))
     assert process.lives
     os.write(go, b"!")
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
@@ -435,9 +435,9 @@ def test_a_process_that_proc_hides_may_live(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: int) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(peers, "_stat", lambda _: [])
+    monkeypatch.setattr(identity, "_stat", lambda _: [])
     monkeypatch.setattr(os, "kill", refuse)
-    assert peers.Identity(peers._machine(), os.getpid(), "1").lives is None
+    assert identity.Identity(identity._machine(), os.getpid(), "1").lives is None
 
 
 @pytest.mark.parametrize("lacking", ["machine", "started"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -67,22 +66,35 @@ def python(
         return subprocess.CompletedProcess(list(map(str, words)), process.exitcode, out, err)
 
 
+def launcher_store() -> Any:
+    """A store as torchrun keeps it, which outlives the ranks."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def as_launched(rank: int, world: int, port: int) -> dict[str, str]:
+    """The environment of a rank that torchrun starts on one machine."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+
+
 def ranks(world: int, words: Sequence[object], folder: Path, stdin: str = "") -> list[tuple[int, str, str]]:
-    """Starts `words` on so many ranks, by hand; the exit code, output and errors of each.
+    """Starts `words` on so many ranks; the exit code, output and errors of each.
 
     torchrun itself, and the imports of its ranks, take fifteen seconds of a core.
     """
     (folder / "stdin").write_text(stdin, encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    every = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = []
+    store, started = launcher_store(), []
     for rank in range(world):
-        own = {name: str(value) for name, value in (every | {"RANK": rank, "LOCAL_RANK": rank}).items()}
         streams = [folder / "stdin", folder / f"{rank}.out", folder / f"{rank}.err"]
         for stream in streams[1:]:
             stream.unlink(missing_ok=True)
-        started.append((start(words, folder, streams, os.environ | own), streams))
+        own = os.environ | as_launched(rank, world, store.port)
+        started.append((start(words, folder, streams, own), streams))
     found = []
     for process, (_, *said) in started:
         process.join(PATIENCE_S)

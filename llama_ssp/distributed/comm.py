@@ -99,9 +99,6 @@ class Ranks:
     def close(self) -> None:
         """Leaves in good order, after every rank is here."""
 
-    def see_off(self) -> None:
-        """After `close`, where the process ends: also ends ranks of this machine that do not end."""
-
 
 ALONE = Ranks()
 

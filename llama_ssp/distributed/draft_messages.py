@@ -20,10 +20,6 @@ HEAD = struct.Struct("<BQQ")  # kind, number, how many integers
 LOOK_S = 1.0  # how long one wait for the next request lasts: signals interrupt between two
 
 
-class Dismissed(LinkLost):
-    """The leader goes on without this rank."""
-
-
 class MessageKind(IntEnum):
     REQUEST = 1
     ACK = 2
@@ -146,7 +142,7 @@ class DraftServer:
         self.waited_s += time.monotonic() - began
         request = Message.unpack(frame)
         if request.kind is MessageKind.DISMISS:
-            raise Dismissed("the leader goes on alone")
+            raise LinkLost("the leader goes on alone")
         self._number = request.number
         self.link.send(Message(MessageKind.ACK, self._number, []).pack())
         return self.group.broadcast_ints(request.values)

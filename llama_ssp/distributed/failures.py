@@ -1,4 +1,4 @@
-"""Why a rank ends: the first cause in the store ends all ranks, with one line and one exit code."""
+"""How ranks meet, and why they end: the first cause in torchrun's store, with one line and one code."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+
+from llama_ssp.config.environment import START, number_of, rank_environment
 from llama_ssp.distributed.draft_link import LinkLost
-from llama_ssp.distributed.draft_messages import Dismissed
-from llama_ssp.distributed.peers import Peers
+from llama_ssp.distributed.identity import Identity, own_identity
 from llama_ssp.distributed.placement import LEADER
-from llama_ssp.distributed.signals import GUARD, PAUSED_S
-from llama_ssp.distributed.store import END, EXCUSED, READ, Cause, Place, Store, View, interrupted, stopped
+from llama_ssp.distributed.signals import GUARD, leave_within
 from llama_ssp.errors import (
     DISTRIBUTED,
     INPUT_OUTPUT,
@@ -34,42 +36,132 @@ BEAT_S = 1.0
 QUIET_S = 3.0  # without a beat, after a connection was lost: that rank is gone
 FIND_S = QUIET_S + 2 * BEAT_S  # for the thread to find which rank is gone
 LEAVE_S = 3.0  # for a rank to end in good order once the cause is known
-SETTLE_S = 0.05  # until what a rank wrote before it went has come to the store
+PAUSED_S = 3.0  # a beat this late: this process itself was stopped
+EARLY_S = 10.0  # for a rank that fails before all have met, to tell the others
+LEADER_S = 1.0  # for the leader to say first what all ranks would say
+LOOK_S = 0.05
+CAUSE, LOOPBACK = "cause", "lo"
+MET: list[Any] = []  # torch's store, once for each meeting of this process: each has keys of its own
+stores: Any = dist  # has them, though its type does not say so
 
 
 class LostPeer(DistributedError):
     """Another rank has ended, or is stuck: the cause is there, not here."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a rank is doing. An engine counts its rounds from 1; 0 is outside of them."""
+
+    phase: str
+    round: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.phase}, round {self.round}" if self.round else self.phase
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why all ranks end: in one line, with one exit code; rank `by` says it."""
+
+    line: str
+    code: int = DISTRIBUTED
+    by: int = LEADER
+
+
+def meet(patience_s: float) -> tuple[Any, Watch]:
+    """Waits until every rank has come, this long at most; returns torch's store and the watch, which runs."""
+    own = rank_environment()
+    has_loopback = LOOPBACK in {name for _, name in socket.if_nameindex()}
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(own.world) and has_loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    store = _store(patience_s)
+    watch = Watch(store, own.rank, own.world, patience_s)
+    until = time.monotonic() + patience_s
+    watch.beat()
+    while not store.check(watch.keys):
+        if cause := first_cause(store):  # of a rank that does not come
+            raise JointError(cause.line, cause.code, speaks=False)
+        if time.monotonic() > until:
+            absent = [rank for rank, key in enumerate(watch.keys) if not store.check([key])]
+            where, found = f"rank {own.rank} of {own.world}", f"no rank {', '.join(map(str, absent))}"
+            fix = "look at these ranks' machines, or raise placement.timeout_s"
+            raise DistributedError(
+                "not all ranks have come", where, f"{found} after {patience_s:g} s", fix=fix
+            )
+        time.sleep(LOOK_S)
+    MET.append(store.underlying_store)
+    watch.start()
+    return store, watch
+
+
+def announce(line: str, code: int) -> Cause:
+    """Tells the other ranks why this one ends before all have met; returns the first cause, this or another.
+
+    Raises DistributedError where there is no store to tell them by.
+    """
+    own, store = rank_environment(), _store(EARLY_S)
+    until = time.monotonic() + LEADER_S
+    while own.rank != LEADER and not first_cause(store) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    return first_cause(store, Cause(line, code, own.rank)) or Cause(line, code, own.rank)
+
+
+def first_cause(store: Any, own: Cause | None = None) -> Cause | None:
+    """The first cause in the store: `own`, if there was none before. None while there is none."""
+    text = store.compare_set(CAUSE, "", json.dumps(asdict(own)) if own else "").decode()
+    return Cause(**json.loads(text)) if text else None
+
+
+def _store(patience_s: float) -> Any:
+    """The store that torchrun keeps, which outlives the ranks; with keys for this meeting and start."""
+    own = rank_environment()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        what, found = "several ranks were asked for, but not by torchrun", "no store that a launcher keeps"
+        raise DistributedError(what, "environment", found, fix=START)
+    host, port = os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT", 1, 65535)
+    what, where = "torchrun's store does not answer", f"rank {own.rank} of {own.world}, {host}:{port}"
+    silent = DistributedError(what, where, fix="start torchrun again; check MASTER_ADDR and MASTER_PORT")
+    # TCPStore waits without end for a process that accepts the connection and is silent.
+    alarm = leave_within(2 * patience_s, silent.code, str(silent))
+    try:
+        timeout = timedelta(seconds=patience_s)
+        tcp = (
+            MET[-1] if MET else stores.TCPStore(host, port, own.world, False, timeout, wait_for_workers=False)
+        )
+    except RuntimeError as error:
+        raise silent from error
+    finally:
+        alarm.cancel()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return stores.PrefixStore(f"llama_ssp/{attempt}/{len(MET)}", tcp)
+
+
 class Watch(threading.Thread):
     """One rank's watch over the others.
 
     The thread sends heartbeats, finds ranks that are gone or silent, and ends this process when there is a
-    cause. The main thread records what it does (`enter`), and asks why it has to end (`cause_of`).
+    cause. The main thread records what it does (`place`), and asks why it has to end (`cause_of`).
     """
 
-    def __init__(self, store: Store, peers: Peers, rank: int, world: int, patience_s: float, hosted: bool):
-        """`hosted`: the leader's own process keeps the store, not torchrun."""
+    def __init__(self, store: Any, rank: int, world: int, patience_s: float) -> None:
         super().__init__(name="watch", daemon=True)
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.patience_s = rank, world, patience_s
         self.place = Place("start")
         self.folder: Path | None = None  # for records of errors
         self.spare: frozenset[int] = frozenset()  # the others do not end with these ranks
-        self._store, self._thread_store, self._peers = store, store.clone(), peers
-        self._hosted, self.patience_s, self._beat_s = hosted, patience_s, min(BEAT_S, patience_s / 4)
+        self.closing = False  # from here on, ranks that go are no fault
+        self.keys = [f"rank/{number}" for number in range(world)]
+        self._store, self._thread_store = store, store.clone()  # a call that waits blocks its connection
+        self._beats, self._said = 0, [b""] * world  # what each rank has written last
+        self._heard = dict.fromkeys(range(world), time.monotonic())  # when each rank's last beat came
         self._cause: Cause | None = None
         self._found, self._stopped = threading.Event(), threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
-        self._view: View | None = None  # as last read
-        self._changed = dict.fromkeys(range(world), time.monotonic())  # when each heartbeat last came
-        GUARD.on_signal.append(peers.wake)  # the others learn of a signal at once
+        self._wake = threading.Event()
+        GUARD.on_signal.append(self._wake.set)  # the others learn of a signal at once
 
     # The main thread.
-
-    def enter(self, phase: str, number: int = 0) -> None:
-        self.place = Place(phase, number)
-        with suppress(RuntimeError):  # the store is gone: the thread finds that
-            self._store.move(self.place)
 
     @contextmanager
     def during(self, what: str, computes: bool = False) -> Iterator[None]:
@@ -87,119 +179,91 @@ class Watch(threading.Thread):
             raise self._lost_peer(error, what) from error
 
     def _lost_peer(self, error: BaseException, what: str) -> LostPeer:
-        GUARD.end()
+        GUARD.ending = True
         self._broken.set()
         where, found = f"rank {self.rank}, {self.place}, {what}", str(error)[-160:]
         fix = "look for the first error of the other ranks"
         return LostPeer("another rank has gone or does not answer", where, found, fix=fix)
 
-    def stop(self) -> None:
-        """Ends the thread: the run is over."""
-        self._stopped.set()
-        self._rest(LEAVE_S)
-        GUARD.disarm("store")
-
     def excuse(self, ranks: tuple[int, ...]) -> None:
-        """Tells these ranks that the others go on without them."""
-        with suppress(RuntimeError):
+        """Tells these ranks that the others go on without them: they leave with code 0."""
+        with suppress(RuntimeError):  # the store is gone: the thread finds that
             for rank in ranks:
-                self._store.mark(EXCUSED, rank)
+                self._store.set(f"excused/{rank}", "")
 
-    def dismiss(self, ranks: tuple[int, ...]) -> None:
-        """Lets stopped ranks of this machine run, so that they leave, and ends those that do not."""
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """Lets excused ranks of this machine run if they were stopped: torchrun waits until they leave."""
         for rank in ranks:
-            self._peers.signal(rank, signal.SIGCONT)
-        self._outlive(set(ranks), LEAVE_S)
+            self._place_of(rank)[1].signal(signal.SIGCONT)
 
-    def see_off(self) -> None:
-        """The first rank of a machine leaves last: it ends a rank that is stopped on its way out."""
-        others = self._peers.here
-        if self.rank < min(others, default=0):
-            self._outlive(others, max(self.patience_s, 2 * LEAVE_S))
-        GUARD.end(parted=True)
+    def stop(self) -> None:
+        """Ends the thread. Were it inside the store's C++ when Python ends, Python would abort."""
+        self._stopped.set()
+        self._wake.set()
+        self.join(LEAVE_S)
 
     def cause_of(self, error: BaseException) -> JointError:
         """What all ranks end with: the first cause in the store, which may be this error.
 
         A rank that may be lost ends by itself, and with code 0: a launcher would take another for the run's.
         """
-        GUARD.end()
+        GUARD.ending = True
         if _is_broken_collective(error):
             error = self._lost_peer(error, "exchanging")
-        if self.rank in self.spare and not isinstance(error, KeyboardInterrupt):
-            left_alone = isinstance(error, LinkLost | LostPeer)
-            if not left_alone or self._is_excused(error) or not self._find(FIND_S):
-                return self._lost(error, not left_alone)
         elsewhere = isinstance(error, LostPeer | LinkLost | KeyboardInterrupt)
-        cause = self._find(FIND_S if elsewhere else 0.0)
-        if cause is None:
+        cause = self._find() if elsewhere else None
+        if cause is None and self.rank in self.spare and not isinstance(error, KeyboardInterrupt):
+            cause = Cause(self._own(error).line, OK, -1 if elsewhere else self.rank)
+        elif cause is None:
             cause = self._own(error)
             with suppress(RuntimeError):
-                cause = self._store.blame(cause)
-        speaks = self._arm(cause)
+                cause = first_cause(self._store, cause) or cause
         self._keep(error, cause)
-        if self._hosted and self.rank == LEADER:
-            self._store.linger(cause.silent)
-        self._rest(BEAT_S)
-        return JointError(cause.line, cause.code, speaks)
-
-    def _find(self, seconds: float) -> Cause | None:
-        """The cause, as soon as the thread has it."""
-        self._peers.wake()
-        return self._cause if self._found.wait(seconds) else None
-
-    def _rest(self, seconds: float) -> None:
-        """Until the thread has ended: were it inside the store's C++ when Python ends, Python would abort."""
-        self._peers.wake()
-        self.join(seconds)
-
-    def _outlive(self, ranks: set[int], seconds: float) -> None:
-        """Waits until they have gone, and ends those that do not go."""
-        until = time.monotonic() + seconds
-        try:
-            while ranks & self._peers.living() and time.monotonic() < until:
-                time.sleep(SETTLE_S)
-        finally:  # also when a signal ends the wait
-            for rank in ranks & self._peers.living():
-                self._peers.signal(rank, signal.SIGKILL)
-
-    def _is_excused(self, error: BaseException) -> bool:
-        """Whether the others go on: then there is no cause to find."""
-        with suppress(RuntimeError):
-            return isinstance(error, Dismissed) or self._store.has(EXCUSED, self.rank)
-        return False
-
-    def _lost(self, error: BaseException, speaks: bool) -> JointError:
-        cause = replace(self._own(error), code=OK)
-        GUARD.arm("cause", LEAVE_S, OK)
-        self._keep(error, cause)
-        self.enter(END)
         self.stop()
-        return JointError(cause.line, OK, speaks)
+        return JointError(cause.line, cause.code, cause.by == self.rank)
+
+    def _find(self) -> Cause | None:
+        """The cause, as soon as the thread has it; None if there is none, or the others go on."""
+        self._wake.set()
+        self._found.wait(FIND_S if self.is_alive() else 0.0)
+        return self._cause
 
     def _own(self, error: BaseException) -> Cause:
         """This rank's error as a cause."""
         where = f"rank {self.rank} failed during {self.place}"
-        if isinstance(error, KeyboardInterrupt):
-            return interrupted(self.rank, error, self.place)
-        if isinstance(error, LostPeer | LinkLost):
-            places = self._view.places if self._view else []  # ranks out of step show
-            where = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
-            return Cause(f"rank {self.rank} gets no answer; {error}; {where}")
+        if isinstance(error, KeyboardInterrupt):  # the guard's has the signal's number, Python's own has none
+            return self._signal(error.args[0] if error.args else signal.SIGINT)
+        if isinstance(error, LostPeer | LinkLost):  # ranks out of step show
+            places = (f"rank {rank}: {self._place_of(rank)[0]}" for rank in range(self.world))
+            return self._cause_here(f"rank {self.rank} gets no answer; {error}; {', '.join(places)}")
         if isinstance(error, RunError):
-            return Cause(f"{where}: {error}", error.code)
+            return self._cause_here(f"{where}: {error}", error.code)
         if known := machine_error(error):
-            return Cause(f"{where}: {known}", known.code)
+            return self._cause_here(f"{where}: {known}", known.code)
         code = INPUT_OUTPUT if isinstance(error, OSError) else DISTRIBUTED
-        return Cause(f"{where}: {type(error).__name__}: {error}", code)
+        return self._cause_here(f"{where}: {type(error).__name__}: {error}", code)
+
+    def _signal(self, number: int) -> Cause:
+        line = f"rank {self.rank} was stopped by {signal.Signals(number).name} during {self.place}"
+        return self._cause_here(line, 128 + number)
+
+    def _cause_here(self, line: str, code: int = DISTRIBUTED) -> Cause:
+        return Cause(line, code, self.rank)
 
     def _keep(self, error: BaseException, cause: Cause) -> None:
         """Writes this rank's record, into the run folder if this machine has it."""
         if self.folder is None or not self.folder.is_dir():
             return
-        record = {"time": datetime.now(UTC).isoformat(), "rank": self.rank, **asdict(self.place)}
-        record |= {"exception": f"{type(error).__name__}: {error}", "cause": cause.line}
-        record |= {"exit_code": cause.code, "host": socket.gethostname(), "pid": os.getpid()}
+        record = {
+            "time": datetime.now(UTC).isoformat(),
+            "rank": self.rank,
+            **asdict(self.place),
+            "exception": f"{type(error).__name__}: {error}",
+            "cause": cause.line,
+            "exit_code": cause.code,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         with suppress(OSError):  # a full disk must not hide the cause
             path = self.folder / f"error.rank{self.rank}.json"
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -207,81 +271,70 @@ class Watch(threading.Thread):
     # The thread.
 
     def run(self) -> None:
-        beat, before = 0, time.monotonic()
+        beat_s, before = min(BEAT_S, self.patience_s / 4), time.monotonic()
         while not self._stopped.is_set():
-            beat += 1
-            # Read before the wait: if torchrun stops this rank because another has gone, `gone` has it.
-            number = GUARD.signalled
-            gone = self._peers.wait(0.0 if number else self._beat_s)
-            if gone:
-                time.sleep(SETTLE_S)
             now = time.monotonic()
-            if now - before > self._beat_s + PAUSED_S:  # this process was stopped: all others look late
-                self._changed = dict.fromkeys(self._changed, now)
+            if now - before > beat_s + PAUSED_S:  # this process was stopped: all others look late
+                self._heard = dict.fromkeys(self._heard, now)
             before = now
-            line = self._keeper("does not answer (stopped, or cut off)")
-            speaks = self.rank == (LEADER + 1 if self._hosted else LEADER)
-            GUARD.arm("store", self.patience_s, DISTRIBUTED, line if speaks else "", self._kill_keeper)
+            # Read before the look: if torchrun stops this rank because another has gone, the look finds that.
+            number = GUARD.signalled
             try:
-                cause = self._look(beat, gone)
-                if cause is None and number:
-                    cause = self._thread_store.blame(stopped(self.rank, number, self.place))
+                cause = self._look()
+                if number and not cause:
+                    cause = first_cause(self._thread_store, self._signal(number))
             except RuntimeError:
-                silent = self._peers.wait(SETTLE_S) | ({LEADER} if self._hosted else set())
-                cause = Cause(self._keeper("is gone"), silent=tuple(silent))
-            GUARD.disarm("store")
+                is_first = os.environ.get("LOCAL_RANK") == "0"
+                cause = Cause(
+                    "torchrun, which keeps the ranks' store, is gone", by=self.rank if is_first else -1
+                )
             if cause and not self._stopped.is_set():
                 self._cause = cause
-                self._arm(cause)
+                leave_within(LEAVE_S, cause.code, cause.line if cause.by == self.rank else "")
                 self._found.set()
-                with suppress(RuntimeError):  # the rank that kept the store is gone
-                    self._thread_store.mark(READ, self.rank)
                 return
+            self._wake.wait(beat_s)
+            self._wake.clear()
 
-    def _arm(self, cause: Cause) -> bool:
-        """This process ends soon, by itself if it has to; whether it says the cause."""
-        speaks = cause.speaker(self.world) == self.rank
-        GUARD.arm("cause", LEAVE_S, cause.code, cause.line if speaks else "")
-        return speaks
+    def beat(self) -> None:
+        """Writes what the others read: a new number, what this rank does, and its process."""
+        self._beats += 1
+        said = [self._beats, str(self.place), *asdict(own_identity()).values()]
+        self._thread_store.set(self.keys[self.rank], json.dumps(said))
 
-    def _look(self, beat: int, gone: set[int]) -> Cause | None:
-        """Sends a heartbeat, reads those of the others, and records the cause if a rank is missing."""
-        self._thread_store.beat(beat)
-        before, view = self._view, self._thread_store.read()
-        self._view, now = view, time.monotonic()
-        for rank in range(self.world):
-            if before is None or before.beats[rank] != view.beats[rank]:
-                self._changed[rank] = now
-        if view.cause:
-            return view.cause
-        late_s = {rank: now - changed for rank, changed in self._changed.items() if rank != self.rank}
-        staying = {rank for rank in range(self.world) if view.places[rank].phase != END}
-        limit = QUIET_S if self._broken.is_set() else self.patience_s
-        late = {rank for rank in late_s.keys() & staying if late_s[rank] > limit}
-        # This rank waits also for those that leave; one may be stopped.
-        late |= {rank for rank in late_s.keys() - staying - gone if late_s[rank] > self.patience_s}
-        missing = sorted(((gone & staying) | late) - self.spare)
-        if not missing:
+    def _place_of(self, rank: int) -> tuple[str, Identity]:
+        """Where a rank was at its last beat, and its process."""
+        _, place, *process = json.loads(self._said[rank]) if self._said[rank] else (0, "start", "", 0, "")
+        return place, Identity(*process)
+
+    def _look(self) -> Cause | None:
+        """Sends a heartbeat, reads the others'; returns the cause if there is one, or a rank is missing."""
+        others = set(range(self.world)) - {self.rank} - self.spare
+        dead = {rank for rank in others if self._place_of(rank)[1].lives is False}
+        self.beat()
+        now, said = time.monotonic(), self._thread_store.multi_get(self.keys)
+        self._heard |= {rank: now for rank in range(self.world) if said[rank] != self._said[rank]}
+        self._said = said
+        if cause := first_cause(self._thread_store):  # also of a rank that has died since
+            return cause
+        if self.rank in self.spare and self._thread_store.check([f"excused/{self.rank}"]):
+            leave_within(LEAVE_S, OK)  # the main thread may be stuck
+            self._stopped.set()
+            self._found.set()
             return None
-        first = next((rank for rank in missing if rank in gone), missing[0])
+        limit_s = QUIET_S if self._broken.is_set() else self.patience_s
+        late = {rank for rank in others - dead if now - self._heard[rank] > limit_s}
+        gone = dead if self._broken.is_set() or not self.closing else set()
+        if not gone | late:
+            return None
+        first = min(gone or late)
         how = "is gone (killed by a signal, or it exited without a word)"
-        if first not in gone:
-            how = f"has not answered for {late_s[first]:.1f} s (stopped, or cut off)"
-        cause = Cause(f"rank {first} {how} during {view.places[first]}", silent=tuple(missing))
-        for rank in late - gone - self.spare:
-            self._peers.signal(rank, signal.SIGKILL)
-        return self._thread_store.blame(cause)
-
-    def _keeper(self, how: str) -> str:
-        """What is said of the process that keeps the store."""
-        if not self._hosted:
-            return f"the launcher that keeps the ranks' store {how}"
-        place = self._view.places[LEADER] if self._view else Place("start")
-        return f"rank {LEADER} {how}; last heard of in {place}"
-
-    def _kill_keeper(self) -> None:
-        if self._hosted:
-            self._peers.signal(LEADER, signal.SIGKILL)
+        if not gone:
+            how = f"has not answered for {now - self._heard[first]:.1f} s (stopped, or cut off)"
+        for rank in late:
+            self._place_of(rank)[1].signal(signal.SIGKILL)
+        line = f"rank {first} {how}; last heard of in {self._place_of(first)[0]}"
+        return first_cause(self._thread_store, self._cause_here(line))
 
 
 def _is_broken_collective(error: BaseException) -> bool:

@@ -27,10 +27,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.draft_link import Link, Listener, connect
-from llama_ssp.distributed.failures import Watch
+from llama_ssp.distributed.failures import Place, Watch, meet
 from llama_ssp.distributed.placement import LEADER
-from llama_ssp.distributed.rendezvous import meet
-from llama_ssp.distributed.store import END
 from llama_ssp.errors import DistributedError, UsageError
 
 log = logging.getLogger(__name__)
@@ -193,7 +191,7 @@ class Group(Ranks):
             _set_pg_timeout(group._tensor_patience, group._tensors)
 
     def enter(self, phase: str, number: int = 0) -> None:
-        self._watch.enter(phase, number)
+        self._watch.place = Place(phase, number)
 
     def keep_errors_in(self, folder: Path | None) -> None:
         name = os.fsencode(folder.resolve()) if folder else b""
@@ -210,15 +208,12 @@ class Group(Ranks):
             return
         self._closed = True
         gc.collect()  # NCCL waits without end for graphs that hold its sums
-        self._watch.enter(END)  # from here on, ranks that go are no fault
+        self._watch.place, self._watch.closing = Place("end"), True
         self.barrier()
         self._watch.stop()
         if self.is_leader:
-            self._watch.dismiss(self._lost)
+            self._watch.release(self._lost)
         dist.destroy_process_group()
-
-    def see_off(self) -> None:
-        self._watch.see_off()
 
     def _gather_texts(self, text: str) -> list[str]:
         """Every rank's text."""

@@ -19,7 +19,6 @@ from llama_ssp.config import (
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
-from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.sharding import require_deepspeed, require_split
@@ -154,8 +153,7 @@ def choose_placement(run: RunConf, world: int) -> Placement:
 def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
     """The run with the models of TARGET or TARGET/DRAFT; a target alone has n-grams or no drafts."""
     target, _, draft = name.partition("/")
-    with GUARD.held():
-        preset = composed([f"model={target}", f"draft={draft or 'none'}"], folders)
+    preset = composed([f"model={target}", f"draft={draft or 'none'}"], folders)
     for role, model in (("model", preset.model), ("draft", preset.draft)):
         if model and model.weights is config.Weights.checkpoint and model.path is None and model.repo is None:
             fix = f"leave out task.pairs and write {role}={model.name} {role}.path=FOLDER"

@@ -67,7 +67,6 @@ def execute(inputs: RunInputs) -> int:
     with first_cause(ranks):
         code = _run(shared(inputs, ranks), ranks)
         ranks.close()
-        ranks.see_off()
     return code
 
 

@@ -2,15 +2,15 @@
 
     python -m tests.distributed.faults [write=FILE.md] [only=TEXT]
 
-A cell starts fresh processes, as torchrun would, breaks one of them in its second round (or while it loads
-or reads prompts), and waits for all to be gone. Faults are put in from here: the program has no door for
-them.
+A cell starts ranks by torchrun, breaks one of them in its second round (or while it loads or reads prompts),
+and waits for all to be gone. Faults are put in from here: the program has no door for them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -22,15 +22,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from bench.surroundings import surroundings, write
 from llama_ssp import cli
-from tests.warm import server
+from llama_ssp.distributed.signals import CODE_FILE
+from tests.processes import stands_still
+from tests.warm import as_launched, launcher_store, server, start
 
 PATIENCE_S = 120  # of the harness, not of the program
 TIMEOUT_S = 6  # placement.timeout_s where a rank falls silent; elsewhere nothing has to wait for it
-KILL_S, STOP_S = 5.0, TIMEOUT_S + 10.0  # what is promised
+LIMIT_S = 15.0  # from the fault until nobody is left
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ["-m", "torch.distributed.run"]
+TORCHRUNS_OWN = re.compile(r"[WEI]\d{4} |\*{5}|$")  # lines of its log
 PHASES = ("load", "prefill", "draft", "verify", "commit")
 RUN = (
     "model=tiny", "draft=tiny_draft", 'task.prompts=["hello"]', "task.max_new_tokens=64",
@@ -77,19 +80,20 @@ def kill(number: int) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls a rank, its exit code, the others', and what is said of it."""
+    """What befalls a rank, its exit code, the others', and what is said; `tells`: by the rank itself."""
 
     strike: Callable[[], None]
     own_code: int
     code: int
     said: str
+    tells: bool = False
 
 
 FAULTS = {
     "SIGKILL": Fault(partial(kill, signal.SIGKILL), -signal.SIGKILL, 5, "is gone (killed by a signal"),
-    "SIGTERM": Fault(partial(kill, signal.SIGTERM), 143, 143, "was stopped by SIGTERM"),
+    "SIGTERM": Fault(partial(kill, signal.SIGTERM), 143, 143, "was stopped by SIGTERM", tells=True),
     "SIGSTOP": Fault(partial(kill, signal.SIGSTOP), -signal.SIGKILL, 5, "has not answered for"),
-    "exception": Fault(fail, 5, 5, "MemoryError: nothing left"),
+    "exception": Fault(fail, 5, 5, "MemoryError: nothing left", tells=True),
     "os._exit": Fault(partial(os._exit, 7), 7, 5, "or it exited without a word"),
 }
 
@@ -120,8 +124,7 @@ class Started:
         (folder / "stdin").write_text(stdin)
         self._folder = folder
         context = server()
-        # As torchrun does it: the store outlives the ranks.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = launcher_store()
         self.processes = [
             context.Process(
                 target=_rank, args=(folder, rank, world, self._store.port, overrides, fault), daemon=True
@@ -133,7 +136,7 @@ class Started:
 
     def has_come(self, rank: int) -> bool:
         """Whether the rank waits for the others, or did."""
-        return bool(self._store.check([f"llama_ssp/0/0/here/{rank}"]))
+        return bool(self._store.check([f"llama_ssp/0/0/rank/{rank}"]))
 
     def finish(self, patience_s: float = PATIENCE_S) -> list[Answer]:
         """When all have ended. Who has not after this long gives None, and is killed."""
@@ -156,11 +159,7 @@ def _rank(folder: Path, rank: int, world: int, port: int, overrides: tuple[str, 
     for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
         os.dup2(os.open(f"{rank}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), stream.fileno())
     sys.stdin = open("stdin", encoding="utf-8")  # noqa: SIM115
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
-    )  # fmt: skip
+    os.environ.update(as_launched(rank, world, port), OMP_NUM_THREADS="1")
     sys.argv = ["llama-ssp", *overrides]
     if fault:
         fault(rank)
@@ -187,34 +186,69 @@ class Outcome:
     """What came of it: seconds from the fault until the last process was gone, and what was wrong."""
 
     seconds: float
-    codes: list[int | None]
     line: str
     wrong: list[str]
 
 
+def overrides(cell: Cell) -> list[str]:
+    silent = [f"placement.timeout_s={TIMEOUT_S}"] if cell.fault == "SIGSTOP" else []
+    return [*RUN, VICTIMS[cell.victim].placement, *silent]
+
+
 def outcome(cell: Cell, folder: Path) -> Outcome:
+    """The cell on ranks that are started here, in a moment, as torchrun would."""
     fault, victim = FAULTS[cell.fault], VICTIMS[cell.victim]
     strike = partial(strike_at, victim.rank, cell.phase, fault.strike)
-    silent = [f"placement.timeout_s={TIMEOUT_S}"] if cell.fault == "SIGSTOP" else []
-    answers = Started(folder, victim.world, *RUN, victim.placement, *silent, fault=strike).finish()
-    ended = time.time()
-    struck = folder / "struck"
-    seconds = ended - float(struck.read_text()) if struck.exists() else float("nan")
+    answers = Started(folder, victim.world, *overrides(cell), fault=strike).finish()
     codes = [answer.code for answer in answers]
-    lines = [line for answer in answers for line in answer.errors]
-    last = [line for answer in answers for line in answer.err.splitlines()[-1:] if line.startswith("error:")]
-    where = cell.phase if cell.phase in ("load", "prefill") else f"{cell.phase}, round 2"
     expected = [fault.own_code if rank == victim.rank else fault.code for rank in range(victim.world)]
-    line = last[0] if last else ""
-    wrong = []
-    if codes != expected:
-        wrong.append(f"codes {codes}, expected {expected}")
-    if len(lines) != 1 or lines != last:
-        wrong.append(f"{len(lines)} error lines, {len(last)} of them last")
-    wrong += [f"not said: {part}" for part in (f"rank {victim.rank} ", where, fault.said) if part not in line]
-    wrong += [name for answer in answers for name in ("Traceback", "terminate called") if name in answer.err]
-    wrong += _records(folder, line.removeprefix("error: "))
-    return Outcome(seconds, codes, line, wrong)
+    wrong = [f"codes {codes}, expected {expected}"] if codes != expected else []
+    return _judged(cell, folder, "".join(answer.err for answer in answers), wrong)
+
+
+def launched(folder: Path, world: int, fault: str, *words: str) -> Any:
+    """torchrun's process; its ranks run tests/distributed/faulty.py, and what they say is in ranks.err."""
+    streams = [os.devnull, folder / "ranks.out", folder / "ranks.err"]
+    run = ["--standalone", "--nproc-per-node", str(world), "-m", "tests.distributed.faulty", *words]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT": fault}
+    return start([*TORCHRUN, *run], folder, streams, {**os.environ, **own, CODE_FILE: str(folder / "code")})
+
+
+def by_torchrun(cell: Cell, folder: Path) -> Outcome:
+    """The cell under torchrun itself. Its own exit code is always 1; ours is in the file for it."""
+    folder.mkdir()
+    world = VICTIMS[cell.victim].world
+    process = launched(folder, world, f"{cell.fault},{cell.phase},{cell.victim}", "-q", *overrides(cell))
+    process.join(PATIENCE_S)
+    wrong = ["torchrun has not ended"] * (process.exitcode is None)
+    process.kill()
+    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+    wrong += [f"{len(pids)} ranks of {world}"] * (len(pids) != world)
+    wrong += [f"process {pid} is left" for pid in pids if not stands_still(pid)]
+    code, expected = (folder / "code").read_text().strip(), str(FAULTS[cell.fault].code)
+    wrong += [f"code {code}, expected {expected}"] * (code != expected)
+    # torchrun ends with a traceback and a summary of its own.
+    said = (folder / "ranks.err").read_text().rpartition("Traceback (most recent call last):")[0]
+    ours = [line for line in said.splitlines() if not TORCHRUNS_OWN.match(line)]
+    wrong += [f"first line: {ours[:1]}"] * (not ours or not ours[0].startswith("error:"))
+    return _judged(cell, folder, said, wrong)
+
+
+def _judged(cell: Cell, folder: Path, said: str, wrong: list[str]) -> Outcome:
+    """Whether all of it took little time, and one line names the rank and what happened."""
+    fault, struck = FAULTS[cell.fault], folder / "struck"
+    seconds = time.time() - float(struck.read_text()) if struck.exists() else float("nan")
+    lines = [line for line in said.splitlines() if line.startswith("error:")]
+    line = lines[0] if lines else ""
+    where = cell.phase if cell.phase in ("load", "prefill") else f"{cell.phase}, round 2"
+    parts = (f"rank {VICTIMS[cell.victim].rank} ", fault.said, where if fault.tells else "last heard of in")
+    wrong = wrong + [f"{len(lines)} error lines"] * (len(lines) != 1)
+    wrong += [f"not said: {part}" for part in parts if part not in line]
+    wrong += [name for name in ("Traceback", "terminate called") if name in said]
+    wrong += ["too late"] * (not seconds <= LIMIT_S)
+    return Outcome(
+        seconds, line.removeprefix("error: "), wrong + _records(folder, line.removeprefix("error: "))
+    )
 
 
 def _records(folder: Path, line: str) -> list[str]:
@@ -223,25 +257,16 @@ def _records(folder: Path, line: str) -> list[str]:
     return [] if causes == {line} else [f"records name {sorted(causes)}"]
 
 
-def in_time(cell: Cell, found: Outcome) -> bool:
-    return found.seconds <= (STOP_S if cell.fault == "SIGSTOP" else KILL_S)
-
-
 def main() -> None:
     own = dict(argument.split("=", 1) for argument in sys.argv[1:])
     cells = [cell for cell in CELLS if own.get("only", "") in str(cell)]
     rows, bad = [], 0
     for number, cell in enumerate(cells, start=1):
         with tempfile.TemporaryDirectory() as scratch:
-            found = outcome(cell, Path(scratch) / "run")
-        wrong = [*found.wrong, *([] if in_time(cell, found) else ["too late"])]
-        bad += bool(wrong)
-        verdict = "; ".join(wrong) or "passed"
-        codes = " ".join(map(str, found.codes))
-        rows.append(
-            f"| {cell.fault} | {cell.phase} | {cell.victim} | {found.seconds:.2f} | {codes} | "
-            f"{found.line.removeprefix('error: ')} | {verdict} |"
-        )
+            found = by_torchrun(cell, Path(scratch) / "run")
+        bad += bool(found.wrong)
+        verdict = "; ".join(found.wrong) or "passed"
+        rows.append(f"| {str(cell).replace(', ', ' | ')} | {found.seconds:.2f} | {found.line} | {verdict} |")
         print(f"{number}/{len(cells)} {cell}: {found.seconds:.2f} s, {verdict}", file=sys.stderr, flush=True)
     text = table(rows, bad)
     print(text)
@@ -257,15 +282,16 @@ def table(rows: list[str], bad: int) -> str:
             "# Faults: what ends, how soon, and what is said",
             "",
             *surroundings({}),
-            f"gloo ranks on one machine. placement.timeout_s={TIMEOUT_S} for SIGSTOP.",
+            f"gloo ranks on one machine, by torchrun. placement.timeout_s={TIMEOUT_S} for SIGSTOP.",
             "",
-            f"{len(rows) - bad} of {len(rows)} cells passed. A cell passes when all processes are gone",
-            f"within {KILL_S:g} s of the fault ({STOP_S:g} s for SIGSTOP: the timeout + 10 s), with the exit",
-            "codes shown (negative: killed by that signal), and one rank's last line on standard error, the",
-            "only error there is, names the rank, the phase, the round and what happened.",
+            f"{len(rows) - bad} of {len(rows)} cells passed. A cell passes when torchrun and all ranks are",
+            f"gone within {LIMIT_S:g} s of the fault; one line on standard error is ours, the first",
+            "that is not torchrun's log; it names the rank and what happened (and the phase and round, where",
+            "the rank itself says it); the exit code in LLAMA_SSP_CODE_FILE is the cause's (5, or 143 for",
+            "SIGTERM); and every record of a rank names that cause. torchrun's own summary is not counted.",
             "",
-            "| fault | phase | on | seconds | exit codes by rank | said | |",
-            "|---|---|---|---|---|---|---|",
+            "| fault | phase | on | seconds | said | |",
+            "|---|---|---|---|---|---|",
             *rows,
             "",
         ]

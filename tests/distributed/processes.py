@@ -11,8 +11,7 @@ import torch
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.process_group import WORKING_S, open_ranks
-from tests.processes import free_port
-from tests.warm import server
+from tests.warm import as_launched, launcher_store, server
 
 PATIENCE_S = 120
 
@@ -27,10 +26,10 @@ def on_ranks(
     """
     context = server()
     results = context.Queue()
-    port = free_port()
+    store = launcher_store()
     ranks = [
         context.Process(
-            target=_rank, args=(rank, world, port, results, ranks_patience_s, job, args), daemon=True
+            target=_rank, args=(rank, world, store.port, results, ranks_patience_s, job, args), daemon=True
         )
         for rank in range(world)
     ]
@@ -48,10 +47,7 @@ def _rank(
     rank: int, world: int, port: int, results: Any, patience_s: float, job: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+    os.environ.update(as_launched(rank, world, port))
     ranks: Ranks = open_ranks(torch.device("cpu"), patience_s)
     try:
         results.put((rank, job(ranks, *args)))

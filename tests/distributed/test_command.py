@@ -156,7 +156,7 @@ def test_a_rank_that_compiles_is_waited_for(saved: Any, tmp_path: Path):
         ),
         (
             vanish_in_the_target,
-            "rank 1 is gone (killed by a signal, or it exited without a word) during verify, round 3",
+            "rank 1 is gone (killed by a signal, or it exited without a word); last heard of in ",
             (5, 9),
         ),
     ],
@@ -169,8 +169,8 @@ def test_a_rank_that_fails_ends_all(
     run = ('task.prompts=["hello"]', "task.max_new_tokens=64", "task.ignore_eos=true", "seed=1")
     answers = Started(tmp_path / "run", 2, *pair(saved), *run, fault=fault).finish()
     assert tuple(answer.code for answer in answers) == codes
-    assert len(answers[0].errors) == 1 and said in answers[0].errors[0]
-    assert answers[1].err == ""
+    (line,) = [line for answer in answers for line in answer.errors]
+    assert said in line
 
 
 def test_what_cannot_be_split_is_refused_by_one_voice(saved: Any, tmp_path: Path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from functools import partial
@@ -17,19 +16,15 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.distributed import rendezvous
-from llama_ssp.errors import DistributedError
 from tests.conftest import Command
-from tests.distributed.faults import RUN, Cell, Started, outcome, strike_at
+from tests.distributed.faults import ROOT, RUN, TORCHRUN, Cell, Started, launched, outcome, strike_at
 from tests.processes import free_port, wait_for
-from tests.warm import start
+from tests.warm import as_launched, start
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 120
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = str(ROOT / "launch" / "run.py")
-TORCHRUN = ["-m", "torch.distributed.run"]
 # So long a run would have compiled steps, which take a minute of a core to make.
 ENDLESS = (*RUN, "task.max_new_tokens=100000", "model.context=200000", "draft.context=200000", "engine=eager")
 SOME = [
@@ -162,20 +157,17 @@ OUT_OF_RANGE, NO_FOLDER = "speculation.k is out of range", "model: there is no s
 IMPORT = "a package cannot be imported; import of llama_ssp.tasks.runner halted"
 
 
-def fail_at_start(own: dict[int, str], port: int, rank: int) -> None:
-    """Ranks with settings of their own, or without a module; with a port, the leader keeps the store."""
+def fail_at_start(own: dict[int, str], rank: int) -> None:
+    """Ranks with settings of their own, or without a module."""
     setting = own.get(rank, "")
     if setting == IMPORT:
         sys.modules["llama_ssp.tasks.runner"] = None  # type: ignore[assignment]
     elif setting:
         group = setting.partition("=")[0]
         sys.argv[1:] = [*(word for word in sys.argv[1:] if not word.startswith(f"{group}=")), setting]
-    if port:
-        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("by_hand", [False, True], ids=["launched", "by-hand"])
 @pytest.mark.parametrize(
     ("own", "codes", "said"),
     [
@@ -184,14 +176,14 @@ def fail_at_start(own: dict[int, str], port: int, rank: int) -> None:
         ({1: IMPORT}, [5, 5], {1: f"rank 1: {IMPORT}"}),
         ({0: FOLDER}, [4, 4], {0: NO_FOLDER}),
         ({0: K, 1: K}, [2, 2], {0: OUT_OF_RANGE}),
-        ({0: K, 1: FOLDER}, [2, 4], {0: OUT_OF_RANGE, 1: f"rank 1: {NO_FOLDER}"}),
+        ({0: K, 1: FOLDER}, [2, 2], {0: OUT_OF_RANGE}),
     ],
     ids=["setting", "folder", "import", "leader", "alike", "each-its-own"],
 )
 def test_a_cause_before_the_ranks_have_met_is_said_once(
-    own: dict[int, str], codes: list[int], said: dict[int, str], by_hand: bool, tmp_path: Path
+    own: dict[int, str], codes: list[int], said: dict[int, str], tmp_path: Path
 ):
-    fault = partial(fail_at_start, own, free_port() if by_hand else 0)
+    fault = partial(fail_at_start, own)
     answers = Started(tmp_path / "run", 2, *RUN, "out=null", fault=fault).finish()
     assert [answer.code for answer in answers] == codes, answers
     for rank, answer in enumerate(answers):
@@ -201,7 +193,7 @@ def test_a_cause_before_the_ranks_have_met_is_said_once(
 
 def test_torchrun_does_not_hide_the_cause_of_a_rank(tmp_path: Path):
     """It stops the other rank, which then has no cause of its own."""
-    launcher = launched(tmp_path, f"{K},start,other rank", *RUN, "out=null")
+    launcher = launched(tmp_path, 2, f"{K},start,other rank", *RUN, "out=null")
     code, (line,) = ended(launcher, tmp_path)
     assert code == 1 and line.startswith(f"error: rank 1: {OUT_OF_RANGE}")
 
@@ -224,121 +216,36 @@ def test_a_rank_that_is_stopped_while_it_waits_for_the_others(tmp_path: Path):
     assert answer.err.splitlines()[-1] == "error: rank 0 was stopped by SIGTERM during start"
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+def test_a_rank_that_never_comes(tmp_path: Path):
+    leader, other = Started(
+        tmp_path / "run", 2, *RUN, "out=null", "placement.timeout_s=3", fault=come_late
+    ).finish(20)
+    assert leader.code == 5 and other.code is None
+    assert "not all ranks have come; rank 0 of 2; found no rank 1 after 3 s" in leader.errors[0]
 
 
-def rank_by_hand(
-    rank: int, port: object, folder: Path, *words: str, world: int = 2, machines: int = 1
-) -> tuple[Any, Path]:
-    """The process of a rank, and the file of what it says on standard error."""
-    streams = [os.devnull, folder / f"{rank}.out", folder / f"{rank}.err"]
-    env = environment(
-        WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world // machines),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    words = words or (*RUN, "out=null", "placement.timeout_s=3")
-    return start([LAUNCH, *words], folder, streams, env), folder / f"{rank}.err"
-
-
-def refusal(process: Any, err: Path) -> str:
-    """The one line that a rank ends with."""
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"MASTER_PORT": "many"}, "MASTER_PORT is not a usable number"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "several ranks were asked for, but not by torchrun"),
+    ],
+)
+def test_an_environment_that_torchrun_does_not_make(own: dict[str, str], said: str, tmp_path: Path):
+    streams = [os.devnull, tmp_path / "out", tmp_path / "err"]
+    env = {**os.environ, **as_launched(0, 2, free_port()), **own}
+    process = start([LAUNCH, *RUN, "out=null"], tmp_path, streams, env)
     process.join(PATIENCE_S)
-    said = err.read_text()
-    assert process.exitcode == 5 and said.count("\n") == 1, said
-    return said
-
-
-def test_a_port_in_use(tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = refusal(*rank_by_hand(0, port, tmp_path))
-    assert "port at which the ranks meet is in use" in said and f"127.0.0.1:{port}" in said
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["answers", "is silent"])
-def test_another_program_listens_where_the_ranks_meet(answer: bytes, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        other, err = rank_by_hand(1, server.getsockname()[1], tmp_path)
-        server.accept()[0].close()  # the rank only looks whether anything listens
-        with server.accept()[0] as connection:
-            connection.sendall(answer)
-            said = refusal(other, err)
-    assert "no store of the ranks answers where they meet; rank 1 of 2" in said
-
-
-@pytest.mark.parametrize("port", ["0", "70000", "many"])
-def test_a_bad_port(port: str, tmp_path: Path):
-    assert "MASTER_PORT is not a usable number" in refusal(*rank_by_hand(0, port, tmp_path))
-
-
-def test_ranks_that_never_come(tmp_path: Path):
-    """With a leader the others are missing, without one nobody is there."""
-    port = free_port()
-    leader, other = (rank_by_hand(rank, at, tmp_path, world=3) for rank, at in ((0, port), (2, free_port())))
-    said = refusal(*leader)
-    assert "not all ranks have come" in said and "ranks 0 of 3 after 3 s" in said and "start 1, 2 too" in said
-    assert "MASTER_ADDR" not in said, "all are on this machine"
-    assert "no process listens where the ranks meet; rank 2 of 3" in refusal(*other)
-
-
-def test_what_is_no_name_of_a_host():
-    """Python's error is none of the system's."""
-    with pytest.raises(DistributedError, match=r"no process listens.*label empty.*check MASTER_ADDR"):
-        rendezvous._reach(rendezvous.Address(1, 2, "a..b", 29500, False), 0.0, 1.0)
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_a_rank_that_torchrun_left_behind_ends_at_once(rank: int, monkeypatch: pytest.MonkeyPatch):
-    """torchrun can be killed before its ranks ask to end with it. Where it may still come, a rank waits."""
-    address = rendezvous.Address(rank, 2, "localhost", free_port(), launched=True)
-    for machines, what in (1, "torchrun has ended"), (2, "no process listens"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 // machines))
-        with pytest.raises(DistributedError, match=what) as ended:
-            rendezvous._reach(address, time.monotonic() + (machines - 1) * 0.3, 120.0)
-        assert ended.value.speaks == (machines == 2 or rank == 0)
-
-
-def test_a_leader_that_other_machines_cannot_reach_says_so(tmp_path: Path):
-    """As in Debian, where a machine's own name is 127.0.1.1."""
-    said = refusal(*rank_by_hand(0, free_port(), tmp_path, world=2, machines=2))
-    assert "start 1 too" in said
-    assert "set MASTER_ADDR to an address that they reach: here it is 127.0.0.1" in said
+    (line,) = streams[2].read_text().splitlines()
+    assert process.exitcode == 5 and line.startswith(f"error: {said}")
 
 
 ROUND = " at 0: "  # in the line of a first round in a trace
 
 
-def test_started_by_hand_the_leader_keeps_the_store(tmp_path: Path):
-    """On the loopback device alone; when the leader goes, the store goes, and the other still ends."""
-    port = free_port()
-    words = (*ENDLESS, "task.trace=true", "output=text")
-    (leader, _), (other, err) = (rank_by_hand(rank, port, tmp_path, *words) for rank in range(2))
-    wait_for_round(tmp_path / "0.out")
-    listening = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    assert [local for local, _, state in listening if state == "0A" and local.endswith(f":{port:04X}")] == [
-        f"0100007F:{port:04X}"
-    ]
-    leader.kill()
-    said = refusal(other, err)
-    assert said.startswith("error: rank 0 is gone")
-
-
 def wait_for_round(said: Path) -> None:
     """`said` has a rank's output, and the errors are in a file of that name beside it."""
     wait_for(lambda: said.exists() and ROUND in said.read_text(), said.with_suffix(".err").read_text)
-
-
-def torchrun(folder: Path, name: str, *words: str, **env: str) -> Any:
-    """The process of torchrun itself; what it and its ranks say goes to NAME.out and NAME.err."""
-    streams = [os.devnull, folder / f"{name}.out", folder / f"{name}.err"]
-    return start([*TORCHRUN, *words], folder, streams, environment(**env))
-
-
-def launched(folder: Path, fault: str, *overrides: str) -> Any:
-    """Two ranks by torchrun."""
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "tests.distributed.faulty", *overrides]
-    return torchrun(folder, "ranks", *words, FAULT=fault)
 
 
 def ended(launcher: Any, folder: Path) -> tuple[int, list[str]]:
@@ -360,12 +267,12 @@ def alive(pid: int) -> bool:
 
 
 def test_torchrun_leaves_nobody_behind(tmp_path: Path):
-    code, (line,) = ended(launched(tmp_path, "SIGKILL,verify,other rank", *RUN), tmp_path)
-    assert code == 1 and "is gone" in line and "round 2" in line
+    code, (line,) = ended(launched(tmp_path, 2, "SIGKILL,verify,other rank", *RUN), tmp_path)
+    assert code == 1 and "rank 1 is gone" in line
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
-    launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
+    launcher = launched(tmp_path, 2, ",,", *ENDLESS, "task.trace=true", "output=text")
     wait_for_round(tmp_path / "ranks.out")
     launcher.kill()
     ended(launcher, tmp_path)
@@ -375,7 +282,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Path):
     """What is done is reported."""
-    launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
+    launcher = launched(tmp_path, 2, ",,", *ENDLESS, "task.trace=true", "output=text")
     wait_for_round(tmp_path / "ranks.out")
     os.kill(launcher.pid, number)
     _, (line,) = ended(launcher, tmp_path)
@@ -391,8 +298,14 @@ def test_two_nodes_write_what_one_process_writes(command: Command, tmp_path: Pat
     expected = json.loads(command(*run).out)
     port = free_port()
     words = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port}".split()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     nodes = [
-        torchrun(tmp_path, node, *words, "--node-rank", node, LAUNCH, *run, GLOO_SOCKET_IFNAME="lo")
+        start(
+            [*TORCHRUN, *words, "--node-rank", node, LAUNCH, *run],
+            tmp_path,
+            [os.devnull, tmp_path / f"{node}.out", tmp_path / f"{node}.err"],
+            env,
+        )
         for node in "01"
     ]
     for node in nodes:

@@ -23,7 +23,7 @@ from llama_ssp.models.kernels import build
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.report.machine import commit
 from tests.hostile.damage import EXECUTED, OUTSIDE
-from tests.processes import free_port
+from tests.warm import as_launched, launcher_store
 
 LIMIT_S = 10.0
 PATIENCE_S = 60.0  # a process that takes so long is killed
@@ -57,9 +57,9 @@ def run(arguments: Sequence[str], folder: Path, world: int = 1) -> Result:
     outside = sorted((folder / OUTSIDE).glob("*"))
     for file in outside:
         os.utime(file, (OLD, file.stat().st_mtime))
-    port = free_port()
+    store = launcher_store()
     began = time.monotonic()
-    ranks = [_forked(arguments, folder, rank, world, port) for rank in range(world)]
+    ranks = [_forked(arguments, folder, rank, world, store.port) for rank in range(world)]
     codes = [_awaited(pid, began) for pid in ranks]
     seconds = time.monotonic() - began
     said = [[(folder / f"{name}{rank}").read_text(errors="replace") for rank in range(world)]
@@ -111,10 +111,7 @@ def _child(arguments: Sequence[str], folder: Path, rank: int, world: int, port: 
     run_folder.mkdir(exist_ok=True)
     os.chdir(run_folder)
     if world > 1:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
+        os.environ.update(as_launched(rank, world, port))
     outside = str(folder / OUTSIDE)
 
     def watch(event: str, details: tuple[object, ...]) -> None:
