@@ -18,7 +18,6 @@ from llama_ssp.errors import UsageError, writing
 from llama_ssp.report.speed_stats import predicted
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
@@ -91,38 +90,31 @@ def save(figure: Figure, path: Path) -> None:
 
 def picture(summary: dict[str, Any]) -> Figure | None:
     """Returns the figure of a run, titled by what was measured where; None if there is nothing to draw."""
-    draw = PICTURES.get(summary["task"])
-    if draw is None:
+    task, host = summary["task"], summary.get("host")
+    draw, key = PICTURES.get(task, (None, ""))
+    if draw is None or not summary.get(key):
         return None
     from matplotlib.figure import Figure
 
+    pair = [summary[role] for role in ("target", "drafter") if summary.get(role) and task != "eval"]
+    machine = f"{host['processor']}, {host['cores']} cores" if host and task != "plan" else None
+    began = (summary.get("began") or "")[:10]
+    titles = [" with ".join(pair), machine, *summary.get("gpus", [])[:1], began, summary.get("commit")]
     with styled():
         figure = Figure()
-        count = draw(figure, summary)
-        figure.suptitle("; ".join(word for word in [*_titles(summary), count] if word))
-    return figure if figure.axes else None
-
-
-def _titles(summary: dict[str, Any]) -> list[str | None]:
-    """Returns pair, hardware, date and commit of a run, as far as its summary has them."""
-    task, host = summary["task"], summary.get("host")
-    pair = [summary[key] for key in ("target", "drafter") if summary.get(key) and task != "eval"]
-    titles = [" with ".join(pair), *summary.get("gpus", [])[:1], (summary.get("began") or "")[:10]]
-    if host and task != "plan":  # a plan is of other machines
-        titles.insert(1, f"{host['processor']}, {host['cores']} cores")
-    return [*titles, summary.get("commit")]
+        titles.append(draw(figure, summary))
+        figure.suptitle("; ".join(filter(None, titles)))
+    return figure
 
 
 def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
     """Draws the share of prompts on which both models still agree after n tokens; a mark where they part."""
     prompts = summary["prompts"]
-    if not prompts:
-        return ""
-    figure.set_size_inches(7, 4)
-    axes = figure.subplots()
     lengths = [prompt["agreed_tokens"] for prompt in prompts]
     share = [100 * sum(length >= n for length in lengths) / len(prompts) for n in range(max(lengths) + 2)]
     parted = [prompt["agreed_tokens"] + 1 for prompt in prompts if prompt["fork"] is not None]
+    figure.set_size_inches(7, 4)
+    axes = figure.subplots()
     axes.step(range(len(share)), share, where="post", color=BLUE, label="models agree so far")
     heights = [share[n] for n in parted]
     axes.plot(parted, heights, "o", ms=4, color=GREY, label="first mismatch", clip_on=False)
@@ -135,13 +127,14 @@ def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
 
 def _scores(figure: Figure, summary: dict[str, Any]) -> str:
     """Draws bars with intervals, regular next to speculative, one group for each pair and size."""
-    rows = summary["rows"]
-    if not rows:
-        return ""
-    labels = {
-        (row["pair"], row["prompts_per_seed"]): "{pair}\n{prompts_per_seed} a seed".format(**row)
-        for row in rows
-    }
+    rows, labels = summary["rows"], dict[tuple[str, int], str]()
+    for row in rows:
+        key = row["pair"], row["prompts_per_seed"]
+        labels[key] = "{}\n{} a seed".format(*key)
+    for row in summary.get("differences", ()):
+        percents = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
+        words = "\ndifference {:+.1f} ({:+.1f}..{:+.1f})".format(*percents)
+        labels[row["pair"], row["prompts_per_seed"]] += words
     groups = list(labels)
     figure.set_size_inches(3.5 + 1.3 * len(groups), 4)
     axes = figure.subplots()
@@ -150,10 +143,6 @@ def _scores(figure: Figure, summary: dict[str, Any]) -> str:
         places = [groups.index((row["pair"], row["prompts_per_seed"])) + offset for row in shown]
         heights, reach = _intervals(shown, "score", 100)
         axes.bar(places, heights, 0.36, yerr=reach, capsize=4, color=colour, label=mode)
-    for row in summary.get("differences", ()):
-        percents = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
-        words = "\ndifference {:+.1f} ({:+.1f}..{:+.1f})".format(*percents)
-        labels[row["pair"], row["prompts_per_seed"]] += words
     axes.set_xticks(range(len(groups)), labels.values())
     axes.set(xlim=(-0.6, len(groups) - 0.4), ylim=(0, 105), ylabel="right products, % (95 % interval)")
     figure.legend(loc="outside lower center", ncols=2)
@@ -162,14 +151,22 @@ def _scores(figure: Figure, summary: dict[str, Any]) -> str:
 
 def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
     """Draws what task=measure measured: speed-up over K, acceptance by position, time by parts."""
-    if not summary.get("target_alone"):
-        return ""
-    rows = {"target": summary["target_alone"], "draft": summary["draft_alone"] or {}}
-    rows |= {"adaptive" if row["k"] is None else f"K = {row['k']}": row for row in summary["pair"]}
+    target, pair = summary["target_alone"], summary["pair"]
+    rows = {"target": target, "draft": summary["draft_alone"] or {}}
+    rows |= {"adaptive" if row["k"] is None else f"K = {row['k']}": row for row in pair}
     split = {name: parts for name, row in rows.items() if (parts := row.get("time_split_ms_per_token"))}
     figure.set_size_inches(12.9 if split else 8.6, 4.6)
     speed, acceptance, *times = figure.subplots(1, 3 if split else 2)
-    _speedups(speed, summary)
+    speed.set(title="times as fast as the target alone", xlabel="K, drafts a round")
+    speed.axhline(1, color="black", linewidth=0.8)
+    if timed := [row for row in pair if row["k"] and row.get("speedup") is not None]:
+        ks, (speedups, reach) = [row["k"] for row in timed], _intervals(timed, "speedup")
+        speed.errorbar(ks, speedups, reach, marker="o", capsize=4, color=BLUE, label="measured")
+        alpha, cost = summary["alpha"], summary["cost_ratio"]
+        if cost is not None and alpha is not None:
+            curve = [predicted(alpha, cost, k) or 0.0 for k in range(max(ks) + 1)]
+            label = f"predicted: acceptance {alpha:.2f}, cost {cost:.2f}"
+            speed.plot(curve, linestyle="--", color=GREY, label=label)
     acceptance.set(title="share of drafts accepted", xlabel="position in the block", ylim=(0, 1.02))
     for name, row in rows.items():
         if rates := row.get("acceptance_by_position"):
@@ -188,37 +185,21 @@ def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
             axes.locator_params("x", integer=True)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
-    repeats = summary["target_alone"]["repeats"]
-    return f"n = {repeats} repeat{'s' * (repeats != 1)} of {summary['prompts']} prompts"
-
-
-def _speedups(axes: Axes, summary: dict[str, Any]) -> None:
-    axes.set(title="times as fast as the target alone", xlabel="K, drafts a round")
-    axes.axhline(1, color="black", linewidth=0.8)
-    rows = [row for row in summary["pair"] if row["k"] and row.get("speedup") is not None]
-    if not rows:
-        return
-    ks, (speedups, reach) = [row["k"] for row in rows], _intervals(rows, "speedup")
-    axes.errorbar(ks, speedups, reach, marker="o", capsize=4, color=BLUE, label="measured")
-    alpha, cost = summary["alpha"], summary["cost_ratio"]
-    if cost is not None and alpha is not None:
-        curve = [predicted(alpha, cost, k) or 0.0 for k in range(max(ks) + 1)]
-        label = f"predicted: acceptance {alpha:.2f}, cost {cost:.2f}"
-        axes.plot(curve, linestyle="--", color=GREY, label=label)
+    return f"n = {target['repeats']} repeat{'s' * (target['repeats'] != 1)} of {summary['prompts']} prompts"
 
 
 def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
     """Draws a planned job over nodes: tokens a second, time, price; a colour for each width of groups."""
-    job = summary.get("job")
-    if not job:
-        return ""
-    rows = [{**row, "job_h": row["job_s"] / 3600} for row in job["nodes"]]
+    job = summary["job"]
+    if not job["nodes"]:
+        return "fits on none of these numbers of nodes"
     panels = {"tokens_per_s": "tokens/s", "job_h": "hours"}
-    if rows[0]["price_per_million_tokens"] is not None:
+    if job["nodes"][0]["price_per_million_tokens"] is not None:
         panels["price_per_million_tokens"] = "price of a million tokens"
+    rows = [{**row, "job_h": row["job_s"] / 3600} for row in job["nodes"]]
+    nodes = [row["nodes"] for row in rows]
     figure.set_size_inches(10, 3.6)
     for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        nodes = [row["nodes"] for row in rows]
         axes.set_xscale("log", base=2)
         axes.plot(nodes, [row[key] for row in rows], color=GREY, linewidth=0.8)
         for gpus in sorted({row["gpus_per_group"] for row in rows}):
@@ -231,7 +212,11 @@ def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
     return f"planned for {summary['cluster']['name']}, {job['records']} records"
 
 
-PICTURES = {"measure": _speeds, "eval": _scores, "agree": _agreements, "plan": _nodes}
+PICTURES = {
+    "measure": (_speeds, "target_alone"), "eval": (_scores, "rows"), "agree": (_agreements, "prompts"),
+    "plan": (_nodes, "job"),
+}  # fmt: skip
+"""The picture of each task, and the key of its summary that it is of."""
 
 
 def _intervals(rows: list[dict[str, Any]], name: str, unit: float = 1) -> tuple[Any, Any]:

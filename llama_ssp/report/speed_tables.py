@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llama_ssp.report.speed_stats import Record
-from llama_ssp.report.tables import MIB, Column, Items, Row, Table
+from llama_ssp.report.tables import Column, Items, Row, Table
 
 FIRST = Column("contender", "", is_text=True)
 SPEEDS = (
@@ -36,7 +36,7 @@ CATEGORIES = (
 def speeds(summary: Row) -> Items:
     """Returns task=measure's tables: speeds of a pair or several, categories, where the time goes, notes."""
     if "pairs" in summary:
-        return _speeds_of_pairs(summary["pairs"], summary["peak_memory"])
+        return _speeds_of_pairs(summary["pairs"])
     rows = _contenders(summary)
     if not rows:
         return []
@@ -49,7 +49,7 @@ def speeds(summary: Row) -> Items:
     for name, row in rows:
         if (apart := row["overlap"]) is not None:
             items += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
-    return [*items, "", *_notes(summary), *_memory(summary["peak_memory"])]
+    return [*items, "", *_notes(summary)]
 
 
 def _contenders(summary: Row) -> list[tuple[str, Row]]:
@@ -59,7 +59,7 @@ def _contenders(summary: Row) -> list[tuple[str, Row]]:
     return [(name, row) for name, row in rows if row.get("ms_per_token") is not None]
 
 
-def _speeds_of_pairs(pairs: list[Row], memory: list[Row]) -> Items:
+def _speeds_of_pairs(pairs: list[Row]) -> Items:
     """Returns a row for each target and for each pair at each K."""
     rows: dict[str, Row] = {}
     for pair in pairs:
@@ -72,7 +72,7 @@ def _speeds_of_pairs(pairs: list[Row], memory: list[Row]) -> Items:
         return []
     table = Table("speeds", SPEEDS, [{"contender": name, **row} for name, row in rows.items()])
     categories = _categories([(pair["name"], pair) for pair in pairs])
-    return [table, *categories, "", pairs[0]["interval"], *_memory(memory)]
+    return [table, *categories, "", pairs[0]["interval"]]
 
 
 def _categories(pairs: list[tuple[str, Row]]) -> Items:
@@ -112,18 +112,14 @@ def _k(row: Row) -> str:
 def _split(rows: list[tuple[str, Row]]) -> Table:
     split = {name: parts for name, row in rows if (parts := row["time_split_ms_per_token"])}
     body = [{"contender": name, **parts, "sum": sum(parts.values())} for name, parts in split.items()]
-    columns = [FIRST, *map(Column, list(body[0])[1:])] if body else []
-    return Table("time_split", columns, body, "where the time goes, ms/token", "(not measured)")
+    return _wide("time_split", "where the time goes, ms/token", body, "(not measured)")
 
 
 def _positions(rows: list[tuple[str, Row]]) -> Table:
-    body = [
-        {"contender": name, **_by_position(rates)}
-        for name, row in rows
-        if (rates := row["acceptance_by_position"])
-    ]
+    accepted = {name: rates for name, row in rows if (rates := row["acceptance_by_position"])}
+    body = [{"contender": name, **_by_position(rates)} for name, rates in accepted.items()]
     title = "accepted of the drafts at each position"
-    return Table("acceptance_by_position", [FIRST, *_places(body)], body, title, "(nothing was drafted)")
+    return _wide("acceptance_by_position", title, body, "(nothing was drafted)")
 
 
 def _siblings(rows: list[tuple[str, Row]]) -> Iterator[Table]:
@@ -140,18 +136,22 @@ def _siblings(rows: list[tuple[str, Row]]) -> Iterator[Table]:
             }
             body.append({"contender": name, "sibling": j + 1, **shares})
     if body:
-        title = "siblings that stood, of those drawn with the draft at each position"
-        yield Table("siblings_by_position", [FIRST, Column("sibling"), *_places(body)], body, title)
+        yield _wide(
+            "siblings_by_position",
+            "siblings that stood, of those drawn with the draft at each position",
+            body,
+        )
 
 
 def _by_position(rates: list[float], prefix: str = "") -> Row:
     return {f"{prefix}{n}": rate for n, rate in enumerate(rates, start=1)}
 
 
-def _places(rows: list[Row]) -> list[Column]:
-    """Returns a column for each position that rows have."""
-    places = {int(key) for row in rows for key in row if key.isdecimal()}
-    return [Column(str(n), optional=n - 1) for n in sorted(places)]
+def _wide(name: str, title: str, rows: list[Row], empty: str = "") -> Table:
+    """Returns a table with a column for each key of the rows; those of late positions are optional."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))[1:]
+    columns = [Column(key, optional=int(key) - 1 if key.isdecimal() else 0) for key in keys]
+    return Table(name, [FIRST, *columns], rows, title, empty)
 
 
 def _apart(apart: Row, tokens: int) -> str:
@@ -178,10 +178,3 @@ def _notes(found: Row) -> Iterator[str]:
         )
     covered = f" (coverage {coverage:.3f})" if coverage else ""
     yield f"{found['interval']}{covered}; ms and tokens/s without prefill, first token with it"
-
-
-def _memory(ranks: list[Row]) -> Iterator[str]:
-    for rank in ranks:
-        device = f", device {rank['device_bytes'] / MIB:.0f} MiB" if rank["device_bytes"] else ""
-        process = f"process {rank['process_bytes'] / MIB:.0f} MiB"
-        yield f"peak memory, rank {rank['rank']}: {process}{device}"

@@ -1,4 +1,4 @@
-"""Tables: one object that writes text for a terminal or a log, CSV, Markdown and HTML. No torch."""
+"""Tables: one object that writes text for a terminal or a log, CSV and HTML. No torch."""
 
 from __future__ import annotations
 
@@ -73,10 +73,7 @@ class Table:
 
     def lines(self) -> list[str]:
         """Returns plain text of any width."""
-        head = [""] * bool(self.title) + [self.title] * bool(self.title)
-        if not self.rows:
-            return [*head, self.empty]
-        return [*head, *rendered(self._rich(self.columns))]
+        return rendered(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
@@ -85,7 +82,9 @@ class Table:
             yield Text(self.empty)
             return
         shown = self.fitting(options.max_width)
-        yield self._rich(shown)
+        cells = [[column.cell(row) for column in shown] for row in self.rows]
+        words = [number for number, column in enumerate(shown) if column.is_text]
+        yield _rich_table([column.head for column in shown], cells, words, wraps=True)
         if missing := [column.head for column in self._filled() if column not in shown]:
             yield Text(f"too narrow for: {', '.join(missing)} ({self.name}.csv has them)", style="dim")
 
@@ -116,14 +115,6 @@ class Table:
         writer.writerows([row.get(key) for key in keys] for row in self.rows)
         return text.getvalue()
 
-    def markdown(self) -> str:
-        """Returns the table in Markdown; a row is one line, so lines of a cell become breaks."""
-        marks = ["---" if column.is_text else "---:" for column in self.columns]
-        cells = [[_in_markdown(column.cell(row)) for column in self.columns] for row in self.rows]
-        lines = [[column.head for column in self.columns], marks, *cells]
-        title = f"{self.title}\n\n" if self.title else ""
-        return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
     def html(self) -> str:
         heads = "".join(f"<th{_kind(column)}>{escape(column.head)}</th>" for column in self.columns)
         rows = [
@@ -141,11 +132,6 @@ class Table:
         widest = max(cell_len(word) for word in [column.head, *(column.cell(row) for row in self.rows)])
         return min(widest, 12) if column.is_text and column is not self.columns[0] else widest
 
-    def _rich(self, columns: Sequence[Column]) -> RichTable:
-        rows = [[column.cell(row) for column in columns] for row in self.rows]
-        words = [number for number, column in enumerate(columns) if column.is_text]
-        return _rich_table([column.head for column in columns], rows, words, wraps=True)
-
 
 Items = list[Table | str]
 """What a task shows: tables, and lines between them."""
@@ -153,13 +139,8 @@ Items = list[Table | str]
 
 def text_of(items: Iterable[Any]) -> list[str]:
     """Returns tables, lines and what else rich can draw as plain lines of any width."""
-    lines = list[str]()
-    for item in items:
-        if isinstance(item, Table):
-            lines += item.lines()
-        else:
-            lines += item.split("\n") if isinstance(item, str) else rendered(item)
-    return lines
+    pieces = (item.split("\n") if isinstance(item, str) else rendered(item) for item in items)
+    return [line for piece in pieces for line in piece]
 
 
 def aligned(lines: list[list[str]], words: int) -> list[str]:
@@ -191,10 +172,6 @@ def _rich_table(
     for row in rows:
         table.add_row(*map(Text, row))
     return table
-
-
-def _in_markdown(cell: str) -> str:
-    return "<br>".join(cell.replace("|", "\\|").splitlines())
 
 
 def _kind(column: Column) -> str:

@@ -89,13 +89,8 @@ MEMORY = {"held_bytes": "weights and caches", "tensor_bytes": "tensors", "reserv
 
 
 def files_of(summary: Row) -> dict[str, str]:
-    """Returns the tables of a run as files: a CSV file each, and all of them in tables.md."""
-    items = items_of(summary)
-    files = {f"{item.name}.csv": item.csv() for item in items if isinstance(item, Table)}
-    if files:
-        parts = [item.markdown() if isinstance(item, Table) else item for item in items if item]
-        files["tables.md"] = "\n\n".join(parts) + "\n"
-    return files
+    """Returns the tables of a run as CSV files."""
+    return {f"{item.name}.csv": item.csv() for item in items_of(summary) if isinstance(item, Table)}
 
 
 def items_of(summary: Row) -> Items:
