@@ -45,8 +45,8 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.tasks.certify import decisions, law
 from llama_ssp.tasks.certify import task as certify
+from llama_ssp.tasks.certify.decisions import Round
 from llama_ssp.tasks.certify.verdict import Outcome
-from llama_ssp.tasks.certify.watch import Round
 from tests import mutants
 from tests.renumbered import renumber
 

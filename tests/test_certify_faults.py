@@ -20,13 +20,12 @@ from llama_ssp.models.loader import load
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, Rule, TokenRule
-from llama_ssp.tasks.certify.decisions import Decisions, check_decisions, check_numbers
+from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions, check_numbers
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.law import check_law, rule_error
-from llama_ssp.tasks.certify.samples import check_samples
+from llama_ssp.tasks.certify.samples import KeepsEveryDraft, check_samples
 from llama_ssp.tasks.certify.task import RANDOM_CHECKS
 from llama_ssp.tasks.certify.verdict import Check, Outcome
-from llama_ssp.tasks.certify.watch import KeepsEveryDraft, Watch
 from llama_ssp.text.prompts import SHORT
 from llama_ssp.text.tokenizer import Tokens, read_tokens
 from tests.certify_faults import FAULTS, PENALTY, Fault, TransformersSampler

@@ -126,8 +126,9 @@ def _facts(folder: Path, summary: Row) -> Iterator[tuple[str, str]]:
     """Yields where and with what it ran, as far as the summary has it."""
     host, versions, devices = (summary.get(key) or {} for key in ("host", "versions", "devices"))
     yield "folder", str(folder)
-    for key in ("status", "began", "seed", "wall_s", "commit"):
-        yield key, str(summary.get(key) or "")
+    for key in ("status", "began", "seed", "commit"):
+        yield key, "" if (value := summary.get(key)) is None else str(value)
+    yield "wall_s", f"{summary['wall_s']:.1f}" if summary.get("wall_s") else ""
     yield "processor", ", ".join(str(host[key]) for key in ("name", "processor", "system") if key in host)
     yield "GPUs", ", ".join(summary.get("gpus") or [])
     yield "devices", "; ".join(f"{role}: {device}" for role, device in devices.items())

@@ -8,14 +8,17 @@ stream 1 the clocks of the race that draws the token after them. So every fault 
 kept shows: also one that touches few rounds, as thousands are decided again.
 
 Where a number is within rounding of its chance, both outcomes are right. law.py shows that the rule's own
-functions are right, `check_numbers` that the numbers are independent.
+functions are right, `check_numbers` that the numbers are independent. `Watch` looks at an engine's rounds and
+keeps some, for the other checks; it changes nothing. Probabilities are known on the leader alone; which texts
+were verified, on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
+from random import Random
 
 import numpy as np
 import torch
@@ -27,6 +30,7 @@ from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
 from llama_ssp.speculative.decision import TableDraws, block_of
 from llama_ssp.speculative.rng import heat
 from llama_ssp.speculative.round_protocol import RoundResult
+from llama_ssp.speculative.siblings import CHAIN
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import DraftBlock, Rule, TreeRule
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
@@ -39,6 +43,8 @@ ROUNDS, RACES, SIDES = 0, 1, 3  # streams
 DRAFT, COIN, EACH = 0, 1, 3  # a stream has three numbers a token, of which these two are used
 KEPT = 100_000  # decisions whose numbers are compared
 LOOKED_AT = 32  # of a round's numbers: as many of each kind are compared with all others
+
+UNKNOWN = torch.empty(0)
 
 Numbers = NDArray[np.float64]
 
@@ -155,6 +161,105 @@ class Decisions:
         lengths = {row for row in wrong if decided_again[row][0] != outcomes[row]}
         self.lengths_wrong += len(lengths)
         self.tokens_wrong += len(wrong - lengths)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One row of a round; probabilities and logits are empty where they are unknown.
+
+    `text` ends with the `count` drafts. `target_WV` (W = count + 1) are the distributions that verification
+    used, `draft_KV` those declared for the drafts, both in fp64; `logit_WV` are the logits of `target_WV`.
+    `siblings` are those of each draft; `behind` has a round without drafts for each of them: the target's
+    distribution after the drafts before it and itself.
+    """
+
+    prompt_length: int
+    text: tuple[int, ...]
+    count: int
+    target_WV: Tensor
+    draft_KV: Tensor
+    logit_WV: Tensor = UNKNOWN
+    siblings: tuple[tuple[int, ...], ...] = ()
+    behind: tuple[tuple[Round, ...], ...] = ()
+
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        return self.text[len(self.text) - self.count :]
+
+    def prefix(self, at: int) -> tuple[int, ...]:
+        """The text before position `at` of the round."""
+        return self.text[: len(self.text) - self.count + at]
+
+
+@dataclass
+class Watch:
+    """Keeps `room` rounds, a random choice of all that had drafts, the same on every rank."""
+
+    decisions: Decisions
+    room: int = 0
+    rounds: list[Round] = field(default_factory=list)
+    _seen: int = 0
+    _random: Random = field(default_factory=lambda: Random(0))
+
+    @property
+    def behind(self) -> list[Round]:
+        """The positions behind the siblings of the rounds kept."""
+        return [position for seen in self.rounds for position in chain(*seen.behind)]
+
+    def see(
+        self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor | None,
+        logit_BWV: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Looks at one round over the batch, before it is committed: an `engine.RoundWatch`."""
+        if probs_BWV is not None:
+            self.decisions.see(state, proposal, result, probs_BWV)
+        for row, count in enumerate(proposal.count):
+            if not count or result.damaged[row]:
+                continue
+            self._seen += 1
+            place = self._random.randrange(self._seen)  # of a reservoir
+            if len(self.rounds) < self.room:
+                self.rounds.append(_round(state, proposal, result, row, probs_BWV, logit_BWV))
+            elif place < self.room:
+                self.rounds[place] = _round(state, proposal, result, row, probs_BWV, logit_BWV)
+
+
+def _round(
+    state: State, proposal: Proposal, result: RoundResult, row: int, probs_BWV: Tensor | None,
+    logit_BWV: Tensor | None,
+) -> Round:  # fmt: skip
+    count, siblings, text = proposal.count[row], proposal.siblings, tuple(state.texts[row])
+    block = None if probs_BWV is None else block_of(proposal, probs_BWV)
+    numbers = siblings.numbers[row] if siblings else [CHAIN] * (count + 1)
+    columns = [column for column, number in enumerate(numbers) if number == CHAIN]
+    max_siblings, each = (siblings.most, siblings.each[row]) if siblings else (0, 0)
+    token_KS = siblings.token_BKS[row].tolist() if siblings else []
+
+    def behind(i: int, j: int) -> Round:
+        branches, number = block.branches if block else None, max_siblings * i + j
+        return Round(
+            prompt_length=state.prompt_lengths[row],
+            text=(*text, *result.drafted[row][:i], token_KS[i][j]),
+            count=0,
+            target_WV=_copied(branches.target_BKSV[row, i] if branches else None, [j]),
+            draft_KV=UNKNOWN,
+            logit_WV=_copied(None if logit_BWV is None else logit_BWV[row], [numbers.index(number)]),
+        )
+
+    return Round(
+        prompt_length=state.prompt_lengths[row],
+        text=(*text, *result.drafted[row]),
+        count=count,
+        target_WV=_copied(block.target_BWV[row] if block else None, range(count + 1)),
+        draft_KV=_copied(block.draft_BKV[row] if block else None, range(count)),
+        logit_WV=_copied(None if logit_BWV is None else logit_BWV[row], columns),
+        siblings=tuple(tuple(token_KS[i][:each]) for i in range(count)) if each else (),
+        behind=tuple(tuple(behind(i, j) for j in range(each)) for i in range(count)) if each else (),
+    )
+
+
+def _copied(tensor_WV: Tensor | None, columns: Sequence[int]) -> Tensor:
+    return UNKNOWN if tensor_WV is None else tensor_WV[list(columns)].to("cpu", copy=True)
 
 
 def children(block: DraftBlock) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.tasks.certify.decisions import Round
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
-from llama_ssp.tasks.certify.watch import Round
 
 Probs = NDArray[np.float64]
 SLACK = 1e-4  # what fp32 may do to a probability, relative to it, and to a sum of probabilities

@@ -27,9 +27,9 @@ from torch import Tensor
 from llama_ssp.config import CertifyConf
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify.feeding import fed, largest_of
+from llama_ssp.tasks.certify.law import fed, largest_of
+from llama_ssp.tasks.certify.samples import Sampler
 from llama_ssp.tasks.certify.verdict import Check, Outcome, control
-from llama_ssp.tasks.certify.watch import Sampler
 
 Texts = Sequence[Sequence[int]]
 

@@ -1,22 +1,44 @@
-"""Are two sets of texts drawn from one distribution? A permutation test on tokens, n-grams and beginnings.
+"""Two statistical checks, and the samplers that they draw from.
 
-Under one distribution the texts of a prompt may change their labels freely, so the share of shuffles that
-look as different as the labels do is a false-alarm rate that holds at any size.
+**Two samples.** Are two sets of texts drawn from one distribution? A permutation test on tokens, n-grams and
+beginnings: under one distribution the texts of a prompt may change their labels freely, so the share of
+shuffles that look as different as the labels do is a false-alarm rate that holds at any size.
+
+**First tokens.** The first token of a round against its exact probabilities, over many rounds without a
+forward. A round's logits are recorded once. Drafts are then drawn anew from the recorded distributions, by
+the engine's own draws, and the engine decides on the recorded logits, for prompts with other names: only the
+random numbers differ. Whatever the later drafts are, the first committed token has the target's
+probabilities at the first position.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from llama_ssp.config import CertifyConf
-from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify.verdict import Check, control, judged
-from llama_ssp.tasks.certify.watch import Sampler
+from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
+from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
+from llama_ssp.speculative.array_ops import Array
+from llama_ssp.speculative.draft_length import DraftLength
+from llama_ssp.speculative.drafters.siblings import with_siblings
+from llama_ssp.speculative.engine import Engine, RankEngine
+from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.rng import Purpose
+from llama_ssp.speculative.siblings import CHAIN
+from llama_ssp.speculative.state import Prompt, Proposal, State
+from llama_ssp.speculative.stats import Counts
+from llama_ssp.speculative.verification import DraftBlock, TreeRule
+from llama_ssp.tasks.certify.decisions import Round, Watch
+from llama_ssp.tasks.certify.law import spread
+from llama_ssp.tasks.certify.verdict import Check, Outcome, control, judged
 
 Texts = Sequence[Sequence[int]]
 Table = NDArray[np.float32]
@@ -29,6 +51,66 @@ FAMILIES: dict[str, Callable[[list[int]], list[tuple[int, ...]]]] = {
     "n-grams": lambda text: [tuple(text[i : i + n]) for n in (2, 3) for i in range(len(text) - n + 1)],
     "beginnings": lambda text: [tuple(text[: i + 1]) for i in range(len(text))],
 }
+ROUNDS = 24  # first tokens for each text that is sampled: 24,576 at the default size
+PREFIXES = 8  # recorded rounds that they are drawn from
+
+
+class Sampler(Protocol):
+    """Continues prompts. A black box, such as another library's `generate`, is judged by its texts alone."""
+
+    name: str
+
+    def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+        """Returns the new tokens of each prompt, its end token included; each prompt draws for itself."""
+
+
+@dataclass
+class EngineSampler:
+    """Samples with an engine, batch by batch, counted and timed; `watch` looks at its rounds, if given.
+
+    `rows` is the number of rows of its largest batch.
+    """
+
+    name: str
+    engine: RankEngine
+    lookahead: Callable[[int], DraftLength]
+    ends: frozenset[int]
+    batch_size: int
+    advance: Callable[[int], None] = lambda _: None
+    watch: Watch | None = None
+    counts: Counts = field(default_factory=Counts)
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.engine.watch = self.watch.see if self.watch else None
+
+    def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+        result: list[list[int]] = []
+        for first in range(0, len(prompts), self.batch_size):
+            batch = list(prompts[first : first + self.batch_size])
+            run = TimedRun(self.engine, batch, max_new_tokens, self.counts)
+            state = run.state
+            for _ in run.rounds(Limits(max_new_tokens, self.ends), self.lookahead(state.rows)):
+                pass
+            self.rows = max(self.rows, state.rows)
+            require_numbers(*texts_of(state))
+            result += [state.generated(row) for row in range(state.rows)]
+            self.advance(state.rows)
+        return result
+
+
+class KeepsEveryDraft(TreeRule):
+    """Keeps every draft, siblings or not: the wrong rule that the negative control samples with."""
+
+    name = "keeps every draft"
+
+    def accept_chances(self, block: DraftBlock) -> Array:
+        column_K = torch.arange(block.k, device=block.count_B.device)
+        return (column_K < block.count_B[:, None]).to(torch.float64)
+
+    def tree_chances(self, block: DraftBlock) -> Array:
+        chance_BKC = super().tree_chances(block)
+        return torch.cat([self.accept_chances(block)[..., None], chance_BKC[..., 1:]], -1)
 
 
 def check_samples(
@@ -128,3 +210,91 @@ def _statistic(table: Table, labels: NDArray[np.bool_]) -> NDArray[np.float64]:
         for first in range(0, len(labels), PART)
     ]
     return np.concatenate(parts).astype(np.float64)
+
+
+class FirstTokens:
+    """Pools first tokens over prefixes: their places in the target's distribution, and how many of them are
+    favourites of the draft: tokens to which it gives more than the target does."""
+
+    def __init__(self, seed: int) -> None:
+        self._uniforms = np.random.Generator(np.random.Philox(seed ^ 2))
+        self.rounds = self.impossible = 0
+        self.places: list[float] = []
+        self.excess = self.variance = 0.0  # of favourites
+
+    def see(
+        self, token_N: NDArray[np.int64], target_V: NDArray[np.float64], draft_V: NDArray[np.float64]
+    ) -> None:
+        """Adds first tokens of one prefix."""
+        order = np.argsort(-target_V, kind="stable")
+        before_V = np.empty_like(target_V)
+        before_V[order] = np.cumsum(target_V[order]) - target_V[order]
+        self.rounds += len(token_N)
+        self.impossible += int((target_V[token_N] <= 0).sum())
+        place_N = before_V[token_N] + target_V[token_N] * self._uniforms.random(len(token_N))
+        self.places += np.clip(place_N, 0, 1).tolist()
+        favourite_V = draft_V > target_V
+        share = min(1.0, float(target_V[favourite_V].sum()))
+        self.excess += float(favourite_V[token_N].sum()) - share * len(token_N)
+        self.variance += share * (1 - share) * len(token_N)
+
+
+def first_tokens(engine: Engine, rounds: list[Round], seed: int, count: int, rows: int) -> FirstTokens:
+    """Draws and decides `count` rounds, `rows` at a time, from a few of the recorded ones."""
+    result = FirstTokens(seed)
+    chosen = spread(rounds, PREFIXES)
+    for number, seen in enumerate(chosen):
+        each = -(-count // len(chosen))
+        tokens: list[int] = []
+        while len(tokens) < each:
+            names = [f"first {number} {len(tokens) + row}" for row in range(min(rows, each - len(tokens)))]
+            tokens += _decided_anew(engine, seen, names)
+        result.see(np.asarray(tokens), seen.target_WV[0].numpy(), seen.draft_KV[0].numpy())
+    return result
+
+
+@torch.inference_mode()
+def _decided_anew(engine: Engine, seen: Round, names: list[str]) -> list[int]:
+    """Returns the first token of a round of each of these prompts."""
+    counts, device = (seen.count,) * len(names), engine.target.model.device
+    state = State([Prompt(name, seen.prefix(0)) for name in names], len(seen.text) + 1, device)
+    state.prompt_lengths = [seen.prompt_length] * len(names)
+    draft_BKV = seen.draft_KV.to(device).expand(len(names), -1, -1)
+    drafted = []
+    for offset in range(seen.count):
+        drafted.append(engine.draws.categorical(draft_BKV[:, offset], state.slot(Purpose.DRAFT, offset)))
+        state.write_draft(drafted[-1], offset, counts)
+    proposal = Proposal(torch.stack(drafted, 1), draft_BKV, counts)
+    logit_WV = seen.logit_WV
+    if seen.siblings:
+        proposal = with_siblings(proposal, state, engine.draws, [len(seen.siblings[0])] * len(names))
+        assert proposal.siblings is not None
+        main, aside = iter(logit_WV), (one.logit_WV[0] for one in chain(*seen.behind))
+        numbers = proposal.siblings.numbers[0]
+        logit_WV = torch.stack([next(main if number == CHAIN else aside) for number in numbers])
+    result = engine.judge(state, proposal, logit_WV.to(device).expand(len(names), -1, -1))
+    return [result.tokens(row)[0] for row in range(len(names))]
+
+
+def check_first(seen: FirstTokens, level: float) -> Check:
+    """Checks that first tokens have their exact probabilities."""
+    figures: dict[str, object] = {"rounds": seen.rounds, "tokens_impossible": seen.impossible}
+    if not seen.rounds:
+        return Check("first token", Outcome.blind, "nothing was drafted", figures)
+    distance, band = uniform_distance(seen.places), uniform_band(seen.rounds, level / 2)
+    excess, most = seen.excess / seen.rounds, sum_band(seen.variance, level / 2) / seen.rounds
+    figures |= {
+        "largest_distance": distance,
+        "largest_distance_by_chance": band,
+        "excess_of_favourites": excess,
+        "excess_of_favourites_by_chance": most,
+    }
+    impossible = f"{seen.impossible} of {seen.rounds} first tokens have probability 0"
+    elsewhere = (
+        f"{distance:.1%} of {seen.rounds} first tokens lie elsewhere than their exact probabilities say"
+    )
+    favours = f"first tokens are {excess:.1%} too often those to which the draft gives more than the target"
+    faults = [(seen.impossible, impossible), (abs(excess) > most, favours), (distance > band, elsewhere)]
+    right = f"{seen.rounds} first tokens have their exact probabilities within {distance:.1%}"
+    right += f"; {most:.1%} too many of the draft's favourites would show"
+    return judged("first token", faults, right, figures)

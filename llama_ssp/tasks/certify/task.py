@@ -14,21 +14,25 @@ from llama_ssp.errors import UsageError
 from llama_ssp.pair.assembly import lookahead_for, rule_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.report.console import Progress
-from llama_ssp.report.run_folder import versions
 from llama_ssp.report.task_tables import check_row
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import Rule, TreeRule
-from llama_ssp.tasks.certify.decisions import Decisions, check_decisions, check_numbers
+from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions, check_numbers
 from llama_ssp.tasks.certify.filters import check_filters
-from llama_ssp.tasks.certify.first_token import ROUNDS, check_first, first_tokens
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import check_law, rule_error
-from llama_ssp.tasks.certify.samples import check_samples
+from llama_ssp.tasks.certify.samples import (
+    ROUNDS,
+    EngineSampler,
+    KeepsEveryDraft,
+    check_first,
+    check_samples,
+    first_tokens,
+)
 from llama_ssp.tasks.certify.trees import tree_error
-from llama_ssp.tasks.certify.verdict import DIFFERENT, Check, page, sentence, verdict
-from llama_ssp.tasks.certify.watch import EngineSampler, KeepsEveryDraft, Watch
+from llama_ssp.tasks.certify.verdict import DIFFERENT, Check, sentence, verdict
 from llama_ssp.tasks.common import Task, longest
 
 log = logging.getLogger(__name__)
@@ -63,7 +67,7 @@ class CertifyTask(Task[CertifyConf]):
         self._finished = True
         told = [int(verdict(self._found) == DIFFERENT)] if self._ranks.is_leader else []
         failed = self._ranks.broadcast_ints(told)
-        self._report()
+        self._print([self._sentence()])
         return "failed" if failed[0] else "done"
 
     def figures(self) -> dict[str, Any]:
@@ -155,23 +159,9 @@ class CertifyTask(Task[CertifyConf]):
             self._print([check_row(check.name, check.outcome.value, check.says)])
 
     def _sentence(self) -> str:
-        return sentence(self._subject(), self._found, self._task.false_alarm)
-
-    def _subject(self) -> str:
-        """What is judged, in words."""
         entry, spec = self._inputs.pairs[0], self._run.speculation
         how = f"{spec.verification.value} verification, {'adaptive K' if spec.adaptive else f'K = {spec.k}'}"
         if spec.siblings:
             how += f", {'up to ' * spec.adaptive}{spec.siblings} siblings of each draft"
-        return f"{entry.target} with {entry.drafter} ({how})"
-
-    def _report(self) -> None:
-        if not self._ranks.is_leader:
-            return
-        self._print([self._sentence()])
-        facts = {
-            "pair": self._subject(), "devices": self.figures()["devices"], "ranks": self._ranks.world,
-            "sampling": vars(self._run.sampling), "seed": self._inputs.seed, "prompts": len(self._texts),
-            "versions": versions(),
-        }  # fmt: skip
-        self._folder.write("report.md", page("Certificate", self._sentence(), self._found, facts))
+        subject = f"{entry.target} with {entry.drafter} ({how})"
+        return sentence(subject, self._found, self._task.false_alarm)

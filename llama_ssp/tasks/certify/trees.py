@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.speculative.verification import Branches, DraftBlock, TreeRule
+from llama_ssp.tasks.certify.decisions import Round
 from llama_ssp.tasks.certify.law import CELLS, likeliest, missed, rule_error
-from llama_ssp.tasks.certify.watch import Round
 
 TRIES = 64  # random outcomes of all draws, to see that the largest that passed decides
 

@@ -1,4 +1,4 @@
-"""What a check says, and what all of them amount to: one verdict, one sentence, one page."""
+"""What a check says, and what all of them amount to: one verdict, one sentence."""
 
 from __future__ import annotations
 
@@ -71,33 +71,3 @@ def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
         f"a right sampler fails one of them in at most {false_alarm:g} of runs.",
     }
     return f"{word}: {says[word]}"
-
-
-def page(title: str, line: str, checks: Sequence[Check], facts: dict[str, Any]) -> str:
-    """Returns the report in markdown."""
-    rows = [f"| {check.name} | {check.outcome.value} | {check.says} |" for check in checks]
-    figures = [
-        f"### {check.name}\n\n"
-        + "\n".join(f"- {key}: {_shown(value)}" for key, value in check.figures.items())
-        for check in checks
-        if check.figures
-    ]
-    head = [
-        f"# {title}",
-        "",
-        f"**{line}**",
-        "",
-        *(f"- {key}: {_shown(value)}" for key, value in facts.items()),
-    ]
-    table = ["", "| check | outcome | what it says |", "|---|---|---|", *rows, ""]
-    return "\n".join([*head, *table, "## Figures", "", "\n\n".join(figures), ""])
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(one)}" for key, one in value.items())
-    if isinstance(value, list):
-        return ", ".join(_shown(one) for one in value)
-    return "-" if value is None else str(value)
