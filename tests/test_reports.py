@@ -112,7 +112,9 @@ class Tags(HTMLParser):
 
 def test_a_report_is_one_file_without_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its picture; what a run's texts hold does not become part of the page."""
-    place = saved(tmp_path / "a", measured() | {"target": HOSTILE}, top_k=1, top_p=1.0)
+    place = saved(
+        tmp_path / "a", measured() | {"target": HOSTILE, "seed": 0, "wall_s": 12.3456}, top_k=1, top_p=1.0
+    )
     assert execute([place], Console()) == 0
     file = Path(capsys.readouterr().out.strip())
     assert file == tmp_path / "a" / "report.html"
@@ -121,6 +123,7 @@ def test_a_report_is_one_file_without_scripts(tmp_path: Path, capsys: pytest.Cap
     parser.feed(page)
     assert not parser.fetched and not {"script", "link", "img", "iframe"} & parser.tags
     assert page.count("<svg") == 1 and "&lt;script&gt;" in page and "@media print" in page
+    assert "<td>12.3</td>" in page and "<tr><td>seed</td><td>0</td></tr>" in page
     changed, others = page.index("differ from the defaults"), page.index("Other settings")
     assert changed < page.index("sampling.top_k") < others < page.index("sampling.top_p")
 
@@ -130,6 +133,11 @@ def test_a_dollar_sign_in_a_name_is_no_mathematics() -> None:
     prompts = [{"agreed_tokens": 3, "fork": None}]
     found = {"task": "agree", "target": "$a_b", "drafter": "$c", "prompts": prompts}
     assert ">$a_b with $c; n = 1 prompts</text>" in (svg(found) or "")
+
+
+def test_a_job_that_fits_on_no_number_of_nodes_has_a_picture() -> None:
+    pytest.importorskip("matplotlib")
+    assert "fits on none of these numbers of nodes" in (svg({"task": "plan", "job": {"nodes": []}}) or "")
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -158,10 +159,7 @@ def check_greedy(
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Returns the first position at which two texts differ, or one has ended; None if they are equal."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return position
-    return None if len(one) == len(other) else min(len(one), len(other))
+    return next((at for at, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
 def finding_of(fork: int | None, margins: list[float], band: Band) -> Finding:
