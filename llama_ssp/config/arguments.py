@@ -10,6 +10,7 @@ or a path takes its value as it is. Everything else is as Hydra reads it.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
@@ -82,10 +83,20 @@ class Override:
 
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     """The overrides and flags that these arguments mean, overrides first. Raises UsageError."""
-    from hydra._internal.utils import get_args_parser  # takes longer than --help
+    words, flags = divided(arguments)
+    flags = [flag for flag in flags if flag not in (*QUIET, *VERBOSE)]
+    parser = _hydra_parser()
+    parser.error = _refuse_flags  # type: ignore[method-assign]
+    given = parser.parse_args(flags)
+    if not given.shell_completion:  # whose words are its own: install=bash
+        folders = [Path(given.config_dir)] if given.config_dir else []
+        words = in_full(words, folders, given.multirun or "hydra.mode=MULTIRUN" in words)
+    return [*words, *flags]
 
-    parser, words, flags = get_args_parser(), list[str](), list[str]()
-    of_hydra = parser._option_string_actions
+
+def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line, --KEY VALUE as KEY=VALUE, and its other flags. Raises UsageError."""
+    words, flags, of_hydra = list[str](), list[str](), _hydra_parser()._option_string_actions
     waiting = deque(arguments)
     while waiting:
         argument = waiting.popleft()
@@ -97,17 +108,23 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
             nargs, choices = of_hydra[flag].nargs, of_hydra[flag].choices or ()
             if waiting and not equals and (nargs is None or (nargs == "?" and waiting[0] in choices)):
                 flags.append(waiting.popleft())
-        elif flag not in (*QUIET, *VERBOSE):
+        elif flag in (*QUIET, *VERBOSE):
+            flags.append(flag)
+        else:
             key = _key_of(flag)
             if not equals and not waiting:
                 raise UsageError(f"{flag} needs a value", fix=f"write {flag} VALUE")
             words.append(f"{key}={value if equals else waiting.popleft()}")
-    parser.error = _refuse_flags  # type: ignore[method-assign]
-    given = parser.parse_args(flags)
-    if not given.shell_completion:  # whose words are its own: install=bash
-        folders = [Path(given.config_dir)] if given.config_dir else []
-        words = in_full(words, folders, given.multirun or "hydra.mode=MULTIRUN" in words)
-    return [*words, *flags]
+    return words, flags
+
+
+def each_key_once(words: Sequence[str]) -> dict[str, str]:
+    """The words by key: of a key the last counts; of a list each text, and each word without a key."""
+    result = dict[str, str]()
+    for number, word in enumerate(words):
+        key = "" if _is_bare(word) else Override.of(word).key
+        result[f"{key} {number}" if not key or key == PROMPT or _holds_texts(key) else key] = word
+    return result
 
 
 def completable(line: str) -> str:
@@ -179,6 +196,12 @@ def meant(key: str) -> str:
     close = difflib.get_close_matches(key, [*known, *GROUPS], n=1, cutoff=0.6)
     result = (same or longer or close or [""])[0]
     return f"did you mean {result}?" if result else "llama-ssp TASK --help lists the keys"
+
+
+def _hydra_parser() -> argparse.ArgumentParser:
+    from hydra._internal.utils import get_args_parser  # takes longer than --help
+
+    return get_args_parser()
 
 
 def _refuse_flags(message: str) -> NoReturn:

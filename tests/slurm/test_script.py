@@ -14,6 +14,7 @@ import pytest
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.manifest import Manifest
 from llama_ssp.batch.slurm.script import quoted, sbatch_script
+from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
 from llama_ssp.config.validation.cluster import check_cluster, seconds_of
 from llama_ssp.config.validation.values import check_values
@@ -85,6 +86,17 @@ def test_groups_meet_as_their_size_wants():
 def test_quotes_can_be_read():
     assert [quoted(word) for word in ("task.stop=a", "a b", "it's", "it's $5")] == [
         "task.stop=a", "'a b'", '"it\'s"', '"it\'s \\$5"',
+    ]  # fmt: skip
+
+
+def test_a_key_that_is_given_twice_stands_once():
+    """The last value counts; texts that end an answer add up, and are quoted as a person would."""
+    given = ["batch", "7B", "k=2", "stop=a b", "-n", "5", "seed=1", "--k", "4", "task.stop=it's", "seed=2"]
+    words = words_of_one([*given, "max_new_tokens=6"], 3)
+    listed = script(ON_CPU, words=words).partition("words=(\n")[2].partition("\n)")[0]
+    assert [line.strip() for line in listed.splitlines()] == [
+        "batch", "7B", "k=4", "'stop=a b'", "max_new_tokens=6", "seed=3", '"task.stop=it\'s"',
+        "cluster.scheduler=none", "cluster.groups=1", "task.submit=false",
     ]  # fmt: skip
 
 
