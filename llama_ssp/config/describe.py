@@ -64,10 +64,8 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
 
 def keys_of_group(group: str) -> list[Key]:
     """The keys of a group of the run, such as sampling."""
-    schemas = {entry.name: entry.default_factory for entry in fields(RunConf)}
-    schema = ModelConf if group in ("model", "draft") else schemas[group]
-    assert isinstance(schema, type)
-    return list(keys_of(schema, f"{group}."))
+    known = keys_of(ModelConf, "draft.") if group == "draft" else keys_of(RunConf)
+    return [key for key in known if key.name.startswith(f"{group}.")]
 
 
 def keys_of_task(task: str) -> list[Key]:
@@ -79,13 +77,7 @@ def keys_of_task(task: str) -> list[Key]:
 
 def keys_of_run() -> list[Key]:
     """The keys that are in no group of presets."""
-    groups = {entry.name for entry in fields(RunConf) if is_dataclass(entry.default_factory)} | {"draft"}
-    texts, hints = descriptions(RunConf), get_type_hints(RunConf)
-    own = [
-        Key(entry.name, _default(entry), _allowed(hints[entry.name], entry), texts[entry.name])
-        for entry in fields(RunConf)
-        if entry.name not in groups
-    ]
+    own = [key for key in keys_of(RunConf) if "." not in key.name and key.name != "draft"]
     return [*own, *keys_of_group("plan")]
 
 

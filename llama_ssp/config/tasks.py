@@ -165,7 +165,12 @@ class GenerateConf(TextConf):
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        check_echo(self.echo, self.logprobs, self.max_new_tokens)
+        if self.echo and self.logprobs is None:
+            what = "an echo gives the prompt's log-probabilities, and none are asked for"
+            raise UsageError(what, "task.echo=true", fix="write task.logprobs=0, or a number of alternatives")
+        if not (self.max_new_tokens or self.echo):
+            fix = "write at least 1; or task.echo=true task.logprobs=0, which scores the prompt"
+            raise UsageError("task.max_new_tokens asks for no text", "", "0", "1 or more", fix)
 
 
 def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
@@ -485,16 +490,6 @@ class BatchConf(TaskConf):
     logprobs_of: LogprobsOf = LogprobsOf.target
     status: bool = False
     submit: bool = False
-
-
-def check_echo(echo: bool, logprobs: int | None, max_new_tokens: int) -> None:
-    """Raises UsageError for an echo without log-probabilities, and for a run without new tokens or echo."""
-    if echo and logprobs is None:
-        what, fix = "an echo gives the prompt's log-probabilities", "write task.logprobs=0, or a number of"
-        raise UsageError(f"{what}, and none are asked for", "task.echo=true", fix=f"{fix} alternatives")
-    if not (max_new_tokens or echo):
-        what, fix = "task.max_new_tokens asks for no text", "write at least 1; or task.echo=true"
-        raise UsageError(what, "", "0", "1 or more", f"{fix} task.logprobs=0, which scores the prompt")
 
 
 # task=NAME is NameConf.
