@@ -26,7 +26,7 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.loader import tried
 from llama_ssp.speculative.state import Prompt
-from tests.families import VOCAB, tiny
+from tests.families import VOCAB, runnable, tiny
 from tests.rig import perturbed, speculate
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
@@ -52,15 +52,16 @@ def examine(architecture: str, **changes: Any) -> Finding:
         return Finding(architecture, UNBUILT, _line(error))
     reference = copy.deepcopy(module)
     try:
-        causal = CausalModel(module, architecture)
-        tried(causal)
-        draft = CausalModel(perturbed(copy.deepcopy(reference), 0.02), architecture)
+        model = runnable(module, architecture)
+        if isinstance(model, CausalModel):
+            tried(model)
+        draft = runnable(perturbed(copy.deepcopy(reference), 0.02), architecture)
     except ModelError as error:
         return Finding(architecture, REFUSED, str(error).partition("; choose another architecture")[0])
     generator = torch.Generator().manual_seed(1)
     texts = [tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist()) for n in LENGTHS]
     prompts = [Prompt(str(number), text) for number, text in enumerate(texts)]
-    run = speculate(causal, prompts, draft, k=K, max_new=NEW, chunk=11)
+    run = speculate(model, prompts, draft, k=K, max_new=NEW, chunk=11)
     same = [written == own(reference, text) for written, text in zip(run.texts, texts, strict=True)]
     figures = f"{run.drafted} | {run.accepted}"
     return Finding(architecture, EQUAL if all(same) else OTHER, figures)

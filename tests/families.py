@@ -17,10 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llama_ssp.config import ModelConf
 from llama_ssp.config import Weights as WeightsFrom
 from llama_ssp.models.assemble import decoder
-from llama_ssp.models.causal_lm import kernels_of
+from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.families import family_of
 from llama_ssp.models.formats.coded import taken
+from llama_ssp.models.interface import Model
 from llama_ssp.models.sharding import Cut
 from llama_ssp.speculative.state import Prompt
 
@@ -235,6 +237,13 @@ class Weights:
 def decoder_of(module: Any, **how: Any) -> Decoder:
     """The module as a decoder of our own, in its number format; of families without experts."""
     return decoder(module.config, Weights(module), **{"dtype": module.dtype, **how})
+
+
+def runnable(module: Any, name: str) -> Model:
+    """The module as transformers runs it, or our decoder where its attention makes its own masks."""
+    if family_of(module.config.model_type).masks_inside:
+        return DecoderModel(decoder_of(module), module.config, name)
+    return CausalModel(module, name)
 
 
 SYNTHETIC = ModelConf(

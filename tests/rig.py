@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.interface import Model
-from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
@@ -26,11 +23,11 @@ from llama_ssp.speculative.verification import rule_for
 GREEDY = SamplingConfig(temperature=0.0)
 
 
-class Contrary(CausalModel):
+def contrary(model: Any) -> Any:
     """The target's own logits moved by one token: its argmax differs from the target's everywhere."""
-
-    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
-        return super().logits(token_BW, feed, cache, last_only).roll(1, -1)
+    plain = model.logits
+    model.logits = lambda *pass_: plain(*pass_).roll(1, -1)
+    return model
 
 
 def perturbed(module: Any, amount: float) -> Any:

@@ -21,7 +21,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks.agree import GreedyMatch, MatchRounds, agreements, fork_chances
 from tests.conftest import Command
-from tests.rig import GREEDY, Contrary
+from tests.rig import GREEDY, contrary
 from tests.toy import Toy, toy
 
 VOCAB, NEW = 7, 10
@@ -104,7 +104,7 @@ def test_a_draft_that_is_the_target_never_parts() -> None:
 
 def test_a_contrary_draft_parts_at_once() -> None:
     target = toy(VOCAB, 3)
-    (found,) = agreed(target, Contrary(Toy(VOCAB, 3), "contrary"), [Prompt("a", (1, 2, 3))])
+    (found,) = agreed(target, contrary(CausalModel(Toy(VOCAB, 3), "contrary")), [Prompt("a", (1, 2, 3))])
     best = int(logits(target, [1, 2, 3]).argmax())
     assert (found.tokens, found.finish) == ((), "fork")
     assert found.fork == (best, (best + 1) % VOCAB)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.speculative.state import Prompt
-from tests.families import VOCAB, build
+from tests.families import VOCAB, build, runnable
 from tests.rig import Run, perturbed, speculate
 
 NEW = 24
@@ -28,9 +28,9 @@ BATCHES = ((0, 1, 2), (4, 0, 7), (2, 6, 5), (6, 3, 7, 1, 0, 5, 2, 4))
 
 
 @cache
-def model(family: str, drafts: bool) -> CausalModel:
+def model(family: str, drafts: bool) -> Model:
     module = build(family)
-    return CausalModel(perturbed(module, 0.02) if drafts else module, family)
+    return runnable(perturbed(module, 0.02) if drafts else module, family)
 
 
 def prompts() -> list[Prompt]:

@@ -17,14 +17,18 @@ from safetensors.torch import load_file, save_file
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import ModelError
-from llama_ssp.models.causal_lm import windows_of
+from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.checkpoint import complete, find, inspect, with_shape
+from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.hub import commit_of
+from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load
+from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.planner.weights import ModelPart, RolePart, parameters
 from llama_ssp.planner.workload import TARGET, Role
+from llama_ssp.speculative.model_runner import ModelRunner
 from tests import checkpoints, families
 from tests.checkpoints import INDEX, copied, edit, join, split
 from tests.conftest import Saved
@@ -97,16 +101,31 @@ def test_what_config_json_leaves_out_is_derived() -> None:
 @pytest.mark.parametrize(
     "own", [{}, {"sliding_window": 24}, {"sliding_window": 24, "use_sliding_window": True}]
 )
-def test_the_plan_has_the_windows_of_the_module(name: str, own: dict[str, Any], tmp_path: Path) -> None:
+def test_the_plan_has_the_windows_of_the_module(
+    name: str, own: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever config.json says: a key that the architecture ignores is not planned with either."""
     module = build(name, **own)
     module.config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | own
     shape = sizes_of(Checkpoint(tmp_path, config, {}))
     role = Role(TARGET, ModelConf(**shape), Dtype.fp32)
-    windows = windows_of(module.config)
+    windows = windows_of(module, monkeypatch)
     assert RolePart.of(role, ModelPart.of(role.model), 8).masks == len(windows)
-    assert {shape["sliding_window"]} - {None} == set(windows.values()) - {None}
+    assert {shape["sliding_window"]} - {None} == set(windows) - {None}
+
+
+def windows_of(module: Any, monkeypatch: pytest.MonkeyPatch, length: int = 60) -> list[int | None]:
+    """The windows of the masks that the architecture makes; None for one that sees the whole text."""
+    if family_of(module.config.model_type).masks_inside:
+        return list({block.window for block in shape_of(module.config).blocks})
+    masks, visible = list[torch.Tensor](), Feed.visible
+    monkeypatch.setattr(Feed, "visible", lambda *own: masks.append(visible(*own)) or masks[-1])
+    runner = ModelRunner(CausalModel(module, "m"))
+    runner.start(1, length)
+    runner.logits(torch.full((1, length), 3), [length], [length])
+    seen = [int(mask.sum(-1).max()) for mask in masks]
+    return [None if count == length else count for count in seen]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
-from tests.families import FAMILIES, VOCAB, WINDOW, build, tiny
-from tests.rig import Contrary, perturbed, speculate
+from tests.families import FAMILIES, VOCAB, WINDOW, build, runnable, tiny
+from tests.rig import contrary, perturbed, speculate
 
 EVERY = tuple(FAMILIES)
 LENGTHS = (9, 2, 21, 1, 30, 13, 5, 26)
@@ -75,16 +75,16 @@ def plain(family: str, context: int | None = None) -> Any:
 
 
 @cache
-def model(family: str, draft: str = "", context: int | None = None) -> CausalModel | str:
+def model(family: str, draft: str = "", context: int | None = None) -> Model | str:
     """The target (and with it the draft that always agrees), or another draft."""
     changes = {} if context is None else {"max_position_embeddings": context}
     if draft == "ngram":
         return "ngram"
     if draft == "never":
-        return Contrary(build(family, **changes), family)
+        return contrary(runnable(build(family, **changes), family))
     if draft == "sometimes":
-        return CausalModel(perturbed(build(family, **changes), 0.02), family)
-    return CausalModel(build(family, **changes), family)
+        return runnable(perturbed(build(family, **changes), 0.02), family)
+    return runnable(build(family, **changes), family)
 
 
 @cache
@@ -152,7 +152,7 @@ def check(family: str, case: Case) -> None:
     batch = prompts(family, case.rows)
     end = end_of(family, case.end)
     target = model(family)
-    assert isinstance(target, CausalModel)
+    assert not isinstance(target, str)
     run = speculate(
         target, batch, model(family, case.draft) if case.draft != "always" else target,
         k=case.k, rule=case.rule, max_new=NEW, chunk=case.chunk,
@@ -229,7 +229,7 @@ def test_the_references_vary_and_pass_their_windows(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gpt_neo"])
 def test_the_perturbed_draft_agrees_sometimes(family: str) -> None:
     target, draft = model(family), model(family, "sometimes")
-    assert isinstance(target, CausalModel)
+    assert not isinstance(target, str)
     run = speculate(target, prompts(family, 8), draft, k=4)
     assert 0.1 * run.drafted < run.accepted < 0.95 * run.drafted
 
@@ -238,7 +238,7 @@ def check_context(family: str, k: int, draft: str, rows: int) -> None:
     """Texts that fill the context: the last token stands at its last position."""
     batch = prompts(family, rows, 2 * TIGHT, TIGHT)
     target = model(family, context=TIGHT)
-    assert isinstance(target, CausalModel) and target.context == TIGHT
+    assert not isinstance(target, str) and target.context == TIGHT
     run = speculate(
         target, batch, target if draft == "always" else model(family, draft, TIGHT),
         k=k, max_new=2 * TIGHT, chunk=8,
@@ -272,8 +272,8 @@ def test_the_context_ends_in_every_family(family: str, draft: str) -> None:
 def test_a_draft_whose_context_is_shorter_stops_drafting(k: int) -> None:
     """Behind the draft's context the target goes on alone, with the same text."""
     target = model("llama-gqa")
-    assert isinstance(target, CausalModel)
-    short = CausalModel(build("llama-gqa", max_position_embeddings=28), "short")
+    assert not isinstance(target, str)
+    short = runnable(build("llama-gqa", max_position_embeddings=28), "short")
     batch = prompts("llama-gqa", 8)
     run = speculate(target, batch, short, k=k, chunk=8)
     assert run.texts == [list(reference("llama-gqa", p.token_ids)) for p in batch]
@@ -288,7 +288,7 @@ def test_texts_far_past_the_window(family: str, draft: str) -> None:
     new = 8 * WINDOW
     batch = prompts(family, 3, new)
     target = model(family)
-    assert isinstance(target, CausalModel)
+    assert not isinstance(target, str)
     run = speculate(
         target, batch, target if draft == "always" else model(family, draft),
         k=16, max_new=new, chunk=WINDOW + 2,
@@ -306,7 +306,7 @@ def test_cached_logits_equal_plain_ones(family: str, dtype: torch.dtype) -> None
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(0, VOCAB, (4, 50), generator=generator)
     wrong = torch.randint(0, VOCAB, (4, 50), generator=generator)
-    runner = ModelRunner(CausalModel(build(family, dtype=dtype), family), prefill_chunk=7)
+    runner = ModelRunner(runnable(build(family, dtype=dtype), family), prefill_chunk=7)
     runner.start(4, 50)
     reference_module = build(family, dtype=dtype)
     with torch.inference_mode():
@@ -335,7 +335,7 @@ def test_cached_logits_equal_plain_ones(family: str, dtype: torch.dtype) -> None
 def test_windows_matter(family: str) -> None:
     """Without its window the family writes other texts: the tests above would notice a lost one."""
     wide = {"window_size": 150} if family == "gpt_neo" else {"sliding_window": 150}
-    module = CausalModel(build(family, **wide), family)
+    module = runnable(build(family, **wide), family)
     batch = prompts(family, 3)
     run = speculate(module, batch, None, k=0)
     assert all(text != list(reference(family, p.token_ids)) for text, p in zip(run.texts, batch, strict=True))
@@ -357,7 +357,7 @@ def test_keys_that_the_architecture_ignores_are_ignored(architecture: str, left:
     changes = LEFTOVERS[left]
     with torch.inference_mode():
         expected = tiny(architecture, **changes)(text).logits[0]
-    runner = ModelRunner(CausalModel(tiny(architecture, **changes), architecture))
+    runner = ModelRunner(runnable(tiny(architecture, **changes), architecture))
     runner.start(1, 40)
     logits = runner.logits(text, [40], [40])[0]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)

@@ -49,7 +49,7 @@ def on_disk(causal: Any) -> int:
 
 @pytest.mark.few(4)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_neo"])
 def test_layers_on_disk_change_no_bit(name: str, tmp_path: Path):
     folder = saved(tmp_path / "model", name)
     plain = plain_of(MODEL, folder)
@@ -151,7 +151,7 @@ def test_keys_sit_on_the_layers_device():
     """Here the second layer is on torch's meta device, which takes the place of another GPU."""
     feed = Feed((0,), (3,), 8, CPU)
     cache = RaggedCache(1, 8)
-    cache.expect(feed, {})
+    cache.expect(feed)
     for layer, device in enumerate(("cpu", "meta", "cpu", "meta")):
         new = torch.ones(1, 2, 3, 4, device=device)
         keys, values = cache.update(new, new, layer)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.speculative.verification import RULES
-from tests.families import build
+from tests.families import build, runnable
 from tests.trees import BRIDGED, HEADS, SCENARIOS, Scenario, walk
 
 # Scenarios that have a single path; the others have many.
@@ -54,8 +54,8 @@ def test_joint_law_with_transformers_models(family, rule):
     def module(seed: int = 0) -> object:
         return build(family, seed, torch.float64, vocab_size=3, eos_token_id=1)
 
-    def real(_: int, seed: int, **__: object) -> CausalModel:
-        return CausalModel(module(seed), family)
+    def real(_: int, seed: int, **__: object) -> Model:
+        return runnable(module(seed), family)
 
     prompts = ((1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1), (0,))
     ends = frozenset({1})

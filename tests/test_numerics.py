@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -127,8 +128,8 @@ def test_a_wrong_token_behind_a_fork_is_unexplained() -> None:
 class FirstKeys(RaggedCache):
     """Keeps the first key a slot ever got: a rejected draft's."""
 
-    def expect(self, feed: Feed, masks: dict[str, Tensor]) -> None:
-        super().expect(feed, masks)
+    def expect(self, feed: Feed) -> None:
+        super().expect(feed)
         if not hasattr(self, "taken"):
             self.taken = torch.zeros(self.rows, self.capacity + 1, dtype=torch.bool)
         [(device, own)] = self._slots.items()
@@ -146,8 +147,14 @@ class Stale(CausalModel):
 class Leaking(CausalModel):
     """Every token sees the one behind it, if that is fed along: a mask off by one."""
 
-    def _mask(self, visible_BWS: Tensor) -> Tensor:
-        return super()._mask(visible_BWS | visible_BWS.roll(1, -1))
+    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+        visible = Feed.visible
+
+        def leaking(feed: Feed, *rule: Any) -> Tensor:
+            return visible(feed, *rule) | visible(feed, *rule).roll(1, -1)
+
+        with patch.object(Feed, "visible", leaking):
+            return super().logits(token_BW, feed, cache, last_only)
 
 
 @pytest.mark.few(1)

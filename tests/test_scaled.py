@@ -27,7 +27,7 @@ from llama_ssp.speculative.verification import RULES
 from tests import checkpoints
 from tests.conftest import Command, needs_transformers
 from tests.families import VOCAB, decoder_of, tiny
-from tests.rig import GREEDY, Contrary, drive_refilled, perturbed, speculate
+from tests.rig import GREEDY, contrary, drive_refilled, perturbed, speculate
 
 LIMIT = 32  # up to which positions have their first scale
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
@@ -37,7 +37,6 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"max_position_embeddings": 96}),  # keeps the keys it has
     "dynamic": ("llama", {"max_position_embeddings": 96}),
 }
-SCALED["phi3-module"] = SCALED["phi3"]  # as an architecture without a row runs
 
 
 def scaled(name: str, **more: Any) -> Any:
@@ -67,7 +66,7 @@ def scaled_texts(name: str) -> dict[Prompt, list[int]]:
 def model_of(name: str, noise: float = 0.0) -> Model:
     """The decoder of our own, or transformers' module."""
     module = perturbed(scaled(name), noise) if noise else scaled(name)
-    if name in ("dynamic", "phi3-module"):
+    if name == "dynamic":
         return CausalModel(module, name)
     return DecoderModel(decoder_of(module), module.config, name)
 
@@ -76,7 +75,7 @@ def draft_of(kind: str, name: str) -> Model | None:
     if kind == "none":
         return None
     if kind == "never":
-        return Contrary(scaled(name), name)
+        return contrary(model_of(name))
     return model_of(name, 0.02 if kind == "sometimes" else 0.0)
 
 
@@ -92,9 +91,9 @@ def test_scaled_positions_go_on_as_in_transformers(name: str, draft: str) -> Non
     assert run.accepted < run.drafted or draft in ("always", "none")
 
 
-@pytest.mark.parametrize("name", ["phi3", "phi3-module"])
-def test_siblings_of_texts_that_outgrow_the_first_scale(name: str) -> None:
+def test_siblings_of_texts_that_outgrow_the_first_scale() -> None:
     """Almost greedy: tokens are certain, and drafts have siblings nevertheless."""
+    name = "phi3"
     expected, almost = scaled_texts(name), SamplingConfig(temperature=0.002)
     how: Any = {"k": 3, "siblings": 2, "sampling": almost}
     run = speculate(model_of(name), list(expected), model_of(name, 0.02), **how)
@@ -183,8 +182,9 @@ def test_an_architecture_that_is_not_tested_is_tried_on_one_scale() -> None:
 
 
 def test_one_scale_for_a_whole_pass_ends_the_context() -> None:
-    """Of an architecture that has no scale for each row, in the plan and in the run alike."""
+    """Where transformers runs the model, in the plan and in the run."""
     scale = {"long_mscale": 1.2, "short_mscale": 1.1, **LONGROPE}
     module = tiny("phimoe", rope_parameters=scale, original_max_position_embeddings=LIMIT)
     shape = sizes_of(Checkpoint(Path("x"), module.config.to_dict(), {}))
     assert CausalModel(module, "phimoe").context == shape["context"] == LIMIT
+    assert CausalModel(scaled("phi3"), "phi3").context == LIMIT  # its layers spread over devices

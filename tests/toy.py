@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from llama_ssp.models.causal_lm import CausalModel
 
@@ -70,6 +71,8 @@ class Toy(nn.Module):
         state = self.embedding(input_ids) + self.place[position_ids]
         key, value = (state @ self.key)[:, None], (state @ self.value)[:, None]
         if past_key_values is not None:
+            make = create_sliding_window_causal_mask if self.config.sliding_window else create_causal_mask
+            attention_mask = make(self.config, state, None, past_key_values)
             key, value = past_key_values.update(key, value, 0)
         else:
             window = self.config.sliding_window or length
@@ -84,6 +87,4 @@ class Toy(nn.Module):
 
 
 def toy(vocab: int, seed: int, **changes) -> CausalModel:
-    causal = CausalModel(Toy(vocab, seed, **changes), f"toy-{seed}")
-    causal.windows = {"full_attention": changes.get("window")}  # it has no code that transformers knows
-    return causal
+    return CausalModel(Toy(vocab, seed, **changes), f"toy-{seed}")

@@ -15,8 +15,7 @@ from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
 from llama_ssp.models.kv_cache import Feed, Sides, Tally
 from llama_ssp.models.quantization import scales_of
-from llama_ssp.models.shape import rotary_parameters
-from llama_ssp.models.sizes import SCALED_FROM
+from llama_ssp.models.shape import longrope_limit
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.transfer import sent
 
@@ -34,10 +33,8 @@ class DecoderModel:
         self.attend: attention.Attend = attention.attend_rows  # of passes that are not steps
         self.taps: tuple[int, ...] = ()
         self.tapped_TX: Tensor | None = None
-        limits = [
-            p[SCALED_FROM] for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"
-        ]
-        self._limit: int | None = min(limits) if limits and min(limits) < self.context else None
+        limit = longrope_limit(config)
+        self._limit = limit if limit is not None and limit < self.context else None
         self.restart = self._limit if family_of(config.model_type).rereads else None
 
     @property

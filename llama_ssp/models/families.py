@@ -210,7 +210,7 @@ FAMILIES = {
         gguf=Gguf("gemma3", every=6, other_scale=62, space_before=False, scored=False),
     ),
     "gpt_neo": Family(
-        ("out_proj", "c_fc", "c_proj"), deepspeed=True, grouped=False, masks_inside=True,
+        ("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
         window=Window("window_size", 256, partial=True), layer_norm=True, position_rows=0,
         mlp_states=5, tied=True,  # its GELU is made of several steps
         names=GPT_NEO_NAMES, plain_scores=True,
@@ -265,10 +265,8 @@ TESTED_FAMILIES = tuple(FAMILIES)
 TESTED = ", ".join(FAMILIES)
 DEEPSPEED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.deepspeed)
 
-# Limits of architectures without a row. Rotary positions with two scales (longrope), one of them for all rows
-# of a pass, by its longest text:
-SCALED_BY_PASS = ("phimoe",)
-# Attention to some of the tokens alone, in a pass of more tokens than this key of the config says:
+# A limit of architectures without a row: attention to some of the tokens alone, in a pass of more tokens than
+# this key of the config says.
 READ_TOGETHER_BEYOND = {"doge": "keep_window_size"}
 
 

@@ -5,12 +5,13 @@ feeds some tokens of each row (`Feed`); their keys go to the slots of their posi
 slots up to its own position. To roll back is to forget a length: later slots are stale, are masked, and are
 overwritten when their positions come again. Positions fed as padding go to one spare slot behind the last.
 
-transformers' models call `update` and `get_seq_length`.
+transformers' models call `update`, and the methods that begin with `get`.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -119,18 +120,19 @@ class Feed:
         beyond_BW = self.positions() >= length
         return beyond_BW | (sent(self.given, self.device) > length)[:, None] if self.given else beyond_BW
 
-    def visible(self, window: int | None) -> Tensor:
-        """The slots each column sees, (B, W, S): its own position and those before, within the window."""
-        slot_S, position_BW1 = torch.arange(self.span, device=self.device), self.positions()[..., None]
-        visible_BWS = slot_S <= position_BW1
-        if window is not None:
-            visible_BWS &= slot_S > position_BW1 - window
+    def visible(self, rule: Callable[[Tensor], Tensor], slot_S: Tensor) -> Tensor:
+        """The slots that each column sees, (B, 1, W, S), by an architecture's rule of its position.
+
+        A sibling sees itself, and not the draft that has its position.
+        """
+        position_B1W1 = self.positions()[:, None, :, None]
+        visible_B1WS = rule(position_B1W1)
         if not self.sides:
-            return visible_BWS
-        slot_BW1 = self._places[1][..., None]
-        aside_BW1 = (slot_BW1 != position_BW1) & (slot_BW1 < self.capacity)
-        own_BWS = aside_BW1 & (slot_S == slot_BW1)
-        return visible_BWS & ~(aside_BW1 & (slot_S == position_BW1)) | own_BWS
+            return visible_B1WS
+        slot_B1W1 = self.slots()[:, None, :, None]
+        aside_B1W1 = (slot_B1W1 != position_B1W1) & (slot_B1W1 < self.capacity)
+        own_B1WS = aside_B1W1 & (slot_S == slot_B1W1)
+        return visible_B1WS & ~(aside_B1W1 & (slot_S == position_B1W1)) | own_B1WS
 
 
 @dataclass
@@ -160,16 +162,15 @@ class RaggedCache:
     rows: int
     capacity: int
     tally: Tally = field(default_factory=Tally)
-    masks: dict[str, Tensor] = field(default_factory=dict)  # what the next pass sees, by kind of layer
     _layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _slots: dict[torch.device, Tensor] = field(default_factory=dict)
     _span: int = 0
 
     is_compileable = False
 
-    def expect(self, feed: Feed, masks: dict[str, Tensor]) -> None:
-        """Announces the next pass: where its keys go and, by kind of layer, what it sees."""
-        self._slots, self._span, self.masks = {feed.device: feed.slots()}, feed.span, masks
+    def expect(self, feed: Feed) -> None:
+        """Announces the next pass: where its keys go."""
+        self._slots, self._span = {feed.device: feed.slots()}, feed.span
 
     def update(
         self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_: object, **__: object
@@ -185,6 +186,12 @@ class RaggedCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask only to guess positions, and positions are given."""
         return 0
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """How many slots a mask is made of, and the first of them."""
+        return self._span, 0
 
     def row(self, index: int) -> RaggedCache:
         """One row as a cache of its own, in the same memory, to fill it without the others."""

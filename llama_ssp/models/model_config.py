@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, shortened
-from llama_ssp.models.causal_lm import kernels_of, windows_of
+from llama_ssp.models.causal_lm import kernels_of, require_attention
 from llama_ssp.models.checkpoint import read_config
 from llama_ssp.models.families import FAMILIES, TESTED
 from llama_ssp.models.folder import REFETCH, is_gguf
@@ -55,7 +55,7 @@ def require_supported(path: Path) -> Any:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         what = "the architecture is not a causal language model"
         raise ModelError(what, path, config.model_type, ALLOWED, ANOTHER)
-    windows_of(config)
+    require_attention(config)
     _require_even_heads(path, config)
     config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
     return config

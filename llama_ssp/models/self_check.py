@@ -64,8 +64,7 @@ def length_of(causal: CausalModel) -> int:
     """The length of the trial's text: beyond every number in the config, within the bounds above."""
     most = min(LONGEST, max(SHORTEST, WORK // causal.parameters))
     beyond = [int(n * BEYOND) + 1 for n in _numbers(causal.module.config.to_dict())]
-    context = causal.scale.limit if causal.scale else causal.context  # a plain pass has one scale for all
-    return min(context, max([SHORTEST, *(n for n in beyond if n <= most)]))
+    return min(causal.context, max([SHORTEST, *(n for n in beyond if n <= most)]))
 
 
 def _numbers(part: Any) -> Iterator[int]:

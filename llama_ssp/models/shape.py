@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_ssp.models.families import EXPERTS, FAMILIES, Family, expert_layers
+from llama_ssp.models.sizes import SCALED_FROM
 
 ALL = "all"  # the kind of rotary positions where there is one
 LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
@@ -121,6 +122,12 @@ def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     found = getattr(config, "rope_parameters", None) or {}
     nested = {kind: parameters for kind, parameters in found.items() if isinstance(parameters, dict)}
     return nested or ({ALL: found} if found else {})
+
+
+def longrope_limit(config: Any) -> int | None:
+    """The length beyond which positions have a second scale (longrope); None where there is one scale."""
+    scaled = [p for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"]
+    return min((int(p[SCALED_FROM]) for p in scaled), default=None)
 
 
 def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...]:

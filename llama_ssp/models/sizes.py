@@ -11,7 +11,6 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.families import (
     EXPERTS,
     MTP_LAYERS,
-    SCALED_BY_PASS,
     TESTED,
     TESTED_FAMILIES,
     Family,
@@ -152,9 +151,9 @@ def _unsupported(checkpoint: Checkpoint, why: str, allowed: str = SUPPORTED) -> 
 
 
 def context_within(positions: int, config: dict[str, Any]) -> int:
-    """How many of these positions can be used: all, or those that all rows give the same scale."""
+    """How many of these positions can be used: all, or those that transformers gives one scale."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config["model_type"] not in SCALED_BY_PASS or not isinstance(rope, dict):
+    if config["model_type"] in TESTED_FAMILIES or not isinstance(rope, dict):
         return positions
     if "longrope" not in (rope.get("rope_type"), rope.get("type")):
         return positions
@@ -163,10 +162,7 @@ def context_within(positions: int, config: dict[str, Any]) -> int:
 
 
 def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> Window | None:
-    """The family's window, if config.json switches it on.
-
-    causal_lm.windows_of reads the same off the code of any architecture.
-    """
+    """The family's window, if config.json switches it on."""
     if window is None or config.get(window.key, window.default) is None:
         return None
     if window.switched:
