@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from llama_ssp import load_pair
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError
 from llama_ssp.pair.conversation import Conversation
-from llama_ssp.text import tokenizer as load_tokens
 from llama_ssp.text.pairing import pair
 from llama_ssp.text.tokenizer import HubTokens, conversation, read_tokens
 from tests import checkpoints
@@ -136,53 +134,7 @@ def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
         known.chat(conversation("hello", None))
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "not done after 0.3",
-        ),
-        ("{{ 9 ** (9 ** (9 ** 2)) }}", "not done after 0.3"),
-        ("{% set x = 'a' * 10 ** 11 %}{{ x }}", "more than 1024 MiB"),
-    ],
-)
-def test_a_template_that_takes_all_time_or_memory_is_ended(
-    template: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what bounded it is gone afterwards."""
-    monkeypatch.setattr(load_tokens, "TEMPLATE_S", 0.3)
-    known = tokens(tmp_path, template)
-    limit, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
-    for _ in range(2):
-        with pytest.raises(DataError, match=f"chat template refuses.*{said}"):
-            known.chat(conversation("hello", None))
-    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == (limit, handler)
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize(("after_s", "again_s"), [(20.0, 7.0), (0.01, 0.0)], ids=["later", "meanwhile"])
-def test_the_caller_s_own_alarm_comes(
-    after_s: float, again_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When it is due, or once the template is rendered; its handler is not the template's."""
-    known, came = tokens(tmp_path), list[int]()
-    monkeypatch.setattr(known._tokenizer, "apply_chat_template", lambda *_, **__: time.sleep(0.05) or "hello")
-    before = signal.signal(signal.SIGALRM, lambda number, _: came.append(number))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, after_s, again_s)
-        known.rendered(conversation("hello", None))
-        left_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
-        time.sleep(0.05)
-        assert came == [signal.SIGALRM] * (after_s < 1)
-        assert after_s < 1 or (after_s - 2 < left_s < after_s - 0.04 and interval_s == again_s)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def test_a_chat_in_another_thread(tmp_path: Path) -> None:
-    """No thread but the main one may have a signal's handler."""
     known, found = tokens(tmp_path), list[list[int]]()
     thread = threading.Thread(target=lambda: found.append(known.chat(conversation("hello", None))))
     thread.start()

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-import resource
-import signal
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,11 +30,6 @@ from llama_ssp.text.vocabulary import (
 log = logging.getLogger(__name__)
 
 PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
-TEMPLATE_S = 5.0  # for one rendering of a chat template
-TEMPLATE_BYTES = 2**30  # for one rendering, on top of the process's memory
-LIMITED = threading.Lock()
-DUE_S = 1e-3  # until the caller's timer, if it was due meanwhile
-AGAIN_S = 1.0  # until a late template is interrupted again: a destructor swallows what is raised in it
 MARK = "\ue000"  # a placeholder for the user's text, to find it in a rendered template
 WORD = "7046215937"  # the same, of characters that no template changes
 
@@ -202,13 +193,12 @@ class HubTokens:
             fix = "use an instruct model, or task.chat=false"
             raise DataError("the model has no chat template", where, fix=fix)
         try:
-            with _bounded():
-                rendered: str = self._tokenizer.apply_chat_template(
-                    messages,
-                    add_generation_prompt=not goes_on,
-                    continue_final_message=goes_on,
-                    tokenize=False,
-                )
+            rendered: str = self._tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                tokenize=False,
+            )
         except Exception as error:  # a template may raise anything
             what, found = "the model's chat template refuses the prompt", str(error)[:200]
             fix = f"leave out task.system, or {without}"
@@ -228,46 +218,6 @@ class HubTokens:
                 log.warning("the chat template of %s changes the words of prompts", self._path)
             self._warned = True
         return rendered
-
-
-@contextmanager
-def _bounded() -> Iterator[None]:
-    """Bounds the time and memory of a chat template, which transformers' sandbox does not.
-
-    Raises TimeoutError or MemoryError. Time is bounded in the main thread only: no other can be interrupted.
-    One thread at a time: the limit is the process's. A timer of the caller's comes when it is due, or after.
-    """
-
-    def late(*_: object) -> None:
-        raise TimeoutError(f"not done after {TEMPLATE_S:g} seconds")
-
-    with LIMITED:
-        statm = Path("/proc/self/statm").read_text(encoding="ascii")
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = int(statm.split()[0]) * resource.getpagesize() + TEMPLATE_BYTES
-        in_main = threading.current_thread() is threading.main_thread()
-        due_s, again_s = signal.setitimer(signal.ITIMER_REAL, 0) if in_main else (0.0, 0.0)
-        began = time.monotonic()
-        before = signal.signal(signal.SIGALRM, late) if in_main else None
-        try:
-            resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
-            if in_main:
-                signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S, AGAIN_S)
-            try:
-                yield
-            except MemoryError:
-                raise MemoryError(f"more than {TEMPLATE_BYTES >> 20} MiB") from None
-            finally:
-                if in_main:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:
-            if in_main:  # once more: an interrupt may have come in between
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-            if due_s:
-                left_s = due_s - (time.monotonic() - began)
-                signal.setitimer(signal.ITIMER_REAL, max(left_s, DUE_S), again_s)
 
 
 def _unreadable(path: Path, found: str) -> ModelError:

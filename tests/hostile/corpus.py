@@ -239,9 +239,6 @@ TEMPLATES = [
     harmless(17, "escape-by-filter", templated("{{ messages|attr('__class__')|attr('__mro__') }} {{ messages[-1]['content'] }}"), CHAT),
     chat_template("escape-by-globals", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}"),
     chat_template("include", "{% include '/etc/passwd' %}"),
-    chat_template("endless", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),
-    chat_template("endless-power", "{{ 9 ** (9 ** (9 ** 2)) }}"),
-    chat_template("huge-in-steps", "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"),
 ]  # fmt: skip
 
 VALUES = [
