@@ -288,6 +288,16 @@ def test_keys_that_stand_twice_are_refused(saved: Saved, tmp_path: Path) -> None
         inspect(path)
 
 
+def test_a_link_to_a_gguf_file_that_the_user_names_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model").mkdir()
+    link = tmp_path / "model" / "a.gguf"
+    link.symlink_to(tmp_path / "elsewhere.gguf")
+    assert find(local(link), "model") == link
+    with pytest.raises(ModelError, match="leaves the folder"):
+        find(local(tmp_path / "model"), "model")
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [

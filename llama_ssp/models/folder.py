@@ -44,9 +44,13 @@ def is_gguf(path: Path) -> bool:
 def gguf_in(path: Path) -> Path | None:
     """The GGUF file that a path means: the path itself, or the one in a folder without safetensors.
 
-    Of a model in several files the first. None if there is none; a ModelError if there are several models.
+    Of a model in several files the first. None if there is none; a ModelError if there are several models. A
+    link that is named itself is followed; others stay inside their folder.
     """
     if is_gguf(path) and path.is_file():
+        for file in shards(path):
+            if file.name != path.name:
+                require_inside(file)
         return shards(path)[0]
     if not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX)):
         return None
@@ -54,6 +58,8 @@ def gguf_in(path: Path) -> Path | None:
     if len(found) > 1:
         what, names = "the folder holds several GGUF models", ", ".join(file.name for file in found[:5])
         raise ModelError(what, path, names, "one", f"write the path of one: path={found[0]}")
+    for file in shards(found[0]) if found else []:
+        require_inside(file)
     return found[0] if found else None
 
 
