@@ -70,8 +70,6 @@ def main() -> NoReturn:
     finally:
         GUARD.stop()
     _forget_unwritable_output()
-    if _environment().world > 1:  # taking a process group down may wait for lost ranks without end
-        leave(code)
     leave_code(code)
     sys.exit(code)
 
@@ -172,6 +170,9 @@ def report(error: BaseException) -> int:
         line, code, speaks = _first_cause(line, code)
     if own.is_leader if speaks is None else speaks:
         _say(one_line(line))
+    if isinstance(error, JointError):  # taking a process group down may wait for lost ranks without end
+        _forget_unwritable_output()
+        leave(code)
     return code
 
 

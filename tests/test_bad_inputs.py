@@ -177,7 +177,7 @@ MACHINES = [
         "ranks",
         (PROMPT,),
         5,
-        ("not by torchrun", "no RANK", "--nproc-per-node"),
+        ("not by torchrun", "no store that a launcher keeps", "--nproc-per-node"),
         FILES,
         env={"WORLD_SIZE": "2"},
     ),

@@ -26,9 +26,9 @@ try:
     cli.main()
 except SystemExit as left:
     code = left.code
-heavy = {"torch", "transformers", "accelerate", "numpy", "huggingface_hub"}
+heavy = {"torch", "transformers", "accelerate", "huggingface_hub"}
 if "--help" in sys.argv:
-    heavy.add("hydra")  # half of what the command imports
+    heavy |= {"hydra", "numpy"}  # half of what the command imports; safetensors reads a header by numpy
 heavy &= set(sys.modules)
 print("heavy:", sorted(heavy), file=sys.stderr)
 sys.exit(code)
@@ -154,9 +154,7 @@ def test_another_rank_without_a_way_to_the_leader_says_its_cause(tmp_path: Path)
         env=environment(WORLD_SIZE="2", RANK="1"), cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 5 and done.stderr.count("\n") == 1
-    assert (
-        done.stderr.startswith("error: rank 1: several ranks were asked for") and "MASTER_ADDR" in done.stderr
-    )
+    assert done.stderr.startswith("error: rank 1: several ranks were asked for, but not by torchrun")
 
 
 @pytest.mark.parametrize("start", [[str(ROOT / "launch" / "run.py")], ["-m", "llama_ssp"]])

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from llama_ssp.errors import ModelError
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -106,6 +104,8 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES:
         raise damaged(file, f"a header of {length} bytes")
+    from safetensors import SafetensorError, safe_open  # with numpy, which a plan of a preset does not need
+
     try:
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no iterator
