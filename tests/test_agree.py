@@ -19,7 +19,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.tasks.agree import GreedyMatch, MatchRounds, agreements, fork_chances
+from llama_ssp.tasks.agree import GreedyMatch, agreements, fork_chances
 from tests.conftest import Command
 from tests.rig import GREEDY, contrary
 from tests.toy import Toy, toy
@@ -35,7 +35,7 @@ def agreed(
     transform, draws = SamplingTransform(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
     drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     engine = Engine(ModelRunner(target), drafter, transform, RULES["token"], draws)
-    return agreements(engine, prompts, chunk, NEW, ends, MatchRounds())
+    return agreements(engine, prompts, chunk, NEW, ends)[0]
 
 
 def logits(model: CausalModel, text: list[int]) -> Tensor:
@@ -131,7 +131,7 @@ def test_one_forward_a_chunk() -> None:
         RULES["token"],
         draws,
     )
-    agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset(), MatchRounds())
+    agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset())
     assert engine.target.forwards == 1 + NEW // 5  # the prompt, then ten tokens by fives
 
 
@@ -150,7 +150,7 @@ def test_penalties_hold_for_both() -> None:
         RULES["token"],
         draws,
     )
-    (found,) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset(), MatchRounds())
+    ((found,), _, _) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
     assert found.finish == "length" and best not in found.tokens
 
 

@@ -52,22 +52,14 @@ class GreedyMatch:
     fork: tuple[int, int] | None
 
 
-@dataclass
-class MatchRounds:
-    """How many rounds there were, and how long they took."""
-
-    count: int = 0
-    seconds: float = 0.0
-
-
 class AgreeTask(Task[AgreeConf]):
     """Follows every prompt until the two models part or the text ends."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._engine: RankEngine | None = None
-        self._fork_forwards = 0
-        self._rounds = MatchRounds()
+        self._fork_forwards = self._rounds = 0
+        self._seconds = 0.0  # of the rounds
 
     def run(self) -> str:
         task, pair = self._task, self._open(_greedy(self._inputs.pairs[0], self._task.chunk))
@@ -107,16 +99,17 @@ class AgreeTask(Task[AgreeConf]):
     def measurements(self) -> list[RunMeasurement]:
         """Returns one, if a token was agreed on. Tokens a round are counted: texts end where models part."""
         agreed = sum(row["agreed_tokens"] for row in self._found)
-        if self._pair is None or not self._rounds.count or not agreed:
+        if self._pair is None or not agreed:
             return []
-        took = {"ms_per_token": ratio(1000 * self._rounds.seconds, agreed), "acceptance_rate_decided": None}
+        took = {"ms_per_token": 1000 * self._seconds / agreed, "acceptance_rate_decided": None}
         measurement = self._pair.measurement("agreeing", took)
-        return [replace(measurement, tokens_per_round=ratio(agreed, self._rounds.count))]
+        return [replace(measurement, tokens_per_round=ratio(agreed, self._rounds))]
 
     def _batch(self, pair: PairSession, engine: RankEngine, part: list[tuple[TextPrompt, Prompt]]) -> None:
         task, models, tokens = self._task, pair.models, pair.tokens
         prompts, ends = [prompt for _, prompt in part], pair.end_ids
-        matches = agreements(engine, prompts, task.chunk, task.max_new_tokens, ends, self._rounds)
+        matches, rounds, seconds = agreements(engine, prompts, task.chunk, task.max_new_tokens, ends)
+        self._rounds, self._seconds = self._rounds + rounds, self._seconds + seconds
         vocab = min(models.vocab, tokens.size)
         transform = SamplingTransform(pair.run.sampling, tuple(sorted(ends)), vocab).uncut()
         by_target, forwards = fork_chances(models.target, matches, transform, task.prefill_chunk)
@@ -166,16 +159,16 @@ def _greedy(spec: PairSpec, chunk: int) -> PairSpec:
 
 
 def agreements(
-    engine: RankEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
-    rounds: MatchRounds,
-) -> list[GreedyMatch]:  # fmt: skip
-    """Runs a batch on a greedy engine until every row has parted or ended; adds to `rounds`.
+    engine: RankEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int]
+) -> tuple[list[GreedyMatch], int, float]:
+    """Runs a batch on a greedy engine until every row has parted or ended.
 
-    Raises ModelError for logits that are not numbers.
+    Returns the matches, the number of rounds, and their seconds. Raises ModelError for logits that are not
+    numbers.
     """
     state = engine.prefill(list(prompts), max_new_tokens)
     engine.synchronize()
-    began = time.perf_counter()
+    began, rounds = time.perf_counter(), 0
     limits = Limits(max_new_tokens, ends)
     forks: list[tuple[int, int] | None] = [None] * state.rows
     while not limits.reached(state):
@@ -199,15 +192,16 @@ def agreements(
                 forks[row] = result.token[row], result.drafted[row][len(accepted)]
             state.finished[row] = reason
         engine.roll_back(state)
-        rounds.count += 1
+        rounds += 1
     engine.flush()
     engine.synchronize()
-    rounds.seconds += time.perf_counter() - began
+    seconds = time.perf_counter() - began
     require_numbers(*texts_of(state))
-    return [
+    matches = [
         GreedyMatch(state.prompts[row], tuple(state.generated(row)), str(state.finished[row]), fork)
         for row, fork in enumerate(forks)
     ]
+    return matches, rounds, seconds
 
 
 def fork_chances(
