@@ -19,7 +19,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.tasks.agree import GreedyMatch, agreements, fork_chances
+from llama_ssp.tasks.agree import Agreements, agreements, fork_chances
 from tests.conftest import Command
 from tests.rig import GREEDY, contrary
 from tests.toy import Toy, toy
@@ -31,11 +31,11 @@ END = frozenset({0})
 def agreed(
     target: CausalModel, draft: CausalModel, prompts: list[Prompt], chunk: int = 4,
     ends: frozenset[int] = END,
-) -> list[GreedyMatch]:  # fmt: skip
+) -> Agreements:  # fmt: skip
     transform, draws = SamplingTransform(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
     drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     engine = Engine(ModelRunner(target), drafter, transform, RULES["token"], draws)
-    return agreements(engine, prompts, chunk, NEW, ends)[0]
+    return agreements(engine, prompts, chunk, NEW, ends)
 
 
 def logits(model: CausalModel, text: list[int]) -> Tensor:
@@ -83,14 +83,14 @@ def test_equals_asking_token_by_token(chunk: int) -> None:
         part = prompts[first : first + 8]
         found = agreed(target, draft, part, chunk)
         by_target, by_draft = (fork_chances(model, found, transform, 512)[0] for model in (target, draft))
-        for prompt, one, *chances in zip(part, found, by_target, by_draft, strict=True):
+        for row, (prompt, *chances) in enumerate(zip(part, by_target, by_draft, strict=True)):
             tokens, reason, fork, expected = naive(target, draft, prompt, END)
-            assert (list(one.tokens), one.finish) == (tokens, reason)
+            assert (found.state.generated(row), found.state.finished[row]) == (tokens, reason)
             reasons.add(reason)
             if fork is None:
-                assert one.fork is None and chances == [None, None]
+                assert found.forks[row] is None and chances == [None, None]
             else:
-                assert one.fork == fork
+                assert found.forks[row] == fork
                 for side, probs in zip(chances, expected, strict=True):
                     assert side == pytest.approx([float(p) for p in probs], abs=1e-12)
     assert reasons == {"fork", "eos", "length"}
@@ -99,15 +99,16 @@ def test_equals_asking_token_by_token(chunk: int) -> None:
 def test_a_draft_that_is_the_target_never_parts() -> None:
     prompts = [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]
     found = agreed(toy(VOCAB, 3), toy(VOCAB, 3), prompts, ends=frozenset())
-    assert [(len(one.tokens), one.finish, one.fork) for one in found] == [(NEW, "length", None)] * 2
+    assert [len(found.state.generated(row)) for row in range(2)] == [NEW] * 2
+    assert (found.state.finished, found.forks) == (["length"] * 2, [None] * 2)
 
 
 def test_a_contrary_draft_parts_at_once() -> None:
     target = toy(VOCAB, 3)
-    (found,) = agreed(target, contrary(CausalModel(Toy(VOCAB, 3), "contrary")), [Prompt("a", (1, 2, 3))])
+    found = agreed(target, contrary(CausalModel(Toy(VOCAB, 3), "contrary")), [Prompt("a", (1, 2, 3))])
     best = int(logits(target, [1, 2, 3]).argmax())
-    assert (found.tokens, found.finish) == ((), "fork")
-    assert found.fork == (best, (best + 1) % VOCAB)
+    assert (found.state.generated(0), found.state.finished) == ([], ["fork"])
+    assert found.forks == [(best, (best + 1) % VOCAB)]
 
 
 def test_an_end_that_both_choose_is_the_last_token() -> None:
@@ -118,8 +119,8 @@ def test_an_end_that_both_choose_is_the_last_token() -> None:
         text.append(int(logits(target, text).argmax()))
     ends = frozenset({text[-1]})
     first_end = next(i for i, token in enumerate(text[2:]) if token in ends)
-    (found,) = agreed(target, toy(VOCAB, 3), [Prompt("a", (1, 2))], chunk=8, ends=ends)
-    assert (list(found.tokens), found.finish) == (text[2 : 3 + first_end], "eos")
+    found = agreed(target, toy(VOCAB, 3), [Prompt("a", (1, 2))], chunk=8, ends=ends)
+    assert (found.state.generated(0), found.state.finished) == (text[2 : 3 + first_end], ["eos"])
 
 
 def test_one_forward_a_chunk() -> None:
@@ -150,8 +151,8 @@ def test_penalties_hold_for_both() -> None:
         RULES["token"],
         draws,
     )
-    ((found,), _, _) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
-    assert found.finish == "length" and best not in found.tokens
+    found = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
+    assert found.state.finished == ["length"] and best not in found.state.generated(0)
 
 
 def test_the_command(command: Command, tmp_path: Path) -> None:

@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
 from llama_ssp.config import AgreeConf, Drafting, Verification
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
@@ -30,26 +27,26 @@ from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
-from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import Task, longest
 from llama_ssp.text.prompts import TextPrompt
 
-Chances = tuple[float, float]  # probabilities of the target's token and of the draft's
+Fork = tuple[int, int]  # the target's token and the draft's, where they part
+Chances = tuple[float, float]  # the probabilities of these two tokens
 
 
 @dataclass(frozen=True)
-class GreedyMatch:
-    """One prompt: the tokens that both choose, with an end token, and why there are no more.
+class Agreements:
+    """A batch: the tokens that both models choose, an end token included, and where they part.
 
-    `finish` is "fork", or, where they never part, "eos", "length" or "context". At a `fork` the first token
-    is the target's, the second the draft's.
+    `state.finished` is "fork", or, where they never part, "eos", "length" or "context".
     """
 
-    prompt: Prompt
-    tokens: tuple[int, ...]
-    finish: str
-    fork: tuple[int, int] | None
+    state: State
+    forks: list[Fork | None]
+    rounds: int
+    seconds: float  # of the rounds
 
 
 class AgreeTask(Task[AgreeConf]):
@@ -108,37 +105,39 @@ class AgreeTask(Task[AgreeConf]):
     def _batch(self, pair: PairSession, engine: RankEngine, part: list[tuple[TextPrompt, Prompt]]) -> None:
         task, models, tokens = self._task, pair.models, pair.tokens
         prompts, ends = [prompt for _, prompt in part], pair.end_ids
-        matches, rounds, seconds = agreements(engine, prompts, task.chunk, task.max_new_tokens, ends)
-        self._rounds, self._seconds = self._rounds + rounds, self._seconds + seconds
+        found = agreements(engine, prompts, task.chunk, task.max_new_tokens, ends)
+        self._rounds, self._seconds = self._rounds + found.rounds, self._seconds + found.seconds
         vocab = min(models.vocab, tokens.size)
         transform = SamplingTransform(pair.run.sampling, tuple(sorted(ends)), vocab).uncut()
-        by_target, forwards = fork_chances(models.target, matches, transform, task.prefill_chunk)
+        by_target, forwards = fork_chances(models.target, found, transform, task.prefill_chunk)
         self._fork_forwards += forwards
         # A head does not read texts by itself, and a draft of another tokenizer has other token ids.
         is_bridged = tokens.paired is not None and tokens.paired.bridge is not None
         draft = None if is_bridged or isinstance(models.draft, HeadModel) else models.draft
-        by_draft, _ = fork_chances(draft, matches, transform, task.prefill_chunk)
+        by_draft, _ = fork_chances(draft, found, transform, task.prefill_chunk)
         if models.roles.drafts_apart:
             by_draft = from_any(self._ranks, by_draft)
-        for (text, _), match, p_target, p_draft in zip(part, matches, by_target, by_draft, strict=True):
-            fork = match.fork and {
+        for row, (text, prompt) in enumerate(part):
+            p_target, p_draft, forked = by_target[row], by_draft[row], found.forks[row]
+            agreed = found.state.generated(row)
+            fork = forked and {
                 side: {
                     "token_id": token,
                     "text": tokens.decode([token]),
                     "target_probability": p_target and p_target[index],
                     "draft_probability": p_draft and p_draft[index],
                 }
-                for index, (side, token) in enumerate(zip(("target", "draft"), match.fork, strict=True))
+                for index, (side, token) in enumerate(zip(("target", "draft"), forked, strict=True))
             }
             self._found.append(
                 {
                     "id": text.id,
                     "prompt": text.text,
-                    "prompt_tokens": len(match.prompt.token_ids),
-                    "agreed_tokens": len(match.tokens),
-                    "agreed_text": tokens.decode(list(match.tokens)),
-                    "token_ids": list(match.tokens),
-                    "finish_reason": match.finish,
+                    "prompt_tokens": len(prompt.token_ids),
+                    "agreed_tokens": len(agreed),
+                    "agreed_text": tokens.decode(agreed),
+                    "token_ids": agreed,
+                    "finish_reason": found.state.finished[row],
                     "fork": fork,
                 }
             )
@@ -160,17 +159,16 @@ def _greedy(spec: PairSpec, chunk: int) -> PairSpec:
 
 def agreements(
     engine: RankEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int]
-) -> tuple[list[GreedyMatch], int, float]:
+) -> Agreements:
     """Runs a batch on a greedy engine until every row has parted or ended.
 
-    Returns the matches, the number of rounds, and their seconds. Raises ModelError for logits that are not
-    numbers.
+    Raises ModelError for logits that are not numbers.
     """
     state = engine.prefill(list(prompts), max_new_tokens)
     engine.synchronize()
     began, rounds = time.perf_counter(), 0
     limits = Limits(max_new_tokens, ends)
-    forks: list[tuple[int, int] | None] = [None] * state.rows
+    forks: list[Fork | None] = [None] * state.rows
     while not limits.reached(state):
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
         proposal = engine.draft(state, [min(chunk, left) for left in room])
@@ -197,39 +195,34 @@ def agreements(
     engine.synchronize()
     seconds = time.perf_counter() - began
     require_numbers(*texts_of(state))
-    matches = [
-        GreedyMatch(state.prompts[row], tuple(state.generated(row)), str(state.finished[row]), fork)
-        for row, fork in enumerate(forks)
-    ]
-    return matches, rounds, seconds
+    return Agreements(state, forks, rounds, seconds)
 
 
 def fork_chances(
-    model: Model | None, found: Sequence[GreedyMatch], transform: SamplingTransform, chunk: int
+    model: Model | None, found: Agreements, transform: SamplingTransform, chunk: int
 ) -> tuple[list[Chances | None], int]:
-    """The model's probabilities of the two tokens at each fork, and the forward passes that took.
+    """Returns the model's probabilities of the two tokens at each fork, and the forward passes that it took.
 
     None for texts without a fork, and for all texts where this rank has no part of the model.
     """
-    forks = [(row, *one.fork) for row, one in enumerate(found) if one.fork is not None]
-    chances: list[Chances | None] = [None] * len(found)
-    if not forks or model is None:
-        return chances, 0
-    texts = [(*found[row].prompt.token_ids, *found[row].tokens) for row, *_ in forks]
-    lengths = [len(text) for text in texts]
-    token_BS = pad_sequence([torch.tensor(text) for text in texts], True).to(model.device)
-    runner = ModelRunner(model, chunk)
-    runner.start(len(texts), max(lengths))
-    logit_B1V = runner.logits(token_BS, lengths, [1] * len(texts))
-    prompt_B = token_BS.new_tensor([len(found[row].prompt.token_ids) for row, *_ in forks])
-    probs_BV = transform(logit_B1V, Prefix(token_BS, token_BS.new_tensor(lengths)[:, None], prompt_B))[:, 0]
-    for (row, target, draft), probs_V in zip(forks, probs_BV, strict=True):
-        chances[row] = float(probs_V[target]), float(probs_V[draft])
+    state, parts = found.state, [fork is not None for fork in found.forks]
+    if model is None or not any(parts):
+        return [None] * state.rows, 0
+    token_BS, runner = state.token_BS.to(model.device), ModelRunner(model, chunk)
+    runner.start(state.rows, max(state.lengths))
+    ends = [length * parted for length, parted in zip(state.lengths, parts, strict=True)]
+    logit_B1V = runner.logits(token_BS, ends, [int(parted) for parted in parts])
+    length_B, prompt_B = token_BS.new_tensor([state.lengths, state.prompt_lengths])
+    probs_BV = transform(logit_B1V, Prefix(token_BS, length_B[:, None], prompt_B))[:, 0]
+    chances = [
+        fork and (float(probs_V[fork[0]]), float(probs_V[fork[1]]))
+        for fork, probs_V in zip(found.forks, probs_BV, strict=True)
+    ]
     return chances, runner.forwards
 
 
 def from_any(ranks: Ranks, own: list[Chances | None]) -> list[Chances | None]:
-    """The chances of whichever rank has them, on every rank; they are sent in units of 2^-53."""
+    """Returns the chances of whichever rank has them, on every rank; they are sent in units of 2^-53."""
     packed = [round(p * 2**53) for pair in own for p in pair or (-1.0, -1.0)]
     known = [max(said) / 2**53 for said in zip(*ranks.gather_ints(packed), strict=True)]
     return [(a, b) if a >= 0 else None for a, b in zip(known[::2], known[1::2], strict=True)]
