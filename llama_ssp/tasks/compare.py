@@ -24,7 +24,7 @@ from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, ratio
-from llama_ssp.tasks.common import Task, output_of
+from llama_ssp.tasks.common import Task, longest, output_of
 from llama_ssp.tasks.interactive import Terminal, typed_lines
 from llama_ssp.text.detokenizer import Detokenizer, Writing, visible
 from llama_ssp.text.prompts import TextPrompt, problem_of
@@ -106,9 +106,9 @@ class CompareTask(Task[CompareConf]):
     def run(self) -> str:
         task, pair = self._task, self._open()
         given = self._prompts(pair)
-        longest = max((len(prompt.token_ids) for _, prompt in given), default=TYPED_TOKENS)
+        length = longest(prompt for _, prompt in given) if given else TYPED_TOKENS
         # Two engines hold a KV cache of the target, and one of them the draft's.
-        pair.load(1, longest + task.max_new_tokens, caches=(2, 1))
+        pair.load(1, length + task.max_new_tokens, caches=(2, 1))
         spec, seed = self._run.speculation, self._inputs.seed
         title = f"speculative, {pair.spec.drafter}, K {'adaptive' if spec.adaptive else f'= {spec.k}'}"
         title += f", {'up to ' * spec.adaptive}{spec.siblings} siblings" * bool(spec.siblings)

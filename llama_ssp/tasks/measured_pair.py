@@ -65,10 +65,6 @@ class MeasuredPair:
     def name(self) -> str:
         return self.pair.spec.name
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        return [prompt for batch in self.batches for _, prompt in batch]
-
     def measure(self, cache: ModelCache) -> None:
         """Loads the models and takes all turns; the models are the cache's afterwards."""
         task, pair = self._task, self.pair
@@ -111,7 +107,7 @@ class MeasuredPair:
             pairs = [one for one in self.contenders if one.is_pairs][1:]
             for row, contender in zip(found["pair"], pairs, strict=True):
                 row["by_category"] = by_category(questions, self.contenders[0].answers, contender.answers)
-        counts = [len(prompt.token_ids) for prompt in self.prompts]
+        counts = [len(prompt.token_ids) for batch in self.batches for _, prompt in batch]
         return {**found, "prompts": len(counts), "prompt_tokens": counts, **self._about}
 
     def measurements(self, prefix: str) -> list[RunMeasurement]:
