@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,39 @@ from llama_ssp.models.heads.load import load_head
 from llama_ssp.models.heads.model import HeadModel
 
 CPU = torch.device("cpu")
+HEADS, KVS, SIZE, FFN = 4, 2, 6, 20
 FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
+
+
+def drawn(seed: int, loud: float) -> tuple[Callable[..., Tensor], Callable[[int], Tensor]]:
+    """Returns what draws matrices and what draws norms, both from one generator."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return loud * torch.randn(*shape, generator=generator)
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    return random, norm
+
+
+def saved(
+    folder: Path, tensors: dict[str, Tensor], ids: list[int] | None, block: str, *, layers: int, dim: int,
+    vocab: int, context: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Writes the weights, and with `ids` the maps between vocabularies; returns the config of the layers."""
+    if ids is not None:
+        tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
+        tensors["t2d"] = torch.tensor([token in ids for token in range(vocab)])
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    return {
+        "model_type": block, "hidden_size": dim, "intermediate_size": FFN, "num_hidden_layers": layers,
+        "num_attention_heads": HEADS, "num_key_value_heads": KVS, "head_dim": SIZE, "vocab_size": vocab,
+        "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 1000.0,
+        "hidden_act": "silu", "attention_bias": False, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
 
 
 def save_head(
@@ -25,48 +58,30 @@ def save_head(
     context: int = 160, seed: int = 0, loud: float = 0.5, flags: tuple[str, ...] = (), **extra: Any,
 ) -> Path:  # fmt: skip
     """A random head; `ids` are the target's tokens that it can draft, None all of them."""
-    generator = torch.Generator().manual_seed(seed)
-    heads, kvs, size, ffn, own = 4, 2, 6, 20, vocab if ids is None else len(ids)
-    inputs = target_dim * len(taps or range(3))
-
-    def random(*shape: int) -> Tensor:
-        return loud * torch.randn(*shape, generator=generator)
-
-    def norm(size: int) -> Tensor:
-        return 1 + 0.3 * torch.randn(size, generator=generator)
-
+    random, norm = drawn(seed, loud)
+    own, inputs = vocab if ids is None else len(ids), target_dim * len(taps or range(3))
     name = "midlayer" if raw else "layers.0"
     tensors = {
         "fc.weight": random(dim, inputs),
-        f"{name}.self_attn.q_proj.weight": random(heads * size, 2 * dim),
-        f"{name}.self_attn.k_proj.weight": random(kvs * size, 2 * dim),
-        f"{name}.self_attn.v_proj.weight": random(kvs * size, 2 * dim),
-        f"{name}.self_attn.o_proj.weight": random(dim, heads * size),
-        f"{name}.mlp.gate_proj.weight": random(ffn, dim), f"{name}.mlp.up_proj.weight": random(ffn, dim),
-        f"{name}.mlp.down_proj.weight": random(dim, ffn),
+        f"{name}.self_attn.q_proj.weight": random(HEADS * SIZE, 2 * dim),
+        f"{name}.self_attn.k_proj.weight": random(KVS * SIZE, 2 * dim),
+        f"{name}.self_attn.v_proj.weight": random(KVS * SIZE, 2 * dim),
+        f"{name}.self_attn.o_proj.weight": random(dim, HEADS * SIZE),
+        f"{name}.mlp.gate_proj.weight": random(FFN, dim), f"{name}.mlp.up_proj.weight": random(FFN, dim),
+        f"{name}.mlp.down_proj.weight": random(dim, FFN),
         f"{name}.input_layernorm.weight": norm(dim), f"{name}.hidden_norm.weight": norm(dim),
         f"{name}.post_attention_layernorm.weight": norm(dim), "norm.weight": norm(dim),
         "lm_head.weight": random(own, dim),
     }  # fmt: skip
     if block == "qwen3":
-        tensors |= {f"{name}.self_attn.{part}_norm.weight": norm(size) for part in "qk"}
+        tensors |= {f"{name}.self_attn.{part}_norm.weight": norm(SIZE) for part in "qk"}
     if embeds:
         tensors["embed_tokens.weight"] = random(vocab, dim)
     if "norm_before_fc" in flags:
         tensors["input_norm.weight"] = norm(inputs)
     if "fc_norm" in flags:
         tensors |= {f"fc_norm.{n}.weight": norm(target_dim) for n in range(inputs // target_dim)}
-    if ids is not None:
-        tensors["d2t"] = torch.tensor(ids) - torch.arange(own)
-        tensors["t2d"] = torch.tensor([token in ids for token in range(vocab)])
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    sizes = {
-        "model_type": block, "hidden_size": dim, "intermediate_size": ffn, "num_hidden_layers": 1,
-        "num_attention_heads": heads, "num_key_value_heads": kvs, "head_dim": size, "vocab_size": vocab,
-        "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 1000.0,
-        "hidden_act": "silu", "attention_bias": False, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+    sizes = saved(folder, tensors, ids, block, layers=1, dim=dim, vocab=vocab, context=context)
     own_keys: dict[str, Any] = {"draft_vocab_size": own, **dict.fromkeys(flags, True), **extra}
     if taps is not None:
         own_keys["eagle_aux_hidden_state_layer_ids"] = list(taps)
@@ -181,15 +196,8 @@ def save_dflash(
     context: int = 160, seed: int = 0, loud: float = 0.5,
 ) -> Path:  # fmt: skip
     """A random DFlash head; `ids` as above; `whole`: with an embedding and an output matrix of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    heads, kvs, size, ffn, own = 4, 2, 6, 20, vocab if ids is None else len(ids)
-
-    def random(*shape: int) -> Tensor:
-        return loud * torch.randn(*shape, generator=generator)
-
-    def norm(size: int) -> Tensor:
-        return 1 + 0.3 * torch.randn(size, generator=generator)
-
+    random, norm = drawn(seed, loud)
+    own = vocab if ids is None else len(ids)
     tensors = {
         "fc.weight": random(dim, dim * len(taps)),
         "hidden_norm.weight": norm(dim),
@@ -198,30 +206,20 @@ def save_dflash(
     for layer in range(layers):
         name = f"layers.{layer}"
         tensors |= {
-            f"{name}.self_attn.q_proj.weight": random(heads * size, dim),
-            f"{name}.self_attn.k_proj.weight": random(kvs * size, dim),
-            f"{name}.self_attn.v_proj.weight": random(kvs * size, dim),
-            f"{name}.self_attn.o_proj.weight": random(dim, heads * size),
-            f"{name}.self_attn.q_norm.weight": norm(size), f"{name}.self_attn.k_norm.weight": norm(size),
-            f"{name}.mlp.gate_proj.weight": random(ffn, dim), f"{name}.mlp.up_proj.weight": random(ffn, dim),
-            f"{name}.mlp.down_proj.weight": random(dim, ffn), f"{name}.input_layernorm.weight": norm(dim),
+            f"{name}.self_attn.q_proj.weight": random(HEADS * SIZE, dim),
+            f"{name}.self_attn.k_proj.weight": random(KVS * SIZE, dim),
+            f"{name}.self_attn.v_proj.weight": random(KVS * SIZE, dim),
+            f"{name}.self_attn.o_proj.weight": random(dim, HEADS * SIZE),
+            f"{name}.self_attn.q_norm.weight": norm(SIZE), f"{name}.self_attn.k_norm.weight": norm(SIZE),
+            f"{name}.mlp.gate_proj.weight": random(FFN, dim), f"{name}.mlp.up_proj.weight": random(FFN, dim),
+            f"{name}.mlp.down_proj.weight": random(dim, FFN), f"{name}.input_layernorm.weight": norm(dim),
             f"{name}.post_attention_layernorm.weight": norm(dim),
         }  # fmt: skip
     if whole:
         tensors["embed_tokens.weight"] = random(vocab, dim)
     if whole or ids is not None:
         tensors["lm_head.weight"] = random(own, dim)
-    if ids is not None:
-        tensors["d2t"] = torch.tensor(ids) - torch.arange(own)
-        tensors["t2d"] = torch.tensor([token in ids for token in range(vocab)])
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    sizes = {
-        "model_type": "qwen3", "hidden_size": dim, "intermediate_size": ffn, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kvs, "head_dim": size, "vocab_size": vocab,
-        "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 1000.0,
-        "hidden_act": "silu", "attention_bias": False, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+    sizes = saved(folder, tensors, ids, "qwen3", layers=layers, dim=dim, vocab=vocab, context=context)
     mask = vocab - 1
     if raw:
         reads = {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]}
