@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,21 +125,6 @@ def test_words_that_a_template_changes_are_warned_of_once(
     assert caplog.text.count("changes the words of prompts") == 1
 
 
-def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
-    """A template is a program of whoever made the model."""
-    known = tokens(tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(DataError, match="chat template refuses"):
-        known.chat(conversation("hello", None))
-
-
-def test_a_chat_in_another_thread(tmp_path: Path) -> None:
-    known, found = tokens(tmp_path), list[list[int]]()
-    thread = threading.Thread(target=lambda: found.append(known.chat(conversation("hello", None))))
-    thread.start()
-    thread.join()
-    assert found == [known.chat(conversation("hello", None))]
-
-
 def test_threads_read_special_tokens_as_each_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers keeps how in the tokenizer, and sets it before it reads."""
     known = tokens(tmp_path)
@@ -163,23 +146,6 @@ def test_threads_read_special_tokens_as_each_asks(tmp_path: Path, monkeypatch: p
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda n: known.encode("a</s>b", special=n % 2 == 1), range(8)))
     assert found == alone * 4
-
-
-def test_threads_that_render_leave_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One took the limit that the other had set for the process's own."""
-    known, before = tokens(tmp_path), resource.getrlimit(resource.RLIMIT_AS)
-    setrlimit = resource.setrlimit
-
-    def slow(*given: Any) -> None:
-        setrlimit(*given)
-        time.sleep(0.01)
-
-    monkeypatch.setattr(resource, "setrlimit", slow)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: known.chat(conversation("hello", None)), range(8)))
-    found = resource.getrlimit(resource.RLIMIT_AS)
-    setrlimit(resource.RLIMIT_AS, before)
-    assert found == before
 
 
 def test_special_tokens_in_plain_prompts_are_text_unless_asked_for(tmp_path: Path) -> None:

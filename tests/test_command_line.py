@@ -107,13 +107,6 @@ def test_any_text_is_a_prompt_or_ends_a_text_as_it_is() -> None:
     assert isinstance(task, GenerateConf) and task.stop == texts and len(texts) > 300
 
 
-def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above."""
-    monkeypatch.setattr("llama_ssp.config.arguments.quoted", lambda text, as_written: f"'{text}'")
-    with pytest.raises((AssertionError, RunError)):
-        test_any_text_is_a_prompt_or_ends_a_text_as_it_is()
-
-
 @pytest.mark.parametrize("text", [text for text in TEXTS if text not in ("", "null", "???", "${")], ids=repr)
 def test_a_text_and_a_path_are_taken_as_they_are(text: str) -> None:
     run = run_of("chat=true", f"system={text}", "--out", text, "seed=3")
