@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests import checkpoints
-from tests.checkpoints import INDEX, join
+from tests.checkpoints import INDEX
 from tests.hostile import quantised as quantised_folders
 from tests.hostile.damage import (
     OUTSIDE,
@@ -24,7 +24,6 @@ from tests.hostile.damage import (
     bytes_of,
     code,
     config_sets,
-    foldered,
     gguf,
     gguf_bytes,
     header,
@@ -68,7 +67,6 @@ class Hostile:
     code: int = 4
     extra: tuple[str, ...] = ()
     answers: bool = False  # what was written before it showed is given out
-    decoder: bool = False  # not for transformers' modules, which want more libraries, or do not read it
     modules: tuple[str, ...] = ()  # what transformers' modules refuse it with; the decoder does not read it
 
     def __str__(self) -> str:
@@ -77,9 +75,9 @@ class Hostile:
 
 def hostile(
     row: int, name: str, damage: Damage, *says: str, reach: str = CONFIG, sharded: bool = False, code: int = 4,
-    extra: tuple[str, ...] = (), answers: bool = False, decoder: bool = False,
+    extra: tuple[str, ...] = (), answers: bool = False,
 ) -> Hostile:  # fmt: skip
-    return Hostile(row, name, damage, says, reach, sharded, code, extra, answers, decoder)
+    return Hostile(row, name, damage, says, reach, sharded, code, extra, answers)
 
 
 def harmless(
@@ -87,10 +85,6 @@ def harmless(
 ) -> Hostile:
     """What is never touched, but perhaps by transformers' modules."""
     return Hostile(row, name, damage, (), LOADED, code=0, extra=extra, modules=modules)
-
-
-def first_tensor(**values: object) -> Damage:
-    return header(lambda content: content[NORM].update(values))
 
 
 def pattern(regex: str) -> Damage:
@@ -160,19 +154,10 @@ POINTERS = [
 
 SAFETENSORS = [
     hostile(19, "truncated", bytes_of(lambda b: b[:-7]), "damaged or cut short", "not fully covered"),
-    hostile(20, "cut-header", bytes_of(lambda b: b[:100]), "damaged or cut short"),
-    hostile(20, "huge-header", bytes_of(lambda b: struct.pack("<Q", 2**63) + b[8:]), "9223372036854775808"),
     hostile(20, "sparse-header", sparse(WEIGHTS, struct.pack("<Q", 2**31), 2**33), "damaged", "2147483648"),
     hostile(20, "million-tensors", many_tensors(1_000_000), "damaged"),
-    hostile(20, "deep-json", lambda p: join(p / WEIGHTS, b"[" * 10**5, b""), "damaged"),
     hostile(20, "overlapping", header(overlapping), "invalid offset for tensor"),
-    hostile(20, "negative-shape", first_tensor(shape=[-64]), "`-64`"),
-    hostile(20, "endless-shape", first_tensor(shape=[2**62, 2**62]), "damaged or cut short"),
-    hostile(20, "wrong-bytes", first_tensor(dtype="F16"), "invalid shape, data type"),
-    hostile(20, "metadata-number", header(lambda h: h.update(__metadata__={"format": 5})), "damaged"),
     hostile(20, "no-metadata", header(lambda h: h.pop("__metadata__")), code=0, reach=LOADED),
-    hostile(20, "infinite-offsets", first_tensor(data_offsets=[0, float("inf")]), "damaged"),
-    hostile(21, "twice", lambda p: join(p / WEIGHTS, b'{"a": {}, "a": {}}', b""), "damaged"),
     hostile(
         20, "name-with-escapes",
         reworked(lambda t: t.update({"\x1b[2J\nerror: all is well" + "x" * 10**5: torch.ones(1)})),
@@ -185,9 +170,6 @@ NAMES = [
             "a shard is missing", "model-00002-of-00005", INDEX, sharded=True),
     hostile(18, "no-weights", removed(WEIGHTS), "holds no weights", "model.safetensors"),
     hostile(18, "no-config", removed("config.json"), "there is no config.json"),
-    hostile(24, "parent", maps_to("../x.safetensors"), "leaves the folder", "../x", sharded=True),
-    hostile(24, "absolute", maps_to("/etc/passwd"), "leaves the folder", "/etc/passwd", sharded=True),
-    hostile(24, "number", maps_to(7), "leaves the folder", sharded=True),
     hostile(24, "escapes", maps_to("\x1b[2J\nerror: all is well"), "a shard is missing", sharded=True),
     hostile(21, "no-map", replaced(INDEX, "{}"), "no weight_map", sharded=True),
 ]  # fmt: skip
@@ -200,13 +182,11 @@ LINKS = [
     hostile(24, "link-random", linked_to("config.json", "/dev/urandom"), "not a regular file"),
     hostile(24, "pipe", pipe(WEIGHTS), "not a regular file", WEIGHTS),
     hostile(24, "template-folder-pipe", pipe("additional_chat_templates/a.jinja"), "not a regular file"),
-    hostile(24, "folder", foldered(WEIGHTS), "not a regular file", WEIGHTS),
 ]  # fmt: skip
 
 CODE = [
     hostile(26, "auto-map", both(code("evil.py"), config_sets(auto_map={"AutoConfig": "evil.C"})),
             "code of its own", "auto_map"),
-    hostile(26, "trusts", config_sets(trust_remote_code=True), "code of its own", "trust_remote_code"),
     hostile(26, "generates", both(code("custom_generate/generate.py"), config_sets(custom_generate="a/b")),
             "code of its own", "custom_generate"),
     hostile(26, "tokenizer-auto-map",
@@ -218,7 +198,6 @@ CODE = [
     hostile(16, "backtracks", pattern("(x+x+)+y"), "the tokenizer fails on a text", "retry-limit", reach=FILES,
             code=3, extra=(f'task.prompts=["{"x" * 60}"]',)),
     hostile(27, "unknown", config_sets(model_type="nonesuch"), "nonesuch", "llama", reach=FILES),
-    hostile(27, "type-is-path", config_sets(model_type="../../evil"), "evil", "llama", reach=FILES),
     hostile(26, "dtype-is-code", config_sets(dtype="load"), "config.json cannot be read", "config.json: dtype", reach=FILES),
     hostile(26, "tokenizer-class", tokenizer_says(tokenizer_class="os.system"), code=0, reach=LOADED),
     harmless(26, "modules-beside", both(code("modeling_llama.py"), code("__init__.py"), code("torch.py"))),
@@ -236,14 +215,12 @@ TEMPLATES = [
     hostile(17, "no-chat-template", nothing, "no chat template", reach=FILES, code=3, extra=CHAT),
     chat_template("broken-chat-template", "{{ raise_exception('no') }}", "no"),
     chat_template("escape-by-format", "{{ '{0.__class__.__mro__}'.format(messages) }}"),
-    harmless(17, "escape-by-filter", templated("{{ messages|attr('__class__')|attr('__mro__') }} {{ messages[-1]['content'] }}"), CHAT),
     chat_template("escape-by-globals", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}"),
     chat_template("include", "{% include '/etc/passwd' %}"),
 ]  # fmt: skip
 
 VALUES = [
     hostile(23, "nan", reworked(lambda t: t[NORM].fill_(torch.nan)), "not numbers", reach=LOADED, answers=True),
-    hostile(23, "infinite", reworked(lambda t: t[EMBEDDING].fill_(torch.inf)), "not numbers", reach=LOADED, answers=True),
 ]  # fmt: skip
 
 TENSORS = [
@@ -276,8 +253,7 @@ NUMBERS = [
     hostile(22, "no-context", config_sets(max_position_embeddings=0), "max_position_embeddings"),
     *(misread(name, key, value) for name, key, value in (
         ("epsilon-text", "rms_norm_eps", "x"), ("rope-lacks", "rope_parameters", {"rope_type": "llama3"}),
-        ("few-types", "layer_types", ["full_attention"]),
-        ("end-text", "eos_token_id", "x"), ("odd-head", "head_dim", 15),
+        ("odd-head", "head_dim", 15),
     )),
     misread("rope-kind", "rope_scaling", {"rope_type": "evil", "factor": 2}, "makes no model", LOADED),
     harmless(22, "plan-number", config_sets(base_model_tp_plan=5), modules=("makes no model", "base_model_tp_plan", "found 5")),
@@ -294,10 +270,7 @@ NUMBERS = [
 
 IS = quantised_folders
 QUANTISED = [
-    *(hostile(22, name, IS.quantised(write, claim), code=0, reach=LOADED, decoder=claim in (IS.GPTQ, IS.AWQ))
-      for name, write, claim in (
-        ("sound-gptq", IS.gptq, IS.GPTQ), ("sound-int4", IS.int4, IS.INT4),
-    )),
+    hostile(22, "sound-int4", IS.quantised(IS.int4, IS.INT4), code=0, reach=LOADED),
     *(hostile(22, name, IS.quantised(IS.gptq, claim), "cannot be read", "quantization_config", found, "GGUF")
       for name, claim, found in (
         ("gptq-3-bit", {**IS.GPTQ, "bits": 3}, "3 bits"),
@@ -313,7 +286,6 @@ QUANTISED = [
         ("scales-rows", IS.gptq, IS.GPTQ, ".scales", torch.rand(3, 96).half(), "(2, 96)"),
         ("zeros-missing", IS.awq, IS.AWQ, ".qzeros", None, "not complete"),
         ("group-beyond", IS.gptq, IS.GPTQ, ".g_idx", torch.full((64,), 9).int(), "0..1"),
-        ("codes-short", IS.gptq, IS.GPTQ, ".qweight", IS.words(7, 96), "(8, 96)"),
         ("codes-plain", IS.fp8, IS.FP8, ".weight", torch.rand(96, 64), "F32"),
         ("blocks-shape", IS.fp8, IS.FP8, ".weight_scale_inv", torch.rand(2, 2), "(3, 2)"),
         ("scale-odd", IS.int4, IS.INT4, ".weight_scale", torch.rand(96, 3).half(), "divide 64"),
@@ -326,17 +298,14 @@ QUANTISED = [
     )),
     hostile(22, "bits-text", IS.quantised(IS.int4, IS.weights_say(num_bits="4")), "num_bits", "quantization_config"),
     hostile(22, "nested-block", IS.nested(nested_blocksize=0), "of a quantised matrix", "nested_blocksize 0", reach=LOADED),
-    *(hostile(22, name, IS.broken(write, claim, end, tensor), "not numbers", reach=LOADED, answers=True)
-      for name, write, claim, end, tensor in (
-        ("nan-scales", IS.int4, IS.INT4, ".weight_scale", torch.full((96, 2), torch.nan).half()),
-        ("nan-codes", IS.fp8, IS.FP8, ".weight", torch.full((96, 64), torch.nan).to(torch.float8_e4m3fn)),
-    )),
+    hostile(22, "nan-scales", IS.broken(IS.int4, IS.INT4, ".weight_scale", torch.full((96, 2), torch.nan).half()),
+            "not numbers", reach=LOADED, answers=True),
     hostile(22, "codes-and-numbers", both(
         IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.weight": torch.rand(96, 64)}))),
         "of a quantised matrix", ".weight and .qweight", reach=LOADED),
     hostile(22, "without-a-claim", both(IS.quantised(IS.awq, {}), config_sets(quantization_config=None)),
             "quantised, but config.json does not say how", ".qweight", "quantization_config"),
-    hostile(22, "other-format", IS.quantised(IS.hqq, {"quant_method": "hqq"}), "cannot be read", "found hqq",
+    hostile(22, "other-format", IS.quantised(IS.awq, {"quant_method": "hqq"}), "cannot be read", "found hqq",
             "config.json: quantization_config", "gptq (4 and 8 bit)", "plain weights and dtype=int8 or nf4"),
 ]  # fmt: skip
 NOT_BY_DEEPSPEED = [row for row in QUANTISED if row.reach == LOADED]  # it refuses their weights
@@ -374,36 +343,20 @@ LLAMA = {
     "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "c", "d"],
     "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": struct.pack("<IB", 7, 1),
 }  # fmt: skip
-TABLE = ("token_embd.weight", (64, 4), 0, 0)
+Table = tuple[str, tuple[int, ...], int, int]
+TABLE: Table = ("token_embd.weight", (64, 4), 0, 0)
 
 
-def lying_gguf(
-    name: str,
-    *says: str,
-    row: int = 20,
-    size: int = 0,
-    **wrong: object,
-) -> Hostile:
-    """A GGUF file of one table: other keys, or other arguments of `gguf_bytes`."""
-    how = {key: wrong.pop(key) for key in ("tensors", "start", "counts", "data") if key in wrong}
-    content = gguf_bytes(LLAMA | wrong, **{"tensors": [TABLE], "data": 1024, **how})  # type: ignore[arg-type]
-    return hostile(row, f"gguf-{name}", gguf(content, size=size), *says)
+def lying_gguf(name: str, tensors: list[Table], *says: str, size: int = 0, **wrong: object) -> Hostile:
+    """A GGUF file of these tensors; `wrong` are its other keys."""
+    return hostile(20, f"gguf-{name}", gguf(gguf_bytes(LLAMA | wrong, tensors, 1024), size=size), *says)
 
 
 GGUF = [  # tests/test_gguf_damage.py has more numbers that lie, and more cuts
-    lying_gguf("magic", "GGUF file cannot be read", "magic", start=b"GGML\x03\0\0\0"),
-    lying_gguf("many-tensors", "more tensors or keys than", counts=(2**62, len(LLAMA))),
-    lying_gguf("sparse-texts", f"a list of {2**22} texts", x=struct.pack("<IIQ", 9, 8, 2**22), size=2**36),
-    lying_gguf("endless-shape", "GGUF file cannot be read", tensors=[("token_embd.weight", (2**62, 2**62), 0, 0)]),
-    lying_gguf("overlapping", "output.weight of (4, 64) at byte", tensors=[TABLE, ("output.weight", (64, 4), 0, 0)]),
-    lying_gguf("twice", "duplicated tensor", "token_embd", tensors=[TABLE, TABLE]),
-    lying_gguf("endless-layers", "output_norm.weight", "found none", row=22, **{"llama.block_count": 2**31 - 1}),
-    lying_gguf("width", "(4, 64)", "(4, 128)", row=22, **{"llama.embedding_length": 128}),
-    hostile(19, "gguf-truncated", gguf(gguf_bytes(LLAMA, [TABLE], 1024)[:-7]), "cut short", "at byte"),
-    hostile(18, "gguf-missing-shard", gguf(gguf_bytes(LLAMA, [TABLE], 1024), "m-00001-of-00003.gguf"), "a file of the model is missing", "m-00002-of-00003"),
-    hostile(18, "two-ggufs", both(gguf(b"", "b.gguf"), replaced("a.gguf", b"")), "several GGUF models", "a.gguf, b.gguf", "path="),
+    lying_gguf("sparse-texts", [TABLE], f"a list of {2**22} texts", x=struct.pack("<IIQ", 9, 8, 2**22), size=2**36),
+    lying_gguf("overlapping", [TABLE, ("output.weight", (64, 4), 0, 0)], "output.weight of (4, 64) at byte"),
+    lying_gguf("twice", [TABLE, TABLE], "duplicated tensor", "token_embd"),
     hostile(24, "gguf-pipe", both(gguf(b""), removed("model.gguf"), lambda p: os.mkfifo(p / "model.gguf")), "not a regular file", "model.gguf"),
-    hostile(24, "gguf-link", both(gguf(gguf_bytes(LLAMA, [TABLE], 1024)), linked_outside("model.gguf")), "leaves the folder"),
 ]  # fmt: skip
 
 

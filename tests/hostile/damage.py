@@ -117,16 +117,6 @@ def pipe(name: str) -> Damage:
     return apply
 
 
-def foldered(name: str) -> Damage:
-    """A folder by a file's name."""
-
-    def apply(path: Path) -> None:
-        (path / name).unlink(missing_ok=True)
-        (path / name).mkdir()
-
-    return apply
-
-
 def renamed(old: str, new: str) -> Damage:
     return lambda path: (path / old).rename(path / new)
 
@@ -206,14 +196,13 @@ def as_json(value: object) -> str:
 
 
 def gguf_bytes(
-    keys: Mapping[str, object], tensors: Sequence[tuple[str, tuple[int, ...], int, int]] = (), data: int = 0,
-    start: bytes = b"GGUF\x03\0\0\0", counts: tuple[int, int] | None = None,
+    keys: Mapping[str, object], tensors: Sequence[tuple[str, tuple[int, ...], int, int]], data: int
 ) -> bytes:  # fmt: skip
     """A GGUF file, which may lie: of each tensor the name, the shape, inputs first, its format and its place.
 
     Values are texts, whole numbers, fractions, lists of texts, or bytes, which stand there as they are.
     """
-    found = start + struct.pack("<QQ", *(counts or (len(tensors), len(keys))))
+    found = b"GGUF\x03\0\0\0" + struct.pack("<QQ", len(tensors), len(keys))
     for name, value in keys.items():
         found += _text(name) + _value(value)
     for name, shape, kind, place in tensors:

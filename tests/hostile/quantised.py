@@ -70,12 +70,6 @@ def int8(outputs: int, inputs: int) -> Tensors:
     }
 
 
-def hqq(outputs: int, inputs: int) -> Tensors:
-    """Codes that cannot be read."""
-    codes = torch.zeros(outputs // 2, inputs, dtype=torch.uint8)
-    return {".W_q": codes, ".scale": torch.rand(outputs, 1), ".zero": torch.rand(outputs, 1)}
-
-
 def state(**wrong: Any) -> Tensor:
     """bitsandbytes' state of `UP`, with other values."""
     own = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": [96, 64]}
