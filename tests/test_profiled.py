@@ -5,12 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.profiled import GRAPHS, LAUNCHES, WAITS, binned, by_name, called, gaps, kernels, total
+from bench.profiled import GRAPHS, LAUNCHES, WAITS, called, total
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU, id: int = 0) -> Any:
@@ -40,16 +39,6 @@ def test_the_profilers_own_wait_does_not_count() -> None:
     assert sum(one.name in WAITS for one in ROUND) == 2  # of the whole profile
 
 
-def test_a_second_wait_counts() -> None:
-    assert total(called([*ROUND, event("cudaEventSynchronize", 30, 31)], "round"), WAITS) == 2
-
-
-@pytest.mark.parametrize("events", [ROUND[:1], [*ROUND, event("round", 100, 110)]], ids=["none", "two"])
-def test_there_is_one_part(events: list[Any]) -> None:
-    with pytest.raises(ValueError, match="parts 'round', not one"):
-        called(events, "round")
-
-
 def test_torchs_own_events_have_what_is_read() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         x = torch.ones(3) + 1
@@ -58,22 +47,3 @@ def test_torchs_own_events_have_what_is_read() -> None:
         x.mul(4)
     calls = called(seen.events(), "round")
     assert calls["aten::mul"] == 2 and calls["aten::add"] == 0
-
-
-def test_gaps_are_told_apart() -> None:
-    """Kernels that overlap leave no gap; a gap behind the readback is the host's, whatever comes next."""
-    cuda = DeviceType.CUDA
-    events = [
-        event("cast", 40, 41, cuda, 3), event("gemm", 0, 4, cuda, 1), event("norm", 1, 2, cuda, 1),
-        event("gemm", 7, 11, cuda, 1), event("Memcpy DtoH (Device -> Pinned)", 14, 15, cuda, 2), *ROUND[6:7],
-        event("gemm", 61, 62, cuda, 3),
-    ]  # fmt: skip
-    ran = kernels(events, "round")
-    assert gaps(ran) == {
-        "inside a graph": [3, 20], "between launches": [3], "behind the readback": [25],
-    }  # fmt: skip
-    assert by_name(ran)["gemm"] == (3, 9) and next(iter(by_name(ran))) == "gemm"
-    assert binned([1, 1.5, 20]) == (
-        "0 to 2 us: 2, together 2 us; 2 to 5 us: 0, together 0 us; 5 to 20 us: 0, together 0 us; "
-        "20 to inf us: 1, together 20 us"
-    )

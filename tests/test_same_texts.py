@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.first_difference import Key, Text, first_difference
-from bench.same_texts import CASES, Asked, Side, checked, compared, records
+from bench.same_texts import CASES, Asked, Side, checked, compared
 
 BASE, OTHER = [5, 6, 7], [5, 8, 7]
 KEY = (1, "0")
@@ -75,12 +75,6 @@ def test_a_greedy_tie_is_within_1e_5_on_both_sides(gaps: tuple[float, float], is
     assert bool(said) is not is_tie and len(ties) == is_tie
 
 
-def test_a_greedy_token_that_is_not_among_the_likeliest_is_no_tie():
-    again = scored(BASE, {6: -0.7}), scored(OTHER, {6: -0.7, 8: -0.7})
-    said = difference(Text(BASE, True), Text(OTHER, True), Rewritten(again))
-    assert "-0.700000 and unknown by base" in said and said.endswith("no tie")
-
-
 def test_a_sampled_tie_is_equal_with_each_of_the_next_three_seeds():
     again = scored(BASE, {6: -2.0, 8: -1.0}, False), scored(OTHER, {6: -2.0, 8: -1.0}, False)
     ties: list[str] = []
@@ -113,11 +107,6 @@ def test_a_text_that_ends_earlier_differs_at_its_end():
     assert "position 2: 7 't7' by base, no token by today" in said and said.endswith("no tie")
 
 
-def test_a_chat_is_compared_by_characters():
-    said = difference(Text(list("yes")), Text(list("yet")))
-    assert "position 2: 's' by base, 't' by today" in said
-
-
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_text_that_one_side_lacks_is_a_difference(missing: int):
     sides = [{KEY: Text(BASE)}, {KEY: Text(BASE)}]
@@ -138,15 +127,6 @@ def test_log_probabilities_are_compared_to_1e_5():
 def test_two_tokens_may_share_the_last_place_among_the_likeliest():
     assert difference(scored(BASE, {6: -0.7, 8: -0.9}), scored(BASE, {6: -0.7, 9: -0.9})) == ""
     assert difference(scored(BASE, {6: -0.7, 8: -0.9}), scored(BASE, {6: -0.7, 9: -0.8})) != ""
-
-
-def test_a_prompt_has_log_probabilities_too_but_none_for_its_first_token():
-    first = {"token_id": 1, "token": "t1", "logprob": None, "top_logprobs": []}
-    prompt = [first, *scores([2], {2: -0.5})]
-    base, today = (Text(BASE, True, [*prompt, *scores(BASE, {6: -0.7})]) for _ in range(2))
-    assert difference(base, today) == ""
-    moved = Text(BASE, True, [first, *scores([2], {2: -0.6}), *scores(BASE, {6: -0.7})])
-    assert "position 1 of the prompt, token 2" in difference(base, moved)
 
 
 class MadeUp(Side):
@@ -174,16 +154,3 @@ def test_cases_and_settings_are_left_out_by_name():
     words = CASES[0].words("eager", ["speculation.siblings"])
     assert "engine=eager" in words and not [word for word in words if "siblings" in word]
     assert len({case.name for case in CASES}) == len(CASES)
-
-
-@pytest.mark.parametrize("wrong", ["base=none", "only=no-case", "without=no.key", "engines=fast", "base="])
-def test_what_is_not_known_is_refused(wrong: str):
-    with pytest.raises(ValueError, match=wrong.partition("=")[0]):
-        checked(Asked.of([f"base={'HEAD'}", wrong]))
-
-
-def test_records_of_a_batch_differ_in_seed_temperature_and_length():
-    rows = records(3)
-    assert len({row["max_new_tokens"] for row in rows}) > 20 and rows != records(4)
-    assert [row["seed"] for row in rows if "seed" in row] == [103 + n for n in range(0, 30, 3)]
-    assert {row.get("temperature") for row in rows} == {None, 0, 0.8}
