@@ -22,7 +22,6 @@ from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report import console as report
 from llama_ssp.tasks import arithmetic
 from llama_ssp.tasks import eval as scoring
-from tests import checkpoints
 from tests.conftest import Command, Saved
 
 ROW = {
@@ -359,11 +358,3 @@ def test_progress_on_a_terminal(
     shown = capsys.readouterr()
     assert shown.out == "a row\n"
     assert "20 of 20" in shown.err and shown.err.endswith("\x1b[2K")
-
-
-def test_the_prompts_are_checked_against_each_model(command: Command, tmp_path: Path) -> None:
-    """A context too short for the worked lines is found before weights are read."""
-    path = checkpoints.save(tmp_path / "short", max_position_embeddings=16)
-    answer = command(*EVAL, f"model={path}", "draft=none", "task.quick=true")
-    assert answer.code == 3
-    assert "fills the model's context" in answer.errors[0] and "task.shots" in answer.errors[0]

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import gpu
 from gpu_bring import cut, join
 
-from tests.gpu import expected
 from tests.test_triton import SHARED, compiled
 from tests.warm import ROOT, python
 
@@ -81,33 +79,6 @@ def test_a_second_call_runs_what_is_left_and_failures_last():
     assert "trees" not in [part.name for part in gpu.due(1, records)]
 
 
-def test_figures_of_an_earlier_call_stay_where_a_later_one_had_no_time(tmp_path: Path):
-    kept = {
-        "part": "tests",
-        "state": "stopped",
-        "bars": [{"what": "a::b", "found": 0, "asked": 1, "card": "x"}],
-    }
-    later = {"part": "tests", "state": "no time", "bars": []}
-    lines = [json.dumps(kept), json.dumps(kept)[:30], json.dumps(later)]
-    (tmp_path / "parts.jsonl").write_text("\n".join(lines))
-    (bar,) = gpu.How(True, 1.0, tmp_path).earlier("tests")
-    assert bar.what == "a::b" and bar.met is False
-
-
-def test_names_and_messages_of_failing_tests_are_kept(tmp_path: Path):
-    (tmp_path / "test_it.py").write_text(
-        "def test_good(): pass\n\ndef test_bad():\n    assert 1 == 2, 'why'\n"
-    )
-    report = tmp_path / "report.xml"
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "test_it.py"]
-    subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True)
-    from gpu_right import junit
-
-    bad, count, skipped = junit(report)
-    assert bad.what == "test_it.py::test_bad" and bad.met is False and "why" in bad.note
-    assert (count.found, count.note, skipped.found) == (1, "of 2", 0)
-
-
 def test_what_is_brought_along_is_cut_and_joined(tmp_path: Path):
     contents = {"a.whl": b"1234567", "b.gguf": bytes(range(40)), "c.txt": b"xyz"}
     files = []
@@ -144,30 +115,3 @@ def test_kernels_compile_for_the_gpus_that_they_are_for():
     for name, (kernel, arguments, warps, stages) in kernels().items():
         done = compiled(kernel, arguments, 90, warps, stages)
         assert "cubin" in done.asm and done.metadata.shared <= SHARED[90] * 1024, name
-
-
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        (torch.tensor([1.0, 2.5, float("nan")]), "2 of 3 miss it: [2] is nan, not 3; [1] is 2.5, not 2"),
-        (torch.ones(2), "expected the shape (3,); it is (2,)"),
-    ],
-)
-def test_a_test_on_a_gpu_names_what_it_expects(result: torch.Tensor, said: str):
-    exact = torch.tensor([1.0, 2.0, 3.0])
-    expected.near("numbers", exact + 0.01, exact, 0.1)
-    with pytest.raises(pytest.fail.Exception) as failure:
-        expected.near("numbers", result, exact, 0.1)
-    assert said in str(failure.value)
-
-
-def test_texts_and_norms_that_miss_are_shown():
-    exact = torch.tensor([1.0, 2.0, 3.0])
-    expected.near_by_norm("products", exact + 0.001, exact, 0.01)
-    with pytest.raises(pytest.fail.Exception, match=r"below 0.01 of the norm; .*\[1\] is 9, not 2"):
-        expected.near_by_norm("products", torch.tensor([1.0, 9.0, 3.0]), exact, 0.01)
-    expected.same_tokens("texts", [[1, 2]], [[1, 2]])
-    with pytest.raises(
-        pytest.fail.Exception, match=r"1 of 2 rows differ: row 1 from token 1 on: \[5\], not \[4\]"
-    ):
-        expected.same_tokens("texts", [[1], [3, 5]], [[1], [3, 4]])

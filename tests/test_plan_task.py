@@ -210,8 +210,6 @@ def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
         (["placement=deepspeed"], 5, "what DeepSpeed holds is not planned"),
         (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),
         (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
-        (["model=local"], 2, "model=local names no model"),
-        (["model=/no/such"], 4, "there is no such folder or file"),
         (["model=nobody/nothing"], 4, "config.json is not at hand"),
     ],
 )

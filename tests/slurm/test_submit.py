@@ -52,12 +52,7 @@ def at_lab(lab: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[La
     ("overrides", "said"),
     [
         (["cluster.slurm.partition=gone"], "Slurm refuses the job; found"),
-        (["cluster.nodes=8"], "Slurm refuses the job; found"),
         (["cluster.gpus=4", "cluster.slurm.cpus_per_rank=1"], "Slurm refuses the job; found"),
-        (["cluster.gpu=L4", "cluster.gpus=8"], "Slurm refuses the job; found"),
-        (["cluster.slurm.mem=9000G"], "Slurm refuses the job; found"),
-        (["cluster.slurm.time=9-00"], "Slurm refuses the job; found"),
-        (["cluster.slurm.constraint=gone"], "Slurm refuses the job; found"),
         (['cluster.slurm.options=["--mem-per-gpu=x"]'], "Slurm refuses the job; found"),
     ],
 )
