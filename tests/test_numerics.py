@@ -70,7 +70,10 @@ def test_a_bf16_run_is_explained() -> None:
 @pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("mild", [True, False], ids=["mild", "sharp"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "falcon"])  # repeats one token
+@pytest.mark.parametrize(
+    "family",
+    [name for name in FAMILIES if name not in ("falcon", "gpt_neo")],  # repeats one token; has a decoder only
+)
 def test_every_family_is_explained(family: str, mild: bool) -> None:
     """In both formats, mild in one and sharp in the other, which change places from family to family."""
     dtype = (torch.bfloat16, torch.float16)[(list(FAMILIES).index(family) + mild) % 2]

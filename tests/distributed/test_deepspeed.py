@@ -31,8 +31,8 @@ MADE = ModelConf(
     dim=112, ffn=99, vocab=101, context=64,
 )  # fmt: skip
 UNEVENLY = [
-    "seven-heads", "three-kv", "one-kv", "odd-mlp", "odd-neox", "neox-tied", "opt-tied", "neo-tied",
-    "mlp-bias", "gemma2-three-kv", "qwen2-three-kv",
+    "seven-heads", "three-kv", "one-kv", "odd-mlp", "odd-neox", "neox-tied", "opt-tied", "mlp-bias",
+    "gemma2-three-kv", "qwen2-three-kv",
 ]  # fmt: skip
 NAMES = {
     2: [*(name for name, (family, _) in FAMILIES.items() if family in DEEPSPEED_FAMILIES), *UNEVENLY[:4]],
