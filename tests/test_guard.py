@@ -87,6 +87,18 @@ def test_a_signal_that_comes_into_a_destructor_is_not_lost(number: int):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(number)}\n", "")
 
 
+def test_a_second_signal_acts_also_while_the_first_one_waits():
+    """The first one waits for the destructor's end, which the second one does not."""
+    again = f"time.sleep(0.3); os.kill(os.getpid(), {int(signal.SIGTERM)}); time.sleep(30)"
+    script = DESTROYED.format(number=int(signal.SIGINT)).replace(
+        "for _ in range(3):", f"{again}\n        while 0:"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, timeout=20
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+
+
 LOST = """
 import os, signal, sys, time, weakref
 from llama_ssp.distributed.signals import GUARD

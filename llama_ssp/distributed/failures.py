@@ -71,12 +71,12 @@ class Cause:
 
 def meet(patience_s: float) -> tuple[Any, Watch]:
     """Waits until every rank has come, this long at most; returns torch's store and the watch, which runs."""
-    own = rank_environment()
+    here = rank_environment()
     has_loopback = LOOPBACK in {name for _, name in socket.if_nameindex()}
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(own.world) and has_loopback:
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(here.world) and has_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     store = _store(patience_s)
-    watch = Watch(store, own.rank, own.world, patience_s)
+    watch = Watch(store, here.rank, here.world, patience_s)
     until = time.monotonic() + patience_s
     watch.beat()
     while not store.check(watch.keys):
@@ -84,10 +84,11 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
             raise JointError(cause.line, cause.code, speaks=False)
         if time.monotonic() > until:
             absent = [rank for rank, key in enumerate(watch.keys) if not store.check([key])]
-            where, found = f"rank {own.rank} of {own.world}", f"no rank {', '.join(map(str, absent))}"
-            fix = "look at these ranks' machines, or raise placement.timeout_s"
             raise DistributedError(
-                "not all ranks have come", where, f"{found} after {patience_s:g} s", fix=fix
+                "not all ranks have come",
+                where=f"rank {here.rank} of {here.world}",
+                found=f"no rank {', '.join(map(str, absent))} after {patience_s:g} s",
+                fix="look at these ranks' machines, or raise placement.timeout_s",
             )
         time.sleep(LOOK_S)
     MET.append(store.underlying_store)
@@ -100,35 +101,40 @@ def announce(line: str, code: int) -> Cause:
 
     Raises DistributedError where there is no store to tell them by.
     """
-    own, store = rank_environment(), _store(EARLY_S)
+    cause, store = Cause(line, code, rank_environment().rank), _store(EARLY_S)
     until = time.monotonic() + LEADER_S
-    while own.rank != LEADER and not first_cause(store) and time.monotonic() < until:
+    while cause.by != LEADER and not first_cause(store) and time.monotonic() < until:
         time.sleep(LOOK_S)
-    return first_cause(store, Cause(line, code, own.rank)) or Cause(line, code, own.rank)
+    return first_cause(store, cause) or cause
 
 
-def first_cause(store: Any, own: Cause | None = None) -> Cause | None:
-    """The first cause in the store: `own`, if there was none before. None while there is none."""
-    text = store.compare_set(CAUSE, "", json.dumps(asdict(own)) if own else "").decode()
+def first_cause(store: Any, new: Cause | None = None) -> Cause | None:
+    """Returns the first cause in the store: `new`, if there was none before. None while there is none."""
+    text = store.compare_set(CAUSE, "", json.dumps(asdict(new)) if new else "").decode()
     return Cause(**json.loads(text)) if text else None
 
 
 def _store(patience_s: float) -> Any:
-    """The store that torchrun keeps, which outlives the ranks; with keys for this meeting and start."""
-    own = rank_environment()
+    """Connects to the store that torchrun keeps; its keys are of this meeting and this start of the ranks."""
+    here = rank_environment()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        what, found = "several ranks were asked for, but not by torchrun", "no store that a launcher keeps"
-        raise DistributedError(what, "environment", found, fix=START)
+        raise DistributedError(
+            "several ranks were asked for, but not by torchrun",
+            where="environment",
+            found="no store that a launcher keeps",
+            fix=START,
+        )
     host, port = os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT", 1, 65535)
-    what, where = "torchrun's store does not answer", f"rank {own.rank} of {own.world}, {host}:{port}"
-    silent = DistributedError(what, where, fix="start torchrun again; check MASTER_ADDR and MASTER_PORT")
+    silent = DistributedError(
+        "torchrun's store does not answer",
+        where=f"rank {here.rank} of {here.world}, {host}:{port}",
+        fix="start torchrun again; check MASTER_ADDR and MASTER_PORT",
+    )
     # TCPStore waits without end for a process that accepts the connection and is silent.
     alarm = leave_within(2 * patience_s, silent.code, str(silent))
     try:
-        timeout = timedelta(seconds=patience_s)
-        tcp = (
-            MET[-1] if MET else stores.TCPStore(host, port, own.world, False, timeout, wait_for_workers=False)
-        )
+        address, timeout = (host, port, here.world, False), timedelta(seconds=patience_s)
+        tcp = MET[-1] if MET else stores.TCPStore(*address, timeout, wait_for_workers=False)
     except RuntimeError as error:
         raise silent from error
     finally:

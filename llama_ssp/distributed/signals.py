@@ -98,6 +98,8 @@ class Guard:
         if self._pending and not _is_lost(frame):
             self.ending, self.signalled, self._pending = True, number, 0
             raise KeyboardInterrupt(number)
+        if self._pending:
+            os.write(self._sending, bytes([REMINDER]))  # asks the guard's thread to send it again
 
     def _remind(self, _: int, frame: FrameType | None) -> None:
         if self._pending:
@@ -108,7 +110,7 @@ class Guard:
             for number in received:
                 if number in STOPPING:
                     self._hear(number)
-            while self._pending:
+            if self._pending:
                 time.sleep(AGAIN_S)
                 signal.pthread_kill(threading.main_thread().ident or 0, REMINDER)
 
