@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,11 @@ def test_a_pod_passes_term_on_and_waits(tmp_path: Path):
     left = f"trap 'sleep 0.2; echo 143 >\"${CODE_FILE}\"; exit 1' TERM"
     pod = started(tmp_path, f"{left}\ntouch up\nwhile :; do sleep 0.05; done")
     wait_for((tmp_path / "up").exists)
+    status = Path(f"/proc/{pod.pid}/status")
+    caught = re.compile(r"SigCgt:\s*(\w+)")
+    wait_for(
+        lambda: int(caught.findall(status.read_text())[0], 16) >> (signal.SIGTERM - 1) & 1
+    )  # the trap is set
     pod.terminate()
     assert pod.wait(60) == 143
 
