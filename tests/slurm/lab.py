@@ -142,10 +142,9 @@ class Lab:
         return self.run("squeue", "-h", "-r", "-o", "%A").split()
 
     def wait_taken_away(self, job: str) -> None:
-        """The job runs no more: it waits to be started again, or has gone."""
-        wait_for(
-            lambda: self.run("squeue", "-h", "-t", "R", "-j", job, "-o", "%A", check=False) == "", self.logs
-        )
+        """The job is being stopped, or waits to be started again. A squeue that fails shows nothing."""
+        state = ("squeue", "-h", "-j", job, "-o", "%T")
+        wait_for(lambda: self.run(*state, check=False) not in ("", "RUNNING"), self.logs)
 
     def wait_empty(self) -> None:
         """No job waits or runs, nor comes back at once: a dead node's was missing once, why is unknown."""
