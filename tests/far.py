@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
 from llama_ssp.speculative.decision import draws_for  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.families import build, decoder_of  # noqa: E402
-from tests.rig import perturbed, speculate  # noqa: E402
+from tests.rig import eager_step, perturbed, speculate  # noqa: E402
 
 _setup_privateuseone_for_python_backend("far")
 FAR = torch.device("far:0")
@@ -149,7 +148,7 @@ class Replayed(GraphedModel):
     """Graphs without compilation and capture: the step as it is traced, each time."""
 
     def _made(self, arguments: steps.Arguments) -> bool:
-        self._step = partial(steps.whole, self.decoder)
+        self._step = eager_step(self)
         return True
 
     def _warm(self, step: Call) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from llama_ssp.config import SamplingConfig
+from llama_ssp.models import steps
 from llama_ssp.models.interface import Model
+from llama_ssp.models.steps import SteppedModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
@@ -38,6 +41,14 @@ def perturbed(module: Any, amount: float) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(amount * parameter.std() * noise if parameter.ndim > 1 else 0.0)
     return module
+
+
+def eager_step(model: SteppedModel) -> Any:
+    """The step of a model whose programs are not compiled: their functions as they are."""
+    kinds = steps.kinds_of(model.decoder, model.config)
+    sections = steps.sections_of(model.decoder, kinds, tapped=bool(model.taps))
+    calls = [(steps.run_section, *section) for section in sections]
+    return partial(steps.run_programs, calls, sorted(model.taps))
 
 
 @dataclass

@@ -158,7 +158,9 @@ def test_a_step_pads_no_weight(monkeypatch):
     asked = []
     monkeypatch.setattr(pad_mm, "check_device", lambda *tensors: bool(asked.append(tensors)))
     decoder = decoder_of(build("llama-gqa", num_hidden_layers=1))
-    programs.compiled(programs.ProgramSpec(steps.closing, decoder, (torch.zeros(3, 32),), ()))
+    last = steps.Section(decoder, slice(1, 1), first=False, last=True, tapped=False)
+    where = [torch.arange(3)] * 3
+    programs.compiled(programs.ProgramSpec(steps.run_section, last, (torch.zeros(3, 32), *where, []), ()))
     assert not asked
 
 
@@ -195,10 +197,13 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     found = speculate(ours("llama-gqa", fast=True, noise=0.05), prompts(1), "ngram", k=3).texts
     assert found == speculate(ours("llama-gqa", noise=0.05), prompts(1), "ngram", k=3).texts != texts
     other = ours("gpt_neox", fast=True)
-    spec = steps.ProgramSpec(steps.whole, other.decoder, (), steps.kinds_of(other.decoder, other.config))
-    assert ProgramFile(other, spec).load() is None
-    kinds = steps.kinds_of(again.decoder, again.config)
-    kept = ProgramFile(again, replace(spec, module=again.decoder, kinds=kinds))
+    files = []
+    for model in (other, again):
+        kinds = steps.kinds_of(model.decoder, model.config)
+        ((section, _),) = steps.sections_of(model.decoder, kinds, tapped=False)
+        files.append(ProgramFile(model, programs.ProgramSpec(steps.run_section, section, (), kinds)))
+    assert files[0].load() is None
+    kept = files[1]
     assert kept.load() is not None
     monkeypatch.setitem(programs.OPTIONS_BY_DEVICE, "cpu", {"unbacked_symint_fallback": 8})
     assert ProgramFile(again, kept.spec).path != kept.path
@@ -232,15 +237,15 @@ def test_groups_of_blocks_share_a_program(monkeypatch, tmp_path):
     texts = speculate(fast, prompts(1), "ngram", k=3, max_new=40).texts
     assert texts == speculate(plain, prompts(1), None, k=0, max_new=40).texts
     assert fast._step is not None
-    assert made == ["opening", "through", "through", "closing"]
+    assert made == [0, 2, 1, 0]
 
 
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the functions that are compiled from now on."""
-    made: list[str] = []
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each program has that is compiled from now on."""
+    made: list[int] = []
     compiled = steps.compiled
     monkeypatch.setattr(
-        steps, "compiled", lambda part: (made.append(part.function.__name__), compiled(part))[1]
+        steps, "compiled", lambda spec: (made.append(len(spec.module.blocks)), compiled(spec))[1]
     )
     return made
 
@@ -269,8 +274,7 @@ def test_states_of_named_layers_are_those_of_eager_steps(layers, group, taps, mo
     assert found[0][1].shape[0] == 7 and not torch.equal(found[0][1], found[1][1])
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= 1e-5 * one.abs().max()
-    groups = ["opening", *2 * ["through_with_states"], "closing", *2 * ["through"]]
-    assert made == (groups if group == 2 else ["whole_with_states", "whole"])
+    assert made == 2 * ([0, 2, 1, 0] if group == 2 else [2])
 
 
 @pytest.mark.parametrize(

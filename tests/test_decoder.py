@@ -25,7 +25,7 @@ from llama_ssp.models.loader import load_module
 from llama_ssp.models.programs import ProgramSpec, compiled
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against, shape_of
-from llama_ssp.models.steps import has_kernels, whole
+from llama_ssp.models.steps import Section, has_kernels, run_section
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_quantised import NO_WORSE, off
 from tests.families import CONTEXT, FAMILIES, VOCAB, build, ragged_prompts
@@ -233,6 +233,7 @@ def test_one_program_serves_every_width(tmp_path):
         for parameter in module.parameters():
             parameter.mul_(1 + min(number, 1) / 8)
         models.append(saved(module, tmp_path / str(number), product=Products(CPU, fast=True)))
+    sections: list[Section] = []
     steps: list[Any] = []
     for rows, start, count, capacity in STEPS:
         feed = Pass.of([(row * capacity, start, count) for row in range(rows)], CPU)
@@ -245,8 +246,9 @@ def test_one_program_serves_every_width(tmp_path):
             expected, _ = found(token_T, feed, [(k.clone(), v.clone()) for k, v in caches])
             arguments = token_T, feed.position_T, feed.first_T, feed.slot_T, caches
             if number == len(steps):
-                steps.append(compiled(ProgramSpec(whole, found, arguments, ())))
-            (logit_TV,) = steps[number](found, *arguments)
+                sections.append(Section(found, slice(None), first=True, last=True, tapped=False))
+                steps.append(compiled(ProgramSpec(run_section, sections[number], arguments, ())))
+            (logit_TV,) = steps[number](sections[number], *arguments)
             assert (logit_TV - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 

@@ -30,7 +30,7 @@ from llama_ssp.speculative.state import Prompt
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
 from tests.families import VOCAB, build, decoder_of, ragged_prompts
 from tests.plans import machine, request
-from tests.rig import perturbed, speculate
+from tests.rig import eager_step, perturbed, speculate
 
 Call = Callable[[], Tensor]
 
@@ -59,7 +59,7 @@ class Replayed(GraphedModel):
         self.captures: list[int] = []
 
     def _made(self, arguments: Any) -> bool:
-        self._step = partial(steps.whole, self.decoder)
+        self._step = eager_step(self)
         return True
 
     def _warm(self, step: Call) -> None:
@@ -125,9 +125,6 @@ def test_states_of_named_layers_are_those_of_eager_steps():
     """Padded steps, too; without taps there are none, and graphs with them are made anew."""
     plain, graphed = model_of(DecoderModel), model_of(Replayed)
     graphed.tap((0, 2))
-    graphed._step = graphed_step = partial(
-        steps._chosen, partial(steps.whole_with_states, graphed.decoder), (0, 2)
-    )
     found = []
     plain.tap((0, 2))
     for model in (plain, graphed):
@@ -137,7 +134,7 @@ def test_states_of_named_layers_are_those_of_eager_steps():
         runner.prefill(token_BS, [3, 1, 2])
         runner.logits(token_BS, [10, 9, 8], [6, 6, 6])
         found.append(model.tapped_TX)
-    assert graphed.captures and graphed._step is graphed_step
+    assert graphed.captures
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)  # a padded step's sums are in another order
     graphed.tap(())
     assert graphed._step is None and graphed.tapped_TX is None
@@ -326,9 +323,7 @@ def test_what_differs_on_one_rank_changes_the_captures_of_all(what: str):
             self.asked += 1
             if what.startswith("no program") and self.ranks.rank == 1:
                 raise RuntimeError("no")
-            whole = steps.whole_with_states if self.taps else steps.whole
-            step = partial(whole, self.decoder)
-            return partial(steps._chosen, step, self.taps) if self.taps else step
+            return eager_step(self)
 
         def _made(self, arguments: Any) -> bool:
             return GraphedModel._made(self, arguments)

@@ -185,23 +185,24 @@ class Decoder(nn.Module):
 
         Keys and values of the tokens are written into the caches.
         """
-        x_TH, turns = self.opening(token_T, feed)
+        x_TH = self.embed(token_T, feed)
+        turns = {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
         kept = [x_TH] if 0 in taps else []
         for number, (block, cache) in enumerate(zip(self.blocks, caches, strict=True), start=1):
             x_TH = block(x_TH, turns, cache, feed)
             if number in taps:
                 kept.append(x_TH)
-        return self.closing(x_TH if wanted_R is None else x_TH[wanted_R]), kept
+        return self.to_logits(x_TH if wanted_R is None else x_TH[wanted_R]), kept
 
-    def opening(self, token_T: Tensor, feed: Pass) -> tuple[Tensor, Turns]:
-        """What the first block is given: (T, H), and the rotary tables."""
-        x_TH = self.embedding(token_T)
+    def embed(self, token_T: Tensor, feed: Pass) -> Tensor:
+        """Returns what the first block is given, (T, H)."""
+        x_TH: Tensor = self.embedding(token_T)
         if self.positions is not None:
             x_TH = x_TH + self.positions[feed.position_T + self.position_offset]
-        return x_TH, {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
+        return x_TH
 
-    def closing(self, x_RH: Tensor) -> Tensor:
-        """Logits, (R, V), of what the last block gives."""
+    def to_logits(self, x_RH: Tensor) -> Tensor:
+        """Returns the logits, (R, V), of what the last block gives."""
         logit_RV: Tensor = self.head(self.norm(x_RH))
         if self.logit_divisor != 1.0:
             logit_RV = logit_RV / self.logit_divisor

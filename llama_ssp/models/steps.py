@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
-from llama_ssp.models.decoder import Decoder, KeysValues, Turns
+from llama_ssp.models.decoder import Decoder, KeysValues
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear
@@ -104,30 +104,94 @@ class SteppedModel(DecoderModel):
         return not self._failed
 
     def _programs(self, arguments: Arguments) -> Step:
+        """Loads the programs of all sections, and compiles and keeps those that are not on disk."""
         began, compiles = time.perf_counter(), False
+        x, *where, caches = arguments
         programs: dict[Path, Program] = {}
-        groups = groups_of(kinds := kinds_of(self.decoder, self.config))
-        specs = program_specs(self.decoder, kinds, groups, bool(self.taps), *arguments)
-        files = [ProgramFile(self, spec) for spec in specs]
-        for file in files:
+        calls: list[tuple[Program, Section, slice]] = []
+        kinds = kinds_of(self.decoder, self.config)
+        for section, blocks in sections_of(self.decoder, kinds, tapped=bool(self.taps)):
+            spec = ProgramSpec(run_section, section, (x, *where, caches[blocks]), kinds[blocks])
+            file = ProgramFile(self, spec)
             program = programs.get(file.path) or file.load()
             if program is None:
                 if not compiles:
                     log.info("engine: compiling the step of %s", self.name)
-                compiles, program = True, compiled(file.spec)
+                compiles, program = True, compiled(spec)
                 file.save(program)
             programs[file.path] = program
+            calls.append((program, section, blocks))
+            x = self.decoder.embedding.weight.new_empty(len(x), self.decoder.embedding.weight.shape[1])
         how = f"compiled in {time.perf_counter() - began:.1f} s" if compiles else "loaded"
         log.info("engine: the step of %s is %s", self.name, how)
-        return joined(self.decoder, groups, self.taps, [programs[file.path] for file in files])
+        return partial(run_programs, calls, sorted(self.taps))
+
+
+class Section(nn.Module):
+    """Some blocks in a row, which one program computes; sections that are alike share it.
+
+    The first section is given tokens, the others what the last block before them gives; the last one gives
+    logits.
+    """
+
+    def __init__(self, decoder: Decoder, blocks: slice, first: bool, last: bool, tapped: bool) -> None:
+        super().__init__()
+        self.rotaries, self.blocks, self.tapped = decoder.rotaries, decoder.blocks[blocks], tapped
+        self.first, self.last = decoder if first else None, decoder if last else None
+
+    def forward(self, x: Tensor, feed: attention.Pass, caches: list[KeysValues]) -> list[Tensor]:
+        """Returns what each part gives if states are tapped, else what the last part gives."""
+        states = [x]
+        if self.first is not None:
+            states.append(self.first.embed(x, feed))
+        turns = {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
+        for block, cache in zip(self.blocks, caches, strict=True):
+            states.append(block(states[-1], turns, cache, feed))
+        if self.last is not None:
+            states.append(self.last.to_logits(states[-1]))
+        return states[1:] if self.tapped else states[-1:]
+
+    def extra_repr(self) -> str:  # a program's file is named by the section's repr, too
+        return f"tapped={self.tapped}"
+
+
+def run_section(
+    section: Section, x: Tensor, position_T: Tensor, first_T: Tensor, slot_T: Tensor, caches: list[KeysValues]
+) -> list[Tensor]:
+    """The function that torch traces: what differs from call to call is an argument, weights too."""
+    check: Any = torch._check
+    for tensor in (x, *(keys_GND[0] for keys_GND, _ in caches)):
+        check(tensor.shape[0] >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
+    return section(x, attention.Pass(position_T, first_T, slot_T, attention_kernel.attend), caches)
+
+
+def run_programs(
+    calls: list[tuple[Program, Section, slice]], taps: list[int], token_T: Tensor, position_T: Tensor,
+    first_T: Tensor, slot_T: Tensor, caches: list[KeysValues],
+) -> list[Tensor]:  # fmt: skip
+    """Returns the logits, then the states that are tapped."""
+    x, states = token_T, list[Tensor]()
+    for program, section, blocks in calls:
+        states += program(section, x, position_T, first_T, slot_T, caches[blocks])
+        x = states[-1]
+    return [x, *(states[number] for number in taps)]
 
 
 def kinds_of(decoder: Decoder, config: Any) -> tuple[str, ...]:
     """What may differ from block to block, in words."""
-    shapes = shape_of(config).blocks
-    return tuple(
-        f"{shape} {block} {sizes(block)}" for shape, block in zip(shapes, decoder.blocks, strict=True)
-    )
+    pairs = zip(shape_of(config).blocks, decoder.blocks, strict=True)
+    return tuple(f"{shape} {block} {sizes(block)}" for shape, block in pairs)
+
+
+def sections_of(decoder: Decoder, kinds: tuple[str, ...], tapped: bool) -> list[tuple[Section, slice]]:
+    """A small decoder is one section; of a larger one the embedding, the groups of blocks and the head are."""
+    groups, count = groups_of(kinds), len(kinds)
+    spans = groups if len(groups) == 1 else [slice(0, 0), *groups, slice(count, count)]
+    last = len(spans) - 1
+    return [
+        (Section(decoder, span, number == 0, number == last, tapped), span)
+        for number, span in enumerate(spans)
+    ]
 
 
 def groups_of(kinds: tuple[str, ...]) -> list[slice]:
@@ -136,117 +200,6 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
     period = next(p for p in range(1, count + 1) if kinds[p:] == kinds[:-p])
     size = period * max(1, GROUP // period)
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
-
-
-def program_specs(
-    decoder: Decoder, kinds: tuple[str, ...], groups: list[slice], tapped: bool, token_T: Tensor,
-    position_T: Tensor, first_T: Tensor, slot_T: Tensor, caches: list[KeysValues],
-) -> list[ProgramSpec]:  # fmt: skip
-    """The whole step, or what is before the groups, the groups, and what is behind them.
-
-    Where the model has taps, all blocks' states come out of the programs: so groups share one all the same.
-    """
-    if len(groups) == 1:
-        given = token_T, position_T, first_T, slot_T, caches
-        return [ProgramSpec(whole_with_states if tapped else whole, decoder, given, kinds)]
-    feed = attention.Pass(position_T, first_T, slot_T, attention_kernel.attend)
-    x_TH = decoder.embedding.weight.new_empty(len(token_T), decoder.embedding.weight.shape[1])
-    turns = {kind: rotary(feed) for kind, rotary in decoder.rotaries.items()}
-    middle = [
-        ProgramSpec(
-            through_with_states if tapped else through, decoder.blocks[own],
-            (x_TH, turns, position_T, first_T, slot_T, caches[own]), kinds[own],
-        )
-        for own in groups
-    ]  # fmt: skip
-    first = ProgramSpec(opening, decoder, (token_T, position_T, first_T, slot_T), kinds)
-    return [first, *middle, ProgramSpec(closing, decoder, (x_TH,), kinds)]
-
-
-def joined(decoder: Decoder, groups: list[slice], taps: tuple[int, ...], programs: list[Program]) -> Step:
-    """The step that calls the programs of `program_specs`."""
-    if len(programs) == 1:
-        only = partial(programs[0], decoder)
-        return partial(_chosen, only, taps) if taps else only
-    first, *middle, last = programs
-    blocks = [decoder.blocks[own] for own in groups]
-    of_groups = list(zip(middle, blocks, groups, strict=True))
-
-    def step(
-        token_T: Tensor, position_T: Tensor, first_T: Tensor, slot_T: Tensor, caches: list[KeysValues]
-    ) -> list[Tensor]:
-        x_TH, turns = first(decoder, token_T, position_T, first_T, slot_T)
-        states = [x_TH]
-        for program, own, where in of_groups:
-            states += program(own, states[-1], turns, position_T, first_T, slot_T, caches[where])
-        return [last(decoder, states[-1]), *(states[number] for number in sorted(taps))]
-
-    return step
-
-
-def _chosen(step: Step, taps: tuple[int, ...], *arguments: Any) -> list[Tensor]:
-    """Of a step that gives all states, those of the taps."""
-    logit_TV, *states = step(*arguments)
-    return [logit_TV, *(states[number] for number in sorted(taps))]
-
-
-# The functions that torch traces: everything that differs from call to call is an argument, weights too.
-
-
-def whole(decoder: Decoder, *given: Any) -> list[Tensor]:
-    return whole_with_states(decoder, *given)[:1]
-
-
-def whole_with_states(
-    decoder: Decoder,
-    token_T: Tensor,
-    position_T: Tensor,
-    first_T: Tensor,
-    slot_T: Tensor,
-    caches: list[KeysValues],
-) -> list[Tensor]:
-    """Logits, then what each block is given, and what the last one gives."""
-    x_TH, turns = opening(decoder, token_T, position_T, first_T, slot_T)
-    blocks = list(decoder.blocks)
-    states = [x_TH, *through_with_states(blocks, x_TH, turns, position_T, first_T, slot_T, caches)]
-    return [closing(decoder, states[-1]), *states]
-
-
-def opening(
-    decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor, slot_T: Tensor
-) -> tuple[Tensor, Turns]:
-    _never_empty(token_T)
-    return decoder.opening(token_T, attention.Pass(position_T, first_T, slot_T, attention_kernel.attend))
-
-
-def through(blocks: Any, *given: Any) -> list[Tensor]:
-    return through_with_states(blocks, *given)[-1:]
-
-
-def through_with_states(
-    blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor, slot_T: Tensor,
-    caches: list[KeysValues],
-) -> list[Tensor]:  # fmt: skip
-    """What each of the blocks gives."""
-    _never_empty(x_TH)
-    _never_empty(caches[0][0][0])
-    feed = attention.Pass(position_T, first_T, slot_T, attention_kernel.attend)
-    states = []
-    for block, cache in zip(blocks, caches, strict=True):
-        x_TH = block(x_TH, turns, cache, feed)
-        states.append(x_TH)
-    return states
-
-
-def closing(decoder: Decoder, x_TH: Tensor) -> Tensor:
-    _never_empty(x_TH)
-    return decoder.closing(x_TH)
-
-
-def _never_empty(tensor: Tensor) -> None:
-    """Says so to torch: if a size could be 0, strides would be unknown, and every layer's cache be copied."""
-    check: Any = torch._check
-    check(tensor.shape[0] >= 1)
 
 
 def has_kernels(name: str, dtype: Dtype, device: torch.device) -> bool:
