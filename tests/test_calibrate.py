@@ -159,8 +159,7 @@ def test_a_gpu_without_graphs_is_refused(why, small, monkeypatch):
     if why == "no kernels":
         monkeypatch.setattr(loader, "has_kernels", lambda *_: False)
     else:
-        monkeypatch.setattr(steps, "compiled", fails)
-        monkeypatch.setattr(steps.ProgramFile, "load", lambda _: None)
+        monkeypatch.setattr(steps, "load_or_compile", fails)
     monkeypatch.setattr(calibrate, "device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(calibrate, "describe", lambda _: "a GPU")
     player = calibrate.Player(RunConf(), ALONE, 4)

@@ -53,7 +53,7 @@ class GraphedModel(SteppedModel):
         self._refused = False  # whether a capture has failed
         if self.ranks.through_host:
             log.warning("engine: %s runs without graphs: its sums go through the host", self.name)
-        self._functions: dict[object, Function] = {}
+        self._functions: dict[object, Callable[..., Tensor]] = {}
         shape = shape_of(self.config)
         # Beyond that experts run one after the other, which waits for the choice and cannot be captured.
         self.most_tokens = min(MOST, MOST_PAIRS // shape.top_k) if shape.experts else MOST
@@ -131,18 +131,24 @@ class GraphedModel(SteppedModel):
             return function(*given)
         if key not in self._functions:
             self._functions[key] = self._function(function, given)
-        return self._functions[key](given)
+        return self._functions[key](*given)
 
-    def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Function:
+    def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Callable[..., Tensor]:
         """Captures it, or if that fails takes it as it is, and the log says why."""
-        buffers = tuple(each.clone() for each in given)
-        call = partial(function, *buffers)
-        self._warm(call)
+        buffers = tuple(tensor.clone() for tensor in given)
+        replay: Call = partial(function, *buffers)
+        self._warm(replay)
         try:
-            return Function(buffers, self._captured(call))
+            replay = self._captured(replay)
         except Exception as error:  # whatever CUDA raises
             log.warning("engine: rounds are decided without graphs: %s", first_line(error)[:200])
-            return Function(buffers, call)
+
+        def run(*given: Tensor) -> Tensor:
+            for buffer, tensor in zip(buffers, given, strict=True):
+                buffer.copy_(tensor)
+            return replay()  # type: ignore[no-any-return]
+
+        return run
 
     def _capture(self, size: int, memory: Memory) -> None:
         """Adds a graph; if that fails on any rank, steps stay compiled, and the log says why."""
@@ -190,20 +196,6 @@ class GraphedModel(SteppedModel):
         """Which of the facts hold on every rank."""
         every = self.ranks.gather_ints(list(map(int, facts))) if facts else []
         return [all(column) for column in zip(*every, strict=True)]
-
-
-@dataclass(frozen=True)
-class Function:
-    """A captured function, and the tensors that it reads."""
-
-    buffers: tuple[Tensor, ...]
-    replay: Call
-
-    def __call__(self, given: Iterable[Tensor]) -> Tensor:
-        for buffer, each in zip(self.buffers, given, strict=True):
-            buffer.copy_(each)
-        made: Tensor = self.replay()
-        return made
 
 
 class Graph:

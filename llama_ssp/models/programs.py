@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import os
 import shlex
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,17 +39,8 @@ OPTIONS_BY_DEVICE: dict[str, dict[str, Any]] = {
 # Whether torch's headers are compiled before the first program. It takes 8 s of a core once and 1 s in each
 # process; then a kernel takes 0.8 s instead of 2.9. A start compiles few kernels; tests compile hundreds.
 HEADERS_FIRST = False
-FOLDER = Path(__file__).parent
-TRACED = [  # the code that programs are made from
-    *(FOLDER / f"{name}.py" for name in ["attention", "decoder", "experts", "linear", "programs", "steps"]),
-    *(FOLDER / f"{name}.py" for name in ("assemble", "families", "shape")),  # numbers that become constants
-    FOLDER / "formats" / "coded.py",
-    *(FOLDER / "heads" / f"{name}.py" for name in ("assemble", "eagle3", "model", "settings")),
-    FOLDER.parent / "distributed" / "process_group.py",
-    *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "coded", "linear")),
-    *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "coded", "expert_stacks", "linear")),
-    *(FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "coded", "experts")),
-]
+MODELS = Path(__file__).parent  # the code that programs are made from, with the sums over ranks below
+SUMS = MODELS.parent / "distributed" / "process_group.py"
 
 
 @dataclass(frozen=True)
@@ -146,48 +136,60 @@ class Named(Protocol):
     def ranks(self) -> Ranks: ...
 
 
-class ProgramFile:
-    """A program on disk, in inductor's cache folder: the next start loads it and traces nothing.
+def load_or_compile(model: Named, spec: ProgramSpec, loaded: dict[Path, Program]) -> Program:
+    """Returns the program: from `loaded`, or from disk, or compiled, and then kept for the next start."""
+    path = program_path(model, spec)
+    program = loaded.get(path) or load(path)
+    if program is None:
+        log.info("engine: compiling a part of %s", model.name)
+        program = compiled(spec)
+        save(program, path)
+    loaded[path] = program
+    return program
 
-    Its name is a hash of all that it was made from; weights are not in it. It may not exist yet.
+
+def program_path(model: Named, spec: ProgramSpec) -> Path:
+    """Names a program by a hash of all that it is made from; weights are not in it."""
+    versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
+    config = model.config.to_json_string(use_diff=False)
+    module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
+    options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
+    words = *versions, config, *module, model.device, model.ranks.label, options, _code()
+    name = hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()[:16]
+    return cache_folder() / f"step-{name}.bin"
+
+
+@cache
+def _code() -> str:
+    files = [SUMS, *sorted(MODELS.rglob("*.py")), *sorted(MODELS.rglob("*.cpp"))]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def load(path: Path) -> Program | None:
+    """Returns the program, ready to be called; None if there is none that works.
+
+    What is in the file is run: only this user may be able to write it and its folder.
     """
-
-    def __init__(self, model: Named, spec: ProgramSpec) -> None:
-        self.spec, self._name = spec, model.name
-        versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
-        config = model.config.to_json_string(use_diff=False)
-        module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
-        options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
-        words = *versions, config, *module, model.device, model.ranks.label, options
-        code = [file.read_text(encoding="utf-8") for file in TRACED]
-        name = hashlib.sha256("\0".join([*map(str, words), *code]).encode()).hexdigest()[:16]
-        self.path = cache_folder() / f"step-{name}.bin"
-
-    def load(self) -> Any | None:
-        """The program, ready to be called; None if there is none that works.
-
-        What is in the file is run: only this user may be able to write it and its folder.
-        """
-        try:
-            if not is_ours(self.path):
-                return None
-            with self.path.open("rb") as file, quick_builds():
-                program: Any = torch.compiler.load_compiled_function(file)
-            program.disable_guard_check()
-        except Exception as error:  # whatever torch raises for a file that is not whole
-            log.debug("engine: %s: %s: %s", self.path, type(error).__name__, error)
+    try:
+        if not is_ours(path):
             return None
-        return program
+        with path.open("rb") as file, quick_builds():
+            program: Any = torch.compiler.load_compiled_function(file)
+        program.disable_guard_check()
+    except Exception as error:  # whatever torch raises for a file that is not whole
+        log.debug("engine: %s: %s: %s", path, type(error).__name__, error)
+        return None
+    return program  # type: ignore[no-any-return]
 
-    def save(self, program: Any) -> None:
-        """Writes the program; if that fails, the next start compiles again."""
-        part = self.path.with_suffix(f".{os.getpid()}.part")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            program.save_compiled_function(str(part))
-            part.chmod(0o600)
-            part.replace(self.path)
-        except Exception as error:  # whatever torch finds in a module that it cannot write
-            with suppress(OSError):
-                part.unlink()
-            log.debug("engine: a program of %s is not kept: %s", self._name, error)
+
+def save(program: Any, path: Path) -> None:
+    """Writes the program; if that fails, the next start compiles again."""
+    part = part_of(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        program.save_compiled_function(str(part))
+        part.chmod(0o600)
+        part.replace(path)
+    except Exception as error:  # whatever torch finds in a module that it cannot write
+        part.unlink(missing_ok=True)
+        log.debug("engine: %s is not kept: %s", path, error)

@@ -30,7 +30,7 @@ from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear
 from llama_ssp.models.kernels.build import complaint, triton_runs
 from llama_ssp.models.kv_cache import Feed
-from llama_ssp.models.programs import Program, ProgramFile, ProgramSpec, compiled, sizes
+from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 
@@ -104,26 +104,16 @@ class SteppedModel(DecoderModel):
         return not self._failed
 
     def _programs(self, arguments: Arguments) -> Step:
-        """Loads the programs of all sections, and compiles and keeps those that are not on disk."""
-        began, compiles = time.perf_counter(), False
+        began = time.perf_counter()
         x, *where, caches = arguments
-        programs: dict[Path, Program] = {}
+        loaded: dict[Path, Program] = {}
         calls: list[tuple[Program, Section, slice]] = []
         kinds = kinds_of(self.decoder, self.config)
         for section, blocks in sections_of(self.decoder, kinds, tapped=bool(self.taps)):
             spec = ProgramSpec(run_section, section, (x, *where, caches[blocks]), kinds[blocks])
-            file = ProgramFile(self, spec)
-            program = programs.get(file.path) or file.load()
-            if program is None:
-                if not compiles:
-                    log.info("engine: compiling the step of %s", self.name)
-                compiles, program = True, compiled(spec)
-                file.save(program)
-            programs[file.path] = program
-            calls.append((program, section, blocks))
+            calls.append((load_or_compile(self, spec, loaded), section, blocks))
             x = self.decoder.embedding.weight.new_empty(len(x), self.decoder.embedding.weight.shape[1])
-        how = f"compiled in {time.perf_counter() - began:.1f} s" if compiles else "loaded"
-        log.info("engine: the step of %s is %s", self.name, how)
+        log.info("engine: the step of %s is ready in %.1f s", self.name, time.perf_counter() - began)
         return partial(run_programs, calls, sorted(self.taps))
 
 
@@ -162,7 +152,8 @@ def run_section(
     check: Any = torch._check
     for tensor in (x, *(keys_GND[0] for keys_GND, _ in caches)):
         check(tensor.shape[0] >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
-    return section(x, attention.Pass(position_T, first_T, slot_T, attention_kernel.attend), caches)
+    feed = attention.Pass(position_T, first_T, slot_T, attention_kernel.attend)
+    return section(x, feed, caches)  # type: ignore[no-any-return]
 
 
 def run_programs(
@@ -184,7 +175,7 @@ def kinds_of(decoder: Decoder, config: Any) -> tuple[str, ...]:
 
 
 def sections_of(decoder: Decoder, kinds: tuple[str, ...], tapped: bool) -> list[tuple[Section, slice]]:
-    """A small decoder is one section; of a larger one the embedding, the groups of blocks and the head are."""
+    """A small decoder is one section; a larger one is the embedding, groups of blocks, and the head."""
     groups, count = groups_of(kinds), len(kinds)
     spans = groups if len(groups) == 1 else [slice(0, 0), *groups, slice(count, count)]
     last = len(spans) - 1
@@ -195,10 +186,14 @@ def sections_of(decoder: Decoder, kinds: tuple[str, ...], tapped: bool) -> list[
 
 
 def groups_of(kinds: tuple[str, ...]) -> list[slice]:
-    """The blocks in groups of about GROUP that repeat each other; the last may be shorter."""
+    """Returns the blocks in groups that repeat each other, of at most GROUP if the blocks' period allows it.
+
+    The groups are equally long if they can be, so that one program serves all; else the last one is shorter.
+    """
     count = len(kinds)
     period = next(p for p in range(1, count + 1) if kinds[p:] == kinds[:-p])
-    size = period * max(1, GROUP // period)
+    lengths = [period * periods for periods in range(max(1, GROUP // period), 0, -1)]
+    size = next((length for length in lengths if length > 1 and count % length == 0), lengths[0])
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 

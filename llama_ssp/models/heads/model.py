@@ -19,7 +19,7 @@ from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kv_cache import Tally
-from llama_ssp.models.programs import Program, ProgramFile, ProgramSpec, compiled
+from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import WIDEST
@@ -171,12 +171,8 @@ class Eagle3Model(HeadModel):
     def _compile(self, *given: Any) -> Program | None:
         """Loads or compiles the step; None if the head cannot be compiled."""
         try:
-            file = ProgramFile(self, ProgramSpec(draft_step, self.head, given, (repr(self.settings),)))
-            self._program = file.load()
-            if self._program is None:
-                log.info("engine: compiling the step of %s", self.name)
-                self._program = compiled(file.spec)
-                file.save(self._program)
+            spec = ProgramSpec(draft_step, self.head, given, (repr(self.settings),))
+            self._program = load_or_compile(self, spec, {})
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises
