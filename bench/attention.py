@@ -1,12 +1,13 @@
-"""Attention of steps on a CPU against the memory's speed: ours, and torch's with repeated keys and a mask.
+"""Attention of steps on a CPU against the memory's speed: ours, torch's of grouped heads, and one compiled.
 
     python bench/attention.py [heads=16] [kv_heads=2] [size=128] [seconds=3] [contexts=1024,4096,16384,32768]
                               [write=FILE.md]
 
 For one token and for five (K = 4), with one thread and with two, milliseconds of one layer: the bytes of its
-cache in bf16 at the bandwidth measured here (summing), our kernel's, torch's (as transformers calls it), and
-the ratios to the first. There are as many layers as no processor's cache holds. All take turns. The least
-time of each layer counts, as disturbances only add time; in brackets is the ratio of the medians.
+cache in bf16 at the bandwidth measured here (summing), our kernel's, torch's (scaled_dot_product_attention
+with enable_gqa), those of `attend_rows` compiled for this very context, and the ratios to the first. There
+are as many layers as no processor's cache holds. All take turns. The least time of each layer counts, as
+disturbances only add time; in brackets is the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from words import Words  # noqa: E402
 
-from llama_ssp.models.attention import Pass, Scores  # noqa: E402
+from llama_ssp.models.attention import Pass, Scores, attend_rows  # noqa: E402
 from llama_ssp.models.kernels import attention as kernel  # noqa: E402
 from llama_ssp.models.kernels import large_pages  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
 CPU = torch.device("cpu")
 HELD = 128 * 2**20  # bytes of all layers: several times a processor's cache
-BYTES, OURS, TORCH = "bytes", "ours", "torch"
+BYTES, OURS, TORCH, COMPILED = "bytes", "ours", "torch", "compiled"
 Work = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -56,20 +57,26 @@ def layers_of(settings: Settings, context: int) -> list[list[Tensor]]:
     return [[large_pages.empty(shape, torch.bfloat16).normal_() for _ in "kv"] for _ in range(count)]
 
 
-def works(settings: Settings, context: int, tokens: int) -> tuple[Work, Work]:
-    """Our attention and torch's, of a layer's keys and values."""
+def works(settings: Settings, context: int, tokens: int) -> dict[str, Work]:
+    """Every contender's attention, of a layer's keys and values."""
     feed = Pass.of([(0, context - tokens, tokens)], CPU)
     query_THD = torch.randn(tokens, settings.heads, settings.size).bfloat16()
     scores = Scores(settings.size**-0.5)
     mask_TS = torch.arange(context) <= feed.position_T[:, None]
-    group = settings.heads // settings.kv_heads
 
     def by_torch(keys_GND: Tensor, values_GND: Tensor) -> Tensor:
-        keys, values = (part[None].repeat_interleave(group, 1) for part in (keys_GND, values_GND))
-        query = query_THD.transpose(0, 1)[None]
-        return functional.scaled_dot_product_attention(query, keys, values, mask_TS, scale=scores.scale)
+        query, keys, values = query_THD.transpose(0, 1)[None], keys_GND[None], values_GND[None]
+        return functional.scaled_dot_product_attention(
+            query, keys, values, mask_TS, scale=scores.scale, enable_gqa=True
+        )
 
-    return lambda keys, values: kernel.attend(feed, query_THD, keys, values, scores, None), by_torch
+    return {
+        OURS: lambda keys, values: kernel.attend(feed, query_THD, keys, values, scores, None),
+        TORCH: by_torch,
+        COMPILED: torch.compile(
+            lambda keys, values: attend_rows(feed, query_THD, keys, values, scores, None), dynamic=False
+        ),
+    }
 
 
 def timed(todo: dict[str, list[Callable[[], object]]], seconds: float) -> dict[str, Tensor]:
@@ -88,24 +95,24 @@ def timed(todo: dict[str, list[Callable[[], object]]], seconds: float) -> dict[s
 
 def line(settings: Settings, layers: list[list[Tensor]], summed: Tensor, tokens: int) -> list[str]:
     context = layers[0][0].shape[1]
-    ours, by_torch = works(settings, context, tokens)
-    todo: dict[str, list[Callable[[], object]]] = {
-        BYTES: [partial(torch.sum, piece) for piece in summed],
-        OURS: [partial(ours, *layer) for layer in layers],
-        TORCH: [partial(by_torch, *layers[0])],
-    }
+    todo: dict[str, list[Callable[[], object]]] = {BYTES: [partial(torch.sum, piece) for piece in summed]}
+    for name, work in works(settings, context, tokens).items():
+        work(*layers[0])  # compiles
+        todo[name] = [partial(work, *layer) for layer in layers]
     took = timed(todo, settings.seconds)
     took[BYTES] *= sum(part.nbytes for part in layers[0]) / summed[0].nbytes
     least = {name: float(times.amin(0).mean()) for name, times in took.items()}
     middle = {name: float(times.mean(1).median()) for name, times in took.items()}
-    ratios = [f"{least[n] / least[BYTES]:.2f} ({middle[n] / middle[BYTES]:.2f})" for n in (OURS, TORCH)]
+    over = [(least[name] / least[BYTES], middle[name] / middle[BYTES]) for name in (OURS, TORCH, COMPILED)]
+    ratios = [f"{ratio:.2f} ({of_medians:.2f})" for ratio, of_medians in over]
     return [str(context), str(tokens), *(f"{ms:.3f}" for ms in least.values()), *ratios]
 
 
 def main() -> None:
     settings = Settings.of(sys.argv[1:])
     kernel.operators()
-    table = [["threads", "context", "tokens", BYTES, OURS, TORCH, "ours / bytes", "torch / bytes"]]
+    names = OURS, TORCH, COMPILED
+    table = [["threads", "context", "tokens", BYTES, *names, *(f"{name} / bytes" for name in names)]]
     summed = large_pages.empty((16, HELD // 64), torch.float32).fill_(1)
     with torch.inference_mode():
         for context in map(int, settings.contexts.split(",")):
