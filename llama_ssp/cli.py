@@ -213,7 +213,7 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     from llama_ssp.config import validation as checks
     from llama_ssp.config.validation.cluster import check_scheduler_keys, check_sharing
     from llama_ssp.planner.resolve import pair_specs
-    from llama_ssp.report.plots import check_pictures
+    from llama_ssp.report.plots import check_plot
     from llama_ssp.tasks.inputs import RunInputs
     from llama_ssp.text.prompts import Reading, read_prompts
 
@@ -228,7 +228,7 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
         return planning.execute(checked, rank_environment().world, leads, place)
     if isinstance(task, BatchConf) and (code := _shared(checked, job)) is not None:
         return code
-    check_pictures(task.pictures)
+    check_plot(getattr(task, "plot", None))
     pairs = pair_specs(checked, job.folders, rank_environment().world)
     recorded = checked if task.named_pairs else pairs[0].run
     # The leader reads prompts and draws the seed, and broadcasts both.

@@ -10,7 +10,6 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -214,10 +213,7 @@ def test_an_error_shows_a_long_path_in_part_and_others_whole(command: Command) -
 
 def test_each_key_is_described_once() -> None:
     for schema in SCHEMAS:
-        known = {entry.name for entry in fields(schema)}
-        texts = descriptions(schema)
-        assert known == {*texts} | ({"name"} & known), schema
-        assert all(text.endswith((".", ")", "'")) for text in texts.values()), schema
+        assert all(text.endswith(".") for text in descriptions(schema).values()), schema
     described = {key.name for group in GROUPS[:6] for key in keys_of_group(group)}
     assert {key for key in key_types() if key.startswith("sampling.")} <= described
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from llama_ssp.errors import StorageError, UsageError
 from llama_ssp.report.live_view import STYLES, Scene, Track, bars, save, trace_line, verdict
-from llama_ssp.report.plots import check_pictures
+from llama_ssp.report.plots import check_plot
 from llama_ssp.speculative.stats import Counts
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=60)
@@ -162,5 +162,5 @@ def test_a_picture_in_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write the picture"):
         save([scene()], tmp_path / "no" / "a.svg", 80, "")
     with pytest.raises(UsageError, match="in no folder"):
-        check_pictures({"plot": str(tmp_path / "no" / "a.svg")})
-    check_pictures({"plot": str(tmp_path / "a.svg")})
+        check_plot(str(tmp_path / "no" / "a.svg"))
+    check_plot(str(tmp_path / "a.svg"))

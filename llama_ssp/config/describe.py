@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
-from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from llama_ssp.config.run import RunConf
 from llama_ssp.config.schema import ModelConf
 from llama_ssp.config.tasks import TASKS
-
-ATTRIBUTE = re.compile(r"    (\w+): (.*)")  # of a docstring without its margin
 
 
 @dataclass(frozen=True)
@@ -29,25 +25,14 @@ class Key:
 
 
 def intro(schema: type) -> list[str]:
-    """The description of a schema, without that of its keys: its first line, and the rest in one."""
-    first, _, rest = inspect.cleandoc(schema.__doc__ or "").partition("\n\nAttributes:")[0].partition("\n\n")
+    """The description of a schema: its first line, and the rest in one."""
+    first, _, rest = inspect.cleandoc(schema.__doc__ or "").partition("\n\n")
     return [" ".join(part.split()) for part in (first, rest) if part]
 
 
-@cache
 def descriptions(schema: type) -> dict[str, str]:
-    """The description of each key, those of the schema's bases too."""
-    found = dict[str, str]()
-    for base in reversed(schema.__mro__):
-        name = ""
-        text = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2] if base.__doc__ else ""
-        for line in text.splitlines():
-            if head := ATTRIBUTE.fullmatch(line):
-                name = head[1]
-                found[name] = head[2]
-            elif name:
-                found[name] += f" {line.strip()}"
-    return found
+    """The description of each key."""
+    return {entry.name: entry.metadata.get("about", "") for entry in fields(schema)}
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
@@ -99,7 +84,7 @@ def _allowed(hint: Any, entry: Field[Any]) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "|".join(choice.value for choice in hint)
     if "range" in entry.metadata:
-        low, high, _, above, _ = entry.metadata["range"]
+        low, high, above = entry.metadata["range"]
         if high >= 2**20:
             return f"{'above' if above else 'from'} {low:g}"
         return f"above {low:g}, up to {high:g}" if above else f"{low:g}..{high:g}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,8 @@ from llama_ssp.config.schema import (
     SamplingConfig,
     SpeculationConfig,
     Steps,
+    key,
+    not_empty,
     number,
 )
 from llama_ssp.config.tasks import TASKS, TaskConf
@@ -30,38 +32,23 @@ SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab",
 
 @dataclass
 class RunConf:
-    """The whole run.
+    """The whole run."""
 
-    Attributes:
-        model: The target: a preset, a folder, a GGUF file, or ORG/NAME on the Hugging Face hub.
-        draft: The draft model, in the same way; none is no draft. Without a target of your own: the shipped
-            one.
-        placement: Which ranks and devices hold what.
-        cluster: The machines, for plans and schedulers.
-        sampling: The distribution that is sampled from.
-        speculation: How tokens are drafted and verified.
-        task: What the run does.
-        plan: The plan that the run is compared with.
-        engine: Whether steps are compiled; auto compiles on one GPU, and on a CPU where that pays.
-        download: Fetch models from the Hugging Face hub that are not on this machine.
-        seed: The seed of all random numbers; null draws one.
-        output: What goes to standard output: text, one json document at the end, or jsonl with a line a text.
-        out: The folder for run folders; null writes none.
-    """
-
-    model: ModelConf = field(default_factory=ModelConf)
-    draft: ModelConf | None = None
-    placement: PlacementConf = field(default_factory=PlacementConf)
-    cluster: ClusterConf = field(default_factory=ClusterConf)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    task: TaskConf = field(default_factory=TaskConf)
-    plan: PlanningConf = field(default_factory=PlanningConf)
-    engine: Steps = Steps.auto
-    download: bool = False
-    seed: int | None = number(None, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
-    output: Output = Output.text
-    out: str | None = "outputs"
+    model: ModelConf = key(ModelConf, "The target: a preset, a folder, a GGUF file, or ORG/NAME on the hub.")
+    draft: ModelConf | None = key(None, "The draft, in the same way; none is no draft.")
+    placement: PlacementConf = key(PlacementConf, "Which ranks and devices hold what.")
+    cluster: ClusterConf = key(ClusterConf, "The machines, for plans and schedulers.")
+    sampling: SamplingConfig = key(SamplingConfig, "The distribution that is sampled from.")
+    speculation: SpeculationConfig = key(SpeculationConfig, "How tokens are drafted and verified.")
+    task: TaskConf = key(TaskConf, "What the run does.")
+    plan: PlanningConf = key(PlanningConf, "The plan that the run is compared with.")
+    engine: Steps = key(Steps.auto, "Whether steps are compiled; auto: on one GPU, on a CPU where it pays.")
+    download: bool = key(False, "Fetch models from the Hugging Face hub that are not on this machine.")
+    seed: int | None = number(None, 0, MAX_SEED, "The seed of all random numbers; null draws one.")
+    output: Output = key(
+        Output.text, "Standard output: text, one json document, or jsonl with a line a text."
+    )
+    out: str | None = not_empty("The folder for run folders; null writes none.", "outputs")
 
     @property
     def has_draft_model(self) -> bool:
@@ -98,11 +85,11 @@ def key_types(schema: type = RunConf, prefix: str = "") -> dict[str, Any]:
     """The type of every dotted key of the schema, of all tasks."""
     result, hints = dict[str, Any](), get_type_hints(schema)
     for entry in fields(schema):
-        key = prefix + entry.name
-        result[key] = hints[entry.name]
-        for inner in TASKS.values() if key == "task" else kinds_of(result[key]):
+        name = prefix + entry.name
+        result[name] = hints[entry.name]
+        for inner in TASKS.values() if name == "task" else kinds_of(result[name]):
             if is_dataclass(inner):
-                result |= key_types(inner, f"{key}.")
+                result |= key_types(inner, f"{name}.")
     return result
 
 
@@ -116,7 +103,7 @@ def resolved(value: Any) -> Any:
     if is_dataclass(value):
         return {entry.name: resolved(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, dict):
-        return {key: resolved(item) for key, item in value.items()}
+        return {name: resolved(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [resolved(item) for item in value]
     return value.name if isinstance(value, Enum) else value

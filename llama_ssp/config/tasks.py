@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
@@ -16,42 +15,43 @@ from llama_ssp.config.schema import (
     LogprobsOf,
     OnBadRow,
     SpeculationConfig,
+    key,
+    not_empty,
     number,
     share,
 )
 from llama_ssp.errors import UsageError
 
-PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
-PLOTS = (".png", ".svg", ".pdf")
-SCREENS = (".svg", ".html")
 MOST_ROWS = 4096
 MAX_LOGPROBS = 20  # alternatives a token, as in OpenAI's API
 MOST_CERTIFIED = 16  # drafts a round, which may be decided in 2^16 ways
+# Descriptions of keys that several tasks have.
+PREFILL_CHUNK = "Tokens of a prompt that one forward pass reads."
+LOGPROBS = (
+    "Give each token's log-probability, and those of the N likeliest tokens in its place; 0 is its own."
+)
+LOGPROBS_OF = "Whose log-probabilities: the target's at temperature 1, or those sampled from."
 
 
-def picture(*endings: str) -> Any:
+def picture(what: str, endings: str = "png|svg|pdf", null: str = "null is plot.svg in the run folder") -> Any:
     """A field for the name of a picture, with one of these endings; null by default."""
-    return field(default=None, metadata={"endings": endings})
+    about = f"The picture of {what}, as .{endings.replace('|', ', .')}; {null}."
+    return key(None, about, shape=rf".*\.({endings})", allowed=f"a name with the ending {endings}")
+
+
+def pair_names(verb: str) -> Any:
+    about = f"Pairs of presets to {verb}: TARGET or TARGET/DRAFT each; [] is the run's own pair."
+    return key(list, about, shape=r"\w[\w.+-]*(/\w[\w.+-]*)?", allowed="TARGET or TARGET/DRAFT")
 
 
 @dataclass
 class TaskConf:
-    """A task. The first line of its description is its line in --help.
-
-    Attributes:
-        name: The task's name.
-    """
+    """A task. The first line of its description is its line in --help."""
 
     groups = "model draft sampling speculation placement cluster"  # of the run, that the task uses
     measures_costs = False  # whether an adaptive K goes by measured costs of rounds
 
-    name: str = MISSING
-
-    @property
-    def pictures(self) -> dict[str, str]:
-        """The names of pictures, by key."""
-        keys = [entry.name for entry in fields(self) if "endings" in entry.metadata]
-        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+    name: str = key(MISSING, "The task's name.")
 
     @property
     def writes_past_end(self) -> bool:
@@ -65,45 +65,23 @@ class TaskConf:
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         """Raises UsageError for values that rule each other out. Types and ranges have been checked."""
-        for entry in fields(self):
-            value, key = getattr(self, entry.name), f"task.{entry.name}"
-            distinct = "range" in entry.metadata or entry.name == "pairs"
-            if distinct and isinstance(value, list) and len(set(value)) < len(value):
-                raise UsageError(f"{key} holds an entry twice", found=value, fix="give each once")
-            endings = entry.metadata.get("endings")
-            if endings and value is not None and not value.endswith(endings):
-                fix = "let its ending say which kind of picture it is"
-                raise UsageError(
-                    f"{key} is not the name of a picture", "", repr(value), ", ".join(endings), fix
-                )
-            if entry.name == "stop" and "" in value:
-                fix = "an empty stop string would end every text at once; drop it"
-                raise UsageError("task.stop holds an empty string", "", "''", "non-empty strings", fix)
+        for name in ("pairs", "seeds", "sizes", "lengths", "ks", "nodes"):
+            value = getattr(self, name, [])
+            if len({*value}) < len(value):
+                raise UsageError(f"task.{name} holds an entry twice", found=value, fix="give each once")
 
 
 @dataclass
 class PromptedConf(TaskConf):
-    """A task that continues prompts. Without prompts of the user it has its own (text/prompts.py).
+    """A task that continues prompts. Without prompts of the user it has its own (text/prompts.py)."""
 
-    Attributes:
-        prompts: The prompts, as a list of quoted texts; each prompt=TEXT adds one.
-        prompt_file: A text file with a prompt a line, or .jsonl with an object a line (prompt, id); - is
-            standard input.
-        on_bad_row: What a prompt that cannot be read does to the run: fail ends it, skip leaves the prompt
-            out.
-        chat: Put each prompt into the target's chat template.
-        system: The system message of the chat.
-        max_new_tokens: The longest continuation, in tokens.
-        prefill_chunk: Tokens of a prompt that one forward pass reads.
-    """
-
-    prompts: list[str] | None = None
-    prompt_file: str | None = None
-    on_bad_row: OnBadRow = OnBadRow.fail
-    chat: bool = False
-    system: str | None = None
-    max_new_tokens: int = number(128, 1, MAX_INT)
-    prefill_chunk: int = number(512, 1, 2**20)
+    prompts: list[str] | None = key(None, "The prompts; each prompt=TEXT adds one.")
+    prompt_file: str | None = not_empty("A prompt a line; of .jsonl prompt and id; - is standard input.")
+    on_bad_row: OnBadRow = key(OnBadRow.fail, "An unreadable prompt: fail ends the run, skip leaves it out.")
+    chat: bool = key(False, "Put each prompt into the target's chat template.")
+    system: str | None = key(None, "The system message of the chat.")
+    max_new_tokens: int = number(128, 1, MAX_INT, "The longest continuation, in tokens.")
+    prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
@@ -120,18 +98,11 @@ class PromptedConf(TaskConf):
 
 @dataclass
 class TextConf(PromptedConf):
-    """A task that shows what it writes. Without `chat`, names of special tokens in a prompt are text.
+    """A task that shows what it writes. Without `chat`, names of special tokens in a prompt are text."""
 
-    Attributes:
-        stop: Texts, or names of special tokens, that end a continuation; they are left out of it. Each
-            stop=TEXT adds one.
-        ignore_eos: Continue after the model's end token.
-        special_tokens: Read names of special tokens in a prompt as those tokens.
-    """
-
-    stop: list[str] = field(default_factory=list)
-    ignore_eos: bool = False
-    special_tokens: bool = False
+    stop: list[str] = not_empty("Texts or special tokens that end a text; each stop=TEXT adds one.", list)
+    ignore_eos: bool = key(False, "Continue after the model's end token.")
+    special_tokens: bool = key(False, "Read names of special tokens in a prompt as those tokens.")
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
@@ -142,26 +113,16 @@ class TextConf(PromptedConf):
 
 @dataclass
 class GenerateConf(TextConf):
-    """Continue prompts: from the command line, a file, standard input.
-
-    Attributes:
-        batch_size: Prompts at a time.
-        trace: Show every round: drafted, accepted and corrected tokens.
-        logprobs: Print each token's log-probability, and those of the N likeliest tokens in its place; 0
-            gives its own alone.
-        logprobs_of: The distribution of the log-probabilities: the target's own at temperature 1, or the one
-            sampled from.
-        echo: Also give the prompt's tokens; with max_new_tokens=0 nothing else.
-    """
+    """Continue prompts: from the command line, a file, standard input."""
 
     measures_costs = True
 
-    max_new_tokens: int = number(128, 0, MAX_INT, "0 scores the prompt, with task.echo=true")
-    batch_size: int = number(8, 1, MOST_ROWS)
-    trace: bool = False
-    logprobs: int | None = number(None, 0, MAX_LOGPROBS, "null turns them off")
-    logprobs_of: LogprobsOf = LogprobsOf.target
-    echo: bool = False
+    max_new_tokens: int = number(128, 0, MAX_INT, "Tokens of a continuation at most; 0 needs echo=true.")
+    batch_size: int = number(8, 1, MOST_ROWS, "Prompts at a time.")
+    trace: bool = key(False, "Show every round: drafted, accepted and corrected tokens.")
+    logprobs: int | None = number(None, 0, MAX_LOGPROBS, LOGPROBS)
+    logprobs_of: LogprobsOf = key(LogprobsOf.target, LOGPROBS_OF)
+    echo: bool = key(False, "Also give the prompt's tokens; with max_new_tokens=0 nothing else.")
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
@@ -174,11 +135,7 @@ class GenerateConf(TextConf):
 
 
 def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
-    """Raises UsageError for entries of `task.pairs` that name no pair, or a draft where none drafts."""
-    for name in pairs:
-        if not PAIR.fullmatch(name):
-            allowed, fix = "TARGET or TARGET/DRAFT", "use the names under conf/model, such as 13B/7B"
-            raise UsageError("a task.pairs entry is not a pair", "", repr(name), allowed, fix)
+    """Raises UsageError for entries of `task.pairs` that name a draft where none drafts."""
     drafted = [name for name in pairs if "/" in name and not name.endswith("/none")]
     if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
         what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
@@ -196,23 +153,15 @@ def check_drafts(task: str, key: str, spec: SpeculationConfig, has_draft: bool) 
 
 @dataclass
 class ChatConf(TaskConf):
-    """Talk with the model on a terminal; a pipe has a message a line.
-
-    Attributes:
-        system: The system message.
-        stop: A reply ends at any of these strings, or special tokens of these names.
-        context: The most tokens of the whole conversation; never more than the model's own.
-        max_new_tokens: The most tokens of a reply.
-        prefill_chunk: Tokens of a prompt in one forward pass.
-    """
+    """Talk with the model on a terminal; a pipe has a message a line."""
 
     measures_costs = True
 
-    system: str | None = None
-    stop: list[str] = field(default_factory=list)
-    context: int = number(4096, 16, MAX_INT)
-    max_new_tokens: int = number(512, 1, MAX_INT)
-    prefill_chunk: int = number(512, 1, 2**20)
+    system: str | None = key(None, "The system message.")
+    stop: list[str] = not_empty("Texts, or names of special tokens, that end a reply.", list)
+    context: int = number(4096, 16, MAX_INT, "Tokens of the conversation, at most; or the model's own.")
+    max_new_tokens: int = number(512, 1, MAX_INT, "The most tokens of a reply.")
+    prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
 
 
 @dataclass
@@ -221,32 +170,22 @@ class EvalConf(TaskConf):
 
     The score is highest with sampling=greedy. The first n questions of each seed are scored for every n of
     `sizes`.
-
-    Attributes:
-        pairs: Pairs of presets to score: TARGET or TARGET/DRAFT each; [] scores the run's own pair.
-        seeds: Seeds of sets of questions.
-        sizes: Numbers of questions of each set.
-        quick: Ask 10 questions of one seed.
-        shots: Solved examples before each question.
-        max_new_tokens: The longest answer, in tokens.
-        batch_size: Questions at a time.
-        plot: The picture of the scores, as .png, .svg or .pdf; null is plot.svg in the run folder.
     """
 
-    pairs: list[str] = field(default_factory=list)
-    seeds: list[int] = number(lambda: [0, 1, 2, 3], 0, MAX_SEED)
-    sizes: list[int] = number(lambda: [1000], 1, 10**6)
-    quick: bool = False
-    shots: int = number(4, 0, 100)
-    max_new_tokens: int = number(6, 1, MAX_INT)
-    batch_size: int = number(64, 1, MOST_ROWS)
-    plot: str | None = picture(*PLOTS)
+    pairs: list[str] = pair_names("score")
+    seeds: list[int] = number(lambda: [0, 1, 2, 3], 0, MAX_SEED, "Seeds of sets of questions.")
+    sizes: list[int] = number(lambda: [1000], 1, 10**6, "Numbers of questions of each set.")
+    quick: bool = key(False, "Ask 10 questions of one seed.")
+    shots: int = number(4, 0, 100, "Solved examples before each question.")
+    max_new_tokens: int = number(6, 1, MAX_INT, "The longest answer, in tokens.")
+    batch_size: int = number(64, 1, MOST_ROWS, "Questions at a time.")
+    plot: str | None = picture("the scores")
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        for key, values in (("seeds", self.seeds), ("sizes", self.sizes)):
+        for name, values in (("seeds", self.seeds), ("sizes", self.sizes)):
             if not values:
-                raise UsageError(f"task.{key} is an empty list", fix=f"leave it out, or write task.{key}=[1]")
+                raise UsageError(f"task.{name} is an empty list", fix=f"leave it out, or write {name}=[1]")
         check_pairs(self.pairs, spec)
 
 
@@ -255,14 +194,11 @@ class CompareConf(TextConf):
     """Regular and speculative sampling of a prompt, side by side.
 
     Without a prompt it asks on the terminal. One sampling runs after the other.
-
-    Attributes:
-        plot: The picture of each comparison's end, as .svg or .html; null saves none.
     """
 
     measures_costs = True
 
-    plot: str | None = picture(*SCREENS)
+    plot: str | None = picture("each comparison's end", "svg|html", "null saves none")
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
@@ -280,31 +216,19 @@ class MeasureConf(PromptedConf):
 
     Without prompts it continues fifteen sentences. Contenders take turns, after a warm-up that does not
     count.
-
-    Attributes:
-        suite: A published file of questions, of several turns each (text/suites.py).
-        pairs: Pairs of presets to measure: TARGET or TARGET/DRAFT each; [] measures the run's own pair.
-        lengths: Lengths of prompts of random tokens, one prompt each, instead of texts.
-        ks: Drafted tokens a round (K) to measure the pair with.
-        repeats: Measurements of each contender.
-        max_new_tokens: Tokens of each continuation.
-        ignore_eos: Continue after the model's end token, so that all texts are of one length; null is true,
-            but false with a suite.
-        batch_size: Prompts at a time.
-        plot: The picture of the speeds, as .png, .svg or .pdf; null is plot.svg in the run folder.
     """
 
     measures_costs = True
 
-    suite: str | None = None
-    pairs: list[str] = field(default_factory=list)
-    lengths: list[int] = number(list, 1, 2**20)
-    ks: list[int] = number(lambda: [1, 2, 4, 8], 1, MAX_K)
-    repeats: int = number(6, 1, 1000)
-    max_new_tokens: int = number(64, 1, MAX_INT)
-    ignore_eos: bool | None = None
-    batch_size: int = number(1, 1, MOST_ROWS)
-    plot: str | None = picture(*PLOTS)
+    suite: str | None = not_empty("A published file of questions, of several turns each (text/suites.py).")
+    pairs: list[str] = pair_names("measure")
+    lengths: list[int] = number(list, 1, 2**20, "Lengths of prompts of random tokens, instead of texts.")
+    ks: list[int] = number(lambda: [1, 2, 4, 8], 1, MAX_K, "Drafted tokens a round (K) to measure with.")
+    repeats: int = number(6, 1, 1000, "Measurements of each contender.")
+    max_new_tokens: int = number(64, 1, MAX_INT, "Tokens of each continuation.")
+    ignore_eos: bool | None = key(None, "Continue after the end token; null is true, but false with a suite.")
+    batch_size: int = number(1, 1, MOST_ROWS, "Prompts at a time.")
+    plot: str | None = picture("the speeds")
 
     @property
     def writes_past_end(self) -> bool:
@@ -333,24 +257,15 @@ class CertifyConf(PromptedConf):
 
     Texts of each prompt are sampled regularly, speculatively, and by a rule that is wrong on purpose, and
     their distributions are compared. Distributions of rounds are computed exactly.
-
-    Attributes:
-        samples: Sampled texts of each prompt, for each way of sampling.
-        max_new_tokens: Tokens of each sampled text.
-        law_tokens: Tokens of the long texts, `batch_size` of them, whose rounds are examined one by one.
-        law_rounds: Rounds of the long texts whose distributions are computed exactly, at most.
-        greedy_tokens: Tokens of each greedy text.
-        false_alarm: The share of runs, at most, in which a correct sampler fails.
-        batch_size: Texts at a time.
     """
 
-    samples: int = number(128, 8, 10**6, "fewer texts tell nothing")
-    max_new_tokens: int = number(8, 1, MAX_INT)
-    law_tokens: int = number(192, 1, MAX_INT)
-    law_rounds: int = number(64, 1, 10**6)
-    greedy_tokens: int = number(96, 1, MAX_INT)
-    false_alarm: float = number(0.001, 1e-3, 0.5, "the shuffles resolve no smaller rate")
-    batch_size: int = number(32, 1, MOST_ROWS)
+    samples: int = number(128, 8, 10**6, "Sampled texts of each prompt, for each way of sampling.")
+    max_new_tokens: int = number(8, 1, MAX_INT, "Tokens of each sampled text.")
+    law_tokens: int = number(192, 1, MAX_INT, "Tokens of long texts, examined round by round.")
+    law_rounds: int = number(64, 1, 10**6, "Rounds whose distributions are computed exactly, at most.")
+    greedy_tokens: int = number(96, 1, MAX_INT, "Tokens of each greedy text.")
+    false_alarm: float = number(0.001, 1e-3, 0.5, "The share of runs in which a correct sampler may fail.")
+    batch_size: int = number(32, 1, MOST_ROWS, "Texts at a time.")
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
@@ -366,20 +281,13 @@ class AgreeConf(PromptedConf):
     """How many greedy tokens draft and target agree on, and where not.
 
     The draft writes a chunk at a time, which the target reads in one pass, until they differ.
-
-    Attributes:
-        max_new_tokens: Tokens to agree on, at most.
-        chunk: Tokens that the draft writes before the target reads them.
-        ignore_eos: Continue after the model's end token.
-        batch_size: Prompts at a time.
-        plot: The picture of the lengths, as .png, .svg or .pdf; null is plot.svg in the run folder.
     """
 
-    max_new_tokens: int = number(64, 1, MAX_INT)
-    chunk: int = number(8, 1, MAX_K)
-    ignore_eos: bool = False
-    batch_size: int = number(8, 1, MOST_ROWS)
-    plot: str | None = picture(*PLOTS)
+    max_new_tokens: int = number(64, 1, MAX_INT, "Tokens to agree on, at most.")
+    chunk: int = number(8, 1, MAX_K, "Tokens that the draft writes before the target reads them.")
+    ignore_eos: bool = key(False, "Continue after the model's end token.")
+    batch_size: int = number(8, 1, MOST_ROWS, "Prompts at a time.")
+    plot: str | None = picture("the lengths")
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
@@ -388,33 +296,20 @@ class AgreeConf(PromptedConf):
 
 @dataclass
 class PlanConf(TaskConf):
-    """Does the pair fit, where, and how fast? No GPU, no weights.
-
-    Attributes:
-        prompt_tokens: Tokens of a prompt.
-        max_new_tokens: Tokens of a continuation.
-        batch_size: Rows at a time.
-        prefill_chunk: Tokens of a prompt that one forward pass reads.
-        acceptance: The probability that a drafted token is accepted if those before it are.
-        require_fit: End with exit code 1 unless the verdict is `fits`.
-        nodes: Also plan a batch job on each of these numbers of nodes, such as [1,2,4,8,16,32,64].
-        records: Records of that job.
-        shard_size: Records of a shard of that job.
-        plot: The picture of that job, as .png, .svg or .pdf; null is plot.svg in the run folder.
-    """
+    """Does the pair fit, where, and how fast? No GPU, no weights."""
 
     groups = "model draft speculation placement cluster"
 
-    prompt_tokens: int = number(512, 1, MAX_INT)
-    max_new_tokens: int = number(128, 1, MAX_INT)
-    batch_size: int = number(1, 1, MOST_ROWS)
-    prefill_chunk: int = number(512, 1, 2**20)
-    acceptance: float = share(0.8)
-    require_fit: bool = False
-    nodes: list[int] = number(list, 1, 1024)
-    records: int = number(100_000, 1, MAX_INT)
-    shard_size: int = number(256, 1, 10**6)
-    plot: str | None = picture(*PLOTS)
+    prompt_tokens: int = number(512, 1, MAX_INT, "Tokens of a prompt.")
+    max_new_tokens: int = number(128, 1, MAX_INT, "Tokens of a continuation.")
+    batch_size: int = number(1, 1, MOST_ROWS, "Rows at a time.")
+    prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
+    acceptance: float = share(0.8, "The probability that a drafted token is accepted if those before it are.")
+    require_fit: bool = key(False, "End with exit code 1 unless the verdict is `fits`.")
+    nodes: list[int] = number(list, 1, 1024, "Also plan a batch job on each of these numbers of nodes.")
+    records: int = number(100_000, 1, MAX_INT, "Records of that job.")
+    shard_size: int = number(256, 1, 10**6, "Records of a shard of that job.")
+    plot: str | None = picture("that job")
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
@@ -431,16 +326,12 @@ class CalibrateConf(TaskConf):
     """Measure this machine's constants, for plans and for drafts.
 
     They are written as a cluster. To use it: --config-dir FOLDER cluster=calibrated.
-
-    Attributes:
-        folder: The folder that gets cluster/calibrated.yaml.
-        repeats: Measurements of each constant.
     """
 
     groups = "placement"
 
-    folder: str = "calibrated"
-    repeats: int = number(5, 1, 1000)
+    folder: str = not_empty("The folder that gets cluster/calibrated.yaml.", "calibrated")
+    repeats: int = number(5, 1, 1000, "Measurements of each constant.")
 
 
 @dataclass
@@ -449,47 +340,25 @@ class BatchConf(TaskConf):
 
     Records are committed one by one, and published by shards, which several processes may share: on this
     machine or on Slurm.
-
-    Attributes:
-        input: The prompts: JSONL, plain or in OpenAI's batch format, or text with a prompt a line.
-        output: The answers: JSONL, a line each, in the order of the prompts.
-        work: The folder of the job while it runs; null is OUTPUT.work. It stays when the job is done.
-        chat: Put each prompt into the target's chat template.
-        system: The system message of the chat.
-        max_new_tokens: The longest answer, in tokens, of a record that does not say its own.
-        stop: Texts, or names of special tokens, that end an answer; they are left out of it.
-        ignore_eos: Continue after the model's end token.
-        on_bad_row: What a record that cannot be read does to the job: fail ends it, skip answers with an
-            error.
-        batch_size: Rows at a time.
-        prefill_chunk: Tokens of a prompt that one forward pass reads.
-        shard_size: Records of a shard.
-        retries: Attempts with a record alone; a record that ends all of them is answered with an error.
-        logprobs: Give each token's log-probability, and those of the N likeliest tokens in its place; 0
-            gives its own alone.
-        logprobs_of: The distribution of the log-probabilities: the target's own at temperature 1, or the one
-            sampled from.
-        status: Only report the job's progress.
-        submit: Give the job to the cluster's scheduler.
     """
 
-    input: str | None = None
-    output: str | None = None
-    work: str | None = None
-    chat: bool = False
-    system: str | None = None
-    max_new_tokens: int = number(128, 1, MAX_INT)
-    stop: list[str] = field(default_factory=list)
-    ignore_eos: bool = False
-    on_bad_row: OnBadRow = OnBadRow.fail
-    batch_size: int = number(8, 1, MOST_ROWS)
-    prefill_chunk: int = number(512, 1, 2**20)
-    shard_size: int = number(256, 1, 10**6)
-    retries: int = number(3, 1, 100)
-    logprobs: int | None = number(None, 0, MAX_LOGPROBS, "null turns them off")
-    logprobs_of: LogprobsOf = LogprobsOf.target
-    status: bool = False
-    submit: bool = False
+    input: str | None = not_empty("The prompts: JSONL, also of OpenAI's batches, or a prompt a line.")
+    output: str | None = not_empty("The answers: JSONL, a line each, in the order of the prompts.")
+    work: str | None = not_empty("The folder of the job, which stays when it is done; null is OUTPUT.work.")
+    chat: bool = key(False, "Put each prompt into the target's chat template.")
+    system: str | None = key(None, "The system message of the chat.")
+    max_new_tokens: int = number(128, 1, MAX_INT, "The longest answer of a record that does not say its own.")
+    stop: list[str] = not_empty("Texts, or names of special tokens, that end an answer.", list)
+    ignore_eos: bool = key(False, "Continue after the model's end token.")
+    on_bad_row: OnBadRow = key(OnBadRow.fail, "A bad record: fail ends the job, skip gives an error.")
+    batch_size: int = number(8, 1, MOST_ROWS, "Rows at a time.")
+    prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
+    shard_size: int = number(256, 1, 10**6, "Records of a shard.")
+    retries: int = number(3, 1, 100, "Attempts with a record alone, before it is answered with an error.")
+    logprobs: int | None = number(None, 0, MAX_LOGPROBS, LOGPROBS)
+    logprobs_of: LogprobsOf = key(LogprobsOf.target, LOGPROBS_OF)
+    status: bool = key(False, "Only report the job's progress.")
+    submit: bool = key(False, "Give the job to the cluster's scheduler.")
 
 
 # task=NAME is NameConf.

@@ -35,14 +35,15 @@ STYLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check_pictures(names: dict[str, str]) -> None:
-    """Raises UsageError where a picture that is asked for, by key of the task, cannot be made."""
-    if "plot" in names and find_spec("matplotlib") is None:
+def check_plot(name: str | None) -> None:
+    """Raises UsageError where a picture that is asked for cannot be made."""
+    if name is None:
+        return
+    if find_spec("matplotlib") is None:
         raise UsageError("task.plot needs matplotlib", fix="pip install matplotlib, or leave out task.plot")
-    for key, name in names.items():
-        if not home_expanded(name).parent.is_dir():
-            fix = "make the folder, or correct the path"
-            raise UsageError(f"task.{key} is in no folder", found=name, fix=fix)
+    if not home_expanded(name).parent.is_dir():
+        fix = "make the folder, or correct the path"
+        raise UsageError("task.plot is in no folder", found=name, fix=fix)
 
 
 def plot_place(name: str | None, folder: Path | None) -> Path | None:

@@ -18,7 +18,6 @@ from llama_ssp.errors import UsageError
 
 MEMORY = re.compile(r"\d+(\.\d+)? ?(KiB|MiB|GiB|KB|MB|GB)")
 FILES_FROM = ("path", "repo", "revision")  # of a model's files
-DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
 
 def to_run(cfg: DictConfig) -> RunConf:
@@ -69,10 +68,6 @@ def _check_tree(spec: SpeculationConfig) -> None:
 
 
 def _check_placement(placement: PlacementConf) -> None:
-    for role, device in (("target", placement.target_device), ("draft", placement.draft_device)):
-        if not DEVICE.fullmatch(device):
-            what, allowed = f"placement.{role}_device is not a device", "auto, cpu, cuda, cuda:N"
-            raise UsageError(what, "", repr(device), allowed, "correct it")
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
         what = "placement.max_memory and offload_folder are for splitting by layers"
         found = f"placement.splitting={placement.splitting.value}"

@@ -6,20 +6,9 @@ import re
 from collections.abc import Sequence
 
 from llama_ssp.config import BatchConf, ClusterConf, PlanConf, RunConf, Scheduler
+from llama_ssp.config.schema import SLURM_TIME
 from llama_ssp.errors import UsageError
 
-# How Slurm writes a time: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
-SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
-WORDS = {
-    "partition": re.compile(r"[\w.,+@:-]+"),
-    "account": re.compile(r"[\w.+@:-]+"),
-    "qos": re.compile(r"[\w.+@:-]+"),
-    "constraint": re.compile(r"[\w.,:+&|*()\[\]{}-]+"),
-    "time": SLURM_TIME,
-    "mem": re.compile(r"\d+[KMGT]?"),
-    "gpu_type": re.compile(r"[\w.-]+"),
-    "job_name": re.compile(r"[\w.+=@-]{1,100}"),
-}
 # The script sets these itself: a second value would break restarts, or hide the logs.
 OWN_OPTIONS = (
     "array", "chdir", "error", "export", "gpus", "gpus-per-node", "kill-on-bad-exit", "no-requeue", "nodes",
@@ -57,12 +46,8 @@ def check_scheduler_keys(run: RunConf, words: Sequence[str]) -> None:
 
 
 def check_cluster(cluster: ClusterConf) -> None:
-    """Every word becomes part of a line that sbatch reads: none may end it, or begin another option."""
-    slurm, man = cluster.slurm, "see man sbatch"
-    for name, shape in WORDS.items():
-        if (value := getattr(slurm, name)) is not None and not shape.fullmatch(value):
-            what, fix = f"cluster.slurm.{name} cannot be used", f"{man}, or leave it out"
-            raise UsageError(what, "", repr(value), shape.pattern, fix)
+    """Refuses a time limit that leaves no time to work, and options that the script sets itself."""
+    slurm = cluster.slurm
     if slurm.time is not None and seconds_of(slurm.time) <= slurm.signal_s:
         found = f"{slurm.time}, of which the last {slurm.signal_s} s are for stopping"
         fix = "raise it, or lower cluster.slurm.signal_s"
@@ -73,17 +58,13 @@ def check_cluster(cluster: ClusterConf) -> None:
         if not option.startswith("--") or name in OWN_OPTIONS or odd:
             own = ", ".join(OWN_OPTIONS)
             allowed = f"--OPTION or --OPTION=VALUE, on one line and without ' and \\, none of: {own}"
-            what, fix = "a cluster.slurm.options entry cannot be used", f"{man}; the script sets these itself"
+            what, fix = "a cluster.slurm.options entry cannot be used", "see man sbatch"
             raise UsageError(what, "", repr(option), allowed, fix)
-    for line in slurm.setup:
-        if not line.strip() or any(ord(c) < 32 for c in line):
-            fix = 'write \'cluster.slurm.setup=["one","another"]\''
-            raise UsageError("a cluster.slurm.setup entry is not one line", found=repr(line), fix=fix)
 
 
 def seconds_of(time: str) -> int:
     """The seconds of a time as Slurm writes it."""
-    found = SLURM_TIME.fullmatch(time)
+    found = re.fullmatch(SLURM_TIME, time)
     assert found is not None, time
     parts = [int(found[name]) if found[name] else 0 for name in ("first", "second", "third")]
     if found["days"] is not None or found["third"] is not None:  # hours first

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from enum import EnumType
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from llama_ssp.config.schema import MAX_INT
 from llama_ssp.config.translation import unknown_key
 from llama_ssp.errors import UsageError
 
 T = TypeVar("T")
-NEVER_EMPTY = (
-    "name", "repo", "revision", "path", "prompt_file", "out", "plot", "offload_folder", "gpu", "folder",
-    "input", "output", "work", "python",
-)  # fmt: skip
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
@@ -36,37 +32,33 @@ def chosen(node: Any) -> Any:
 
 
 def check_values(node: Any, prefix: str = "") -> None:
-    """Refuses keys that are not there, values of the wrong type or out of range, and empty names."""
+    """Refuses keys that are not there, and values of the wrong type, out of range, or of another shape."""
     hints, values = get_type_hints(type(node)), vars(node)
     if unknown := values.keys() - hints.keys():  # +KEY=VALUE adds any key
         raise unknown_key(f"{prefix}{min(unknown)}")
     for entry in fields(node):
-        key, value = prefix + entry.name, values[entry.name]
-        if not _fits(value, hints[entry.name]):
-            hint = hints[entry.name]
+        key, value, hint, rules = prefix + entry.name, values[entry.name], hints[entry.name], entry.metadata
+        if not _fits(value, hint):
             allowed = ", ".join(hint) if isinstance(hint, EnumType) else entry.type
             what, fix = f"{key} is of the wrong type", "write it as --help shows"
             raise UsageError(what, "", repr(value), allowed, fix)
         if is_dataclass(value):
             check_values(value, f"{key}.")
-        elif entry.name in NEVER_EMPTY and isinstance(value, str) and (not value or "\0" in value):
-            raise UsageError(f"{key} is empty", found=repr(value), fix="give it a value, or leave it out")
-        elif "range" in entry.metadata:
-            _check_range(key, value, *entry.metadata["range"])
+        for name, item in _items(key, value):
+            if "range" in rules:
+                low, high, above = rules["range"]
+                between(name, item, low, high, rules["about"], above)
+            if "shape" in rules and not re.fullmatch(rules["shape"], item, re.DOTALL):
+                raise UsageError(f"{name} cannot be used", "", repr(item), rules["allowed"], rules["about"])
 
 
-def _check_range(
-    key: str, value: Any, low: float, high: float, fix: str, above: bool, least_key: int
-) -> None:
+def _items(key: str, value: Any) -> list[tuple[str, Any]]:
+    """The entries of a list or a map with their names; a value itself, unless it is null."""
     if isinstance(value, dict):
-        for number, one in value.items():
-            between(f"{key} key", number, least_key, MAX_INT)
-            between(f"{key}.{number}", one, low, high, fix, above)
-    elif isinstance(value, list):
-        for one in value:
-            between(f"{key} entry", one, low, high, fix, above)
-    elif value is not None:
-        between(key, value, low, high, fix, above)
+        return [(f"{key}.{name}", item) for name, item in value.items()]
+    if isinstance(value, list):
+        return [(f"{key} entry", item) for item in value]
+    return [] if value is None else [(key, value)]
 
 
 def _fits(value: object, hint: Any) -> bool:
