@@ -53,12 +53,11 @@ EVALUATIONS = [
     scored(
         "ngram-draft", "task.pairs=[tiny/tiny_draft]", "speculation=ngram", holds=("none drafts", "ngram")
     ),
-    scored("model-beside", "task.pairs=[tiny]", "model=demo", holds=("nothing reads", "model")),
     scored("no-files", "task.pairs=[tiny,30B/7B]", holds=("30B is not at hand", "huggyllama"), code=4),
     Case(0, "eval-private-preset", broken_preset, 2, ("model.n_heads", "6 and 4")),
     scored("no-seeds", "task.seeds=[]", holds=("task.seeds is an empty list",)),
     scored("size-zero", "task.sizes=[0]", holds=("task.sizes entry", "found 0")),
-    scored("size-empty", "task.sizes=", holds=("task.sizes is not a list", "'task.sizes=[1,2]'")),
+    scored("size-empty", "task.sizes=", holds=("task.sizes", "not a ListConfig")),
     scored("past-context", "task.max_new_tokens=1024", holds=("1024", "1023", "context of 1024")),
     Case(
         0, "eval-short-context",

@@ -18,7 +18,6 @@ import shlex
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_origin
 
@@ -56,7 +55,6 @@ SHORT_KEYS = {
 }
 COMMANDS = ("report",)  # first words, too
 SHIPPED = "demo"  # the default target, which has a default draft
-NAMED_BY = ("path", "repo", "name")  # of a model that is named by its folder or id
 WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
 TEXT = r'"(?:[^"\\]|\\.)*"|' + r"'(?:[^'\\]|\\.)*'"
 TEXTS = re.compile(rf"\[\s*(?:(?:{TEXT})\s*(?:,\s*(?:{TEXT})\s*)*)?\]", re.DOTALL)
@@ -89,8 +87,7 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     parser.error = _refuse_flags  # type: ignore[method-assign]
     given = parser.parse_args(flags)
     if not given.shell_completion:  # whose words are its own: install=bash
-        folders = [Path(given.config_dir)] if given.config_dir else []
-        words = in_full(words, folders, given.multirun or "hydra.mode=MULTIRUN" in words)
+        words = in_full(words, given.multirun or "hydra.mode=MULTIRUN" in words)
     return [*words, *flags]
 
 
@@ -118,15 +115,6 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, flags
 
 
-def each_key_once(words: Sequence[str]) -> dict[str, str]:
-    """The words by key: of a key the last counts; of a list each text, and each word without a key."""
-    result = dict[str, str]()
-    for number, word in enumerate(words):
-        key = "" if _is_bare(word) else Override.of(word).key
-        result[f"{key} {number}" if not key or key == PROMPT or _holds_texts(key) else key] = word
-    return result
-
-
 def completable(line: str) -> str:
     """A line of the shell that is to be completed: short forms before its last word are written out.
 
@@ -140,11 +128,10 @@ def completable(line: str) -> str:
     return " ".join([*before[:1], *(word for word in words if not re.search(r"\s", word)), last])
 
 
-def in_full(words: Sequence[str], folders: Sequence[Path] = (), sweeps: bool = False) -> list[str]:
+def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
     """The overrides that these words mean, in Hydra's grammar. Raises UsageError or ModelError.
 
-    `folders` are private ones that may hold presets. In a sweep, commas divide the values of groups and
-    numbers, and a list of quoted texts those of a text.
+    In a sweep, commas divide the values of groups and numbers, and a list of quoted texts those of a text.
     """
     bare = [word for word in words if _is_bare(word)]
     given = [*_named(bare), *(Override.of(word) for word in words if not _is_bare(word))]
@@ -159,8 +146,10 @@ def in_full(words: Sequence[str], folders: Sequence[Path] = (), sweeps: bool = F
         several = listed_texts(value or "")
         if override.sign == "~" or value is None:
             full.append(str(override))
-        elif key in ROLES and not (sweeps and "," in value) and not _is_elsewhere(value, keys):
-            full += _model(key, value, keys, folders)
+        elif key in ROLES and not (sweeps and "," in value):
+            if value == UNNAMED and f"{key}.name" not in keys:
+                raise UsageError(f"{key}={value} names no model", allowed=f"{key}={NAMES_OF_A_MODEL}")
+            full += model_words(key, value)
         elif key == PROMPT and sweeps and several:
             full.append(f"{PROMPTS}={','.join(f'[{_quoted(PROMPTS, text)}]' for text in several)}")
         elif key == PROMPT:
@@ -214,8 +203,7 @@ def _key_of(flag: str) -> str:
     known = {PROMPT, *SHORT_KEYS, *RUN_KEYS, *key_types()}
     if key in known or key.startswith(("hydra.", "hydra/")):
         return key
-    close = difflib.get_close_matches(key, known, n=1)
-    raise UsageError(f"unknown flag {flag}", fix=f"did you mean --{close[0]}?" if close else "see --help")
+    raise UsageError(f"unknown flag {flag}", fix=meant(key))
 
 
 def _is_bare(word: str) -> bool:
@@ -233,36 +221,14 @@ def _named(words: Sequence[str]) -> list[Override]:
     if not words:
         return []
     first, others = words[0], words[1 + len(ROLES) :]
-    if first in GROUPS:
-        fix = f"write {first}=NAME, or llama-ssp {first} --help for what there is"
-        raise UsageError(f"{first} has no value", fix=fix)
-    if first in COMMANDS:
-        raise UsageError(f"{first} is not the first word", fix=f"write llama-ssp {first} ...")
     if first not in TASKS:
         near = nearest(first, [*TASKS, *COMMANDS])
-        fix = f"did you mean {near}?" if near else f"write {USAGE}; a text is prompt='...'"
+        fix = f"write llama-ssp {near} ..." if near else f"write {USAGE}; a text is prompt='...'"
         raise UsageError("the first word is not a task", "", repr(first), ", ".join(TASKS), fix)
     if others:
         fix = "quote a value that holds blanks, as in prompt='two words'"
         raise UsageError("there are words without a key", "", " ".join(others), USAGE, fix)
     return [Override("", key, word) for key, word in zip(("task", *ROLES), words, strict=False)]
-
-
-def _is_elsewhere(value: str, keys: Sequence[str]) -> bool:
-    """Whether a model is left to Hydra: a name, where a search path is given that may have its preset."""
-    return "hydra.searchpath" in keys and bool(re.fullmatch(r"[\w.+-]+", value))
-
-
-def _model(role: str, value: str, keys: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """The overrides for a model; refuses its folder, id or name where it is named by them already."""
-    if value == UNNAMED and f"{role}.name" not in keys:
-        raise UsageError(f"{role}={value} names no model", allowed=f"{role}={NAMES_OF_A_MODEL}")
-    result = model_words(role, value, folders)
-    given = [f"{role}.{key}" for key in NAMED_BY if f"{role}.{key}" in keys]
-    if len(result) > 1 and given:
-        what = f"{given[0]} is given, and {role}={value} names a model already"
-        raise UsageError(what, allowed=f"{role}={NAMES_OF_A_MODEL}", fix="drop one of the two")
-    return result
 
 
 def _written(override: Override, several: Sequence[str], sweeps: bool) -> str:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from llama_ssp.config.run import home_expanded
 from llama_ssp.config.tasks import TASKS
-from llama_ssp.errors import ModelError, RunError, UsageError
+from llama_ssp.errors import ModelError
 
 _packaged = Path(__file__).parents[1] / "conf"  # in an installed wheel
 CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
@@ -29,25 +29,27 @@ def options(group: str) -> list[str]:
     return sorted({*names} - ({UNNAMED} if group in ROLES else {""}))
 
 
-def model_words(role: str, name: str, folders: Sequence[Path] = ()) -> list[str]:
-    """The overrides for a model by its name.
-
-    `role` is model or draft; `folders` are private ones that may hold presets. Raises UsageError or
-    ModelError where there is no such model.
-    """
+def model_words(role: str, name: str) -> list[str]:
+    """The overrides for a model by its name; `role` is model or draft. Raises ModelError for a wrong path."""
     if "${" in name:
         name = OmegaConf.create({role: name})[role]
-    homes = [folder / role for folder in (CONF, *folders)]
-    if not name.startswith("/") and any(os.path.isfile(home / f"{name}.yaml") for home in homes):
+    path, is_place = home_expanded(name), "/" in name or name.startswith(".")
+    if name in options(role):
         return [f"{role}={name}"]
-    path = home_expanded(name)
-    if os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path)):
+    if os.path.isdir(path) and (is_place or os.path.exists(path / "config.json")):
         source, shown = "path", Path(os.path.abspath(path)).name
+    elif path.suffix == ".gguf" and os.path.isfile(path):
+        source, shown = "path", path.name
     elif HUB_ID.fullmatch(name) and not name.startswith("."):
         source, shown = "repo", name
-    else:
-        raise _no_model(role, name, path)
-    return [f"{role}=local", f"{role}.name={quoted(shown)}", f"{role}.{source}={quoted(name)}"]
+    elif os.path.isfile(path):
+        what, fix = f"{role} is neither a model folder nor a GGUF file", "give the folder that holds the file"
+        raise ModelError(what, path, fix=fix)
+    elif is_place or path.suffix == ".gguf":
+        raise ModelError(f"{role}: there is no such folder or file", path, fix="check the path")
+    else:  # Hydra looks for a preset of the user's own
+        return [f"{role}={quoted(name)}"]
+    return [f"{role}={UNNAMED}", f"{role}.name={quoted(shown)}", f"{role}.{source}={quoted(name)}"]
 
 
 def quoted(text: object, as_written: bool = True) -> str:
@@ -66,15 +68,3 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     by_letters = {other.lower(): other for other in names}
     found = difflib.get_close_matches(name.lower(), by_letters, n=1)
     return by_letters[found[0]] if found else None
-
-
-def _no_model(role: str, name: str, path: Path) -> RunError:
-    if os.path.exists(path):
-        what, fix = f"{role} is neither a model folder nor a GGUF file", "give the folder that holds the file"
-        return ModelError(what, path, fix=fix)
-    if name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1:
-        return ModelError(f"{role}: there is no such folder or file", path, fix="check the path")
-    what = f"there is no {role}={name}"
-    near = nearest(name, options(role))
-    fix = f"did you mean {role}={near}?" if near else f"llama-ssp {role} --help lists the presets"
-    return UsageError(what, allowed=NAMES_OF_A_MODEL, fix=fix)

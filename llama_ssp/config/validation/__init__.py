@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,7 +16,6 @@ from llama_ssp.config.validation.values import between, check_values
 from llama_ssp.errors import UsageError
 
 MEMORY = re.compile(r"\d+(\.\d+)? ?(KiB|MiB|GiB|KB|MB|GB)")
-FILES_FROM = ("path", "repo", "revision")  # of a model's files
 
 
 def to_run(cfg: DictConfig) -> RunConf:
@@ -95,28 +93,6 @@ def _check_model(role: str, model: ModelConf) -> None:
         what = f"{role}.n_heads is not a multiple of {role}.n_kv_heads"
         found, allowed = f"{model.n_heads} and {model.n_kv_heads}", "whole groups of query heads per KV head"
         raise UsageError(what, "", found, allowed, "take the numbers from the model's config.json")
-
-
-def check_sources(run: RunConf, overrides: Sequence[str]) -> None:
-    """Refuses a model, a folder, a repository or a revision among the overrides that nothing reads."""
-    given = [word.lstrip("+").partition("=")[0] for word in overrides]
-    named = [key for key in given if key.partition(".")[0] in ("model", "draft")]
-    if run.task.named_pairs and named:
-        what, found = "task.pairs names the models, so nothing reads others' settings", ", ".join(named)
-        raise UsageError(what, "task.pairs", found, fix=f"leave out {named[0]}, or task.pairs")
-    for role, model in (("model", run.model), ("draft", run.draft)):
-        unused = [key for key in FILES_FROM if f"{role}.{key}" in given]
-        if model is None or not unused:
-            continue
-        if model.weights is Weights.synthetic:
-            what, found = f"{role}.weights=synthetic reads no files", f"{role}.{unused[0]}"
-            raise UsageError(what, f"{role} {model.name}", found, fix=f"drop {found}, or {role}.weights")
-        unused = [key for key in unused if key != "path" and getattr(model, key) is not None]
-        if model.path is not None and unused:
-            what = f"{role}.{unused[0]} is given, and the files are in a folder"
-            found = f"{role}.path={model.path}"
-            fix = f"write {role}=ORG/NAME for the hub, or leave {role}.{unused[0]} out"
-            raise UsageError(what, f"{role} {model.name}", found, fix=fix)
 
 
 def check_context(run: RunConf) -> None:
