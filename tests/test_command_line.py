@@ -188,7 +188,10 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
         ),
         ("batch cluster.slurm.time=20", "write cluster=slurm, or leave it out"),
         ("batch cluster.kubernetes.image=a", "unknown key cluster.kubernetes.image"),
-        ("generate placement.max_memory={a:b}", "placement.max_memory and offload_folder are for"),
+        (
+            "generate placement.max_memory={a:b}",
+            "placement.max_memory.a cannot be used; found 'b', allowed a size",
+        ),
         ("batch input=a task.output=/", "task.output does not name a file; found /"),
         ("batch input=a task.output=.", "task.output does not name a file; found .;"),
         ("plan cluster.gpu=A100_40", "did you mean A100-40?"),

@@ -270,18 +270,16 @@ def _no_draft(given: Sequence[Override]) -> list[str]:
 
     Refuses files of a model that is not named: they would replace those of the default one.
     """
-    keys = [override.key for override in given]
     chosen = {override.key: override.value for override in given}
-    if "experiment" in keys:  # it may name models
+    if "experiment" in chosen:  # it may name models
         return []
     for role in ROLES:
-        lost = [key for key in keys if key in (f"{role}.path", f"{role}.repo")]
-        if role not in keys and lost:
-            fix = f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {lost[0]}=..."
-            raise UsageError(f"{lost[0]} is given, and no {role} is named", fix=fix)
-    is_named = "model" in keys and "draft" not in keys and chosen["model"] != SHIPPED
-    lost = [key for key in keys if key.startswith("draft.")]
-    if lost and (is_named or chosen.get("draft", "") in (None, "none")):
-        what, fix = f"{lost[0]} is given, and no draft is named", "write draft=NAME, or leave it out"
-        raise UsageError(what, "", "draft=none", f"draft={NAMES_OF_A_MODEL}", fix)
-    return ["draft=none"] if is_named else []
+        if role not in chosen and (lost := {f"{role}.path", f"{role}.repo"} & {*chosen}):
+            fix = f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {min(lost)}=..."
+            raise UsageError(f"{min(lost)} is given, and no {role} is named", fix=fix)
+    has_none = chosen.get("model", SHIPPED) != SHIPPED and "draft" not in chosen
+    lost = {key for key in chosen if key.startswith("draft.")}
+    if lost and (has_none or chosen.get("draft", "") in (None, "none")):
+        fix = "write draft=NAME, or leave it out"
+        raise UsageError(f"{min(lost)} is given, and no draft is named", found="draft=none", fix=fix)
+    return ["draft=none"] if has_none else []

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from enum import Enum
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from enum import EnumType
+from typing import Any, get_type_hints
 
-from llama_ssp.config.run import RunConf
+from llama_ssp.config.run import RunConf, kinds_of
 from llama_ssp.config.schema import ModelConf
 from llama_ssp.config.tasks import TASKS
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key with its default as it is written, what it may be, and its description."""
+    """A key with its default as it is written, and its description with what it may be."""
 
     name: str
     default: str
-    allowed: str
     text: str
 
 
@@ -32,19 +31,19 @@ def intro(schema: type) -> list[str]:
 
 def descriptions(schema: type) -> dict[str, str]:
     """The description of each key."""
-    return {entry.name: entry.metadata.get("about", "") for entry in fields(schema)}
+    return {entry.name: entry.metadata["about"] for entry in fields(schema)}
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
-    """The keys of a schema and of the schemas in it, but the name of a model or task."""
-    hints, texts = get_type_hints(schema), descriptions(schema)
+    """The keys of a schema and of the schemas in it, except the name of a model or task."""
+    hints = get_type_hints(schema)
     for entry in fields(schema):
         inner = entry.default_factory
         if isinstance(inner, type) and is_dataclass(inner):
             yield from keys_of(inner, f"{prefix}{entry.name}.")
         elif entry.name != "name":
-            allowed = _allowed(hints[entry.name], entry)
-            yield Key(prefix + entry.name, _default(entry), allowed, texts.get(entry.name, ""))
+            text = f"{entry.metadata['about']} {_allowed(hints[entry.name], entry)}".strip()
+            yield Key(prefix + entry.name, _default(entry), text)
 
 
 def keys_of_group(group: str) -> list[Key]:
@@ -62,30 +61,24 @@ def keys_of_task(task: str) -> list[Key]:
 
 def keys_of_run() -> list[Key]:
     """The keys that are in no group of presets."""
-    own = [key for key in keys_of(RunConf) if "." not in key.name and key.name != "draft"]
-    return [*own, *keys_of_group("plan")]
+    keys = [key for key in keys_of(RunConf) if "." not in key.name and key.name != "draft"]
+    return [*keys, *keys_of_group("plan")]
 
 
 def _default(entry: Field[Any]) -> str:
-    value = entry.default
-    if value is MISSING and entry.default_factory is not MISSING:
-        value = entry.default_factory()
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return str(value.value if isinstance(value, Enum) else value)
+    factory = entry.default_factory
+    value = entry.default if factory is MISSING else factory()
+    return str(value) if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _allowed(hint: Any, entry: Field[Any]) -> str:
     """The choices of a key, or the range of its numbers; empty where the type says enough."""
-    if get_origin(hint) is UnionType:
-        hint = next(option for option in get_args(hint) if option is not type(None))
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "|".join(choice.value for choice in hint)
+    kind = kinds_of(hint)[0]
+    if isinstance(kind, EnumType):
+        return f"[{'|'.join(kind)}]"
     if "range" in entry.metadata:
         low, high, above = entry.metadata["range"]
         if high >= 2**20:
-            return f"{'above' if above else 'from'} {low:g}"
-        return f"above {low:g}, up to {high:g}" if above else f"{low:g}..{high:g}"
+            return f"[{'above' if above else 'from'} {low:g}]"
+        return f"[above {low:g}, up to {high:g}]" if above else f"[{low:g}..{high:g}]"
     return ""

@@ -27,15 +27,9 @@ class RankEnvironment:
 
 def rank_environment() -> RankEnvironment:
     """Reads the environment. Raises DistributedError, which this rank reports, if it is inconsistent."""
-    for name in ("RANK", "LOCAL_RANK"):
-        if os.environ.get(name) and not os.environ.get("WORLD_SIZE"):
-            fix = f"{START}, or unset {name}"
-            raise refused(f"{name} is set, but WORLD_SIZE is not", os.environ[name], fix)
     world = number_of("WORLD_SIZE", 1, MAX_WORLD, default=1)
-    local_world = number_of("LOCAL_WORLD_SIZE", 1, world, default=1)
-    most = (local_world if os.environ.get("LOCAL_WORLD_SIZE") else world) - 1
     rank = number_of("RANK", 0, world - 1, default=0)
-    number_of("LOCAL_RANK", 0, most, default=0)  # for the device; it is refused here, before anything is read
+    number_of("LOCAL_RANK", 0, world - 1, default=0)  # for the device; refused before anything is read
     return RankEnvironment(rank, world)
 
 
@@ -46,11 +40,7 @@ def number_of(name: str, least: int, most: int, default: int | None = None) -> i
         return default
     if not NUMBER.fullmatch(text) or not least <= int(text) <= most:
         allowed = f"{least}..{most}" if least < most else str(least)
-        raise refused(f"{name} is not a usable number", text, START, allowed)
+        error = DistributedError(f"{name} is not a usable number", "environment", repr(text), allowed, START)
+        error.speaks = True  # each rank has an environment of its own
+        raise error
     return int(text)
-
-
-def refused(what: str, found: str, fix: str, allowed: str = "") -> DistributedError:
-    error = DistributedError(what, "environment", repr(found), allowed, fix)
-    error.speaks = True  # each rank has an environment of its own
-    return error

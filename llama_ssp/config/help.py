@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shutil
 import textwrap
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ from llama_ssp.errors import UsageError
 
 USAGE = "llama-ssp {task} [TARGET [DRAFT]] [KEY=VALUE ...]"
 SHOWN = ("sampling", "speculation")  # groups whose keys a task's help shows, too
-MARGIN, NARROW, WIDE = 26, 72, 110  # columns
+MARGIN, WIDTH = 28, 80  # columns
 OVERVIEW = """\
 llama-ssp: a large language model, faster with a small draft, same distribution.
 
@@ -34,6 +33,14 @@ TARGET, DRAFT: a preset, a folder, a GGUF file, or ORG/NAME on the hub
 Help:  llama-ssp TASK --help (its keys), llama-ssp model --help (presets)
 Flags: --KEY VALUE, -p PROMPT, -n TOKENS, -q, -v, --version; and --hydra-help
 """
+PAGE = """\
+# All keys
+
+Made by `python -m llama_ssp.config.help > docs/keys.md`.
+
+A key of a task, of sampling or of speculation needs no group: `llama-ssp measure repeats=3 k=4`.
+A key of a text or a path takes its value as it is; `--KEY VALUE` is `KEY=VALUE`.
+"""
 
 
 def help_for(arguments: Sequence[str]) -> str:
@@ -42,10 +49,8 @@ def help_for(arguments: Sequence[str]) -> str:
     Raises UsageError if the first argument is no task, no group, no setting and no flag.
     """
     for word in (word.removeprefix("task=") for word in arguments):
-        if word in TASKS:
-            return _lines(_of_task(word))
-        if word in GROUPS:
-            return _lines(_of_group(word))
+        if word in TASKS or word in GROUPS:
+            return "\n".join([*(_of_task(word) if word in TASKS else _of_group(word)), ""])
     first = arguments[0] if arguments else "-"
     if "=" in first or first.startswith("-"):
         return overview()
@@ -64,26 +69,27 @@ def overview() -> str:
 
 def _of_task(name: str) -> list[str]:
     schema, run = TASKS[name], descriptions(RunConf)
-    lines = [USAGE.format(task=name), "", *_wrapped(" ".join(intro(schema))), "", "Keys of the task"]
-    lines += _table(keys_of_task(name))
-    lines += ["", "Keys of the run", *_table(keys_of_run())]
-    for group in (group for group in schema.groups.split() if group in SHOWN):
+    lines = [USAGE.format(task=name), "", *_wrapped(" ".join(intro(schema)))]
+    lines += [
+        "",
+        "Keys of the task",
+        *_table(keys_of_task(name)),
+        "",
+        "Keys of the run",
+        *_table(keys_of_run()),
+    ]
+    groups = schema.groups.split()
+    for group in (group for group in groups if group in SHOWN):
         choices = _wrapped(f"{group}={'|'.join(options(group))}", "  ")
         lines += ["", run[group], *choices, *_table(keys_of_group(group))]
-    others = [Key(group, "NAME", "", run[group]) for group in schema.groups.split() if group not in SHOWN]
+    others = [Key(group, "NAME", run[group]) for group in groups if group not in SHOWN]
     return [*lines, "", "Further groups: llama-ssp GROUP --help", *_table(others)]
 
 
 def _of_group(name: str) -> list[str]:
-    lines = [f"{name}=NAME, {name}.KEY=VALUE", ""]
-    if name in ("task", "experiment"):
-        lines[0] = f"{name}=NAME"
-    if name in (run := descriptions(RunConf)):
-        lines += [*_wrapped(run[name]), ""]
-    lines += ["Names", *_wrapped(", ".join(options(name)), "  ")]
-    if name not in ("task", "experiment"):
-        lines += ["", "Keys", *_table(keys_of_group(name))]
-    return lines
+    about, keys = descriptions(RunConf).get(name, "Settings of several groups."), keys_of_group(name)
+    lines = [f"{name}=NAME", "", *_wrapped(about), "", "Names", *_wrapped(", ".join(options(name)), "  ")]
+    return [*lines, "", "Keys", *_table(keys)] if keys else lines
 
 
 def _table(keys: Sequence[Key]) -> list[str]:
@@ -91,50 +97,34 @@ def _table(keys: Sequence[Key]) -> list[str]:
     lines = list[str]()
     for key in keys:
         head = f"  {key.name}={key.default}"
-        text = _wrapped(_described(key), " " * (MARGIN + 2))
-        if len(head) <= MARGIN:
-            text[0] = head.ljust(MARGIN + 2) + text[0].lstrip()
-        else:
+        if len(head) > MARGIN - 2:
             lines.append(head)
-        lines += text
+            head = ""
+        lines += _wrapped(key.text, " " * MARGIN, head.ljust(MARGIN))
     return lines
 
 
-def _described(key: Key) -> str:
-    return f"{key.text} [{key.allowed}]" if key.allowed else key.text
-
-
-def _wrapped(text: str, margin: str = "") -> list[str]:
-    width = min(WIDE, max(NARROW, shutil.get_terminal_size((80, 24)).columns))
-    return textwrap.wrap(
-        text, width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False,
-        break_long_words=False,
-    ) or [margin]  # fmt: skip
-
-
-def _lines(lines: Sequence[str]) -> str:
-    return "\n".join([*lines, ""])
+def _wrapped(text: str, margin: str = "", head: str | None = None) -> list[str]:
+    head = margin if head is None else head
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=margin)
 
 
 def markdown() -> str:
     """docs/keys.md: every key."""
-    parts = ["# All keys", "", "Made by `python -m llama_ssp.config.help > docs/keys.md`.", ""]
-    parts += [
-        "A key of a task, of sampling or of speculation needs no group: `llama-ssp measure repeats=3 k=4`."
-    ]
-    parts += ["A key of a text or a path takes its value as it is; `--KEY VALUE` is `KEY=VALUE`."]
-    sections = [("Keys of the run", "", keys_of_run())]
-    sections += [(f"task={name}", " ".join(intro(TASKS[name])), keys_of_task(name)) for name in TASKS]
     run = descriptions(RunConf)
     groups = [group for group in GROUPS if group in run and group not in ("draft", "task")]
+    sections = [("Keys of the run", "", keys_of_run())]
+    sections += [(f"task={name}", " ".join(intro(TASKS[name])), keys_of_task(name)) for name in TASKS]
     sections += [(f"{name}.KEY", run[name], keys_of_group(name)) for name in groups]
+    parts = [PAGE]
     for title, text, keys in sections:
-        parts += ["", f"## {title}", "", *([text, ""] if text else [])]
+        parts += [f"## {title}", "", *([text, ""] if text else [])]
         parts += ["| key | default | meaning |", "|---|---|---|"]
         for key in keys:
-            cells = f"`{key.name}`", f"`{key.default}`" if key.default else "", _described(key)
-            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return _lines(parts)
+            default, meaning = f"`{key.default}`" if key.default else "", key.text.replace("|", "\\|")
+            parts.append(f"| `{key.name}` | {default} | {meaning} |")
+        parts.append("")
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

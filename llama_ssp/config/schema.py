@@ -152,7 +152,12 @@ class PlacementConf:
     draft_ranks: list[int] | None = number(None, 0, 4095, "The draft's ranks, one by one.")
     target_device: str = device("The target's device, as cuda:1; auto is an accelerator, else the CPU.")
     draft_device: str = device("The draft's device.")
-    max_memory: dict[Any, str] = key(dict, "Bytes of devices, with layers: '{0: 20GiB, cpu: 60GiB}'.")
+    max_memory: dict[Any, str] = key(
+        dict,
+        "Bytes of each device, with splitting=layers: '{0: 20GiB, cpu: 60GiB}'.",
+        shape=r"\d+(\.\d+)? ?[KMG]i?B",
+        allowed="a size such as 20GiB",
+    )
     offload_folder: str | None = not_empty("The folder for layers that fit on no device; splitting=layers.")
     timeout_s: float = number(120.0, 1.0, 86400.0, "Seconds after which a rank that does not answer is lost.")
     on_draft_loss: OnDraftLoss = key(OnDraftLoss["continue"], "What the target does without a lost draft.")

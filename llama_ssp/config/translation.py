@@ -12,6 +12,8 @@ from llama_ssp.config.arguments import meant
 from llama_ssp.config.presets import GROUPS, NAMES_OF_A_MODEL, ROLES, nearest, options
 from llama_ssp.errors import UsageError, shortened
 
+# Settings of other programs that change the output distribution.
+LOSSY = ("lenience", "typical_acceptance", "posterior_threshold", "accept_threshold", "ensemble_weight")
 HYDRA_NOISE = (
     "full_key:", "object_type", "reference_type", "Set the env", "Config search path", "provider=",
     "To append to your", "Error merging override",
@@ -57,6 +59,9 @@ def unknown_key(key: str, schema: str | None = None) -> UsageError:
     if task and others:
         what = f"task={task} has no key {'prompt' if leaf == 'prompts' else leaf}"
         return UsageError(what, "", key, ", ".join(keys[task]), f"it is for {', '.join(others)}")
+    if leaf in LOSSY:
+        fix = "the output distribution is exactly the target's; there is no option to change that"
+        return UsageError(f"{key} is refused: not lossless", fix=fix)
     return UsageError(f"unknown key {key}", fix=meant(key))
 
 
