@@ -43,8 +43,8 @@ class Door:
                 code = int(left.code or 0)
         return code, errors.getvalue(), self._runs
 
-    def _through(self, run: RunConf) -> NoReturn:
-        check_sharing(run)
+    def _through(self, run: RunConf, words: list[str]) -> NoReturn:
+        check_sharing(run, words)
         self._runs.append(run)
         sys.exit(0)
 

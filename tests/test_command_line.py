@@ -178,7 +178,6 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
     ("words", "says"),
     [
         ("plan repeats=2", "task=plan has no key repeats; found task.repeats, allowed prompt_tokens"),
-        ("plan records=5", "task.records is of a job over nodes"),
         ("plan prompt=hi", "task=plan has no key prompt;"),
         ("task=agree_schema", "there is no task=agree_schema; allowed agree"),
         ("batch output=a.jsonl", "task.output=FILE"),

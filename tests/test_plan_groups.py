@@ -109,5 +109,5 @@ def test_the_command(command):
     assert json.loads(plain.out.splitlines()[-1])["job"] is None and "a job of" not in plain.out
     nowhere = command(*words, "nodes=[1]", "cluster.gib=1", "out=null")
     assert "it fits on none of these numbers of nodes" in nowhere.out
-    for wrong in ("nodes=[1,1]", "cluster.price_per_gpu_hour=-1", "task.plot=b.svg"):
+    for wrong in ("nodes=[1,1]", "cluster.price_per_gpu_hour=-1"):
         assert command(*words, wrong).code == 2

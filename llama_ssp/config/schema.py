@@ -73,9 +73,13 @@ Output = StrEnum("Output", ["text", "json", "jsonl"])
 OnBadRow = StrEnum("OnBadRow", ["fail", "skip"])
 Scheduler = StrEnum("Scheduler", ["none", "slurm"])
 
-# How Slurm writes a time: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
-SLURM_TIME = r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?"
-ONE_LINE = {"shape": r" *[^\0- ][^\0-\x1f]*", "allowed": "one line"}
+# The script sets these itself: a second value would break restarts, or hide the logs.
+OF_THE_SCRIPT = (
+    "array", "chdir", "error", "export", "gpus", "gpus-per-node", "kill-on-bad-exit", "no-requeue", "nodes",
+    "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait",
+    "wrap",
+)  # fmt: skip
+SBATCH_OPTION = rf"--(?!({'|'.join(OF_THE_SCRIPT)})(=|$))[^'\\\0-\x1f]+"
 
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured
 
@@ -196,14 +200,24 @@ class SlurmConf:
     account: str | None = slurm_word("The account.", r"[\w.+@:-]+")
     qos: str | None = slurm_word("The quality of service.", r"[\w.+@:-]+")
     constraint: str | None = slurm_word("Features that nodes must have.", r"[\w.,:+&|*()\[\]{}-]+")
-    time: str | None = slurm_word("The time limit, as H:MM:SS or D-HH:MM:SS.", SLURM_TIME)
+    time: str | None = slurm_word("The time limit, as H:MM:SS or D-HH:MM:SS.", r"(\d+-)?\d+(:\d+){0,2}")
     mem: str | None = slurm_word("Memory of a node, such as 64G.", r"\d+[KMGT]?")
     cpus_per_rank: int | None = number(1, 1, 4096, "CPU cores of a rank; null is the cluster's own default.")
     gpu_type: str | None = slurm_word("The GPUs' name in the cluster's own gres.", r"[\w.-]+")
     job_name: str | None = slurm_word("The job's name.", r"[\w.+=@-]{1,100}")
     signal_s: int = number(120, 1, 65535, "Seconds before the time limit at which work stops.")
-    setup: list[str] = key(list, "Shell lines that run first; one that fails ends the job.", **ONE_LINE)
-    options: list[str] = key(list, "Further options of sbatch, such as --exclusive.")
+    setup: list[str] = key(
+        list,
+        "Shell lines that run first; one that fails ends the job.",
+        shape=r" *[^\0- ][^\0-\x1f]*",
+        allowed="one line",
+    )
+    options: list[str] = key(
+        list,
+        "Further options of sbatch, such as --exclusive.",
+        shape=SBATCH_OPTION,
+        allowed=f"--OPTION or --OPTION=VALUE, without ' and \\, none of {', '.join(OF_THE_SCRIPT)}",
+    )
     python: str | None = not_empty("The interpreter on the nodes; null is this command's.")
 
 

@@ -311,15 +311,6 @@ class PlanConf(TaskConf):
     shard_size: int = number(256, 1, 10**6, "Records of a shard of that job.")
     plot: str | None = picture("that job")
 
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
-        own, usual = vars(self), vars(PlanConf(self.name))
-        of_a_job = [key for key in ("plot", "records", "shard_size") if own[key] != usual[key]]
-        if of_a_job and not self.nodes:
-            key = f"task.{of_a_job[0]}"
-            fix = f"write task.nodes=[1,2,4], or leave out {key}"
-            raise UsageError(f"{key} is of a job over nodes", found="task.nodes=[]", fix=fix)
-
 
 @dataclass
 class CalibrateConf(TaskConf):

@@ -16,7 +16,6 @@ from llama_ssp.batch.manifest import Manifest
 from llama_ssp.batch.slurm.script import quoted, sbatch_script
 from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
-from llama_ssp.config.validation.cluster import check_cluster, seconds_of
 from llama_ssp.config.validation.values import check_values
 from llama_ssp.errors import UsageError
 
@@ -169,17 +168,9 @@ def test_values_that_are_refused(key: str, value: object):
     with pytest.raises(UsageError, match=f"cluster.slurm.{key}"):
         cluster = ClusterConf(slurm=replace(SlurmConf(), **{key: value}))
         check_values(cluster, "cluster.")
-        check_cluster(cluster)
 
 
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [("5", 300), ("5:30", 330), ("2:00:00", 7200), ("1-0", 86400), ("1-2:30", 95400), ("1-02:03:04", 93784)],
-)
-def test_times_mean_what_slurm_means(time: str, seconds: int):
-    assert seconds_of(time) == seconds
-
-
-def test_a_time_that_is_all_spent_on_stopping():
-    with pytest.raises(UsageError, match="leaves no time to work"):
-        check_cluster(ClusterConf(slurm=SlurmConf(time="2", signal_s=120)))
+@pytest.mark.parametrize("time", ["5", "5:30", "2:00:00", "1-0", "1-2:30", "1-02:03:04"])
+def test_values_that_slurm_reads_are_taken(time: str):
+    slurm = SlurmConf(time=time, options=["--exclusive", "--nodefile=a"], setup=["module load a; b='c'"])
+    check_values(ClusterConf(slurm=slurm), "cluster.")

@@ -10,7 +10,6 @@ from omegaconf.errors import OmegaConfBaseException
 from llama_ssp.config import SIZES, TASKS, ModelConf, PlacementConf, RunConf, SpeculationConfig
 from llama_ssp.config.schema import MAX_INT, MAX_K, Drafting, Output, Splitting, Verification, Weights
 from llama_ssp.config.translation import translated
-from llama_ssp.config.validation.cluster import check_cluster
 from llama_ssp.config.validation.values import between, check_values
 from llama_ssp.errors import UsageError
 
@@ -49,7 +48,6 @@ def check(run: RunConf) -> None:
     if most and sampling.min_new_tokens > most:  # of 0 new tokens, a prompt is scored
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
-    check_cluster(run.cluster)
     _check_placement(run.placement)
 
 

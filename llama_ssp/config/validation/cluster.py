@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from llama_ssp.config import BatchConf, ClusterConf, PlanConf, RunConf, Scheduler
-from llama_ssp.config.schema import SLURM_TIME
+from llama_ssp.config import BatchConf, PlanConf, RunConf, Scheduler
 from llama_ssp.errors import UsageError
-
-# The script sets these itself: a second value would break restarts, or hide the logs.
-OWN_OPTIONS = (
-    "array", "chdir", "error", "export", "gpus", "gpus-per-node", "kill-on-bad-exit", "no-requeue", "nodes",
-    "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait",
-    "wrap",
-)  # fmt: skip
 
 
 def check_sharing(run: RunConf, words: Sequence[str] = ()) -> None:
@@ -41,31 +32,3 @@ def check_sharing(run: RunConf, words: Sequence[str] = ()) -> None:
         what = "cluster.gpus is missing: how many ranks a node of the job gets"
         fix = "write cluster.gpus=N; with cluster.gpu=cpu they are N processes"
         raise UsageError(what, f"cluster.scheduler={cluster.scheduler}", fix=fix)
-
-
-def check_cluster(cluster: ClusterConf) -> None:
-    """Refuses a time limit that leaves no time to work, and options that the script sets itself."""
-    slurm = cluster.slurm
-    if slurm.time is not None and seconds_of(slurm.time) <= slurm.signal_s:
-        found = f"{slurm.time}, of which the last {slurm.signal_s} s are for stopping"
-        fix = "raise it, or lower cluster.slurm.signal_s"
-        raise UsageError("cluster.slurm.time leaves no time to work", found=found, fix=fix)
-    for option in slurm.options:
-        name = option.partition("=")[0].removeprefix("--")
-        odd = any(ord(c) < 32 or c in "'\\" for c in option)
-        if not option.startswith("--") or name in OWN_OPTIONS or odd:
-            own = ", ".join(OWN_OPTIONS)
-            allowed = f"--OPTION or --OPTION=VALUE, on one line and without ' and \\, none of: {own}"
-            what, fix = "a cluster.slurm.options entry cannot be used", "see man sbatch"
-            raise UsageError(what, "", repr(option), allowed, fix)
-
-
-def seconds_of(time: str) -> int:
-    """The seconds of a time as Slurm writes it."""
-    found = re.fullmatch(SLURM_TIME, time)
-    assert found is not None, time
-    parts = [int(found[name]) if found[name] else 0 for name in ("first", "second", "third")]
-    if found["days"] is not None or found["third"] is not None:  # hours first
-        hours, minutes, seconds = parts
-        return ((int(found["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-    return parts[0] * 60 + parts[1]
