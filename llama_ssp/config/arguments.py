@@ -21,18 +21,8 @@ from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, NoReturn, get_origin
 
-from llama_ssp.config.presets import (
-    GROUPS,
-    NAMES_OF_A_MODEL,
-    ROLES,
-    UNNAMED,
-    model_words,
-    nearest,
-    options,
-    quoted,
-)
+from llama_ssp.config.presets import GROUPS, ROLES, model_words, nearest, options, quoted
 from llama_ssp.config.run import RunConf, key_types, kinds_of
-from llama_ssp.config.schema import SamplingConfig, SpeculationConfig
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import RunError, UsageError
 
@@ -43,15 +33,9 @@ SHORT_FLAGS = {"-p": PROMPT, "-n": "max_new_tokens"}  # Hydra's own -p is --pack
 AS_WRITTEN = (PROMPTS, "task.system", "task.stop")  # ${...} stands for itself in them
 RUN_KEYS = {entry.name for entry in fields(RunConf)} | {*GROUPS}
 SHORT_KEYS = {
-    entry.name: f"{group}.{entry.name}"
-    for group, schemas in (
-        ("sampling", [SamplingConfig]),
-        ("speculation", [SpeculationConfig]),
-        ("task", TASKS.values()),
-    )
-    for schema in schemas
-    for entry in fields(schema)
-    if entry.name not in {*RUN_KEYS, "name"}
+    leaf: f"{group}.{leaf}"
+    for group, _, leaf in (key.partition(".") for key in key_types())
+    if group in ("sampling", "speculation", "task") and leaf not in {"", "name", *RUN_KEYS}
 }
 COMMANDS = ("report",)  # first words, too
 SHIPPED = "demo"  # the default target, which has a default draft
@@ -135,11 +119,6 @@ def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
     """
     bare = [word for word in words if _is_bare(word)]
     given = [*_named(bare), *(Override.of(word) for word in words if not _is_bare(word))]
-    keys = [override.key for override in given]
-    for key in ("task", *ROLES):
-        if keys.count(key) > 1:
-            found = ", ".join(str(override) for override in given if override.key == key)
-            raise UsageError(f"{key} is given twice", found=found, fix="leave one out")
     full, lists = list[str](), dict[str, list[str]]()
     for override in given:
         key, value = override.key, override.value
@@ -147,8 +126,6 @@ def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
         if override.sign == "~" or value is None:
             full.append(str(override))
         elif key in ROLES and not (sweeps and "," in value):
-            if value == UNNAMED and f"{key}.name" not in keys:
-                raise UsageError(f"{key}={value} names no model", allowed=f"{key}={NAMES_OF_A_MODEL}")
             full += model_words(key, value)
         elif key == PROMPT and sweeps and several:
             full.append(f"{PROMPTS}={','.join(f'[{_quoted(PROMPTS, text)}]' for text in several)}")

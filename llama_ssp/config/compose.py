@@ -6,8 +6,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,24 +105,18 @@ def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
     register()
     places = ",".join(quoted(f"file://{folder}") for folder in folders)
     try:
-        with _own_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
-            return to_run(compose("run", [*overrides, f"hydra.searchpath=[{places}]"]))
+        with COMPOSING:  # Hydra is the process's: that of an application that calls this is set aside
+            instance = GlobalHydra.instance()
+            before = instance.hydra
+            instance.clear()
+            try:
+                with initialize_config_dir(str(CONF), version_base="1.3"):
+                    return to_run(compose("run", [*overrides, f"hydra.searchpath=[{places}]"]))
+            finally:
+                instance.hydra = before
+                GlobalHydra.set_instance(instance)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise translated(error) from error
-
-
-@contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Sets aside the Hydra of an application that calls this. One thread at a time: it is the process's."""
-    with COMPOSING:
-        instance = GlobalHydra.instance()
-        before = instance.hydra
-        instance.clear()
-        try:
-            yield
-        finally:
-            instance.hydra = before
-            GlobalHydra.set_instance(instance)
 
 
 def pair_words(model: str | Path, draft: str | Path | None, overrides: Sequence[str] = ()) -> list[str]:

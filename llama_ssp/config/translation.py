@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from typing import get_type_hints
 
 from omegaconf.errors import OmegaConfBaseException
 
-from llama_ssp import config
 from llama_ssp.config.arguments import meant
 from llama_ssp.config.presets import GROUPS, NAMES_OF_A_MODEL, ROLES, nearest, options
+from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import UsageError, shortened
 
 # Settings of other programs that change the output distribution.
@@ -50,15 +50,12 @@ def translated(error: Exception) -> UsageError:
 def unknown_key(key: str, schema: str | None = None) -> UsageError:
     """The error for a key that is not there; `schema` is the class that lacks it."""
     leaf = key.rpartition(".")[2]
-    keys = {
-        name: [entry.name for entry in fields(conf) if entry.name != "name"]
-        for name, conf in config.TASKS.items()
-    }
-    others = [name for name in keys if leaf in keys[name]]
-    task = next((name for name, conf in config.TASKS.items() if conf.__name__ == schema), None)
+    others = [name for name, conf in TASKS.items() if leaf in get_type_hints(conf)]
+    task = next((name for name, conf in TASKS.items() if conf.__name__ == schema), None)
     if task and others:
         what = f"task={task} has no key {'prompt' if leaf == 'prompts' else leaf}"
-        return UsageError(what, "", key, ", ".join(keys[task]), f"it is for {', '.join(others)}")
+        fix = f"it is for {', '.join(others)}; llama-ssp {task} --help lists the keys of {task}"
+        return UsageError(what, "", key, fix=fix)
     if leaf in LOSSY:
         fix = "the output distribution is exactly the target's; there is no option to change that"
         return UsageError(f"{key} is refused: not lossless", fix=fix)

@@ -69,12 +69,9 @@ def _check_placement(placement: PlacementConf) -> None:
 
 def _check_model(role: str, model: ModelConf) -> None:
     if model.weights is Weights.synthetic:
-        if not model.n_layers and (files := model.path or model.repo):
-            what = f"{role}.weights=synthetic reads no files"
-            fix = f"name a preset, which has sizes: {role}=NAME"
-            raise UsageError(what, "", files, fix=fix)
         for name in SIZES:
-            between(f"{role}.{name}", getattr(model, name), 1, MAX_INT)
+            fix = f"synthetic weights read no files: name a preset, {role}=NAME"
+            between(f"{role}.{name}", getattr(model, name), 1, MAX_INT, fix)
     if model.experts:
         between(f"{role}.experts_per_token", model.experts_per_token, 1, model.experts)
         between(f"{role}.expert_ffn", model.expert_ffn, 1, MAX_INT)
