@@ -211,14 +211,13 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     """
     from llama_ssp.batch.job import chosen_seed, job_of
     from llama_ssp.config import validation as checks
-    from llama_ssp.config.validation.cluster import check_sharing
     from llama_ssp.planner.resolve import pair_specs
     from llama_ssp.report.plots import check_plot
     from llama_ssp.tasks.inputs import RunInputs
     from llama_ssp.text.prompts import Reading, read_prompts
 
     checked = checks.to_run(job.cfg)
-    check_sharing(checked, job.words)
+    checks.check_sharing(checked, job.words)
     task, leads = checked.task, _environment().is_leader
     if isinstance(task, PlanConf):
         from llama_ssp.tasks import plan as planning

@@ -14,9 +14,8 @@ from unittest.mock import patch
 from hydra._internal.hydra import Hydra
 
 from llama_ssp import cli
-from llama_ssp.config import RunConf
-from llama_ssp.config.validation import cluster
-from llama_ssp.config.validation.cluster import check_sharing
+from llama_ssp.config import RunConf, validation
+from llama_ssp.config.validation import check_sharing
 
 MEANT = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LLAMA_SSP_DEBUG")
 
@@ -54,7 +53,7 @@ class Door:
             os.environ.pop(name, None)
         with (
             patch.object(Hydra, "get_mode", lambda *_, **__: None),  # composes all again; the flags decide
-            patch.object(cluster, "check_sharing", self._through),
+            patch.object(validation, "check_sharing", self._through),
             patch.object(logging, "basicConfig", lambda **_: None),
         ):
             yield self

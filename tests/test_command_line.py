@@ -18,9 +18,8 @@ from llama_ssp import __version__, cli
 from llama_ssp.config import TASKS, GenerateConf, PromptedConf, RunConf
 from llama_ssp.config.arguments import COMMANDS, completable, hydra_arguments, listed_texts
 from llama_ssp.config.compose import composed
-from llama_ssp.config.describe import descriptions, keys_of_group, keys_of_task
 from llama_ssp.config.environment import RankEnvironment
-from llama_ssp.config.help import help_for, markdown, overview
+from llama_ssp.config.help import descriptions, help_for, keys_of_group, keys_of_task, markdown, overview
 from llama_ssp.config.presets import GROUPS
 from llama_ssp.config.run import key_types
 from llama_ssp.config.schema import (

@@ -12,8 +12,7 @@ from typing import Any
 from llama_ssp.config import BatchConf, RunConf, SamplingConfig
 from llama_ssp.config.schema import MAX_SEED
 from llama_ssp.config.tasks import MAX_LOGPROBS
-from llama_ssp.config.validation import check, check_context
-from llama_ssp.config.validation.values import check_values
+from llama_ssp.config.validation import check, check_context, check_values
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
 from llama_ssp.text.tokenizer import Message

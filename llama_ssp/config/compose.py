@@ -23,8 +23,7 @@ from llama_ssp.config import RunConf, register
 from llama_ssp.config.arguments import completable, hydra_arguments, in_full
 from llama_ssp.config.presets import CONF, quoted
 from llama_ssp.config.translation import translated
-from llama_ssp.config.validation import to_run
-from llama_ssp.config.validation.values import listed
+from llama_ssp.config.validation import listed, to_run
 from llama_ssp.errors import OK, USAGE, RunError
 
 COMPOSING = threading.Lock()

@@ -17,7 +17,7 @@ MAX_INT = 2**31 - 1
 def key(default: Any, about: str, **rules: Any) -> Any:
     """A field with its description, for --help and docs/keys.md. `default` is a value or makes one.
 
-    `rules` are for validation/values.py: of numbers `range`; of texts `shape`, a regular expression, and what
+    `rules` are for validation.py: of numbers `range`; of texts `shape`, a regular expression, and what
     is `allowed` in words.
     """
     made: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}

@@ -23,7 +23,7 @@ from llama_ssp.config import Bridging, GenerateConf, LogprobsOf, RunConf, Sampli
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
-from llama_ssp.config.validation.values import chosen, listed
+from llama_ssp.config.validation import chosen, listed
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.pair.batches import Batch, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of

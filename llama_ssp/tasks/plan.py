@@ -10,7 +10,7 @@ from typing import Any
 from llama_ssp.config import Output, PlanConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
-from llama_ssp.config.validation.values import listed
+from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import FAILED_CHECK, OK, ModelError, UsageError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined

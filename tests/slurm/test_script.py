@@ -16,7 +16,7 @@ from llama_ssp.batch.manifest import Manifest
 from llama_ssp.batch.slurm.script import quoted, sbatch_script
 from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
-from llama_ssp.config.validation.values import check_values
+from llama_ssp.config.validation import check_values
 from llama_ssp.errors import UsageError
 
 # Words that would do harm, were they ever read by a shell or by sbatch.

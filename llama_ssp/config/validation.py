@@ -1,0 +1,215 @@
+"""Checks of the whole configuration, before anything is loaded. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from enum import EnumType
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llama_ssp.config.run import SIZES, RunConf
+from llama_ssp.config.schema import (
+    MAX_INT,
+    MAX_K,
+    Drafting,
+    ModelConf,
+    Output,
+    PlacementConf,
+    Scheduler,
+    SpeculationConfig,
+    Splitting,
+    Verification,
+    Weights,
+)
+from llama_ssp.config.tasks import TASKS, BatchConf, PlanConf
+from llama_ssp.config.translation import translated, unknown_key
+from llama_ssp.errors import UsageError
+
+T = TypeVar("T")
+
+
+def to_run(cfg: DictConfig) -> RunConf:
+    """Hydra's merged config as dataclasses, checked. Raises UsageError."""
+    try:
+        run = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise translated(error) from error
+    if not isinstance(run, RunConf):
+        raise UsageError("the configuration does not start from the schema", "conf/run.yaml")
+    check(run)
+    return run
+
+
+def check(run: RunConf) -> None:
+    """Refuses values of the wrong type or out of range, and settings that contradict each other."""
+    check_values(run)
+    if TASKS.get(run.task.name) is not type(run.task):  # the name becomes part of a folder's name
+        fix = "choose a task with task=NAME, and leave task.name"
+        raise UsageError("task.name is not a task", "", repr(run.task.name), ", ".join(TASKS), fix)
+    spec, sampling, most = run.speculation, run.sampling, getattr(run.task, "max_new_tokens", math.inf)
+    if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
+        between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
+    between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
+    if spec.siblings:
+        _check_tree(spec)
+    for role, model in (("model", run.model), ("draft", run.draft)):
+        if model is not None:
+            _check_model(role, model)
+    run.task.check(spec, run.draft is not None)
+    if run.output is Output.jsonl and run.task.name != "generate":
+        fix = "use output=json; task=batch writes JSONL to its file"
+        raise UsageError("output=jsonl is for task=generate", "output", f"task={run.task.name}", fix=fix)
+    if most and sampling.min_new_tokens > most:  # of 0 new tokens, a prompt is scored
+        what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
+        raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
+    _check_placement(run.placement)
+
+
+def _check_tree(spec: SpeculationConfig) -> None:
+    key, found = "speculation.siblings", spec.siblings
+    if spec.verification is not Verification.block or spec.drafter is not Drafting.model:
+        other = f"verification={spec.verification.value}, drafter={spec.drafter.value}"
+        fix = f"remove {key}, or use speculation.verification=block speculation.drafter=model"
+        raise UsageError("siblings are of a draft model's tokens, verified as a block", key, other, fix=fix)
+    between(key, found, 0, MAX_K // max(spec.longest, 1) - 1, f"drafts and siblings are {MAX_K} at most")
+
+
+def _check_placement(placement: PlacementConf) -> None:
+    if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
+        what = "placement.max_memory and offload_folder are for splitting by layers"
+        found = f"placement.splitting={placement.splitting.value}"
+        raise UsageError(what, found=found, fix="use placement=layers")
+
+
+def _check_model(role: str, model: ModelConf) -> None:
+    if model.weights is Weights.synthetic:
+        for name in SIZES:
+            fix = f"synthetic weights read no files: name a preset, {role}=NAME"
+            between(f"{role}.{name}", getattr(model, name), 1, MAX_INT, fix)
+    if model.experts:
+        between(f"{role}.experts_per_token", model.experts_per_token, 1, model.experts)
+        between(f"{role}.expert_ffn", model.expert_ffn, 1, MAX_INT)
+        between(f"{role}.dense_layers", model.dense_layers, 0, model.n_layers)
+    if model.n_kv_heads and model.n_heads % model.n_kv_heads:
+        what = f"{role}.n_heads is not a multiple of {role}.n_kv_heads"
+        found, allowed = f"{model.n_heads} and {model.n_kv_heads}", "whole groups of query heads per KV head"
+        raise UsageError(what, "", found, allowed, "take the numbers from the model's config.json")
+
+
+def check_context(run: RunConf) -> None:
+    """Checks of the model's context and vocabulary, after its files have been read."""
+    model, vocab, sampling = run.model, run.model.vocab, run.sampling
+    for key, tokens in (("logit_bias", sampling.logit_bias), ("bad_tokens", sampling.bad_tokens)):
+        for token in tokens:
+            between(f"sampling.{key} token", token, 0, vocab - 1, f"model {model.name} has {vocab} tokens")
+    if len(set(sampling.bad_tokens)) >= vocab:
+        what, found = "sampling.bad_tokens forbids every token", f"all {vocab}"
+        raise UsageError(what, found=found, fix="leave at least one")
+    of = f"model {model.name} has a context of {model.context} tokens"
+    if model.context < 2:
+        what = f"{of}, which leaves no room for a prompt and a new token"
+        raise UsageError(what, "model.context", allowed="2 or more", fix="choose another model")
+    prompt, new = getattr(run.task, "prompt_tokens", 1), getattr(run.task, "max_new_tokens", 1) or 1
+    between("task.prompt_tokens", prompt, 1, model.context - 1, of)
+    between("task.max_new_tokens", new, 1, model.context - prompt, f"{of}, prompt included")
+
+
+def check_sharing(run: RunConf, words: Sequence[str] = ()) -> None:
+    """Refuses groups and schedulers for other tasks than a batch job, or a plan, which is about one group.
+
+    Refuses settings of Slurm among the `words`, too, if nothing says which scheduler is meant.
+    """
+    cluster, task = run.cluster, run.task
+    for key, value, usual in (("scheduler", cluster.scheduler.value, "none"), ("groups", cluster.groups, 1)):
+        if value != usual and not isinstance(task, BatchConf | PlanConf):
+            what, found = f"cluster.{key} is for task=batch", f"{value}, task={task.name}"
+            preset = f" and cluster={value}" * (key == "scheduler")
+            fix = f"it would run here and now: leave cluster.{key}{preset} out if that is what you want"
+            raise UsageError(what, found=found, fix=fix)
+    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    unused = [key for key in keys if key.startswith("cluster.slurm.")]
+    if unused and cluster.scheduler is Scheduler.none and "cluster.scheduler" not in keys:
+        fix = "write cluster=slurm, or leave it out"
+        raise UsageError(f"{unused[0]} is given, and Slurm starts nothing", fix=fix)
+    if isinstance(task, BatchConf) and task.submit and cluster.scheduler is Scheduler.none:
+        what = "task.submit=true needs a scheduler"
+        raise UsageError(what, found="cluster.scheduler=none", fix="use cluster=slurm")
+    if cluster.scheduler is not Scheduler.none and cluster.gpus is None:
+        what = "cluster.gpus is missing: how many ranks a node of the job gets"
+        fix = "write cluster.gpus=N; with cluster.gpu=cpu they are N processes"
+        raise UsageError(what, f"cluster.scheduler={cluster.scheduler}", fix=fix)
+
+
+def listed(name: str, given: Iterable[T]) -> list[T]:
+    """The entries. Raises UsageError for a single text: its letters are not meant as entries."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise UsageError(f"{name} is of the wrong type", "", repr(given), "a list", "write [...] around it")
+    return list(given)
+
+
+def chosen(node: Any) -> Any:
+    """The same with its choices that are given by name, as on the command line."""
+    named = dict[str, Any]()
+    for key, hint in get_type_hints(type(node)).items():
+        if isinstance(hint, EnumType) and getattr(node, key) in list(hint):
+            named[key] = hint(getattr(node, key))
+    return replace(node, **named) if named else node
+
+
+def check_values(node: Any, prefix: str = "") -> None:
+    """Refuses keys that are not there, and values of the wrong type, out of range, or of another shape."""
+    hints, values = get_type_hints(type(node)), vars(node)
+    if unknown := values.keys() - hints.keys():  # +KEY=VALUE adds any key
+        raise unknown_key(f"{prefix}{min(unknown)}")
+    for entry in fields(node):
+        key, value, hint, rules = prefix + entry.name, values[entry.name], hints[entry.name], entry.metadata
+        if not _fits(value, hint):
+            allowed = ", ".join(hint) if isinstance(hint, EnumType) else entry.type
+            what, fix = f"{key} is of the wrong type", "write it as --help shows"
+            raise UsageError(what, "", repr(value), allowed, fix)
+        if is_dataclass(value):
+            check_values(value, f"{key}.")
+        for name, item in _items(key, value):
+            if "range" in rules:
+                low, high, above = rules["range"]
+                between(name, item, low, high, rules["about"], above)
+            if "shape" in rules and not re.fullmatch(rules["shape"], item, re.DOTALL):
+                raise UsageError(f"{name} cannot be used", "", repr(item), rules["allowed"], rules["about"])
+
+
+def _items(key: str, value: Any) -> list[tuple[str, Any]]:
+    """The entries of a list or a map with their names; a value itself, unless it is null."""
+    if isinstance(value, dict):
+        return [(f"{key}.{name}", item) for name, item in value.items()]
+    if isinstance(value, list):
+        return [(f"{key} entry", item) for item in value]
+    return [] if value is None else [(key, value)]
+
+
+def _fits(value: object, hint: Any) -> bool:
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, option) for option in inside)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(item, inside[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(
+            _fits(k, inside[0]) and _fits(v, inside[1]) for k, v in value.items()
+        )
+    if hint in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole or (hint is float and isinstance(value, float))
+    return hint is Any or isinstance(value, hint)
+
+
+def between(key: str, value: float, low: float, high: float, fix: str = "", above: bool = False) -> None:
+    """Refuses a value outside of [low, high], with `above` of (low, high]; NaN is always outside."""
+    if not (low < value <= high if above else low <= value <= high):
+        allowed = f"{'(' if above else '['}{low}, {high}]"
+        raise UsageError(f"{key} is out of range", "", value, allowed, fix or "choose a value inside")
