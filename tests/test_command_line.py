@@ -149,7 +149,7 @@ def test_interpolations_and_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp
         *((f"{name}x", f"write llama-ssp {name}") for name in COMMANDS),
         ("plan 7b", "did you mean model=7B"),
         ("plan /no/such", "there is no such folder or file; /no/such"),
-        ("plan nothing-like-it", "llama-ssp model --help lists the names"),
+        ("plan nothing-like-it", "there is no model=nothing-like-it; allowed a preset, a folder"),
         ("model.repo=a/b", "model.repo is given, and no model is named"),
         ("draft.path=/x", "draft.path is given, and no draft is named"),
         ("model=7B draft.dtype=int8", "draft.dtype is given, and no draft is named"),

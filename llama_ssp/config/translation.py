@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import get_type_hints
 
-from omegaconf.errors import OmegaConfBaseException
-
 from llama_ssp.config.arguments import meant
 from llama_ssp.config.presets import GROUPS, NAMES_OF_A_MODEL, ROLES, nearest, options
 from llama_ssp.config.tasks import TASKS
@@ -18,7 +16,6 @@ HYDRA_NOISE = (
     "full_key:", "object_type", "reference_type", "Set the env", "Config search path", "provider=",
     "To append to your", "Error merging override",
 )  # fmt: skip
-SEVERAL = re.compile(r"Ambiguous value for argument '(?P<key>[^=']*)=(?P<found>[^']*)'")
 NO_KEY = re.compile(r"Key '(?P<key>[^']*)' (?:not in '(?P<schema>\w+)'|is not in struct)")
 NOT_THERE = re.compile(r"Could not override '(?P<key>[^']*)'")
 NO_OPTION = re.compile(r"Could not find '(?P<group>[^']+)/(?P<option>[^'/]*)'")
@@ -26,25 +23,20 @@ NO_OPTION = re.compile(r"Could not find '(?P<group>[^']+)/(?P<option>[^'/]*)'")
 
 def translated(error: Exception) -> UsageError:
     """The error in one line."""
-    from hydra.errors import OverrideParseException
-
-    if isinstance(error, OverrideParseException):
-        said = " ".join(str(error).split()).partition(" See ")[0]
-        found = None if said.startswith("Lexer") else said  # which repeats the override
+    if override := getattr(error, "override", ""):  # a word that is not in Hydra's grammar
         fix = 'write KEY=VALUE; quote a text in a list: KEY=["a b"]'
-        return UsageError("an override cannot be read", shortened(error.override, 80), found, fix=fix)
+        return UsageError("an override cannot be read", shortened(override, 80), fix=fix)
     text = f"{error}\n{error.__cause__ or ''}"
     key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
     if match := NO_OPTION.search(text):
         return _no_option(match["group"], match["option"])
-    if match := SEVERAL.search(text):
-        fix = "add --multirun (-m) for a run with each; write a list as [1,2]"
-        return UsageError(f"{match['key']} has several values", "", match["found"], "one", fix)
     if match := NO_KEY.search(text):
         given = NOT_THERE.search(text)  # the whole key, where its group is not there either
         return unknown_key(given["key"] if given else key, match["schema"])
     of_batch = "; the file of answers of task=batch is task.output=FILE" * (key == "output")
-    return UsageError(_plain(error), key, fix=f"see --help for keys and values{of_batch}")
+    lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
+    said = "; ".join(line for line in lines if not line.startswith(HYDRA_NOISE)) or type(error).__name__
+    return UsageError(shortened(said, 400), key, fix=f"see --help for keys and values{of_batch}")
 
 
 def unknown_key(key: str, schema: str | None = None) -> UsageError:
@@ -65,14 +57,5 @@ def unknown_key(key: str, schema: str | None = None) -> UsageError:
 def _no_option(group: str, option: str) -> UsageError:
     known = options(group) if group in GROUPS else []
     near, allowed = nearest(option, known), NAMES_OF_A_MODEL if group in ROLES else ", ".join(known)
-    fix = f"did you mean {group}={near}?" if near else f"llama-ssp {group} --help lists the names"
+    fix = f"did you mean {group}={near}?" if near else "see --help"
     return UsageError(f"there is no {group}={option}", allowed=allowed, fix=fix)
-
-
-def _plain(error: Exception) -> str:
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if cause is not None:
-        lines = [*lines[:1], *(line.strip() for line in str(cause).splitlines() if line.strip())]
-    lines = [line for line in dict.fromkeys(lines) if not line.startswith(HYDRA_NOISE)]
-    return shortened("; ".join(lines) or type(error).__name__, 400)

@@ -108,13 +108,7 @@ def check_context(run: RunConf) -> None:
     for key, tokens in (("logit_bias", sampling.logit_bias), ("bad_tokens", sampling.bad_tokens)):
         for token in tokens:
             between(f"sampling.{key} token", token, 0, vocab - 1, f"model {model.name} has {vocab} tokens")
-    if len(set(sampling.bad_tokens)) >= vocab:
-        what, found = "sampling.bad_tokens forbids every token", f"all {vocab}"
-        raise UsageError(what, found=found, fix="leave at least one")
     of = f"model {model.name} has a context of {model.context} tokens"
-    if model.context < 2:
-        what = f"{of}, which leaves no room for a prompt and a new token"
-        raise UsageError(what, "model.context", allowed="2 or more", fix="choose another model")
     prompt, new = getattr(run.task, "prompt_tokens", 1), getattr(run.task, "max_new_tokens", 1) or 1
     between("task.prompt_tokens", prompt, 1, model.context - 1, of)
     between("task.max_new_tokens", new, 1, model.context - prompt, f"{of}, prompt included")
