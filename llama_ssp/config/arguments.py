@@ -153,15 +153,13 @@ def listed_texts(value: str) -> list[str] | None:
 
 
 def meant(key: str) -> str:
-    """A suggestion for an unknown key: one with the same last part, or a longer one, or one spelt alike."""
+    """A suggestion for an unknown key: the shortest one whose last part holds its own, or one spelt alike."""
     if key.startswith("hydra"):
         return "--cfg hydra shows Hydra's own keys"
     known, leaf = key_types(), key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == leaf]
-    longer = [name for name in known if f".{name}".endswith(f".{key}") or f".{key}" in f".{name}"]
-    close = difflib.get_close_matches(key, [*known, *GROUPS], n=1, cutoff=0.6)
-    result = (same or longer or close or [""])[0]
-    return f"did you mean {result}?" if result else "llama-ssp TASK --help lists the keys"
+    longer = [name for name in known if leaf in name.rpartition(".")[2]]
+    likely = [min(longer, key=len)] if longer else difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {likely[0]}?" if likely else "llama-ssp TASK --help lists the keys"
 
 
 def _hydra_parser() -> argparse.ArgumentParser:

@@ -45,9 +45,7 @@ class RunConf:
     engine: Steps = key(Steps.auto, "Whether steps are compiled; auto: on one GPU, on a CPU where it pays.")
     download: bool = key(False, "Fetch models from the Hugging Face hub that are not on this machine.")
     seed: int | None = number(None, 0, MAX_SEED, "The seed of all random numbers; null draws one.")
-    output: Output = key(
-        Output.text, "Standard output: text, one json document, or jsonl with a line a text."
-    )
+    output: Output = key(Output.text, "Standard output: text, one json document, or jsonl: a line a text.")
     out: str | None = not_empty("The folder for run folders; null writes none.", "outputs")
 
     @property

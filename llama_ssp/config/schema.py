@@ -266,9 +266,7 @@ class SamplingConfig:
     top_k: int = number(0, 0, MAX_INT, "Keep the K likeliest tokens; 0 keeps all.")
     top_p: float = number(1.0, 0.0, 1.0, "Keep the likeliest tokens up to this share; 1 is all.", True)
     min_p: float = share(0.0, "Drop tokens below this share of the likeliest one's probability.")
-    repetition_penalty: float = number(
-        1.0, 0.01, 100.0, "Above 1: tokens of the text so far are less likely."
-    )
+    repetition_penalty: float = number(1.0, 0.01, 100.0, "Above 1: tokens in the text are less likely.")
     frequency_penalty: float = number(0.0, -100.0, 100.0, "Taken off a logit for each time it was generated.")
     presence_penalty: float = number(0.0, -100.0, 100.0, "Taken off the logit of a token that was generated.")
     logit_bias: dict[int, float] = number(dict, -1e4, 1e4, "Added to logits, by token id, as in '{5: -2.0}'.")

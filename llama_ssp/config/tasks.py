@@ -27,9 +27,7 @@ MAX_LOGPROBS = 20  # alternatives a token, as in OpenAI's API
 MOST_CERTIFIED = 16  # drafts a round, which may be decided in 2^16 ways
 # Descriptions of keys that several tasks have.
 PREFILL_CHUNK = "Tokens of a prompt that one forward pass reads."
-LOGPROBS = (
-    "Give each token's log-probability, and those of the N likeliest tokens in its place; 0 is its own."
-)
+LOGPROBS = "Give each token's log-probability, and those of the N likeliest in its place; 0 is its own."
 LOGPROBS_OF = "Whose log-probabilities: the target's at temperature 1, or those sampled from."
 
 

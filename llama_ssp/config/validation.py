@@ -20,7 +20,6 @@ from llama_ssp.config.schema import (
     Drafting,
     ModelConf,
     Output,
-    PlacementConf,
     Scheduler,
     SpeculationConfig,
     Splitting,
@@ -68,7 +67,10 @@ def check(run: RunConf) -> None:
     if most and sampling.min_new_tokens > most:  # of 0 new tokens, a prompt is scored
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
-    _check_placement(run.placement)
+    placement = run.placement
+    if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
+        what = "placement.max_memory and offload_folder are for splitting by layers"
+        raise UsageError(what, found=f"splitting={placement.splitting.value}", fix="use placement=layers")
 
 
 def _check_tree(spec: SpeculationConfig) -> None:
@@ -78,13 +80,6 @@ def _check_tree(spec: SpeculationConfig) -> None:
         fix = f"remove {key}, or use speculation.verification=block speculation.drafter=model"
         raise UsageError("siblings are of a draft model's tokens, verified as a block", key, other, fix=fix)
     between(key, found, 0, MAX_K // max(spec.longest, 1) - 1, f"drafts and siblings are {MAX_K} at most")
-
-
-def _check_placement(placement: PlacementConf) -> None:
-    if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
-        what = "placement.max_memory and offload_folder are for splitting by layers"
-        found = f"placement.splitting={placement.splitting.value}"
-        raise UsageError(what, found=found, fix="use placement=layers")
 
 
 def _check_model(role: str, model: ModelConf) -> None:
