@@ -86,6 +86,11 @@ def test_a_model_goes_by_its_folder_s_name(tmp_path: Path, monkeypatch: pytest.M
     assert (run.draft.name, run.draft.path) == ("small.gguf", "~/small.gguf")
     (tmp_path / "70b'x" / "org" / "model").mkdir(parents=True)
     assert run_of("model=org/model").model.path == "org/model"  # what is there comes before the hub
+    (tmp_path / "70b'x" / "plain").mkdir()  # a name alone is a preset's, unless it is a model's folder
+    with pytest.raises(UsageError, match="there is no model=plain; allowed a preset, a folder"):
+        run_of("model=plain")
+    (tmp_path / "70b'x" / "plain" / "config.json").touch()
+    assert run_of("model=plain").model.path == "plain"
 
 
 SIGNS = "\\'\"${}[],:=#~ \n\tab\u00e9\u65e5&|<>()!*?"

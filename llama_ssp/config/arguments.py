@@ -147,7 +147,7 @@ def listed_texts(value: str) -> list[str] | None:
         return None
     # As Hydra reads them: a backslash counts before a quote only.
     return [
-        re.sub(rf"(\\+)(?={text[0]}|$)", lambda found: found[1][: len(found[1]) // 2], text[1:-1])
+        re.sub(rf"(\\+)(?={text[0]}|$)", lambda match: match[1][: len(match[1]) // 2], text[1:-1])
         for text in re.findall(TEXT, value, re.DOTALL)
     ]
 
@@ -249,9 +249,9 @@ def _no_draft(given: Sequence[Override]) -> list[str]:
     if "experiment" in chosen:  # it may name models
         return []
     for role in ROLES:
-        if role not in chosen and (lost := {f"{role}.path", f"{role}.repo"} & {*chosen}):
-            fix = f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {min(lost)}=..."
-            raise UsageError(f"{min(lost)} is given, and no {role} is named", fix=fix)
+        if role not in chosen and (files := {f"{role}.path", f"{role}.repo"} & {*chosen}):
+            fix = f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {min(files)}=..."
+            raise UsageError(f"{min(files)} is given, and no {role} is named", fix=fix)
     has_none = chosen.get("model", SHIPPED) != SHIPPED and "draft" not in chosen
     lost = {key for key in chosen if key.startswith("draft.")}
     if lost and (has_none or chosen.get("draft", "") in (None, "none")):

@@ -87,15 +87,15 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
 
 def _job(cfg: DictConfig, given: Sequence[str]) -> ComposedJob:
     """The job that Hydra has merged now; `given` are the words that it was given."""
-    own = HydraConfig.get()
+    hydra_conf = HydraConfig.get()
     folders = [
         Path(source.path)
-        for source in own.runtime.config_sources
+        for source in hydra_conf.runtime.config_sources
         if source.schema == "file" and source.provider != "main"
     ]
-    words = OmegaConf.to_container(own.overrides.task)  # ${...} as it is written
+    words = OmegaConf.to_container(hydra_conf.overrides.task)  # ${...} as it is written
     assert isinstance(words, list)
-    number = own.job.num if own.mode is RunMode.MULTIRUN else None
+    number = hydra_conf.job.num if hydra_conf.mode is RunMode.MULTIRUN else None
     return ComposedJob(cfg, folders, words, number, [word for word in words if word not in given])
 
 

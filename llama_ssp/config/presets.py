@@ -58,7 +58,7 @@ def quoted(text: object, as_written: bool = True) -> str:
     if plain == "???":  # by which OmegaConf means that a value is missing
         return """'${oc.select:_,"???"}'"""
     if as_written:
-        plain = re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", plain)
+        plain = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", plain)
     escaped = re.sub(r"(\\*)('|$)", lambda f: f[1] * 2 + ("\\'" if f[2] else ""), plain)
     return f"'{escaped}'"
 
@@ -66,5 +66,5 @@ def quoted(text: object, as_written: bool = True) -> str:
 def nearest(name: str, names: Sequence[str]) -> str | None:
     """The name that is most alike, also in other letters (7b for 7B); None if none is."""
     by_letters = {other.lower(): other for other in names}
-    found = difflib.get_close_matches(name.lower(), by_letters, n=1)
-    return by_letters[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return by_letters[matches[0]] if matches else None

@@ -20,8 +20,10 @@ def key(default: Any, about: str, **rules: Any) -> Any:
     `rules` are for validation.py: of numbers `range`; of texts `shape`, a regular expression, and what
     is `allowed` in words.
     """
-    made: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**made, metadata={"about": about, **rules})
+    metadata = {"about": about, **rules}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def number(default: Any, low: float, high: float, about: str, above: bool = False) -> Any:

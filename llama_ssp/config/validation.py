@@ -51,7 +51,7 @@ def check(run: RunConf) -> None:
     if TASKS.get(run.task.name) is not type(run.task):  # the name becomes part of a folder's name
         fix = "choose a task with task=NAME, and leave task.name"
         raise UsageError("task.name is not a task", "", repr(run.task.name), ", ".join(TASKS), fix)
-    spec, sampling, most = run.speculation, run.sampling, getattr(run.task, "max_new_tokens", math.inf)
+    spec, sampling, new = run.speculation, run.sampling, getattr(run.task, "max_new_tokens", math.inf)
     if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
         between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
@@ -64,9 +64,9 @@ def check(run: RunConf) -> None:
     if run.output is Output.jsonl and run.task.name != "generate":
         fix = "use output=json; task=batch writes JSONL to its file"
         raise UsageError("output=jsonl is for task=generate", "output", f"task={run.task.name}", fix=fix)
-    if most and sampling.min_new_tokens > most:  # of 0 new tokens, a prompt is scored
+    if new and sampling.min_new_tokens > new:  # of 0 new tokens, a prompt is scored
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
-        raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
+        raise UsageError(what, "", sampling.min_new_tokens, f"0..{new}", fix)
     placement = run.placement
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
         what = "placement.max_memory and offload_folder are for splitting by layers"
