@@ -15,7 +15,7 @@ from typing import Any
 from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
 from llama_ssp.batch.requests import Request
 from llama_ssp.config import RunConf
-from llama_ssp.config.arguments import Override, divided
+from llama_ssp.config.arguments import divided, each_key_once
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.planner.resolve import pair_specs
@@ -55,12 +55,13 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
 
 
 def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
-    """Returns the command for one group: its own words replace the job's."""
-    own = ["cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more]
-    replaced = ("cluster.slurm.", *(f"{Override.of(word).key}=" for word in own))
+    """Returns the command for one group: its own words replace the job's, and each key stands once."""
+    own = each_key_once(
+        ["cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more]
+    )
     given, flags = divided(words)
-    kept = [word for word in given if not str(Override.of(word)).lstrip("+").startswith(replaced)]
-    return (*kept, *own, *flags)
+    kept = {key: word for key, word in each_key_once(given).items() if not key.startswith("cluster.slurm.")}
+    return (*(kept | own).values(), *flags)
 
 
 def counted(logs: Iterable[Path]) -> Counter[str]:

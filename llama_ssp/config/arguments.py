@@ -99,6 +99,15 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, flags
 
 
+def each_key_once(words: Sequence[str]) -> dict[str, str]:
+    """Returns the words by key: of a key the last counts; of a list each text, and each bare word."""
+    result = dict[str, str]()
+    for number, word in enumerate(words):
+        key = "" if _is_bare(word) else Override.of(word).key
+        result[f"{key} {number}" if not key or key == PROMPT or _holds_texts(key) else key] = word
+    return result
+
+
 def completable(line: str) -> str:
     """A line of the shell that is to be completed: short forms before its last word are written out.
 

@@ -88,12 +88,14 @@ def test_quotes_can_be_read():
     ]  # fmt: skip
 
 
-def test_words_are_quoted_as_a_person_would():
-    words = words_of_one(["batch", "7B", "stop=a b", "-n", "5", "seed=1", "--k", "4", "task.stop=it's"], 3)
+def test_a_key_that_is_given_twice_stands_once():
+    """The last value counts; texts that end an answer add up, and are quoted as a person would."""
+    given = ["batch", "7B", "k=2", "stop=a b", "-n", "5", "seed=1", "--k", "4", "task.stop=it's", "seed=2"]
+    words = words_of_one([*given, "max_new_tokens=6"], 3)
     listed = script(ON_CPU, words=words).partition("words=(\n")[2].partition("\n)")[0]
     assert [line.strip() for line in listed.splitlines()] == [
-        "batch", "7B", "'stop=a b'", "max_new_tokens=5", "k=4", '"task.stop=it\'s"',
-        "cluster.scheduler=none", "cluster.groups=1", "task.submit=false", "seed=3",
+        "batch", "7B", "k=4", "'stop=a b'", "max_new_tokens=6", "seed=3", '"task.stop=it\'s"',
+        "cluster.scheduler=none", "cluster.groups=1", "task.submit=false",
     ]  # fmt: skip
 
 
