@@ -4,8 +4,8 @@
                              [threads=2] [write=FILE.md]
 
 The pair is that of bench/fast.py, another one for each agreement. Costs are measured as a run measures them,
-when the pair is ready. In each repeat every contender gets one turn on every prompt, and
-every turn begins without any knowledge of the pair. Required: adaptive K within 3 % of the best fixed K,
+when the pair is ready. In each repeat every contender gets one turn on every prompt; adaptive K begins each
+with the acceptance that it has seen in the turns before. Required: adaptive K within 3 % of the best fixed K,
 which may be 0; at agreement 0.05 at least 0.97 times as fast as regular sampling.
 
 A thousand tokens are too few to remove luck: the random draws of two contenders differ by 3 % and more, and

@@ -165,7 +165,9 @@ def main() -> None:
 def write_tables(asked: Asked, pairs: dict[str, PairSession], each: list[list[Contender]]) -> None:
     """Prints and writes the results file."""
     shares = [
-        f"{name} {pair.costs.draft / pair.costs.verify[0]:.3f}" for name, pair in pairs.items() if pair.costs
+        f"{name} {pair.costs.round(1) / pair.costs.round(0) - 1:.3f}"
+        for name, pair in pairs.items()
+        if pair.costs
     ]
     rows = [["T", "contender", "ms/token", "over regular", "least..most", "accepted", "tokens/round"]]
     over = [["T", "K", "tokens a round", "time a round", "time a token"]]
@@ -180,7 +182,8 @@ def write_tables(asked: Asked, pairs: dict[str, PairSession], each: list[list[Co
         f"Batch 1, openings of {asked.prompts} held-out documents, {OPENING} tokens each, {asked.new} new "
         f"tokens, {asked.threads} threads, {asked.repeats} interleaved repeats. Ratios of times are medians, "
         "with the least and the most; +-: one standard error over prompts.",
-        f"A draft step over a target step: {', '.join(shares)}. s: siblings of each draft.",
+        f"What a draft and its verification add to a target step: {', '.join(shares)}. s: siblings of each "
+        "draft.",
         "", "The head over the draft model: what it brings more, and ratios of times (above 1: slower).",
         "", "```", *aligned(over, 2), "```", "", "All of them:", "", "```", *aligned(rows, 2), "```",
     )  # fmt: skip

@@ -46,7 +46,7 @@ from llama_ssp.planner.resolve import PairSpec  # noqa: E402
 from llama_ssp.planner.speed import BAND, RoundTimes  # noqa: E402
 from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.speculative.draft_length import FixedDraftLength, best_k  # noqa: E402
+from llama_ssp.speculative.draft_length import Costs, FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.engine import Engine  # noqa: E402
 from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
@@ -127,7 +127,7 @@ def job(ranks: Ranks, asked: Asked) -> list[Found]:
 
 def compared(ranks: Ranks, shelf: ModelCache, asked: Asked, agreement: float, ratio: float) -> Found:
     """Both modes in turn; the first repeat does not count."""
-    k = asked.k or best_k(agreement, ratio, 16)
+    k = asked.k or Costs.of_ratio(ratio, 16).best(agreement, agreement)[0]
     target, draft = sized(asked.layers), sized(draft_layers(ranks, asked, ratio, k), agreement)
     run = RunConf(model=target, draft=draft, placement=PlacementConf(draft=DraftSeat.own), engine=Steps.eager)
     entry = PairSpec(run, None, None, resolve(run.placement, ranks.world, drafts=True))

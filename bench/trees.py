@@ -212,7 +212,8 @@ def judged(cell: Cell, ways: dict[str, Way]) -> tuple[list[list[str]], list[str]
         missed.append(f"adaptive, {name}")
     costs = cell.ready.costs
     assert costs is not None
-    shares = (costs.draft + costs.once) / costs.verify[0], (costs.verify[4] / costs.verify[0] - 1) / 4
+    column = (costs.round(4, MOST) - costs.round(4)) / (4 * MOST)  # a sibling takes no draft step
+    shares = ((costs.round(1) - costs.round(0) - column) / costs.round(0), column / costs.round(0))
     speeds = [f"{ratio:.3f} +- {error:.3f}" for ratio, error in (clock, fair)]
     evened = chains[best] / ways[TREES].evened(usual)
     gain = over(ways[CHAINS].fair(), ways[TREES].fair())[0]
@@ -251,9 +252,9 @@ def main() -> None:
             f"Asked: adaptive trees at least {NEAR} times as fast as the best chain, by the clock; tokens a "
             f"round within {SIGMAS:g} standard errors of the predicted. Missed: "
             f"{', '.join(missed) or 'nothing'}.",
-            "", "`draft step` and `column` (of the first four): shares of a target step. Then how many times "
-            "as fast adaptive trees are as the best chain, by the clock, fair and evened (bench/trees.py "
-            "says what that is), with standard errors; and as adaptive chains, fair.",
+            "", "`draft step` and `column` (of a sibling, with four drafts): shares of a target step. Then "
+            "how many times as fast adaptive trees are as the best chain, by the clock, fair and evened "
+            "(bench/trees.py says what that is), with standard errors; and as adaptive chains, fair.",
             "", "```", *aligned(pairs, 1), "```",
             "", "Each contender, ms a token; `over best`: over the best chain, fair; `shapes`: drafts x "
             "siblings, and how often.",

@@ -78,9 +78,9 @@ def test_rounds_of_a_draft_of_another_tokenizer_are_not_measured(
     """Those of a plain draft cost less: `speculation.cost_ratio` counts."""
     words = ("speculation=adaptive", "task.max_new_tokens=4")
     assert summary(command(PROMPTS, *DEMO, other, *words))
-    assert "adaptive: a draft step takes" not in caplog.text
+    assert "adaptive: a round takes" not in caplog.text
     assert summary(command(PROMPTS, *DEMO, "draft=demo_draft", words[0]))
-    assert "adaptive: a draft step takes" in caplog.text
+    assert "adaptive: a round takes" in caplog.text
 
 
 def test_the_same_vocabulary_is_said_to_be(command: Command) -> None:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle, pairwise
+from operator import mul
+from random import Random
+from unittest.mock import patch
 
 import pytest
 
 from llama_ssp.config import USUAL_COST_RATIO, Drafting, ModelConf, RunConf, SpeculationConfig
 from llama_ssp.pair import session
 from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.speculative import draft_length, measure_costs
 from llama_ssp.speculative.draft_length import (
-    REMEMBERED,
+    PAUSE,
+    TRIES,
+    Acceptance,
     AdaptiveDraftLength,
     Costs,
-    Experience,
     FixedDraftLength,
 )
-from llama_ssp.speculative.measure_costs import Rounds, engine_of, measured, rising
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.measure_costs import measured, timed_rounds
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.stats import RowStep
+from llama_ssp.speculative.verification import rule_for
 from tests.conftest import Command
 from tests.toy import toy
 
@@ -31,22 +42,47 @@ RUN = RunConf(
 )
 
 
+def engine_of(siblings: int = 0) -> Engine:
+    """Two toys, as a run has them."""
+    draws, transform = CounterDraws(0), SamplingTransform(RUN.sampling, (), 5)
+    target, drafter = ModelRunner(toy(5, 0)), ModelDrafter(ModelRunner(toy(5, 1)), transform, draws)
+    return Engine(target, drafter, transform, rule_for("block", siblings), draws, siblings=8 * siblings)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-def test_costs_are_measured_for_every_k(rows, caplog):
+@pytest.mark.parametrize("siblings", [0, 2])
+def test_costs_are_measured_for_every_k(rows, siblings, caplog):
     """And the log says that a seed is not enough to repeat a run that goes by them."""
+    run = replace(RUN, speculation=replace(RUN.speculation, siblings=siblings))
     with caplog.at_level(logging.INFO):
-        costs = measured(toy(5, 0), toy(5, 1), RUN, rows, 40)
+        costs = measured(engine_of(siblings), run, rows, 40)
     assert "another run of this seed may differ, unless speculation.cost_ratio=" in caplog.text
-    assert costs is not None and costs.k_max == 8 and costs.draft >= 0
-    assert all(verify > 0 for verify in costs.verify)
+    assert costs is not None and (costs.k_max, costs.max_siblings) == (8, siblings)
+    assert all(cost > 0 for shapes in costs.rounds for cost in shapes)
+
+
+def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
+    """Of K and of siblings. What was measured is the median: a stall says nothing."""
+    stalls = cycle([1.0] * 20 + [100.0])
+
+    def timed(_engine, lookahead, _half):
+        while True:
+            yield next(stalls) * (10.0 + lookahead.k**2 + lookahead.k * lookahead.each)
+
+    monkeypatch.setattr(measure_costs, "timed_rounds", timed)
+    run = replace(RUN, speculation=replace(RUN.speculation, siblings=2))
+    costs = measured(engine_of(2), run, 1, 40)
+    assert costs is not None
+    assert [costs.round(k) for k in (0, 1, 2, 4, 6, 8)] == pytest.approx([10.0, 11.0, 16.0, 26.0, 50.0, 74.0])
+    assert [costs.round(4, s) for s in range(3)] == pytest.approx([26.0, 30.0, 34.0])
 
 
 def test_where_texts_are_too_short_to_draft_nothing_is_measured():
-    assert measured(toy(5, 0), toy(5, 1), RUN, 1, 3) is None
+    assert measured(engine_of(), RUN, 1, 3) is None
 
 
 def test_k_is_chosen_by_what_is_known_of_costs():
-    known = Costs(0.5, (1.0,) * 9)
+    known = Costs([[1 + 0.5 * k] for k in range(9)])
 
     def by(run: RunConf, costs: Costs | None) -> Costs:
         lookahead = lookahead_for(run, 2, costs)
@@ -59,138 +95,124 @@ def test_k_is_chosen_by_what_is_known_of_costs():
     assert by(RUN, None) == Costs.of_ratio(USUAL_COST_RATIO, 8)
     shorter = replace(RUN, speculation=replace(RUN.speculation, k_max=4))
     assert by(shorter, known) == Costs.of_ratio(USUAL_COST_RATIO, 4)  # measured for another k_max
-    trees = Costs(0.5, (1.0,) * 25, most=2)
+    trees = Costs([[1.0, 1.01, 1.02]] * 9)
     narrower = replace(RUN, speculation=replace(RUN.speculation, siblings=1))
-    assert by(narrower, trees) == Costs.of_ratio(USUAL_COST_RATIO, 8, 1)  # two would have no slots
-    assert by(RUN, trees) == trees.of_chains()
+    assert by(narrower, trees) == by(RUN, trees) == trees
+    assert by(narrower, known) == Costs.of_ratio(USUAL_COST_RATIO, 8, 1)  # measured without siblings
+    shapes = [lookahead_for(run, 1, trees).choose() for run in (narrower, RUN)]
+    assert [siblings for [(_, siblings)] in shapes] == [1, 0]
     greedy = replace(narrower, sampling=replace(RUN.sampling, temperature=0.0))
     assert by(greedy, None) == Costs.of_ratio(USUAL_COST_RATIO, 8)  # a greedy draft has no second token
-    assert lookahead_for(replace(greedy, speculation=SpeculationConfig(k=3, siblings=2)), 1).siblings() == [0]
+    plain = lookahead_for(replace(greedy, speculation=SpeculationConfig(k=3, siblings=2)), 1)
+    assert plain.choose() == [(3, 0)]
     fixed = lookahead_for(replace(RUN, speculation=SpeculationConfig(k=3)), 2, known)
     assert isinstance(fixed, FixedDraftLength) and fixed.k == 3
 
 
 def test_rounds_are_measured_as_a_run_plays_them():
     """Each has the shape that was asked for and commits its tokens; where a text is full another begins."""
-    target, draft = toy(5, 0), toy(5, 1)
-    engine = engine_of(target, draft, RUN, 8)
-    rounds, lengths, shapes = Rounds(engine, 2, 12), [], []
-    engine.watch = lambda state, proposal, *_: shapes.append((proposal.k, proposal.siblings is not None))
-    asked = [(0, 0), (8, 1), (3, 0), (8, 0)] * 4
-    for shape in asked:
-        whole_s, drafts_s = rounds.seconds(*shape)
-        assert whole_s > drafts_s > 0
-        lengths.append(max(rounds.state.lengths))
-    assert shapes == [(k, siblings > 0) for k, siblings in asked]
-    assert len(set(lengths)) > 3 and max(lengths) <= 6 + 12
+    engine, lookahead = engine_of(siblings=1), FixedDraftLength(0, 2)
+    rounds, lengths, shapes = timed_rounds(engine, lookahead, 12), [], []
+
+    def watch(state, proposal, *_):
+        lengths.append(max(state.lengths))
+        shapes.append((proposal.k, int(proposal.siblings is not None)))
+
+    engine.watch = watch
+    wanted = [(0, 0), (8, 1), (3, 0), (8, 0)] * 4
+    for lookahead.k, lookahead.each in wanted:
+        assert next(rounds) > 0
+    assert shapes == wanted
+    assert len(set(lengths)) > 3 and max(lengths) < 6 + 12
     assert any(later < sooner for sooner, later in pairwise(lengths))
 
 
-def test_costs_rise_with_the_number_of_drafts():
-    assert rising({0: 1.0, 4: 3.0, 1: 2.0}) == {0: 1.0, 1: 2.0, 4: 3.0}
-    assert rising({0: 3.0, 1: 1.0, 2: 5.0, 3: 4.0}) == {0: 2.0, 1: 2.0, 2: 4.5, 3: 4.5}
-    assert rising({0: 3.0, 1: 2.0, 2: 1.0}) == {0: 2.0, 1: 2.0, 2: 2.0}
+@dataclass
+class Machine:
+    """Rounds of one row on a computed clock; drafts stand with a given probability on average."""
+
+    costs: Costs
+    reading: float = 0.0  # seconds of each token that the draft model has missed
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.random, self.seconds, self.tokens = Random(self.seed), 0.0, 0.0
+
+    def text(self, *parts: tuple[int, float]) -> list[int]:
+        """The K of each round of a text of parts, each with its rounds and its acceptance."""
+        lookahead, missed, chosen = AdaptiveDraftLength(self.costs, 1), 0, []
+        for rounds, kept in parts:
+            for _ in range(rounds):
+                [(k, _)] = lookahead.choose()
+                overlap = [self.random.betavariate(5 * kept, 5 * (1 - kept)) for _ in range(k)]
+                standing = [*pairwise(accumulate(overlap, mul, initial=1.0))]
+                step = RowStep(0, [0], [0] * k, 0, overlap, 0, None, standing=standing)
+                lookahead.observe([step])
+                seconds = self.costs.round(k) + (self.reading * missed if k else 0.0)
+                lookahead.took([step], seconds)
+                self.seconds, self.tokens = (
+                    self.seconds + seconds,
+                    self.tokens + 1 + sum(b for _, b in standing),
+                )
+                missed = 0 if k else missed + 1
+                chosen.append(k)
+        return chosen
 
 
-def learning(costs: Costs, rows: int = 1, apart: float = 0.1) -> Costs:
-    """The same, measured by four rounds each."""
-    return replace(costs, experience=Experience(costs, apart, 4, rows))
+def learning() -> Costs:
+    """Costs as if measured: K = 1 pays from an acceptance of 0.35 on."""
+    return Costs([[1.0 + 0.35 * k] for k in range(9)], Acceptance())
 
 
-def ran(lookahead: AdaptiveDraftLength, true: dict[int, float], rounds: int, kept: float) -> list[int]:
-    """The K of each round of a text where K drafts take `true[K]`, and a draft stands with this chance."""
-    found = []
-    for _ in range(rounds):
-        k = lookahead.choose()[0]
-        standing = [(kept**n, kept ** (n + 1)) for n in range(k)]
-        step = RowStep(0, [0], [0] * k, 0, [kept] * k, 0, None, standing=standing)
-        lookahead.observe([step])
-        lookahead.took([step], true[k])
-        found.append(k)
-    return found
+def test_a_text_drafts_again_after_one_that_did_not() -> None:
+    """A draft is useless in one text, and good in the next, which is short. Control: nothing is tried."""
+    shares = []
+    for tries in (TRIES, 0):
+        with patch.object(draft_length, "TRIES", tries):
+            machine = Machine(learning())
+            bad, good = machine.text((150, 0.05)), machine.text((30, 0.95))
+            assert bad[20:].count(0) > 100
+            shares.append(good.count(0) / len(good))
+    assert shares[0] == 0 and shares[1] == 1
 
 
-TRUE = {0: 1.0, 1: 1.35, 2: 1.72}
+def test_a_text_starts_as_the_texts_before_it_ended() -> None:
+    """Only where costs are measured. With given ones a seed is enough to repeat a text."""
+    costs = learning()
+    first, second = (Machine(costs).text((20, 0.97)) for _ in range(2))
+    assert second[0] > first[0]
+    given = replace(costs, usual=None)
+    assert Machine(given).text((20, 0.97)) == Machine(given).text((20, 0.97))
 
 
-@pytest.mark.parametrize("wrong", [{1: 1.42}, {2: 1.6}, {0: 0.8}])
-def test_what_was_measured_wrong_is_corrected_by_rounds(wrong: dict[int, float]):
-    """K = 1 is best, by 4 %. It was measured as 5 % dearer, or another K as cheaper than it is."""
-    stays = Costs(0.0, tuple((TRUE | wrong).values()))
-    chosen, without = (
-        ran(AdaptiveDraftLength(costs, 1), TRUE, 600, 0.6) for costs in (learning(stays), stays)
-    )
-    assert chosen[300:].count(1) > 0.9 * 300
-    assert without[300:].count(1) < 0.1 * 300
+def test_a_draft_that_becomes_good_is_noticed() -> None:
+    """Within a pause and two tries. Control: without tries it never is."""
+    good = {tries: 0 for tries in (TRIES, 0)}
+    for tries in good:
+        with patch.object(draft_length, "TRIES", tries):
+            for seed in range(10):
+                machine = Machine(learning(), seed=seed)
+                good[tries] += Machine.text(machine, (200, 0.05), (200, 0.95))[200 + 2 * PAUSE :].count(0)
+    assert good[TRIES] == 0 and good[0] == 10 * (200 - 2 * PAUSE)
 
 
-def test_one_stalled_round_says_little_and_old_ones_are_forgotten():
-    costs = learning(Costs(0.0, (1.0, 1.0, 1.0)), apart=0.0)
-    assert costs.experience
-    rounds, see = costs.experience.rounds, costs.experience.see
-    see((1, 0), 1000.0, [0])
-    assert 1.0 == rounds[0][0] < rounds[1][0] <= 1.1
-    for _ in range(4 * REMEMBERED):
-        see((1, 0), 2.0, [0])
-    assert rounds[1][0] == pytest.approx(2.0, rel=0.01)
-    for _ in range(10 * REMEMBERED):
-        see((1, 0), 0.5, [0])
-    assert rounds[1][0] == pytest.approx(0.5, rel=0.01)
-
-
-def test_only_rounds_as_they_were_measured_correct_costs():
-    """As many rows as were measured, all of one shape, and a draft model that has read every token."""
-    one, other = (RowStep(row, [0], [0] * k, 0, [], 0, None) for row, k in ((0, 1), (1, 2)))
-    same, none = replace(other, drafted=[0]), replace(other, drafted=[])
-    costs = learning(Costs(0.0, (1.0, 1.2, 1.4)), rows=2, apart=0.0)
-    assert costs.experience
-    costs.experience._most = 9.0
-    lookahead, rounds = AdaptiveDraftLength(costs, 2), costs.experience.rounds
-    lookahead.took([one, other], 9.0)  # two shapes
-    AdaptiveDraftLength(costs, 1).took([one], 9.0)  # a smaller batch
-    lookahead.took([one, none], 1.0)
-    lookahead.took([one, same], 9.0)  # the second reads what it has missed
-    assert rounds == [[1.0], [1.2], [1.4]]
+@pytest.mark.parametrize("reading", [0.0, 0.01, 0.1, 0.3])
+def test_what_the_draft_model_reads_for_tries_takes_little(reading: float) -> None:
+    """Never below 0.95 of regular sampling over a run of texts with a useless draft."""
+    machine = Machine(learning(), reading)
     for _ in range(4):
-        lookahead.took([replace(one, drafted=[]), none], 1.0)
-    lookahead.took([one, same], 9.0)  # both do
-    assert rounds[1] == [1.2] and costs.experience.reading == pytest.approx((9.0 - 1.2) / 4)
-    lookahead.took([one, same], 9.0)
-    assert rounds[1][0] > 1.2 and rounds[2] == [1.4]
-    capped = learning(Costs(0.5, (1.0, 1.2)), apart=0.0).experience
-    assert capped
-    capped.see((1, 0), 900.0, [4])
-    assert capped.reading == 0.5  # a token takes no longer to read than a draft step
+        machine.text((400, 0.05))
+    assert machine.tokens / machine.seconds > 0.95
+    assert (machine.costs.pause > 400) == (reading >= 0.1)
 
 
-@pytest.mark.parametrize(("reading", "tries"), [(0.0, 10), (0.01, 10), (0.03, 0)])
-def test_a_row_that_does_not_draft_tries_where_reading_for_it_takes_little(reading: float, tries: int):
-    """What a draft model has missed takes so much of a round; all that is read, 2 % of the text's time."""
-    costs = learning(Costs(0.5, (1.0, 1.5, 2.0)), apart=0.0)
-    assert costs.experience
-    costs.experience.reading = reading
-    lookahead, ks = AdaptiveDraftLength(costs, 1), []
-    for _ in range(640):
-        k = lookahead.choose()[0]
-        missed = lookahead._missed[0]
-        step = RowStep(0, [0], [0] * k, 0, [0.0] * k, 0, None, standing=[(1.0, 0.0)] * k)
-        lookahead.observe([step])
-        lookahead.took([step], costs.round(k) + (reading * missed if k else 0.0))
-        ks.append(k)
-    assert min(ks[:3]) > 0  # a text always begins with drafts
-    assert sum(map(bool, ks[3:])) == pytest.approx(tries, abs=1)
-    assert (
-        tries or costs.experience.reading < reading
-    )  # what was measured too dear once is tried again some day
-
-
-def test_a_text_drafts_again_behind_one_that_did_not():
-    """A draft is useless in one text, and good in the next, which is short."""
-    costs = learning(Costs(0.0, tuple(TRUE.values())))
-    bad = ran(AdaptiveDraftLength(costs, 1), TRUE, 150, 0.05)
-    texts = [ran(AdaptiveDraftLength(costs, 1), TRUE, 30, 0.95) for _ in range(5)]
-    assert bad[20:].count(0) > 100
-    assert all(text.count(0) < 3 for text in texts)
+def test_without_longer_pauses_reading_takes_more() -> None:
+    """Control of the test above."""
+    machine = Machine(learning(), reading=0.3)
+    with patch.object(AdaptiveDraftLength, "took", lambda *_: None):
+        for _ in range(4):
+            machine.text((400, 0.05))
+    assert machine.tokens / machine.seconds < 0.9
 
 
 @pytest.mark.slow
@@ -207,7 +229,7 @@ def test_costs_are_measured_where_a_task_goes_by_them(
     words: tuple[str, ...], times: int, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a seed must be enough, and where K is not chosen, that would only take time."""
-    dear, taken = Costs(9.0, (1.0,) * 17), []
+    dear, taken = Costs.of_ratio(9.0, 16), []
     monkeypatch.setattr(session, "measured", lambda *_: taken.append(dear) or dear)
     answer = command(*words, "speculation=adaptive", "max_new_tokens=30", "seed=1", "output=json")
     assert answer.code in (0, 1), answer.err
@@ -216,18 +238,20 @@ def test_costs_are_measured_where_a_task_goes_by_them(
 
 def test_the_caches_of_a_measurement_are_freed_at_once() -> None:
     """Not when Python looks for cycles: the run allocates its own, and the plan counts one of each."""
-    target, draft = toy(5, 0), toy(5, 1)
     gc.collect()
     gc.disable()
     try:
-        assert measured(target, draft, RUN, 3, 40) is not None
-        assert target.caches.now == draft.caches.now == 0
+        engine = engine_of()
+        models = [engine.target.model, engine.drafter._runner.model]
+        assert measured(engine, RUN, 3, 40) is not None
+        del engine
+        assert [model.caches.now for model in models] == [0, 0]
     finally:
         gc.enable()
 
 
 def test_measured_costs_are_of_a_draft_model() -> None:
-    known = Costs(0.5, (1.0,) * 9)
+    known = Costs([[1 + 0.5 * k] for k in range(9)])
     ngram = replace(RUN, speculation=replace(RUN.speculation, drafter=Drafting.ngram))
     lookahead = lookahead_for(ngram, 2, known)
     assert isinstance(lookahead, AdaptiveDraftLength)

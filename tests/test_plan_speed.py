@@ -23,7 +23,7 @@ from llama_ssp.planner.speed import (
 )
 from llama_ssp.planner.weights import ModelPart, parameters
 from llama_ssp.planner.workload import Role
-from llama_ssp.speculative.draft_length import best_k, tokens_per_round
+from llama_ssp.speculative.draft_length import Costs, tokens_per_round
 from tests.plans import machine, model, request
 from tests.warm import ROOT
 
@@ -170,7 +170,8 @@ def paper(draft: float, verify: float, most: int = 16) -> RoundTimes:
 def test_best_k_is_the_papers_where_verifying_costs_a_step():
     for ratio in (0.02, 0.1, 0.3, 0.6):
         for acceptance in (0.3, 0.6, 0.8, 0.95):
-            assert paper(ratio, 1.0).best_k(acceptance) == best_k(acceptance, ratio, 16)
+            k, _ = Costs.of_ratio(ratio, 16).best(acceptance, acceptance)
+            assert paper(ratio, 1.0).best_k(acceptance) == k
 
 
 def test_speed_up_is_the_papers():

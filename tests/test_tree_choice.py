@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import islice
 from statistics import fmean, stdev
 from unittest.mock import patch
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.without_forwards import APART, Table, brings, in_the_long_run, rounds
-from llama_ssp.speculative.draft_length import AcceptanceStats, AdaptiveDraftLength, Costs, FixedDraftLength
+from llama_ssp.speculative.draft_length import Acceptance, AdaptiveDraftLength, Costs, FixedDraftLength
 
 VOCAB, K_MAX, MOST, ROUNDS = 16, 8, 2, 300
 COLUMN = 0.02  # of a target step, of each column that it verifies
@@ -39,8 +40,7 @@ def blind(agreement: float) -> Pair:
 
 def costs(ratio: float) -> Costs:
     """A target step is 1."""
-    steps = range(K_MAX * (1 + MOST) + 1)
-    return Costs(ratio, tuple(1 + COLUMN * n for n in steps), MOST)
+    return Costs([[1 + ratio * k + COLUMN * k * (1 + s) for s in range(1 + MOST)] for k in range(K_MAX + 1)])
 
 
 def regret(pair: Pair, ratio: float) -> tuple[float, float]:
@@ -67,7 +67,8 @@ def test_finding_out_costs_less_than_two_hundredths(agreement: float, ratio: flo
 
 def test_without_finding_out_it_costs_more() -> None:
     """Control: siblings that never stand are believed to bring what they usually do."""
-    with patch.object(AcceptanceStats, "observe_siblings", lambda *_: None):
+    observe = Acceptance.observe
+    with patch.object(Acceptance, "observe", lambda self, step: observe(self, replace(step, tree=None))):
         lost, shares = regret(blind(0.6), 0.3)
     assert lost > ALLOWED and shares > 0.9
 

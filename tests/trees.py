@@ -25,6 +25,7 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Shape
 from llama_ssp.speculative.verification import RULES, TREE
 from tests.choices import distance, every_branch
 from tests.heads import loaded, save_dflash, save_head
@@ -67,9 +68,9 @@ class Shapes(FixedDraftLength):
 
     def __init__(self, k: int, rows: int, each: tuple[int, ...]) -> None:
         super().__init__(k, rows)
-        self.by_row = [*each, *each[-1:] * rows][:rows]
+        self.by_row = [(k, siblings) for siblings in [*each, *each[-1:] * rows][:rows]]
 
-    def siblings(self) -> list[int]:
+    def choose(self) -> list[Shape]:
         return self.by_row
 
 

@@ -306,11 +306,11 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     """
     spec = run.speculation
     siblings = spec.siblings if run.sampling.temperature else 0
-    if spec.adaptive:
+    if not spec.adaptive:
+        return FixedDraftLength(spec.k, rows, siblings)
+    fits = costs is not None and costs.k_max <= spec.k_max and costs.max_siblings >= siblings
+    if costs is None or not fits or spec.cost_ratio is not None or not run.has_draft_model:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
         at_once = run.draft is not None and run.draft.head_block > 0
-        fits = costs is not None and costs.k_max == spec.k_max and spec.siblings in (0, costs.most)
-        if costs is None or not fits or not run.has_draft_model or spec.cost_ratio is not None:
-            costs = Costs.of_ratio(ratio, spec.k_max, spec.siblings, at_once)
-        return AdaptiveDraftLength(costs if siblings else costs.of_chains(), rows)
-    return FixedDraftLength(spec.k, rows, siblings)
+        costs = Costs.of_ratio(ratio, spec.k_max, siblings, at_once)
+    return AdaptiveDraftLength(costs, rows, siblings)

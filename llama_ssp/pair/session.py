@@ -121,12 +121,12 @@ class PairSession:
 
         With a draft of another tokenizer nothing is measured: its rounds depend on what is written.
         """
-        target, draft, spec = self.models.target, self.models.draft, self.run.speculation
-        if not (self.run.task.measures_costs and spec.adaptive and spec.cost_ratio is None):
-            return
+        run, draft = self.run, self.models.draft
+        wanted = run.task.measures_costs and run.speculation.adaptive and run.speculation.cost_ratio is None
         bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
-        if self.ranks.world == 1 and target and draft and not bridged:
-            self.costs = measured(target, draft, self.run, self.rows, self._slots)
+        if wanted and self.ranks.world == 1 and run.has_draft_model and draft and not bridged:
+            slots = min(self._slots, draft.context)
+            self.costs = measured(self.engine(0, end_ids=frozenset()), run, self.rows, slots)
 
     def engine(
         self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None,

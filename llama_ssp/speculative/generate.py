@@ -95,7 +95,7 @@ def generate(
         if limits.reached(state):
             break
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
-        chosen, siblings = lookahead.choose(), lookahead.siblings()
+        chosen, siblings = ([*column] for column in zip(*lookahead.choose(), strict=True))
         wanted = [max(0, min(k, r - 1)) for k, r in zip(chosen, room, strict=True)]
         proposal = engine.draft(state, wanted, siblings)
         result = engine.verify(state, proposal)
