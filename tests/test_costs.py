@@ -62,8 +62,8 @@ def test_costs_are_measured_for_every_k(rows, siblings, caplog):
 
 
 def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
-    """Of K and of siblings. What was measured is the median: a stall says nothing."""
-    stalls = cycle([1.0] * 20 + [100.0])
+    """Of K and of siblings. Of each the shortest round counts: two thirds of these are stalled."""
+    stalls = cycle([100.0, 1.0, 3.0])
 
     def timed(_engine, lookahead, _half):
         while True:

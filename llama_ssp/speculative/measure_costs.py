@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from statistics import median
 
 import numpy as np
 
@@ -27,7 +26,8 @@ ENOUGH_S = 1.5  # more than TURNS only until they have taken this together
 def measured(engine: RankEngine, run: RunConf, rows: int, slots: int) -> Costs | None:
     """Returns the seconds of whole rounds, from the choice to the commit; None where texts are too short.
 
-    Texts have at most `slots` tokens. Rounds of all shapes take turns, and the median of each counts.
+    Texts have at most `slots` tokens. Rounds of all shapes take turns, and the shortest counts: other
+    programs make rounds longer, never shorter.
     """
     half = slots // 2
     k_max = min(run.speculation.k_max, half - 1, engine.drafter.limit(half) if engine.drafter else 0)
@@ -47,7 +47,7 @@ def measured(engine: RankEngine, run: RunConf, rows: int, slots: int) -> Costs |
             lookahead.k, lookahead.each = shape
             seconds[shape].append(next(rounds))
     chains, trees = (
-        np.interp(range(k_max + 1), ks, [median(seconds[k, siblings if k else 0]) for k in ks])
+        np.interp(range(k_max + 1), ks, [min(seconds[k, siblings if k else 0]) for k in ks])
         for siblings in (0, max_siblings)
     )
     costs = Costs(np.linspace(chains, trees, 1 + max_siblings, axis=1).tolist(), Acceptance())
