@@ -186,7 +186,7 @@ def test_a_text_starts_as_the_texts_before_it_ended() -> None:
 
 
 def test_a_draft_that_becomes_good_is_noticed() -> None:
-    """Within a pause and two tries. Control: without tries it never is."""
+    """Within two pauses. Control: without tries it never is."""
     good = {tries: 0 for tries in (TRIES, 0)}
     for tries in good:
         with patch.object(draft_length, "TRIES", tries):

@@ -37,9 +37,9 @@ class FixedDraftLength:
 
 
 FIRST, LATER = 0.6, 0.8  # probabilities that drafts stand, assumed before anything was seen
-GUESS = 2.0  # rounds of drafts that what is assumed counts as
-MEMORY = 0.97  # the weight of earlier rounds shrinks by this factor with each round
-TRIES = 2  # rounds with one draft, when a text begins and after each pause
+GUESS = 4.0  # rounds of drafts that what is assumed counts as
+MEMORY = 0.98  # the weight of earlier rounds shrinks by this factor with each round
+TRIES = 3  # rounds with one draft, when a text begins and after each pause
 PAUSE = 64  # rounds between tries, at least
 READING = 0.02  # of the time: the share that the draft model may read for tries
 GAIN = (0.25, 0.38, 0.44)  # tokens that 1, 2, 3 siblings are assumed to bring where a draft fails
