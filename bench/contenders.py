@@ -17,7 +17,7 @@ import torch
 from llama_ssp.config import Drafting, GenerateConf, ModelConf, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.feed import Feed
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession, regular

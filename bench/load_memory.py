@@ -34,7 +34,7 @@ from surroundings import report  # noqa: E402
 from bench.words import changed  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, Weights  # noqa: E402
 from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
-from llama_ssp.models.kv_cache import Feed  # noqa: E402
+from llama_ssp.models.feed import Feed  # noqa: E402
 from llama_ssp.models.loader import load  # noqa: E402
 from llama_ssp.models.synthetic import SyntheticSource, config_for  # noqa: E402
 from llama_ssp.planner.weights import parameters  # noqa: E402

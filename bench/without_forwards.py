@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.feed import Feed
 from llama_ssp.speculative.draft_length import DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine

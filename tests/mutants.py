@@ -22,10 +22,11 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models import attention
+from llama_ssp.models.causal_lm import RaggedCache
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.formats import gguf_source
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.heads.model import DFlashModel
-from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.sharding import COLUMNS, Cut
 from llama_ssp.speculative import decision, engine, logprobs, sampling, traversal
 from llama_ssp.speculative import generate as loop
@@ -281,7 +282,7 @@ def _sees_ahead(self: Feed, rule: Any, _slot: Any) -> Any:
 
 
 def _late_positions(self: Feed) -> Any:
-    return torch.where(self.real(), feed_positions(self) + 1, 0).clamp(max=self.capacity - 1)
+    return torch.where(self.slots() < self.capacity, feed_positions(self) + 1, 0).clamp(max=self.capacity - 1)
 
 
 def _committed_prefix_only(self: State, first: int, width: int) -> Prefix:

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llama_ssp.models.attention import NO_SIDES, Pass, Row, Scores, Sides, attend_rows
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
-from llama_ssp.models.kv_cache import Tally
-from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.slot_cache import SlotCache, Tally
 
 CPU = torch.device("cpu")
 CAPACITY = 1200

@@ -20,9 +20,9 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.checkpoint import complete, find, inspect, with_shape
 from llama_ssp.models.families import family_of
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.hub import commit_of
-from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sizes import Checkpoint, sizes_of

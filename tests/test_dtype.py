@@ -13,8 +13,8 @@ import torch
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import device_of
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.interface import Model
-from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load
 from llama_ssp.planner.storage import Storage
 from llama_ssp.planner.weights import ModelPart, held

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama_ssp.config import ModelConf
 from llama_ssp.config.compose import composed
-from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.feed import Feed
 from llama_ssp.pair import assembly as pair
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report import console as report

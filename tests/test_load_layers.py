@@ -13,10 +13,11 @@ import torch
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, StorageError, UsageError
 from llama_ssp.models import device_map as layers
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.causal_lm import CausalModel, RaggedCache
 from llama_ssp.models.device_map import load_layers, spread_of
-from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.loader import load_module, shaped
+from llama_ssp.models.slot_cache import Tally
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_tensor import walked
 from tests.families import FAMILIES, build
@@ -150,7 +151,7 @@ def test_quantised_layers_beside_a_gpu_are_not_put_on_the_cpu():
 def test_keys_sit_on_the_layers_device():
     """Here the second layer is on torch's meta device, which takes the place of another GPU."""
     feed = Feed((0,), (3,), 8, CPU)
-    cache = RaggedCache(1, 8)
+    cache = RaggedCache(1, 8, Tally())
     cache.expect(feed)
     for layer, device in enumerate(("cpu", "meta", "cpu", "meta")):
         new = torch.ones(1, 2, 3, 4, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.models.causal_lm import CausalModel, RaggedCache
+from llama_ssp.models.feed import Feed
+from llama_ssp.models.slot_cache import Tally
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.greedy import (
     Band,
@@ -132,19 +134,19 @@ class FirstKeys(RaggedCache):
     """Keeps the first key a slot ever got: a rejected draft's."""
 
     def expect(self, feed: Feed) -> None:
-        super().expect(feed)
         if not hasattr(self, "taken"):
             self.taken = torch.zeros(self.rows, self.capacity + 1, dtype=torch.bool)
-        [(device, own)] = self._slots.items()
-        slots = torch.where(self.taken.gather(1, own), self.capacity, own)
-        self.taken.scatter_(1, own, True)
+        wrong, slots = copy(feed), feed.slots()
+        kept = slots.masked_fill(self.taken.gather(1, slots), self.capacity)
+        vars(wrong)["_places"] = feed.positions(), kept
+        self.taken.scatter_(1, slots, True)
         self.taken[:, self.capacity] = False
-        self._slots = {device: slots}
+        super().expect(wrong)
 
 
 class Stale(CausalModel):
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
-        return FirstKeys(rows, capacity)
+        return FirstKeys(rows, capacity, self.caches)
 
 
 class Leaking(CausalModel):
@@ -198,7 +200,7 @@ class Scripted:
         self.gap, self.moved = gap, moved
 
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
-        return RaggedCache(rows, capacity)
+        return RaggedCache(rows, capacity, Tally())
 
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
         logits = 8 * torch.nn.functional.one_hot((token_BW + 1) % self.vocab, self.vocab).float()

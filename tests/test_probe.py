@@ -159,34 +159,32 @@ def test_the_fused_attention_is_used_where_there_is_one(monkeypatch: pytest.Monk
 
 
 class Short(Wrapped):
-    """Sound up to some length, and otherwise beyond it: by what is read together, or by the cache's span."""
+    """Sound up to some length, and otherwise beyond it."""
 
-    def __init__(self, flaw: str, length: int) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__("none")
-        self.kind, self.length = flaw, length
-        self.config.a_length_of_its_own = length
+        self.length = length
 
     def forward(self, **inputs: Any) -> Any:
         cache, width = inputs.get("past_key_values"), inputs["input_ids"].shape[1]
         output = super().forward(**inputs)
-        if (self.kind == "together" and cache is None and width > self.length) or (
-            self.kind == "span" and cache is not None and cache.get_mask_sizes(width)[0] > self.length
-        ):
+        if cache is not None and cache.get_mask_sizes(width)[0] > self.length:
             output.logits = output.logits.roll(1, -1)
         return output
 
 
-@pytest.mark.parametrize("length", [20, 50, 90, 120])
+@pytest.mark.parametrize("length", [20, 50, probe.LENGTH - 1])
 def test_what_is_otherwise_beyond_a_length_is_found(length: int) -> None:
-    """The config names a length of 90 or 120, which is more than is tried of every architecture."""
-    require_faithful(CausalModel(Short("none", length), "sound"))
+    require_faithful(CausalModel(Short(probe.LENGTH), "sound"))
     with pytest.raises(ModelError, match="does not obey"):
-        require_faithful(CausalModel(Short("span", length), "flawed"))
+        require_faithful(CausalModel(Short(length), "flawed"))
 
 
-def test_what_depends_on_how_much_is_read_together_is_refused_for_that() -> None:
-    with pytest.raises(ModelError, match="depend on how many tokens are read together"):
-        require_faithful(CausalModel(Short("together", 90), "flawed"))
+def test_a_short_context_is_not_exceeded() -> None:
+    for context in (1, 9, 40):
+        causal = CausalModel(Short(context), "short")
+        causal.context = context
+        require_faithful(causal)
 
 
 def test_an_architecture_that_chooses_among_tokens_is_refused_by_name(
@@ -199,21 +197,5 @@ def test_an_architecture_that_chooses_among_tokens_is_refused_by_name(
         with pytest.raises(ModelError, match="read together beyond keep_window_size; flawed \\(doge\\)"):
             require_faithful(CausalModel(tiny("doge", keep_window_size=key), "flawed"))
     monkeypatch.setattr(probe, "READ_TOGETHER_BEYOND", {})
-    with pytest.raises(ModelError, match="depend on how many tokens are read together; flawed"):
+    with pytest.raises(ModelError, match="does not obey explicit positions"):
         require_faithful(CausalModel(tiny("doge", keep_window_size=24), "flawed"))
-
-
-def test_a_trial_costs_no_more_than_a_start_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths in the thousands are tried on small models only, and never beyond the context."""
-    module = Short("none", 800)
-    module.config.max_position_embeddings = 5000
-    causal = CausalModel(module, "small")
-    assert probe.length_of(causal) == 1001
-    module.config.a_length_of_its_own = 3000
-    assert probe.length_of(causal) < 200
-    for parameters, most in ((10**9, 100), (7 * 10**9, probe.SHORTEST), (10**12, probe.SHORTEST)):
-        monkeypatch.setattr(CausalModel, "parameters", property(lambda _, n=parameters: n))
-        assert probe.SHORTEST <= probe.length_of(causal) <= most
-    causal.context = 9
-    assert probe.length_of(causal) == 9
-    require_faithful(causal)

@@ -8,6 +8,7 @@ cannot be rolled back, is refused: by what transformers says of it, or else by i
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -19,14 +20,79 @@ from torch import Tensor
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import TESTED, family_of
-from llama_ssp.models.kv_cache import Feed, RaggedCache, Tally
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
+from llama_ssp.models.slot_cache import Tally
 from llama_ssp.models.transfer import sent
 
 LAYER_KINDS = ("full_attention", "sliding_attention")  # whose keys can be forgotten from any position on
 RUNNING: ContextVar[Feed | None] = ContextVar("feed", default=None)  # of the pass that makes its masks now
 OTHER = "choose another architecture"
+
+
+class RaggedCache:
+    """Keys and values of rows that may differ in length: (rows, heads, capacity + 1, head size) a layer.
+
+    feed.py says which token a slot holds; the last one takes padding. A layer's tensors are made at first
+    use, on its device, and counted in the model's tally. transformers' models call `update`, and the methods
+    that begin with `get`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, rows: int, capacity: int, tally: Tally) -> None:
+        self.rows, self.capacity = rows, capacity
+        self._first, self._shape, self._tally = 0, (rows, capacity + 1), tally
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._feed: Feed | None = None
+
+    def expect(self, feed: Feed) -> None:
+        """Announces the next pass: where its keys go."""
+        self._feed = feed
+
+    def update(
+        self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the pass's keys and values; returns all that it may look at."""
+        assert self._feed is not None, "expect() comes before a forward pass"
+        if layer_idx not in self._layers:
+            self._layers[layer_idx] = self._empty(key_BHWD), self._empty(value_BHWD)
+        slot_BW, rows = self._feed.slots().to(key_BHWD.device), slice(self._first, self._first + self.rows)
+        row_B1 = torch.arange(self.rows, device=slot_BW.device)[:, None]
+        keys, values = (layer[rows] for layer in self._layers[layer_idx])
+        keys[row_B1, :, slot_BW] = key_BHWD.transpose(1, 2)
+        values[row_B1, :, slot_BW] = value_BHWD.transpose(1, 2)
+        return keys[:, :, : self._feed.span], values[:, :, : self._feed.span]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Models ask only to guess positions, and positions are given."""
+        return 0
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Returns how many slots a mask is made of, and the first of them."""
+        return self._feed.span if self._feed else 0, 0
+
+    def row(self, index: int) -> RaggedCache:
+        """Returns one row as a cache in the same memory, to fill it without the others."""
+        row = copy.copy(self)
+        row._first, row.rows = index, 1
+        return row
+
+    def clear(self, row: int) -> None:
+        """Zeros the row: a NaN that stayed there would reach other texts."""
+        for layer in self._layers.values():
+            for tensor in layer:
+                tensor[row].zero_()
+
+    def _empty(self, like_BHWD: Tensor) -> Tensor:
+        rows, slots = self._shape
+        # Zeros, not garbage: a masked slot is multiplied by a weight of 0, and 0 * NaN is NaN.
+        empty = like_BHWD.new_zeros(rows, like_BHWD.shape[1], slots, like_BHWD.shape[3])
+        self._tally.add(empty)
+        return empty
 
 
 class CausalModel:
@@ -94,7 +160,7 @@ class CausalModel:
         self.taps, self.tapped_TX = blocks, None
 
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
-        return RaggedCache(rows, capacity, tally=self.caches)
+        return RaggedCache(rows, capacity, self.caches)
 
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
@@ -114,7 +180,7 @@ class CausalModel:
             RUNNING.reset(token)
         if self.taps:
             states = [output.hidden_states[block].to(self.device) for block in sorted(self.taps)]
-            self.tapped_TX = torch.cat(states, -1).flatten(0, 1)[feed.real_places()]
+            self.tapped_TX = torch.cat(states, -1).flatten(0, 1)[feed.token_places()]
         logits: Tensor = output.logits
         return logits
 

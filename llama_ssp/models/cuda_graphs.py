@@ -26,9 +26,9 @@ from torch import Tensor
 
 from llama_ssp.errors import first_line
 from llama_ssp.models.decoder import KeysValues
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.graph_sizes import MOST, padded
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
-from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import Arguments, SteppedModel

@@ -13,10 +13,10 @@ from llama_ssp.models import attention
 from llama_ssp.models.causal_lm import context_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
-from llama_ssp.models.kv_cache import Feed, Sides, Tally
+from llama_ssp.models.feed import Feed, Sides
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
-from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.slot_cache import SlotCache, Tally
 from llama_ssp.models.transfer import sent
 
 
@@ -63,8 +63,7 @@ class DecoderModel:
         # Padding is left out: the place of every token among the (B, W) columns.
         place_T, token_T = None, token_BW.flatten()
         if min(feed.columns) < width:
-            pairs = enumerate(feed.columns)
-            place_T = sent([row * width + column for row, n in pairs for column in range(n)], self.device)
+            place_T = feed.token_places()
             token_T = token_T[place_T]
         logit_RV, kept = self._run(token_T, self._feed(feed, cache, place_T), cache, last_only)
         self.tapped_TX = torch.cat(kept, -1) if kept else None

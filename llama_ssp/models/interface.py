@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.feed import Feed
 
 
 class Cache(Protocol):

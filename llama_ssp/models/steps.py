@@ -26,10 +26,10 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.decoder import Decoder, KeysValues
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear
 from llama_ssp.models.kernels.build import complaint, triton_runs
-from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache

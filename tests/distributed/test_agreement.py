@@ -16,7 +16,7 @@ from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConfig, 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.pair import assembly as pairs
 from llama_ssp.pair.assembly import RankModels

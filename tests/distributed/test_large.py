@@ -19,7 +19,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.families import FAMILIES
-from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.sharding import Cut, mlp_share, share
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.synthetic import config_for

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.interface import Model
-from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import DRAFT, load
 from tests.distributed.threads import ThreadRank, ranks_of, together
 from tests.families import VOCAB, build

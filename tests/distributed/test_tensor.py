@@ -15,8 +15,8 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.assemble import decoder
 from llama_ssp.models.families import TESTED_FAMILIES
+from llama_ssp.models.feed import Feed
 from llama_ssp.models.formats.coded import taken
-from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import Cut, head_ranges
@@ -106,7 +106,7 @@ def walked(causal: Any) -> list[torch.Tensor]:
             0, causal.vocab, (3, feed.width), generator=torch.Generator().manual_seed(number)
         )
         logits = causal.logits(tokens, feed, cache, last_only=False)
-        found.append(logits[feed.real()])
+        found.append(logits[feed.slots() < feed.capacity])
     return found
 
 

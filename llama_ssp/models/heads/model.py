@@ -18,10 +18,9 @@ from llama_ssp.models.heads.eagle3 import Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels.build import complaint
-from llama_ssp.models.kv_cache import Tally
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
-from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.slot_cache import SlotCache, Tally
 from llama_ssp.models.steps import WIDEST
 from llama_ssp.models.transfer import sent
 
