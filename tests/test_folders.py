@@ -9,14 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
-from llama_ssp.config import ModelConf
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import find
+from llama_ssp.models.loader import load
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.conftest import Command
 
 SETTINGS = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
@@ -137,12 +139,13 @@ def test_hub_names_find_their_key(command: Command) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "smollm3"])
 def test_heads_of_an_odd_size_are_refused(family: str, tmp_path: Path) -> None:
     """transformers takes them where config.json does not say the size, and fails at the first step."""
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
-    AutoConfig.for_model(family, hidden_size=36, **sizes).save_pretrained(tmp_path / "odd")
-    with pytest.raises(ModelError, match=r"config.json: head_dim; found 9, allowed even sizes"):
-        require_supported(tmp_path / "odd")
-    AutoConfig.for_model(family, hidden_size=40, **sizes).save_pretrained(tmp_path / "even")
-    assert require_supported(tmp_path / "even").hidden_size == 40
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
+    for hidden in (40, 36):
+        families.tiny(family, hidden_size=hidden, **sizes).save_pretrained(tmp_path / str(hidden))
+    model, cpu = ModelConf("local"), torch.device("cpu")
+    load(model, tmp_path / "40", Dtype.fp32, cpu, "model")
+    with pytest.raises(ModelError, match=r"cannot be loaded.*even head size, and it is 9; correct config"):
+        load(model, tmp_path / "36", Dtype.fp32, cpu, "model")
 
 
 def test_a_fault_of_the_machine_is_not_the_config_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

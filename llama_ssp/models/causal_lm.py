@@ -144,10 +144,6 @@ class CausalModel:
         """Bytes of the weights, and of the caches at most so far."""
         return self.weights_bytes + self.caches.most
 
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.module.parameters())
-
     def tap(self, blocks: tuple[int, ...]) -> None:
         """Does as `DecoderModel.tap`; what the last block gives has no tap: transformers norms it first.
 

@@ -53,7 +53,7 @@ def cut(ranks: Ranks, folders: dict[str, Path]) -> dict[str, Any]:
         assert all(m.inner.mp_group is None for m in summed)
     made = load_deepspeed(MADE, None, Dtype.fp32, CPU, "model", ranks)
     found["synthetic"] = [logits.tolist() for logits in walked(made)]
-    found["parameters"] = made.parameters
+    found["parameters"] = sum(weight.numel() for weight in made.module.parameters())
     return found
 
 

@@ -198,7 +198,7 @@ CODE = [
     hostile(16, "backtracks", pattern("(x+x+)+y"), "the tokenizer fails on a text", "retry-limit", reach=FILES,
             code=3, extra=(f'task.prompts=["{"x" * 60}"]',)),
     hostile(27, "unknown", config_sets(model_type="nonesuch"), "nonesuch", "llama", reach=FILES),
-    hostile(26, "dtype-is-code", config_sets(dtype="load"), "config.json cannot be read", "config.json: dtype", reach=FILES),
+    hostile(26, "dtype-is-code", config_sets(dtype="load"), "config.json cannot be read", reach=FILES),
     hostile(26, "tokenizer-class", tokenizer_says(tokenizer_class="os.system"), code=0, reach=LOADED),
     harmless(26, "modules-beside", both(code("modeling_llama.py"), code("__init__.py"), code("torch.py"))),
     harmless(26, "other-home", config_sets(_name_or_path="../outside")),
@@ -236,9 +236,11 @@ TENSORS = [
 ]  # fmt: skip
 
 
-def misread(name: str, key: str, value: object, how: str = "cannot be read", reach: str = FILES) -> Hostile:
-    """A value of config.json that transformers refuses: said so of the file, the key and the value."""
-    says = f"config.json {how}", f"config.json: {key}; found {value!r}"[:90]
+def misread(
+    name: str, key: str, value: object, said: str, how: str = "config.json cannot be read", reach: str = FILES
+) -> Hostile:
+    """A value of config.json that transformers refuses, in its words."""
+    says = how, said
     return hostile(22, name, config_sets(**{key: value}), *says, reach=reach)
 
 
@@ -251,12 +253,11 @@ NUMBERS = [
     hostile(22, "endless-width", config_sets(hidden_size=2**31 - 1), "embed_tokens"),
     hostile(22, "endless-ffn", config_sets(intermediate_size=2**31 - 1), "do not fit", code=5, reach=FILES),
     hostile(22, "no-context", config_sets(max_position_embeddings=0), "max_position_embeddings"),
-    *(misread(name, key, value) for name, key, value in (
-        ("epsilon-text", "rms_norm_eps", "x"), ("rope-lacks", "rope_parameters", {"rope_type": "llama3"}),
-        ("odd-head", "head_dim", 15),
-    )),
-    misread("rope-kind", "rope_scaling", {"rope_type": "evil", "factor": 2}, "makes no model", LOADED),
-    harmless(22, "plan-number", config_sets(base_model_tp_plan=5), modules=("makes no model", "base_model_tp_plan", "found 5")),
+    misread("epsilon-text", "rms_norm_eps", "x", "'rms_norm_eps' expected float, got str (value: 'x')"),
+    misread("rope-lacks", "rope_parameters", {"rope_type": "llama3"}, "Missing required keys in `rope_parameters`"),
+    misread("odd-head", "head_dim", 15, "`head_dim`=15"),
+    misread("rope-kind", "rope_scaling", {"rope_type": "evil", "factor": 2}, "KeyError: 'evil'", "cannot be loaded", LOADED),
+    harmless(22, "plan-number", config_sets(base_model_tp_plan=5), modules=("cannot be loaded", "correct config.json")),
     harmless(22, "returns", config_sets(return_dict=False, output_hidden_states=True, output_attentions=True)),
     hostile(22, "plain-4bit", config_sets(quantization_config={**BY_BITSANDBYTES, "load_in_4bit": True}),
             "bitsandbytes", "config.json: quantization_config", "plain", "nf4"),
