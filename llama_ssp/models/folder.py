@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from llama_ssp.errors import ModelError
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 10 * 2**20  # of 100 000 tensors; a shard of a large model has a hundredth of it
-MAX_NAME = 255  # characters of a file's or a tensor's name
 GGUF, SHARD = ".gguf", re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 POINTER = b"version https://git-lfs"  # how a Git LFS pointer begins
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SAMPLES, SAMPLE_BYTES = 32, 512  # of a weight file, for its fingerprint
+MAX_COUNT = 100_000  # of layers or labels: libraries make a list of this length, whatever the weights are
+COUNTED = re.compile("layer|label|attention_types")  # in a key of config.json
 TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
 CODE_KINDS = ("", "tokenizer_", "generation_", "processor_", "preprocessor_")  # of a config.json
@@ -70,21 +70,19 @@ def shards(file: Path) -> list[Path]:
     return [file.with_name(f"{match[1]}-{number:05}-of-{match[3]}{GGUF}") for number in counted]
 
 
-def weight_files(path: Path) -> Mapping[Path, list[str] | None]:
-    """The weight files of a model, with the tensors that an index lists for each; else None."""
+def weight_files(path: Path) -> list[Path]:
+    """Returns the weight files of a model; a ModelError if one is missing, elsewhere, or pickled."""
     if is_gguf(path):
-        return dict.fromkeys(shards(path))
+        return shards(path)
     index, single = path / INDEX, path / SINGLE
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError("the index has no weight_map", index, fix=REFETCH)
-        files: dict[Path, list[str]] = {}
-        for tensor, name in weight_map.items():
-            files.setdefault(_shard(path, name, index), []).append(tensor)
-        return files
+        names = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
+        return [_shard(path, name, index) for name in sorted(names)]
     if single.exists() or single.is_symlink():
-        return {_shard(path, SINGLE, path): None}
+        return [_shard(path, SINGLE, path)]
     pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
     if pickled:
         convert = "from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)"
@@ -97,11 +95,9 @@ def weight_files(path: Path) -> Mapping[Path, list[str] | None]:
 
 def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Returns the shapes and number formats in a safetensors file; a ModelError unless its bytes fit them."""
+    require_fetched(file)
     with file.open("rb") as stream:
-        start = stream.read(8)
-    if start == POINTER[:8]:
-        raise _pointer(file)
-    length = int.from_bytes(start, "little")
+        length = int.from_bytes(stream.read(8), "little")
     if length > MAX_HEADER_BYTES:
         raise damaged(file, f"a header of {length} bytes")
     from safetensors import SafetensorError, safe_open  # with numpy, which a plan of a preset does not need
@@ -114,8 +110,6 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     except SafetensorError as error:
         raise damaged(file, str(error).removeprefix("Error while deserializing header: ")[:200]) from None
     for name, kind in formats.items():
-        if len(name) > MAX_NAME or not name.isprintable():
-            raise damaged(file, f"a tensor by the name of {name[:MAX_NAME]!r}")
         if kind not in LOADED:
             what, fix = "a tensor has a number format that cannot be loaded", "use a copy in bf16 or fp16"
             raise ModelError(what, f"{file}: {name}", kind, ", ".join(LOADED), fix)
@@ -154,7 +148,7 @@ def read_json(file: Path) -> dict[str, Any]:
         require_inside(file)
         require_small(file)
         require_fetched(file)
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         what, fix = f"there is no {file.name}", MODEL_FOLDER
         if (file.parent / ADAPTER).exists():
@@ -165,6 +159,20 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file.name} is not a JSON object", file.parent, fix=REFETCH)
     return content
+
+
+def require_counts(path: Path, config: dict[str, Any]) -> None:
+    """Refuses a config.json with a number of layers or labels that libraries would make a huge list of."""
+    parts: list[tuple[str, Any]] = list(config.items())
+    while parts:
+        name, value = parts.pop()
+        if isinstance(value, dict):
+            parts += value.items()
+        elif isinstance(value, list):
+            parts += [(name, item) for item in value]
+        elif isinstance(value, int) and value > MAX_COUNT and COUNTED.search(name):
+            what = "config.json has a number of layers or labels that no model has"
+            raise ModelError(what, path, f"{name} {value}", f"at most {MAX_COUNT}", REFETCH)
 
 
 def require_small(file: Path) -> None:
@@ -187,6 +195,7 @@ def require_whole(path: Path) -> None:
                 raise ModelError("not a regular file", entry, "a folder, a pipe or a device", fix=COPY)
             require_inside(entry, path)
             if entry.suffix != ".safetensors":  # `header` reads those that are used
+                require_small(entry)
                 require_fetched(entry)
 
 
@@ -194,7 +203,8 @@ def require_fetched(file: Path) -> None:
     """Refuses a Git LFS pointer in the place of a file."""
     with file.open("rb") as stream:
         if stream.read(len(POINTER)) == POINTER:
-            raise _pointer(file)
+            fix = "run git lfs pull in the model's folder, or fetch the model again"
+            raise ModelError(f"{file.name} is a Git LFS pointer, not the file", file, fix=fix)
 
 
 def _require_no_code(path: Path) -> None:
@@ -237,11 +247,11 @@ def require_inside(file: Path, folder: Path | None = None) -> None:
         raise ModelError("a file leaves the folder", file, target, fix=COPY)
 
 
-def _shard(path: Path, name: object, source: Path) -> Path:
-    """The file by the name that `source` gives; a ModelError unless it is a regular file of the folder."""
-    if not isinstance(name, str) or name in ("", "..") or name != Path(name).name or len(name) > MAX_NAME:
-        what, fix = "a shard's name leaves the folder", "do not use this model: its index points outside"
-        raise ModelError(what, source, repr(name), "a plain file name", fix)
+def _shard(path: Path, name: str, source: Path) -> Path:
+    """Returns the file that `source` names; a ModelError unless it is a regular file of the folder."""
+    if name in ("", "..") or name != Path(name).name or not name.endswith(".safetensors"):
+        what, fix = "a shard's name leaves the folder, or is of another kind", "do not use this model"
+        raise ModelError(what, source, repr(name), "NAME.safetensors", fix)
     file = path / name
     try:
         mode = file.stat().st_mode
@@ -254,19 +264,5 @@ def _shard(path: Path, name: object, source: Path) -> Path:
     return file
 
 
-def _pointer(file: Path) -> ModelError:
-    fix = "run git lfs pull in the model's folder, or fetch the model again"
-    return ModelError(f"{file.name} is a Git LFS pointer, not the file", file, fix=fix)
-
-
 def damaged(file: Path, found: str) -> ModelError:
     return ModelError("the weights file is damaged or cut short", file, found, fix=REFETCH)
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict[str, Any]()
-    for name, value in pairs:
-        if name in record:
-            raise ValueError(f"{name!r} is given twice")
-        record[name] = value
-    return record

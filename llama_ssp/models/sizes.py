@@ -1,4 +1,4 @@
-"""The sizes of a model, from its config.json and its tensors' names and shapes. No torch."""
+"""The sizes of a model, from its config.json and the formats of its tensors. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import (
     EXPERTS,
-    MTP_LAYERS,
     TESTED,
     TESTED_FAMILIES,
     Family,
@@ -26,7 +25,6 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
 HEADS = ("lm_head.", "embed_out.")  # absent where the embedding is the head, too
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 SUPPORTED = TESTED + ", and others that have attention with explicit positions only"
 POSITIONS = ("max_position_embeddings", "n_positions")
 
@@ -47,7 +45,7 @@ def config_file(path: Path) -> Path:
 
 
 def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's sizes by the config's names; a ModelError if config.json lacks one or tensors differ."""
+    """The model's sizes by the config's names; a ModelError if config.json lacks one."""
     config = checkpoint.config
 
     def size(*names: str, default: int | None = None) -> int:
@@ -85,7 +83,6 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
         what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"
         allowed = "a whole number of query heads per KV head"
         raise ModelError(what, checkpoint.path, found, allowed, REFETCH)
-    _compare_tensors(checkpoint, shape["vocab"], dim, layers)
     return shape
 
 
@@ -172,18 +169,3 @@ def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> Win
         if not config.get("use_sliding_window") or (window.partial and not slides):
             return None
     return window
-
-
-def _compare_tensors(checkpoint: Checkpoint, vocab: int, dim: int, layers: int) -> None:
-    """Refuses weights with another number of layers, or another embedding, than config.json says."""
-    said = "the header" if is_gguf(checkpoint.path) else "config.json"
-    for name, shape in checkpoint.shapes.items():
-        if name.endswith(EMBEDDINGS) and shape != (vocab, dim):
-            what, where = f"a tensor's shape contradicts {said}", f"{checkpoint.path}: {name}"
-            raise ModelError(what, where, shape, (vocab, dim), REFETCH)
-    numbers = [int(match[1]) for name in checkpoint.shapes if (match := LAYER.search(name))]
-    behind = checkpoint.config.get(MTP_LAYERS)  # which may be left out
-    allowed = {layers, layers + behind if type(behind) is int else layers}
-    if numbers and 1 + max(numbers) not in allowed:
-        what, found = f"the number of layers contradicts {said}", f"{1 + max(numbers)} in the weights"
-        raise ModelError(what, checkpoint.path, f"{found}, {layers} in {said}", fix=REFETCH)

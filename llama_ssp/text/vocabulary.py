@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import DataError, ModelError
-from llama_ssp.models.bounds import require_short_text
 from llama_ssp.models.folder import is_gguf, read_json
 from llama_ssp.text.gguf_tokenizer import SPACE_MARK, end_ids, read_tokenizer
 
@@ -214,7 +213,6 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
         else:
             content = json.loads((folder / FILE).read_text(encoding="utf-8"))
             settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
-            require_short_text(path, content)
             tokenizer = Tokenizer.from_str(json.dumps(content))
     except ModelError:
         raise

@@ -102,26 +102,6 @@ def overlapping(content: dict) -> None:
     content[other]["data_offsets"] = content[one]["data_offsets"]
 
 
-def twins(path: Path) -> None:
-    """A key stands twice behind very many that do not."""
-    keys = ",".join(f'"k{number}":0' for number in [*range(400_000), 399_999])
-    (path / "config.json").write_text(f"{{{keys}}}")
-
-
-def grows(content: dict) -> None:
-    """Each step makes a text a hundred times as long: six of them fill any memory."""
-    step = {"type": "Replace", "pattern": {"String": "l"}, "content": "l" * 100}
-    for _ in range(2):
-        step = {"type": "Sequence", "normalizers": [step, step, step]}
-    content["normalizer"] = step
-
-
-def texts_many_times(content: dict) -> None:
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    once = {"type": "TemplateProcessing", "single": [text] * 100, "pair": [text] * 100, "special_tokens": {}}
-    content["post_processor"] = {"type": "Sequence", "processors": [once] * 6}
-
-
 def tokenizer_outside(path: Path) -> None:
     """tokenizer_config.json names a file that lies elsewhere."""
     (path.parent / OUTSIDE).mkdir()
@@ -141,7 +121,7 @@ PICKLES = [
     hostile(25, "bin", renamed(WEIGHTS, "pytorch_model.bin"), "pickled", "pytorch_model", "save_pretrained"),
     hostile(25, "armed-pkl", both(removed(WEIGHTS), pickled("model.pkl")), "pickled", "model.pkl"),
     hostile(25, "named-safetensors", pickled(WEIGHTS), "damaged or cut short"),
-    hostile(25, "shard-is-bin", shard_of_pickles, "damaged or cut short", "pytorch_model.bin", sharded=True),
+    hostile(25, "shard-is-bin", shard_of_pickles, "of another kind", "pytorch_model.bin", sharded=True),
     harmless(25, "armed-beside", both(torch_pickled("pytorch_model.bin"), torch_pickled("training_args.bin"))),
 ]  # fmt: skip
 
@@ -161,7 +141,7 @@ SAFETENSORS = [
     hostile(
         20, "name-with-escapes",
         reworked(lambda t: t.update({"\x1b[2J\nerror: all is well" + "x" * 10**5: torch.ones(1)})),
-        "a tensor by the name of",
+        "unexpected keys", reach=LOADED,
     ),
 ]  # fmt: skip
 
@@ -224,15 +204,13 @@ VALUES = [
 ]  # fmt: skip
 
 TENSORS = [
-    hostile(21, "lacks", maps_to("model-00001-of-00005.safetensors"), "model-00001-of-00005.safetensors lacks",
-            NORM, sharded=True),
     hostile(21, "missing-tensor", reworked(lambda t: t.pop(NORM)), "missing keys", NORM, reach=LOADED),
     hostile(21, "unexpected", reworked(lambda t: t.update({"other.weight": torch.zeros(2)})), "unexpected keys",
             "other.weight", reach=LOADED),
-    hostile(22, "vocabulary", config_sets(vocab_size=299), "embed_tokens", "(300, 64)", "(299, 64)"),
+    hostile(22, "vocabulary", config_sets(vocab_size=299), "embed_tokens", "(300, 64) not (299, 64)", reach=LOADED),
     hostile(22, "shape", reworked(lambda t: t.update({NORM: torch.ones(32)})), "mismatched keys", NORM,
             reach=LOADED),
-    hostile(22, "fewer-layers", config_sets(num_hidden_layers=1), "number of layers", "1"),
+    hostile(22, "fewer-layers", config_sets(num_hidden_layers=1), "unexpected keys", "layers.1.", reach=LOADED),
 ]  # fmt: skip
 
 
@@ -250,7 +228,7 @@ NUMBERS = [
     hostile(22, "negative-size", config_sets(num_hidden_layers=-2), "num_hidden_layers", "-2"),
     hostile(22, "head-groups", config_sets(num_key_value_heads=3), "KV heads", "4 and 3"),
     hostile(22, "endless-layers", config_sets(num_hidden_layers=2**31 - 1), "number of layers", "2147483647"),
-    hostile(22, "endless-width", config_sets(hidden_size=2**31 - 1), "embed_tokens"),
+    hostile(22, "endless-width", config_sets(hidden_size=2**31 - 1), "do not fit", code=5, reach=FILES),
     hostile(22, "endless-ffn", config_sets(intermediate_size=2**31 - 1), "do not fit", code=5, reach=FILES),
     hostile(22, "no-context", config_sets(max_position_embeddings=0), "max_position_embeddings"),
     misread("epsilon-text", "rms_norm_eps", "x", "'rms_norm_eps' expected float, got str (value: 'x')"),
@@ -326,15 +304,10 @@ ARCHITECTURES = [
 ]  # fmt: skip
 
 SIZES = [
-    hostile(22, "many-twins", twins, "config.json is not JSON", "'k399999' is given twice"),
     hostile(22, "endless-labels", config_sets(num_labels=10**9), "num_labels 1000000000", "at most 100000"),
     hostile(22, "endless-attention", config_sets(model_type="gpt_neo", attention_types=[[["global"], 10**9]]),
             "attention_types 1000000000"),
-    hostile(15, "long-normalizer", lambda p: checkpoints.edit(p / "tokenizer.json", grows),
-            "makes texts longer", "normalizer", "allowed 32 times"),
     hostile(24, "tokenizer-outside", tokenizer_outside, "names a file outside", "../outside/tokenizer.4.0.json"),
-    hostile(15, "long-template", lambda p: checkpoints.edit(p / "tokenizer.json", texts_many_times),
-            "makes texts longer", "post_processor"),
 ]  # fmt: skip
 
 LLAMA = {

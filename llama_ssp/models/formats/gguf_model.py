@@ -90,6 +90,10 @@ class HeaderConfig:
                 if tensor.shape != shape if tensor else leaf != HEAD:
                     what, where = "a tensor contradicts the header's sizes", f"{self.path}: {name}.weight"
                     raise ModelError(what, where, tensor.shape if tensor else "none", shape, REFETCH)
+        numbers = [int(block[1]) for name in self.tensors if (block := BLOCK.fullmatch(name))]
+        if max(numbers) + 1 != config["num_hidden_layers"]:
+            what, count = "the header's number of blocks is not that of its tensors", max(numbers) + 1
+            raise ModelError(what, self.path, count, config["num_hidden_layers"], REFETCH)
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         count = len(tokens) if isinstance(tokens, list) else rows
         ends = {key: self.metadata[key] for key in ENDS if key in self.metadata}

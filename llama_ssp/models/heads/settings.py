@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.bounds import require_counts
 from llama_ssp.models.folder import (
     INDEX,
     PICKLED,
@@ -21,6 +20,7 @@ from llama_ssp.models.folder import (
     header,
     is_gguf,
     read_json,
+    require_counts,
     require_whole,
     weight_files,
 )
