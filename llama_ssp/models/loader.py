@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,21 +86,21 @@ def _decoder(
         with watch(f"{role} {model.name}", total) as report:
             made = decoder(config, WatchedSource(source, total, report), *how)
     else:
-        with refusing(path), closing(opened(path, config, names := wanted(config))) as files:
-            _require_complete(path, differences(names, files.shapes, config))
+        with _checked(path, config) as files:
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
                 made = decoder(config, WatchedSource(files, total, report), *how)
     return_memory()
-    over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
-    claim = None if path is None else quantised_config(read_config(path), path)
-    stored = f", from {claim.name}" if claim else ""
+    line = f"{role} {model.name}: {dtype.value} on {device}"
+    if ranks.world > 1:
+        line += f", over {ranks.world} ranks"
     if path is None and not drafts:
-        stored = ", synthetic weights: a token without a text is shown as <id>"
-    log.info("%s %s: %s on %s%s%s", role, model.name, dtype.value, device, over, stored)
-    if claim is not None and claim.activations:
-        line = "%s %s: activations of %s are not quantised: inputs stay in %s"
-        log.info(line, role, model.name, claim.method, str(held).removeprefix("torch."))
+        line += ", synthetic weights: a token without a text is shown as <id>"
+    elif path is not None and (codes := quantised_config(read_config(path), path)):
+        line += f", from {codes.name}"
+        if codes.activations:
+            line += f"; activations are not quantised: inputs stay in {str(held).removeprefix('torch.')}"
+    log.info(line)
     steps = GraphedModel if device.type == "cuda" else SteppedModel
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)
 
@@ -114,6 +114,15 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | Gg
         return GgufSource(read_header(path), config)
     prefix = family_of(config.model_type).names.embedding.partition(".")[0]
     return source_of(path, names, prefix, quantised_config(read_json(path / "config.json"), path))
+
+
+@contextmanager
+def _checked(path: Path, config: Any) -> Iterator[FileSource | GgufSource]:
+    """Opens the weights; a ModelError unless their names and shapes are those of the model."""
+    names = wanted(config)
+    with refusing(path), closing(opened(path, config, names)) as files:
+        _require_complete(path, differences(names, files.shapes, config))
+        yield files
 
 
 def load_module(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> Any:
@@ -157,8 +166,10 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
 
     config = _for_modules(path)
     hub_logging.disable_progress_bar()
-    with refusing(path):
-        _require_sound_codes(path, config)
+    codes = quantised_config(read_config(path), path)
+    if codes is not None and reason_against(config) is None:  # transformers reads tensors that do not fit
+        with _checked(path, config):
+            pass
     with refusing(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module, report = AutoModelForCausalLM.from_pretrained(
@@ -175,37 +186,18 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
             output_loading_info=True,
             **settings(dtype),
         )
-    behind = _behind(config)
-    unexpected = [name for name in report["unexpected_keys"] if not name.startswith(behind)]
+    layers, blocks = int(config.num_hidden_layers), family_of(config.model_type).names.blocks
+    count = int(getattr(config, MTP_LAYERS, None) or 0)  # of layers after the last one, which do not run
+    other = tuple(f"{blocks}.{number}." for number in range(layers, layers + count))
+    unexpected = [name for name in report["unexpected_keys"] if not name.startswith(other)]
     _require_complete(path, {**report, "unexpected_keys": unexpected})
     if dtype in QUANTISED or getattr(module, "is_quantized", False):
         choose_kernels(module)
-    codes = quantised_config(read_config(path), path)
-    if codes is not None and codes.method == "fp8":
-        _one_type(module, TORCH_DTYPES[dtype])
-    return module
-
-
-def _one_type(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """On a CPU transformers decodes FP8 to bf16, and leaves other weights in the type of their file."""
     weights = [weight for weight in module.parameters() if not weight.is_meta]
-    if all(weight.itemsize > 1 for weight in weights):
-        for weight in weights:
-            weight.data = weight.data.to(dtype)
-
-
-def _behind(config: Any) -> tuple[str, ...]:
-    """How names of the layers begin that are behind the model's last one, and no part of it."""
-    first, names = int(config.num_hidden_layers), family_of(config.model_type).names
-    count = getattr(config, MTP_LAYERS, None) or 0
-    return tuple(f"{names.blocks}.{number}." for number in range(first, first + int(count)))
-
-
-def _require_sound_codes(path: Path, config: Any) -> None:
-    """A ModelError if tensors of a quantised folder contradict each other: transformers may read on."""
-    if reason_against(config) is None and quantised_config(read_config(path), path) is not None:
-        with closing(opened(path, config, names := wanted(config))) as files:
-            _require_complete(path, differences(names, files.shapes, config))
+    if codes is not None and codes.method == "fp8" and all(weight.itemsize > 1 for weight in weights):
+        for weight in weights:  # on a CPU FP8 becomes bf16, and other weights have the type of their file
+            weight.data = weight.data.to(TORCH_DTYPES[dtype])
+    return module
 
 
 def differences(
