@@ -119,8 +119,7 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | Gg
 @contextmanager
 def _checked(path: Path, config: Any) -> Iterator[FileSource | GgufSource]:
     """Opens the weights; a ModelError unless their names and shapes are those of the model."""
-    names = wanted(config)
-    with refusing(path), closing(opened(path, config, names)) as files:
+    with refusing(path), closing(opened(path, config, names := wanted(config))) as files:
         _require_complete(path, differences(names, files.shapes, config))
         yield files
 

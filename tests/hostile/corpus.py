@@ -150,7 +150,7 @@ NAMES = [
             "a shard is missing", "model-00002-of-00005", INDEX, sharded=True),
     hostile(18, "no-weights", removed(WEIGHTS), "holds no weights", "model.safetensors"),
     hostile(18, "no-config", removed("config.json"), "there is no config.json"),
-    hostile(24, "escapes", maps_to("\x1b[2J\nerror: all is well"), "a shard is missing", sharded=True),
+    hostile(24, "escapes", maps_to("\x1b[2J\nerror: all is well"), "a shard's name", sharded=True),
     hostile(21, "no-map", replaced(INDEX, "{}"), "no weight_map", sharded=True),
 ]  # fmt: skip
 
@@ -228,7 +228,7 @@ NUMBERS = [
     hostile(22, "negative-size", config_sets(num_hidden_layers=-2), "num_hidden_layers", "-2"),
     hostile(22, "head-groups", config_sets(num_key_value_heads=3), "KV heads", "4 and 3"),
     hostile(22, "endless-layers", config_sets(num_hidden_layers=2**31 - 1), "number of layers", "2147483647"),
-    hostile(22, "endless-width", config_sets(hidden_size=2**31 - 1), "do not fit", code=5, reach=FILES),
+    hostile(22, "endless-width", config_sets(hidden_size=2**31), "hidden_size", "2147483648"),
     hostile(22, "endless-ffn", config_sets(intermediate_size=2**31 - 1), "do not fit", code=5, reach=FILES),
     hostile(22, "no-context", config_sets(max_position_embeddings=0), "max_position_embeddings"),
     misread("epsilon-text", "rms_norm_eps", "x", "'rms_norm_eps' expected float, got str (value: 'x')"),
@@ -270,13 +270,13 @@ QUANTISED = [
         ("scale-odd", IS.int4, IS.INT4, ".weight_scale", torch.rand(96, 3).half(), "divide 64"),
         ("shape-lies", IS.int4, IS.INT4, ".weight_shape", torch.tensor([2**40, 2**40]), "4 or 8 bits"),
         ("table", IS.nf4, IS.NF4, ".weight.quant_map", torch.rand(16), "nf4"),
-        ("state", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4", IS.text([1]), "JSON"),
+        ("state", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4", IS.text([1]), "list indices"),
         ("state-shape", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4",
          IS.text({"shape": [2**40, 2**40], "blocksize": 32}), "U8"),
         ("bytes-order", IS.int8, IS.INT8, ".weight_format", torch.tensor(2, dtype=torch.uint8), "row after row"),
     )),
     hostile(22, "bits-text", IS.quantised(IS.int4, IS.weights_say(num_bits="4")), "num_bits", "quantization_config"),
-    hostile(22, "nested-block", IS.nested(nested_blocksize=0), "of a quantised matrix", "nested_blocksize 0", reach=LOADED),
+    hostile(22, "nested-block", IS.nested(nested_blocksize=0), "of a quantised matrix", "nested_absmax; found (1,)", reach=LOADED),
     hostile(22, "nan-scales", IS.broken(IS.int4, IS.INT4, ".weight_scale", torch.full((96, 2), torch.nan).half()),
             "not numbers", reach=LOADED, answers=True),
     hostile(22, "codes-and-numbers", both(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,35 +24,26 @@ class FourBit(Matrix):
     def __init__(self, stored: Mapping[str, Stored], table: str) -> None:
         super().__init__(stored)
         codes, self.scale, state = stored[".weight"], stored[".weight.absmax"], stored[STATE + table]
-        self.state = _state(state)
-        shape, block = self.state.get("shape"), self.state.get("blocksize")
-        if self.state.get("quant_type", table) != table:
-            raise state.wrong("the table", self.state["quant_type"], table)
-        if not (isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)):
-            raise state.wrong("the shape", shape, "outputs and inputs")
-        outputs, inputs = self.shape = tuple(shape)
-        if type(block) is not int or block < 2 or inputs % block:
-            raise state.wrong("the block size", block, f"one that divides the inputs, {inputs}")
-        count = outputs * inputs
-        codes.require("the shape", (codes.dtype, math.prod(codes.shape)), ("U8", count // 2))
-        self.scale.require("the shape", math.prod(self.scale.shape), count // block)
+        if math.prod(state.shape) > MAX_STATE_BYTES:
+            raise state.wrong("the state", state.shape, f"{MAX_STATE_BYTES} bytes")
+        self.state = json.loads(bytes(state.read().flatten().tolist()))
+        block, self.nested = int(self.state["blocksize"]), ".weight.nested_absmax" in stored
+        outputs, inputs = self.shape = tuple(map(int, self.state["shape"]))
+        if block < 2 or inputs % block or self.state.get("quant_type", table) != table:
+            raise state.wrong("the state", self.state, f"{table} in blocks that divide the inputs")
+        scales = outputs * inputs // block
+        codes.require("the shape", (codes.dtype, math.prod(codes.shape)), ("U8", outputs * inputs // 2))
+        self.scale.require("the shape", math.prod(self.scale.shape), scales)
+        self.scale.require("the type", self.scale.dtype, "U8" if self.nested else "F32")
         map_ = stored[".weight.quant_map"].read()
         if map_.shape != (16,) or not torch.equal(map_, values(table)):
             raise stored[".weight.quant_map"].wrong("the table", map_.tolist()[:16], f"that of {table}")
-        self.nested = ".weight.nested_absmax" in stored
-        self.scale.require("the type", self.scale.dtype, "U8" if self.nested else "F32")
         if self.nested:
-            self._require_nested(state, count // block)
+            size, _ = int(self.state["nested_blocksize"]), float(self.state["nested_offset"])
+            outer, nested_map = stored[".weight.nested_absmax"], stored[".weight.nested_quant_map"]
+            outer.require("the shape", outer.shape, (-(-scales // max(size, 1)),))
+            nested_map.require("the shape", nested_map.shape, (256,))
         self.kind, self.borders = Codes(table, block), (1, block)
-
-    def _require_nested(self, state: Stored, scales: int) -> None:
-        """What codes of scales need."""
-        size, offset = self.state.get("nested_blocksize"), self.state.get("nested_offset")
-        if type(size) is not int or size < 1 or type(offset) not in (int, float):
-            raise state.wrong("the state", f"nested_blocksize {size!r}, nested_offset {offset!r}", "numbers")
-        outer, table = self.stored[".weight.nested_absmax"], self.stored[".weight.nested_quant_map"]
-        outer.require("the shape", outer.shape, (-(-scales // size),))
-        table.require("the shape", table.shape, (256,))
 
     def block(self, rows: Span, columns: Span) -> Coded:
         """Whole rows are read: codes of some columns are no run of bytes."""
@@ -68,28 +58,13 @@ class FourBit(Matrix):
         return Coded(self.kind, columns[1] - columns[0], swapped_NC, scale_NG)
 
     def _scales(self, span: Span) -> Tensor:
-        scales = (
-            self.scale.read(span) if len(self.scale.shape) == 1 else self.scale.read().flatten()[slice(*span)]
-        )
+        scales = self.scale.read().flatten()[slice(*span)]
         if not self.nested:
             return scales.float()
         outer = self.stored[".weight.nested_absmax"].read().float()
         table = self.stored[".weight.nested_quant_map"].read().float()
         blocks = torch.arange(*span) // int(self.state["nested_blocksize"])
         return table[scales.int()] * outer[blocks] + float(self.state["nested_offset"])
-
-
-def _state(stored: Stored) -> dict[str, Any]:
-    """The numbers that bitsandbytes writes as text into a tensor."""
-    if stored.dtype != "U8" or math.prod(stored.shape) > MAX_STATE_BYTES:
-        raise stored.wrong("the state", f"{stored.dtype} {stored.shape}", "text of some bytes")
-    try:
-        found = json.loads(bytes(stored.read().flatten().tolist()))
-    except (ValueError, RecursionError) as error:
-        raise stored.wrong("the state", error, "JSON") from None
-    if not isinstance(found, dict):
-        raise stored.wrong("the state", found, "a JSON object")
-    return found
 
 
 class Mxfp4Experts(Matrix):
