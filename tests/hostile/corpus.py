@@ -259,7 +259,7 @@ QUANTISED = [
         IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.bias": torch.ones(96)}))),
         "unexpected keys", f"{IS.UP}.bias", reach=LOADED),
     hostile(22, "group-zero", IS.quantised(IS.gptq, {**IS.GPTQ, "group_size": 0}),
-            "no usable", "group_size", "quantization_config"),
+            "cannot be read", "group_size 0", "quantization_config"),
     *(hostile(22, name, IS.broken(write, claim, end, tensor), "of a quantised matrix", found, reach=LOADED)
       for name, write, claim, end, tensor, found in (
         ("scales-rows", IS.gptq, IS.GPTQ, ".scales", torch.rand(3, 96).half(), "(2, 96)"),

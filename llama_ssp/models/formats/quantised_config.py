@@ -28,7 +28,6 @@ READABLE = (
     "compressed-tensors (FP8, int8, int4), fp8, awq (4 bit), gptq (4 and 8 bit), mxfp4, bitsandbytes, GGUF"
 )
 PLAIN_COPY = "use a copy of the model in another format, or with plain weights and dtype=int8 or nf4"
-ODD = "correct config.json, or fetch the model again"
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,33 @@ class QuantisedConfig:
     every: tuple[tuple[int, int], ...] = ()  # compressed-tensors: bits and group of each group of layers
 
 
+class Unreadable(ValueError):
+    """A format that is not read."""
+
+
 def quantised_config(config: Mapping[str, Any], where: Path) -> QuantisedConfig | None:
     """None for plain weights; a ModelError for a format that cannot be read."""
     method, claim = _claim(config)
-    return _ClaimReader(claim, method, _place(where)).read() if method in METHODS else None
+    if method not in METHODS:
+        return None
+    try:
+        match method:
+            case "gptq" | "awq":
+                return _by_input(method, claim)
+            case "fp8":
+                return _fp8(claim)
+            case "compressed-tensors":
+                return _compressed(claim)
+            case "bitsandbytes" if claim.get("load_in_4bit"):
+                return QuantisedConfig(method, "bitsandbytes, 4 bits", 4, BLOCK_OF_4_BIT)
+            case "bitsandbytes":
+                return QuantisedConfig(method, "bitsandbytes, 8 bits", 8, activations=True)
+        return QuantisedConfig(method, method)
+    except Unreadable as error:
+        raise unreadable(str(error), _place(where)) from None
+    except (TypeError, ValueError, AttributeError) as error:  # a value of another type than the format has
+        what, fix = f"config.json has no usable values of {method}", "correct it, or fetch the model again"
+        raise ModelError(what, _place(where), error, fix=fix) from None
 
 
 def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str, str]) -> None:
@@ -101,122 +123,77 @@ def unreadable(found: str, where: str) -> ModelError:
     return ModelError(what, where, found, READABLE, PLAIN_COPY)
 
 
-class _ClaimReader:
-    def __init__(self, claim: Mapping[str, Any], method: str, place: str) -> None:
-        self.claim, self.method, self.place = claim, method, place
-
-    def read(self) -> QuantisedConfig:
-        match self.method:
-            case "gptq" | "awq":
-                return self._by_input()
-            case "fp8":
-                return self._fp8()
-            case "compressed-tensors":
-                return self._compressed()
-            case "bitsandbytes":
-                return self._bitsandbytes()
-        return QuantisedConfig(self.method, self.method)
-
-    def _bitsandbytes(self) -> QuantisedConfig:
-        if self.claim.get("load_in_4bit"):
-            return QuantisedConfig(self.method, "bitsandbytes, 4 bits", 4, BLOCK_OF_4_BIT)
-        return QuantisedConfig(self.method, "bitsandbytes, 8 bits", 8, activations=True)
-
-    def _by_input(self) -> QuantisedConfig:
-        """GPTQ and AWQ."""
-        awq = self.method == "awq"
-        bits = self._number("bits", "w_bit", default=4)
-        group = self._number("group_size", "q_group_size", default=128)
-        layout = str(
-            self.claim.get("checkpoint_format") or self.claim.get("format") or self.claim.get("version") or ""
-        )
-        allowed = (("", "gemm"), (4,)) if awq else (("", "gptq", "gptq_v2"), (4, 8))
-        if layout.lower() not in allowed[0] or bits not in allowed[1]:
-            raise unreadable(f"{self.method}: {bits} bits, layout {layout or 'usual'}", self.place)
-        if group == 0 or group < -1 or (group % 8 and group != -1):
-            raise self._odd("group_size", group, "-1, or a multiple of 8")
-        act_order = bool(self.claim.get("desc_act")) and not awq
-        words = f"{self.method}, {bits} bits, " + (f"groups of {group}" if group > 0 else "a scale a row")
-        name = words + (", act-order" if act_order else "")
-        less_one = layout.lower() != "gptq_v2"
-        group = max(group, 0)
-        return QuantisedConfig(self.method, name, bits, group, True, act_order=act_order, less_one=less_one)
-
-    def _fp8(self) -> QuantisedConfig:
-        block = self.claim.get("weight_block_size", [128, 128])
-        if block is not None:
-            if not (
-                isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-            ):
-                raise self._odd("weight_block_size", block, "two positive numbers")
-            block = block[0], block[1]
-        where = f"blocks of {block[0]} x {block[1]}" if block else "a scale a matrix"
-        group, activations = block[1] if block else 0, self.claim.get("activation_scheme") is not None
-        return QuantisedConfig(self.method, f"fp8, {where}", 8, group, block=block, activations=activations)
-
-    def _compressed(self) -> QuantisedConfig:
-        own = self._groups()
-        weights: list[Mapping[str, Any]] = [group["weights"] for group in own if group.get("weights")]
-        formats = {str(self.claim.get("format") or "dense")}
-        formats |= {str(group["format"]) for group in own if group.get("format")}
-        other = sorted(formats - {*FORMATS, "mixed-precision"})
-        if other:
-            raise unreadable(f"compressed-tensors {', '.join(other)}", self.place)
-        if self.claim.get("transform_config"):
-            raise unreadable(
-                "compressed-tensors with transforms of activations (transform_config)", self.place
-            )
-        sparse = self.claim.get("sparsity_config")
-        if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
-            raise unreadable(f"compressed-tensors, {sparse['format']}", self.place)
-        blocks = {block for args in weights if (block := _block(args)) is not None}
-        if len(blocks) > 1:
-            raise unreadable("compressed-tensors with blocks of several sizes", self.place)
-        kinds = sorted({self._kind(args) for args in weights})
-        name = f"compressed-tensors, {', '.join(kinds)}"
-        block = next(iter(blocks), None)
-        args: Mapping[str, Any] = next(iter(weights), {})
-        zeros = args.get("symmetric") is False
-        activations = any(group.get(key) for group in own for key in ACTIVATIONS)
-        sizes, every = _sizes(args, block), tuple(_sizes(args, _block(args)) for args in weights)
-        return QuantisedConfig(
-            self.method, name, *sizes, zeros=zeros, block=block, activations=activations, every=every
-        )
-
-    def _groups(self) -> list[Mapping[str, Any]]:
-        """The groups of layers."""
-        groups = self.claim.get("config_groups") or {}
-        own = list(groups.values()) if isinstance(groups, Mapping) else [groups]
-        for group in own:
-            if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
-                raise self._odd("config_groups", group, "groups with the arguments of their weights")
-        return own
-
-    def _kind(self, args: Mapping[str, Any]) -> str:
-        """As `int4 in groups of 128`."""
-        bits, group, type_ = args.get("num_bits", 8), args.get("group_size"), args.get("type", "int")
-        if type(bits) is not int:
-            raise self._odd("num_bits", bits, "4 or 8")
-        if group is not None and (type(group) is not int or group == 0 or group < -1):
-            raise self._odd("group_size", group, "-1, or a positive number")
-        if (type_, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-            raise unreadable(f"compressed-tensors, {bits} bits, {type_}", self.place)
-        table = f"{'FP' if type_ == 'float' else 'int'}{bits}"
-        return f"{table} in groups of {group}" if (group or 0) > 0 else f"{table} by {args.get('strategy')}"
-
-    def _number(self, *keys: str, default: int) -> int:
-        value = next((self.claim[key] for key in keys if self.claim.get(key) is not None), default)
-        if type(value) is not int:
-            raise self._odd(keys[0], value, "a whole number")
-        return value
-
-    def _odd(self, key: str, found: object, allowed: str) -> ModelError:
-        what = f"config.json has no usable {key} of its quantised weights"
-        return ModelError(what, self.place, repr(found), allowed, ODD)
+def _by_input(method: str, claim: Mapping[str, Any]) -> QuantisedConfig:
+    """GPTQ and AWQ."""
+    awq = method == "awq"
+    bits = _first(claim, "bits", "w_bit", default=4)
+    group = _first(claim, "group_size", "q_group_size", default=128)
+    layout = str(claim.get("checkpoint_format") or claim.get("format") or claim.get("version") or "").lower()
+    layouts, readable_bits = (("", "gemm"), (4,)) if awq else (("", "gptq", "gptq_v2"), (4, 8))
+    if layout not in layouts or bits not in readable_bits:
+        raise Unreadable(f"{method}: {bits} bits, layout {layout or 'usual'}")
+    if group != -1 and (group < 1 or group % 8):
+        raise Unreadable(f"{method}: group_size {group}")
+    act_order = bool(claim.get("desc_act")) and not awq
+    words = f"{method}, {bits} bits, " + (f"groups of {group}" if group > 0 else "a scale a row")
+    name, less_one = words + (", act-order" if act_order else ""), layout != "gptq_v2"
+    group = max(group, 0)
+    return QuantisedConfig(method, name, bits, group, True, act_order=act_order, less_one=less_one)
 
 
-def _block(args: object) -> tuple[int, int] | None:
-    block = args.get("block_structure") if isinstance(args, Mapping) else None
+def _first(claim: Mapping[str, Any], *keys: str, default: int) -> int:
+    return int(next((claim[key] for key in keys if claim.get(key) is not None), default))
+
+
+def _fp8(claim: Mapping[str, Any]) -> QuantisedConfig:
+    block = claim.get("weight_block_size", [128, 128])
+    activations = claim.get("activation_scheme") is not None
+    if block is None:
+        return QuantisedConfig("fp8", "fp8, a scale a matrix", 8, 0, activations=activations)
+    rows, columns = map(int, block)
+    if min(rows, columns) < 1:
+        raise Unreadable(f"fp8: weight_block_size {block}")
+    name = f"fp8, blocks of {rows} x {columns}"
+    return QuantisedConfig("fp8", name, 8, columns, block=(rows, columns), activations=activations)
+
+
+def _compressed(claim: Mapping[str, Any]) -> QuantisedConfig:
+    groups = list((claim.get("config_groups") or {}).values())
+    weights: list[Mapping[str, Any]] = [group["weights"] for group in groups if group.get("weights")]
+    formats = {str(claim.get("format") or "dense")}
+    formats |= {str(group["format"]) for group in groups if group.get("format")}
+    other = sorted(formats - {*FORMATS, "mixed-precision"})
+    if other:
+        raise Unreadable(f"compressed-tensors {', '.join(other)}")
+    if claim.get("transform_config"):
+        raise Unreadable("compressed-tensors with transforms of activations (transform_config)")
+    sparse = claim.get("sparsity_config")
+    if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
+        raise Unreadable(f"compressed-tensors, {sparse['format']}")
+    blocks = {block for args in weights if (block := _block(args)) is not None}
+    if len(blocks) > 1:
+        raise Unreadable("compressed-tensors with blocks of several sizes")
+    name = f"compressed-tensors, {', '.join(sorted({_kind(args) for args in weights}))}"
+    block, args = next(iter(blocks), None), next(iter(weights), dict[str, Any]())
+    activations = any(group.get(key) for group in groups for key in ACTIVATIONS)
+    every = tuple(_sizes(args, _block(args)) for args in weights)
+    return QuantisedConfig(
+        "compressed-tensors", name, *_sizes(args, block), zeros=args.get("symmetric") is False, block=block,
+        activations=activations, every=every,
+    )  # fmt: skip
+
+
+def _kind(args: Mapping[str, Any]) -> str:
+    """As `int4 in groups of 128`."""
+    bits, group, type_ = args.get("num_bits", 8), args.get("group_size") or -1, args.get("type", "int")
+    if (type_, bits) not in (("int", 4), ("int", 8), ("float", 8)) or group < -1:
+        raise Unreadable(f"compressed-tensors, num_bits {bits!r}, {type_}, group_size {group}")
+    table = f"{'FP' if type_ == 'float' else 'int'}{bits}"
+    return f"{table} in groups of {group}" if group > 0 else f"{table} by {args.get('strategy')}"
+
+
+def _block(args: Mapping[str, Any]) -> tuple[int, int] | None:
+    block = args.get("block_structure")
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
     return None
