@@ -131,11 +131,8 @@ def _size(checkpoint: Checkpoint, names: tuple[str, ...], default: int | None) -
             return value
     if not values and default is not None:
         return default
-    if checkpoint.config["model_type"] not in TESTED_FAMILIES:  # tested ones lack a size only if damaged
-        if not values:
-            raise _unsupported(checkpoint, f"its config.json has no {names[0]}")
-        if isinstance(values[0], list):
-            raise _unsupported(checkpoint, f"its layers differ in {names[0]}")
+    if not values and checkpoint.config["model_type"] not in TESTED_FAMILIES:  # else it is damaged
+        raise _unsupported(checkpoint, f"its config.json has no {names[0]}")
     what = f"{config_file(checkpoint.path).name} has no usable {names[0]}"
     found = repr(values[0] if values else None)
     fix = "correct it, or fetch the model again"

@@ -58,7 +58,8 @@ class FourBit(Matrix):
         return Coded(self.kind, columns[1] - columns[0], swapped_NC, scale_NG)
 
     def _scales(self, span: Span) -> Tensor:
-        scales = self.scale.read().flatten()[slice(*span)]
+        flat = len(self.scale.shape) == 1
+        scales = self.scale.read(span) if flat else self.scale.read().flatten()[slice(*span)]
         if not self.nested:
             return scales.float()
         outer = self.stored[".weight.nested_absmax"].read().float()
