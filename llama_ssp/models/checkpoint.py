@@ -39,12 +39,11 @@ SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parents[1] / "shipped"  # m
 def complete(model: ModelConf, role: str, download: bool = False) -> tuple[ModelConf, Path | None]:
     """The model with the shape that its checked folder says, and the folder; None for a synthetic model."""
     if model.weights is Weights.synthetic:
-        _require_experts(model, role)
-        return _with_codes(model, role), None
+        return _possible(model, role), None
     path = find(model, role, download)
     if kind_of(path):
         return _with_head(model, path, role), path
-    return _with_codes(with_shape(model, inspect(path), role), role), path
+    return _possible(with_shape(model, inspect(path), role), role), path
 
 
 def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
@@ -54,8 +53,7 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     """
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
-        _require_experts(model, role)
-        return _with_codes(model, role)
+        return _possible(model, role)
     local = model.path is not None or model.repo is None
     path = find(model, role) if local else hub_copy(model, role, download, "config.json").parent
     if kind_of(path):
@@ -64,40 +62,32 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     quantised = config.get("quantization_config") and any(path.glob("*.safetensors"))
     checkpoint = inspect(path) if local and quantised else Checkpoint(path, config, {})  # sizes of codes
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
-    return _with_codes(replace(with_shape(model, checkpoint, role), tied=bool(tied)), role)
+    return _possible(replace(with_shape(model, checkpoint, role), tied=bool(tied)), role)
 
 
 def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
     """The model with the shape of the folder's head; it is tied if it embeds by the target's table."""
     if role != "draft":
-        what, fix = (
-            "a trained head is not a model of its own",
-            "give it as the draft of its target: draft.path",
-        )
-        raise ModelError(what, path, kind_of(path), fix=fix)
+        fix = "give it as the draft of its target: draft.path"
+        raise ModelError("a trained head is not a model of its own", path, kind_of(path), fix=fix)
     head = head_settings(path)
     shaped = with_shape(model, Checkpoint(path, head.block, {}), role)
     shaped = replace(shaped, head_inputs=head.inputs, head_vocab=head.vocab, head_block=head.drafts)
     return replace(shaped, tied=not head.embeds)
 
 
-def _with_codes(model: ModelConf, role: str) -> ModelConf:
-    """The model; a ModelError if it is to keep codes and has none."""
+def _possible(model: ModelConf, role: str) -> ModelConf:
+    """Returns the model; a ModelError if it is to keep codes, or has experts, that cannot be."""
     if model.dtype is Dtype.packed and (not model.code_bits or model.weights is Weights.synthetic):
         what = "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep"
         fix = f"write {role}.dtype=bf16; int8 and nf4 quantise plain weights"
         raise ModelError(what, f"{role} {model.name}", "plain weights", fix=fix)
-    return model
-
-
-def _require_experts(model: ModelConf, role: str) -> None:
-    """Refuses sizes without experts for a family that has them, and with experts for one that has none."""
     if bool(family_of(model.family).names.router) != bool(model.experts):
         what = "the family has no experts" if model.experts else "the family has experts"
         fix = f"correct {role}.experts, {role}.experts_per_token and {role}.expert_ffn"
-        raise ModelError(
-            what, f"{role} {model.name}", f"{model.family} with {model.experts} experts", fix=fix
-        )
+        found = f"{model.family} with {model.experts} experts"
+        raise ModelError(what, f"{role} {model.name}", found, fix=fix)
+    return model
 
 
 def find(model: ModelConf, role: str, download: bool = False) -> Path:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import ModelConf
+from llama_ssp.config import ModelConf, home_expanded
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, RunError, StorageError, first_line
 
@@ -44,14 +45,19 @@ def commit_of(path: Path) -> str | None:
 
 def cached_tokenizer(repo: str, revision: str | None) -> Path | None:
     """The folder of the local copy's tokenizer.json; None without one. Nothing is fetched."""
-    from huggingface_hub import constants
-
-    if not Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").is_dir():
-        return None  # without the next import, which is slow
+    if not (_cache() / f"models--{repo.replace('/', '--')}").is_dir():
+        return None  # without the import of the library, which is slow
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, "tokenizer.json", revision=revision)
     return Path(found).parent if isinstance(found, str) else None
+
+
+def _cache() -> Path:
+    """The folder where the hub's library keeps what it has downloaded."""
+    own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return home_expanded(own or f"{home}/hub")
 
 
 def _explained(error: Exception, model: ModelConf, role: str, download: bool, file: str | None) -> RunError:
@@ -67,12 +73,12 @@ def _explained(error: Exception, model: ModelConf, role: str, download: bool, fi
     )
     if full is not None:
         fix = "make room, or choose another place with HF_HUB_CACHE=FOLDER"
-        return StorageError(f"a download cannot be kept: {full.strerror}", constants.HF_HUB_CACHE, fix=fix)
+        return StorageError(f"a download cannot be kept: {full.strerror}", _cache(), fix=fix)
     if not download:
         what = f"{role} {model.name}{f': {file}' if file else ''} is not at hand"
         if model.n_layers:  # of a preset
             folder += f"; {role}.weights=synthetic tries the machine without weights"
-        found, fix = f"no whole copy in {constants.HF_HUB_CACHE}", f"add download=true, or {folder}"
+        found, fix = f"no whole copy in {_cache()}", f"add download=true, or {folder}"
         return ModelError(what, where, found, fix=fix)
     reasons: dict[type[Exception], tuple[str, str]] = {
         errors.GatedRepoError: ("it is gated", "ask for access on this page, and set HF_TOKEN"),
