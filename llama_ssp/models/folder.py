@@ -187,8 +187,9 @@ def require_whole(path: Path) -> None:
                 raise ModelError("not a regular file", entry, "a folder, a pipe or a device", fix=COPY)
             require_inside(entry, path)
             if entry.suffix != ".safetensors":  # `header` reads those that are used
-                require_small(entry)
                 require_fetched(entry)
+            if entry.match("tokenizer*.json"):
+                require_small(entry)
 
 
 def require_fetched(file: Path) -> None:

@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, Codes, gathered, packed, taken
-from llama_ssp.models.formats.gguf_header import Header, StoredTensor
+from llama_ssp.models.formats.gguf_header import Header
 from llama_ssp.models.formats.gguf_model import ROTARY, name_of
 from llama_ssp.models.formats.kept import GGUF
 from llama_ssp.models.shape import shape_of
@@ -47,40 +47,34 @@ class GgufSource:
 
     def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
         """The cut part, or all: numbers as they are in the file, or codes."""
-        place, byte_NB = self._places[name], self._bytes(name, cut)
+        place = self._places[name]
+        numbers, size = SIZES[place.format]
+        inner = None
+        if cut is not None and cut.dim == COLUMNS:  # all blocks that the columns touch are read, and then cut
+            ((first, last),) = cut.spans
+            begin = first // numbers
+            inner = Cut(COLUMNS, ((first - begin * numbers, last - begin * numbers),))
+            cut = Cut(COLUMNS, ((begin * size, -(-last // numbers) * size),))
+        byte_NB = self._bytes(name, cut)
         if place.format not in PLAIN:
-            return self._coded(place, byte_NB, cut)
+            # Some rows after the other, because intermediate results take more memory than the codes.
+            some = torch.split(byte_NB, max(1, DECODED_AT_ONCE // place.shape[-1]))
+            parts = (coded(place.format, rows_RB.view(len(rows_RB), -1, size)) for rows_RB in some)
+            whole = gathered((part.cut(inner) if inner else part for part in parts), len(byte_NB))
+            assert isinstance(whole, Coded), "parts are codes"
+            return whole
         weight = byte_NB.view(PLAIN[place.format])
         if name.endswith("norm.weight") and self._shape.family.norm_offset:
             weight = weight.float() - self._shape.family.norm_offset
         return weight if len(place.shape) > 1 else weight.flatten()
 
-    def _coded(self, place: StoredTensor, byte_NB: Tensor, cut: Cut | None) -> Coded:
-        """Some rows after the other, because intermediate results take more memory than the codes."""
-        numbers, size = SIZES[place.format]
-        rows = max(1, DECODED_AT_ONCE // place.shape[-1])
-        parts = (coded(place.format, some.view(len(some), -1, size)) for some in torch.split(byte_NB, rows))
-        if cut is not None and cut.dim == COLUMNS:
-            ((first, last),) = cut.spans
-            before = first // numbers * numbers
-            inner = Cut(COLUMNS, ((first - before, last - before),))
-            parts = (part.cut(inner) for part in parts)
-        whole = gathered(parts, len(byte_NB))
-        assert isinstance(whole, Coded), "parts are codes"
-        return whole
-
     def _bytes(self, name: str, cut: Cut | None) -> Tensor:
-        """The bytes of each row, or number of a vector; of cut columns, those of all touched blocks."""
+        """Returns the bytes of each row, or of each number of a vector; of the cut ones alone."""
         place = self._places[name]
-        numbers, size = SIZES[place.format]
         # Mapped, not read; and to be read only, as else Linux refuses a file larger than its memory.
         mapped = np.memmap(place.file, np.uint8, "r", place.start, (place.n_bytes,))
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it cannot be written
-            byte_NB = torch.from_numpy(mapped).view(place.shape[0], -1)
-        if cut is not None and cut.dim == COLUMNS:
-            spans = ((first // numbers * size, -(-last // numbers) * size) for first, last in cut.spans)
-            cut = Cut(COLUMNS, tuple(spans))
-        byte_NB = taken(byte_NB, cut)
+            byte_NB = taken(torch.from_numpy(mapped).view(place.shape[0], -1), cut)
         if not self._interleaved or not name.rpartition(".")[0].endswith(self._shape.family.names.qkv[:2]):
             return byte_NB
         pairs = byte_NB.view(-1, self._shape.head_dim // 2, 2, byte_NB.shape[1])
@@ -132,10 +126,7 @@ def _q3_k(byte: Tensor, _: str) -> Parts:
 
 def _q45_k(byte: Tensor, kind: str) -> Parts:
     """Eight scales and eight shifts of 6 bits, in Q5 the fifth bits of all codes, then the lower four."""
-    codes, (first, second, last) = (
-        _fields(byte[..., -128:], 4, 32),
-        (byte[..., n : n + 4] for n in (4, 8, 12)),
-    )
+    codes, (first, second, last) = _fields(byte[..., -128:], 4, 32), torch.split(byte[..., 4:16], 4, -1)
     if kind == "Q5_K":
         codes = codes | _fields(byte[..., 16:48], 1, 32) << 4
     scales = torch.cat([first & 63, last & 15 | first >> 2 & 48], -1)
