@@ -160,8 +160,8 @@ def test_flipped_bytes(sound: Sound, seed: int, tmp_path: Path) -> None:
 
 def test_what_the_message_says(sound: Sound, tmp_path: Path) -> None:
     """The file's names of tensors, and no advice for another mistake."""
-    raw = changed(sound, "value", "llama.rope.dimension_count", "I", 10**6)
-    said = refused(written(tmp_path, raw.replace(b"attention.key_length", b"attention.key_width ")))
+    raw = changed(sound, "value", "llama.attention.key_length", "I", 10**6)
+    said = refused(written(tmp_path, raw))
     assert "contradicts the header's sizes" in said
     assert f"{MATRIX}; found (256, 256), allowed (8000000, 256)" in said
     raw = changed(sound, "value", "tokenizer.ggml.eos_token_id", "I", 300)

@@ -110,7 +110,6 @@ class Gguf:
 
     architecture: str
     interleaved: bool = False  # rows of queries and keys have number i of a head next to number D/2 + i
-    rotary_size: bool = False  # old files have the size of a head as that of its rotary positions
     stripped: bool = False  # spaces behind special tokens are not text
     every: int = 0  # of this number of layers the last sees the whole text, where that is not in the file
     other_scale: int = 0  # a model with this number of layers divides scores by sqrt(dim / heads)
@@ -225,9 +224,8 @@ FAMILIES = {
         clamped=True,
     ),
     "granite": Family(bias_keys=BIASES, multipliers=True),
-    "llama": Family(  # Mistral's GGUF files say llama, too
-        bias_keys=BIASES, deepspeed=True, gguf=Gguf("llama", interleaved=True, rotary_size=True)
-    ),
+    # Mistral's GGUF files say llama, too.
+    "llama": Family(bias_keys=BIASES, deepspeed=True, gguf=Gguf("llama", interleaved=True)),
     "mistral": Family(deepspeed=True, window=Window(default=4096)),
     "mixtral": Family(window=Window(), names=MIXTRAL_NAMES),
     "olmo2": Family(

@@ -43,9 +43,8 @@ class HeaderConfig:
         row, sizes = self.family.gguf, {key: self.value(name, int) for key, name in SIZES.items()}
         assert row is not None
         dim, layers, _, heads, _ = sizes.values()
-        size = max(1, dim // heads)
-        size = self.value("rope.dimension_count", int, size) if row.rotary_size else size
-        head_dim, window = self.value("attention.key_length", int, size), "attention.sliding_window"
+        head_dim = self.value("attention.key_length", int, max(1, dim // heads))
+        window = "attention.sliding_window"
         config: dict[str, Any] = sizes | {
             "model_type": self.model_type,
             "num_key_value_heads": self.value("attention.head_count_kv", int, heads),
