@@ -651,7 +651,7 @@ MUTANTS = [
     Mutant("a sibling may be its draft again", engine, "with_siblings", _rewritten(sibling_draws.with_siblings, "left_BKV.scatter_(2, before_BK[..., None], 0)", "pass"), by_siblings("one sibling")),
     Mutant("an unlikely sibling is dropped", engine, "with_siblings", _rewritten(sibling_draws.with_siblings, "return replace(proposal, siblings=", "each = tuple(n if proposal.draft_BKV[b, 0, int(drawn[0][b, 0])] > 0.3 else 0 for b, n in enumerate(each))\n    return proposal if not max(each) else replace(proposal, siblings="), by_siblings("one sibling")),
     Mutant("siblings see each other", Feed, "visible", _rewritten(Feed.visible, "(slot_S == slot_B1W1)", "(slot_S >= self.capacity - 2)"), by_siblings("two siblings")),
-    Mutant("a sibling sees its draft", Feed, "visible", _rewritten(Feed.visible, "visible_B1WS & ~(aside_B1W1 & (slot_S == position_B1W1))", "visible_B1WS"), by_siblings("one sibling")),
+    Mutant("a sibling sees its draft", Feed, "visible", _rewritten(Feed.visible, "visible_B1WS & (slot_S != position_B1W1)", "visible_B1WS"), by_siblings("one sibling")),
     Mutant("controls take a sibling for its draft", state_module.TreePrefix, "last_BW", None, by_siblings("penalties")),
     Mutant("caches keep the draft beside the sibling that stands", State, "cacheable", State.lengths, by_siblings("one sibling")),
     Mutant("prompts of one length share their numbers", CounterDraws, "_table", _rewritten(CounterDraws._table, "slot.keys, slot.bases", "slot.bases"), by_test("test_draws", "test_prompts_of_one_length_have_numbers_of_their_own")),

@@ -15,6 +15,7 @@ from typing import Any
 from llama_ssp.errors import ModelError
 
 MAX_JSON_BYTES = 64 * 2**20
+MAX_NAME = 255  # characters of a tensor's name
 MAX_HEADER_BYTES = 10 * 2**20  # of 100 000 tensors; a shard of a large model has a hundredth of it
 GGUF, SHARD = ".gguf", re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -106,6 +107,9 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
             formats = {name: str(part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
         raise damaged(file, str(error).removeprefix("Error while deserializing header: ")[:200]) from None
+    for name in shapes:
+        if len(name) > MAX_NAME or not name.isprintable():  # libraries would write it to the terminal
+            raise damaged(file, f"a tensor by the name of {name[:MAX_NAME]!r}")
     return shapes, formats
 
 

@@ -141,7 +141,7 @@ SAFETENSORS = [
     hostile(
         20, "name-with-escapes",
         reworked(lambda t: t.update({"\x1b[2J\nerror: all is well" + "x" * 10**5: torch.ones(1)})),
-        "unexpected keys", reach=LOADED,
+        "a tensor by the name of",
     ),
 ]  # fmt: skip
 
@@ -207,7 +207,7 @@ TENSORS = [
     hostile(21, "missing-tensor", reworked(lambda t: t.pop(NORM)), "missing keys", NORM, reach=LOADED),
     hostile(21, "unexpected", reworked(lambda t: t.update({"other.weight": torch.zeros(2)})), "unexpected keys",
             "other.weight", reach=LOADED),
-    hostile(22, "vocabulary", config_sets(vocab_size=299), "embed_tokens", "(300, 64) not (299, 64)", reach=LOADED),
+    hostile(22, "vocabulary", config_sets(vocab_size=299), "embed_tokens", "mismatched keys", reach=LOADED),
     hostile(22, "shape", reworked(lambda t: t.update({NORM: torch.ones(32)})), "mismatched keys", NORM,
             reach=LOADED),
     hostile(22, "fewer-layers", config_sets(num_hidden_layers=1), "unexpected keys", "layers.1.", reach=LOADED),
