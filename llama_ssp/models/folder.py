@@ -21,7 +21,7 @@ GGUF, SHARD = ".gguf", re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 POINTER = b"version https://git-lfs"  # how a Git LFS pointer begins
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-FIRST_BYTES, SAMPLES, SAMPLE_BYTES = 2**20, 32, 512  # of a weight file, for its fingerprint
+SAMPLES, SAMPLE_BYTES = 32, 512  # of a weight file, for its fingerprint
 MAX_COUNT = 100_000  # of layers or labels: libraries make a list of this length, whatever the weights are
 COUNTED = re.compile("layer|label|attention_types")  # in a key of config.json
 TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
@@ -116,8 +116,8 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 def fingerprint(path: Path) -> str:
     """A hash of the model that takes moments whatever its size, for ranks to compare.
 
-    All bytes of small files count, the tokenizer's among them; of weight files, names, sizes, the beginning,
-    which is the header, and some bytes at fixed places.
+    All bytes of small files count, the tokenizer's among them; of weight files, names, sizes, headers, and
+    some bytes at fixed places.
     """
     digest = hashlib.sha256()
     weights = weight_files(path)
@@ -129,7 +129,8 @@ def fingerprint(path: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(FIRST_BYTES))
+            start = stream.read(8)
+            digest.update(start + stream.read(min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)))
             for sample in range(SAMPLES + 1):
                 stream.seek(max(0, size - SAMPLE_BYTES) * sample // SAMPLES)
                 digest.update(stream.read(SAMPLE_BYTES))
