@@ -419,17 +419,6 @@ def _counted(counter: Callable[[int, int, int], list[int]]) -> Any:
     return fault
 
 
-def _keeps(*filters: str) -> Any:
-    """Probabilities before the filters, but for these."""
-
-    def fault(self: SamplingTransform) -> SamplingTransform:
-        whole = laws_uncut(self)
-        kept = {name: getattr(self.controls, name) for name in filters}
-        return SamplingTransform(replace(whole.controls, **kept), self.end_ids, self.vocab)
-
-    return fault
-
-
 def _in_groups(self: SamplingTransform, logits: Any, prefix: Prefix) -> Any:
     """Rows of equal controls stay together, in whatever order."""
     groups: dict[SamplingTransform, list[int]] = {}
@@ -558,7 +547,7 @@ def _forgets_the_broken(self: Any, state: State, proposal: Proposal, logits: Any
 
 # The originals that faults build on, taken before anything is patched.
 draws_uniforms, draws_bernoulli = CounterDraws._uniforms, CounterDraws.bernoulli
-laws_uncut, memos_merged = SamplingTransform.uncut, ahead.merged
+memos_merged = ahead.merged
 engine_judge, state_token = engine.Engine.judge, decision.StateDraws.token
 verify_ratios, verify_remaining = verify._ratios, verify._residual_probs
 model_propose, ngram_propose = drafters.ModelDrafter.propose, NgramDrafter.propose
@@ -631,8 +620,6 @@ MUTANTS = [
     Mutant("lengths count in the lowest word", CounterDraws, "_row", _counted(lambda stream, base, width: [base, 0, stream, 0]), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a wider table has other numbers", CounterDraws, "_row", _counted(lambda stream, base, width: [0, width, stream, base]), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("clocks kept over rounds", CounterDraws, "_clocks", _any_clock, by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
-    Mutant("uncut keeps min-p", SamplingTransform, "uncut", _keeps("min_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"min_p": 0.9}, 0.7)),
-    Mutant("uncut keeps top-k and top-p", SamplingTransform, "uncut", _keeps("top_k", "top_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"top_p": 0.3}, 0.7)),
     Mutant("rows of a batch are not put back in order", SamplingTransform, "_row_by_row", _in_groups, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
     Mutant("controls of rows are merged", SamplingTransform, "assign", _as_any_other, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
     *(

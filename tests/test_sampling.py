@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -173,20 +171,6 @@ def test_where_every_token_is_forbidden_there_is_no_law(temperature: float):
     logits, prefix = batch(1)
     banned = SamplingConfig(temperature=temperature, bad_tokens=list(range(VOCAB)))
     assert SamplingTransform(banned, (), VOCAB)(logits, prefix).isnan().all()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.9}])
-def test_uncut_probabilities_are_those_of_no_filter(cut: dict[str, float], temperature: float):
-    """Also of a greedy model: there they are those at temperature 1. The other controls stay."""
-    logits, prefix = batch(5)
-    others = SamplingConfig(repetition_penalty=1.4, logit_bias={2: 1.5}, bad_tokens=[1])
-    sampling = replace(others, temperature=temperature, **cut)
-    found = SamplingTransform(sampling, tuple(ENDS), VOCAB).uncut()(logits, prefix)
-    wanted = SamplingTransform(replace(others, temperature=temperature or 1.0), tuple(ENDS), VOCAB)(
-        logits, prefix
-    )
-    assert torch.equal(found, wanted) and ((found > 0).sum(-1) == VOCAB - 1).all()
 
 
 def test_each_row_of_a_batch_has_its_own_controls():

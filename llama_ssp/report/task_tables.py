@@ -27,11 +27,7 @@ AGREEMENTS = (
     Column("agreed_tokens", "agreed"),
     Column("finish_reason", "ended by", is_text=True),
     Column("target", "target takes", is_text=True),
-    Column("target_by_target", "p target", digits=3),
-    Column("target_by_draft", "p draft", digits=3),
     Column("draft", "draft takes", is_text=True),
-    Column("draft_by_target", "p target", digits=3),
-    Column("draft_by_draft", "p draft", digits=3),
 )
 COMPARISONS = (
     Column("id", "prompt", is_text=True),
@@ -117,16 +113,12 @@ def agreements(summary: Row) -> Items:
     prompts = summary["prompts"]
     if not prompts:
         return []
-    rows = []
-    for prompt in prompts:
-        row = dict(prompt)
-        for side, token in (prompt["fork"] or {}).items():
-            chances = {f"{side}_by_{by}": token[f"{by}_probability"] for by in ("target", "draft")}
-            row |= {side: repr(token["text"]), **chances}
-        rows.append(row)
+    rows = [
+        {**prompt, **{side: repr(token["text"]) for side, token in (prompt["fork"] or {}).items()}}
+        for prompt in prompts
+    ]
     return [
         Table("agreements", AGREEMENTS, rows),
-        "p target, p draft: the probability of the token before them, by each model, where the two part",
         f"{summary['tokens_agreed']} tokens agreed on in {len(prompts)} prompts, "
         f"{summary['tokens_agreed_mean']:.1f} a prompt (median {summary['tokens_agreed_median']:g}); "
         f"{summary['prompts_parted']} parted; {summary['target_forwards']} target forwards",

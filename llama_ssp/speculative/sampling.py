@@ -10,7 +10,7 @@ frequency and presence count generated tokens only. Logits go to fp32 first (fp6
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -86,12 +86,6 @@ class SamplingTransform:
             probs_BWV = probs_BWV.masked_fill(damaged_BW1, torch.nan)
         missing = self.vocab - probs_BWV.shape[-1]
         return torch.nn.functional.pad(probs_BWV, (0, missing)) if missing else probs_BWV
-
-    def uncut(self) -> SamplingTransform:
-        """The same without filters; greedy probabilities become those at temperature 1."""
-        warmth = self.controls.temperature or 1.0
-        controls = replace(self.controls, temperature=warmth, top_k=0, top_p=1.0, min_p=0.0)
-        return SamplingTransform(controls, self.end_ids, self.vocab)
 
     @property
     def forbids_all(self) -> bool:
