@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 
 NAME = "calibrated"  # the cluster's name, and its file's
 now: Callable[[], float] = timer  # the clock: it waits for the GPU's work
+STARTING = "groups", "scheduler", "slurm"  # how jobs are started is not measured
 PROMPT, NEW = tuple(range(4, 36)), 28
 DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 8), (512, 16384), (0, 2, 6)
 WIDTH, HEAD = 320, 40  # a layer costs less where it is narrower still; heads enough for several ranks
@@ -77,6 +78,7 @@ SIDE = {"cpu": 2048, "cuda": 8192}
 STREAMED = {"cpu": 2**28, "cuda": 2**32}  # bytes: more than any cache holds
 GEMM_ROWS, LONG_PART = 512, 8  # one matrix in LONG_PART is multiplied with the rows of a long prompt's chunk
 RESIDUAL = 2048  # numbers of a token's residual, which ranks sum
+CALLS = 50  # sums and messages that are timed together
 FAR = 17  # tokens of a pass at which the cost of more of them is noted
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 MAX_SHARE = 2.0  # of the bandwidth: the most that a config may say; only a busy machine seems to give more
@@ -105,12 +107,14 @@ class CalibrateTask(Task[CalibrateConf]):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
         self._found = [{"cluster_file": str(file), "cluster": plain(cluster)}]
-        folder = shlex.quote(self._task.folder)
-        log.info("wrote %s: use it with --config-dir %s cluster=%s", file, folder, cluster.name)
+        log.info(
+            "wrote %s (%.1f GB/s, %.2f TFLOP/s): use it with --config-dir %s cluster=%s",
+            file, cluster.gb_s, cluster.tflops, shlex.quote(self._task.folder), cluster.name,
+        )  # fmt: skip
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        return {**self._found[0]} if self._found else {}
+        return dict(*self._found)
 
 
 def measured(
@@ -125,15 +129,16 @@ def measured(
     player = Player(run, ranks, NEW)
     player.play(cases()[0])  # a first model brings libraries with it
     libraries, side = _libraries_mib(device, player.held_bytes), SIDE[device.type]
+    new = partial(torch.ones, dtype=TORCH_DTYPES[dtype], device=device)
     count = max(STREAMED[device.type] // (side * side * TORCH_DTYPES[dtype].itemsize), 2)
-    weights = [torch.ones(side, side, dtype=TORCH_DTYPES[dtype], device=device) for _ in range(count)]
-    long = weights[: max(count // LONG_PART, 1)]
-    residual = torch.zeros(RESIDUAL, dtype=TORCH_DTYPES[dtype], device=device)
+    weights = [new(side, side) for _ in range(count)]
+    long, residual = weights[: max(count // LONG_PART, 1)], new(RESIDUAL).zero_()
+    row, rows = new(1, side), new(GEMM_ROWS, side)
+    read = [partial(functional.linear, row, weight) for weight in weights]
+    multiply = [partial(functional.linear, rows, weight) for weight in long]
+    messages = [partial(ranks.all_reduce, residual)] * CALLS, [partial(ranks.broadcast_ints, [1] * 8)] * CALLS
     works: list[Callable[[], float]] = [
-        partial(streaming_s, 1, weights),
-        partial(streaming_s, GEMM_ROWS, long),
-        partial(mean_s, partial(ranks.all_reduce, residual), ranks),
-        partial(mean_s, partial(ranks.broadcast_ints, [1] * 8), ranks),
+        *(partial(elapsed_s, calls, ranks) for calls in (read, multiply, *messages)),
         *(partial(player.round_s, case) for case in cases()),
     ]
     read_s, multiply_s, all_reduce_s, broadcast_s, *spent = in_turn([*works, *others], repeats)
@@ -141,8 +146,8 @@ def measured(
     source = f"task=calibrate, {where}, torch {versions()['torch']}, {time.strftime('%Y-%m-%d')}"
     times = TimesConf(source=source, bandwidth_share=1.0, flops_share=1.0)
     if ranks.world > 1:
-        times.all_reduce_us = {ranks.world: _short(1e6 * all_reduce_s)}
-        times.message_us = _short(1e6 * broadcast_s)
+        times.all_reduce_us = {ranks.world: _short(1e6 * all_reduce_s / CALLS)}
+        times.message_us = _short(1e6 * broadcast_s / CALLS)
     cluster = ClusterConf(
         name=name,
         gpu=CPU if device.type == "cpu" else torch.cuda.get_device_name(device),
@@ -154,12 +159,9 @@ def measured(
         times=times,
         **libraries,
     )
-    cluster.times = fitted(cluster, spent[: len(cases())], dtype, ranks.world)
-    log.info(
-        "streams %.1f GB/s, multiplies %.2f TFLOP/s; a layer costs %.0f us, a pass %.0f us more",
-        cluster.gb_s, cluster.tflops, cluster.times.layer_us, cluster.times.step_us,
-    )  # fmt: skip
-    return cluster, spent[len(cases()) :]
+    fit, rest = spent[: len(cases())], spent[len(cases()) :]
+    cluster.times = fitted(cluster, fit, dtype, ranks.world)
+    return cluster, rest
 
 
 def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
@@ -168,27 +170,14 @@ def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
     return [min(figures) for figures in zip(*taken[1:], strict=True)]
 
 
-def streaming_s(rows: int, weights: list[torch.Tensor]) -> float:
-    """Returns the seconds to multiply rows with every weight once; on a CPU, as many median products."""
-    x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
-    spent, began = [], now()
-    with torch.inference_mode():
-        for weight in weights:
-            functional.linear(x, weight)
-            if x.device.type == "cpu":
-                spent.append(now() - began)
-                began = now()
-    return median(spent) * len(weights) if spent else now() - began
-
-
-def mean_s(call: Callable[[], Any], ranks: Ranks, calls: int = 50) -> float:
-    """Returns the seconds of a call that all ranks make: the mean of several, one after the other."""
+def elapsed_s(works: Sequence[Callable[[], Any]], ranks: Ranks) -> float:
+    """Returns the seconds that these works take one after the other, on all ranks at once."""
     ranks.barrier()
     began = now()
-    for _ in range(calls):
-        call()
+    for work in works:
+        work()
     ranks.barrier()
-    return (now() - began) / calls
+    return now() - began
 
 
 class Player:
@@ -275,27 +264,26 @@ def cases() -> list[Case]:
 
 def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -> TimesConf:
     """Returns the constants that explain the cases' rounds best; relative errors count."""
-    free: dict[str, Any] = {**dict.fromkeys(FITTED, 0.0), "rows_cost": {1: 1.0, FAR: 1.0}}
-    times = replace(cluster.times, bandwidth_share=1.0, **free)
+    no_cost = {**dict.fromkeys(FITTED, 0.0), "bandwidth_share": 1.0, "rows_cost": {1: 1.0, FAR: 1.0}}
 
-    def rounds(times: TimesConf, **changes: Any) -> Any:
-        machine = machine_of(replace(cluster, times=times, **changes))
+    def rounds(cost: dict[str, Any], **others: Any) -> Any:
+        times = replace(cluster.times, **{**no_cost, **cost})
+        machine = machine_of(replace(cluster, times=times, **others))
         return np.array([predicted(case, machine, dtype, world).round_s(case.k, 1.0) for case in cases()])
 
-    measured_s = rounds(times, gb_s=FREE, tflops=FREE)  # sums and messages
-    bytes_s = rounds(times)
-    columns = [bytes_s - measured_s, rounds(replace(times, rows_cost={1: 1.0, FAR: 2.0})) - bytes_s]
-    for key, unit in FITTED.items():
-        second: dict[str, Any] = {key: 1 / unit}
-        columns.append(rounds(replace(times, **second)) - bytes_s)
-    matrix, wanted = np.array(columns).T / np.array(spent)[:, None], 1 - measured_s / np.array(spent)
-    reading, more, *seconds = non_negative(matrix, wanted)
+    measured_s, bytes_s = np.array(spent), rounds({})
+    known_s = rounds({}, gb_s=FREE, tflops=FREE)  # sums and messages
+    units = [{"rows_cost": {1: 1.0, FAR: 2.0}}, *({key: 1 / unit} for key, unit in FITTED.items())]
+    columns = [bytes_s - known_s, *(rounds(unit) - bytes_s for unit in units)]
+    matrix = np.array(columns).T / measured_s[:, None]
+    reading, more, *values = non_negative(matrix, 1 - known_s / measured_s)
     share, rows_cost = (1 / reading, 1 + more / reading) if reading else (1.0, 1.0)
     constants: dict[str, Any] = {
-        key: _short(value / FITTED[key]) for key, value in zip(FITTED, seconds, strict=True)
+        "bandwidth_share": _short(min(share, MAX_SHARE)),
+        "rows_cost": {1: 1.0, FAR: _short(rows_cost)},
+        **{key: _short(value / unit) for (key, unit), value in zip(FITTED.items(), values, strict=True)},
     }
-    times = replace(times, bandwidth_share=_short(min(share, MAX_SHARE)), **constants)
-    return replace(times, rows_cost={1: 1.0, FAR: _short(rows_cost)})
+    return replace(cluster.times, **constants)
 
 
 def non_negative(matrix: Any, wanted: Any) -> list[float]:
@@ -327,9 +315,7 @@ def _short(value: float) -> float:
 
 def plain(cluster: ClusterConf) -> dict[str, Any]:
     """Returns the cluster as its yaml has it, without unknown values and without how jobs are started."""
-    starting = "groups", "scheduler", "slurm"
-    result = {
-        key: value for key, value in asdict(cluster).items() if value is not None and key not in starting
-    }
-    result["times"] = {key: value for key, value in result["times"].items() if value not in (None, {})}
-    return result
+    unused = None, {}
+    result = {key: value for key, value in asdict(cluster).items() if key not in STARTING}
+    result["times"] = {key: value for key, value in result["times"].items() if value not in unused}
+    return {key: value for key, value in result.items() if value not in unused}

@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_ssp.config import EvalConf
 from llama_ssp.pair.assembly import ModelCache
-from llama_ssp.pair.batches import Batches, require_numbers, texts_of, usable
+from llama_ssp.pair.batches import require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.report.console import Progress
@@ -47,10 +47,6 @@ class ScoredPair:
     def name(self) -> str:
         return self.pair.spec.name
 
-    @property
-    def modes(self) -> list[str]:
-        return [REGULAR] if self.pair.spec.drafter is None else [REGULAR, SPECULATIVE]
-
 
 class EvalTask(Task[EvalConf]):
     """Checks every pair, then answers all prompts with each."""
@@ -64,7 +60,11 @@ class EvalTask(Task[EvalConf]):
         self._devices: dict[str, dict[str, str]] = {}
 
     def run(self) -> str:
-        blocks = self._questions()
+        # A block for each size: the questions that the size before it lacks. Within a block the seeds take
+        # turns, so that a run that was stopped has answered each equally far.
+        by_seed = [questions(seed, self._sizes[-1], self._task.shots) for seed in self._seeds]
+        bounds = zip([0, *self._sizes], self._sizes, strict=False)
+        blocks = [[seed[n] for n in range(first, last) for seed in by_seed] for first, last in bounds]
         checked = [self._checked(spec, blocks) for spec in self._inputs.pairs]
         cache = ModelCache(self._ranks, self._run.placement)
         try:
@@ -89,18 +89,14 @@ class EvalTask(Task[EvalConf]):
             "plot": self._plot,
         }
 
-    def _questions(self) -> list[list[Question]]:
-        """The questions, in one block for each size: those that the size before it lacks.
-
-        Within a block the seeds take turns, so that a run that was stopped has answered each equally far.
-        """
-        by_seed = [questions(seed, self._sizes[-1], self._task.shots) for seed in self._seeds]
-        bounds = zip([0, *self._sizes], self._sizes, strict=False)
-        return [[seed[n] for n in range(first, last) for seed in by_seed] for first, last in bounds]
-
     def _checked(self, spec: PairSpec, questions: list[list[Question]]) -> ScoredPair:
         pair = PairSession(spec, self._ranks)
-        blocks = [[(question, _prompt(question, pair)) for question in block] for block in questions]
+        blocks = []
+        for block in questions:
+            texts = [TextPrompt(q.id, q.text, f"task.shots, seed {q.seed}") for q in block]
+            ids = [pair.tokens.encode(text.text) for text in texts]
+            prompts = [usable(*given, pair.tokens, pair.run) for given in zip(texts, ids, strict=True)]
+            blocks.append(list(zip(block, prompts, strict=True)))
         length = max(longest(prompt for _, prompt in block) for block in blocks)
         rows = min(self._task.batch_size, max(map(len, blocks)))
         pair.check(rows, length + self._task.max_new_tokens)
@@ -116,7 +112,8 @@ class EvalTask(Task[EvalConf]):
         self._scored.append(scored)
         if earlier:
             scored.answers[REGULAR] = earlier[0].answers[REGULAR]
-        missing = [mode for mode in scored.modes if mode not in scored.answers]
+        modes = [REGULAR] if pair.spec.drafter is None else [REGULAR, SPECULATIVE]
+        missing = [mode for mode in modes if mode not in scored.answers]
         if missing:
             self._devices[scored.name] = pair.open(cache).models.devices
         for mode in missing:
@@ -133,20 +130,18 @@ class EvalTask(Task[EvalConf]):
             for size, block in zip(self._sizes, scored.blocks, strict=True):
                 for first in range(0, len(block), task.batch_size):
                     part = block[first : first + task.batch_size]
-                    self._batch(answers, batches, part, mode)
+                    # The two modes draw from random streams of their own: with shared ones their texts would
+                    # agree more often than the distributions do, and the interval would claim too much.
+                    prompts = [Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in part]
+                    batch = batches.begin(prompts)
+                    for _ in batch.steps:
+                        pass
+                    require_numbers(*texts_of(batch.state))
+                    for (question, _), written in zip(part, batch.texts(), strict=True):
+                        answers.right[question.id] = question.is_answered_by(written)
                     answers.figures[size] = batches.figures()
                     progress.advance(len(part))
         self._measured.append(pair.measurement(name, batches.figures(), run))
-
-    def _batch(self, answers: Answers, batches: Batches, part: QuestionBlock, mode: str) -> None:
-        # The two modes draw from random streams of their own: with shared ones their texts would agree more
-        # often than the distributions do, and the difference would say less than its interval claims.
-        batch = batches.begin([Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in part])
-        for _ in batch.steps:
-            pass
-        require_numbers(*texts_of(batch.state))
-        for (question, _), written in zip(part, batch.texts(), strict=True):
-            answers.right[question.id] = question.is_answered_by(written)
 
     def _reached(self, *modes: Answers) -> Iterator[tuple[int, list[str]]]:
         """Yields each size that all these have worked on, and the prompts that all have answered."""
@@ -161,18 +156,16 @@ class EvalTask(Task[EvalConf]):
     def _rows(self, scored: ScoredPair, mode: str, answers: Answers) -> Iterator[dict[str, Any]]:
         """Yields a mode's scores at each size."""
         for size, names in self._reached(answers):
-            by_seed = {
-                seed: [answers.right[name] for name in names if name.startswith(f"{seed}-")]
-                for seed in self._seeds
-            }
+            correct = sum(answers.right[name] for name in names)
             yield {
                 "pair": scored.name,
                 "target": scored.pair.spec.target,
                 "draft": scored.pair.spec.drafter if mode == SPECULATIVE else None,
                 "mode": mode,
                 "prompts_per_seed": size,
-                **_score([answers.right[name] for name in names]),
-                "per_seed": [{"seed": seed, **_score(right)} for seed, right in by_seed.items() if right],
+                "prompts": len(names),
+                "correct": correct,
+                **wilson(correct, len(names)).figures("score"),
                 **answers.figures.get(size, {}),
             }
 
@@ -194,13 +187,3 @@ class EvalTask(Task[EvalConf]):
                 **estimate.figures("difference"),
                 "includes_zero": estimate.includes(0.0),
             }
-
-
-def _prompt(question: Question, pair: PairSession) -> Prompt:
-    text = TextPrompt(question.id, question.text, f"task.shots, seed {question.seed}")
-    return usable(text, pair.tokens.encode(text.text), pair.tokens, pair.run)
-
-
-def _score(right: list[bool]) -> dict[str, Any]:
-    share = wilson(sum(right), len(right))
-    return {"prompts": len(right), "correct": sum(right), **share.figures("score")}
