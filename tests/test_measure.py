@@ -15,7 +15,6 @@ from llama_ssp.config.compose import composed
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.planner.run_plan import DEVICE
 from llama_ssp.tasks import rank_memory
-from llama_ssp.tasks.measure import peak_memory
 from llama_ssp.tasks.measured_pair import MeasuredPair
 from llama_ssp.tasks.profiling import PARTS
 from llama_ssp.text.prompts import SENTENCES
@@ -30,7 +29,7 @@ QUICK = (
 )
 SPEED = {
     "ms_per_token", "ms_per_token_low", "ms_per_token_high", "tokens_per_s", "time_to_first_token_ms",
-    "inter_token_ms_p50", "inter_token_ms_p90", "inter_token_ms_p99", "delivery_ms_p50", "by_prompt_length",
+    "inter_token_ms_p50", "inter_token_ms_p90", "inter_token_ms_p99", "by_prompt_length",
     "time_split_ms_per_token", "acceptance_rate", "acceptance_by_position", "tokens_per_target_forward",
     "tokens_committed", "repeats",
 }  # fmt: skip
@@ -48,14 +47,12 @@ def test_the_document_and_the_files(command: Command) -> None:
         assert row["tokens_committed"] == 2 * 2 * 6  # repeats, prompts, tokens: the same for everyone
         assert row["repeats"] == 2
         assert row["ms_per_token_low"] <= row["ms_per_token"] <= row["ms_per_token_high"]
-        assert set(row["time_split_ms_per_token"]) == set(PARTS) == set(found["time_split_parts"])
+        assert set(row["time_split_ms_per_token"]) == set(PARTS)
     assert found["target_alone"]["tokens_drafted"] == 0 < found["pair"][0]["tokens_drafted"]
     assert len(found["pair"][1]["acceptance_by_position"]) == 3
     assert found["pair"][0]["time_split_ms_per_token"]["draft"] > 0
     assert found["pair"][0]["time_split_ms_per_token"]["communicate"] == 0
-    assert {"ms_per_token", "time_to_first_token_ms", "predicted_speedup"} <= found["definitions"].keys()
     assert found["cost_ratio"] > 0 and found["interval_coverage"] == 0.5
-    assert found["peak_memory"][0]["process_bytes"] > 10**7
     folder = Path(found["run_folder"])
     assert "<svg" in (folder / "plot.svg").read_text() and found["plot"] == str(folder / "plot.svg")
     rows = list(csv.DictReader((folder / "repeats.csv").open()))
@@ -66,12 +63,11 @@ def test_the_document_and_the_files(command: Command) -> None:
     assert "where the time goes" in answer.out and "pair, K = 3" in answer.out
 
 
-def test_peak_memory_and_the_plan_read_one_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_process_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not `ru_maxrss`, which in a child begins with its parent's."""
     status, cpu = tmp_path / "status", torch.device("cpu")
     status.write_text("Name:\tpython\nVmHWM:\t  4321 kB\n", encoding="utf-8")
     monkeypatch.setattr(rank_memory, "STATUS", status)
-    assert peak_memory(cpu, ALONE) == [{"rank": 0, "process_bytes": 4321 * 1024, "device_bytes": 0}]
     assert rank_memory.memory_of_ranks(0, cpu, ALONE)[0][DEVICE] == 4321 * 1024
 
 

@@ -21,7 +21,7 @@ def sample(ms: float, accepted: int = 0, rejected: int = 0, tokens: int = 100) -
     counts = Counts(row_rounds=tokens - accepted, committed=Counter({0: tokens - accepted, 1: accepted}))
     counts.accepted[0], counts.drafted[0] = accepted, accepted + rejected
     counts.reached[0] = accepted + rejected
-    found = Sample(inter_token_ms=[ms] * 99 + [10 * ms], delivery_ms=[ms])
+    found = Sample(inter_token_ms=[ms] * 99 + [10 * ms])
     found.take(7, 5.0, tokens * ms / 1000, 5.0 + ms / 1000, counts)
     return found
 

@@ -1,4 +1,4 @@
-"""Suites: published question files by category, and answers as Spec-Bench's scripts read them."""
+"""Suites: published question files, by category."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import random
 import weakref
 from pathlib import Path
-from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,15 +56,7 @@ def test_another_file_is_one_error(line: dict[str, Any], tmp_path: Path):
         read_prompts(MeasureConf(suite=written(tmp_path, [line])))
 
 
-def speed(file: Path, categories: set[str]) -> tuple[float, float]:
-    """What Spec-Bench's speed.py reads of an answer file: tokens/s over questions, and mean tokens a step."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    choices = [row["choices"][0] for row in rows if row["category"] in categories]
-    rates = [sum(one["new_tokens"]) / sum(one["wall_time"]) for one in choices]
-    return mean(rates), mean(length for one in choices for length in one["accept_lengths"])
-
-
-def test_a_suite_by_category_and_its_answers(command: Command, tmp_path: Path):
+def test_a_suite_by_category(command: Command, tmp_path: Path):
     words = ("task=measure", "task.ks=[2]", "task.repeats=1", "task.max_new_tokens=6", "seed=1")
     answer = command(*words, f"task.suite={written(tmp_path, SPEC_BENCH)}")
     assert (answer.code, answer.errors) == (0, [])
@@ -80,23 +71,6 @@ def test_a_suite_by_category_and_its_answers(command: Command, tmp_path: Path):
     assert rows["overall"]["acceptance_by_position"] == pair["acceptance_by_position"]
     assert rows["overall"]["speedup"] == pytest.approx(pair["speedup"])
     assert all(row["speedup_low"] <= row["speedup"] <= row["speedup_high"] for row in rows.values())
-    folder = Path(found["run_folder"])
-    names = sorted(file.name for file in folder.glob("answers-*.jsonl"))
-    assert names == ["answers-tiny_tiny_draft-K2.jsonl", "answers-tiny_tiny_draft-regular.jsonl"]
-    for name in names:
-        rows_of = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        assert [row["question_id"] for row in rows_of] == [81, 82, 201, 202]
-        for row in rows_of:
-            (choice,) = row["choices"]
-            turns = 1 + (row["question_id"] == 81)
-            assert [len(choice[key]) for key in ("turns", "decoding_steps", "new_tokens", "wall_time")] == [
-                turns
-            ] * 4
-            assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) <= 6 * turns
-            assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
-    rate, length = speed(folder / names[0], {"translation"})
-    assert rate > 0 and length == pytest.approx(rows["translation"]["tokens_per_round"])
-    assert speed(folder / names[1], {"translation"})[1] == 1
 
 
 def test_one_turn_holds_kv_caches_at_a_time(
@@ -117,28 +91,26 @@ def test_one_turn_holds_kv_caches_at_a_time(
     assert len(alive) > 4 and not any(alive)
 
 
-def test_a_later_turn_follows_the_contender_s_own_answer(command: Command, tmp_path: Path):
-    """Greedy answers of both are the same, so their second turns are the same text."""
-    pair = ("model=demo", "draft=demo_draft")  # of random weights the next token depends on the last
-    words = (
-        *pair,
-        "task=measure",
-        "task.ks=[2]",
-        "task.repeats=1",
-        "task.max_new_tokens=5",
-        "sampling=greedy",
-    )
-    found = json.loads(
-        command(*words, f"task.suite={written(tmp_path, SPEC_BENCH[:1])}", "output=json").out.splitlines()[-1]
-    )
-    first, second = sorted(Path(found["run_folder"]).glob("answers-*.jsonl"))
-    (one,), (other,) = (json.loads(file.read_text())["choices"] for file in (first, second))
-    assert one["turns"] == other["turns"] and len(one["turns"]) == 2
-    alone = f"def hello\n\n{one['turns'][0]}\n\nand now"
-    greedy = (*pair, "task=generate", "task.max_new_tokens=5", "sampling=greedy", "output=json")
-    answer = command(*greedy, stdin=json.dumps({"prompt": alone}).encode())
+def test_a_later_turn_follows_the_contender_s_own_answer(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy answers of target and pair are the same, those of the draft alone are others."""
+    follow_up, seen = MeasuredPair._follow_up, list[tuple[str, str]]()
+
+    def noted(pair: MeasuredPair, question: Any, text: str, number: int, answers: list[str]) -> Any:
+        prompt = follow_up(pair, question, text, number, answers)
+        seen.append((*answers, pair.pair.tokens.decode(list(prompt.token_ids))))
+        return prompt
+
+    monkeypatch.setattr(MeasuredPair, "_follow_up", noted)
+    pair = ("model=demo", "draft=demo_draft", "task.max_new_tokens=5", "sampling=greedy", "output=json")
+    suite = f"task.suite={written(tmp_path, SPEC_BENCH[:1])}"
+    command("task=measure", *pair, "task.ks=[2]", "task.repeats=1", suite)
+    answer = command("task=generate", *pair, stdin=json.dumps({"prompt": "def hello"}).encode())
     text = answer.document["outputs"][0]["text"]
-    assert text == one["turns"][1]
+    answers = [answer for answer, _ in seen]  # of a warm-up and a repeat
+    assert len(answers) == 6 and answers.count(text) == 4
+    assert all(whole == f"def hello\n\n{answer}\n\nand now" for answer, whole in seen)
 
 
 def test_a_later_turn_of_a_chat_is_a_conversation(tmp_path: Path):
@@ -156,7 +128,7 @@ def test_a_later_turn_of_a_chat_is_a_conversation(tmp_path: Path):
     assert list(found.token_ids) == known.chat([{"role": role, "content": text} for role, text in said])
 
 
-def test_answers_remain_when_a_suite_is_stopped(
+def test_counters_remain_when_a_suite_is_stopped(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn, turns = MeasuredPair._turn, list[int]()
@@ -173,7 +145,6 @@ def test_answers_remain_when_a_suite_is_stopped(
     assert answer.code == 130 and "by category" in answer.out
     found = answer.document
     assert [row["questions"] for row in found["pair"][0]["by_category"]] == [1]
-    assert len(list(Path(found["run_folder"]).glob("answers-*.jsonl"))) == 2
 
 
 def test_several_pairs_in_one_table(command: Command, monkeypatch: pytest.MonkeyPatch):

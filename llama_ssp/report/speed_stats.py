@@ -20,20 +20,6 @@ COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "row_rounds"
            "tokens_per_target_forward")  # fmt: skip
 SHARES = ("ready_share", "draft_lost")  # of the figures of a draft apart, those that do not add up
 INTERVALS = "medians of {} interleaved repeats, intervals by order statistics"
-DEFINITIONS = {
-    "ms_per_token": "decoding time over committed tokens of all rows; prefill left out",
-    "tokens_per_s": "committed tokens of all rows over decoding time; prefill left out",
-    "time_to_first_token_ms": "prefill of target and draft, and the first round",
-    "inter_token_ms": "a round's time shared equally by the tokens it brought; the first round left out",
-    "delivery_ms": "from one arrival of tokens to the next, a round; the first round left out",
-    "speedup": "target alone over pair, in ms_per_token, within a repeat; prefill left out",
-    "cost_ratio": "draft alone over target alone, in ms_per_token, within a repeat",
-    "alpha": "accepted over decided drafts of every K taken together",
-    "predicted_speedup": "(1-alpha^(K+1)) / ((1-alpha)(K cost_ratio+1)), Leviathan et al.: takes drafts for "
-    "independent, and a target's pass over K+1 positions for as fast as over one",
-    "time_split_ms_per_token": "of a pass of its own, whose clocks slow it: its sum is not ms_per_token",
-    "peak_memory": "since the process began, loading included",
-}
 
 
 @dataclass
@@ -44,7 +30,6 @@ class Sample:
     prefill_s: float = 0.0
     first_token_ms: list[float] = field(default_factory=list)
     inter_token_ms: list[float] = field(default_factory=list)
-    delivery_ms: list[float] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     by_length: dict[int, tuple[float, int]] = field(default_factory=dict)
     overlaps: list[dict[str, Any]] = field(default_factory=list)  # of each batch, with a draft apart
@@ -93,23 +78,20 @@ class Record:
         """Returns the figures under the names of the JSON interface; none before the first turn has ended."""
         if not self.samples:
             return {}
+        waits = [ms for sample in self.samples for ms in sample.inter_token_ms]
+        inter_token = percentiles(waits, PERCENTILES)
         firsts = [median(sample.first_token_ms) for sample in self.samples]
         return {
             **interval("ms_per_token", [sample.ms_per_token for sample in self.samples]),
             **interval("tokens_per_s", [1000 / sample.ms_per_token for sample in self.samples]),
             **interval("time_to_first_token_ms", firsts),
-            **self._percentiles("inter_token_ms"),
-            **self._percentiles("delivery_ms"),
+            **{f"inter_token_ms_p{n}": value for n, value in zip(PERCENTILES, inter_token, strict=True)},
             "by_prompt_length": self._by_length(),
             "time_split_ms_per_token": self.split,
             "overlap": overlap_of([batch for sample in self.samples for batch in sample.overlaps]),
             "repeats": len(self.samples),
             **Counts.sum(sample.counts for sample in self.samples).summary(),
         }
-
-    def _percentiles(self, name: str) -> dict[str, float | None]:
-        values = percentiles([ms for sample in self.samples for ms in getattr(sample, name)], PERCENTILES)
-        return {f"{name}_p{level}": value for level, value in zip(PERCENTILES, values, strict=True)}
 
     def _by_length(self) -> list[dict[str, Any]]:
         """Returns the median over repeats, for each length that a batch's longest prompt had."""
@@ -149,7 +131,6 @@ class Speeds:
             "best": {name: best[name] for name in ("k", "speedup")} if best and best["speedup"] else None,
             "interval": INTERVALS.format(repeats) if repeats > 1 else "one repeat: there are no intervals",
             "interval_coverage": median_coverage(repeats) if repeats else None,
-            "definitions": DEFINITIONS,
         }
 
     def _of_pair(self, record: Record, alpha: float | None, cost_ratio: float | None) -> dict[str, Any]:

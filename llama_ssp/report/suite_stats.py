@@ -1,12 +1,8 @@
-"""Answers to the questions of a suite: figures by category, and Spec-Bench's answer format. No torch."""
+"""Counters of the answers to a suite's questions, by category. No torch."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from llama_ssp.report.statistics import ratio_of_sums
@@ -15,30 +11,7 @@ from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.suites import subtask
 
 OVERALL = "overall"
-
-
-@dataclass
-class Answer:
-    """One contender's answer to one question: what its turns took. Lists have an entry a turn."""
-
-    turns: list[str] = field(default_factory=list)
-    decoding_steps: list[int] = field(default_factory=list)
-    new_tokens: list[int] = field(default_factory=list)
-    wall_time: list[float] = field(default_factory=list)  # with prefill, in seconds
-    accept_lengths: list[int] = field(default_factory=list)  # tokens of every round
-    counts: Counts = field(default_factory=Counts)
-
-    def take(self, text: str, seconds: float, counts: Counts, accepted: list[int]) -> None:
-        """Adds a turn."""
-        self.turns.append(text)
-        self.decoding_steps.append(len(accepted))
-        self.new_tokens.append(sum(accepted))
-        self.wall_time.append(seconds)
-        self.accept_lengths += accepted
-        self.counts.merge(counts)
-
-
-Answers = Mapping[str, list[Answer]]  # by question, one a repeat
+Answers = Mapping[str, list[Counts]]  # by question: what its turns took together, one a repeat
 
 
 def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers) -> list[dict[str, Any]]:
@@ -56,11 +29,8 @@ def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers
     return [_row(name, [(regular[key], pair[key]) for key in keys]) for name, keys in groups.items()]
 
 
-def _row(category: str, answers: list[tuple[list[Answer], list[Answer]]]) -> dict[str, Any]:
-    plain, fast = (
-        [Counts.sum(answer.counts for answer in repeats) for repeats in side]
-        for side in zip(*answers, strict=True)
-    )
+def _row(category: str, answers: list[tuple[list[Counts], list[Counts]]]) -> dict[str, Any]:
+    plain, fast = (list(map(Counts.sum, side)) for side in zip(*answers, strict=True))
     (before_s, before), (after_s, after) = (
         ([counts.decode_s for counts in side], [counts.committed.total() for counts in side])
         for side in (plain, fast)
@@ -73,24 +43,3 @@ def _row(category: str, answers: list[tuple[list[Answer], list[Answer]]]) -> dic
         **ratio_of_sums([before_s, after], [after_s, before]).figures("speedup"),
         **{name: value for name, value in Counts.sum(fast).figures().items() if name in kept},
     }
-
-
-def answer_lines(model_id: str, questions: Sequence[TextPrompt], answers: Answers) -> str:
-    """Returns lines of Spec-Bench's answer files, which its speed.py scores; a repeat is a choice."""
-    kept = ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
-    lines = []
-    for question in questions:
-        if question.id in answers:
-            record = {
-                "question_id": int(question.id) if question.id.isdecimal() else question.id,
-                "category": question.category,
-                "answer_id": hashlib.sha256(f"{model_id} {question.id}".encode()).hexdigest()[:22],
-                "model_id": model_id,
-                "choices": [
-                    {"index": n, **{name: getattr(answer, name) for name in kept}}
-                    for n, answer in enumerate(answers[question.id])
-                ],
-                "tstamp": time.time(),
-            }
-            lines.append(json.dumps(record) + "\n")
-    return "".join(lines)

@@ -273,7 +273,8 @@ def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -
 
     measured_s, bytes_s = np.array(spent), rounds({})
     known_s = rounds({}, gb_s=FREE, tflops=FREE)  # sums and messages
-    units = [{"rows_cost": {1: 1.0, FAR: 2.0}}, *({key: 1 / unit} for key, unit in FITTED.items())]
+    units: list[dict[str, Any]] = [{"rows_cost": {1: 1.0, FAR: 2.0}}]
+    units += [{key: 1 / unit} for key, unit in FITTED.items()]
     columns = [bytes_s - known_s, *(rounds(unit) - bytes_s for unit in units)]
     matrix = np.array(columns).T / measured_s[:, None]
     reading, more, *values = non_negative(matrix, 1 - known_s / measured_s)
@@ -315,7 +316,6 @@ def _short(value: float) -> float:
 
 def plain(cluster: ClusterConf) -> dict[str, Any]:
     """Returns the cluster as its yaml has it, without unknown values and without how jobs are started."""
-    unused = None, {}
     result = {key: value for key, value in asdict(cluster).items() if key not in STARTING}
-    result["times"] = {key: value for key, value in result["times"].items() if value not in unused}
-    return {key: value for key, value in result.items() if value not in unused}
+    result["times"] = {key: value for key, value in result["times"].items() if value != {}}
+    return {key: value for key, value in result.items() if value is not None}

@@ -9,21 +9,15 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from llama_ssp.config import MeasureConf
-from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.batches import usable
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import TENSORS
 from llama_ssp.report.speed_tables import repeats_csv, speeds
-from llama_ssp.report.suite_stats import answer_lines
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.measured_pair import MeasuredPair, PromptBatch
-from llama_ssp.tasks.profiling import MEANING, Stopwatch, timed_ranks
-from llama_ssp.tasks.rank_memory import memory_of_rank, process_bytes
+from llama_ssp.tasks.profiling import Stopwatch, timed_ranks
 from llama_ssp.text.prompts import TextPrompt
 
 
@@ -35,7 +29,6 @@ class MeasureTask(Task[MeasureConf]):
         self._watch = Stopwatch()
         self._ranks = timed_ranks(self._ranks, self._watch)
         self._measured_pairs: list[MeasuredPair] = []
-        self._memory: list[dict[str, int]] = []
 
     def run(self) -> str:
         self._measured_pairs = [self._checked(spec) for spec in self._inputs.pairs]
@@ -48,8 +41,6 @@ class MeasureTask(Task[MeasureConf]):
                 finally:
                     self._measured += one.measurements(f"{one.name}, " if self._task.pairs else "")
                 one.close()
-            device = self._measured_pairs[0].pair.placements[0].device
-            self._memory = peak_memory(device, self._ranks)
         finally:
             self._show()
         return "done"
@@ -63,8 +54,6 @@ class MeasureTask(Task[MeasureConf]):
         found = {"pairs": [{"name": one.name, **one.figures()} for one in pairs if one.contenders]}
         return {
             **(found if self._task.pairs else pairs[0].figures() if pairs else {}),
-            "time_split_parts": MEANING,
-            "peak_memory": self._memory,
             "suite": self._task.suite,
             "plot": self._plot,
             "rows_skipped": len(self._skipped),
@@ -97,25 +86,5 @@ class MeasureTask(Task[MeasureConf]):
             (one.name, contender.record) for one in self._measured_pairs for contender in one.contenders
         ]
         self._folder.write("repeats.csv", repeats_csv(records))
-        if self._task.suite is not None:
-            for one in self._measured_pairs:
-                self._write_answers(one)
         if not self._task.pairs:
             self._draw(self._task.plot)
-
-    def _write_answers(self, one: MeasuredPair) -> None:
-        """A file of each contender's answers, as Spec-Bench's own scripts read them."""
-        questions = [text for batch in one.batches for text, _ in batch]
-        for contender in one.contenders:
-            if contender.is_pairs and contender.answers:
-                k = contender.record.k
-                how = "regular" if k == 0 else f"K{'adaptive' if k is None else k}"
-                name = f"{one.name.replace('/', '_')}-{how}"
-                self._folder.write(f"answers-{name}.jsonl", answer_lines(name, questions, contender.answers))
-
-
-def peak_memory(device: torch.device, ranks: Ranks) -> list[dict[str, int]]:
-    """The most that each rank's process and its device have held."""
-    held = memory_of_rank(0, device)[TENSORS] or 0
-    every = ranks.gather_ints([process_bytes(), held])
-    return [{"rank": n, "process_bytes": own, "device_bytes": its} for n, (own, its) in enumerate(every)]

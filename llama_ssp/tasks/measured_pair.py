@@ -20,10 +20,11 @@ from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
 from llama_ssp.report.speed_stats import Record, Sample, Speeds
-from llama_ssp.report.suite_stats import Answer, by_category
+from llama_ssp.report.suite_stats import by_category
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import longest
 from llama_ssp.tasks.profiling import PARTS, Stopwatch
 from llama_ssp.text.prompts import TextPrompt
@@ -41,7 +42,7 @@ class Contender:
     run: RunConf
     models: RankModels | None
     is_pairs: bool = True
-    answers: dict[str, list[Answer]] = field(default_factory=dict)  # to a suite's questions, a repeat each
+    answers: dict[str, list[Counts]] = field(default_factory=dict)  # to a suite's questions, a repeat each
 
 
 class MeasuredPair:
@@ -150,29 +151,28 @@ class MeasuredPair:
             if self._task.suite is None:
                 self._write(contender, [prompt for _, prompt in batch], repeat, sample)
             else:
-                contender.answers.setdefault(batch[0][0].id, []).append(
-                    self._answer(contender, *batch[0], repeat, sample)
-                )
+                counts = self._answer(contender, *batch[0], repeat, sample)
+                contender.answers.setdefault(batch[0][0].id, []).append(counts)
         self._ranks.barrier()  # ranks without a part in it wait here: a barrier waits longer than a message
 
     def _answer(
         self, contender: Contender, question: TextPrompt, prompt: Prompt, repeat: int, sample: Sample
-    ) -> Answer:
-        """All turns of a question: each follows what this contender has answered before."""
-        answer = Answer()
+    ) -> Counts:
+        """Writes all turns of a question: each follows what this contender has answered before."""
+        counts, answers = Counts(), list[str]()
         for number, text in enumerate([question.text, *question.later]):
             if number:
                 try:
-                    prompt = self._follow_up(question, text, number, answer.turns)
+                    prompt = self._follow_up(question, text, number, answers)
                 except DataError as problem:
                     log.warning("skipped: %s", problem)
                     continue
-            timed, accepted = self._write(contender, [prompt], repeat, sample)
+            timed = self._write(contender, [prompt], repeat, sample)
             ids = timed.state.generated(0)
-            shown = ids[:-1] if timed.state.finished[0] == "eos" else ids
-            answer.take(self.pair.tokens.decode(shown), timed.seconds, timed.counts, accepted)
+            answers.append(self.pair.tokens.decode(ids[:-1] if timed.state.finished[0] == "eos" else ids))
+            counts.merge(timed.counts)
             del timed  # with its KV caches: the next turn has its own, and the plan counts those of one
-        return answer
+        return counts
 
     def _follow_up(self, question: TextPrompt, text: str, number: int, answers: list[str]) -> Prompt:
         """The prompt of a later turn. Raises DataError where it does not fit the model's context."""
@@ -184,16 +184,12 @@ class MeasuredPair:
         following = replace(question, id=f"{question.id} turn {number + 1}", text=whole)
         return prompt_of(following, self.pair.tokens, self.pair.run, messages if self._task.chat else ())
 
-    def _write(
-        self, contender: Contender, prompts: list[Prompt], repeat: int, sample: Sample
-    ) -> tuple[TimedRun, list[int]]:
-        """The batch's texts, timed, and how many tokens each row and round got."""
-        engine, got = self._engine(contender, repeat), list[int]()
+    def _write(self, contender: Contender, prompts: list[Prompt], repeat: int, sample: Sample) -> TimedRun:
+        """Writes the batch's texts on the clock."""
+        engine = self._engine(contender, repeat)
         timed = TimedRun(engine, prompts, self._task.max_new_tokens)
         for step, spent in self._rounds(contender, timed):
-            got += [len(row.tokens) for row in step.rows]
             if step.round:
-                sample.delivery_ms.append(1000 * spent)
                 for row in step.rows:
                     sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
         require_numbers(*texts_of(timed.state))
@@ -201,7 +197,7 @@ class MeasuredPair:
         sample.take(longest(prompts), counts.prefill_s, counts.decode_s, first_s, counts)
         if engine.overlap is not None and contender.record.k != 0:
             sample.overlaps.append(engine.overlap)
-        return timed, got
+        return timed
 
     def _engine(self, contender: Contender, repeat: int) -> RankEngine:
         assert contender.models is not None

@@ -16,14 +16,9 @@ from llama_ssp.speculative.engine import DECIDE, DRAFT, VERIFY
 
 COMMUNICATE, HOST = "communicate", "host"
 MESSAGES = ("all_reduce", "all_gather", "broadcast_ints")
+# Drawing the draft's tokens; the target's forwards; distributions, acceptance and the correction after them;
+# calls between ranks, waiting for slower ranks included; the loop: choosing K, cutting at ends, committing.
 PARTS = (DRAFT, VERIFY, DECIDE, COMMUNICATE, HOST)
-MEANING = {
-    DRAFT: "drawing the draft's tokens: its forward passes, distributions and draws",
-    VERIFY: "the target's forwards over K+1 positions",
-    DECIDE: "distributions, acceptance and the correction, after the target's forward",
-    COMMUNICATE: "calls between ranks, waiting for slower ranks included",
-    HOST: "the loop: choosing K, cutting at ends, committing, rolling back",
-}
 
 
 class Stopwatch:

@@ -16,21 +16,15 @@ STATUS = Path("/proc/self/status")
 
 def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes]:
     """The most that each rank has held; `held` are this rank's weights and caches. All ranks call it."""
-    own = memory_of_rank(held, device)
-    every = ranks.gather_ints([own[name] or 0 for name in COUNTED])
-    return [{name: size or None for name, size in zip(COUNTED, sizes, strict=True)} for sizes in every]
-
-
-def memory_of_rank(held: int, device: torch.device) -> Bytes:
-    """Of this rank. On a CPU torch does not count what tensors take, so only the process is measured."""
-    found: Bytes = {HELD_BYTES: held, TENSORS: None, RESERVED: None}
-    if device.type == "cuda":
+    own: Bytes = {HELD_BYTES: held, TENSORS: None, RESERVED: None, DEVICE: process_bytes()}
+    if device.type == "cuda":  # on a CPU torch does not count what tensors take
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)  # other processes' memory, too
-        found[TENSORS] = torch.cuda.max_memory_allocated(device)
-        found[RESERVED] = torch.cuda.max_memory_reserved(device)
-        return {**found, DEVICE: outside + torch.cuda.max_memory_reserved(device)}
-    return {**found, DEVICE: process_bytes()}
+        own[TENSORS] = torch.cuda.max_memory_allocated(device)
+        own[RESERVED] = reserved = torch.cuda.max_memory_reserved(device)
+        own[DEVICE] = outside + reserved
+    every = ranks.gather_ints([own[name] or 0 for name in COUNTED])
+    return [{name: size or None for name, size in zip(COUNTED, sizes, strict=True)} for sizes in every]
 
 
 def process_bytes() -> int:
