@@ -17,9 +17,9 @@ from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.tasks.agree import Agreements, agreements
+from llama_ssp.tasks.agree import Fork, agreements
 from tests.conftest import Command
 from tests.rig import GREEDY, contrary
 from tests.toy import Toy, toy
@@ -31,7 +31,7 @@ END = frozenset({0})
 def agreed(
     target: CausalModel, draft: CausalModel, prompts: list[Prompt], chunk: int = 4,
     ends: frozenset[int] = END,
-) -> Agreements:  # fmt: skip
+) -> tuple[State, list[Fork | None]]:  # fmt: skip
     transform, draws = SamplingTransform(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
     drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     engine = Engine(ModelRunner(target), drafter, transform, RULES["token"], draws)
@@ -73,28 +73,28 @@ def test_equals_asking_token_by_token(chunk: int) -> None:
     reasons = set()
     for first in range(0, 50, 8):
         part = prompts[first : first + 8]
-        found = agreed(target, draft, part, chunk)
+        state, forks = agreed(target, draft, part, chunk)
         for row, prompt in enumerate(part):
             tokens, reason, fork = naive(target, draft, prompt, END)
-            assert (found.state.generated(row), found.state.finished[row]) == (tokens, reason)
-            assert found.forks[row] == fork
+            assert (state.generated(row), state.finished[row]) == (tokens, reason)
+            assert forks[row] == fork
             reasons.add(reason)
     assert reasons == {"fork", "eos", "length"}
 
 
 def test_a_draft_that_is_the_target_never_parts() -> None:
     prompts = [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]
-    found = agreed(toy(VOCAB, 3), toy(VOCAB, 3), prompts, ends=frozenset())
-    assert [len(found.state.generated(row)) for row in range(2)] == [NEW] * 2
-    assert (found.state.finished, found.forks) == (["length"] * 2, [None] * 2)
+    state, forks = agreed(toy(VOCAB, 3), toy(VOCAB, 3), prompts, ends=frozenset())
+    assert [len(state.generated(row)) for row in range(2)] == [NEW] * 2
+    assert (state.finished, forks) == (["length"] * 2, [None] * 2)
 
 
 def test_a_contrary_draft_parts_at_once() -> None:
     target = toy(VOCAB, 3)
-    found = agreed(target, contrary(CausalModel(Toy(VOCAB, 3), "contrary")), [Prompt("a", (1, 2, 3))])
+    state, forks = agreed(target, contrary(CausalModel(Toy(VOCAB, 3), "contrary")), [Prompt("a", (1, 2, 3))])
     best = int(logits(target, [1, 2, 3]).argmax())
-    assert (found.state.generated(0), found.state.finished) == ([], ["fork"])
-    assert found.forks == [(best, (best + 1) % VOCAB)]
+    assert (state.generated(0), state.finished) == ([], ["fork"])
+    assert forks == [(best, (best + 1) % VOCAB)]
 
 
 def test_an_end_that_both_choose_is_the_last_token() -> None:
@@ -105,8 +105,8 @@ def test_an_end_that_both_choose_is_the_last_token() -> None:
         text.append(int(logits(target, text).argmax()))
     ends = frozenset({text[-1]})
     first_end = next(i for i, token in enumerate(text[2:]) if token in ends)
-    found = agreed(target, toy(VOCAB, 3), [Prompt("a", (1, 2))], chunk=8, ends=ends)
-    assert (found.state.generated(0), found.state.finished) == (text[2 : 3 + first_end], ["eos"])
+    state, _ = agreed(target, toy(VOCAB, 3), [Prompt("a", (1, 2))], chunk=8, ends=ends)
+    assert (state.generated(0), state.finished) == (text[2 : 3 + first_end], ["eos"])
 
 
 def test_one_forward_a_chunk() -> None:
@@ -137,8 +137,8 @@ def test_penalties_hold_for_both() -> None:
         RULES["token"],
         draws,
     )
-    found = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
-    assert found.state.finished == ["length"] and best not in found.state.generated(0)
+    state, _ = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
+    assert state.finished == ["length"] and best not in state.generated(0)
 
 
 def test_the_command(command: Command, tmp_path: Path) -> None:

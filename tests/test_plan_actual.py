@@ -165,14 +165,12 @@ def test_a_run_without_a_plan_has_nothing_beside_it():
     assert compare_with_plan([RunMeasurement("regular", None, 1, 0, 1.0, None)], [{}]) is None
 
 
-def test_adaptive_ways_are_predicted_at_their_best_k_and_counted_rounds_as_they_were():
+def test_adaptive_ways_are_predicted_at_their_best_k():
     prediction = predicted(run(), 8)
     request = replace(prediction.request, work=replace(prediction.request.work, rows=2))
     times = round_times(request, prediction.option.placement)
     best = times.best_k(0.9)
     assert prediction.ms_per_token(2, None, 0.9) == (best, times.ms_per_token(0.9, best))
-    _, by_round = prediction.ms_per_token(2, 8, None, tokens_per_round=5.0)
-    assert by_round == pytest.approx(1000 * times.round_s(8, 0.7) / 5)
 
 
 def test_of_several_pairs_the_one_that_needs_most_counts():

@@ -196,7 +196,7 @@ def test_a_conversation(open_terminal: Any, tmp_path: Path) -> None:
     terminal.until("<")  # the reply has begun
     terminal.type(INTERRUPT)
     shown = terminal.until("stopped by Ctrl-C]")
-    assert "tokens/s, " in shown and " of 1024, stopped" in shown
+    assert "ms/token without prefill, " in shown and " of 1024, " in shown
     terminal.until("> ")
     terminal.type("/reset\n")
     terminal.until("begins anew")

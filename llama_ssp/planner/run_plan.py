@@ -47,16 +47,12 @@ class Prediction:
         """Seconds of a round."""
         return self.option.times.round_s(self.option.k, self.request.acceptance)
 
-    def ms_per_token(
-        self, rows: int, k: int | None, acceptance: float | None, tokens_per_round: float | None = None
-    ) -> tuple[int, float]:
-        """K and milliseconds a token. None: the best K, the request's acceptance, the tokens that follow."""
+    def ms_per_token(self, rows: int, k: int | None, acceptance: float | None) -> tuple[int, float]:
+        """K and milliseconds a token. None: the best K, the request's acceptance."""
         request = replace(self.request, work=replace(self.request.work, rows=rows))
         times = round_times(request, self.option.placement)
         acceptance = request.acceptance if acceptance is None else acceptance
         k = times.best_k(acceptance) if k is None else min(k, len(times.verify) - 1)
-        if tokens_per_round is not None:
-            return k, 1000 * times.round_s(k, acceptance) / tokens_per_round
         return k, times.ms_per_token(acceptance, k)
 
 
@@ -141,7 +137,6 @@ class RunMeasurement:
     """One way in which texts were generated: rows and drafts a round, speed, acceptance.
 
     `k` is None where it was chosen while running. `held_bytes` are weights and caches on this rank.
-    `tokens_per_round` is given where the acceptance does not determine it.
     """
 
     name: str
@@ -151,7 +146,6 @@ class RunMeasurement:
     ms_per_token: float | None
     acceptance: float | None
     held_bytes: int = 0
-    tokens_per_round: float | None = None
 
 
 def compare_with_plan(runs: Sequence[RunMeasurement], measured: Sequence[Bytes]) -> dict[str, Any] | None:
@@ -174,7 +168,7 @@ def compare_with_plan(runs: Sequence[RunMeasurement], measured: Sequence[Bytes])
 
 
 def _speed(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
-    k, ms = prediction.ms_per_token(run.rows, run.k, run.acceptance, run.tokens_per_round)
+    k, ms = prediction.ms_per_token(run.rows, run.k, run.acceptance)
     return {
         "name": run.name,
         "placement": prediction.option.placement.in_words(),

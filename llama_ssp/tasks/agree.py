@@ -6,9 +6,8 @@ The target's correction is never taken.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
@@ -17,7 +16,6 @@ from llama_ssp.errors import UsageError
 from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
 from llama_ssp.report.task_tables import agreements as agreements_shown
 from llama_ssp.speculative.engine import RankEngine
@@ -30,27 +28,10 @@ from llama_ssp.text.prompts import TextPrompt
 Fork = tuple[int, int]  # the target's token and the draft's, where they part
 
 
-@dataclass(frozen=True)
-class Agreements:
-    """A batch: the tokens that both models choose, an end token included, and where they part.
-
-    `state.finished` is "fork", or, where they never part, "eos", "length" or "context".
-    """
-
-    state: State
-    forks: list[Fork | None]
-    rounds: int
-    seconds: float  # of the rounds
-
-
 class AgreeTask(Task[AgreeConf]):
     """Follows every prompt until the two models part or the text ends."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._engine: RankEngine | None = None
-        self._rounds = 0
-        self._seconds = 0.0  # of the rounds
+    _engine: RankEngine | None = None
 
     def run(self) -> str:
         task, pair = self._task, self._open(_greedy(self._inputs.pairs[0], self._task.chunk))
@@ -85,23 +66,13 @@ class AgreeTask(Task[AgreeConf]):
             **self._pair_figures(),
         }
 
-    def measurements(self) -> list[RunMeasurement]:
-        """Returns one, if a token was agreed on. Tokens a round are counted: texts end where models part."""
-        agreed = sum(row["agreed_tokens"] for row in self._found)
-        if self._pair is None or not agreed:
-            return []
-        took = {"ms_per_token": 1000 * self._seconds / agreed, "acceptance_rate_decided": None}
-        measurement = self._pair.measurement("agreeing", took)
-        return [replace(measurement, tokens_per_round=ratio(agreed, self._rounds))]
-
     def _batch(self, pair: PairSession, engine: RankEngine, part: list[tuple[TextPrompt, Prompt]]) -> None:
         task, tokens = self._task, pair.tokens
         prompts = [prompt for _, prompt in part]
-        result = agreements(engine, prompts, task.chunk, task.max_new_tokens, pair.end_ids)
-        self._rounds, self._seconds = self._rounds + result.rounds, self._seconds + result.seconds
+        state, forks = agreements(engine, prompts, task.chunk, task.max_new_tokens, pair.end_ids)
         for row, (text, prompt) in enumerate(part):
-            agreed, forked = result.state.generated(row), result.forks[row]
-            sides = zip(("target", "draft"), forked or (), strict=False)
+            agreed = state.generated(row)
+            sides = zip(("target", "draft"), forks[row] or (), strict=False)
             fork = {side: {"token_id": token, "text": tokens.decode([token])} for side, token in sides}
             self._found.append(
                 {
@@ -111,7 +82,7 @@ class AgreeTask(Task[AgreeConf]):
                     "agreed_tokens": len(agreed),
                     "agreed_text": tokens.decode(agreed),
                     "token_ids": agreed,
-                    "finish_reason": result.state.finished[row],
+                    "finish_reason": state.finished[row],
                     "fork": fork or None,
                 }
             )
@@ -133,14 +104,14 @@ def _greedy(spec: PairSpec, chunk: int) -> PairSpec:
 
 def agreements(
     engine: RankEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int]
-) -> Agreements:
+) -> tuple[State, list[Fork | None]]:
     """Runs a batch on a greedy engine until every row has parted or ended.
 
-    Raises ModelError for logits that are not numbers.
+    Returns the texts that both models choose, an end token included, and where they part.
+    `state.finished` is "fork", or, where they never part, "eos", "length" or "context". Raises ModelError for
+    logits that are not numbers.
     """
     state = engine.prefill(list(prompts), max_new_tokens)
-    engine.synchronize()
-    began, rounds = time.perf_counter(), 0
     limits = Limits(max_new_tokens, ends)
     forks: list[Fork | None] = [None] * state.rows
     while not limits.reached(state):
@@ -164,9 +135,6 @@ def agreements(
                 forks[row] = result.token[row], result.drafted[row][len(accepted)]
             state.finished[row] = reason
         engine.roll_back(state)
-        rounds += 1
     engine.flush()
-    engine.synchronize()
-    seconds = time.perf_counter() - began
     require_numbers(*texts_of(state))
-    return Agreements(state, forks, rounds, seconds)
+    return state, forks

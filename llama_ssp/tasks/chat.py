@@ -15,9 +15,8 @@ from llama_ssp.config.presets import nearest
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import nothing_run
-from llama_ssp.pair.conversation import STOPPED, ChatReply, Conversation
-from llama_ssp.report.tables import figure
-from llama_ssp.tasks.common import Task
+from llama_ssp.pair.conversation import STOPPED, Conversation
+from llama_ssp.tasks.common import Task, pace_in_words
 from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines
 from llama_ssp.text.detokenizer import visible
 
@@ -45,9 +44,7 @@ ENDINGS = {
 class ChatTask(Task[ChatConf]):
     """Answers message after message until the input ends."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._talk: Conversation | None = None
+    _talk: Conversation | None = None
 
     def run(self) -> str:
         task, pair = self._task, self._open()
@@ -76,7 +73,16 @@ class ChatTask(Task[ChatConf]):
         counted = talk.figures() if talk else {**nothing_run(), "tokens_per_s": None}
         return {
             "messages": talk.history if talk else [],
-            "replies": [_record(reply) for reply in talk.replies] if talk else [],
+            "replies": [
+                {
+                    "text": reply.text,
+                    "finish_reason": reply.finish_reason,
+                    "prompt_tokens": reply.prompt_tokens,
+                    "prompt_tokens_kept": reply.kept,
+                    "output_tokens": reply.counts.committed.total(),
+                }
+                for reply in (talk.replies if talk else ())
+            ],
             **self._pair_figures(),
             **counted,
         }
@@ -91,7 +97,7 @@ class ChatTask(Task[ChatConf]):
             talk.system = rest.strip() or None
             self._print([f"The system message is {'set' if talk.system else 'removed'}."])
         elif name == "/stats":
-            self._print(stats_in_words(talk))
+            self._print([f"replies: {len(talk.replies)}; {pace_in_words(talk.figures())}"])
         elif name == "/help":
             self._print(HELP.splitlines())
         elif name != "/exit":
@@ -115,46 +121,15 @@ class ChatTask(Task[ChatConf]):
         finally:
             if begun:
                 self._write("\n")
-        told = in_words(talk.replies[-1], talk.limit)
+        reply = talk.replies[-1]
+        counted, ending = reply.counts.figures(), ENDINGS.get(reply.finish_reason)
+        told = f"{pace_in_words(counted)}, context {reply.prompt_tokens + counted['tokens_committed']}"
+        told += f" of {talk.limit}" + (f", {ending}" if ending else "")
         if self._console.is_terminal:
             self._console.show([Text(f"[{told}]", style="dim")])
         else:
-            cut = talk.replies[-1].finish_reason == "context"
-            log.log(logging.WARNING if cut else logging.INFO, "%s", told)
+            log.log(logging.WARNING if reply.finish_reason == "context" else logging.INFO, "%s", told)
 
     def _write(self, text: str) -> None:
         if self._run.output is Output.text:
             self._console.write(visible(text) if self._console.is_terminal else text)
-
-
-def _record(reply: ChatReply) -> dict[str, Any]:
-    """A reply under the names of the JSON interface."""
-    return {
-        "text": reply.text,
-        "finish_reason": reply.finish_reason,
-        "prompt_tokens": reply.prompt_tokens,
-        "prompt_tokens_kept": reply.kept,
-        "output_tokens": reply.counts.committed.total(),
-    }
-
-
-def in_words(reply: ChatReply, limit: int) -> str:
-    """What a reply took, as one line."""
-    counted, tokens = reply.counts.figures(), reply.counts.committed.total()
-    words = [f"{tokens} tokens", f"{figure(reply.counts.tokens_per_s, 1)} tokens/s"]
-    if counted["acceptance_rate"] is not None:
-        words.append(f"{counted['acceptance_rate']:.0%} of drafts accepted")
-    words.append(f"context {reply.prompt_tokens + tokens} of {limit}")
-    return ", ".join([*words, *filter(None, [ENDINGS.get(reply.finish_reason)])])
-
-
-def stats_in_words(talk: Conversation) -> list[str]:
-    """What all replies took."""
-    counted = talk.figures()
-    rate = "-" if counted["acceptance_rate"] is None else f"{counted['acceptance_rate']:.0%}"
-    return [
-        f"replies: {len(talk.replies)}; {counted['tokens_committed']} tokens, "
-        f"{figure(counted['tokens_per_s'], 1)} tokens/s",
-        f"{figure(counted['tokens_per_target_forward'])} tokens a round, {rate} of drafts accepted",
-        f"{counted['prompt_tokens_kept']} of {counted['prompt_tokens']} prompt tokens were in the KV cache",
-    ]

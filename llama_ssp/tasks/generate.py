@@ -16,7 +16,7 @@ from llama_ssp.report.live_view import TRACE_LEGEND, trace_line
 from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
-from llama_ssp.tasks.common import Task, longest, output_of
+from llama_ssp.tasks.common import Task, longest, output_of, pace_in_words
 from llama_ssp.text.detokenizer import Writing
 from llama_ssp.text.logprobs import ScoredToken, are_damaged, plain, spelled
 from llama_ssp.text.prompts import TextPrompt
@@ -47,7 +47,7 @@ class GenerateTask(Task[GenerateConf]):
         require_numbers(
             *((o["id"], o["prompt_tokens"] + o["output_tokens"], o["finish_reason"]) for o in self._found)
         )
-        log.info("%s", in_words(self.figures()))
+        log.info("%s", pace_in_words(self.figures()))
         return "done"
 
     def figures(self) -> dict[str, Any]:
@@ -174,17 +174,6 @@ def scores_in_words(scores: list[dict[str, Any]]) -> str:
         return "no token to score"
     total, nats = sum(known), -sum(known) / len(known)
     return f"{len(known)} tokens, log-probability {total:.4f}, {nats:.4f} nats a token"
-
-
-def in_words(figures: dict[str, Any]) -> str:
-    """A run's figures as one line for people."""
-    words = [f"{figures['tokens_committed']} tokens"]
-    if figures["ms_per_token"] is not None:
-        words.append(f"{figures['ms_per_token']:.2f} ms/token without prefill")
-    if figures["acceptance_rate"] is not None:
-        words.append(f"{figures['tokens_per_target_forward']:.2f} tokens a round")
-        words.append(f"{figures['acceptance_rate']:.0%} accepted")
-    return ", ".join(words)
 
 
 def traced(number: int, name: str, position: int, row: RowStep, tokens: Tokens, text: str) -> dict[str, Any]:

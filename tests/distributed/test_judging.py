@@ -65,8 +65,6 @@ def test_two_ranks_agree_as_one(command: Command, saved: Any, tmp_path: Path) ->
     found = json.loads(leader.out)
     for one, same in zip(found["prompts"], alone["prompts"], strict=True):
         assert one["token_ids"] == same["token_ids"] and one["finish_reason"] == same["finish_reason"]
-        if one["fork"]:
-            for side in ("target", "draft"):
-                assert one["fork"][side] == pytest.approx(same["fork"][side], abs=1e-5)
+        assert one["fork"] == same["fork"]
     assert found["target_forwards"] == alone["target_forwards"]
     assert other.out == ""
