@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import Output, RunConf, TaskConf
+from llama_ssp import config
+from llama_ssp.config import Output, RunConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import StorageError
 from llama_ssp.planner.run_plan import RunMeasurement
@@ -137,13 +138,13 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("full_disk")
-@pytest.mark.parametrize("kind", TASKS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", TASKS)
 def test_a_full_disk_costs_no_document(
-    kind: type[TaskConf], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Of any task."""
     monkeypatch.setitem(TASKS, kind, Done)
-    run = RunConf(task=kind(name=kind.__name__), out=str(tmp_path), output=Output.json)
+    run = RunConf(task=config.TASKS[kind](name=kind), out=str(tmp_path), output=Output.json)
     with pytest.raises(StorageError, match="cannot write the run folder: No space left"):
         _run(RunInputs(run, 1, (), Reading([], []), None), ALONE)
     found = json.loads(capsys.readouterr().out)

@@ -21,8 +21,9 @@ def sample(ms: float, accepted: int = 0, rejected: int = 0, tokens: int = 100) -
     counts = Counts(row_rounds=tokens - accepted, committed=Counter({0: tokens - accepted, 1: accepted}))
     counts.accepted[0], counts.drafted[0] = accepted, accepted + rejected
     counts.reached[0] = accepted + rejected
+    counts.prefill_s, counts.decode_s = 5.0, tokens * ms / 1000
     found = Sample(inter_token_ms=[ms] * 99 + [10 * ms])
-    found.take(7, 5.0, tokens * ms / 1000, 5.0 + ms / 1000, counts)
+    found.take(7, 5.0 + ms / 1000, counts)
     return found
 
 

@@ -16,8 +16,8 @@ from llama_ssp.speculative.draft_length import tokens_per_round
 from llama_ssp.speculative.stats import Counts, ratio
 
 PERCENTILES = (50, 90, 99)
-COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "row_rounds", "acceptance_rate",
-           "tokens_per_target_forward")  # fmt: skip
+COUNTED = ("ms_per_token", "prefill_ms", "decode_ms", "tokens_committed", "tokens_drafted", "tokens_accepted",
+           "row_rounds", "acceptance_rate", "tokens_per_target_forward")  # fmt: skip
 SHARES = ("ready_share", "draft_lost")  # of the figures of a draft apart, those that do not add up
 INTERVALS = "medians of {} interleaved repeats, intervals by order statistics"
 
@@ -26,8 +26,6 @@ INTERVALS = "medians of {} interleaved repeats, intervals by order statistics"
 class Sample:
     """One contender's turn: all prompts once."""
 
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
     first_token_ms: list[float] = field(default_factory=list)
     inter_token_ms: list[float] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
@@ -40,29 +38,20 @@ class Sample:
 
     @property
     def ms_per_token(self) -> float:
-        return 1000 * self.decode_s / self.tokens
+        return 1000 * self.counts.decode_s / self.tokens
 
-    def take(
-        self, prompt_tokens: int, prefill_s: float, decode_s: float, first_token_s: float, counts: Counts
-    ) -> None:
+    def take(self, prompt_tokens: int, first_token_s: float, counts: Counts) -> None:
         """Adds a batch; `prompt_tokens` is the length of its longest prompt."""
-        self.prefill_s += prefill_s
-        self.decode_s += decode_s
         self.first_token_ms.append(1000 * first_token_s)
         self.counts.merge(counts)
         spent, tokens = self.by_length.get(prompt_tokens, (0.0, 0))
-        self.by_length[prompt_tokens] = (spent + decode_s, tokens + counts.committed.total())
+        self.by_length[prompt_tokens] = (spent + counts.decode_s, tokens + counts.committed.total())
 
     def row(self) -> dict[str, Any]:
         """Returns the sample as a line of a table."""
-        counted = self.counts.summary()
-        return {
-            "ms_per_token": self.ms_per_token,
-            "time_to_first_token_ms": median(self.first_token_ms),
-            "prefill_ms": 1000 * self.prefill_s,
-            "decode_ms": 1000 * self.decode_s,
-            **{name: counted[name] for name in COUNTED},
-        }
+        counted = self.counts.figures()
+        first = {"time_to_first_token_ms": median(self.first_token_ms)}
+        return {**first, **{name: counted[name] for name in COUNTED}}
 
 
 @dataclass

@@ -44,18 +44,18 @@ LOOK_S = 2.0  # between looks at claims that may lapse
 class BatchTask(Task[BatchConf]):
     """One process's part in a job: shards until none is left to take."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._journal: Journal | None = None
-        self._rows: ContinuousBatch | None = None
-        self._answered = self._refused = self._set_aside = 0
+    _journal: Journal | None = None
+    _rows: ContinuousBatch | None = None
+    _answered = _refused = _set_aside = 0
 
     def run(self) -> str:
         pair = self._open()
         longest, missing, shards = while_others_wait(self._ranks, partial(self._begin, pair))
         if missing:
             pair.load(min(self._task.batch_size, missing), longest)
-            self._rows = self._writer(pair)
+            engine, lookahead = pair.engine(self._inputs.seed), partial(lookahead_for, pair.run)
+            sampled = self._task.logprobs_of is LogprobsOf.sampled
+            self._rows = ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids, sampled)
         if shards and self._ranks.is_leader:
             self._lead(pair)
         elif shards:
@@ -101,11 +101,6 @@ class BatchTask(Task[BatchConf]):
         """The job, which the leader alone has."""
         assert self._inputs.job is not None
         return self._inputs.job
-
-    def _writer(self, pair: PairSession) -> ContinuousBatch:
-        engine, lookahead = pair.engine(self._inputs.seed), partial(lookahead_for, pair.run)
-        sampled = self._task.logprobs_of is LogprobsOf.sampled
-        return ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids, sampled)
 
     def _lead(self, pair: PairSession) -> None:
         """Shard by shard, until each is done or another process works on it."""

@@ -89,7 +89,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm or _is_follower()) as bar:
             for indices in groups.values():
                 self._generate(requests, indices, answers, bar)
-        return self._of_leader(answers)
+        result: list[str] = broadcast_json(answers, self._session.ranks)  # the leader's
+        return result
 
     def _generate(self, requests: list[Any], indices: list[int], answers: list[str], bar: Any) -> None:
         kwargs = dict(normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks))
@@ -131,7 +132,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                     total = sum(one.logprob or 0.0 for one in last)
                     found[index] = total, all(one.token_id == one.top[0].token_id for one in last)
                 bar.update(len(part))
-        return [(total, is_greedy) for total, is_greedy in self._of_leader(found)]
+        return [(total, is_greedy) for total, is_greedy in broadcast_json(found, self._session.ranks)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of whole texts, in windows of the context where they are longer."""
@@ -164,20 +165,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         return str(self._session.spec.target).replace("/", "__")
 
-    def get_model_info(self) -> dict[str, Any]:
-        """What the harness keeps of the model."""
-        spec = self._session.spec
-        return {"model_target": spec.target, "model_draft": spec.drafter, "model_devices": self._pair.devices}
-
     def _hub_tokens(self) -> HubTokens:
         if not isinstance(self._tokens, HubTokens):
             raise UsageError("synthetic models have no chat template", fix="leave out --apply_chat_template")
         return self._tokens
-
-    def _of_leader(self, found: list[Any]) -> list[Any]:
-        """The leader's answers, on every rank."""
-        answers: list[Any] = broadcast_json(found, self._session.ranks)
-        return answers
 
 
 def _sampling(kwargs: dict[str, Any], base: SamplingConfig) -> SamplingConfig:

@@ -96,8 +96,8 @@ class MeasuredPair:
                 progress.advance(len(self.batches))
 
     def close(self) -> None:
-        """Frees the models, but for those in a cache; figures remain."""
-        self.contenders = [replace(one, models=None) for one in self.contenders]
+        """Frees the models, except those in a cache; figures remain."""
+        self.contenders = [replace(contender, models=None) for contender in self.contenders]
         self.pair.close()
 
     def figures(self) -> dict[str, Any]:
@@ -193,8 +193,7 @@ class MeasuredPair:
                 for row in step.rows:
                     sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
         require_numbers(*texts_of(timed.state))
-        first_s, counts = timed.first_token_s or 0.0, timed.counts
-        sample.take(longest(prompts), counts.prefill_s, counts.decode_s, first_s, counts)
+        sample.take(longest(prompts), timed.first_token_s or 0.0, timed.counts)
         if engine.overlap is not None and contender.record.k != 0:
             sample.overlaps.append(engine.overlap)
         return timed

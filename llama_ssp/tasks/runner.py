@@ -8,20 +8,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from llama_ssp.config import (
-    AgreeConf,
-    BatchConf,
-    CalibrateConf,
-    CertifyConf,
-    ChatConf,
-    CompareConf,
-    EvalConf,
-    GenerateConf,
-    MeasureConf,
-    Output,
-    RunConf,
-    TaskConf,
-)
+from llama_ssp.config import Output, RunConf
 from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
@@ -47,18 +34,10 @@ from llama_ssp.text.prompts import Reading, TextPrompt
 
 log = logging.getLogger(__name__)
 
-
-TASKS: dict[type[TaskConf], type[Task[Any]]] = {
-    GenerateConf: GenerateTask,
-    ChatConf: ChatTask,
-    BatchConf: BatchTask,
-    EvalConf: EvalTask,
-    CompareConf: CompareTask,
-    MeasureConf: MeasureTask,
-    CertifyConf: CertifyTask,
-    AgreeConf: AgreeTask,
-    CalibrateConf: CalibrateTask,
-}
+TASKS: dict[str, type[Task[Any]]] = {
+    "generate": GenerateTask, "chat": ChatTask, "batch": BatchTask, "eval": EvalTask, "compare": CompareTask,
+    "measure": MeasureTask, "certify": CertifyTask, "agree": AgreeTask, "calibrate": CalibrateTask,
+}  # fmt: skip
 
 
 def execute(inputs: RunInputs) -> int:
@@ -95,7 +74,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed, inputs.place)
     ranks.keep_errors_in(folder.path)
     began = time.perf_counter()
-    task = TASKS[type(run.task)](inputs, console, folder, ranks)
+    task = TASKS[run.task.name](inputs, console, folder, ranks)
     device = device_of(run.placement.target_device, "placement.target_device")
     status, memory = "error", list[Bytes]()
     try:
@@ -115,21 +94,15 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         try:
             folder.close(summary)
         finally:  # a full disk must not cost what was done
-            _show_plan(run, summary, console, ranks.is_leader)
+            compared = plan_against_actual(summary)
+            if compared and log.isEnabledFor(logging.INFO):
+                if run.output is Output.text and console.is_terminal:
+                    console.show([compared])
+                elif ranks.is_leader:
+                    log.info("%s", "\n".join(compared.lines()))
             if status in ("done", "failed", "partial") or task.has_output():
                 _write_document(run, summary, console)
     return FAILED_CHECK if status == "failed" else OK
-
-
-def _show_plan(run: RunConf, summary: dict[str, Any], console: Console, leads: bool) -> None:
-    """Shows the plan next to what was measured."""
-    compared = plan_against_actual(summary)
-    if not compared or not log.isEnabledFor(logging.INFO):
-        return
-    if run.output is Output.text and console.is_terminal:
-        console.show([compared])
-    elif leads:
-        log.info("%s", "\n".join(compared.lines()))
 
 
 def _write_document(run: RunConf, summary: dict[str, Any], console: Console) -> None:
