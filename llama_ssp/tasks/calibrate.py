@@ -139,7 +139,7 @@ def measured(
     messages = [partial(ranks.all_reduce, residual)] * CALLS, [partial(ranks.broadcast_ints, [1] * 8)] * CALLS
     works: list[Callable[[], float]] = [
         *(partial(elapsed_s, calls, ranks) for calls in (read, multiply, *messages)),
-        *(partial(player.round_s, case) for case in cases()),
+        *(partial(lambda case: median(player.play(case)[0]), case) for case in cases()),
     ]
     read_s, multiply_s, all_reduce_s, broadcast_s, *spent = in_turn([*works, *others], repeats)
     where = f"{processor_name()}, " * (device.type == "cpu") + describe(device)
@@ -193,10 +193,6 @@ class Player:
     def held_bytes(self) -> int:
         """Weights and caches of the models that are loaded."""
         return sum(pair.models.held_bytes for pair in self._pairs.values())
-
-    def round_s(self, case: Case) -> float:
-        """Returns the median of the seconds of a round."""
-        return median(self.play(case)[0])
 
     def play(self, case: Case) -> tuple[list[float], Counts]:
         """Writes a text by the token rule, as plans assume; returns seconds of its rounds, and counters."""

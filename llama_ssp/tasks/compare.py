@@ -94,17 +94,17 @@ class Contestant:
 class CompareTask(Task[CompareConf]):
     """Compares prompt after prompt: those given, or those typed until the input ends."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        is_typed = self._ranks.is_leader and not self._inputs.reading.prompts
-        self._terminal = Terminal() if is_typed else None
-        self._screen = self._on_terminal()
-        self._scenes: list[Scene] = []
-        self._sides: tuple[Contestant, ...] = ()
-        self._saved: str | None = None
+    _screen: Screen | None = None
+    _sides: tuple[Contestant, ...] = ()
+    _saved: str | None = None
 
     def run(self) -> str:
         task, pair = self._task, self._open()
+        self._scenes: list[Scene] = []
+        if self._ranks.is_leader and self._console.is_terminal and self._run.output is Output.text:
+            screen = rich_console()
+            moves = screen.is_terminal and not screen.is_dumb_terminal
+            self._screen = Screen(screen) if moves else None
         given = self._prompts(pair)
         length = longest(prompt for _, prompt in given) if given else TYPED_TOKENS
         # Two engines hold a KV cache of the target, and one of them the draft's.
@@ -112,10 +112,8 @@ class CompareTask(Task[CompareConf]):
         spec, seed = self._run.speculation, self._inputs.seed
         title = f"speculative, {pair.spec.drafter}, K {'adaptive' if spec.adaptive else f'= {spec.k}'}"
         title += f", {'up to ' * spec.adaptive}{spec.siblings} siblings" * bool(spec.siblings)
-        self._sides = (
-            Contestant("regular", pair, regular(self._run), seed),
-            Contestant(title, pair, self._run, seed),
-        )
+        runs = ("regular", regular(self._run)), (title, self._run)
+        self._sides = tuple(Contestant(name, pair, run, seed) for name, run in runs)
         warm_up = Prompt("warm-up", tuple(pair.tokens.encode("warm up") or [0]))
         for side in self._sides:
             side.warm_up(warm_up, min(WARM_UP_TOKENS, task.max_new_tokens))
@@ -147,7 +145,8 @@ class CompareTask(Task[CompareConf]):
     def _typed_prompts(self, pair: PairSession) -> Iterator[tuple[TextPrompt, Prompt]]:
         """Prompts as they are typed, on every rank, until the input ends."""
         log.info("type a prompt; Ctrl-D ends")
-        for number, typed in enumerate(typed_lines(self._ranks, self._terminal), start=1):
+        terminal = Terminal() if self._ranks.is_leader else None
+        for number, typed in enumerate(typed_lines(self._ranks, terminal), start=1):
             text = TextPrompt(str(number), typed, f"prompt {number}")
             try:
                 wrong = problem_of(text, {})  # what is read from a file was checked before
@@ -182,25 +181,14 @@ class CompareTask(Task[CompareConf]):
         if self._screen is not None:
             self._screen.draw(scene, note)
 
-    def _on_terminal(self) -> Screen | None:
-        """The screen, where there is a terminal that can move its cursor."""
-        if not (self._ranks.is_leader and self._console.is_terminal and self._run.output is Output.text):
-            return None
-        console = rich_console()
-        return Screen(console) if console.is_terminal and not console.is_dumb_terminal else None
-
     def _save_picture(self, pair: PairSession) -> None:
         """Saves the picture of what was compared, where `task.plot` asks for it."""
         if self._task.plot is None or not self._scenes or not self._ranks.is_leader:
             return
         path = home_expanded(self._task.plot)
         width = rich_console().width if self._screen is not None else RECORDED
-        save(
-            self._scenes,
-            path,
-            width,
-            f"{pair.spec.target} with {pair.spec.drafter}; {processor_name()}; {date.today()}",
-        )
+        title = f"{pair.spec.target} with {pair.spec.drafter}; {processor_name()}; {date.today()}"
+        save(self._scenes, path, width, title)
         self._saved = str(path)
 
 
