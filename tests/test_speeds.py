@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, predicted
-from llama_ssp.report.speed_tables import _siblings as siblings_table
 from llama_ssp.report.speed_tables import repeats_csv
 from llama_ssp.report.speed_tables import speeds as shown
 from llama_ssp.report.tables import text_of
@@ -136,13 +135,3 @@ def test_the_csv_has_a_line_for_each_turn() -> None:
         ("target alone", "0"), ("target alone", "1"), ("draft alone", "0"),
     ]  # fmt: skip
     assert len(rows) == 8 and float(rows[7]["ms_per_token"]) == pytest.approx(7.5)
-
-
-def test_siblings_have_a_table_with_a_line_for_each() -> None:
-    tree = {"siblings_drafted_by_position": [[4, 4], [2]], "siblings_accepted_by_position": [[1, 0], [2]]}
-    rows = [("target alone", {}), ("pair, K = 2", tree)]
-    (table,) = siblings_table(rows)
-    assert table.csv() == "contender,sibling,1,2\npair, K = 2,1,0.25,1.0\npair, K = 2,2,0.0,\n".replace(
-        "pair, K = 2,", '"pair, K = 2",'
-    )
-    assert not list(siblings_table(rows[:1]))

@@ -90,18 +90,6 @@ def test_a_difference_stays_within_its_range(n: int) -> None:
     assert -1 <= found.low <= found.high <= 1
 
 
-@pytest.mark.parametrize("counts", [(1, 0), (-1, 5), (6, 5)])
-def test_no_share(counts: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="no share"):
-        wilson(*counts)
-
-
-@pytest.mark.parametrize("counts", [(0, 0, 0), (-1, 0, 5), (3, 3, 5)])
-def test_no_counts(counts: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="no counts"):
-        paired_difference(*counts)
-
-
 @pytest.mark.parametrize(("n", "coverage"), [(1, 0.0), (2, 0.5), (5, 0.9375), (6, 0.96875), (9, 0.9609375)])
 def test_the_medians_interval_covers_what_it_says(n: int, coverage: float) -> None:
     """Against the binomial distribution of how many values are below the median."""

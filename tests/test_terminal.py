@@ -132,7 +132,6 @@ def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_p
     terminal.until(BACK)
     kept = lines(terminal.until("prompt> "))
     assert max(map(cell_len, kept)) == 50 and any("日本 \N{PARTY POPPER}" in line for line in kept)
-    assert not any("regular" in line and "speculative" in line for line in kept)  # one above the other
 
     terminal.type("\n")  # an empty line asks again
     terminal.until("prompt> ")

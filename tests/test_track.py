@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from llama_ssp.report.live_view import Track, speedup
+from llama_ssp.report.live_view import Track
 from llama_ssp.speculative.stats import Counts
 
 PIECES = [
@@ -37,9 +37,7 @@ def test_a_stop_string_is_no_part_of_the_text() -> None:
     assert all(origin in ("drafted", "bonus", "corrected") for _, origin in cut.pieces())
 
 
-def test_speedup_is_by_the_token_without_prefill() -> None:
+def test_prefill_is_in_no_speed() -> None:
     slow = track(0.8, 8)
     slow.counts.prefill_s = 5.0
-    assert track().ms_per_token == pytest.approx(400 / 6)
-    assert speedup(slow, track()) == pytest.approx(100 / (400 / 6))
-    assert speedup(Track("regular"), track()) is None
+    assert track().ms_per_token == pytest.approx(400 / 6) and slow.ms_per_token == pytest.approx(100)

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
@@ -87,8 +88,8 @@ class Console:
 class Progress:
     """Shows how much is done: a bar on a terminal, lines now and then in a log.
 
-    With `units` "bytes" the counts are shown in MB or GB. Without `ends_in_log` a log has no line at the end.
-    With `ticks` a thread shows the time: not where something is timed.
+    With `units` "bytes" the counts are shown in kB, MB or GB. Without `ends_in_log` a log has no line at the
+    end. With `ticks` a thread shows the time: not where something is timed.
     """
 
     LOG_EVERY_S = 15.0
@@ -100,7 +101,6 @@ class Progress:
     ) -> None:
         self._what, self._total, self._units, self._ends_in_log = what, total, units, ends_in_log
         self._done = self._before = 0
-        self._first = 0, 0.0  # the first step's count, and when it was done
         self._ticks = ticks
         self._bars: Bars | None = None
 
@@ -131,8 +131,6 @@ class Progress:
     def advance(self, count: int) -> None:
         self._done += count
         now = time.perf_counter()
-        if not self._first[0]:
-            self._first = self._done - self._before, now - self._began
         if self._bars is not None:
             if now - self._told >= self.DRAW_EVERY_S or self._done == self._total:
                 self._told = now
@@ -143,16 +141,12 @@ class Progress:
 
     def _words(self, now: float) -> str:
         """How much is done, how fast, and the time that is left once it can be foreseen."""
-        done, left = self._done - self._before, self._total - self._done
-        spent, (first, first_s) = now - self._began, self._first
-        is_warm = done > first > 0  # the first step is slow, and says little of the others
-        rate = (done - first) / max(spent - first_s, 1e-9) if is_warm else done / max(spent, 1e-9)
-        is_foreseen = is_warm and done >= self.FORESEEN * self._total and spent >= self.FORESEEN_S
-        rest = f"{left / rate:.0f} s left" if left and is_foreseen else f"{spent:.1f} s"
+        done, left, spent = self._done - self._before, self._total - self._done, now - self._began
+        rate = done / max(spent, 1e-9)
+        is_foreseen = left and done >= self.FORESEEN * self._total and spent >= self.FORESEEN_S
+        rest = f"{left / rate:.0f} s left" if is_foreseen else f"{spent:.1f} s"
         if self._units == "bytes":
-            unit, name = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
-            done_of = f"{self._done / unit:.1f} of {self._total / unit:.1f} {name}"
-            return f"{done_of}, {rate / unit:.1f} {name}/s, {rest}"
+            return f"{decimal(self._done)} of {decimal(self._total)}, {decimal(int(rate))}/s, {rest}"
         return f"{self._done} of {self._total} {self._units}, {rate:.1f}/s, {rest}"
 
 

@@ -22,7 +22,7 @@ from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import visible
 
 FRAMES_PER_S = 20
-SIDE_BY_SIDE = 60  # columns from which two panes stand side by side; below, one above the other
+SIDE_BY_SIDE = 60  # columns that two panes need; a narrower terminal gets plain lines
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
 FIGURE_LINES = 4
@@ -81,12 +81,6 @@ class Track:
         return pieces
 
 
-def speedup(regular: Track, speculative: Track) -> float | None:
-    """Returns how many times as fast a token came, without prefill; None before both have one."""
-    before, after = regular.ms_per_token, speculative.ms_per_token
-    return None if before is None or after is None else ratio(before, after)
-
-
 @dataclass(frozen=True)
 class Scene:
     """A prompt and its two tracks, as they are drawn, with a line below.
@@ -106,28 +100,26 @@ class Scene:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, tracks = options.max_width, (self.regular, self.speculative)
-        side_by_side = width >= SIDE_BY_SIDE
-        widths = (width // 2, width - width // 2) if side_by_side else (width, width)
+        widths = width // 2, width - width // 2
         bodies = [
             _body(track, console.no_color).wrap(console, max(pane_width - FRAME, 2), overflow="fold")
             for track, pane_width in zip(tracks, widths, strict=True)
         ]
-        prompt = list(Text(visible(self.prompt), style="dim").wrap(console, max(width, 2), overflow="fold"))
-        heights = [max(map(len, bodies))] * 2 if side_by_side else list(map(len, bodies))
+        prompt = list(Text(visible(self.prompt), style="dim").wrap(console, width, overflow="fold"))
+        height = max(map(len, bodies))
         if not self.whole:  # the ends of prompt and texts that fit with legend, note and borders
-            stacked = 1 if side_by_side else 2
-            left = (options.height or console.height) - 2 - stacked * (2 + FIGURE_LINES)
-            prompt = prompt[len(prompt) - min(PROMPT_LINES, len(prompt), max(left - stacked, 0)) :]
-            heights = [max((left - len(prompt)) // stacked, 1)] * 2
-        panes = [
-            _pane(track, Text("\n").join(body[-height:]), height, pane_width)
-            for track, body, height, pane_width in zip(tracks, bodies, heights, widths, strict=True)
-        ]
-        yield Group(_legend(tracks, console.no_color), *prompt)
+            left = (options.height or console.height) - 4 - FIGURE_LINES
+            prompt = prompt[len(prompt) - min(PROMPT_LINES, len(prompt), max(left - 1, 0)) :]
+            height = max(left - len(prompt), 1)
         grid = Table.grid(*(Column(width=pane_width) for pane_width in widths), padding=0)
-        grid.add_row(*panes)
-        yield grid if side_by_side else Group(*panes)
-        yield Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
+        grid.add_row(
+            *(
+                _pane(track, Text("\n").join(body[-height:]), height, pane_width)
+                for track, body, pane_width in zip(tracks, bodies, widths, strict=True)
+            )
+        )
+        note = Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
+        yield Group(_legend(tracks, console.no_color), *prompt, grid, note)
         if self.whole and self.note:
             yield Text(ONE_PROMPT, style="dim")
 
@@ -177,11 +169,10 @@ def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
 
 def verdict(scene: Scene) -> str:
     """Returns how the comparison ended, in a line."""
-    faster = speedup(scene.regular, scene.speculative)
-    if faster is None:
-        return ""
     before, after = scene.regular.ms_per_token, scene.speculative.ms_per_token
-    return f"{faster:.2f} times as fast: {before:.2f} ms/token, then {after:.2f}; prefill excluded"
+    if not before or not after:
+        return ""
+    return f"{before / after:.2f} times as fast: {before:.2f} ms/token, then {after:.2f}; prefill excluded"
 
 
 def figures(track: Track) -> list[str]:

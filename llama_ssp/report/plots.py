@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config import home_expanded
 from llama_ssp.errors import UsageError, writing
-from llama_ssp.report.speed_stats import predicted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,29 +45,27 @@ def check_plot(name: str | None) -> None:
         raise UsageError("task.plot is in no folder", found=name, fix=fix)
 
 
-def plot_place(name: str | None, folder: Path | None) -> Path | None:
-    """Returns the path of the plot: the given one, or one in the run folder, if there is a run folder."""
-    if name is not None:
-        return home_expanded(name)
-    if folder is not None and find_spec("matplotlib") is None:
-        log.info("no plot: matplotlib is not installed (pip install matplotlib)")
+def plot(summary: dict[str, Any], name: str | None, folder: Path | None) -> str | None:
+    """Draws the picture of a run in the file `name`, by default in the run folder; returns its path.
+
+    Draws nothing where neither is given or nothing is to be drawn. Raises StorageError.
+    """
+    if name is None and (folder is None or find_spec("matplotlib") is None):
+        if folder is not None:
+            log.info("no plot: matplotlib is not installed (pip install matplotlib)")
         return None
-    return folder / "plot.svg" if folder is not None else None
-
-
-def plot(summary: dict[str, Any], path: Path) -> None:
-    """Draws the picture of a run from its summary, if it has one. Raises StorageError."""
     figure = picture(summary)
+    path = folder / "plot.svg" if name is None and folder else home_expanded(name or "")
     if figure is not None:
         save(figure, path)
+    return str(path)
 
 
 def svg(summary: dict[str, Any]) -> str | None:
     """Returns the picture of a run as SVG; None where it has none, or matplotlib is not installed."""
-    figure = picture(summary) if find_spec("matplotlib") else None
+    text, figure = io.StringIO(), picture(summary) if find_spec("matplotlib") else None
     if figure is None:
         return None
-    text = io.StringIO()
     with styled():
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
@@ -104,6 +101,9 @@ def picture(summary: dict[str, Any]) -> Figure | None:
     with styled():
         figure = Figure()
         titles.append(draw(figure, summary))
+        for axes in figure.axes:
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
         figure.suptitle("; ".join(filter(None, titles)))
     return figure
 
@@ -122,21 +122,13 @@ def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
     axes.set(xlim=(0, len(share) - 1), ylim=(0, 105))
     axes.set(xlabel="generated tokens, greedy", ylabel="share of prompts, %")
     axes.locator_params("x", integer=True)
-    figure.legend(loc="outside lower center", ncols=2)
     return f"n = {len(prompts)} prompts"
 
 
 def _scores(figure: Figure, summary: dict[str, Any]) -> str:
     """Draws bars with intervals, regular next to speculative, one group for each pair and size."""
-    rows, labels = summary["rows"], dict[tuple[str, int], str]()
-    for row in rows:
-        key = row["pair"], row["prompts_per_seed"]
-        labels[key] = "{}\n{} a seed".format(*key)
-    for row in summary.get("differences", ()):
-        percents = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
-        words = "\ndifference {:+.1f} ({:+.1f}..{:+.1f})".format(*percents)
-        labels[row["pair"], row["prompts_per_seed"]] += words
-    groups = list(labels)
+    rows = summary["rows"]
+    groups = list(dict.fromkeys((row["pair"], row["prompts_per_seed"]) for row in rows))
     figure.set_size_inches(3.5 + 1.3 * len(groups), 4)
     axes = figure.subplots()
     for mode, offset, colour in (("regular", -0.2, GREY), ("speculative", 0.2, BLUE)):
@@ -144,9 +136,8 @@ def _scores(figure: Figure, summary: dict[str, Any]) -> str:
         places = [groups.index((row["pair"], row["prompts_per_seed"])) + offset for row in shown]
         heights, reach = _intervals(shown, "score", 100)
         axes.bar(places, heights, 0.36, yerr=reach, capsize=4, color=colour, label=mode)
-    axes.set_xticks(range(len(groups)), labels.values())
+    axes.set_xticks(range(len(groups)), ["{}\n{} a seed".format(*group) for group in groups])
     axes.set(xlim=(-0.6, len(groups) - 0.4), ylim=(0, 105), ylabel="right products, % (95 % interval)")
-    figure.legend(loc="outside lower center", ncols=2)
     return f"n = {max(row['prompts'] for row in rows)} prompts"
 
 
@@ -163,29 +154,22 @@ def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
     if timed := [row for row in pair if row["k"] and row.get("speedup") is not None]:
         ks, (speedups, reach) = [row["k"] for row in timed], _intervals(timed, "speedup")
         speed.errorbar(ks, speedups, reach, marker="o", capsize=4, color=BLUE, label="measured")
-        alpha, cost = summary["alpha"], summary["cost_ratio"]
-        if cost is not None and alpha is not None:
-            curve = [predicted(alpha, cost, k) or 0.0 for k in range(max(ks) + 1)]
-            label = f"predicted: acceptance {alpha:.2f}, cost {cost:.2f}"
-            speed.plot(curve, linestyle="--", color=GREY, label=label)
+        if timed[0]["predicted_speedup"] is not None:
+            label = f"predicted: acceptance {summary['alpha']:.2f}, cost {summary['cost_ratio']:.2f}"
+            speed.plot(ks, [row["predicted_speedup"] for row in timed], "--", color=GREY, label=label)
     acceptance.set(title="share of drafts accepted", xlabel="position in the block", ylim=(0, 1.02))
     for name, row in rows.items():
         if rates := row.get("acceptance_by_position"):
             acceptance.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=name)
+    for axes in (speed, acceptance):
+        axes.locator_params("x", integer=True)
     for axes in times:
         axes.set_title("where the time goes, ms/token")
         bottom = dict.fromkeys(split, 0.0)
         for part, colour in PARTS.items():
             heights = [parts[part] for parts in split.values()]
-            label = f"{part} (alone: forward passes)" if part == "verify" else part
-            if any(heights):
-                axes.bar(list(split), heights, 0.6, list(bottom.values()), color=colour, label=label)
+            axes.bar(list(split), heights, 0.6, list(bottom.values()), color=colour, label=part)
             bottom = {name: bottom[name] + split[name][part] for name in split}
-    for axes in figure.axes:
-        if axes not in times:
-            axes.locator_params("x", integer=True)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
     return f"n = {target['repeats']} repeat{'s' * (target['repeats'] != 1)} of {summary['prompts']} prompts"
 
 
@@ -194,22 +178,22 @@ def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
     job = summary["job"]
     if not job["nodes"]:
         return "fits on none of these numbers of nodes"
-    panels = {"tokens_per_s": "tokens/s", "job_h": "hours"}
-    if job["nodes"][0]["price_per_million_tokens"] is not None:
-        panels["price_per_million_tokens"] = "price of a million tokens"
-    rows = [{**row, "job_h": row["job_s"] / 3600} for row in job["nodes"]]
-    nodes = [row["nodes"] for row in rows]
+    panels = {
+        "tokens_per_s": "tokens/s",
+        "job_s": "s",
+        "price_per_million_tokens": "price of a million tokens",
+    }
+    panels = {key: title for key, title in panels.items() if job["nodes"][0][key] is not None}
     figure.set_size_inches(10, 3.6)
     for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         axes.set_xscale("log", base=2)
-        axes.plot(nodes, [row[key] for row in rows], color=GREY, linewidth=0.8)
-        for gpus in sorted({row["gpus_per_group"] for row in rows}):
-            points = [(row["nodes"], row[key]) for row in rows if row["gpus_per_group"] == gpus]
+        for gpus in sorted({row["gpus_per_group"] for row in job["nodes"]}):
+            points = [(row["nodes"], row[key]) for row in job["nodes"] if row["gpus_per_group"] == gpus]
             axes.plot(*zip(*points, strict=True), "o", label=f"{gpus} GPU{'s' * (gpus > 1)} a group")
+        nodes = [row["nodes"] for row in job["nodes"]]
         axes.set(title=title, xlabel="nodes", ylim=(0, None))
         axes.set_xticks(nodes, map(str, nodes))
         axes.minorticks_off()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return f"planned for {summary['cluster']['name']}, {job['records']} records"
 
 

@@ -45,7 +45,7 @@ def speeds(summary: Row) -> Items:
         items += _categories([("", summary)])
     else:
         items.append(_split(rows))
-    items += [_positions(rows), *_siblings(rows)]
+    items.append(_positions(rows))
     for name, row in rows:
         if (apart := row["overlap"]) is not None:
             items += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
@@ -120,27 +120,6 @@ def _positions(rows: list[tuple[str, Row]]) -> Table:
     body = [{"contender": name, **_by_position(rates)} for name, rates in accepted.items()]
     title = "accepted of the drafts at each position"
     return _wide("acceptance_by_position", title, body, "(nothing was drafted)")
-
-
-def _siblings(rows: list[tuple[str, Row]]) -> Iterator[Table]:
-    """Yields how often each sibling stood, of those that were drawn; nothing without siblings."""
-    body = list[Row]()
-    for name, row in rows:
-        drawn = row.get("siblings_drafted_by_position", [])
-        stood = row.get("siblings_accepted_by_position", [])
-        for j in range(max(map(len, drawn), default=0)):
-            shares = {
-                str(at): kept[j] / made[j]
-                for at, (kept, made) in enumerate(zip(stood, drawn, strict=True), start=1)
-                if j < len(made)
-            }
-            body.append({"contender": name, "sibling": j + 1, **shares})
-    if body:
-        yield _wide(
-            "siblings_by_position",
-            "siblings that stood, of those drawn with the draft at each position",
-            body,
-        )
 
 
 def _by_position(rates: list[float], prefix: str = "") -> Row:

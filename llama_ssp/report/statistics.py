@@ -33,8 +33,6 @@ def wilson(right: int, n: int) -> Estimate:
 
     The Wald interval has no width at a score of 0 or 100 %, which a few prompts often reach.
     """
-    if not 0 <= right <= n or not n:
-        raise ValueError(f"{right} of {n} is no share")
     share, z = right / n, QUANTILE
     whole = 1 + z * z / n
     middle = (share + z * z / (2 * n)) / whole
@@ -51,8 +49,6 @@ def paired_difference(gained: int, lost: int, n: int) -> Estimate:
     of Bonett and Price (2012): a Wald interval after one more pair of each kind. Two runs that never
     differ get an interval of about 2.8 / n to both sides, where Wald's own would claim certainty.
     """
-    if min(gained, lost) < 0 or gained + lost > n or not n:
-        raise ValueError(f"{gained} gained and {lost} lost of {n} are no counts")
     more, less, whole = (gained + 1) / (n + 2), (lost + 1) / (n + 2), n + 2
     middle = more - less
     reach = QUANTILE * sqrt((more + less - middle**2) / whole)

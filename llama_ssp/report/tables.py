@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 Row = dict[str, Any]
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 ANY_WIDTH = 100_000
 MOST_HTML = 40  # rows of a table on a page
 NONE = "-"  # a cell without a value

@@ -8,7 +8,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from llama_ssp.report.speed_tables import speeds
-from llama_ssp.report.tables import GIB, MIB, Column, Items, Row, Table
+from llama_ssp.report.tables import MIB, Column, Items, Row, Table
 
 SCORES = (
     Column("pair", is_text=True),
@@ -29,43 +29,8 @@ AGREEMENTS = (
     Column("target", "target takes", is_text=True),
     Column("draft", "draft takes", is_text=True),
 )
-COMPARISONS = (
-    Column("id", "prompt", is_text=True),
-    Column("regular_ms_per_token", "regular ms/token"),
-    Column("speculative_ms_per_token", "speculative ms/token"),
-    Column("speedup", "times as fast"),
-    Column("acceptance_rate", "accepted"),
-    Column("tokens_per_target_forward", "tokens/round"),
-    Column("output_tokens", "tokens"),
-)
 CHECKS = Column("name", "check", is_text=True), Column("outcome", is_text=True), Column("says", is_text=True)
 OUTCOMES = {"passed": "green", "failed": "bold red", "blind": "yellow", "skipped": "dim"}
-PLACEMENTS = (
-    Column("placement", is_text=True),
-    Column("verdict", is_text=True),
-    Column("worst_gpu_gib", "fullest GPU, GiB"),
-    Column("margin_gib", "left, GiB"),
-    Column("k", "K"),
-    Column("ms_per_token", "ms/token"),
-    Column("speedup", "times as fast"),
-)
-NODES = (
-    Column("nodes"),
-    Column("groups"),
-    Column("gpus_per_group", "GPUs a group"),
-    Column("tokens_per_s", "tokens/s"),
-    Column("job_s", "s"),
-    Column("job_price", "price"),
-    Column("price_per_million_tokens", "price of a million tokens"),
-    Column("limited_by", is_text=True),
-)
-ACCEPTANCES = (
-    Column("acceptance"),
-    Column("k", "K"),
-    Column("tokens_per_round", "tokens a round"),
-    Column("ms_per_token", "ms/token"),
-    Column("speedup", "times as fast"),
-)
 OUTPUTS = (
     Column("id", is_text=True),
     Column("prompt_tokens"),
@@ -125,17 +90,6 @@ def agreements(summary: Row) -> Items:
     ]
 
 
-def comparisons(summary: Row) -> Items:
-    """Returns task=compare's row for each prompt."""
-    rows = []
-    for prompt in summary["comparisons"]:
-        before, after = (prompt[side]["ms_per_token"] for side in (REGULAR, SPECULATIVE))
-        paces = {"regular_ms_per_token": before, "speculative_ms_per_token": after}
-        speedup = before / after if before and after else None
-        rows.append({**prompt[SPECULATIVE], "id": prompt["id"], **paces, "speedup": speedup})
-    return [Table("comparisons", COMPARISONS, rows)] if rows else []
-
-
 def checks(summary: Row) -> Items:
     """Returns task=certify's row for each check, and the verdict."""
     return [Table("checks", CHECKS, summary["checks"]), *filter(None, [summary["says"]])]
@@ -152,18 +106,8 @@ def check_row(name: str, outcome: str, says: str) -> RichTable:
 
 
 def plans(summary: Row) -> Items:
-    """Returns task=plan's best placements, the chosen one by acceptance, a job over nodes, the verdict."""
-    rows = [
-        {**row, "verdict": row["verdict"].replace("_", " "), "worst_gpu_gib": row["worst_gpu_bytes"] / GIB,
-         "margin_gib": row["margin_bytes"] / GIB}
-        for row in summary["placements"]
-    ]  # fmt: skip
-    items: Items = [Table("placements", PLACEMENTS, rows, "Placements, the fastest first")]
-    if summary["by_acceptance"]:
-        items.append(Table("by_acceptance", ACCEPTANCES, summary["by_acceptance"], "By acceptance"))
-    if job := summary.get("job"):
-        items.append(Table("nodes", NODES, job["nodes"], f"A job of {job['records']} records"))
-    return [*items, *summary["advice"], summary["sentence"]]
+    """Returns the verdict of task=plan, and its advice; the plan itself is in the JSON."""
+    return [summary["sentence"], *summary["advice"]]
 
 
 def outputs(summary: Row) -> Items:
@@ -172,8 +116,8 @@ def outputs(summary: Row) -> Items:
 
 
 ITEMS: dict[str, Callable[[Row], Items]] = {
-    "generate": outputs, "compare": comparisons, "measure": speeds, "eval": scores, "agree": agreements,
-    "certify": checks, "plan": plans,
+    "generate": outputs, "measure": speeds, "eval": scores, "agree": agreements, "certify": checks,
+    "plan": plans,
 }  # fmt: skip
 
 

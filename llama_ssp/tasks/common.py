@@ -12,7 +12,7 @@ from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Console, Item
-from llama_ssp.report.plots import plot, plot_place
+from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.tasks.inputs import RunInputs
@@ -72,10 +72,9 @@ class Task(Generic[Conf]):
 
     def _draw(self, name: str | None) -> None:
         """Has the leader draw the run's picture where `task.plot` asks for it, or into the run folder."""
-        place = plot_place(name, self._folder.path)
-        if place is not None and self._ranks.is_leader:
-            plot(self._folder.summary("", {**self.figures(), "gpus": gpu_names()}), place)
-            self._plot = str(place)
+        if self._ranks.is_leader:
+            summary = self._folder.summary("", {**self.figures(), "gpus": gpu_names()})
+            self._plot = plot(summary, name, self._folder.path)
 
 
 def gpu_names() -> list[str]:

@@ -18,7 +18,7 @@ from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import rich_console
-from llama_ssp.report.live_view import ONE_PROMPT, Scene, Screen, Track, figures, save, verdict
+from llama_ssp.report.live_view import ONE_PROMPT, SIDE_BY_SIDE, Scene, Screen, Track, figures, save, verdict
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
 from llama_ssp.speculative.generate import Limits
@@ -103,8 +103,8 @@ class CompareTask(Task[CompareConf]):
         self._scenes: list[Scene] = []
         if self._ranks.is_leader and self._console.is_terminal and self._run.output is Output.text:
             screen = rich_console()
-            moves = screen.is_terminal and not screen.is_dumb_terminal
-            self._screen = Screen(screen) if moves else None
+            if screen.is_terminal and not screen.is_dumb_terminal and screen.width >= SIDE_BY_SIDE:
+                self._screen = Screen(screen)
         given = self._prompts(pair)
         length = longest(prompt for _, prompt in given) if given else TYPED_TOKENS
         # Two engines hold a KV cache of the target, and one of them the draft's.

@@ -24,7 +24,7 @@ from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.table import drawing, job_drawing
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Console, rich_console
-from llama_ssp.report.plots import plot, plot_place
+from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.pairing import pair
@@ -87,11 +87,10 @@ def execute(run: RunConf, ranks: int, is_leader: bool, place: Path | None = None
     own = {"vocabulary": vocabulary, "job": job and job.document()}
     summary = folder.summary("done", {**plan.document(), **own})
     console, is_json = Console(silent=not is_leader), run.output is Output.json
-    picture = plot_place(task.plot, folder.path) if job else None
     try:
         folder.close(summary)
-        if picture is not None and is_leader:
-            plot(summary, picture)
+        if job is not None and is_leader:
+            plot(summary, task.plot, folder.path)
     finally:  # a full disk must not cost the plan
         if not is_json:
             if words:
