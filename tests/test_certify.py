@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ from llama_ssp.config import CertifyConf, SamplingConfig
 from llama_ssp.errors import FAILED_CHECK
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.interface import Model
-from llama_ssp.report.statistics import sum_band, uniform_band
+from llama_ssp.report.statistics import uniform_band
 from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.decision import StateDraws
 from llama_ssp.speculative.draft_length import FixedDraftLength
@@ -38,28 +37,11 @@ from llama_ssp.speculative.verification import (
     TokenRule,
     TreeRule,
 )
-from llama_ssp.tasks.certify.decisions import (
-    LOOKED_AT,
-    Decisions,
-    Round,
-    Watch,
-    check_decisions,
-    check_numbers,
-)
+from llama_ssp.tasks.certify.decisions import Decisions, Round, Watch, check_decisions, check_numbers
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import MAX_TRIED, check_law, compared, own_logits, rule_error, spread
-from llama_ssp.tasks.certify.samples import (
-    EngineSampler,
-    FirstTokens,
-    KeepsEveryDraft,
-    check_first,
-    check_samples,
-    compare,
-    first_tokens,
-)
-from llama_ssp.tasks.certify.task import RANDOM_CHECKS
-from llama_ssp.tasks.certify.trees import tree_error
+from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, check_samples, compare
 from llama_ssp.tasks.certify.verdict import Check, Outcome, sentence, verdict
 from tests import certify_faults, mutants
 from tests.conftest import Command
@@ -134,42 +116,7 @@ def test_every_planted_fault_of_the_rules_shows(mutant: mutants.Mutant, rounds: 
 
 
 def test_there_are_planted_faults() -> None:
-    assert len(RULE_FAULTS) >= 15 and len(TREE_FAULTS) >= 4
-
-
-def random_tree(seed: int, vocab: int, k: int = 3, most: int = 2, flat: bool = False) -> Round:
-    """A random round whose drafts have siblings, as long as their distributions have tokens."""
-    seen, generator = random_round(seed, vocab, k, flat), torch.Generator().manual_seed(~seed)
-    siblings, behind = [], []
-    for i, token in enumerate(seen.drafted):
-        left_V, own = seen.draft_KV[i].clone(), []
-        for _ in range(most):
-            left_V[token] = 0
-            token = int(left_V.multinomial(1, generator=generator)) if left_V.sum() > 0 else 0
-            own.append(token)
-        laws = random_round(100 * seed + i, vocab, most, flat).target_WV
-        siblings.append(tuple(own))
-        behind.append(tuple(replace(seen, count=0, target_WV=laws[j, None]) for j in range(most)))
-    return replace(seen, siblings=tuple(siblings), behind=tuple(behind))
-
-
-def worst_of_trees(trees: Sequence[Round]) -> float:
-    errors = [tree_error(TREE, seen, at) for seen in trees for at in range(seen.count + 1)]
-    return max(error for error in errors if error is not None)
-
-
-TREE_FAULTS = [mutant for mutant in mutants.MUTANTS if mutant.name.startswith("tree: ")]
-
-
-def test_the_exact_law_of_trees_is_the_targets() -> None:
-    assert worst_of_trees([random_tree(seed, vocab=6) for seed in range(12)]) < 1e-13
-    assert worst_of_trees([random_tree(7, vocab=2 * MAX_TRIED, k=2, most=1, flat=True)]) < 1e-12
-
-
-@pytest.mark.parametrize("mutant", TREE_FAULTS, ids=lambda mutant: mutant.name)
-def test_every_planted_fault_of_the_tree_rule_shows(mutant: mutants.Mutant) -> None:
-    with patch.object(mutant.place, mutant.attribute, mutant.fault):
-        assert worst_of_trees([random_tree(seed, vocab=6) for seed in range(8)]) > 1e-6
+    assert len(RULE_FAULTS) >= 15
 
 
 SIBLING_FAULTS = {
@@ -230,20 +177,11 @@ def watched(rule: str, texts: int = 0, draft: CausalModel | str | None = None, *
     return found
 
 
-def _twice(block: DraftBlock) -> Any:
-    return mutants.verify_ratios(block) * 2
-
-
 def _twice_in_trees(self: TreeRule, block: DraftBlock) -> Any:
     return (2 * tree_chances(self, block)).clamp(max=1)
 
 
 tree_chances = TreeRule.tree_chances
-MORE: dict[str, tuple[Any, str, Any]] = {
-    "token": (verify, "_ratios", _twice),
-    "block": (verify, "_ratios", _twice),
-    "tree": (TreeRule, "tree_chances", _twice_in_trees),
-}
 
 
 @pytest.mark.slow
@@ -297,8 +235,8 @@ def law_check(rule: str = "block", texts: int = 24, **settings: Any) -> Check:
         [replace(prompt, id=f"{prompt.id} {n}") for prompt in PROMPTS for n in range(texts // 3)], 12
     )
     found = check_law(
-        toy(VOCAB, 0, sharpness=0.8), partial(tree_error if rule == TREE.name else rule_error, own(rule)),
-        subject.watch.rounds, subject.watch.behind, sampling.temperature, VOCAB, PLAN.batch_size, 512, True,
+        toy(VOCAB, 0, sharpness=0.8), own(rule), subject.watch.rounds, subject.watch.behind,
+        sampling.temperature, VOCAB, PLAN.batch_size, 512, True,
     )  # fmt: skip
     assert found is not None
     return found
@@ -425,47 +363,6 @@ def test_numbers_that_were_drawn_before_show() -> None:
     assert found.outcome is Outcome.failed and found.figures["coins_repeated"] > 3
 
 
-@pytest.mark.parametrize("first", [0, LOOKED_AT, 2 * LOOKED_AT], ids=["draft", "coin", "clock"])
-def test_numbers_that_depend_on_each_other_show(first: int) -> None:
-    """A coin that is one of ten times another number of its round; without that none shows."""
-    random = np.random.default_rng(first)
-    table_NX = random.random((4000, 3 * LOOKED_AT))
-    table_NX[:, LOOKED_AT // 2 : LOOKED_AT] = np.nan  # of rounds with fewer drafts
-    seen = Decisions(BlockRule(), 0, numbers=[table_NX])
-    assert check_numbers(seen, 1e-3).outcome is Outcome.passed
-    which = random.random(4000) < 0.1
-    table_NX[which, LOOKED_AT + 7] = table_NX[which, first + 3] * (1 - 1e-12)
-    found = check_numbers(seen, 1e-3)
-    assert found.outcome is Outcome.failed and "coin 8" in found.figures["largest_correlation_of"]
-
-
-@pytest.mark.parametrize("rule", WATCHED)
-def test_first_tokens_have_their_exact_probabilities(rule: str) -> None:
-    subject = watched(rule)
-    subject.texts(PROMPTS, 12)
-    subject.watch.room = 0
-    seen = first_tokens(subject.engine, subject.watch.rounds, 3, 4000, 500)
-    found = check_first(seen, SURE)
-    assert (found.outcome, seen.rounds) == (Outcome.passed, 4000), found.says
-    with patch.object(*MORE[rule]):
-        seen = first_tokens(subject.engine, subject.watch.rounds, 3, 4000, 500)
-    assert check_first(seen, SURE).outcome is Outcome.failed
-
-
-def test_first_tokens_that_are_two_hundredths_off_show() -> None:
-    """As many as the default run draws; total variation 0.02, towards the draft or another likely token."""
-    level, random = CertifyConf().false_alarm / RANDOM_CHECKS, np.random.default_rng(3)
-    target, draft = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.3, 0.2, 0.4])
-    for moved, outcome in (
-        ([0, 0, 0, 0], Outcome.passed),
-        ([-0.02, 0, 0, 0.02], Outcome.failed),
-        ([-0.02, 0.02, 0, 0], Outcome.failed),
-    ):
-        seen = FirstTokens(0)
-        seen.see(random.choice(4, size=24_576, p=target + moved), target, draft)
-        assert check_first(seen, level).outcome is outcome
-
-
 @pytest.mark.parametrize("blunted", certify_faults.BLUNTED, ids=lambda mutant: mutant.name)
 def test_certify_itself_is_sharp(blunted: mutants.Mutant) -> None:
     """Each way to blunt it is caught by a proof that it passes as it ships."""
@@ -547,14 +444,15 @@ def test_false_alarms_are_as_frequent_as_stated() -> None:
 
     alarms = 0
     for seed in range(200):
-        alarms += compare([draw(20)], [draw(20)], 3, 0.05, seed, shuffles=200).rejects
+        p_values = compare([draw(20)], [draw(20)], 3, seed, shuffles=200)
+        alarms += min(p_values.values()) <= 0.05 / len(p_values)
     assert 1 <= alarms <= 24  # binomial(200, 0.05) exceeds 24 once in 20 000; the seeds are fixed
 
 
 def test_texts_that_end_differ_from_texts_that_go_on() -> None:
     short, long = [[1]] * 40, [[1, 1]] * 40
-    assert compare([short], [long], 2, 0.01, 0).rejects
-    assert not compare([short], [short], 2, 0.01, 0).rejects
+    assert min(compare([short], [long], 2, 0).values()) < 0.001
+    assert min(compare([short], [short], 2, 0).values()) > 0.01
 
 
 def test_greedy_texts() -> None:
@@ -571,30 +469,27 @@ def test_greedy_texts() -> None:
 
 
 def test_what_the_checks_amount_to() -> None:
-    passed, failed, blind, skipped = (Check(o.value, o, "it says") for o in Outcome)
-    assert verdict([passed, skipped]) == "same"
+    passed, failed, blind = (Check(o.value, o, "it says") for o in Outcome)
+    assert verdict([passed]) == "same"
     assert verdict([passed, blind]) == "inconclusive"
     assert verdict([passed, blind, failed]) == "different"
-    assert verdict([]) == verdict([skipped]) == "inconclusive"
+    assert verdict([]) == "inconclusive"
     for checks in ([passed], [passed, blind], [failed]):
         line = sentence("a with b", checks, 1e-3)
         assert line.startswith(verdict(checks)) and "a with b" in line
 
 
 def test_bands_hold() -> None:
-    """2000 sets of 50 uniform draws, and of 50 coins: the bands of 10 % are left by at most 10 %."""
+    """2000 sets of 50 uniform draws: the band of 10 % is left by at most 10 %."""
     random = np.random.default_rng(1)
     place = np.sort(random.random((2000, 50)), axis=1)
     distance = np.maximum(np.arange(1, 51) / 50 - place, place - np.arange(50) / 50).max(1)
     assert 0.03 < (distance > uniform_band(50, 0.1)).mean() < 0.1
-    coins = (random.random((2000, 50)) < 0.3).sum(1) - 15.0
-    assert (np.abs(coins) > sum_band(50 * 0.21, 0.1)).mean() < 0.1
-    assert sum_band(0.0, 0.1) > 0
 
 
 SMALL = ("task.samples=8", "task.max_new_tokens=3", "task.law_tokens=6", "task.law_rounds=6",
          "task.greedy_tokens=6", 'task.prompts=["hello there", "def f"]')  # fmt: skip
-BY_ROUNDS = ["law", "filters", "decisions", "numbers", "first token"]
+BY_ROUNDS = ["law", "filters", "decisions", "numbers"]
 CHECKS = [*BY_ROUNDS, "two samples", "negative control", "greedy"]
 
 

@@ -17,7 +17,6 @@ from llama_ssp.models.feed import Feed
 from llama_ssp.models.slot_cache import Tally
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.greedy import (
-    Band,
     Finding,
     GreedyReport,
     check_greedy,
@@ -58,9 +57,9 @@ def judge(family: str, mild: bool, dtype: torch.dtype) -> GreedyReport:
     target, (plain, speculative) = pair(family, mild, dtype)[0], runs(family, mild, dtype)
     assert 0 < speculative.accepted < speculative.drafted
     report = check_greedy(target, prompts(), plain.texts, speculative.texts, K)
-    assert report.band.positions >= len(prompts()) * NEW and report.band.width == K + 1
+    assert report.positions >= len(prompts()) * NEW
     wide = CausalModel(build(family, dtype=dtype, mild=mild).float(), family)
-    assert check_greedy(wide, prompts(), plain.texts, plain.texts, K).band.narrow < 1e-3
+    assert check_greedy(wide, prompts(), plain.texts, plain.texts, K).band < 1e-3
     assert sum(report.count(finding) for finding in Finding) == len(prompts())
     return report
 
@@ -104,7 +103,7 @@ def test_a_wrong_token_is_unexplained(family: str, where: int) -> None:
     """Whether it stands in the speculative text alone, or in both (then the replay finds it)."""
     target = pair(family, True, torch.bfloat16)[0]
     batch, plain = prompts()[:2], runs(family, True, torch.bfloat16)[0].texts[:2]
-    epsilon = check_greedy(target, batch, plain, plain, K).band.epsilon
+    epsilon = check_greedy(target, batch, plain, plain, K).epsilon
     wrong = [list(text) for text in plain]
     before = [*batch[1].token_ids, *plain[1][:where]]
     wrong[1][where] = far_token(target, before, epsilon)
@@ -127,7 +126,7 @@ def test_a_wrong_token_behind_a_fork_is_unexplained() -> None:
     assert check_greedy(model, batch, plain, forked, 1).verdict is Finding.near_tie
     wrong = check_greedy(model, batch, plain, [[1, 4, 3, 1, 5]], 1)
     assert wrong.verdict is Finding.unexplained
-    assert wrong.texts[0].margins[4] > wrong.band.epsilon >= max(wrong.texts[0].margins[:4])
+    assert wrong.texts[0].margins[4] > wrong.epsilon >= max(wrong.texts[0].margins[:4])
 
 
 class FirstKeys(RaggedCache):
@@ -219,7 +218,7 @@ def test_the_numbers_are_what_they_say() -> None:
     model, batch = Scripted(), [Prompt("a", (0,)), Prompt("b", (3,))]
     plain, forked = [[1, 2, 3, 1, 2], [1, 2]], [[1, 4, 3, 1, 2], [1, 2]]
     report = check_greedy(model, batch, plain, forked, 3, rows=2)
-    assert report.band == Band(4, 18, 0.5) and report.band.epsilon == 1.0
+    assert (report.band, report.positions, report.epsilon) == (0.5, 18, 1.0)
     assert [text.finding for text in report.texts] == [Finding.near_tie, Finding.equal]
     assert report.verdict is Finding.near_tie and report.count(Finding.equal) == 1
     assert [text.fork for text in report.texts] == [1, None]
@@ -240,7 +239,7 @@ TIE, FAR, NAN = 0.5, 0.75, float("nan")
 
 
 @pytest.mark.parametrize(
-    "fork, margins, narrow, expected",
+    "fork, margins, band, expected",
     [
         (None, [TIE], 0.25, Finding.equal),
         (None, [0.0, FAR], 0.25, Finding.unexplained),
@@ -254,8 +253,8 @@ TIE, FAR, NAN = 0.5, 0.75, float("nan")
         (1, [0.0, torch.inf], 0.25, Finding.unexplained),
     ],
 )
-def test_the_finding(fork: int | None, margins: list[float], narrow: float, expected: Finding) -> None:
-    assert finding_of(fork, margins, Band(2, 9, narrow)) is expected
+def test_the_finding(fork: int | None, margins: list[float], band: float, expected: Finding) -> None:
+    assert finding_of(fork, margins, band) is expected
 
 
 def test_a_damaged_model_is_unexplained() -> None:

@@ -118,15 +118,6 @@ def uniform_band(n: int, false_alarm: float) -> float:
     return sqrt(log(2 / false_alarm) / (2 * n))
 
 
-def sum_band(spread: float, false_alarm: float) -> float:
-    """Returns how far a sum of steps in -1..1, each of mean 0 given the past, may be from 0 (Freedman 1975).
-
-    `spread` is the sum of their variances given the past. The bound holds at any size, unlike a normal one.
-    """
-    surprise = log(2 / false_alarm)
-    return surprise / 3 + sqrt(surprise**2 / 9 + 2 * surprise * spread)
-
-
 def uniform_distance(values: Sequence[float]) -> float:
     """Returns how far the values' distribution function is from the uniform one (Kolmogorov and Smirnov)."""
     n = len(values)

@@ -30,7 +30,7 @@ AGREEMENTS = (
     Column("draft", "draft takes", is_text=True),
 )
 CHECKS = Column("name", "check", is_text=True), Column("outcome", is_text=True), Column("says", is_text=True)
-OUTCOMES = {"passed": "green", "failed": "bold red", "blind": "yellow", "skipped": "dim"}
+OUTCOMES = {"passed": "green", "failed": "bold red", "blind": "yellow"}
 OUTPUTS = (
     Column("id", is_text=True),
     Column("prompt_tokens"),

@@ -8,16 +8,16 @@ stream 1 the clocks of the race that draws the token after them. So every fault 
 kept shows: also one that touches few rounds, as thousands are decided again.
 
 Where a number is within rounding of its chance, both outcomes are right. law.py shows that the rule's own
-functions are right, `check_numbers` that the numbers are independent. `Watch` looks at an engine's rounds and
-keeps some, for the other checks; it changes nothing. Probabilities are known on the leader alone; which texts
-were verified, on every rank.
+functions are right, `check_numbers` that no number was used twice and no draft dropped. `Watch` looks at an
+engine's rounds and keeps some, for the other checks; it changes nothing. Probabilities are known on the
+leader alone; which texts were verified, on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llama_ssp.config import MAX_SIBLINGS
-from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
+from llama_ssp.report.statistics import uniform_band, uniform_distance
 from llama_ssp.speculative.decision import TableDraws, block_of
 from llama_ssp.speculative.rng import heat
 from llama_ssp.speculative.round_protocol import RoundResult
@@ -41,8 +41,7 @@ BITS = 53  # of a number
 REPEATED = 3  # coins that may be drawn twice: of ten million, four are with a chance of 1e-9
 ROUNDS, RACES, SIDES = 0, 1, 3  # streams
 DRAFT, COIN, EACH = 0, 1, 3  # a stream has three numbers a token, of which these two are used
-KEPT = 100_000  # decisions whose numbers are compared
-LOOKED_AT = 32  # of a round's numbers: as many of each kind are compared with all others
+KEPT = 1_000_000  # coins that are compared
 
 UNKNOWN = torch.empty(0)
 
@@ -95,13 +94,12 @@ class Decisions:
 
     rule: Rule
     seed: int
-    by_drafter: bool = True  # the drafts to come are a drafter's; else they are not looked at
     drafted: int = 0
     drafted_wrong: int = 0
     taken: int = 0
     lengths_wrong: int = 0
     tokens_wrong: int = 0
-    numbers: list[Numbers] = field(default_factory=list)  # of a row: drafts' draws, coins, clocks
+    coins: list[float] = field(default_factory=list)  # of drafts, accepted or not
     places: list[float] = field(default_factory=list)  # of drafts in their distributions, likeliest first
 
     def see(self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor) -> None:
@@ -115,17 +113,10 @@ class Decisions:
             self.tokens_wrong += sum(token_B[row] != result.token[row] for row in rows)
             return
         block = block_of(proposal, probs_BWV)
-        if self.by_drafter:
-            self._see_drafts(block, draws, rows)
+        self._see_drafts(block, draws, rows)
         self._see_decision(block, draws, rows, result)
-        if self.taken > KEPT:
-            return
-        coin_BKC = torch.cat([draws.coin_BK[..., None], draws.side_BKS], -1)
-        kinds = draws.draft_BKC.flatten(1), coin_BKC.flatten(1), torch.exp(-draws.clock_BN)
-        row_BN = np.full((state.rows, len(kinds), LOOKED_AT), np.nan)
-        for kind, number_BN in enumerate(kinds):
-            row_BN[:, kind, : number_BN.shape[1]] = number_BN[:, :LOOKED_AT].cpu().numpy()
-        self.numbers.append(row_BN[rows].reshape(len(rows), -1))
+        if len(self.coins) < KEPT:
+            self.coins += draws.coin_BK[rows].flatten().tolist() + draws.side_BKS[rows].flatten().tolist()
 
     def _see_drafts(self, block: DraftBlock, draws: RoundDraws, rows: list[int]) -> None:
         """A draft must be the token in whose part of the cumulated distribution its number lies."""
@@ -150,15 +141,16 @@ class Decisions:
         self, block: DraftBlock, draws: RoundDraws, rows: list[int], result: RoundResult
     ) -> None:
         """Compares what stands, and the token after it; within rounding every outcome is right."""
-        outcomes = _outcomes(block, result)
+        asides = [result.aside(row) for row in range(len(result.token))]
+        kept = list(zip(result.accepted, asides, result.token, strict=True))
         decided_again = _decided(self.rule, block, draws)
-        wrong = {row for row in rows if decided_again[row] != (outcomes[row], result.token[row])}
+        wrong = {row for row in rows if decided_again[row] != kept[row]}
         for by, more in product((TIE, -TIE), (ROUNDING, -ROUNDING)):
             if wrong:
                 near = replace(block, target_BWV=block.target_BWV * (1 + more))
                 others = _decided(self.rule, near, draws.moved(by))
-                wrong -= {row for row in wrong if others[row] == (outcomes[row], result.token[row])}
-        lengths = {row for row in wrong if decided_again[row][0] != outcomes[row]}
+                wrong -= {row for row in wrong if others[row] == kept[row]}
+        lengths = {row for row in wrong if decided_again[row][:2] != kept[row][:2]}
         self.lengths_wrong += len(lengths)
         self.tokens_wrong += len(wrong - lengths)
 
@@ -169,8 +161,8 @@ class Round:
 
     `text` ends with the `count` drafts. `target_WV` (W = count + 1) are the distributions that verification
     used, `draft_KV` those declared for the drafts, both in fp64; `logit_WV` are the logits of `target_WV`.
-    `siblings` are those of each draft; `behind` has a round without drafts for each of them: the target's
-    distribution after the drafts before it and itself.
+    `behind` has a round without drafts for each sibling: the target's distribution after the drafts before it
+    and itself.
     """
 
     prompt_length: int
@@ -179,8 +171,7 @@ class Round:
     target_WV: Tensor
     draft_KV: Tensor
     logit_WV: Tensor = UNKNOWN
-    siblings: tuple[tuple[int, ...], ...] = ()
-    behind: tuple[tuple[Round, ...], ...] = ()
+    behind: tuple[Round, ...] = ()
 
     @property
     def drafted(self) -> tuple[int, ...]:
@@ -204,7 +195,7 @@ class Watch:
     @property
     def behind(self) -> list[Round]:
         """The positions behind the siblings of the rounds kept."""
-        return [position for seen in self.rounds for position in chain(*seen.behind)]
+        return [position for seen in self.rounds for position in seen.behind]
 
     def see(
         self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor | None,
@@ -230,31 +221,31 @@ def _round(
 ) -> Round:  # fmt: skip
     count, siblings, text = proposal.count[row], proposal.siblings, tuple(state.texts[row])
     block = None if probs_BWV is None else block_of(proposal, probs_BWV)
+    logit_WV = None if logit_BWV is None else logit_BWV[row]
     numbers = siblings.numbers[row] if siblings else [CHAIN] * (count + 1)
-    columns = [column for column, number in enumerate(numbers) if number == CHAIN]
-    max_siblings, each = (siblings.most, siblings.each[row]) if siblings else (0, 0)
-    token_KS = siblings.token_BKS[row].tolist() if siblings else []
 
     def behind(i: int, j: int) -> Round:
-        branches, number = block.branches if block else None, max_siblings * i + j
+        """The position after sibling j of draft i."""
+        assert siblings is not None
+        branches, column = block.branches if block else None, numbers.index(siblings.most * i + j)
         return Round(
             prompt_length=state.prompt_lengths[row],
-            text=(*text, *result.drafted[row][:i], token_KS[i][j]),
+            text=(*text, *result.drafted[row][:i], int(siblings.token_BKS[row, i, j])),
             count=0,
             target_WV=_copied(branches.target_BKSV[row, i] if branches else None, [j]),
             draft_KV=UNKNOWN,
-            logit_WV=_copied(None if logit_BWV is None else logit_BWV[row], [numbers.index(number)]),
+            logit_WV=_copied(logit_WV, [column]),
         )
 
+    each = siblings.each[row] if siblings else 0
     return Round(
         prompt_length=state.prompt_lengths[row],
         text=(*text, *result.drafted[row]),
         count=count,
         target_WV=_copied(block.target_BWV[row] if block else None, range(count + 1)),
         draft_KV=_copied(block.draft_BKV[row] if block else None, range(count)),
-        logit_WV=_copied(None if logit_BWV is None else logit_BWV[row], columns),
-        siblings=tuple(tuple(token_KS[i][:each]) for i in range(count)) if each else (),
-        behind=tuple(tuple(behind(i, j) for j in range(each)) for i in range(count)) if each else (),
+        logit_WV=_copied(logit_WV, [column for column, number in enumerate(numbers) if number == CHAIN]),
+        behind=tuple(behind(i, j) for i in range(count) for j in range(each)),
     )
 
 
@@ -278,33 +269,25 @@ def children(block: DraftBlock) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield left_BKV / torch.where(mass_BK1 > 0, mass_BK1, 1), token_BK, drawn_BK
 
 
-def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int, int]]:
-    """Returns what stands in each row, as the rule counts it, and the token after it.
+def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int, int | None, int]]:
+    """Returns how many drafts stand in each row, the sibling after them, and the token after these.
 
     Calls the functions that law.py has summed, and nothing of how the engine puts them together.
     """
-    if block.branches is None:
+    branches, size, decided = block.branches, 1, []
+    if branches is None:
         outcome_B = rule.accepted(draws.coins(rule.accept_chances(block)))
         probs_BV = rule.correction_probs(block, outcome_B)
     else:
         assert isinstance(rule, TreeRule)
-        chance_BKC = rule.tree_chances(block)
+        chance_BKC, size = rule.tree_chances(block), branches.token_BKS.shape[-1] + 1
         outcome_B = rule.outcome(draws.coins(chance_BKC[..., 0]), draws.side_coins(chance_BKC[..., 1:]))
         probs_BV = rule.probs_after(block, outcome_B)
-    return list(zip(outcome_B.tolist(), draws.token(probs_BV).tolist(), strict=True))
-
-
-def _outcomes(block: DraftBlock, result: RoundResult) -> list[int]:
-    """Returns what the engine kept in each row, as the rule counts it."""
-    if block.branches is None:
-        return result.accepted
-    size, outcomes = block.branches.token_BKS.shape[-1] + 1, []
-    for row, token_KS in enumerate(block.branches.token_BKS.tolist()):
-        accepted, aside = result.accepted[row], result.aside(row)
-        siblings = token_KS[accepted] if accepted < block.k else []
-        place = size - 1 - siblings.index(aside) if aside in siblings else 0
-        outcomes.append(accepted * size + place)
-    return outcomes
+    for row, token in enumerate(draws.token(probs_BV).tolist()):
+        accepted, place = divmod(int(outcome_B[row]), size)
+        aside = int(branches.token_BKS[row, accepted, size - 1 - place]) if branches and place else None
+        decided.append((accepted, aside, token))
+    return decided
 
 
 def check_decisions(seen: Decisions) -> Check:
@@ -327,57 +310,18 @@ def check_decisions(seen: Decisions) -> Check:
 
 
 def check_numbers(seen: Decisions, level: float) -> Check:
-    """Checks that coins are uniform, new, and independent of each other, of drafts and of races, and that no
-    draft was dropped for what it is."""
-    table_NX = np.concatenate(seen.numbers) if seen.numbers else np.empty((0, 0))
-    coin_NX = table_NX[:, LOOKED_AT : 2 * LOOKED_AT]
-    coins = coin_NX[~np.isnan(coin_NX)]
-    repeated = len(coins) - len(np.unique(coins))
-    figures: dict[str, object] = {"coins": len(coins), "coins_repeated": repeated}
-    if not len(coins):
+    """Checks that no coin was drawn before, and that no draft was dropped for what it is."""
+    coins, drafts = len(seen.coins), len(seen.places)
+    repeated = coins - len(set(seen.coins))
+    figures: dict[str, object] = {"coins": coins, "coins_repeated": repeated, "drafts": drafts}
+    if not coins:
         return Check("numbers", Outcome.blind, "no number was drawn", figures)
-    distance, band = uniform_distance(coins.tolist()), uniform_band(len(coins), level / 3)
     gap, explained = 0.0, 1.0
-    if seen.places and not seen.drafted_wrong:  # else the places are those of a choice
-        gap, explained = uniform_distance(seen.places), uniform_band(len(seen.places), level / 3)
-    worst, where = _dependence(table_NX, level / 3)
-    figures |= {
-        "largest_distance": distance,
-        "largest_distance_by_chance": band,
-        "largest_distance_of_drafts": gap,
-        "largest_distance_of_drafts_by_chance": explained,
-        "largest_correlation_over_band": worst,
-        "largest_correlation_of": where,
-    }
-    drawn = f"{repeated} of {len(coins)} acceptance coins were drawn before"
-    uneven = f"acceptance coins are not uniform: {distance:.1%} of {len(coins)} lie elsewhere, "
-    uneven += f"by chance at most {band:.1%} would"
-    depend = f"{where} depend on each other: their correlation is {worst:.1f} times what chance explains"
-    right = f"{len(coins)} coins are uniform within {distance:.1%}, and independent of drafts and races: "
-    right += f"no correlation exceeds {worst:.0%} of its band"
-    chosen = f"drafts were chosen after a look at them: {gap:.1%} of {len(seen.places)} lie elsewhere "
+    if drafts and not seen.drafted_wrong:  # else the places are those of a choice
+        gap, explained = uniform_distance(seen.places), uniform_band(drafts, level)
+    figures |= {"largest_distance_of_drafts": gap, "largest_distance_of_drafts_by_chance": explained}
+    drawn = f"{repeated} of {coins} acceptance coins were drawn before"
+    chosen = f"drafts were chosen after a look at them: {gap:.1%} of {drafts} lie elsewhere "
     chosen += f"in their distributions, by chance at most {explained:.1%} would"
-    faults = [
-        (repeated > REPEATED, drawn),
-        (distance > band, uneven),
-        (gap > explained, chosen),
-        (worst > 1, depend),
-    ]
-    return judged("numbers", faults, right, figures)
-
-
-def _dependence(table_NX: Numbers, level: float) -> tuple[float, str]:
-    """Returns the largest sum of products of two columns over its band, and which columns these are.
-
-    Four times a product of two independent uniforms, each less a half, is in -1..1, with variance 1/9.
-    """
-    there_NX = ~np.isnan(table_NX)
-    centred_NX = np.where(there_NX, table_NX - 0.5, 0)
-    product_XX = 4 * np.abs(centred_NX.T @ centred_NX)
-    count_XX = there_NX.T.astype(np.float64) @ there_NX
-    pairs = np.argwhere(np.triu(count_XX, 1) > 0)
-    over = [product_XX[i, j] / sum_band(count_XX[i, j] / 9, level / len(pairs)) for i, j in pairs]
-    worst = int(np.argmax(over))
-    kinds = "draft", "coin", "clock"
-    names = [f"{kinds[column // LOOKED_AT]} {column % LOOKED_AT + 1}" for column in pairs[worst]]
-    return float(over[worst]), " and ".join(names)
+    right = f"{coins} coins are new, and {drafts} drafts lie evenly in their distributions within {gap:.1%}"
+    return judged("numbers", [(repeated > REPEATED, drawn), (gap > explained, chosen)], right, figures)

@@ -44,20 +44,6 @@ class Finding(Enum):
 
 
 @dataclass(frozen=True)
-class Band:
-    """How far rounding moves a logit: `narrow`, between single tokens and blocks of `width`."""
-
-    width: int
-    positions: int
-    narrow: float
-
-    @property
-    def epsilon(self) -> float:
-        """Two tokens this close may trade places between plain decoding and verification."""
-        return 2 * self.narrow
-
-
-@dataclass(frozen=True)
 class TextReport:
     """One prompt's finding, and its evidence.
 
@@ -73,10 +59,16 @@ class TextReport:
 
 @dataclass(frozen=True)
 class GreedyReport:
-    """All prompts' findings."""
+    """All prompts' findings, and how far rounding moves a logit between single tokens and blocks."""
 
-    band: Band
+    band: float
+    positions: int
     texts: tuple[TextReport, ...]
+
+    @property
+    def epsilon(self) -> float:
+        """Two tokens this close may trade places between plain decoding and verification."""
+        return 2 * self.band
 
     @property
     def verdict(self) -> Finding:
@@ -105,11 +97,9 @@ def check_greedy_texts(
     counts = {finding: report.count(finding) for finding in Finding}
     figures = {
         "texts": len(prompts),
-        "texts_equal": counts[Finding.equal],
-        "texts_near_tie": counts[Finding.near_tie],
-        "texts_unexplained": counts[Finding.unexplained],
-        "rounding_band_logit": report.band.narrow,
-        "positions_of_band": report.band.positions,
+        **{f"texts_{finding.name}": count for finding, count in counts.items()},
+        "rounding_band_logit": report.band,
+        "positions_of_band": report.positions,
     }
     said = ", ".join(f"{count} {finding.name.replace('_', ' ')}" for finding, count in counts.items())
     outcome = Outcome.failed if report.verdict is Finding.unexplained else Outcome.passed
@@ -143,7 +133,7 @@ def check_greedy(
             moved += [float((block_WV - singly_WV).abs().max()) for block_WV in block_2WV]
             positions += len(singly_WV)
         singly += ways[0]
-    band = Band(k + 1, positions, largest_of(moved))
+    band = largest_of(moved)
     reports = []
     for row, (ours, theirs) in enumerate(zip(speculative, plain, strict=True)):
         fork, margins = first_difference(theirs, ours), []
@@ -154,7 +144,7 @@ def check_greedy(
         if fork == min(len(ours), len(theirs)):
             margins.append(math.inf)
         reports.append(TextReport(fork, margins, finding_of(fork, margins, band)))
-    return GreedyReport(band, tuple(reports))
+    return GreedyReport(band, positions, tuple(reports))
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -162,8 +152,8 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((at for at, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
-def finding_of(fork: int | None, margins: list[float], band: Band) -> Finding:
+def finding_of(fork: int | None, margins: list[float], band: float) -> Finding:
     """Says what a fork and margins amount to under a band. NaN is within no band."""
-    if not math.isfinite(band.narrow) or not all(margin <= band.epsilon for margin in margins):
+    if not math.isfinite(band) or not all(margin <= 2 * band for margin in margins):
         return Finding.unexplained
     return Finding.equal if fork is None else Finding.near_tie

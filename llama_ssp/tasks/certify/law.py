@@ -22,8 +22,8 @@ probabilities are what the sampling controls make of the logits.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
 from typing import TypeVar
@@ -52,17 +52,16 @@ MAX_NOISE = 0.2
 SAFETY = 2.0
 MULTIPLE = 3.0  # of the passes' usual difference that is still rounding
 PART_OF_LARGEST = 0.25  # passes may be equal, bit by bit, at most positions: so much is rounding everywhere
-QUANTILES = (0.5, 0.75)  # of the positions: where "usual" is looked at
+QUANTILE = 0.75  # of the positions: where "usual" is looked at
 
 
 def check_law(
-    model: Model | None, error: Callable[[Round, int], float | None], rounds: Sequence[Round],
-    behind: Sequence[Round], temperature: float, vocab: int, rows: int, chunk: int, leads: bool,
+    model: Model | None, rule: Rule, rounds: Sequence[Round], behind: Sequence[Round], temperature: float,
+    vocab: int, rows: int, chunk: int, leads: bool,
 ) -> Check | None:  # fmt: skip
-    """Makes both comparisons at the positions of the rounds, and of those behind siblings.
+    """Makes both comparisons at the positions of the rounds, and the second at those behind siblings.
 
-    `error` sums at a position of a round. Every rank takes part in the passes; None on ranks that do not
-    judge.
+    Every rank takes part in the passes; None on ranks that do not judge.
     """
     if not rounds:
         return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
@@ -74,18 +73,18 @@ def check_law(
         return None
     noise, departures = compared(positions, own, temperature or 1.0, vocab)
     if behind:  # a pass with siblings has a mask, and may take another kernel of attention
-        noise = Noise(noise.largest, (noise.largest,) * len(QUANTILES))
+        noise = replace(noise, usual=noise.largest)
     places = spread([(seen, at) for seen in rounds for at in range(seen.count + 1)], 2 * len(rounds))
-    errors = [error(*place) for place in places]
+    errors = [rule_error(rule, *place) for place in places]
     return judge(noise, departures, [one for one in errors if one is not None])
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Total variation between regular passes: the largest, and at the QUANTILES of the positions."""
+    """Total variation between regular passes: the largest, and at QUANTILE of the positions."""
 
     largest: float
-    usual: tuple[float, ...] = (0.0,) * len(QUANTILES)
+    usual: float = 0.0
 
     @property
     def tolerance(self) -> float:
@@ -93,10 +92,9 @@ class Noise:
         return max(SAFETY * self.largest, 1e-6)
 
     def exceeded_by(self, departures: Sequence[float]) -> bool:
-        """Whether most recorded distributions differ by a multiple of what regular passes differ by."""
-        least = max(PART_OF_LARGEST * self.largest, 1e-6)
-        pairs = zip(np.quantile(departures, QUANTILES).tolist(), self.usual, strict=True)
-        return any(difference > MULTIPLE * usual + least for difference, usual in pairs)
+        """Whether many recorded distributions differ by a multiple of what regular passes differ by."""
+        difference = float(np.quantile(departures, QUANTILE)) if departures else 0.0
+        return difference > MULTIPLE * self.usual + max(PART_OF_LARGEST * self.largest, 1e-6)
 
 
 def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) -> Check:
@@ -104,15 +102,14 @@ def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) ->
     wrong = sum(not error <= RULE_TOLERANCE for error in errors)
     astray = sum(not difference <= noise.tolerance for difference in departures)
     by_rule, largest = max(errors, default=0.0), largest_of([0.0, *departures])
-    usual = float(np.median(departures)) if departures else 0.0
+    usual = float(np.quantile(departures, QUANTILE)) if departures else 0.0
     figures = {
         "positions": len(departures),
         "positions_astray": astray,
         "largest_total_variation": largest,
-        "median_total_variation": usual,
+        "usual_total_variation": usual,
         "rounding_total_variation": noise.largest,
-        "rounding_median_total_variation": noise.usual[0],
-        "rounding_tolerance_total_variation": noise.tolerance,
+        "rounding_usual_total_variation": noise.usual,
         "positions_rule": len(errors),
         "positions_rule_wrong": wrong,
         "largest_total_variation_rule": by_rule,
@@ -122,12 +119,12 @@ def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) ->
     others = "verification used distributions other than the target's"
     some = f"{others} at {astray} of {len(departures)} positions: total variation {largest:.2g} at worst, "
     some += f"where rounding explains {noise.tolerance:.2g}"
-    most = f"{others}: total variation {usual:.2g} at half of the {len(departures)} positions, "
-    most += f"where regular passes differ by {noise.usual[0]:.2g}"
+    most = f"{others}: total variation of {usual:.2g} and more at a quarter of {len(departures)} positions, "
+    most += f"where regular passes differ by {noise.usual:.2g}"
     right = f"verification commits the distribution it is given within {by_rule:.1g}, and that is "
     right += f"the target's own within {largest:.2g} at {len(departures)} positions "
     right += f"(rounding: {noise.largest:.2g})"
-    faults = [(wrong, by), (astray, some), (noise.exceeded_by(departures or [0.0]), most)]
+    faults = [(wrong, by), (astray, some), (noise.exceeded_by(departures), most)]
     check = judged("law", faults, right, figures)
     if check.outcome is Outcome.failed or noise.largest <= MAX_NOISE:
         return check
@@ -171,7 +168,7 @@ def compared(
         departures += (probs(seen.logit_WV) - own_WV).abs().sum(-1).div(2).tolist()
         for one_WV, other_WV in combinations([own_WV, *others], 2):
             noise += (one_WV - other_WV).abs().sum(-1).div(2).tolist()
-    return Noise(largest_of([0.0, *noise]), tuple(np.quantile(noise, QUANTILES).tolist())), departures
+    return Noise(largest_of([0.0, *noise]), float(np.quantile(noise, QUANTILE))), departures
 
 
 def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
@@ -182,64 +179,37 @@ def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
     block that ends here and a longer one.
     """
     target_V = seen.target_WV[at]
-    reach = _reach(rule, seen, at)
+    before = _block(seen, torch.tensor(seen.drafted[:at], dtype=torch.int64)[None], at)
+    reach = float(_stand_chances(rule, rule.accept_chances(before))[0, at]) if at else 1.0
     if reach <= 0:
         return None
     if at == seen.count:
-        block = _block(seen, torch.tensor(seen.drafted)[None], at)
-        probs_V = rule.correction_probs(block, torch.tensor([at]))[0]
+        probs_V = rule.correction_probs(before, torch.tensor([at]))[0]
         return float((probs_V - target_V).abs().sum()) / 2
     draft_V = seen.draft_KV[at]
-    tried = likeliest(draft_V)
+    tried = _likeliest(draft_V)
     kept_V, corrected_V = torch.zeros_like(target_V), torch.zeros_like(target_V)
     for part in torch.split(tried, max(1, CELLS // len(target_V))):
-        drafted = torch.tensor(seen.drafted[:at], dtype=torch.int64).expand(len(part), at)
-        block = _block(seen, torch.cat([drafted, part[:, None]], 1), at + 1)
+        drafted_EK = torch.cat([before.drafted_BK.expand(len(part), at), part[:, None]], 1)
+        block = _block(seen, drafted_EK, at + 1)
         chance_EN = _stand_chances(rule, rule.accept_chances(block))
         correction_EV = rule.correction_probs(block, torch.full((len(part),), at))
         kept_V[part] = draft_V[part] * chance_EN[:, at + 1]
         corrected_V += (draft_V[part] * chance_EN[:, at]) @ correction_EV
-    rest_V = draft_V.index_fill(0, tried, 0)
-    return missed(kept_V, corrected_V, reach * target_V, rest_V)
-
-
-def missed(kept_V: Tensor, corrected_V: Tensor, due_V: Tensor, rest_V: Tensor) -> float:
-    """Returns by how much the equation is missed, whatever the tokens of `rest_V`, not tried, would add.
-
-    They add to no token less than nothing, and to all of them together at most their share of the draft's.
-    """
-    lacking_V = due_V - kept_V - corrected_V
+    # What was not tried adds to no token less than nothing, and to all at most its share of the draft's.
+    lacking_V = reach * target_V - kept_V - corrected_V
     lacking, too_much = float(lacking_V.sum()), float(-lacking_V.clamp(max=0).sum())
-    return max(too_much, lacking - float(rest_V.sum()))
-
-
-def _reach(rule: Rule, seen: Round, count: int) -> float:
-    """Returns the chance, given the round's first `count` drafts, that all of them stand."""
-    if not count:
-        return 1.0
-    block = _block(seen, torch.tensor(seen.drafted[:count])[None], count)
-    return float(_stand_chances(rule, rule.accept_chances(block))[0, count])
+    return max(too_much, lacking - float(draft_V.index_fill(0, tried, 0).sum()))
 
 
 def _stand_chances(rule: Rule, chance_EK: Tensor) -> Tensor:
-    """Sums over all outcomes of the draws: the chance in each row that n = 0..K drafts stand, (E, K+1).
-
-    All draws but the last have the same chances in every row, so outcomes are weighted once.
-    """
+    """Sums over all outcomes of the draws: the chance in each row that n = 0..K drafts stand, (E, K+1)."""
     rows, k = chance_EK.shape
-    if rows > 1 and not torch.equal(chance_EK[:, :-1], chance_EK[:1, :-1].expand(rows, k - 1)):
-        return torch.cat([_stand_chances(rule, one[None]) for one in chance_EK])
     outcome_OK = (torch.arange(2**k)[:, None] >> torch.arange(k)) & 1 == 1
-    earlier_O = torch.where(outcome_OK[:, :-1], chance_EK[0, :-1], 1 - chance_EK[0, :-1]).prod(1)
-    length_O = rule.accepted(outcome_OK)
-    chance_stand_EN = torch.zeros(rows, k + 1, dtype=chance_EK.dtype)
-    for passed in (True, False):
-        mine_O = outcome_OK[:, -1] == passed
-        weight_N = torch.zeros(k + 1, dtype=chance_EK.dtype)
-        weight_N.scatter_add_(0, length_O[mine_O], earlier_O[mine_O])
-        last_E = chance_EK[:, -1] if passed else 1 - chance_EK[:, -1]
-        chance_stand_EN += last_E[:, None] * weight_N
-    return chance_stand_EN
+    weight_EO = torch.ones(rows, 1, dtype=chance_EK.dtype)
+    for chance_E1 in chance_EK.T[..., None]:  # outcomes without this draw, then those with it
+        weight_EO = torch.cat([weight_EO * (1 - chance_E1), weight_EO * chance_E1], 1)
+    return weight_EO.new_zeros(rows, k + 1).index_add_(1, rule.accepted(outcome_OK), weight_EO)
 
 
 def _block(seen: Round, drafted_EK: Tensor, count: int) -> DraftBlock:
@@ -252,7 +222,7 @@ def _block(seen: Round, drafted_EK: Tensor, count: int) -> DraftBlock:
     )
 
 
-def likeliest(draft_V: Tensor) -> Tensor:
+def _likeliest(draft_V: Tensor) -> Tensor:
     """Returns the fewest tokens that leave out no more than REST of the distribution, MAX_TRIED at most."""
     down = draft_V.sort(descending=True)
     needed = int((down.values.cumsum(0) < 1 - REST).sum()) + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,37 +18,26 @@ from llama_ssp.report.task_tables import check_row
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import Rule, TreeRule
 from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions, check_numbers
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
-from llama_ssp.tasks.certify.law import check_law, rule_error
-from llama_ssp.tasks.certify.samples import (
-    ROUNDS,
-    EngineSampler,
-    KeepsEveryDraft,
-    check_first,
-    check_samples,
-    first_tokens,
-)
-from llama_ssp.tasks.certify.trees import tree_error
+from llama_ssp.tasks.certify.law import check_law
+from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, check_samples
 from llama_ssp.tasks.certify.verdict import DIFFERENT, Check, sentence, verdict
 from llama_ssp.tasks.common import Task, longest
 
 log = logging.getLogger(__name__)
 
 WRONG = KeepsEveryDraft()  # the negative control
-RANDOM_CHECKS = 3  # numbers, first token and two samples share the false-alarm rate
+RANDOM_CHECKS = 2  # numbers and two samples share the false-alarm rate
 COARSE = 0.25  # texts that can only show a larger difference than this are announced as too few
 
 
 class CertifyTask(Task[CertifyConf]):
     """Makes every check on the run's pair, and says what they find together."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._finished = False
-        self._texts: list[Prompt] = []
+    _finished = False
+    _texts: Sequence[Prompt] = ()
 
     def run(self) -> str:
         task, run = self._task, self._run
@@ -93,15 +82,19 @@ class CertifyTask(Task[CertifyConf]):
         total = len(long_texts) + count * (2 + (0 if greedy_only else 3 * task.samples) + greedy_only)
         watch = Watch(Decisions(rule, seed), task.law_rounds)
         with Progress("certify", total, "texts") as progress:
-            make = partial(self._sampler, pair, progress.advance)
+
+            def make(name: str, run: RunConf, rule: Any = None, watch: Any = None) -> EngineSampler:
+                engine, lookahead = pair.engine(seed, run, rule=rule), partial(lookahead_for, run)
+                given = engine, lookahead, pair.end_ids, task.batch_size, progress.advance, watch
+                return EngineSampler(name, *given)
+
             subject = make("speculative", run, watch=watch)
             subject.texts(long_texts, task.law_tokens)
             watch.room = 0
             rounds, behind = watch.rounds, watch.behind
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
-            error = partial(tree_error, rule) if isinstance(rule, TreeRule) else partial(rule_error, rule)
             heat, rows, chunk = run.sampling.temperature, task.batch_size, task.prefill_chunk
-            self._add(check_law(target, error, rounds, behind, heat, vocab, rows, chunk, leads))
+            self._add(check_law(target, rule, rounds, behind, heat, vocab, rows, chunk, leads))
             if leads:
                 transform = SamplingTransform(run.sampling, ends, vocab)
                 self._add(check_filters([*rounds, *behind], transform))
@@ -111,11 +104,7 @@ class CertifyTask(Task[CertifyConf]):
                 self._measure(pair, others[0], regular(run))
                 del others
             if isinstance(subject.engine, Engine):
-                watch.decisions.by_drafter = False
-                decided = ROUNDS * count * (1 if greedy_only else task.samples)
-                first = first_tokens(subject.engine, rounds, seed, decided, rows)
                 self._add(check_decisions(watch.decisions), check_numbers(watch.decisions, level))
-                self._add(check_first(first, level))
             del subject  # and with it its caches
             self._add(*drawn)
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
@@ -133,17 +122,8 @@ class CertifyTask(Task[CertifyConf]):
         least = math.sqrt(math.log(2 / level) / texts)
         if least > COARSE:
             enough = math.ceil(math.log(2 / level) / COARSE**2 / len(self._texts))
-            log.warning(
-                "%d texts of each kind show only differences of %.0f %% and more; task.samples=%d: %.0f %%",
-                texts, 100 * min(least, 1), enough, 100 * COARSE,
-            )  # fmt: skip
-
-    def _sampler(
-        self, pair: PairSession, advance: Callable[[int], None], name: str, run: RunConf,
-        rule: Rule | None = None, watch: Watch | None = None,
-    ) -> EngineSampler:  # fmt: skip
-        engine, lookahead = pair.engine(self._inputs.seed, run, rule=rule), partial(lookahead_for, run)
-        return EngineSampler(name, engine, lookahead, pair.end_ids, self._task.batch_size, advance, watch)
+            what = "%d texts of each kind show only differences of %.0f %% and more; task.samples=%d: %.0f %%"
+            log.warning(what, texts, 100 * min(least, 1), enough, 100 * COARSE)
 
     def _measure(self, pair: PairSession, sampler: EngineSampler, run: RunConf) -> None:
         """Of a sampler that uses the certified rule and is not watched, as watching takes time."""

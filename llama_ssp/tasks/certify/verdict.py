@@ -9,12 +9,11 @@ from typing import Any
 
 
 class Outcome(Enum):
-    """What one check says. `blind` could not have seen a fault, `skipped` does not apply."""
+    """What one check says. `blind` could not have seen a fault."""
 
     passed = "passed"
     failed = "failed"
     blind = "blind"
-    skipped = "skipped"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"
 
 def verdict(checks: Sequence[Check]) -> str:
     """Returns the verdict: one failure decides; what no check could have seen, none has excluded."""
-    outcomes = {check.outcome for check in checks} - {Outcome.skipped}
+    outcomes = {check.outcome for check in checks}
     if Outcome.failed in outcomes:
         return DIFFERENT
     return SAME if outcomes == {Outcome.passed} else INCONCLUSIVE
