@@ -196,15 +196,10 @@ def bars(lengths: list[int]) -> str:
     return "  ".join(f"{n}{BARS[height]}{lengths[n]}" for n, height in enumerate(heights))
 
 
-def style_of(origin: str, is_plain: bool) -> str:
-    """Returns how a token is drawn; `is_plain` without colours."""
-    return STYLES.get(origin, ("", ""))[is_plain]
-
-
 def _body(track: Track, is_plain: bool) -> Text:
     body = Text()
     for text, origin in track.pieces():
-        body.append(visible(text), style_of(origin, is_plain))
+        body.append(visible(text), STYLES[origin][is_plain])
     return body
 
 
@@ -220,11 +215,11 @@ def _pane(track: Track, body: Text, height: int, width: int) -> Panel:
 
 def _legend(tracks: tuple[Track, ...], is_plain: bool) -> Text:
     """Returns what the marks mean; siblings only where there are some."""
-    has_siblings = any(origin == "sibling" for track in tracks for _, origin in track.pieces())
+    shown = {origin for track in tracks for _, origin in track.pieces()}
     marks = list[Text]()
-    for origin in STYLES:
-        meaning, style = LEGEND.get(origin, origin), style_of(origin, is_plain)
-        if origin != "sibling" or has_siblings:
+    for origin, styles in STYLES.items():
+        if origin != "sibling" or origin in shown:
+            meaning, style = LEGEND.get(origin, origin), styles[is_plain]
             marks.append(Text(meaning, style) if is_plain else Text("■ ", style).append(meaning, "dim"))
     return Text("  ", no_wrap=True, overflow="ellipsis").join(marks)
 
@@ -235,12 +230,12 @@ def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
     accepted, origin = record["accepted"], record["last_origin"]
     for number, text in enumerate(record["drafted_text"]):
         is_kept = number < accepted
-        word, style = (f"{text!r}", style_of("drafted", is_plain)) if is_kept else (f"~{text!r}~", REJECTED)
+        word, style = (f"{text!r}", STYLES["drafted"][is_plain]) if is_kept else (f"~{text!r}~", REJECTED)
         line.append(word, style).append(" ")
         if number < len(record["siblings_text"]) and (siblings := record["siblings_text"][number]):
             line.append(f"[{' '.join(map(repr, siblings))}] ", "dim")
     line.append(f"({accepted} of {len(record['drafted'])}), " if record["drafted"] else "")
     if record["sibling_text"] is not None:
-        line.append("sibling ").append(repr(record["sibling_text"]), style_of("sibling", is_plain))
+        line.append("sibling ").append(repr(record["sibling_text"]), STYLES["sibling"][is_plain])
         line.append(", ")
-    return line.append(f"{origin} ").append(repr(record["last_text"]), style_of(origin or "", is_plain))
+    return line.append(f"{origin} ").append(repr(record["last_text"]), STYLES.get(origin, ("", ""))[is_plain])

@@ -20,11 +20,10 @@ from llama_ssp.report.plots import svg
 from llama_ssp.report.tables import Column, Row, Table
 from llama_ssp.report.task_tables import items_of, plan_against_actual
 
-USAGE = "llama-ssp report RUN [out=FILE.html]"
-MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the page is its report.html, or out="
+USAGE = "llama-ssp report RUN"
+MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the page is its report.html"
 WHERE_IT_RAN = "out", "output"  # settings that decide nothing
 FIX = "give the folder of a run: outputs/DATE/TIME-TASK"
-MAX_BYTES = 2**28
 VERSIONS = "llama_ssp", "torch", "transformers", "python"
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>$title</title>
@@ -51,11 +50,9 @@ def execute(words: Sequence[str], console: Console) -> int:
     if {"--help", "-h"} & set(words):
         console.show([USAGE, MEANING])
         return OK
-    places = [word for word in words if not word.startswith(("-", "out="))]
-    outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    if len(places) != 1 or any(word.startswith("-") for word in words):
+    if len(words) != 1 or words[0].startswith("-"):
         raise UsageError("name one run", found=" ".join(words) or "nothing", allowed=USAGE)
-    place = home_expanded(places[0])
+    place = home_expanded(words[0])
     folder = (place.parent if place.name == "summary.json" else place).resolve()
     summary = _read(folder / "summary.json", json.loads)
     if not isinstance(summary, dict) or not isinstance(summary.get("task"), str):
@@ -66,8 +63,8 @@ def execute(words: Sequence[str], console: Console) -> int:
     except (LookupError, TypeError, AttributeError) as error:  # another program's summary, or version's
         what, fix = "the summary lacks figures of its task", "read it with the program that wrote it"
         raise DataError(what, folder / "summary.json", first_line(error), fix=fix) from error
-    file = home_expanded(outs[-1]) if outs else folder / "report.html"
-    with writing("report", file, fix="give another place: out=FILE.html"):
+    file = folder / "report.html"
+    with writing("report", file, fix="copy the folder to where you may write"):
         file.write_text(text, encoding="utf-8")
     console.line(str(file))
     return OK
@@ -75,8 +72,6 @@ def execute(words: Sequence[str], console: Console) -> int:
 
 def _read(file: Path, parse: Callable[[str], Any]) -> Any:
     try:
-        if (size := file.stat().st_size) > MAX_BYTES:
-            raise DataError("the file is too large for a run's", file, f"{size} bytes", fix=FIX)
         return parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError("this is not the folder of a run", file.parent, error.strerror, fix=FIX) from None

@@ -50,12 +50,13 @@ def plot(summary: dict[str, Any], name: str | None, folder: Path | None) -> str 
 
     Draws nothing where neither is given or nothing is to be drawn. Raises StorageError.
     """
-    if name is None and (folder is None or find_spec("matplotlib") is None):
-        if folder is not None:
-            log.info("no plot: matplotlib is not installed (pip install matplotlib)")
+    path = home_expanded(name) if name is not None else folder and folder / "plot.svg"
+    if path is None:
+        return None
+    if find_spec("matplotlib") is None:
+        log.info("no plot: matplotlib is not installed (pip install matplotlib)")
         return None
     figure = picture(summary)
-    path = folder / "plot.svg" if name is None and folder else home_expanded(name or "")
     if figure is not None:
         save(figure, path)
     return str(path)

@@ -89,12 +89,6 @@ class RunFolder:
                 self._rounds = self._rounds or (self.path / "rounds.jsonl").open("w", encoding="utf-8")
                 self._rounds.write(json.dumps(record) + "\n")
 
-    def write(self, name: str, text: str) -> None:
-        """Adds a file."""
-        if self.path is not None:
-            with writing("run folder", self.path, FIX):
-                (self.path / name).write_text(text, encoding="utf-8")
-
     def close(self, summary: dict[str, Any]) -> None:
         """Writes the summary whole or not at all, then its tables."""
         if self.path is not None:
@@ -104,8 +98,8 @@ class RunFolder:
                 draft = self.path / "summary.json.part"
                 draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
                 draft.replace(self.path / "summary.json")
-            for name, text in files_of(summary).items():
-                self.write(name, text)
+                for name, text in files_of(summary).items():
+                    (self.path / name).write_text(text, encoding="utf-8")
 
 
 def _new_folder(base: Path, name: str) -> Path:

@@ -16,8 +16,6 @@ from llama_ssp.speculative.draft_length import tokens_per_round
 from llama_ssp.speculative.stats import Counts, ratio
 
 PERCENTILES = (50, 90, 99)
-COUNTED = ("ms_per_token", "prefill_ms", "decode_ms", "tokens_committed", "tokens_drafted", "tokens_accepted",
-           "row_rounds", "acceptance_rate", "tokens_per_target_forward")  # fmt: skip
 SHARES = ("ready_share", "draft_lost")  # of the figures of a draft apart, those that do not add up
 INTERVALS = "medians of {} interleaved repeats, intervals by order statistics"
 
@@ -47,12 +45,6 @@ class Sample:
         spent, tokens = self.by_length.get(prompt_tokens, (0.0, 0))
         self.by_length[prompt_tokens] = (spent + counts.decode_s, tokens + counts.committed.total())
 
-    def row(self) -> dict[str, Any]:
-        """Returns the sample as a line of a table."""
-        counted = self.counts.figures()
-        first = {"time_to_first_token_ms": median(self.first_token_ms)}
-        return {**first, **{name: counted[name] for name in COUNTED}}
-
 
 @dataclass
 class Record:
@@ -67,12 +59,14 @@ class Record:
         """Returns the figures under the names of the JSON interface; none before the first turn has ended."""
         if not self.samples:
             return {}
+        by_repeat = [sample.ms_per_token for sample in self.samples]
         waits = [ms for sample in self.samples for ms in sample.inter_token_ms]
         inter_token = percentiles(waits, PERCENTILES)
         firsts = [median(sample.first_token_ms) for sample in self.samples]
         return {
-            **interval("ms_per_token", [sample.ms_per_token for sample in self.samples]),
-            **interval("tokens_per_s", [1000 / sample.ms_per_token for sample in self.samples]),
+            **interval("ms_per_token", by_repeat),
+            **interval("tokens_per_s", [1000 / ms for ms in by_repeat]),
+            "ms_per_token_by_repeat": by_repeat,
             **interval("time_to_first_token_ms", firsts),
             **{f"inter_token_ms_p{n}": value for n, value in zip(PERCENTILES, inter_token, strict=True)},
             "by_prompt_length": self._by_length(),
@@ -100,15 +94,19 @@ class Speeds:
     draft: Record | None
     pair: list[Record]
 
-    @property
-    def records(self) -> list[Record]:
-        return [self.target, *([self.draft] if self.draft else []), *self.pair]
-
     def figures(self) -> dict[str, Any]:
         """Returns the figures of all, right at any moment."""
         cost = self._within(self.draft, self.target) if self.draft else []
         cost_ratio, alpha = (median(cost) if cost else None), self._alpha()
-        pair = [self._of_pair(record, alpha, cost_ratio) for record in self.pair]
+        pair = [
+            {
+                "k": record.k,
+                **interval("speedup", self._within(self.target, record)),
+                "predicted_speedup": predicted(alpha, cost_ratio, record.k),
+                **record.figures(),
+            }
+            for record in self.pair
+        ]
         best = max(pair, key=lambda row: row["speedup"] or 0.0, default=None)
         repeats = len(self.target.samples)
         return {
@@ -120,14 +118,6 @@ class Speeds:
             "best": {name: best[name] for name in ("k", "speedup")} if best and best["speedup"] else None,
             "interval": INTERVALS.format(repeats) if repeats > 1 else "one repeat: there are no intervals",
             "interval_coverage": median_coverage(repeats) if repeats else None,
-        }
-
-    def _of_pair(self, record: Record, alpha: float | None, cost_ratio: float | None) -> dict[str, Any]:
-        return {
-            "k": record.k,
-            **interval("speedup", self._within(self.target, record)),
-            "predicted_speedup": predicted(alpha, cost_ratio, record.k),
-            **record.figures(),
         }
 
     @staticmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llama_ssp.report.speed_stats import Record
 from llama_ssp.report.tables import Column, Items, Row, Table
 
 FIRST = Column("contender", "", is_text=True)
@@ -46,9 +45,6 @@ def speeds(summary: Row) -> Items:
     else:
         items.append(_split(rows))
     items.append(_positions(rows))
-    for name, row in rows:
-        if (apart := row["overlap"]) is not None:
-            items += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
     return [*items, "", *_notes(summary)]
 
 
@@ -95,29 +91,19 @@ def _categories(pairs: list[tuple[str, Row]]) -> Items:
     return [Table("categories", [*CATEGORIES, *places], rows, "by category"), explained]
 
 
-def repeats_csv(records: list[tuple[str, Record]]) -> str:
-    """Returns a line for each pair, contender and repeat of task=measure, for other statistics."""
-    rows = [
-        {"pair": pair, "contender": record.name, "k": record.k, "repeat": repeat, **sample.row()}
-        for pair, record in records
-        for repeat, sample in enumerate(record.samples)
-    ]
-    return Table("repeats", [Column(key) for key in rows[0]], rows).csv()
-
-
 def _k(row: Row) -> str:
     return "adaptive" if row["k"] is None else str(row["k"])
 
 
 def _split(rows: list[tuple[str, Row]]) -> Table:
-    split = {name: parts for name, row in rows if (parts := row["time_split_ms_per_token"])}
-    body = [{"contender": name, **parts, "sum": sum(parts.values())} for name, parts in split.items()]
+    split = [(name, parts) for name, row in rows if (parts := row["time_split_ms_per_token"])]
+    body = [{"contender": name, **parts, "sum": sum(parts.values())} for name, parts in split]
     return _wide("time_split", "where the time goes, ms/token", body, "(not measured)")
 
 
 def _positions(rows: list[tuple[str, Row]]) -> Table:
-    accepted = {name: rates for name, row in rows if (rates := row["acceptance_by_position"])}
-    body = [{"contender": name, **_by_position(rates)} for name, rates in accepted.items()]
+    accepted = [(name, rates) for name, row in rows if (rates := row["acceptance_by_position"])]
+    body = [{"contender": name, **_by_position(rates)} for name, rates in accepted]
     title = "accepted of the drafts at each position"
     return _wide("acceptance_by_position", title, body, "(nothing was drafted)")
 
@@ -131,17 +117,6 @@ def _wide(name: str, title: str, rows: list[Row], empty: str = "") -> Table:
     keys = list(dict.fromkeys(key for row in rows for key in row))[1:]
     columns = [Column(key, optional=int(key) - 1 if key.isdecimal() else 0) for key in keys]
     return Table(name, [FIRST, *columns], rows, title, empty)
-
-
-def _apart(apart: Row, tokens: int) -> str:
-    """What came of a draft on ranks of its own."""
-    ready = "-" if apart["ready_share"] is None else f"{apart['ready_share']:.0%}"
-    return (
-        f"drafts were ready in {ready} of rounds; of {apart['tokens_drafted_ahead']} drafted ahead "
-        f"{apart['tokens_drafted_ahead_wasted']} unused; "
-        f"the target waited {apart['leader_waited_ms'] / tokens:.2f} ms/token, "
-        f"the draft {apart['draft_waited_ms'] / tokens:.2f}"
-    )
 
 
 def _notes(found: Row) -> Iterator[str]:

@@ -17,7 +17,6 @@ from rich.text import Text
 Row = dict[str, Any]
 MIB = 2**20
 ANY_WIDTH = 100_000
-MOST_HTML = 40  # rows of a table on a page
 NONE = "-"  # a cell without a value
 GAP = 2  # columns between two columns of a table
 
@@ -119,10 +118,8 @@ class Table:
         heads = "".join(f"<th{_kind(column)}>{escape(column.head)}</th>" for column in self.columns)
         rows = [
             "".join(f"<td{_kind(column)}>{escape(column.cell(row))}</td>" for column in self.columns)
-            for row in self.rows[:MOST_HTML]
+            for row in self.rows
         ]
-        if (rest := len(self.rows) - MOST_HTML) > 0:
-            rows.append(f'<td colspan="{len(self.columns)}">and {rest} more in {self.name}.csv</td>')
         title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         body = "".join(f"<tr>{row}</tr>\n" for row in rows)
         return f"<table>{title}<thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>\n"

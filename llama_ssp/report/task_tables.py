@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from llama_ssp.report.speed_tables import speeds
@@ -95,14 +94,9 @@ def checks(summary: Row) -> Items:
     return [Table("checks", CHECKS, summary["checks"]), *filter(None, [summary["says"]])]
 
 
-def check_row(name: str, outcome: str, says: str) -> RichTable:
-    """Returns a check of task=certify as it ends: what it says stays in its column."""
-    row = RichTable.grid(padding=(0, 2, 0, 0))
-    row.add_column(justify="right", width=16, no_wrap=True)
-    row.add_column(width=7, no_wrap=True)
-    row.add_column()
-    row.add_row(Text(name), Text(outcome, OUTCOMES.get(outcome, "")), Text(says))
-    return row
+def check_row(name: str, outcome: str, says: str) -> Text:
+    """Returns a check of task=certify as it ends."""
+    return Text.assemble(f"{name:>16}  ", (f"{outcome:7}", OUTCOMES.get(outcome, "")), f"  {says}")
 
 
 def plans(summary: Row) -> Items:

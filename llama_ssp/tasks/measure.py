@@ -14,7 +14,7 @@ from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.batches import usable
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.report.speed_tables import repeats_csv, speeds
+from llama_ssp.report.speed_tables import speeds
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.measured_pair import MeasuredPair, PromptBatch
 from llama_ssp.tasks.profiling import Stopwatch, timed_ranks
@@ -82,9 +82,5 @@ class MeasureTask(Task[MeasureConf]):
         if not self.has_output() or not self._ranks.is_leader:
             return
         self._print(speeds(self.figures()))
-        records = [
-            (one.name, contender.record) for one in self._measured_pairs for contender in one.contenders
-        ]
-        self._folder.write("repeats.csv", repeats_csv(records))
         if not self._task.pairs:
             self._draw(self._task.plot)
