@@ -23,6 +23,7 @@ from llama_ssp.report.task_tables import items_of, plan_against_actual
 USAGE = "llama-ssp report RUN"
 MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the page is its report.html"
 WHERE_IT_RAN = "out", "output"  # settings that decide nothing
+CHANGED = "Settings that differ from the defaults"
 FIX = "give the folder of a run: outputs/DATE/TIME-TASK"
 VERSIONS = "llama_ssp", "torch", "transformers", "python"
 PAGE = Template("""<!doctype html>
@@ -93,11 +94,7 @@ def page(folder: Path, summary: Row, settings: Row) -> str:
     facts = [{"key": name, "value": fact} for name, fact in _facts(folder, summary) if fact]
     drawn, compared = svg(summary), plan_against_actual(summary)
     sections = [
-        _html(
-            Table(
-                "changed", [key, value, default], changed, "Settings that differ from the defaults", "(none)"
-            )
-        ),
+        _html(Table("changed", [key, value, default], changed, CHANGED, "(none)")),
         _html(Table("run", [key, value], facts, "Run")),
         f"<h2>{escape(folder.name)}</h2>",
         f"<figure>{drawn}</figure>" if drawn else "",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ENDS = "_low", "_high"  # of an interval
 GREY, BLUE = "#8a8f98", "#1f77b4"
 PARTS = {"draft": "#2ca02c", "verify": BLUE, "decide": "#9467bd", "communicate": "#d62728", "host": GREY}
 STYLE: dict[str, Any] = {
@@ -28,8 +29,7 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3,
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
     "figure.constrained_layout.use": True, "savefig.dpi": 200, "svg.fonttype": "none",
-    "svg.hashsalt": "llama-ssp", "pdf.fonttype": 42,
-    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "svg.hashsalt": "llama-ssp", "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "axes.prop_cycle": "cycler('color', ['#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00'])",
 }  # fmt: skip
 
@@ -110,18 +110,15 @@ def picture(summary: dict[str, Any]) -> Figure | None:
 
 
 def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
-    """Draws the share of prompts on which both models still agree after n tokens; a mark where they part."""
+    """Draws the share of prompts on which both models still agree after n tokens."""
     prompts = summary["prompts"]
     lengths = [prompt["agreed_tokens"] for prompt in prompts]
     share = [100 * sum(length >= n for length in lengths) / len(prompts) for n in range(max(lengths) + 2)]
-    parted = [prompt["agreed_tokens"] + 1 for prompt in prompts if prompt["fork"] is not None]
     figure.set_size_inches(7, 4)
     axes = figure.subplots()
-    axes.step(range(len(share)), share, where="post", color=BLUE, label="models agree so far")
-    heights = [share[n] for n in parted]
-    axes.plot(parted, heights, "o", ms=4, color=GREY, label="first mismatch", clip_on=False)
+    axes.step(range(len(share)), share, where="post", color=BLUE)
     axes.set(xlim=(0, len(share) - 1), ylim=(0, 105))
-    axes.set(xlabel="generated tokens, greedy", ylabel="share of prompts, %")
+    axes.set(xlabel="generated tokens, greedy", ylabel="share of prompts that agree so far, %")
     axes.locator_params("x", integer=True)
     return f"n = {len(prompts)} prompts"
 
@@ -166,11 +163,11 @@ def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
         axes.locator_params("x", integer=True)
     for axes in times:
         axes.set_title("where the time goes, ms/token")
-        bottom = dict.fromkeys(split, 0.0)
+        bottom = [0.0] * len(split)
         for part, colour in PARTS.items():
             heights = [parts[part] for parts in split.values()]
-            axes.bar(list(split), heights, 0.6, list(bottom.values()), color=colour, label=part)
-            bottom = {name: bottom[name] + split[name][part] for name in split}
+            axes.bar(list(split), heights, 0.6, bottom, color=colour, label=part)
+            bottom = [sum(both) for both in zip(bottom, heights, strict=True)]
     return f"n = {target['repeats']} repeat{'s' * (target['repeats'] != 1)} of {summary['prompts']} prompts"
 
 
@@ -198,17 +195,16 @@ def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
     return f"planned for {summary['cluster']['name']}, {job['records']} records"
 
 
-PICTURES = {
+PICTURES = {  # of each task, and the key of its summary that it is of
     "measure": (_speeds, "target_alone"), "eval": (_scores, "rows"), "agree": (_agreements, "prompts"),
     "plan": (_nodes, "job"),
 }  # fmt: skip
-"""The picture of each task, and the key of its summary that it is of."""
 
 
 def _intervals(rows: list[dict[str, Any]], name: str, unit: float = 1) -> tuple[Any, Any]:
     """Returns a figure of each row, and how far its interval reaches below and above: nan without one."""
-    import numpy as np
-
-    keys = name, f"{name}_low", f"{name}_high"
-    values, low, high = unit * np.array([[row[key] for key in keys] for row in rows], float).reshape(-1, 3).T
-    return values, np.maximum([values - low, high - values], 0)
+    nan = float("nan")
+    values = [unit * row[name] for row in rows]
+    ends = [[nan if (end := row[f"{name}{side}"]) is None else unit * end for row in rows] for side in ENDS]
+    low, high = ([abs(end - value) for value, end in zip(values, side, strict=True)] for side in ends)
+    return values, [low, high]
