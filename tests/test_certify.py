@@ -37,7 +37,7 @@ from llama_ssp.speculative.verification import (
     TokenRule,
     TreeRule,
 )
-from llama_ssp.tasks.certify.decisions import Decisions, Round, Watch, check_decisions, check_numbers
+from llama_ssp.tasks.certify.decisions import Decisions, Round, Watch, check_decisions
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import MAX_TRIED, check_law, compared, own_logits, rule_error, spread
@@ -122,7 +122,7 @@ def test_there_are_planted_faults() -> None:
 SIBLING_FAULTS = {
     "a sibling is drawn with its draft's number": "decisions",
     "a sibling may be its draft again": "decisions",
-    "an unlikely sibling is dropped": "numbers",
+    "an unlikely sibling is dropped": "decisions",
     "siblings see each other": "law",
     "a sibling sees its draft": "law",
 }
@@ -138,8 +138,7 @@ def test_planted_faults_of_siblings_show(name: str) -> None:
             assert law_check("tree").outcome is Outcome.failed
             return
         seen = watched("tree", texts=120).watch.decisions
-    checks = {"numbers": check_numbers(seen, 1e-3), "decisions": check_decisions(seen)}
-    assert checks[SIBLING_FAULTS[name]].outcome is Outcome.failed
+    assert check_decisions(seen, 1e-3).outcome is Outcome.failed
 
 
 def sampler(
@@ -185,26 +184,23 @@ tree_chances = TreeRule.tree_chances
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "check"), [(mutants._declares_mixture, check_decisions), (mutants._drops_what_it_saw, None)]
-)
-def test_drafts_that_are_not_from_their_laws_show(fault: Any, check: Any) -> None:
+@pytest.mark.parametrize("fault", [mutants._declares_mixture, mutants._drops_what_it_saw])
+def test_drafts_that_are_not_from_their_laws_show(fault: Any) -> None:
     """What was dropped after a look leaves no trace but a gap among the others."""
     with patch.object(drafters.ModelDrafter, "propose", fault):
         seen = watched("block", texts=200, draft=toy(VOCAB, 1, sharpness=3)).watch.decisions
-    assert (check(seen) if check else check_numbers(seen, 1e-3)).outcome is Outcome.failed
-    if check is None:
-        assert check_decisions(seen).outcome is Outcome.passed
+    assert check_decisions(seen, 1e-3).outcome is Outcome.failed
+    if fault is mutants._drops_what_it_saw:
+        assert (seen.drafted_wrong, seen.lengths_wrong, seen.tokens_wrong) == (0, 0, 0)
 
 
 def test_ngram_drafts_are_certain() -> None:
     seen = watched("block", texts=50, draft="ngram").watch.decisions
-    assert (check_decisions(seen).outcome, seen.places) == (Outcome.passed, [])
-    assert check_numbers(seen, SURE).outcome is Outcome.passed
+    assert (check_decisions(seen, SURE).outcome, seen.places) == (Outcome.passed, [])
     assert seen.drafted > 100
     with patch.object(NgramDrafter, "propose", _another_token):
         seen = watched("block", texts=20, draft="ngram").watch.decisions
-    assert check_decisions(seen).outcome is Outcome.failed
+    assert check_decisions(seen, SURE).outcome is Outcome.failed
 
 
 def _another_token(self: Any, state: Any, count: Any) -> Any:
@@ -216,7 +212,7 @@ def _another_token(self: Any, state: Any, count: Any) -> Any:
 
 def test_nothing_drafted_proves_nothing() -> None:
     seen = Decisions(RULES["block"], 0)
-    assert check_decisions(seen).outcome is check_numbers(seen, SURE).outcome is Outcome.blind
+    assert check_decisions(seen, SURE).outcome is Outcome.blind
 
 
 SAMPLINGS = {
@@ -306,8 +302,8 @@ def filter_check(sampling: SamplingConfig) -> Check:
 def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
     """Also with a draft that is the target, where chances are quotients of rounding."""
     decisions = watched(rule, texts=60, draft=toy(VOCAB, draft, sharpness=0.8)).watch.decisions
-    found, numbers = check_decisions(decisions), check_numbers(decisions, SURE)
-    assert found.outcome is numbers.outcome is Outcome.passed, (found.says, numbers.says)
+    found = check_decisions(decisions, SURE)
+    assert found.outcome is Outcome.passed, found.says
     assert found.figures["decisions"] > 300
 
 
@@ -340,7 +336,7 @@ def test_decisions_that_the_rule_does_not_take_show(place: Any, name: str, fault
     """The rule itself is right, so the distribution check sees nothing of this."""
     with patch.object(place, name, fault):
         decisions = watched("tree" if place is TreeRule else "block", texts=50).watch.decisions
-    assert check_decisions(decisions).outcome is Outcome.failed
+    assert check_decisions(decisions, SURE).outcome is Outcome.failed
 
 
 COIN_FAULTS = [fault for fault in certify_faults.FAULTS if fault.attribute in ("slot", "_row")]
@@ -351,16 +347,7 @@ def test_coins_that_are_not_a_rounds_own_show(fault: certify_faults.Fault) -> No
     """Also where few rounds have them."""
     with fault.planted():
         seen = watched("block", texts=400).watch.decisions
-    assert check_decisions(seen).outcome is Outcome.failed
-
-
-def test_numbers_that_were_drawn_before_show() -> None:
-    """Two prompts of one name have one stream."""
-    subject = watched("block")
-    for _ in range(2):
-        subject.texts([Prompt("same", (1, 2))], 30)
-    found = check_numbers(subject.watch.decisions, SURE)
-    assert found.outcome is Outcome.failed and found.figures["coins_repeated"] > 3
+    assert check_decisions(seen, SURE).outcome is Outcome.failed
 
 
 @pytest.mark.parametrize("blunted", certify_faults.BLUNTED, ids=lambda mutant: mutant.name)
@@ -489,7 +476,7 @@ def test_bands_hold() -> None:
 
 SMALL = ("task.samples=8", "task.max_new_tokens=3", "task.law_tokens=6", "task.law_rounds=6",
          "task.greedy_tokens=6", 'task.prompts=["hello there", "def f"]')  # fmt: skip
-BY_ROUNDS = ["law", "filters", "decisions", "numbers"]
+BY_ROUNDS = ["law", "filters", "decisions"]
 CHECKS = [*BY_ROUNDS, "two samples", "negative control", "greedy"]
 
 

@@ -19,7 +19,7 @@ from llama_ssp.models.loader import load
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, Rule, TokenRule
-from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions, check_numbers
+from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.law import check_law
 from llama_ssp.tasks.certify.samples import KeepsEveryDraft, check_samples
@@ -122,7 +122,7 @@ def by_rounds(shipped: Shipped, sampling: SamplingConfig, texts: int) -> dict[st
     subject.texts(prompts_of(shipped, texts // len(SHORT)), 8)
     decisions = subject.watch.decisions
     found = [
-        check_decisions(decisions), check_numbers(decisions, LEVEL),
+        check_decisions(decisions, LEVEL),
         check_filters(subject.watch.rounds, transform_of(shipped, sampling)),
     ]  # fmt: skip
     return {check.name: check.outcome for check in found}

@@ -1,4 +1,1 @@
-"""task=certify: is the output distribution the target's?
-
-Exact where rounds can be watched, statistical where not.
-"""
+"""task=certify: is the output distribution the target's?"""

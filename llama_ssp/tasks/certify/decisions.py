@@ -8,9 +8,9 @@ stream 1 the clocks of the race that draws the token after them. So every fault 
 kept shows: also one that touches few rounds, as thousands are decided again.
 
 Where a number is within rounding of its chance, both outcomes are right. law.py shows that the rule's own
-functions are right, `check_numbers` that no number was used twice and no draft dropped. `Watch` looks at an
-engine's rounds and keeps some, for the other checks; it changes nothing. Probabilities are known on the
-leader alone; which texts were verified, on every rank.
+functions are right. A drafter that drops what it has drawn leaves no wrong draft, but a gap among the places
+of the others in their distributions. `Watch` looks at an engine's rounds and keeps some; it changes nothing.
+Probabilities are known on the leader alone; which texts were verified, on every rank.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 TIE = 1e-9  # a number this close to its chance may pass or not
 ROUNDING = 1e-12  # of a probability; a chance that is a quotient of small differences may move by more
 BITS = 53  # of a number
-REPEATED = 3  # coins that may be drawn twice: of ten million, four are with a chance of 1e-9
 ROUNDS, RACES, SIDES = 0, 1, 3  # streams
 DRAFT, COIN, EACH = 0, 1, 3  # a stream has three numbers a token, of which these two are used
-KEPT = 1_000_000  # coins that are compared
 
 UNKNOWN = torch.empty(0)
 
@@ -90,7 +88,7 @@ def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> 
 
 @dataclass
 class Decisions:
-    """Counts the draws and decisions that are not those of the rule, and keeps the numbers that decided."""
+    """Counts the draws and decisions that are not those of the rule, and keeps the places of drafts."""
 
     rule: Rule
     seed: int
@@ -99,7 +97,6 @@ class Decisions:
     taken: int = 0
     lengths_wrong: int = 0
     tokens_wrong: int = 0
-    coins: list[float] = field(default_factory=list)  # of drafts, accepted or not
     places: list[float] = field(default_factory=list)  # of drafts in their distributions, likeliest first
 
     def see(self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor) -> None:
@@ -115,8 +112,6 @@ class Decisions:
         block = block_of(proposal, probs_BWV)
         self._see_drafts(block, draws, rows)
         self._see_decision(block, draws, rows, result)
-        if len(self.coins) < KEPT:
-            self.coins += draws.coin_BK[rows].flatten().tolist() + draws.side_BKS[rows].flatten().tolist()
 
     def _see_drafts(self, block: DraftBlock, draws: RoundDraws, rows: list[int]) -> None:
         """A draft must be the token in whose part of the cumulated distribution its number lies."""
@@ -126,7 +121,6 @@ class Decisions:
             share_BK = probs_BKV.gather(2, token_BK1)[..., 0]
             number_BK = draws.draft_BKC[..., c]
             right_BK = (number_BK <= end_BK + TIE) & (number_BK >= end_BK - share_BK - TIE) & (share_BK > 0)
-            # A draft that was dropped after a look at it leaves a gap among the places of the others.
             higher_BK, equal_BK = (
                 torch.where(which, probs_BKV, 0).sum(-1)
                 for which in (probs_BKV > share_BK[..., None], probs_BKV == share_BK[..., None])
@@ -290,38 +284,29 @@ def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int
     return decided
 
 
-def check_decisions(seen: Decisions) -> Check:
-    """Checks that every draft and decision is the one that its random numbers give."""
+def check_decisions(seen: Decisions, level: float) -> Check:
+    """Checks that every draft and decision is the one that its random numbers give, and that no draft was
+    dropped after a look at it, which a right drafter seems to do at most at this `level`."""
+    gap, explained = 0.0, 1.0
+    if seen.places and not seen.drafted_wrong:  # else the places are those of a choice
+        gap, explained = uniform_distance(seen.places), uniform_band(len(seen.places), level)
     figures = {
         "decisions": seen.taken,
         "accepted_otherwise": seen.lengths_wrong,
         "tokens_otherwise": seen.tokens_wrong,
         "tokens_drafted": seen.drafted,
         "drafts_otherwise": seen.drafted_wrong,
+        "largest_distance_of_drafts": gap,
+        "largest_distance_of_drafts_by_chance": explained,
     }
     if not seen.drafted:
         return Check("decisions", Outcome.blind, "nothing was drafted", figures)
     drafts = f"{seen.drafted_wrong} of {seen.drafted} drafts are not drawn from their declared distributions"
     fault = f"of {seen.taken} decisions {seen.lengths_wrong} keep other drafts than the rule, "
     fault += f"{seen.tokens_wrong} another token after them"
-    right = f"{seen.drafted} drafts and {seen.taken} decisions are those of their random numbers and the rule"
-    faults = [(seen.drafted_wrong, drafts), (seen.lengths_wrong or seen.tokens_wrong, fault)]
-    return judged("decisions", faults, right, figures)
-
-
-def check_numbers(seen: Decisions, level: float) -> Check:
-    """Checks that no coin was drawn before, and that no draft was dropped for what it is."""
-    coins, drafts = len(seen.coins), len(seen.places)
-    repeated = coins - len(set(seen.coins))
-    figures: dict[str, object] = {"coins": coins, "coins_repeated": repeated, "drafts": drafts}
-    if not coins:
-        return Check("numbers", Outcome.blind, "no number was drawn", figures)
-    gap, explained = 0.0, 1.0
-    if drafts and not seen.drafted_wrong:  # else the places are those of a choice
-        gap, explained = uniform_distance(seen.places), uniform_band(drafts, level)
-    figures |= {"largest_distance_of_drafts": gap, "largest_distance_of_drafts_by_chance": explained}
-    drawn = f"{repeated} of {coins} acceptance coins were drawn before"
-    chosen = f"drafts were chosen after a look at them: {gap:.1%} of {drafts} lie elsewhere "
+    chosen = f"drafts were chosen after a look at them: {gap:.1%} of {len(seen.places)} lie elsewhere "
     chosen += f"in their distributions, by chance at most {explained:.1%} would"
-    right = f"{coins} coins are new, and {drafts} drafts lie evenly in their distributions within {gap:.1%}"
-    return judged("numbers", [(repeated > REPEATED, drawn), (gap > explained, chosen)], right, figures)
+    right = f"{seen.drafted} drafts and {seen.taken} decisions are those of their random numbers and the rule"
+    wrong = seen.lengths_wrong or seen.tokens_wrong
+    faults = [(seen.drafted_wrong, drafts), (wrong, fault), (gap > explained, chosen)]
+    return judged("decisions", faults, right, figures)

@@ -58,7 +58,8 @@ def distance(
         slack = SLACK * max(1.0, float(np.abs(warm[np.isfinite(warm)]).max()))
         best = warm >= warm.max() - slack
         return float(kept.sum() != 1 or not best[kept].all())
-    uncut = softmax(warm / transform.controls.temperature)
+    weight = np.exp((warm - warm.max()) / transform.controls.temperature)
+    uncut = weight / weight.sum()
     if (kept & ~cut(uncut, transform.controls, SLACK, 1 - SLACK)).any():
         return 1.0
     if (cut(uncut, transform.controls, -SLACK, 1 + SLACK) & ~kept & (uncut > TINY)).any():
@@ -71,26 +72,19 @@ def controlled(
     logits: Probs, controls: SamplingConfig, end_ids: Sequence[int], text: Sequence[int], prompt: int
 ) -> Probs:
     """Logits after bias, bans, the minimum length and penalties. The first `prompt` tokens are the prompt."""
-    warm, generated = logits.copy(), text[prompt:]
+    warm, generated, known = logits.copy(), text[prompt:], range(len(logits))
     for token, bias in controls.logit_bias.items():
-        if token < len(warm):
+        if token in known:
             warm[token] += bias
-    banned = [*controls.bad_tokens, *(end_ids if len(generated) < controls.min_new_tokens else ())]
-    for token in banned:
-        if token < len(warm):
-            warm[token] = -np.inf
-    for token in {token for token in text if token < len(warm)}:
+    banned = {*controls.bad_tokens, *(end_ids if len(generated) < controls.min_new_tokens else ())}
+    warm[[token for token in banned if token in known]] = -np.inf
+    for token in {token for token in text if token in known}:
         factor = controls.repetition_penalty
         warm[token] = warm[token] / factor if warm[token] > 0 else warm[token] * factor
     for token, times in Counter(generated).items():
-        if token < len(warm):
+        if token in known:
             warm[token] -= controls.frequency_penalty * times + controls.presence_penalty
     return warm
-
-
-def softmax(warm: Probs) -> Probs:
-    weight = np.exp(warm - warm.max())
-    return np.asarray(weight / weight.sum())
 
 
 def cut(probs: Probs, controls: SamplingConfig, shift: float, factor: float) -> NDArray[np.bool_]:

@@ -23,14 +23,15 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import zip_longest
 
+import numpy as np
 from torch import Tensor
 
 from llama_ssp.config import CertifyConf
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify.law import fed, largest_of
+from llama_ssp.tasks.certify.law import fed
 from llama_ssp.tasks.certify.samples import Sampler
-from llama_ssp.tasks.certify.verdict import Check, Outcome, control
+from llama_ssp.tasks.certify.verdict import Check, control, judged
 
 Texts = Sequence[Sequence[int]]
 
@@ -102,8 +103,8 @@ def check_greedy_texts(
         "positions_of_band": report.positions,
     }
     said = ", ".join(f"{count} {finding.name.replace('_', ' ')}" for finding, count in counts.items())
-    outcome = Outcome.failed if report.verdict is Finding.unexplained else Outcome.passed
-    checks = [Check("greedy", outcome, f"of {len(prompts)} greedy texts: {said}", figures)]
+    says = f"of {len(prompts)} greedy texts: {said}"
+    checks = [judged("greedy", [(report.verdict is Finding.unexplained, says)], says, figures)]
     if wrong is not None:
         differs = reports[1].verdict is Finding.unexplained
         checks.append(control(wrong.name, differs, "from greedy decoding", {}))
@@ -133,7 +134,7 @@ def check_greedy(
             moved += [float((block_WV - singly_WV).abs().max()) for block_WV in block_2WV]
             positions += len(singly_WV)
         singly += ways[0]
-    band = largest_of(moved)
+    band = float(np.max(moved))
     reports = []
     for row, (ours, theirs) in enumerate(zip(speculative, plain, strict=True)):
         fork, margins = first_difference(theirs, ours), []

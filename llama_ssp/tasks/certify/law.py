@@ -21,7 +21,6 @@ probabilities are what the sampling controls make of the logits.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -101,7 +100,7 @@ def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) ->
     """Says what differences from the target's own distributions, and errors of the rule, amount to."""
     wrong = sum(not error <= RULE_TOLERANCE for error in errors)
     astray = sum(not difference <= noise.tolerance for difference in departures)
-    by_rule, largest = max(errors, default=0.0), largest_of([0.0, *departures])
+    by_rule, largest = max(errors, default=0.0), float(np.max([0.0, *departures]))
     usual = float(np.quantile(departures, QUANTILE)) if departures else 0.0
     figures = {
         "positions": len(departures),
@@ -119,12 +118,13 @@ def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) ->
     others = "verification used distributions other than the target's"
     some = f"{others} at {astray} of {len(departures)} positions: total variation {largest:.2g} at worst, "
     some += f"where rounding explains {noise.tolerance:.2g}"
-    most = f"{others}: total variation of {usual:.2g} and more at a quarter of {len(departures)} positions, "
-    most += f"where regular passes differ by {noise.usual:.2g}"
-    right = f"verification commits the distribution it is given within {by_rule:.1g}, and that is "
-    right += f"the target's own within {largest:.2g} at {len(departures)} positions "
-    right += f"(rounding: {noise.largest:.2g})"
-    faults = [(wrong, by), (astray, some), (noise.exceeded_by(departures), most)]
+    many = f"{others}: total variation of {usual:.2g} and more at a quarter of {len(departures)} positions, "
+    many += f"where regular passes differ by {noise.usual:.2g}"
+    right = (
+        f"verification commits the distribution it is given within {by_rule:.1g}, the target's own within "
+    )
+    right += f"{largest:.2g} at {len(departures)} positions (rounding: {noise.largest:.2g})"
+    faults = [(wrong, by), (astray, some), (noise.exceeded_by(departures), many)]
     check = judged("law", faults, right, figures)
     if check.outcome is Outcome.failed or noise.largest <= MAX_NOISE:
         return check
@@ -168,7 +168,7 @@ def compared(
         departures += (probs(seen.logit_WV) - own_WV).abs().sum(-1).div(2).tolist()
         for one_WV, other_WV in combinations([own_WV, *others], 2):
             noise += (one_WV - other_WV).abs().sum(-1).div(2).tolist()
-    return Noise(largest_of([0.0, *noise]), float(np.quantile(noise, QUANTILE))), departures
+    return Noise(float(np.max(noise)), float(np.quantile(noise, QUANTILE))), departures
 
 
 def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
@@ -260,8 +260,3 @@ def fed(
             logit_WV = torch.cat(blocks)
             logits[n] = logit_WV.to(torch.promote_types(logit_WV.dtype, torch.float32))
     return [logits[n] for n in range(len(texts))]
-
-
-def largest_of(values: Sequence[float]) -> float:
-    """Returns the maximum; NaN if there is one (which `max` would pass over)."""
-    return math.nan if any(math.isnan(value) for value in values) else max(values)

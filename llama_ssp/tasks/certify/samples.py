@@ -7,6 +7,7 @@ different as the labels do is a false-alarm rate that holds at any size.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -123,7 +124,10 @@ def check_samples(
         "p_value_that_fails": of_a_family,
     }
     fault = f"the texts differ from regular ones: p value {least:.2g}, {texts} texts each"
-    right = f"no difference from regular texts: least p value {least:.2g} of {texts} texts each"
+    # Smaller differences of a distribution function are not beyond chance (Massart 1990).
+    shows = min(1.0, math.sqrt(math.log(2 / level) / texts))
+    right = f"no difference from regular texts: least p value {least:.2g} of {texts} texts each; "
+    right += f"less than {shows:.0%} would not show"
     against = f"from regular sampling (p value {least_of_wrong:.2g})"
     return [
         judged("two samples", [(least <= of_a_family, fault)], right, figures),

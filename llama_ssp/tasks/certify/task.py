@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +16,7 @@ from llama_ssp.report.task_tables import check_row
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions, check_numbers
+from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import check_law
@@ -26,11 +24,8 @@ from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, chec
 from llama_ssp.tasks.certify.verdict import DIFFERENT, Check, sentence, verdict
 from llama_ssp.tasks.common import Task, longest
 
-log = logging.getLogger(__name__)
-
 WRONG = KeepsEveryDraft()  # the negative control
-RANDOM_CHECKS = 2  # numbers and two samples share the false-alarm rate
-COARSE = 0.25  # texts that can only show a larger difference than this are announced as too few
+RANDOM_CHECKS = 2  # decisions and two samples share the false-alarm rate
 
 
 class CertifyTask(Task[CertifyConf]):
@@ -77,8 +72,6 @@ class CertifyTask(Task[CertifyConf]):
         copies = max(1, task.batch_size // count)
         long_texts = [replace(p, id=f"{p.id} law {n}") for p in self._texts for n in range(copies)]
         drawn = list[Check]()
-        if not greedy_only and leads:
-            self._say_what_texts_can_show(level)
         total = len(long_texts) + count * (2 + (0 if greedy_only else 3 * task.samples) + greedy_only)
         watch = Watch(Decisions(rule, seed), task.law_rounds)
         with Progress("certify", total, "texts") as progress:
@@ -104,7 +97,7 @@ class CertifyTask(Task[CertifyConf]):
                 self._measure(pair, others[0], regular(run))
                 del others
             if isinstance(subject.engine, Engine):
-                self._add(check_decisions(watch.decisions), check_numbers(watch.decisions, level))
+                self._add(check_decisions(watch.decisions, level))
             del subject  # and with it its caches
             self._add(*drawn)
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
@@ -114,16 +107,6 @@ class CertifyTask(Task[CertifyConf]):
             self._add(*check_greedy_texts(target, ours, plain, wrong, widest, self._texts, task))
             self._measure(pair, ours, greedy)
             self._measure(pair, plain, regular(greedy))
-
-    def _say_what_texts_can_show(self, level: float) -> None:
-        """Warns of too few texts: by n of each kind only differences of a distribution function of more than
-        sqrt(ln(2 / level) / n) are beyond chance (Massart 1990)."""
-        texts = self._task.samples * len(self._texts)
-        least = math.sqrt(math.log(2 / level) / texts)
-        if least > COARSE:
-            enough = math.ceil(math.log(2 / level) / COARSE**2 / len(self._texts))
-            what = "%d texts of each kind show only differences of %.0f %% and more; task.samples=%d: %.0f %%"
-            log.warning(what, texts, 100 * min(least, 1), enough, 100 * COARSE)
 
     def _measure(self, pair: PairSession, sampler: EngineSampler, run: RunConf) -> None:
         """Of a sampler that uses the certified rule and is not watched, as watching takes time."""

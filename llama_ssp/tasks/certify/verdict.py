@@ -58,15 +58,15 @@ def control(wrong: str, differs: bool, against: str, figures: dict[str, Any]) ->
 def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
     """Returns the verdict for people."""
     word = verdict(checks)
-    failed, blind, passed = (
-        [check.name for check in checks if check.outcome is outcome]
-        for outcome in (Outcome.failed, Outcome.blind, Outcome.passed)
+    failed, blind = (
+        ", ".join(check.name for check in checks if check.outcome is outcome)
+        for outcome in (Outcome.failed, Outcome.blind)
     )
-    unseen, count = ", ".join(blind) or "every check", len(passed)
+    unseen = blind or "every check"
     says = {
-        DIFFERENT: f"{subject} does not give the target's distribution ({', '.join(failed)} failed).",
+        DIFFERENT: f"{subject} does not give the target's distribution ({failed} failed).",
         INCONCLUSIVE: f"nothing wrong was seen of {subject}, but {unseen} could not have seen it.",
-        SAME: f"{subject} gives the target's distribution, as far as {count} checks see; "
+        SAME: f"{subject} gives the target's distribution, as far as {len(checks)} checks see; "
         f"a right sampler fails one of them in at most {false_alarm:g} of runs.",
     }
     return f"{word}: {says[word]}"
