@@ -21,7 +21,6 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.spinner import Spinner
 from rich.table import Column as Cell
 from rich.text import Text
 
@@ -163,19 +162,9 @@ class LogHandler(logging.StreamHandler[Any]):
             self.handleError(record)
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Shows a line on a terminal while something without steps goes on; it leaves nothing."""
-    if not _shows_bars() or _SHOWN:
-        yield
-        return
-    how: Any = dict.fromkeys(("redirect_stdout", "redirect_stderr"), False)
-    with Live(Spinner("dots", what), console=rich_console(is_error=True), transient=True, **how) as live:
-        _SHOWN.append(live)
-        try:
-            yield
-        finally:
-            _SHOWN.remove(live)
+def waiting(what: str) -> Progress:
+    """Shows on a terminal that something without steps goes on; it leaves nothing."""
+    return Progress(what, 0, "", ends_in_log=False, ticks=True)
 
 
 _SHOWN: list[Live] = []  # the bar that is on the terminal, if any: a terminal has room for one

@@ -27,7 +27,6 @@ class Sample:
     first_token_ms: list[float] = field(default_factory=list)
     inter_token_ms: list[float] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
-    by_length: dict[int, tuple[float, int]] = field(default_factory=dict)
     overlaps: list[dict[str, Any]] = field(default_factory=list)  # of each batch, with a draft apart
 
     @property
@@ -38,12 +37,10 @@ class Sample:
     def ms_per_token(self) -> float:
         return 1000 * self.counts.decode_s / self.tokens
 
-    def take(self, prompt_tokens: int, first_token_s: float, counts: Counts) -> None:
-        """Adds a batch; `prompt_tokens` is the length of its longest prompt."""
+    def take(self, first_token_s: float, counts: Counts) -> None:
+        """Adds a batch."""
         self.first_token_ms.append(1000 * first_token_s)
         self.counts.merge(counts)
-        spent, tokens = self.by_length.get(prompt_tokens, (0.0, 0))
-        self.by_length[prompt_tokens] = (spent + counts.decode_s, tokens + counts.committed.total())
 
 
 @dataclass
@@ -69,21 +66,11 @@ class Record:
             "ms_per_token_by_repeat": by_repeat,
             **interval("time_to_first_token_ms", firsts),
             **{f"inter_token_ms_p{n}": value for n, value in zip(PERCENTILES, inter_token, strict=True)},
-            "by_prompt_length": self._by_length(),
             "time_split_ms_per_token": self.split,
             "overlap": overlap_of([batch for sample in self.samples for batch in sample.overlaps]),
             "repeats": len(self.samples),
             **Counts.sum(sample.counts for sample in self.samples).summary(),
         }
-
-    def _by_length(self) -> list[dict[str, Any]]:
-        """Returns the median over repeats, for each length that a batch's longest prompt had."""
-        rows = []
-        for length in sorted(self.samples[0].by_length):  # the same in every sample
-            parts = [sample.by_length[length] for sample in self.samples]
-            ms = median(1000 * spent / tokens for spent, tokens in parts)
-            rows.append({"prompt_tokens": length, "ms_per_token": ms})
-        return rows
 
 
 @dataclass

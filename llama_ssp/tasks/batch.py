@@ -81,10 +81,7 @@ class BatchTask(Task[BatchConf]):
 
     def measurements(self) -> list[RunMeasurement]:
         """One; prompts are read between the rounds, so they are in its time."""
-        if self._pair is None or self._rows is None:
-            return []
-        name = "regular" if self._pair.spec.drafter is None else "speculative"
-        return [self._pair.measurement(f"{name}, with prompts", self._rows.figures())]
+        return self._measurement(self._rows.figures(), ", with prompts") if self._rows else []
 
     def _begin(self, pair: PairSession) -> list[int]:
         """Opens the journal; the tokens of the longest text, and how many records and shards are missing."""

@@ -60,6 +60,13 @@ class Task(Generic[Conf]):
         assert isinstance(self._task, PromptedConf)
         return pair.prompts(self._inputs.reading.prompts, self._task.on_bad_row, self._skipped)
 
+    def _measurement(self, figures: dict[str, Any], how: str = "") -> list[RunMeasurement]:
+        """How fast the pair wrote, by its figures; `how` says more of the way."""
+        if self._pair is None:
+            return []
+        way = "regular" if self._pair.spec.drafter is None else "speculative"
+        return [self._pair.measurement(way + how, figures)]
+
     def _pair_figures(self) -> dict[str, Any]:
         """What the summary says of the pair and of its prompts."""
         pair = self._pair.figures() if self._pair else {"devices": {}, "vocabulary": None}

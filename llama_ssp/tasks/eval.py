@@ -43,10 +43,6 @@ class ScoredPair:
     blocks: list[QuestionBlock]
     answers: dict[str, Answers] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        return self.pair.spec.name
-
 
 class EvalTask(Task[EvalConf]):
     """Checks every pair, then answers all prompts with each."""
@@ -115,7 +111,7 @@ class EvalTask(Task[EvalConf]):
         modes = [REGULAR] if pair.spec.drafter is None else [REGULAR, SPECULATIVE]
         missing = [mode for mode in modes if mode not in scored.answers]
         if missing:
-            self._devices[scored.name] = pair.open(cache).models.devices
+            self._devices[scored.pair.spec.name] = pair.open(cache).models.devices
         for mode in missing:
             scored.answers[mode] = Answers()
             self._answer(scored, mode, scored.answers[mode])
@@ -125,7 +121,7 @@ class EvalTask(Task[EvalConf]):
         task, pair = self._task, scored.pair
         run = regular(pair.run) if mode == REGULAR else pair.run
         batches = pair.batches(self._inputs.seed, run, [STOP])
-        name = f"{scored.name}, {mode}"
+        name = f"{scored.pair.spec.name}, {mode}"
         with Progress(name, sum(map(len, scored.blocks)), "prompts") as progress:
             for size, block in zip(self._sizes, scored.blocks, strict=True):
                 for first in range(0, len(block), task.batch_size):
@@ -158,7 +154,7 @@ class EvalTask(Task[EvalConf]):
         for size, names in self._reached(answers):
             correct = sum(answers.right[name] for name in names)
             yield {
-                "pair": scored.name,
+                "pair": scored.pair.spec.name,
                 "target": scored.pair.spec.target,
                 "draft": scored.pair.spec.drafter if mode == SPECULATIVE else None,
                 "mode": mode,
@@ -179,7 +175,7 @@ class EvalTask(Task[EvalConf]):
             lost = sum(before.right[name] and not after.right[name] for name in names)
             estimate = paired_difference(gained, lost, len(names))
             yield {
-                "pair": scored.name,
+                "pair": scored.pair.spec.name,
                 "prompts_per_seed": size,
                 "prompts": len(names),
                 "correct_speculative_only": gained,

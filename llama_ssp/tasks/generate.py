@@ -55,10 +55,7 @@ class GenerateTask(Task[GenerateConf]):
         return {"outputs": self._found, **self._pair_figures(), **counted}
 
     def measurements(self) -> list[RunMeasurement]:
-        if self._pair is None or self._batches is None:
-            return []
-        name = "regular" if self._pair.spec.drafter is None else "speculative"
-        return [self._pair.measurement(name, self._batches.figures())]
+        return self._measurement(self._batches.figures()) if self._batches else []
 
     def _write(self, batches: Batches, rows: list[tuple[TextPrompt, Prompt]], tokens: Tokens) -> None:
         """Continues one batch; what it has written is kept also if it is interrupted."""
@@ -88,11 +85,7 @@ class GenerateTask(Task[GenerateConf]):
                     stream.show(step)
         finally:
             stream.end()
-            outputs = [output(row) for row in range(len(rows))]
-            self._found += outputs
-        if self._task.logprobs is not None:
-            for result in outputs:
-                log.info("%s: %s", result["id"], scores_in_words(result["logprobs"]))
+            self._found += [output(row) for row in range(len(rows))]
 
     def _lines(self, outputs: Iterable[dict[str, Any]]) -> None:
         """With output=jsonl, prints a line of JSON for each text that has ended."""

@@ -115,7 +115,7 @@ class Terminal:
                 with _awake():
                     text = self._line(self._ask)
                     begins = self._has_blocks and text.lstrip().startswith(FENCE)
-                    while begins and not _is_block(text):
+                    while begins and block_of(text) is None:
                         text += "\n" + self._line(MORE)
             except EOFError:
                 return None
@@ -141,13 +141,8 @@ class Terminal:
         return line.removesuffix("\n")
 
 
-def _is_block(text: str) -> bool:
-    text = text.strip()
-    return text.endswith(FENCE) and len(text) >= 2 * len(FENCE)
-
-
 def block_of(text: str) -> str | None:
     """What stands between the fences of a text; None without them."""
     text = text.strip()
-    is_whole = text.startswith(FENCE) and _is_block(text)
+    is_whole = text.startswith(FENCE) and text.endswith(FENCE) and len(text) >= 2 * len(FENCE)
     return text[len(FENCE) : -len(FENCE)].strip("\n") if is_whole else None

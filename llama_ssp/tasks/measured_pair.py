@@ -25,7 +25,6 @@ from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.tasks.common import longest
 from llama_ssp.tasks.profiling import PARTS, Stopwatch
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Message
@@ -193,7 +192,7 @@ class MeasuredPair:
                 for row in step.rows:
                     sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
         require_numbers(*texts_of(timed.state))
-        sample.take(longest(prompts), timed.first_token_s or 0.0, timed.counts)
+        sample.take(timed.first_token_s or 0.0, timed.counts)
         if engine.overlap is not None and contender.record.k != 0:
             sample.overlaps.append(engine.overlap)
         return timed

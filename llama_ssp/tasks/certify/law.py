@@ -120,10 +120,8 @@ def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) ->
     some += f"where rounding explains {noise.tolerance:.2g}"
     many = f"{others}: total variation of {usual:.2g} and more at a quarter of {len(departures)} positions, "
     many += f"where regular passes differ by {noise.usual:.2g}"
-    right = (
-        f"verification commits the distribution it is given within {by_rule:.1g}, the target's own within "
-    )
-    right += f"{largest:.2g} at {len(departures)} positions (rounding: {noise.largest:.2g})"
+    right = f"verification commits the distribution it is given within {by_rule:.1g}, and that is the target"
+    right += f"'s own within {largest:.2g} at {len(departures)} positions (rounding: {noise.largest:.2g})"
     faults = [(wrong, by), (astray, some), (noise.exceeded_by(departures), many)]
     check = judged("law", faults, right, figures)
     if check.outcome is Outcome.failed or noise.largest <= MAX_NOISE:

@@ -107,10 +107,16 @@ def check_samples(
 
     Every rank samples, the leader judges.
     """
-    regular_texts, subject_texts, wrong_texts = (
-        _drawn(sampler, word, prompts, task)
-        for sampler, word in ((regular, "regular"), (subject, "subject"), (wrong, "wrong"))
-    )
+
+    def drawn(sampler: Sampler, word: str) -> list[list[list[int]]]:
+        """Samples each prompt's texts, with random streams of their own: two samples must not share one."""
+        names = [f"{prompt.id} {word} {number}" for prompt in prompts for number in range(task.samples)]
+        copies = [replace(prompts[n // task.samples], id=name) for n, name in enumerate(names)]
+        texts = sampler.texts(copies, task.max_new_tokens)
+        return [texts[first : first + task.samples] for first in range(0, len(texts), task.samples)]
+
+    regular_texts, subject_texts = drawn(regular, "regular"), drawn(subject, "subject")
+    wrong_texts = drawn(wrong, "wrong")
     if not leads:
         return []
     length, texts = task.max_new_tokens, task.samples * len(prompts)
@@ -133,16 +139,6 @@ def check_samples(
         judged("two samples", [(least <= of_a_family, fault)], right, figures),
         control(wrong.name, least_of_wrong <= of_a_family, against, {"p_values": of_wrong}),
     ]
-
-
-def _drawn(
-    sampler: Sampler, word: str, prompts: Sequence[Prompt], task: CertifyConf
-) -> list[list[list[int]]]:
-    """Samples each prompt's texts, with random streams of their own: two samples must not share one."""
-    numbers = range(task.samples)
-    copies = [replace(prompt, id=f"{prompt.id} {word} {number}") for prompt in prompts for number in numbers]
-    texts = sampler.texts(copies, task.max_new_tokens)
-    return [texts[first : first + task.samples] for first in range(0, len(texts), task.samples)]
 
 
 def compare(
