@@ -42,7 +42,10 @@ class MeasureTask(Task[MeasureConf]):
                     self._measured += one.measurements(f"{one.name}, " if self._task.pairs else "")
                 one.close()
         finally:
-            self._show()
+            if self.has_output() and self._ranks.is_leader:
+                self._print(speeds(self.figures()))
+                if not self._task.pairs:
+                    self._draw(self._task.plot)
         return "done"
 
     def has_output(self) -> bool:
@@ -76,11 +79,3 @@ class MeasureTask(Task[MeasureConf]):
             text = TextPrompt(f"length-{length}", "", f"task.lengths, {length}")
             found.append((text, usable(text, ids, pair.tokens, pair.run)))
         return found
-
-    def _show(self) -> None:
-        """Prints the tables and writes the files and the plot, of what has been measured."""
-        if not self.has_output() or not self._ranks.is_leader:
-            return
-        self._print(speeds(self.figures()))
-        if not self._task.pairs:
-            self._draw(self._task.plot)

@@ -30,8 +30,6 @@ from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.pairing import pair
 from llama_ssp.text.vocabulary import read_vocabularies
 
-NOT_AT_HAND = "vocabularies: not at hand"
-
 
 def plan(
     model: str | Path,
@@ -112,7 +110,7 @@ def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
     if folders[0] is not None and folders[1] is not None:
         target, draft = read_vocabularies(folders[0], folders[1])
     if target is None or draft is None:
-        return None, NOT_AT_HAND
+        return None, "vocabularies: not at hand"
     widths = run.model.vocab, run.draft.vocab
     try:
         found = pair(target, draft, widths, run.speculation.bridge)

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from llama_ssp.config import Output, RunConf
+from llama_ssp.config import Output
 from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
@@ -100,14 +100,9 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
                     console.show([compared])
                 elif ranks.is_leader:
                     log.info("%s", "\n".join(compared.lines()))
-            if status in ("done", "failed", "partial") or task.has_output():
-                _write_document(run, summary, console)
+            is_json = run.output is Output.json
+            is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped
+            has_document = is_json or not (is_alone or run.output is Output.jsonl)
+            if has_document and (status in ("done", "failed", "partial") or task.has_output()):
+                console.document(summary, is_json)
     return FAILED_CHECK if status == "failed" else OK
-
-
-def _write_document(run: RunConf, summary: dict[str, Any], console: Console) -> None:
-    """The JSON document, unless standard output is for the text or the lines of the task."""
-    is_json = run.output is Output.json
-    is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped
-    if is_json or not (is_alone or run.output is Output.jsonl):
-        console.document(summary, is_json)
