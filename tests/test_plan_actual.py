@@ -37,6 +37,7 @@ from llama_ssp.planner.run_plan import (
 )
 from llama_ssp.planner.search import option, round_times, search
 from llama_ssp.planner.workload import GIB, TARGET, Workload
+from llama_ssp.report.tables import text_of
 from llama_ssp.report.task_tables import plan_against_actual
 from tests.plans import cluster, model
 
@@ -152,7 +153,7 @@ def test_predicted_beside_measured():
     assert plan["memory"][0]["device_bytes"]["predicted_over_measured"] == pytest.approx(2)
     table = plan_against_actual({"plan": plan})
     assert table is not None
-    _, first, *rest = table.lines()
+    _, first, *rest = text_of([table])
     assert first.startswith("speculative, ms/token ") and first.endswith("0.50")
     assert rest[0].startswith("rank 0, weights and caches, MiB") and len(rest) == 4
     assert all(line.endswith("2.00") for line in rest)

@@ -25,7 +25,6 @@ MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the page is its rep
 WHERE_IT_RAN = "out", "output"  # settings that decide nothing
 CHANGED = "Settings that differ from the defaults"
 FIX = "give the folder of a run: outputs/DATE/TIME-TASK"
-VERSIONS = "llama_ssp", "torch", "transformers", "python"
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>$title</title>
 <meta name="viewport" content="width=device-width"><style>
@@ -124,7 +123,7 @@ def _facts(folder: Path, summary: Row) -> Iterator[tuple[str, str]]:
     yield "processor", ", ".join(str(host[key]) for key in ("name", "processor", "system") if key in host)
     yield "GPUs", ", ".join(summary.get("gpus") or [])
     yield "devices", "; ".join(f"{role}: {device}" for role, device in devices.items())
-    yield "versions", ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _flat(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:

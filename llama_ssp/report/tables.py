@@ -70,10 +70,6 @@ class Table:
     title: str = ""
     empty: str = "(nothing)"
 
-    def lines(self) -> list[str]:
-        """Returns plain text of any width."""
-        return rendered(self)
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(f"\n{self.title}", style="bold")

@@ -17,6 +17,7 @@ from llama_ssp.pair.session import first_cause, ranks_of
 from llama_ssp.planner.run_plan import Bytes, compare_with_plan
 from llama_ssp.report.console import Console
 from llama_ssp.report.run_folder import RunFolder, deciding, versions
+from llama_ssp.report.tables import text_of
 from llama_ssp.report.task_tables import plan_against_actual
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
@@ -99,7 +100,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
                 if run.output is Output.text and console.is_terminal:
                     console.show([compared])
                 elif ranks.is_leader:
-                    log.info("%s", "\n".join(compared.lines()))
+                    log.info("%s", "\n".join(text_of([compared])))
             is_json = run.output is Output.json
             is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped
             has_document = is_json or not (is_alone or run.output is Output.jsonl)

@@ -130,10 +130,9 @@ def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) ->
     return Check("law", Outcome.blind, says, figures)
 
 
-def spread(places: Sequence[Item], most: int) -> list[Item]:
+def spread(places: Sequence[Item], count: int) -> list[Item]:
     """Returns a random subset: a fixed stride would hit the same positions of rounds of equal length."""
-    chosen = Random(len(places)).sample(range(len(places)), min(len(places), most))
-    return [places[number] for number in sorted(chosen)]
+    return Random(len(places)).sample(places, min(len(places), count))
 
 
 def own_logits(

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -123,12 +123,8 @@ def check_samples(
     p_values, of_wrong = (compare(regular_texts, own, length, seed) for own in (subject_texts, wrong_texts))
     least, of_a_family = min(p_values.values()), level / len(FAMILIES)
     least_of_wrong = min(of_wrong.values())
-    figures = {
-        "texts_each": texts,
-        "tokens_a_text": length,
-        "p_values": p_values,
-        "p_value_that_fails": of_a_family,
-    }
+    figures: dict[str, Any] = {"texts_each": texts, "tokens_a_text": length}
+    figures |= {"p_values": p_values, "p_value_that_fails": of_a_family}
     fault = f"the texts differ from regular ones: p value {least:.2g}, {texts} texts each"
     # Smaller differences of a distribution function are not beyond chance (Massart 1990).
     shows = min(1.0, math.sqrt(math.log(2 / level) / texts))
