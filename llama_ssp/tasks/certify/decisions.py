@@ -202,11 +202,10 @@ class Watch:
             if not count or result.damaged[row]:
                 continue
             self._seen += 1
-            place = self._random.randrange(self._seen)  # of a reservoir
-            if len(self.rounds) < self.room:
-                self.rounds.append(_round(state, proposal, result, row, probs_BWV, logit_BWV))
-            elif place < self.room:
-                self.rounds[place] = _round(state, proposal, result, row, probs_BWV, logit_BWV)
+            is_full = len(self.rounds) == self.room
+            place = self._random.randrange(self._seen) if is_full else len(self.rounds)
+            if place < self.room:  # a reservoir
+                self.rounds[place : place + 1] = [_round(state, proposal, result, row, probs_BWV, logit_BWV)]
 
 
 def _round(
