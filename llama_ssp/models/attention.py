@@ -217,7 +217,7 @@ class Rotary(nn.Module):
         if how == "default":
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-            if size % 2:
+            if size % 2 and size == head_dim:
                 raise ValueError(f"rotary positions need an even head size, and it is {head_dim}")
             return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0)
         own = {} if kind == ALL else {"layer_type": kind}
