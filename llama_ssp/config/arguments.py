@@ -162,7 +162,7 @@ def listed_texts(value: str) -> list[str] | None:
 
 
 def meant(key: str) -> str:
-    """A suggestion for an unknown key: the shortest one whose last part holds its own, or one spelt alike."""
+    """Suggests a key for an unknown one: the shortest whose last part holds its name, or one spelt alike."""
     if key.startswith("hydra"):
         return "--cfg hydra shows Hydra's own keys"
     known, leaf = key_types(), key.rpartition(".")[2]

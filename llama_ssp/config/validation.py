@@ -74,12 +74,13 @@ def check(run: RunConf) -> None:
 
 
 def _check_tree(spec: SpeculationConfig) -> None:
-    key, found = "speculation.siblings", spec.siblings
+    key = "speculation.siblings"
     if spec.verification is not Verification.block or spec.drafter is not Drafting.model:
         other = f"verification={spec.verification.value}, drafter={spec.drafter.value}"
         fix = f"remove {key}, or use speculation.verification=block speculation.drafter=model"
         raise UsageError("siblings are of a draft model's tokens, verified as a block", key, other, fix=fix)
-    between(key, found, 0, MAX_K // max(spec.longest, 1) - 1, f"drafts and siblings are {MAX_K} at most")
+    limit = MAX_K // max(spec.longest, 1) - 1
+    between(key, spec.siblings, 0, limit, f"drafts and siblings are {MAX_K} at most")
 
 
 def _check_model(role: str, model: ModelConf) -> None:
@@ -143,7 +144,7 @@ def listed(name: str, given: Iterable[T]) -> list[T]:
 
 
 def chosen(node: Any) -> Any:
-    """The same with its choices that are given by name, as on the command line."""
+    """Returns the settings with enums in place of names of choices, as the command line has them."""
     named = dict[str, Any]()
     for key, hint in get_type_hints(type(node)).items():
         if isinstance(hint, EnumType) and getattr(node, key) in list(hint):

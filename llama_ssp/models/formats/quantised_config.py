@@ -184,7 +184,7 @@ def _compressed(claim: Mapping[str, Any]) -> QuantisedConfig:
 
 
 def _kind(args: Mapping[str, Any]) -> str:
-    """As `int4 in groups of 128`."""
+    """Describes the codes, as in `int4 in groups of 128`. Raises Unreadable for others than are read."""
     bits, group, type_ = args.get("num_bits", 8), args.get("group_size") or -1, args.get("type", "int")
     if (type_, bits) not in (("int", 4), ("int", 8), ("float", 8)) or group < -1:
         raise Unreadable(f"compressed-tensors, num_bits {bits!r}, {type_}, group_size {group}")
