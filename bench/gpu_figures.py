@@ -14,7 +14,6 @@ import torch
 from bars import Bar, most, needs, safely
 from contenders import PROMPTS, SMALL, by_us, in_turn, one_round, rounds, wait
 from gpu_kernels import best_bandwidth, coded_products, device
-from gpu_peer import StaticLlama
 from profiled import GRAPHS, LAUNCHES, WAITS, binned, by_name, called, gaps, kernels, total
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import StaticCache
@@ -22,7 +21,6 @@ from transformers import StaticCache
 from llama_ssp import load_pair
 from llama_ssp.config import Drafting, Dtype
 from llama_ssp.config.compose import composed
-from llama_ssp.models import programs
 from llama_ssp.models.loader import load_module
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
@@ -52,9 +50,7 @@ PROFILED = 4  # rounds
 LARGE_GIB = 100  # of a GPU that holds 30B and 7B
 PRODUCTS = re.compile("gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)  # in names of kernels
 COUNTED = 25  # names of kernels in a table
-FALLBACKS = (8192, 8)  # tokens that the compiler takes for a number that it does not know
 REPEATING = "one two three four five six seven eight nine ten. " * 6
-PEER_LAYERS = (4, 8)
 
 
 def session_of(
@@ -80,14 +76,6 @@ def steps(how: How) -> Iterator[Bar]:
     yield from safely("profile of a step", _profiled_step(pair, how.small))
     yield from safely("profile of a round", _profiled_round(pair))
     yield from safely("texts", _texts(pair, how.small, (0, 2, 4, 6)))
-
-
-def repeat(how: How) -> Iterator[Bar]:
-    """A few of these figures again: what differs is noise."""
-    read = best_bandwidth(how.small)
-    pair = session_of(how.small, "7B", "llama3.2-1b")
-    yield from safely("steps", _steps(pair, how.small, read, SLOTS[how.small][:1], WIDTHS))
-    yield from safely("texts", _texts(pair, how.small, (0, 4)))
 
 
 def large(how: How) -> Iterator[Bar]:
@@ -231,20 +219,6 @@ def _plan(pair: PairSession, small: bool) -> Iterator[Bar]:
     yield most("ms/token: measured over predicted", 1 / way["ms_per_token"]["predicted_over_measured"], 1.5)
 
 
-def fallback(how: How) -> Iterator[Bar]:
-    """A step of 7B, compiled for prompts, as torch does without a hint, and for a few tokens."""
-    times: dict[int, float] = {}
-    for size in FALLBACKS:
-        programs.OPTIONS_BY_DEVICE[device().type]["unbacked_symint_fallback"] = size
-        pair = session_of(how.small, "7B", None)
-        works = steps_after(pair.models.target, SLOTS[how.small][0], (1,))
-        times[size] = median(in_turn(works, 2 * TURNS[how.small])["1"])
-        yield Bar(f"unbacked_symint_fallback {size}: ms of a step", times[size])
-        del works
-        pair.close()
-    yield Bar("ms of a step that the small one saves", times[FALLBACKS[0]] - times[FALLBACKS[1]])
-
-
 def codes(how: How) -> Iterator[Bar]:
     """The kernel for weights in codes, and steps of 7B with them."""
     yield from safely("the kernel for codes", coded_products(how.small))
@@ -285,28 +259,6 @@ def smollm2(how: How) -> Iterator[Bar]:
             note = repr(pair.tokens.decode(timed.state.generated(0)))
             yield Bar(f"{dtype}, {name}: ms/token", 1000 * timed.counts.decode_s / tokens, note=note)
         pair.close()
-
-
-def peer(how: How) -> Iterator[Bar]:
-    """Layers of 7B as gpt-fast has them: torch compiles and captures them by itself."""
-    import torch._inductor.config as inductor
-
-    inductor.coordinate_descent_tuning = not how.small
-    dim, heads, ffn = (64, 4, 128) if how.small else (4096, 32, 11008)
-    times = []
-    with torch.no_grad():
-        for layers in PEER_LAYERS:
-            module = StaticLlama(layers, dim, heads, ffn, 128).to(device(), torch.bfloat16)
-            mode = "reduce-overhead" if device().type == "cuda" else "default"
-            step = module if how.small else torch.compile(module, mode=mode, fullgraph=True)
-            x = torch.randn(1, 1, dim, dtype=torch.bfloat16, device=device())
-            place = torch.full((1,), 64, device=device())
-            for _ in range(4):
-                step(x, place)
-            times.append(median(in_turn({"": partial(step, x, place)}, 3 * TURNS[how.small])[""]))
-            yield Bar(f"{layers} layers: ms of a step", times[-1])
-    few, many = PEER_LAYERS
-    yield Bar("us of a layer", 1000 * (times[1] - times[0]) / (many - few))
 
 
 def static_cache(how: How) -> Iterator[Bar]:

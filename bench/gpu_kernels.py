@@ -203,7 +203,8 @@ def coded_products(small: bool) -> Iterator[Bar]:
     """Error and speed of products with codes, and of cuBLAS in bf16: in graphs, as steps have them."""
     operators(device().type)
     outputs, inputs, group, count = (64, 256, 128, 2) if small else (11008, 4096, 128, 16)
-    for name, kind in {"int8": LLM_INT8, "int4": Codes("uint4", group), "fp8": Codes("e4m3", group)}.items():
+    kinds = {"int8": LLM_INT8, "int4": Codes("uint4", group), "int4 by 32": Codes("uint4", 32)}
+    for name, kind in {**kinds, "fp8": Codes("e4m3", group)}.items():
         code_NK = torch.randint(256, (outputs, inputs * kind.bits // 8), dtype=torch.uint8, device=device())
         if kind.table == "e4m3":
             code_NK[code_NK & 127 == 127] = 1  # these are NaN

@@ -295,7 +295,7 @@ def _ended(what: str, done: _Done, said: str) -> Iterator[Bar]:
     errors = done.errors()
     wrong = done.code == 0 or len(errors) != 1 or said not in errors[0]
     what = f"{what}: ends otherwise than with one line that says so"
-    yield most(what, int(wrong), 0, "; ".join(errors)[:200])
+    yield most(what, int(wrong), 0, "; ".join(errors)[:200] or done.last())
 
 
 class _Done:
@@ -307,6 +307,10 @@ class _Done:
 
     def errors(self) -> list[str]:
         return [line for line in self._err.splitlines() if line.startswith("error:")]
+
+    def last(self) -> str:
+        """What it said last, where there is no line for a user."""
+        return f"exit code {self.code}; {' '.join(self._err.splitlines()[-3:])[-200:]}"
 
     def texts(self) -> list[list[int]]:
         """Token ids of each prompt's text; empty lists where the command has failed."""

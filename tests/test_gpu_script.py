@@ -18,7 +18,7 @@ from gpu_bring import cut, join
 from tests.test_triton import SHARED, compiled
 from tests.warm import ROOT, python
 
-NEED_MORE = ("races", "smollm2")  # a tool of CUDA; a file that is brought along
+NEED_MORE = ("races", "smollm2", "beside")  # a tool of CUDA; files that are brought along
 SCRIPT = ROOT / "bench" / "gpu.py"
 
 

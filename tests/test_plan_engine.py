@@ -29,7 +29,7 @@ ENOUGH = 10**6  # tokens for which compiling pays
     [
         (Steps.compiled, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
         (Steps.auto, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
-        (Steps.auto, 0, "7B", Dtype.int8, Splitting.tensor, False, "int8 in graphs has to be asked for"),
+        (Steps.auto, 0, "7B", Dtype.int8, Splitting.tensor, False, None),
         (Steps.compiled, 0, "7B", Dtype.int8, Splitting.tensor, True, None),
         (Steps.auto, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, True, None),
         (Steps.eager, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, False, "engine=eager"),

