@@ -7,7 +7,6 @@ written and read here, as the layouts are published.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -18,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from tests.checkpoints import edit
 from tests.families import build
 
+WEIGHTS = "model.safetensors"
 Tensors = dict[str, Tensor]
 # Sizes of which 2 and 3 ranks have unequal shares: 7 groups of 128 in the MLP; heads that end inside a group.
 SIZES: dict[str, Any] = {
@@ -38,7 +40,7 @@ class Format:
     library: str
     claim: dict[str, Any]
     write: Callable[[Tensor], Tensors]  # a matrix -> its tensors, by the end of their names
-    read: Callable[[Tensors, tuple[int, int]], Tensor]
+    read: Callable[[Tensors], Tensor]  # as the library dequantises it
     changes: dict[str, Any] = field(default_factory=dict)  # of the model
     family: str = "llama-gqa"
 
@@ -86,7 +88,7 @@ def compressed(
             tensors["input_zero_point"] = torch.zeros(1, dtype=torch.int8)
         return {f".{end}": tensor for end, tensor in library().compress(tensors, scheme()).items()}
 
-    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+    def read(tensors: Tensors) -> Tensor:
         own = {end.removeprefix("."): tensor for end, tensor in tensors.items()}
         return library().decompress(own, scheme())["weight"]
 
@@ -105,28 +107,29 @@ def extremes(weight: Tensor, strategy: str, own: dict[str, Any]) -> tuple[Tensor
     return groups.amin(2), groups.amax(2)
 
 
-def fine_grained() -> Format:
-    """FP8 in blocks of 128 x 128, by transformers' own quantiser."""
+def fine_grained(block: int = 128) -> Format:
+    """FP8 in square blocks, by transformers' own quantiser."""
+    size = [block, block]
 
     def write(weight: Tensor) -> Tensors:
         from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
         class Quantizer:
-            quantization_config = type("Config", (), {"weight_block_size": [128, 128], "scale_fmt": None})
+            quantization_config = type("Config", (), {"weight_block_size": size, "scale_fmt": None})
 
         made = Fp8Quantize(Quantizer()).convert({"weight": weight.clone()})
         return {
             f".{name}": tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
         }
 
-    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+    def read(tensors: Tensors) -> Tensor:
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
         return Fp8Dequantize(None)._dequantize_one(
             tensors[".weight"], tensors[".weight_scale_inv"], torch.float32
         )
 
-    claim = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    claim = {"quant_method": "fp8", "weight_block_size": size, "activation_scheme": "dynamic"}
     return Format("transformers", claim, write, read)
 
 
@@ -152,7 +155,7 @@ def gptq(
             ".scales": scale_NG.T.half(), ".g_idx": group_K.int(),
         }  # fmt: skip
 
-    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+    def read(tensors: Tensors) -> Tensor:
         code_KN, zero_GN = codes(tensors[".qweight"].T, bits).T, codes(tensors[".qzeros"], bits) + less
         return scaled(code_KN, zero_GN, tensors[".scales"], tensors[".g_idx"].long())
 
@@ -174,7 +177,7 @@ def awq(group: int = 128) -> Format:
             ".scales": scale_NG.T.half(),
         }  # fmt: skip
 
-    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+    def read(tensors: Tensors) -> Tensor:
         code_KN, zero_GN = (codes(tensors[end], 4, AWQ_ORDER) for end in (".qweight", ".qzeros"))
         return scaled(code_KN, zero_GN, tensors[".scales"], torch.arange(len(code_KN)) // group)
 
@@ -228,7 +231,7 @@ def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float3
         parts = {f".weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
         return {".weight": codes, **parts}
 
-    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+    def read(tensors: Tensors) -> Tensor:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         state = {end.removeprefix(".weight."): tensor for end, tensor in tensors.items() if end != ".weight"}
@@ -250,7 +253,7 @@ def eight_bit() -> Format:
         codes, scales, _ = int8_vectorwise_quant(weight.half())
         return {".weight": codes, ".SCB": scales, ".weight_format": torch.zeros((), dtype=torch.uint8)}
 
-    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+    def read(tensors: Tensors) -> Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         return int8_vectorwise_dequant(tensors[".weight"], tensors[".SCB"])
@@ -278,7 +281,7 @@ def mxfp4() -> Format:
         )
         return {"_blocks": blocks.unflatten(2, (-1, 16)), "_scales": scales.view(torch.uint8)}
 
-    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+    def read(tensors: Tensors) -> Tensor:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         return convert_moe_packed_tensors(tensors["_blocks"], tensors["_scales"])
@@ -351,73 +354,66 @@ MOE = {
     for family in ("mixtral", "qwen3_moe")
     for name, form in _MOE.items()
 }
-
-
-def module_of(name: str, **sizes: int) -> Any:
-    """A random model, as transformers builds it."""
-    form = (FORMATS | MOE)[name]
-    return build(form.family, mild=True, **{**SIZES, **form.changes, **sizes})
+ALL = FORMATS | MOE
 
 
 def quantised(name: str, folder: Path, **sizes: int) -> Path:
-    """The folder of such a model in this format; one that is there is kept."""
-    pytest.importorskip((FORMATS | MOE)[name].library)
+    """Returns the folder of a random model in this format, once made, and keeps a plain one beside it."""
+    form = ALL[name]
+    pytest.importorskip(form.library)
     if not (folder / "config.json").exists():
-        module = module_of(name, **sizes)
-        module.save_pretrained(folder)
-        rewrite(name, folder, on_disk(folder) if name in MOE else matrices(module))
+        module = build(form.family, mild=True, **{**SIZES, **form.changes, **sizes})
+        module.save_pretrained(plain(folder))
+        shutil.copytree(plain(folder), folder)
+        rewrite(form, folder)
     return folder
 
 
-def on_disk(folder: Path) -> list[str]:
-    """The names of linear layers' weights, also of experts with tensors of their own."""
-    names = load_file(folder / "model.safetensors")
-    return [name for name in names if re.search(r"experts\.\d+\.|_proj\.weight$", name)]
+def plain(folder: Path) -> Path:
+    """The folder of the same model before it was quantised."""
+    return folder.with_name(f"{folder.name}-plain")
 
 
 def shipped(name: str, folder: Path) -> Path:
     """A copy of the shipped target in this format."""
-    pytest.importorskip((FORMATS | MOE)[name].library)
+    pytest.importorskip(ALL[name].library)
     shutil.copytree(SHIPPED_FOLDER / "demo", folder)
-    rewrite(name, folder, on_disk(folder))
+    rewrite(ALL[name], folder)
     return folder
 
 
-def rewrite(name: str, folder: Path, matrices: list[str]) -> None:
-    """Quantises these matrices of the folder."""
-    form = (FORMATS | MOE)[name]
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": form.claim}))
-    tensors = {key: tensor.bfloat16() for key, tensor in load_file(folder / "model.safetensors").items()}
-    for matrix in matrices:
+def rewrite(form: Format, folder: Path, **claim: Any) -> None:
+    """Quantises a plain folder; `claim` are keys of quantization_config that say something else."""
+    says = {"quantization_config": {**form.claim, **claim}}
+    edit(folder / "config.json", lambda config: config.update(says))
+    names = matrices(folder)
+    tensors = {key: tensor.bfloat16() for key, tensor in load_file(folder / WEIGHTS).items()}
+    for matrix in names:
         stem = matrix.removesuffix(".weight")
-        own = form.write(tensors.pop(matrix).float())
-        tensors |= {stem + end: tensor.contiguous() for end, tensor in own.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        parts = form.write(tensors.pop(matrix).float())
+        tensors |= {stem + end: tensor.contiguous() for end, tensor in parts.items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
-def matrices(module: nn.Module) -> list[str]:
-    """The names of the weights that are quantised: of linear layers, or of stacked experts."""
-    stacked = [name for name, weight in module.named_parameters() if weight.ndim == 3]
-    linear = [
-        name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"
-    ]
-    return stacked or [f"{name}.weight" for name in linear]
+def matrices(folder: Path) -> list[str]:
+    """The names in a plain folder of what is quantised: weights of linear layers, or stacked experts."""
+    tensors = load_file(folder / WEIGHTS)
+    stacked = [name for name, weight in tensors.items() if weight.ndim == 3]
+    return stacked or [name for name in tensors if re.search(r"experts\.\d+\.|_proj\.weight$", name)]
 
 
 def weights_of(name: str, folder: Path) -> Tensors:
     """All weights of the folder, as the library of the format reads them."""
-    module, found = module_of(name), load_file(folder / "model.safetensors")
-    for weight in matrices(module):
-        stem = weight.removesuffix(".weight")
-        ends = [key.removeprefix(stem) for key in found if key.startswith(stem) and not key.endswith("bias")]
-        own = {end: found.pop(stem + end) for end in ends}
-        found[weight] = (FORMATS | MOE)[name].read(own, tuple(module.get_parameter(weight).shape))
-    return found
+    tensors = load_file(folder / WEIGHTS)
+    for matrix in matrices(plain(folder)):
+        stem = matrix.removesuffix(".weight")
+        keys = [key for key in tensors if key.startswith(stem) and not key.endswith("bias")]
+        parts = {key.removeprefix(stem): tensors.pop(key) for key in keys}
+        tensors[matrix] = ALL[name].read(parts).contiguous()
+    return tensors
 
 
-def reference(name: str, folder: Path, dtype: torch.dtype) -> Any:
+def reference(name: str, folder: Path) -> Any:
     """transformers' module with the weights that the library reads."""
-    module = module_of(name).to(dtype)
-    module.load_state_dict({key: tensor.to(dtype) for key, tensor in weights_of(name, folder).items()})
-    return module
+    save_file(weights_of(name, folder), plain(folder) / WEIGHTS, {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(plain(folder), dtype=torch.float32).eval()

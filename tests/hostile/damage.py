@@ -5,128 +5,124 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from torch import Tensor
 
 from tests import checkpoints
 from tests.checkpoints import INDEX, edit, join, split
 
 WEIGHTS = "model.safetensors"
 OUTSIDE, EXECUTED = "outside", "executed"  # beside the model's folder: not to be read, not to come to be
+Tensors = dict[str, Tensor]
 Damage = Callable[[Path], object]
+
+
+def damage(change: Callable[..., object]) -> Callable[..., Damage]:
+    """Makes change(path, *arguments) a function of the arguments, which gives the change of a path."""
+
+    @wraps(change)
+    def given(*arguments: Any, **settings: Any) -> Damage:
+        return lambda path: change(path, *arguments, **settings)
+
+    return given
 
 
 def nothing(path: Path) -> None:
     """A sound folder."""
 
 
-def both(*changes: Damage) -> Damage:
+@damage
+def both(path: Path, *changes: Damage) -> None:
     """One change after the other."""
-
-    def apply(path: Path) -> None:
-        for change in changes:
-            change(path)
-
-    return apply
+    for change in changes:
+        change(path)
 
 
-def with_tokenizer(made: Callable[[], Tokenizer], **settings: Any) -> Damage:
-    return lambda path: checkpoints.write_tokenizer(path, made(), **settings)
+@damage
+def with_tokenizer(path: Path, made: Callable[[], Any] = checkpoints.tokenizer, **settings: Any) -> None:
+    checkpoints.write_tokenizer(path, made(), **settings)
 
 
-def sets(name: str, **values: Any) -> Damage:
+@damage
+def sets(path: Path, name: str, **values: Any) -> None:
     """A JSON file that says something else."""
-    return lambda path: edit(path / name, lambda content: content.update(values))
+    edit(path / name, lambda content: content.update(values))
 
 
-def config_sets(**values: Any) -> Damage:
-    return sets("config.json", **values)
+@damage
+def config_sets(path: Path, **values: Any) -> None:
+    edit(path / "config.json", lambda content: content.update(values))
 
 
-def reworked(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+@damage
+def reworked(path: Path, change: Callable[[Tensors], object]) -> None:
     """A weights file written again with other tensors."""
-
-    def apply(path: Path) -> None:
-        tensors = load_file(path / WEIGHTS)
-        change(tensors)
-        save_file(tensors, path / WEIGHTS, {"format": "pt"})
-
-    return apply
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, path / WEIGHTS, {"format": "pt"})
 
 
-def header(change: Callable[[dict[str, Any]], object]) -> Damage:
+@damage
+def header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """A weights file whose header claims something else."""
-
-    def apply(path: Path) -> None:
-        content, data = split(path / WEIGHTS)
-        change(content)
-        join(path / WEIGHTS, content, data)
-
-    return apply
+    content, data = split(path / WEIGHTS)
+    change(content)
+    join(path / WEIGHTS, content, data)
 
 
-def bytes_of(change: Callable[[bytes], bytes]) -> Damage:
-    return lambda path: (path / WEIGHTS).write_bytes(change((path / WEIGHTS).read_bytes())) and None
+@damage
+def cut_short(path: Path, count: int) -> None:
+    """A weights file without its last bytes."""
+    os.truncate(path / WEIGHTS, (path / WEIGHTS).stat().st_size - count)
 
 
-def maps_to(name: object) -> Damage:
+@damage
+def maps_to(path: Path, name: object) -> None:
     """An index that says so of the place of one tensor."""
-
-    def apply(path: Path) -> None:
-        edit(path / INDEX, lambda content: content["weight_map"].update({"model.norm.weight": name}))
-
-    return apply
+    edit(path / INDEX, lambda content: content["weight_map"].update({"model.norm.weight": name}))
 
 
-def linked_outside(name: str) -> Damage:
+@damage
+def linked_outside(path: Path, name: str) -> None:
     """A file of the model that lies elsewhere."""
-
-    def apply(path: Path) -> None:
-        outside = path.parent / OUTSIDE
-        outside.mkdir(exist_ok=True)
-        (path / name).rename(outside / name)
-        (path / name).symlink_to(outside / name)
-
-    return apply
+    outside = path.parent / OUTSIDE
+    outside.mkdir(exist_ok=True)
+    (path / name).rename(outside / name)
+    (path / name).symlink_to(outside / name)
 
 
-def linked_to(name: str, place: str) -> Damage:
+@damage
+def linked_to(path: Path, name: str, place: str) -> None:
     """A link in a file's stead."""
-
-    def apply(path: Path) -> None:
-        (path / name).unlink(missing_ok=True)
-        (path / name).symlink_to(place)
-
-    return apply
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(place)
 
 
-def pipe(name: str) -> Damage:
+@damage
+def pipe(path: Path, name: str) -> None:
     """A named pipe, at which a reader waits for ever."""
-
-    def apply(path: Path) -> None:
-        (path / name).unlink(missing_ok=True)
-        (path / name).parent.mkdir(exist_ok=True)
-        os.mkfifo(path / name)
-
-    return apply
+    (path / name).unlink(missing_ok=True)
+    (path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(path / name)
 
 
-def renamed(old: str, new: str) -> Damage:
-    return lambda path: (path / old).rename(path / new)
+@damage
+def removed(path: Path, *names: str) -> None:
+    for name in names:
+        (path / name).unlink()
 
 
-def removed(name: str) -> Damage:
-    return lambda path: (path / name).unlink()
-
-
-def replaced(name: str, content: bytes | str) -> Damage:
-    return lambda path: (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+@damage
+def replaced(path: Path, name: str, content: bytes | str) -> None:
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 class Payload:
@@ -139,99 +135,40 @@ class Payload:
         return os.mkdir, (str(self._place),)
 
 
-def pickled(name: str) -> Damage:
+@damage
+def pickled(path: Path, name: str) -> None:
     """A file that runs code when it is unpickled."""
-    return lambda path: (path / name).write_bytes(pickle.dumps(Payload(path.parent / EXECUTED)))
+    (path / name).write_bytes(pickle.dumps(Payload(path.parent / EXECUTED)))
 
 
-def torch_pickled(name: str) -> Damage:
-    """The same as torch.save writes it: a zip archive."""
-    return lambda path: torch.save({"a": Payload(path.parent / EXECUTED)}, path / name)
+@damage
+def torch_pickled(path: Path, name: str) -> None:
+    """Such a file as torch.save writes it: a zip archive."""
+    torch.save({"a": Payload(path.parent / EXECUTED)}, path / name)
 
 
-def code(name: str) -> Damage:
+@damage
+def code(path: Path, name: str) -> None:
     """A module that says by a file that it was imported."""
-
-    def apply(path: Path) -> None:
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_text(
-            f"import os\nos.mkdir({str(path.parent / EXECUTED)!r})\nclass C:\n    pass\n"
-        )
-
-    return apply
+    text = f"import os\nos.mkdir({str(path.parent / EXECUTED)!r})\nclass C:\n    pass\n"
+    replaced(name, text)(path)
 
 
-def sparse(name: str, start: bytes, size: int) -> Damage:
+@damage
+def sparse(path: Path, name: str, start: bytes, size: int) -> None:
     """A huge file that takes no room."""
-
-    def apply(path: Path) -> None:
-        with (path / name).open("wb") as file:
-            file.write(start)
-            file.truncate(size)
-
-    return apply
+    (path / name).write_bytes(start)
+    os.truncate(path / name, size)
 
 
-def many_tensors(count: int) -> Damage:
+@damage
+def many_tensors(path: Path, count: int) -> None:
     """A header of so many tensors, each of nothing."""
-
-    def apply(path: Path) -> None:
-        entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-        text = "{" + ",".join(f'"t{number}":{entry}' for number in range(count)) + "}"
-        join(path / WEIGHTS, text.encode(), b"")
-
-    return apply
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    text = "{" + ",".join(f'"t{number}":{entry}' for number in range(count)) + "}"
+    join(path / WEIGHTS, text.encode(), b"")
 
 
-def templated(text: str) -> Damage:
-    return with_tokenizer(checkpoints.tokenizer, chat_template=text)
-
-
-def tokenizer_says(**values: Any) -> Damage:
-    return sets("tokenizer_config.json", **values)
-
-
-def as_json(value: object) -> str:
-    return json.dumps(value)
-
-
-def gguf_bytes(
-    keys: Mapping[str, object], tensors: Sequence[tuple[str, tuple[int, ...], int, int]], data: int
-) -> bytes:  # fmt: skip
-    """A GGUF file, which may lie: of each tensor the name, the shape, inputs first, its format and its place.
-
-    Values are texts, whole numbers, fractions, lists of texts, or bytes, which stand there as they are.
-    """
-    found = b"GGUF\x03\0\0\0" + struct.pack("<QQ", len(tensors), len(keys))
-    for name, value in keys.items():
-        found += _text(name) + _value(value)
-    for name, shape, kind, place in tensors:
-        found += _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, place)
-    return found + b"\0" * (-len(found) % 32 + data)
-
-
-def _text(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def _value(value: object) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    if isinstance(value, list):
-        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
-    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
-
-
-def gguf(content: bytes, name: str = "model.gguf", size: int = 0) -> Damage:
-    """A GGUF file in the place of the other weights, and of the tokenizer; with `size` a file with a hole."""
-
-    def apply(path: Path) -> None:
-        for other in (WEIGHTS, "tokenizer.json"):
-            (path / other).unlink()
-        (path / name).write_bytes(content)
-        if size:
-            os.truncate(path / name, size)
-
-    return apply
+def as_bytes(value: object) -> Tensor:
+    """The tensor in which bitsandbytes keeps JSON."""
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
