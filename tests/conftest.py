@@ -32,7 +32,7 @@ from hydra._internal.hydra import Hydra
 
 # Their assertions are pytest's, too: under `python -O` Python's own are none.
 pytest.register_assert_rewrite(
-    "tests.bad_inputs", "tests.choices", "tests.distributed.threads", "tests.interleaved", "tests.processes",
+    "tests.choices", "tests.distributed.threads", "tests.interleaved", "tests.processes",
     "tests.rational", "tests.slurm.jobs", "tests.slurm.lab", "tests.warm",
 )  # fmt: skip
 

@@ -219,14 +219,14 @@ def affine(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tens
     return scale, torch.round(-least.clamp(max=0) / scale).clamp(0, top)
 
 
-def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float32) -> Format:
-    """By bitsandbytes: blocks of 64, with the scales of blocks coded in turn if `nested`; read as `dtype`."""
+def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float32, block: int = 64) -> Format:
+    """By bitsandbytes, with the scales of blocks coded in turn if `nested`; read as `dtype`."""
 
     def write(weight: Tensor) -> Tensors:
         from bitsandbytes.functional import quantize_4bit
 
         codes, state = quantize_4bit(
-            weight.to(dtype), blocksize=64, quant_type=table, compress_statistics=nested
+            weight.to(dtype), blocksize=block, quant_type=table, compress_statistics=nested
         )
         parts = {f".weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
         return {".weight": codes, **parts}

@@ -5,27 +5,28 @@ A row that may run (code 0) brings something that is never touched: it must be a
 
 from __future__ import annotations
 
-import os
+import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from tests import checkpoints
 from tests.checkpoints import INDEX
-from tests.hostile import quantised as quantised_folders
 from tests.hostile.damage import (
     OUTSIDE,
     WEIGHTS,
     Damage,
-    as_json,
+    Tensors,
+    as_bytes,
     both,
-    bytes_of,
     code,
     config_sets,
-    gguf,
-    gguf_bytes,
+    cut_short,
+    damage,
     header,
     linked_outside,
     linked_to,
@@ -35,56 +36,56 @@ from tests.hostile.damage import (
     pickled,
     pipe,
     removed,
-    renamed,
     replaced,
     reworked,
     sets,
     sparse,
-    templated,
-    tokenizer_says,
     torch_pickled,
     with_tokenizer,
 )
+from tests.quantised_folders import Format, awq, compressed, eight_bit, fine_grained, four_bit, gptq, rewrite
 
 CONFIG, FILES, LOADED = "config", "files", "loaded"
 """How far a case may come: no torch is needed, no weights are read, weights are read."""
 
+PROMPT = 'task.prompts=["hello"]'
+ALONE = (PROMPT, "model=./model", "draft=none", "task.max_new_tokens=4", "seed=1")
 CHAT = ("task.chat=true",)
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
 @dataclass(frozen=True)
-class Hostile:
-    """One folder: `row` is that of the table of bad inputs in the reliability research, 0 if it lacks it."""
+class Case:
+    """A command that is refused: what it meets, its exit code, and what its one line of error says.
 
-    row: int
+    `damage` is done to a copy of a sound model folder, ./model; without it there is none.
+    """
+
     name: str
-    damage: Damage
+    words: tuple[str, ...]
     says: tuple[str, ...]
-    reach: str = CONFIG
-    sharded: bool = False
     code: int = 4
-    extra: tuple[str, ...] = ()
+    reach: str = CONFIG
+    damage: Damage | None = None
+    sharded: bool = False  # the copy's weights are in several files
+    makes: Damage = nothing  # other files, in the working folder
+    stdin: bytes = b""
+    env: dict[str, str] = field(default_factory=dict)
     answers: bool = False  # what was written before it showed is given out
     modules: tuple[str, ...] = ()  # what transformers' modules refuse it with; the decoder does not read it
 
     def __str__(self) -> str:
-        return f"{self.row}-{self.name}"
+        return self.name
 
 
-def hostile(
-    row: int, name: str, damage: Damage, *says: str, reach: str = CONFIG, sharded: bool = False, code: int = 4,
-    extra: tuple[str, ...] = (), answers: bool = False,
-) -> Hostile:  # fmt: skip
-    return Hostile(row, name, damage, says, reach, sharded, code, extra, answers)
+def hostile(name: str, damage: Damage, *says: str, extra: tuple[str, ...] = (), **more: Any) -> Case:
+    return Case(name, (*ALONE, *extra), says, damage=damage, **more)
 
 
-def harmless(
-    row: int, name: str, damage: Damage, extra: tuple[str, ...] = (), modules: tuple[str, ...] = ()
-) -> Hostile:
+def harmless(name: str, damage: Damage, **more: Any) -> Case:
     """What is never touched, but perhaps by transformers' modules."""
-    return Hostile(row, name, damage, (), LOADED, code=0, extra=extra, modules=modules)
+    return hostile(name, damage, code=0, reach=LOADED, **more)
 
 
 def pattern(regex: str) -> Damage:
@@ -106,7 +107,7 @@ def tokenizer_outside(path: Path) -> None:
     """tokenizer_config.json names a file that lies elsewhere."""
     (path.parent / OUTSIDE).mkdir()
     (path.parent / OUTSIDE / "tokenizer.4.0.json").write_text((path / "tokenizer.json").read_text())
-    tokenizer_says(fast_tokenizer_files=["../outside/tokenizer.4.0.json"])(path)
+    sets("tokenizer_config.json", fast_tokenizer_files=["../outside/tokenizer.4.0.json"])(path)
 
 
 def shard_of_pickles(path: Path) -> None:
@@ -117,237 +118,218 @@ def shard_of_pickles(path: Path) -> None:
     (path / INDEX).write_text((path / INDEX).read_text().replace(shard, "pytorch_model.bin"))
 
 
-PICKLES = [
-    hostile(25, "bin", renamed(WEIGHTS, "pytorch_model.bin"), "pickled", "pytorch_model", "save_pretrained"),
-    hostile(25, "armed-pkl", both(removed(WEIGHTS), pickled("model.pkl")), "pickled", "model.pkl"),
-    hostile(25, "named-safetensors", pickled(WEIGHTS), "damaged or cut short"),
-    hostile(25, "shard-is-bin", shard_of_pickles, "of another kind", "pytorch_model.bin", sharded=True),
-    harmless(25, "armed-beside", both(torch_pickled("pytorch_model.bin"), torch_pickled("training_args.bin"))),
-]  # fmt: skip
+def projected(path: Path) -> None:
+    """As opt-350m: embeddings narrower than the layers."""
+    config_sets(model_type="opt", word_embed_proj_dim=32)(path)
+    reworked(lambda t: t.update({EMBEDDING: t[EMBEDDING][:, :32]}))(path)
 
-POINTERS = [
-    hostile(19, "lfs-pointer", replaced(WEIGHTS, POINTER), "git lfs pull"),
-    hostile(
-        19, "lfs-config", replaced("config.json", POINTER), "config.json is a Git LFS pointer", "git lfs"
-    ),
-]
 
-SAFETENSORS = [
-    hostile(19, "truncated", bytes_of(lambda b: b[:-7]), "damaged or cut short", "not fully covered"),
-    hostile(20, "sparse-header", sparse(WEIGHTS, struct.pack("<Q", 2**31), 2**33), "damaged", "2147483648"),
-    hostile(20, "million-tensors", many_tensors(1_000_000), "damaged"),
-    hostile(20, "overlapping", header(overlapping), "invalid offset for tensor"),
-    hostile(20, "no-metadata", header(lambda h: h.pop("__metadata__")), code=0, reach=LOADED),
-    hostile(
-        20, "name-with-escapes",
-        reworked(lambda t: t.update({"\x1b[2J\nerror: all is well" + "x" * 10**5: torch.ones(1)})),
-        "a tensor by the name of",
-    ),
+@damage
+def has_gguf(path: Path, change: Damage) -> None:
+    """A GGUF file in the place of the other weights, and of the tokenizer."""
+    removed(WEIGHTS, "tokenizer.json")(path)
+    change(path)
+
+
+WEIGHT_FILES = [
+    hostile("bin", both(removed(WEIGHTS), torch_pickled("pytorch_model.bin")), "pickled", "pytorch_model", "save_pretrained"),
+    hostile("armed-pkl", both(removed(WEIGHTS), pickled("model.pkl")), "pickled", "model.pkl"),
+    hostile("named-safetensors", pickled(WEIGHTS), "damaged or cut short"),
+    hostile("shard-is-bin", shard_of_pickles, "of another kind", "pytorch_model.bin", sharded=True),
+    harmless("armed-beside", both(torch_pickled("pytorch_model.bin"), torch_pickled("training_args.bin"))),
+    hostile("lfs-pointer", replaced(WEIGHTS, POINTER), "git lfs pull"),
+    hostile("lfs-config", replaced("config.json", POINTER), "config.json is a Git LFS pointer", "git lfs"),
+    hostile("truncated", cut_short(7), "damaged or cut short", "not fully covered"),
+    hostile("sparse-header", sparse(WEIGHTS, struct.pack("<Q", 2**31), 2**33), "damaged", "2147483648"),
+    hostile("million-tensors", many_tensors(1_000_000), "damaged"),
+    hostile("overlapping", header(overlapping), "invalid offset for tensor"),
+    hostile("beyond-the-end", header(lambda h: h[NORM].update(data_offsets=[0, 10**9])), "damaged"),
+    hostile("endless-shape", header(lambda h: h[NORM].update(shape=[2**62, 2**62])), "damaged"),
+    hostile("no-metadata", header(lambda h: h.pop("__metadata__")), code=0, reach=LOADED),
+    hostile("name-with-escapes", reworked(lambda t: t.update({"\x1b[2J\nerror: all is well" + "x" * 10**5: torch.ones(1)})),
+            "a tensor by the name of"),
+    # tests/test_gguf_damage.py has the numbers of a GGUF header that lie.
+    hostile("gguf-counts", has_gguf(replaced("a.gguf", struct.pack("<4sIQQ", b"GGUF", 3, 2**40, 2**40))), "cannot be read"),
+    hostile("gguf-pipe", has_gguf(pipe("a.gguf")), "not a regular file", "a.gguf"),
 ]  # fmt: skip
 
 NAMES = [
-    hostile(18, "missing-shard", removed("model-00002-of-00005.safetensors"),
-            "a shard is missing", "model-00002-of-00005", INDEX, sharded=True),
-    hostile(18, "no-weights", removed(WEIGHTS), "holds no weights", "model.safetensors"),
-    hostile(18, "no-config", removed("config.json"), "there is no config.json"),
-    hostile(24, "escapes", maps_to("\x1b[2J\nerror: all is well"), "a shard's name", sharded=True),
-    hostile(21, "no-map", replaced(INDEX, "{}"), "no weight_map", sharded=True),
-]  # fmt: skip
-
-LINKS = [
-    hostile(24, "link", linked_outside(WEIGHTS), "leaves the folder", "outside"),
-    hostile(24, "link-tokenizer", linked_outside("tokenizer.json"), "leaves the folder", "tokenizer.json"),
-    hostile(24, "link-loop", linked_to(WEIGHTS, WEIGHTS), WEIGHTS),
-    hostile(24, "link-environ", linked_to("tokenizer_config.json", "/proc/self/environ"), "tokenizer_config"),
-    hostile(24, "link-random", linked_to("config.json", "/dev/urandom"), "not a regular file"),
-    hostile(24, "pipe", pipe(WEIGHTS), "not a regular file", WEIGHTS),
-    hostile(24, "template-folder-pipe", pipe("additional_chat_templates/a.jinja"), "not a regular file"),
+    hostile("missing-shard", removed("model-00002-of-00005.safetensors"), "a shard is missing", "model-00002-of-00005", INDEX,
+            sharded=True),
+    hostile("no-weights", removed(WEIGHTS), "holds no weights", "model.safetensors"),
+    hostile("no-config", removed("config.json"), "there is no config.json"),
+    hostile("an-adapter", both(removed("config.json"), replaced("adapter_config.json", "{}")), "there is no config.json, but an adapter (LoRA)"),
+    hostile("escapes", maps_to("\x1b[2J\nerror: all is well"), "a shard's name", sharded=True),
+    *(hostile(f"shard-{name!r}", maps_to(name), "leaves the folder", sharded=True)
+      for name in ("../a", "/a", "a/../b", "..", ".", "", "a/b", None, 3, ["a"])),
+    hostile("no-map", replaced(INDEX, "{}"), "no weight_map", sharded=True),
+    hostile("link", linked_outside(WEIGHTS), "leaves the folder", "outside"),
+    hostile("link-tokenizer", linked_outside("tokenizer.json"), "leaves the folder", "tokenizer.json"),
+    hostile("link-loop", linked_to(WEIGHTS, WEIGHTS), WEIGHTS),
+    hostile("link-environ", linked_to("tokenizer_config.json", "/proc/self/environ"), "tokenizer_config"),
+    hostile("link-random", linked_to("config.json", "/dev/urandom"), "not a regular file"),
+    *(hostile(f"pipe-{name}", pipe(name), "not a regular file", name)
+      for name in (WEIGHTS, "chat_template.jinja", "additional_chat_templates/a.jinja", "vocab.txt", "tokenizer.model", "added.json")),
+    hostile("tokenizer-outside", tokenizer_outside, "names a file outside", "../outside/tokenizer.4.0.json"),
 ]  # fmt: skip
 
 CODE = [
-    hostile(26, "auto-map", both(code("evil.py"), config_sets(auto_map={"AutoConfig": "evil.C"})),
-            "code of its own", "auto_map"),
-    hostile(26, "generates", both(code("custom_generate/generate.py"), config_sets(custom_generate="a/b")),
+    hostile("auto-map", both(code("evil.py"), config_sets(auto_map={"AutoConfig": "evil.C"})), "code of its own", "auto_map"),
+    hostile("generates", both(code("custom_generate/generate.py"), config_sets(custom_generate="a/b")),
             "code of its own", "custom_generate"),
-    hostile(26, "tokenizer-auto-map",
-            both(code("e.py"), with_tokenizer(checkpoints.tokenizer, auto_map={"AutoTokenizer": ["e.C", "e.C"]})),
+    hostile("tokenizer-auto-map", both(code("e.py"), with_tokenizer(auto_map={"AutoTokenizer": ["e.C", "e.C"]})),
             "code of its own", "tokenizer_config.json"),
-    hostile(26, "kernel", config_sets(attn_implementation="evil/kernel"), "code of its own", "evil/kernel"),
-    hostile(26, "adapter", replaced("adapter_config.json", as_json({"base_model_name_or_path": "../outside"})),
-            "adapter"),
-    hostile(16, "backtracks", pattern("(x+x+)+y"), "the tokenizer fails on a text", "retry-limit", reach=FILES,
-            code=3, extra=(f'task.prompts=["{"x" * 60}"]',)),
-    hostile(27, "unknown", config_sets(model_type="nonesuch"), "nonesuch", "llama", reach=FILES),
-    hostile(26, "dtype-is-code", config_sets(dtype="load"), "config.json cannot be read", reach=FILES),
-    hostile(26, "tokenizer-class", tokenizer_says(tokenizer_class="os.system"), code=0, reach=LOADED),
-    harmless(26, "modules-beside", both(code("modeling_llama.py"), code("__init__.py"), code("torch.py"))),
-    harmless(26, "other-home", config_sets(_name_or_path="../outside")),
+    hostile("kernel", config_sets(attn_implementation="evil/kernel"), "code of its own", "evil/kernel"),
+    hostile("adapter", replaced("adapter_config.json", '{"base_model_name_or_path": "../outside"}'), "adapter"),
+    hostile("backtracks", pattern("(x+x+)+y"), "the tokenizer fails on a text", "retry-limit", reach=FILES, code=3,
+            extra=(f'task.prompts=["{"x" * 60}"]',)),
+    hostile("unknown", config_sets(model_type="nonesuch"), "nonesuch", "llama", reach=FILES),
+    hostile("dtype-is-code", config_sets(dtype="load"), "config.json cannot be read", reach=FILES),
+    hostile("tokenizer-class", sets("tokenizer_config.json", tokenizer_class="os.system"), code=0, reach=LOADED),
+    harmless("modules-beside", both(code("modeling_llama.py"), code("__init__.py"), code("torch.py"))),
+    harmless("other-home", config_sets(_name_or_path="../outside")),
 ]  # fmt: skip
 
 
-def chat_template(name: str, content: object, *says: str) -> Hostile:
+def chat_template(name: str, text: str, *says: str) -> Case:
     """A template that is refused when it is applied."""
-    damage = templated(content)  # type: ignore[arg-type]
-    return hostile(17, name, damage, "chat template", *says, reach=FILES, code=3, extra=CHAT)
+    damage = with_tokenizer(chat_template=text)
+    return hostile(name, damage, "chat template", *says, reach=FILES, code=3, extra=CHAT)
 
 
-TEMPLATES = [
-    hostile(17, "no-chat-template", nothing, "no chat template", reach=FILES, code=3, extra=CHAT),
-    chat_template("broken-chat-template", "{{ raise_exception('no') }}", "no"),
+ESCAPES = [
     chat_template("escape-by-format", "{{ '{0.__class__.__mro__}'.format(messages) }}"),
     chat_template("escape-by-globals", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}"),
     chat_template("include", "{% include '/etc/passwd' %}"),
-]  # fmt: skip
+]
+TEMPLATES = [
+    hostile("no-chat-template", nothing, "no chat template", reach=FILES, code=3, extra=CHAT),
+    chat_template("broken-chat-template", "{{ raise_exception('no') }}", "no"),
+    *ESCAPES,
+]
 
-VALUES = [
-    hostile(23, "nan", reworked(lambda t: t[NORM].fill_(torch.nan)), "not numbers", reach=LOADED, answers=True),
-]  # fmt: skip
+
+def tensors(name: str, change: Callable[[Tensors], object], *says: str, **more: Any) -> Case:
+    return hostile(name, reworked(change), *says, reach=LOADED, **more)
+
 
 TENSORS = [
-    hostile(21, "missing-tensor", reworked(lambda t: t.pop(NORM)), "missing keys", NORM, reach=LOADED),
-    hostile(21, "unexpected", reworked(lambda t: t.update({"other.weight": torch.zeros(2)})), "unexpected keys",
-            "other.weight", reach=LOADED),
-    hostile(22, "vocabulary", config_sets(vocab_size=299), "embed_tokens", "mismatched keys", reach=LOADED),
-    hostile(22, "shape", reworked(lambda t: t.update({NORM: torch.ones(32)})), "mismatched keys", NORM,
-            reach=LOADED),
-    hostile(22, "fewer-layers", config_sets(num_hidden_layers=1), "unexpected keys", "layers.1.", reach=LOADED),
+    tensors("nan", lambda t: t[NORM].fill_(torch.nan), "not numbers", answers=True),
+    tensors("missing-tensor", lambda t: t.pop(NORM), "missing keys", NORM),
+    tensors("unexpected", lambda t: t.update({"other.weight": torch.zeros(2)}), "unexpected keys", "other.weight"),
+    tensors("shape", lambda t: t.update({NORM: torch.ones(32)}), "mismatched keys", NORM),
+    hostile("vocabulary", config_sets(vocab_size=299), "embed_tokens", "mismatched keys", reach=LOADED),
+    hostile("fewer-layers", config_sets(num_hidden_layers=1), "unexpected keys", "layers.1.", reach=LOADED),
 ]  # fmt: skip
 
 
-def misread(
-    name: str, key: str, value: object, said: str, how: str = "config.json cannot be read", reach: str = FILES
-) -> Hostile:
-    """A value of config.json that transformers refuses, in its words."""
-    says = how, said
-    return hostile(22, name, config_sets(**{key: value}), *says, reach=reach)
+def says(name: str, values: dict[str, Any], *said: str, **more: Any) -> Case:
+    """A config.json with these values."""
+    return hostile(name, config_sets(**values), *said, **more)
 
 
-BY_BITSANDBYTES = {"quant_method": "bitsandbytes"}
+MISREAD = "config.json cannot be read"  # by transformers, in whose words it is told
+BY_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+BLOOM = {"model_type": "bloom", "vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 4}
 NUMBERS = [
-    hostile(22, "text-size", config_sets(num_key_value_heads="two"), "num_key_value_heads", "'two'"),
-    hostile(22, "negative-size", config_sets(num_hidden_layers=-2), "num_hidden_layers", "-2"),
-    hostile(22, "head-groups", config_sets(num_key_value_heads=3), "KV heads", "4 and 3"),
-    hostile(22, "endless-layers", config_sets(num_hidden_layers=2**31 - 1), "number of layers", "2147483647"),
-    hostile(22, "endless-width", config_sets(hidden_size=2**31), "hidden_size", "2147483648"),
-    hostile(22, "endless-ffn", config_sets(intermediate_size=2**31 - 1), "do not fit", code=5, reach=FILES),
-    hostile(22, "no-context", config_sets(max_position_embeddings=0), "max_position_embeddings"),
-    misread("epsilon-text", "rms_norm_eps", "x", "'rms_norm_eps' expected float, got str (value: 'x')"),
-    misread("rope-lacks", "rope_parameters", {"rope_type": "llama3"}, "Missing required keys in `rope_parameters`"),
-    misread("odd-head", "head_dim", 15, "`head_dim`=15"),
-    misread("rope-kind", "rope_scaling", {"rope_type": "evil", "factor": 2}, "KeyError: 'evil'", "cannot be loaded", LOADED),
-    harmless(22, "plan-number", config_sets(base_model_tp_plan=5), modules=("cannot be loaded", "correct config.json")),
-    harmless(22, "returns", config_sets(return_dict=False, output_hidden_states=True, output_attentions=True)),
-    hostile(22, "plain-4bit", config_sets(quantization_config={**BY_BITSANDBYTES, "load_in_4bit": True}),
-            "bitsandbytes", "config.json: quantization_config", "plain", "nf4"),
-    hostile(22, "window", config_sets(sliding_window=-1, model_type="mistral"), "sliding_window", "-1"),
-    hostile(22, "not-json", replaced("config.json", "{"), "config.json is not JSON"),
-    hostile(22, "deep-config", replaced("config.json", "[" * 10**5), "config.json is not JSON"),
-    hostile(22, "huge-config", sparse("config.json", b"{", 2**33), "too large"),
-    hostile(22, "preset", nothing, "the checkpoint is not a", "n_layers", extra=("model.n_layers=7",)),
+    says("text-size", {"num_key_value_heads": "two"}, "num_key_value_heads", "'two'"),
+    says("negative-size", {"num_hidden_layers": -2}, "num_hidden_layers", "-2"),
+    says("no-layers", {"num_hidden_layers": None}, "has no usable num_hidden_layers", "None"),
+    says("head-groups", {"num_key_value_heads": 3}, "KV heads", "4 and 3"),
+    says("endless-layers", {"num_hidden_layers": 2**31 - 1}, "number of layers", "2147483647"),
+    says("endless-width", {"hidden_size": 2**31}, "hidden_size", "2147483648"),
+    says("endless-ffn", {"intermediate_size": 2**31 - 1}, "do not fit", code=5, reach=FILES),
+    says("endless-labels", {"num_labels": 10**9}, "num_labels 1000000000", "at most 100000"),
+    says("endless-attention", {"model_type": "gpt_neo", "attention_types": [[["global"], 10**9]]}, "attention_types 1000000000"),
+    says("no-context", {"max_position_embeddings": 0}, "max_position_embeddings"),
+    says("epsilon-text", {"rms_norm_eps": "x"}, MISREAD, "'rms_norm_eps' expected float, got str (value: 'x')", reach=FILES),
+    says("rope-lacks", {"rope_parameters": {"rope_type": "llama3"}}, MISREAD, "Missing required keys in `rope_parameters`", reach=FILES),
+    says("odd-head", {"head_dim": 15}, MISREAD, "`head_dim`=15", reach=FILES),
+    says("rope-kind", {"rope_scaling": {"rope_type": "evil", "factor": 2}}, "cannot be loaded", "KeyError: 'evil'", reach=LOADED),
+    harmless("plan-number", config_sets(base_model_tp_plan=5), modules=("cannot be loaded", "correct config.json")),
+    harmless("returns", config_sets(return_dict=False, output_hidden_states=True, output_attentions=True)),
+    says("plain-4bit", {"quantization_config": BY_BITSANDBYTES}, "bitsandbytes", "config.json: quantization_config", "plain", "nf4"),
+    says("window", {"sliding_window": -1, "model_type": "mistral"}, "sliding_window", "-1"),
+    hostile("not-json", replaced("config.json", "{"), "config.json is not JSON"),
+    hostile("deep-config", replaced("config.json", "[" * 10**5), "config.json is not JSON"),
+    hostile("huge-config", sparse("config.json", b"{", 2**33), "too large"),
+    hostile("preset", nothing, "the checkpoint is not a", "n_layers", extra=("model.n_layers=7",)),
+    hostile("bloom", replaced("config.json", json.dumps(BLOOM)),
+            "the architecture is not supported", "max_position_embeddings", "found bloom", "llama"),
+    hostile("projected", projected, "the architecture is not supported", "word_embed_proj_dim", "found opt"),
 ]  # fmt: skip
 
+UP = "model.layers.0.mlp.up_proj"  # 96 outputs, 64 inputs
+STATE = ".weight.quant_state.bitsandbytes__nf4"
+INT4 = compressed(4, "int", "group", group_size=32, dtype=torch.float16)
+GPTQ, AWQ, FP8, INT8 = gptq(group=32), awq(group=32), fine_grained(32), eight_bit()
+NF4, NESTED = four_bit("nf4", block=32), four_bit("nf4", nested=True, block=32)
+CLAIM = INT4.claim["config_groups"]["0"]
+TEXT_BITS = {"0": {**CLAIM, "weights": {**CLAIM["weights"], "num_bits": "4"}}}
 
-IS = quantised_folders
+
+@damage
+def quantised(path: Path, form: Format, **claim: Any) -> None:
+    """The layers of attention and MLP in a format; `claim`: what quantization_config says instead."""
+    rewrite(form, path, **claim)
+
+
+def matrix(
+    name: str,
+    form: Format,
+    end: str,
+    tensor: Tensor | None,
+    *found: str,
+    what: str = "of a quantised matrix",
+    **more: Any,
+) -> Case:
+    """One tensor of a quantised matrix is another, or is not there (None)."""
+
+    def change(tensors: Tensors) -> None:
+        tensors.pop(UP + end, None)
+        tensors |= {} if tensor is None else {UP + end: tensor}
+
+    return hostile(name, both(quantised(form), reworked(change)), what, *found, reach=LOADED, **more)
+
+
+def state(name: str, form: Format, found: str, **values: Any) -> Case:
+    """bitsandbytes' description of a quantised matrix has other values."""
+
+    def change(tensors: Tensors) -> None:
+        before = json.loads(bytes(tensors[UP + STATE].tolist()))
+        tensors[UP + STATE] = as_bytes({**before, **values})
+
+    return hostile(
+        name, both(quantised(form), reworked(change)), "of a quantised matrix", found, reach=LOADED
+    )
+
+
 QUANTISED = [
-    hostile(22, "sound-int4", IS.quantised(IS.int4, IS.INT4), code=0, reach=LOADED),
-    *(hostile(22, name, IS.quantised(IS.gptq, claim), "cannot be read", "quantization_config", found, "GGUF")
-      for name, claim, found in (
-        ("gptq-3-bit", {**IS.GPTQ, "bits": 3}, "3 bits"),
-        ("rotated", {**IS.INT4, "transform_config": {"config_groups": {"u": {}}}}, "transforms"),
-    )),
-    hostile(22, "bias-beyond", both(
-        IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.bias": torch.ones(96)}))),
-        "unexpected keys", f"{IS.UP}.bias", reach=LOADED),
-    hostile(22, "group-zero", IS.quantised(IS.gptq, {**IS.GPTQ, "group_size": 0}),
-            "cannot be read", "group_size 0", "quantization_config"),
-    *(hostile(22, name, IS.broken(write, claim, end, tensor), "of a quantised matrix", found, reach=LOADED)
-      for name, write, claim, end, tensor, found in (
-        ("scales-rows", IS.gptq, IS.GPTQ, ".scales", torch.rand(3, 96).half(), "(2, 96)"),
-        ("zeros-missing", IS.awq, IS.AWQ, ".qzeros", None, "not complete"),
-        ("group-beyond", IS.gptq, IS.GPTQ, ".g_idx", torch.full((64,), 9).int(), "0..1"),
-        ("codes-plain", IS.fp8, IS.FP8, ".weight", torch.rand(96, 64), "F32"),
-        ("blocks-shape", IS.fp8, IS.FP8, ".weight_scale_inv", torch.rand(2, 2), "(3, 2)"),
-        ("scale-odd", IS.int4, IS.INT4, ".weight_scale", torch.rand(96, 3).half(), "divide 64"),
-        ("shape-lies", IS.int4, IS.INT4, ".weight_shape", torch.tensor([2**40, 2**40]), "4 or 8 bits"),
-        ("table", IS.nf4, IS.NF4, ".weight.quant_map", torch.rand(16), "nf4"),
-        ("state", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4", IS.text([1]), "list indices"),
-        ("state-shape", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4",
-         IS.text({"shape": [2**40, 2**40], "blocksize": 32}), "U8"),
-        ("bytes-order", IS.int8, IS.INT8, ".weight_format", torch.tensor(2, dtype=torch.uint8), "row after row"),
-    )),
-    hostile(22, "bits-text", IS.quantised(IS.int4, IS.weights_say(num_bits="4")), "num_bits", "quantization_config"),
-    hostile(22, "nested-block", IS.nested(nested_blocksize=0), "of a quantised matrix", "nested_absmax; found (1,)", reach=LOADED),
-    hostile(22, "nan-scales", IS.broken(IS.int4, IS.INT4, ".weight_scale", torch.full((96, 2), torch.nan).half()),
-            "not numbers", reach=LOADED, answers=True),
-    hostile(22, "codes-and-numbers", both(
-        IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.weight": torch.rand(96, 64)}))),
-        "of a quantised matrix", ".weight and .qweight", reach=LOADED),
-    hostile(22, "without-a-claim", both(IS.quantised(IS.awq, {}), config_sets(quantization_config=None)),
+    hostile("sound-int4", quantised(INT4), code=0, reach=LOADED),
+    matrix("scales-rows", GPTQ, ".scales", torch.rand(3, 96).half(), "(2, 96)"),
+    matrix("zeros-missing", AWQ, ".qzeros", None, "not complete"),
+    matrix("group-beyond", GPTQ, ".g_idx", torch.full((64,), 9).int(), "0..1"),
+    matrix("codes-plain", FP8, ".weight", torch.rand(96, 64), "F32"),
+    matrix("blocks-shape", FP8, ".weight_scale_inv", torch.rand(2, 2), "(3, 2)"),
+    matrix("scale-odd", INT4, ".weight_scale", torch.rand(96, 3).half(), "divide 64"),
+    matrix("shape-lies", INT4, ".weight_shape", torch.tensor([2**40, 2**40]), "4 or 8 bits"),
+    matrix("table", NF4, ".weight.quant_map", torch.rand(16), "nf4"),
+    matrix("state", NF4, STATE, as_bytes([1]), "list indices"),
+    state("state-shape", NF4, "U8", shape=[2**40, 2**40]),
+    state("nested-block", NESTED, "nested_absmax; found (1,)", nested_blocksize=0),
+    matrix("bytes-order", INT8, ".weight_format", torch.tensor(2, dtype=torch.uint8), "row after row"),
+    matrix("codes-and-numbers", GPTQ, ".weight", torch.rand(96, 64), ".weight and .qweight"),
+    matrix("bias-beyond", GPTQ, ".bias", torch.ones(96), f"{UP}.bias", what="unexpected keys"),
+    matrix("nan-scales", INT4, ".weight_scale", torch.full((96, 2), torch.nan).half(), what="not numbers", answers=True),
+    hostile("gptq-3-bit", quantised(GPTQ, bits=3), "cannot be read", "quantization_config", "3 bits", "GGUF"),
+    hostile("rotated", quantised(INT4, transform_config={"config_groups": {"u": {}}}), "quantization_config", "transforms", "GGUF"),
+    hostile("group-zero", quantised(GPTQ, group_size=0), "cannot be read", "group_size 0", "quantization_config"),
+    hostile("bits-text", quantised(INT4, config_groups=TEXT_BITS), "num_bits", "quantization_config"),
+    hostile("without-a-claim", both(quantised(AWQ), config_sets(quantization_config=None)),
             "quantised, but config.json does not say how", ".qweight", "quantization_config"),
-    hostile(22, "other-format", IS.quantised(IS.awq, {"quant_method": "hqq"}), "cannot be read", "found hqq",
+    hostile("other-format", quantised(AWQ, quant_method="hqq"), "cannot be read", "found hqq",
             "config.json: quantization_config", "gptq (4 and 8 bit)", "plain weights and dtype=int8 or nf4"),
 ]  # fmt: skip
 NOT_BY_DEEPSPEED = [row for row in QUANTISED if row.reach == LOADED]  # it refuses their weights
 
-
-def projected(path: Path) -> None:
-    """As opt-350m: embeddings narrower than the layers."""
-    config_sets(model_type="opt", word_embed_proj_dim=32)(path)
-    reworked(lambda t: t.update({EMBEDDING: t[EMBEDDING][:, :32].contiguous()}))(path)
-
-
-ARCHITECTURES = [
-    hostile(27, "bloom", replaced("config.json", as_json({"model_type": "bloom", "vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 4})),
-            "the architecture is not supported", "max_position_embeddings", "found bloom", "llama"),
-    hostile(27, "projected", projected, "the architecture is not supported", "word_embed_proj_dim", "found opt"),
-    hostile(22, "no-layers", config_sets(num_hidden_layers=None), "has no usable num_hidden_layers", "None"),
-]  # fmt: skip
-
-SIZES = [
-    hostile(22, "endless-labels", config_sets(num_labels=10**9), "num_labels 1000000000", "at most 100000"),
-    hostile(22, "endless-attention", config_sets(model_type="gpt_neo", attention_types=[[["global"], 10**9]]),
-            "attention_types 1000000000"),
-    hostile(24, "tokenizer-outside", tokenizer_outside, "names a file outside", "../outside/tokenizer.4.0.json"),
-]  # fmt: skip
-
-LLAMA = {
-    "general.architecture": "llama", "llama.context_length": 64, "llama.embedding_length": 64,
-    "llama.block_count": 1, "llama.feed_forward_length": 96, "llama.attention.head_count": 4,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "c", "d"],
-    "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": struct.pack("<IB", 7, 1),
-}  # fmt: skip
-Table = tuple[str, tuple[int, ...], int, int]
-TABLE: Table = ("token_embd.weight", (64, 4), 0, 0)
-
-
-def lying_gguf(name: str, tensors: list[Table], *says: str, size: int = 0, **wrong: object) -> Hostile:
-    """A GGUF file of these tensors; `wrong` are its other keys."""
-    return hostile(20, f"gguf-{name}", gguf(gguf_bytes(LLAMA | wrong, tensors, 1024), size=size), *says)
-
-
-GGUF = [  # tests/test_gguf_damage.py has more numbers that lie, and more cuts
-    lying_gguf("sparse-texts", [TABLE], f"a list of {2**22} texts", x=struct.pack("<IIQ", 9, 8, 2**22), size=2**36),
-    lying_gguf("overlapping", [TABLE, ("output.weight", (64, 4), 0, 0)], "output.weight of (4, 64) at byte"),
-    lying_gguf("twice", [TABLE, TABLE], "duplicated tensor", "token_embd"),
-    hostile(24, "gguf-pipe", both(gguf(b""), removed("model.gguf"), lambda p: os.mkfifo(p / "model.gguf")), "not a regular file", "model.gguf"),
-]  # fmt: skip
-
-
-GROUPS: dict[str, list[Hostile]] = {
-    "pickled weights": PICKLES,
-    "LFS pointers": POINTERS,
-    "safetensors files": SAFETENSORS,
-    "names of files": NAMES,
-    "links, pipes, folders": LINKS,
-    "code": CODE,
-    "chat templates": TEMPLATES,
-    "weights' values": VALUES,
-    "tensors": TENSORS,
-    "config.json": NUMBERS,
-    "quantised weights": QUANTISED,
-    "architectures": ARCHITECTURES,
-    "time and memory": SIZES,
-    "GGUF": GGUF,
-}
-CORPUS = [row for rows in GROUPS.values() for row in rows]
+CORPUS = [*WEIGHT_FILES, *NAMES, *CODE, *TEMPLATES, *TENSORS, *NUMBERS, *QUANTISED]

@@ -50,14 +50,17 @@ def with_tokenizer(path: Path, made: Callable[[], Any] = checkpoints.tokenizer, 
 
 
 @damage
-def sets(path: Path, name: str, **values: Any) -> None:
-    """A JSON file that says something else."""
-    edit(path / name, lambda content: content.update(values))
+def edited(path: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """A JSON file with other content."""
+    edit(path / name, change)
 
 
-@damage
-def config_sets(path: Path, **values: Any) -> None:
-    edit(path / "config.json", lambda content: content.update(values))
+def sets(name: str, **values: Any) -> Damage:
+    return edited(name, lambda content: content.update(values))
+
+
+def config_sets(**values: Any) -> Damage:
+    return sets("config.json", **values)
 
 
 @damage
@@ -83,10 +86,9 @@ def cut_short(path: Path, count: int) -> None:
     os.truncate(path / WEIGHTS, (path / WEIGHTS).stat().st_size - count)
 
 
-@damage
-def maps_to(path: Path, name: object) -> None:
+def maps_to(name: object) -> Damage:
     """An index that says so of the place of one tensor."""
-    edit(path / INDEX, lambda content: content["weight_map"].update({"model.norm.weight": name}))
+    return edited(INDEX, lambda content: content["weight_map"].update({"model.norm.weight": name}))
 
 
 @damage

@@ -96,9 +96,8 @@ def _child(arguments: Sequence[str], folder: Path, rank: int, world: int, port: 
 
     from llama_ssp import cli
 
-    torch.set_num_threads(
-        1
-    )  # makes torch's pool anew, as in a forked process two threads must not do at once
+    # Makes torch's pool anew, as in a forked process two threads must not do at once.
+    torch.set_num_threads(1)
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{name}{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(file, number)
@@ -107,9 +106,7 @@ def _child(arguments: Sequence[str], folder: Path, rank: int, world: int, port: 
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES, held + MEMORY_BYTES))
     seen = os.open(folder / f"seen{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    run_folder = folder / "run"
-    run_folder.mkdir(exist_ok=True)
-    os.chdir(run_folder)
+    os.chdir(folder)
     if world > 1:
         os.environ.update(as_launched(rank, world, port))
     outside = str(folder / OUTSIDE)
