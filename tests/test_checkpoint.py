@@ -30,7 +30,7 @@ from llama_ssp.planner.weights import ModelPart, RolePart, parameters
 from llama_ssp.planner.workload import TARGET, Role
 from llama_ssp.speculative.model_runner import ModelRunner
 from tests import checkpoints, families
-from tests.checkpoints import INDEX, copied, edit, join, split
+from tests.checkpoints import copied, edit, join, split
 from tests.conftest import Saved
 from tests.families import FAMILIES, build
 
@@ -216,22 +216,19 @@ def test_a_fingerprint_tells_models_apart(saved: Saved, tmp_path: Path) -> None:
     assert fingerprint(path) == first
     seen = {first}
     shard = path / "model-00002-of-00005.safetensors"
-    whole = shard.read_bytes()
+    whole, middle = shard.read_bytes(), shard.stat().st_size // 2
     header, data = split(shard)
     last = max(name for name in header if name != "__metadata__")
-    swapped = {**header, last: {**header[last], "dtype": "I32"}}  # F32 read as whole numbers
+    header[last]["dtype"] = "I32"  # F32 read as whole numbers
+    join(tmp_path / "swapped", header, data)
     changes: list[tuple[Path, bytes]] = [
         (shard, whole[:-1] + bytes([whole[-1] ^ 1])),
-        (
-            shard,
-            whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :],
-        ),
+        (shard, whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]),
         (shard, whole + b"\0"),
+        (shard, (tmp_path / "swapped").read_bytes()),
         (path / "tokenizer.json", (path / "tokenizer.json").read_bytes().replace(b"</s>", b"</t>")),
         (path / "config.json", (path / "config.json").read_bytes() + b" "),
     ]
-    join(tmp_path / "swapped", swapped, data)
-    changes.append((shard, (tmp_path / "swapped").read_bytes()))
     for file, content in changes:
         kept = file.read_bytes()
         file.write_bytes(content)
@@ -255,22 +252,6 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.parametrize("name", ["../a", "/a", "a/../b", "..", ".", "", "a/b", None, 3, ["a"]])
-def test_shard_names_stay_inside(name: object, saved: Saved, tmp_path: Path) -> None:
-    path = copied(saved.sharded, tmp_path / "model")
-    edit(path / INDEX, lambda c: c["weight_map"].update({"model.norm.weight": name}))
-    with pytest.raises(ModelError, match="leaves the folder"):
-        inspect(path)
-
-
-@pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.txt", "tokenizer.model", "added.json"])
-def test_no_pipe_is_left_for_a_library_to_wait_at(name: str, saved: Saved, tmp_path: Path) -> None:
-    path = copied(saved.whole, tmp_path / "model")
-    os.mkfifo(path / name)
-    with pytest.raises(ModelError, match="not a regular file"):
-        inspect(path)
-
-
 def test_a_link_to_a_gguf_file_that_the_user_names_is_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.gguf").write_bytes(b"GGUF")
     (tmp_path / "model").mkdir()
@@ -279,22 +260,6 @@ def test_a_link_to_a_gguf_file_that_the_user_names_is_followed(tmp_path: Path) -
     assert find(local(link), "model") == link
     with pytest.raises(ModelError, match="leaves the folder"):
         find(local(tmp_path / "model"), "model")
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ({"data_offsets": [0, 10**9]}, "damaged"),
-        ({"shape": [2**62, 2**62]}, "damaged"),
-    ],
-)
-def test_headers_that_lie(change: dict[str, Any], found: str, saved: Saved, tmp_path: Path) -> None:
-    path = copied(saved.whole, tmp_path / "model")
-    content, data = split(path / WEIGHTS)
-    content["model.norm.weight"].update(change)
-    join(path / WEIGHTS, content, data)
-    with pytest.raises(ModelError, match=found):
-        inspect(path)
 
 
 @exhaustive
@@ -319,11 +284,6 @@ def test_a_damaged_header_gives_one_of_our_errors_or_none(
 
 def test_loading_leaves_no_tensor_to_chance(saved: Saved) -> None:
     """What is loaded is what was saved, bit for bit: as many numbers, and all of them."""
-    from safetensors.torch import load_file
-
-    from llama_ssp.config import Dtype
-    from llama_ssp.models.loader import load
-
     model = load(local(saved.sharded), saved.sharded, Dtype.fp32, torch.device("cpu"), "model")
     held = torch.cat([p.flatten() for p in model.decoder.parameters()])
     stored = torch.cat([tensor.flatten() for tensor in load_file(saved.whole / WEIGHTS).values()])
