@@ -162,16 +162,19 @@ def test_hub_copies_link_to_their_blobs(saved: Saved, tmp_path: Path) -> None:
     assert inspect(home).shapes == inspect(saved.sharded).shapes
 
 
-REPO_FILES = {
-    "config.json": b"{}", "model.safetensors": b"weights", "tokenizer.model": b"pieces", "merges.txt": b"a b",
-    "pytorch_model.bin": b"pickle", "modeling.py": b"code", "consolidated.safetensors": b"again",
-    "original/model.safetensors": b"again", "README.md": b"words",
-}  # fmt: skip
+REPO_FILES = [
+    "config.json", "model.safetensors", "tokenizer.model", "merges.txt", "pytorch_model.bin", "modeling.py",
+    "consolidated.safetensors", "original/model.safetensors", "README.md",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("rank", "revision"), [("0", None), ("1", None), ("0", "0123abc")])
 def test_a_hub_copy_is_named_by_its_commit_and_holds_no_pickle_and_no_code(
-    rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    rank: str,
+    revision: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     """The hub's own filter, on a repository that is not fetched: there is no network here."""
     asked: dict[str, object] = {}
@@ -186,25 +189,15 @@ def test_a_hub_copy_is_named_by_its_commit_and_holds_no_pickle_and_no_code(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     monkeypatch.setattr(huggingface_hub.utils, "disable_progress_bars", lambda: quiet.append(rank))
     caplog.set_level(logging.INFO)
-    path = find(ModelConf(name="7B", repo="some/model"), "draft", download=True)
+    path = find(ModelConf(name="7B", repo="some/model", revision=revision), "draft", download=True)
     assert commit_of(path) == "0123abc" and commit_of(tmp_path) is None
     assert asked["local_files_only"] is False and asked["repo"] == "some/model"
-    assert "at commit 0123abc; draft.revision=0123abc keeps to it" in caplog.text
+    advice = "" if revision else "; draft.revision=0123abc keeps to it"
+    assert caplog.text.rstrip().endswith(f"some/model at commit 0123abc{advice}")
     patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
     kept = list(huggingface_hub.utils.filter_repo_objects(REPO_FILES, **patterns))  # type: ignore[arg-type]
     assert kept == ["config.json", "model.safetensors", "tokenizer.model", "merges.txt"]
     assert quiet == [rank] * (rank != "0"), "the leader alone shows progress"
-
-
-def test_a_pinned_copy_needs_no_advice(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "snapshots" / "77")
-    )
-    caplog.set_level(logging.INFO)
-    find(ModelConf(name="7B", repo="some/model", revision="77"), "model")
-    assert caplog.text.rstrip().endswith("some/model at commit 77")
 
 
 def test_a_fingerprint_tells_models_apart(saved: Saved, tmp_path: Path) -> None:

@@ -102,19 +102,6 @@ def test_a_tiktoken_file_is_told_from_it(bare: Path) -> None:
             read(bare)
 
 
-@pytest.mark.parametrize("settings", [None, {"tokenizer_class": "LlamaTokenizer"}])
-def test_a_folder_without_tokens_says_what_is_missing(
-    settings: dict[str, str] | None, bare: Path, command: Command
-) -> None:
-    """A class without its files would cut every text into nothing."""
-    if settings is not None:
-        (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    alone = (f"model={bare}", "draft=none", "task.max_new_tokens=4", "seed=1")
-    answer = command('task.prompts=["a"]', *alone)
-    assert answer.code == 4 and answer.err.splitlines() == answer.errors
-    assert "tokenizer cannot be read" in answer.errors[0] and "tokenizer.json" in answer.errors[0]
-
-
 def test_ends_without_a_generation_config(bare: Path) -> None:
     """config.json's hold, and without any there the tokenizer's own."""
     checkpoints.write_tokenizer(bare, checkpoints.tokenizer())

@@ -153,12 +153,17 @@ WEIGHT_FILES = [
     hostile("gguf-pipe", has_gguf(pipe("a.gguf")), "not a regular file", "a.gguf"),
 ]  # fmt: skip
 
+NO_TOKENIZER = "the tokenizer cannot be read"
 NAMES = [
     hostile("missing-shard", removed("model-00002-of-00005.safetensors"), "a shard is missing", "model-00002-of-00005", INDEX,
             sharded=True),
     hostile("no-weights", removed(WEIGHTS), "holds no weights", "model.safetensors"),
     hostile("no-config", removed("config.json"), "there is no config.json"),
     hostile("an-adapter", both(removed("config.json"), replaced("adapter_config.json", "{}")), "there is no config.json, but an adapter (LoRA)"),
+    hostile("no-tokenizer", removed("tokenizer.json", "tokenizer_config.json"), NO_TOKENIZER, "tokenizer.json", reach=FILES),
+    hostile("class-alone", both(removed("tokenizer.json"), replaced("tokenizer_config.json", '{"tokenizer_class": "LlamaTokenizer"}')),
+            NO_TOKENIZER, "tokenizer.json", reach=FILES),
+    hostile("tokenizer-not-json", replaced("tokenizer.json", "{"), NO_TOKENIZER, reach=FILES),
     hostile("escapes", maps_to("\x1b[2J\nerror: all is well"), "a shard's name", sharded=True),
     *(hostile(f"shard-{name!r}", maps_to(name), "leaves the folder", sharded=True)
       for name in ("../a", "/a", "a/../b", "..", ".", "", "a/b", None, 3, ["a"])),
