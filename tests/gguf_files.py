@@ -110,8 +110,12 @@ def write(path: Path, module: Any, kinds: dict[str, str], metadata: Any = None, 
         writer.add_tensor(theirs, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
         known = decoded(raw, kind) - plus
         weight.copy_(separated(known, head_dim) if turned else known)
+    finish(writer)
+    return path
+
+
+def finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from llama_ssp.errors import MODEL, ModelError
 from llama_ssp.models.checkpoint import complete, inspect
 from llama_ssp.text.tokenizer import read_tokens
 from tests import checkpoints
-from tests.conftest import Command
 from tests.gguf_files import gguf
 from tests.test_gguf import made, rewritten
 from tests.test_gguf_tokenizer import byte_level
@@ -141,6 +141,20 @@ def test_a_file_cut_short(sound: Sound, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bounded")
+def test_a_list_without_end_in_a_file_that_is_a_hole(sound: Sound, tmp_path: Path) -> None:
+    """Each text of it is empty, so that millions of them lie in the file."""
+    raw = changed(sound, "count", TOKENS, "Q", 2**22)[: sound.place("text", TOKENS)]
+    path = written(tmp_path, raw)
+    os.truncate(path, 2**36)
+    assert f"a list of {2**22} texts" in refused(path)
+
+
+def test_two_tensors_of_one_name(sound: Sound, tmp_path: Path) -> None:
+    raw = sound.raw.replace(MATRIX.encode(), MATRIX.replace("q", "k").encode())
+    assert "duplicated tensor" in refused(written(tmp_path, raw))
+
+
+@pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("seed", range(8))
 def test_flipped_bytes(sound: Sound, seed: int, tmp_path: Path) -> None:
     """A byte is refused, or is one that no reader needs: the file then is what it was."""
@@ -171,13 +185,3 @@ def test_what_the_message_says(sound: Sound, tmp_path: Path) -> None:
     tokens = byte_level(tmp_path, "gpt-2", checkpoints.tokenizer(), padding=1, add_bos_token=False)
     bare = sound.path.with_name("llama.gguf")
     assert "301 tokens" in refused(rewritten(bare, tmp_path / "more.gguf", {}, also=tokens))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "name", "letter", "value"), CASES[:: len(CASES) // 4])
-def test_the_command_ends_with_code_4(
-    sound: Sound, what: str, name: str, letter: str, value: float, command: Command, tmp_path: Path
-) -> None:
-    path = written(tmp_path, changed(sound, what, name, letter, value))
-    result = command(f"model={path}", stdin=b"a")
-    assert result.code == MODEL and len(result.errors) == 1, result.err

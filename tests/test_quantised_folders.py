@@ -16,7 +16,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.checkpoint import complete, inspect
+from llama_ssp.models.checkpoint import inspect
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.formats.coded import Coded, taken
@@ -27,8 +27,6 @@ from llama_ssp.models.linear import Concatenated
 from llama_ssp.models.loader import differences, load, read
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
-from llama_ssp.planner.storage import LAYERS, SCALES
-from llama_ssp.planner.weights import ModelPart, held, weights
 from tests.checkpoints import copied
 from tests.conftest import Command, needs_transformers
 from tests.distributed.threads import ranks_of, together
@@ -36,7 +34,6 @@ from tests.hostile.damage import reworked
 from tests.quantised_folders import (
     ALL,
     FORMATS,
-    MOE,
     WITH_ACTIVATIONS,
     matrices,
     plain,
@@ -120,18 +117,23 @@ def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, f
     require_same(reference(name, folder), *walked(loaded(folder)))
 
 
-@pytest.mark.few(14)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.few(22)
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", ALL)
 @torch.inference_mode()
-def test_parts_give_the_logits_of_the_whole(name: str, world: int, folders: Path) -> None:
+def test_parts_and_codes_give_the_logits_of_the_whole(name: str, world: int, folders: Path) -> None:
+    """Decoded, and with codes that are kept; tests/test_packed_bytes.py has their bytes."""
     folder = quantised(name, folders / name)
     expected, _ = walked(loaded(folder))
-    parts, found = walked_by(folder, world)
-    sizes = {sum(weight.numel() for weight in part.parameters()) for part in parts}
-    assert len(sizes) > 1 or name.endswith("-blocks")  # uneven
-    for logits in found:
-        require_near(logits, expected)
+    for keeps in (False, True) if name != "gptq-act-order" else (False,):
+        parts, found = walked_by(folder, world, keeps_codes=keeps)
+        for logits in found:
+            require_near(logits, expected)
+        if keeps and name in FORMATS and name != "mxfp4":  # these have experts alone
+            layers = [layer for part in parts for layer in part.modules() if isinstance(layer, DecodedLinear)]
+            assert len(layers) == 4 * len(parts[0].blocks) * world
+        elif world > 1 and not keeps and not name.endswith("-blocks"):
+            assert len({sum(weight.numel() for weight in part.parameters()) for part in parts}) > 1, "uneven"
 
 
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.packed])
@@ -146,37 +148,6 @@ def test_one_line_says_that_activations_are_not_quantised(
     end = f"; activations are not quantised: inputs stay in {str(TORCH_DTYPES[dtype]).removeprefix('torch.')}"
     (line,) = (text for text in caplog.messages if text.startswith(f"model x: {dtype.value} on cpu, from "))
     assert line.endswith(end) is (name != "int8-channel")
-
-
-KEPT = [name for name in ALL if name != "gptq-act-order"]
-
-
-@pytest.mark.few(15)
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [(name, world) for number, name in enumerate(KEPT) for world in (1, 2 + number % 2)],
-)
-@torch.inference_mode()
-def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, folders: Path) -> None:
-    """Of each rank, to the byte; of each format in one process and on two ranks or three."""
-    folder = quantised(name, folders / name)
-    (parts, found), (_, decoded) = (walked_by(folder, world, keeps_codes=keeps) for keeps in (True, False))
-    for logits, expected in zip(found, decoded, strict=True):
-        require_near(logits, expected)
-    if name in MOE or name == "mxfp4":
-        return  # tests/test_packed_bytes.py has the bytes of experts
-    model, _ = complete(ModelConf(name="x", path=str(folder), dtype=Dtype.packed), "model")
-    for rank, part in enumerate(parts):
-        layers = [layer for layer in part.modules() if isinstance(layer, DecodedLinear)]
-        assert len(layers) == 4 * len(part.blocks)
-        codes = sum(layer.codes.nbytes for layer in layers)
-        scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
-        plan = ModelPart.of(model, world, rank)
-        biases = sum(
-            each.count * each.times for each in weights(plan) if each.group == LAYERS and not each.linear
-        )
-        planned = held(plan, Dtype.packed)
-        assert (codes, scales) == (planned[LAYERS] - 2 * biases, planned[SCALES])
 
 
 @pytest.mark.long
