@@ -19,7 +19,7 @@ from random import Random
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from bench.words import Words
-from tests.fuzz.files import Trial, made, tried
+from tests.fuzz.files import made, problems
 
 LIMIT_S = 60.0
 
@@ -39,13 +39,13 @@ def faults(seed: int, numbers: range, folder: Path) -> Iterator[str]:
         text = made(Random(f"{seed}/files/{number}"))
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         try:
-            trial = tried(folder, text)
+            wrong = problems(folder, text)
         except Exception as error:
-            trial = Trial("exception", (f"{type(error).__name__}: {error}"[:300],))
+            wrong = [f"{type(error).__name__}: {error}"[:300]]
         finally:
             faulthandler.cancel_dump_traceback_later()
-        if trial.wrong:
-            yield f"{number} {'; '.join(trial.wrong)} {text!r:.1000}"
+        if wrong:
+            yield f"{number} {'; '.join(wrong)} {text!r:.1000}"
 
 
 def main() -> int:
