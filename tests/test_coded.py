@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from llama_ssp.models.formats import coded
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, joined, packed, unpacked, values
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
+from tests.test_coded_linear import held
 
-OUTPUTS, INPUTS = 12, 160
+INPUTS = 160
 
 
-def made(table: str, group: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **kind: float) -> Coded:
+def made(table: str, group: int, outputs: int = 12, **how: Any) -> Coded:
     """A matrix of random codes, with zeros if its codes are unsigned, else with a shift."""
-    how = torch.Generator().manual_seed(seed)
-    codes = Codes(table, group, **kind)
-    code_NK = torch.randint(0, 1 << codes.bits, (OUTPUTS, INPUTS), generator=how, dtype=torch.uint8)
-    groups = -(-INPUTS // group) if group else 1
-    scale_NG = torch.rand(OUTPUTS, groups, generator=how).to(dtype) + 0.1
-    zero_NG = torch.randint(0, 16, (OUTPUTS, groups), generator=how, dtype=torch.uint8)
-    return Coded(
-        codes,
-        INPUTS,
-        packed(code_NK) if codes.bits == 4 else code_NK,
-        scale_NG,
-        zero_NG if table.startswith("u") else None,
-        None if table.startswith("u") else -scale_NG.flip(0),
-    )
+    return held(outputs, INPUTS, table, group, "zero" if table.startswith("u") else "shift", **how)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -113,7 +103,7 @@ def test_a_byte_of_two_codes_is_not_cut() -> None:
 
 
 def test_matrices_are_joined_by_their_outputs() -> None:
-    parts = [made("uint4", 32, seed) for seed in range(3)]
+    parts = [made("uint4", 32, outputs) for outputs in (12, 8, 20)]
     weights = torch.cat([each.decoded(torch.float32) for each in parts])
     assert torch.equal(joined(parts).decoded(torch.float32), weights)
     with pytest.raises(ValueError, match="different codes"):

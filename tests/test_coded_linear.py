@@ -41,7 +41,7 @@ OFFSETS = [None, "zero", "shift"]
 
 def held(
     outputs: int, inputs: int, table: str, group: int, offset: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, **kind: float,
 ) -> Coded:  # fmt: skip
     """Random codes, among them the first and the last that are numbers, and random scales."""
     torch.manual_seed(outputs)
@@ -54,7 +54,7 @@ def held(
     zero_NG = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if offset == "zero" else None
     shift_NG = torch.randn(outputs, groups).to(dtype) if offset == "shift" else None
     codes_NC = packed(code_NK) if len(numbers) == 16 else code_NK
-    return Coded(Codes(table, group), inputs, codes_NC, scale_NG, zero_NG, shift_NG)
+    return Coded(Codes(table, group, **kind), inputs, codes_NC, scale_NG, zero_NG, shift_NG)
 
 
 def wide(weight: Coded) -> Tensor:
@@ -212,9 +212,8 @@ def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
     eager, fast = (load(model, tmp_path, Dtype.int4, CPU, "draft", fast=fast) for fast in (False, True))
     assert isinstance(fast, SteppedModel) and not isinstance(eager, SteppedModel)
     for each in (eager, fast):
-        assert sum(isinstance(layer, CodedLinear) for layer in each.decoder.modules()) == 4 * len(
-            each.decoder.blocks
-        )
+        layers = [layer for layer in each.decoder.modules() if isinstance(layer, CodedLinear)]
+        assert len(layers) == 4 * len(each.decoder.blocks)
     decoding = formats(Dtype.int4, CPU, fast=False)
     monkeypatch.setattr(loader, "formats", lambda *_: decoding)
     decoded = walked(load(model, tmp_path, Dtype.int4, CPU, "draft"))
@@ -230,9 +229,8 @@ def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
 def test_codes_are_not_for_modules_of_transformers():
     for dtype in Dtype:
         if dtype in (Dtype.int4, Dtype.packed):
-            with pytest.raises(
-                ModelError, match=f"codes are kept by the decoder .*dtype={dtype.value}, allowed falcon"
-            ):
+            says = f"codes are kept by the decoder .*dtype={dtype.value}, allowed falcon"
+            with pytest.raises(ModelError, match=says):
                 load_layers(ModelConf(name="small"), None, dtype, {}, None, "model")
         else:
             require_transformers("small", dtype)
@@ -242,14 +240,9 @@ def test_codes_are_not_for_modules_of_transformers():
 @pytest.mark.compiler
 def test_a_compiled_model_is_nearer_to_the_wide_one_than_llm_int8(tmp_path: Path):
     """And holds not a byte more, but for the table."""
-    changes = {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "intermediate_size": 704,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 1,
-    }
-    build("llama-gqa", mild=True, **changes).save_pretrained(tmp_path)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 1, **heads}
+    build("llama-gqa", mild=True, **sizes).save_pretrained(tmp_path)
     wide, narrow, eager = (
         load(ModelConf(name="small"), tmp_path, dtype, CPU, "model")
         for dtype in (Dtype.fp32, Dtype.bf16, Dtype.int8)

@@ -18,28 +18,12 @@ from llama_ssp import __version__, cli
 from llama_ssp.config import TASKS, GenerateConf, PromptedConf, RunConf
 from llama_ssp.config.arguments import COMMANDS, completable, hydra_arguments, listed_texts
 from llama_ssp.config.compose import composed
-from llama_ssp.config.help import descriptions, help_for, keys_of_group, keys_of_task, markdown, overview
-from llama_ssp.config.presets import GROUPS
-from llama_ssp.config.run import key_types
-from llama_ssp.config.schema import (
-    ClusterConf,
-    ModelConf,
-    PlacementConf,
-    PlanningConf,
-    SamplingConfig,
-    SlurmConf,
-    SpeculationConfig,
-    TimesConf,
-)
+from llama_ssp.config.help import help_for, keys_of_task, markdown, overview
 from llama_ssp.errors import RunError, UsageError
 from llama_ssp.text.prompts import read_prompts
 from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMAS = (
-    RunConf, ModelConf, PlacementConf, TimesConf, SlurmConf, ClusterConf, PlanningConf, SamplingConfig,
-    SpeculationConfig, *TASKS.values(),
-)  # fmt: skip
 
 
 def run_of(*arguments: str) -> RunConf:
@@ -175,13 +159,6 @@ def test_an_error_shows_a_long_path_in_part_and_others_whole(command: Command) -
     assert " characters)" in answer.errors[0]
     usual = "/" + "x" * 200 + "/" + "y" * 200
     assert usual in str(UsageError("wrong", usual)) and len(str(UsageError("wrong", usual * 10))) < 1500
-
-
-def test_each_key_is_described_once() -> None:
-    for schema in SCHEMAS:
-        assert all(text.endswith(".") for text in descriptions(schema).values()), schema
-    described = {key.name for group in GROUPS[:6] for key in keys_of_group(group)}
-    assert {key for key in key_types() if key.startswith("sampling.")} <= described
 
 
 def test_the_page_of_keys_is_made_of_the_descriptions() -> None:
