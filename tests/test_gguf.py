@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ssp.config import ModelConf
@@ -19,6 +19,7 @@ from llama_ssp.models.attention import Rotary
 from llama_ssp.models.checkpoint import inspect, with_shape
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.folder import fingerprint, gguf_in
+from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_source import BLOCKS, GgufSource, coded
 from llama_ssp.models.formats.kept import GGUF, GGUF_FORMATS
@@ -28,8 +29,7 @@ from llama_ssp.models.shape import ALL
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
 from tests.distributed.threads import ranks_of, together
 from tests.gguf_files import K_QUANTS, SIZES, finish, gguf, random_blocks, write
-from tests.test_decoder import require_same, walked
-from tests.test_quantised_folders import require_near, whole
+from tests.test_decoder import TOLERANCE, require_same, walked
 
 # As people have them: most matrices in one format, some in a finer one.
 MIXED = {
@@ -167,6 +167,15 @@ def test_any_bytes_are_decoded_as_the_library_does(kind: str) -> None:
     found = weight.decoded(torch.float32)
     assert found.shape == (24, 4 * numbers) and found.isfinite().float().mean() > 0.8
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def whole(part: Tensor | Coded, dtype: torch.dtype) -> Tensor:
+    return part.decoded(dtype) if isinstance(part, Coded) else part.to(dtype)
+
+
+def require_near(found: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
 
 def number(kind: str) -> Any:

@@ -78,6 +78,19 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    def problems(self, codes: list[int], out: str, err: str) -> list[str]:
+        """What is not as it must be in the answer of all ranks."""
+        errors = [line for line in err.splitlines() if line.startswith("error:")]
+        checks = {
+            f"exit codes {codes}, not {self.code}": set(codes) != {self.code},
+            f"{len(errors)} lines of error: {err}": len(errors) != (self.code != 0),
+            "a traceback": "Traceback" in err,
+            "something on standard output": bool(self.code and out and not self.answers),
+            "a line too long": any(len(line) > 1500 for line in errors),
+            **{f"nothing of {text!r}: {err}": text not in "".join(errors) for text in self.says},
+        }
+        return [problem for problem, is_so in checks.items() if is_so]
+
 
 def hostile(name: str, damage: Damage, *says: str, extra: tuple[str, ...] = (), **more: Any) -> Case:
     return Case(name, (*ALONE, *extra), says, damage=damage, **more)
