@@ -153,14 +153,6 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
     assert says in str(raised.value)
 
 
-def test_an_error_shows_a_long_path_in_part_and_others_whole(command: Command) -> None:
-    answer = command("generate", "-cd", "x" * 5000)
-    assert answer.code == 2 and len(answer.errors) == 1 and len(answer.errors[0]) < 1500
-    assert " characters)" in answer.errors[0]
-    usual = "/" + "x" * 200 + "/" + "y" * 200
-    assert usual in str(UsageError("wrong", usual)) and len(str(UsageError("wrong", usual * 10))) < 1500
-
-
 def test_the_page_of_keys_is_made_of_the_descriptions() -> None:
     """If not: python -m llama_ssp.config.help > docs/keys.md"""
     assert (ROOT / "docs" / "keys.md").read_text(encoding="utf-8") == markdown()

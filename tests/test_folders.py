@@ -19,7 +19,6 @@ from llama_ssp.models.loader import load
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from tests import checkpoints, families
-from tests.conftest import Command
 
 SETTINGS = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
 
@@ -114,13 +113,9 @@ def test_ends_without_a_generation_config(bare: Path) -> None:
     assert read(bare).end_ids == {1}
 
 
-def test_hub_names_find_their_key(command: Command) -> None:
+def test_a_hub_s_name_in_the_place_of_a_path_is_told() -> None:
     with pytest.raises(ModelError, match=r"model\.path is not a folder.*model=some/model"):
         find(ModelConf("local", path="some/model"), "model")
-    with pytest.raises(ModelError, match=r"is not at hand.*add download=true"):
-        find(ModelConf("local", repo="nobody/nothing-here"), "draft")
-    answer = command("model=some/model")
-    assert answer.code == 4 and "model some/model is not at hand" in answer.errors[0]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "smollm3"])

@@ -176,22 +176,6 @@ def test_ctrl_c_while_an_error_is_said_leaves_no_traceback(command: Command, mon
     assert len(answer.errors) == 1 and "speculation.k is out of range" in answer.errors[0]
 
 
-def test_a_signal_interrupts_python_once(monkeypatch: pytest.MonkeyPatch):
-    """Later ones leave the clean-up alone; stopping puts all back."""
-    from llama_ssp.distributed.signals import Guard
-
-    guard, before = Guard(), signal.getsignal(signal.SIGTERM)
-    guard.start(None)
-    try:
-        with pytest.raises(KeyboardInterrupt) as stop:
-            signal.raise_signal(signal.SIGTERM)
-        assert stop.value.args == (signal.SIGTERM,) and guard.ending
-        guard._interrupt(signal.SIGTERM, None)
-    finally:
-        guard.stop()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
 def test_a_rank_ends_with_its_launcher():
     """The launcher is a shell that is killed."""
