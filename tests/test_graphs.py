@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llama_ssp.config import SamplingConfig, SpeculationConfig
 from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.errors import DistributedError
 from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Pass, Scores, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel
@@ -285,7 +286,7 @@ def test_without_graphs_steps_run_all_the_same(caplog):
 
 
 def test_ranks_capture_together():
-    """Also if one of them still has a cache that the others have freed, or alone cannot capture."""
+    """Also if one of them still has a cache that the others have freed; if one alone cannot, all end."""
 
     class Second(Replayed):
         def _captured(self, step: Call) -> Call:
@@ -301,7 +302,8 @@ def test_ranks_capture_together():
         for end in (1, 1, 2):
             runner = ModelRunner(model)
             runner.start(1, 40)
-            runner.logits(token_BS, [end], [end])
+            with pytest.raises(DistributedError, match="not captured") if end == 2 else nullcontext():
+                runner.logits(token_BS, [end], [end])
             kept += [runner] if rank == 0 else []
         assert len(model._memories) == 3
         return [len(model.captures), model._refused]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,9 @@ class Ranks:
     def cause_of(self, error: BaseException) -> BaseException:
         """Why this rank ends: the error, which it passes to the others, or the error they ended with."""
         return error
+
+    def before_close(self, free: Callable[[], None]) -> None:
+        """Has a method called before the ranks part, if its object is still there."""
 
     def close(self) -> None:
         """Leaves in good order, after every rank is here."""

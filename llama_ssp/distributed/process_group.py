@@ -12,11 +12,12 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,12 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llama_ssp.config.environment import rank_environment
+from llama_ssp.config.environment import MAX_WORLD, number_of, rank_environment
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.draft_link import Link, Listener, connect
 from llama_ssp.distributed.failures import Place, Watch, meet
 from llama_ssp.distributed.placement import LEADER
+from llama_ssp.distributed.signals import leave_within
 from llama_ssp.errors import DistributedError, UsageError
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ HEAD = 3  # number, length, checksum
 LOADING = timedelta(minutes=30)  # how long ranks wait for each other while they load
 WORKING_S = 120.0  # and within a round
 MAX_NAMED = 3  # differences that a message names
+FREED: list[WeakMethod[Callable[[], None]]] = []  # called before ranks part
 LATER_S = 10.0  # NCCL ends the process when it gives up: it does so this much later than the watch
 
 
@@ -63,6 +66,21 @@ class Group(Ranks):
             self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=patience)
             self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
             self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=self._tensor_patience)
+        if backend == "nccl" and self.rank >= 0:
+            self._try()
+
+    def _try(self) -> None:
+        """The first sum connects the ranks: a link that is broken or wrong ends the start, not a step."""
+        with self._watch.during("the first sum"):
+            one = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
+            dist.all_reduce(one, group=self._tensors)
+            summed = int(one)
+        if summed != self.world:
+            found = f"{summed} for {self.world} ranks"
+            fix = "check the links between the GPUs (nvidia-smi topo -m); NCCL_DEBUG=INFO says which are used"
+            raise DistributedError(
+                "ranks do not add up", f"rank {self._watch.rank}", found, str(self.world), fix
+            )
 
     def _join(self, members: tuple[int, ...]) -> None:
         self._members, self.world, self._sent = members, len(members), 0
@@ -203,17 +221,28 @@ class Group(Ranks):
         self.ended = str(cause)
         return cause
 
+    def before_close(self, free: Callable[[], None]) -> None:
+        FREED.append(WeakMethod(free))
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        gc.collect()  # NCCL waits without end for graphs that hold its sums
+        for free in filter(None, (reference() for reference in FREED)):
+            free()  # NCCL waits without end for graphs that hold its sums, whoever keeps them
+        gc.collect()
         self._watch.place, self._watch.closing = Place("end"), True
         self.barrier()
         self._watch.stop()
         if self.is_leader:
             self._watch.release(self._lost)
+        late = DistributedError(
+            "the ranks do not part", f"rank {self._watch.rank}", f"still there after {self.patience_s:g} s",
+            fix="results are written; if the GPUs stay in use, end the processes",
+        )  # fmt: skip
+        alarm = leave_within(self.patience_s, late.code, str(late))
         dist.destroy_process_group()
+        alarm.cancel()
 
     def _gather_texts(self, text: str) -> list[str]:
         """Every rank's text."""
@@ -277,6 +306,12 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         )
     if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
         torch.cuda.set_device(device)
+        # Registered graphs may read memory that the allocator has moved (expandable segments).
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    share = (os.cpu_count() or 1) // number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", str(min(max(share, 1), 32))
+    )  # each rank has its own
     store, watch = meet(patience_s)
     try:
         # NCCL connects ranks at their first sum: all wait in the store for the first one, which may load.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.errors import first_line
+from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.decoder import KeysValues
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.graph_sizes import MOST, padded
@@ -54,6 +54,8 @@ class GraphedModel(SteppedModel):
         if self.ranks.through_host:
             log.warning("engine: %s runs without graphs: its sums go through the host", self.name)
         self._functions: dict[object, Callable[..., Tensor]] = {}
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.ranks.before_close(self.free)
         shape = shape_of(self.config)
         # Beyond that experts run one after the other, which waits for the choice and cannot be captured.
         self.most_tokens = min(MOST, MOST_PAIRS // shape.top_k) if shape.experts else MOST
@@ -75,7 +77,7 @@ class GraphedModel(SteppedModel):
         unused = self._on_all_ranks([memory.user() is None for memory in self._memories])
         pairs = list(zip(self._memories, unused, strict=True))
         self._memories = [memory for memory, free in pairs if not free or memory.slots >= slots]
-        if not any(memory.graphs for memory in self._memories):
+        if not self._functions and not any(memory.graphs for memory in self._memories):
             self._pool = None  # a pool without graphs cannot be used again
         memory = next((memory for memory, free in pairs if free and memory.slots >= slots), None)
         if memory is None:
@@ -151,7 +153,10 @@ class GraphedModel(SteppedModel):
         return run
 
     def _capture(self, size: int, memory: Memory) -> None:
-        """Adds a graph; if that fails on any rank, steps stay compiled, and the log says why."""
+        """Adds a graph; if that fails, steps stay compiled, and the log says why.
+
+        On several ranks it is an error: what connects them may be broken by half a capture.
+        """
         graph = Graph(size, memory.slots - 1, self.device)
         step = partial(super()._call, (*graph.buffer_4T, memory.layers))
         self._warm(step)
@@ -161,6 +166,8 @@ class GraphedModel(SteppedModel):
         except Exception as error:  # whatever CUDA and its libraries raise
             log.warning("engine: %s runs without graphs: %s", self.name, first_line(error)[:200])
         self._refused = not self._on_all_ranks([size in memory.graphs])[0]
+        if self._refused and self.ranks.world > 1:
+            raise DistributedError("a step over ranks was not captured", self.name, fix="give engine=eager")
 
     def _warm(self, step: Call) -> None:
         """Steps before a capture, on its stream. An error ends the run: other ranks wait in all-reduces."""
@@ -176,6 +183,7 @@ class GraphedModel(SteppedModel):
         """The step as a graph; the next replay overwrites what it returns."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        self._graphs.add(graph)
         # Other threads, such as NCCL's, may query the device during a capture: theirs are not errors.
         how = {"pool": self._pool, "stream": self._side, "capture_error_mode": "thread_local"}
         with torch.cuda.device(self.device):
@@ -191,6 +199,11 @@ class GraphedModel(SteppedModel):
             return made
 
         return replay
+
+    def free(self) -> None:
+        """Gives the graphs back, also those that somebody still keeps; no step may follow."""
+        for graph in self._graphs:
+            graph.reset()
 
     def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
         """Which of the facts hold on every rank."""

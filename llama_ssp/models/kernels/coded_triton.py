@@ -26,7 +26,8 @@ from torch import Tensor
 from llama_ssp.models.formats.coded import TABLES, values
 
 FEW = 16  # rows of a step at most
-ROWS, OUTPUTS = (8, 64), (16, 128)  # of a program, of a step and of a prompt
+ROWS = (16 if torch.version.hip else 8, 64)  # of a program, of a step and of a prompt; AMD multiplies 16
+OUTPUTS = (16, 128)
 PARTS = 4  # of the inputs, in a step: a warp each
 HOW = (PARTS, 3), (8, 3)  # warps, and steps under way at once
 INPUTS = 128  # of a warp's step, or of a step of a program, at most: some KiB of codes
