@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.models.formats.coded import Coded, Codes
+from llama_ssp.models.kernels import coded_triton
 from llama_ssp.models.kernels.coded import CodedLinear, operators
 from llama_ssp.models.quantization import LLM_INT8
 
@@ -39,6 +40,7 @@ ROWS = 16  # of a product, at most
 TILES = ((4, 16, 128, 4), (4, 16, 256, 3), (8, 16, 128, 3), (4, 32, 128, 3), (2, 32, 256, 3), (4, 64, 64, 4))
 BESIDE = 2**28  # bytes of the copies of a matrix that take turns: no cache holds them
 COPIES = 8  # at least
+NARROW = 32  # inputs that share a scale, as dtype=int4 has it
 # Matrices of a layer, and how often a step reads each: outputs x inputs.
 SHAPES: dict[str, list[tuple[str, int, int, int]]] = {
     "7B": [
@@ -203,7 +205,7 @@ def coded_products(small: bool) -> Iterator[Bar]:
     """Error and speed of products with codes, and of cuBLAS in bf16: in graphs, as steps have them."""
     operators(device().type)
     outputs, inputs, group, count = (64, 256, 128, 2) if small else (11008, 4096, 128, 16)
-    kinds = {"int8": LLM_INT8, "int4": Codes("uint4", group), "int4 by 32": Codes("uint4", 32)}
+    kinds = {"int8": LLM_INT8, "int4": Codes("uint4", group), "int4 by 32": Codes("uint4", NARROW)}
     for name, kind in {**kinds, "fp8": Codes("e4m3", group)}.items():
         code_NK = torch.randint(256, (outputs, inputs * kind.bits // 8), dtype=torch.uint8, device=device())
         if kind.table == "e4m3":
@@ -228,3 +230,17 @@ def coded_products(small: bool) -> Iterator[Bar]:
             taken = {way: median(ms) for way, ms in in_turn(works, 9).items()}
             yield Bar(f"{what}: GB/s", count * code_NK.nbytes / taken["codes"] / 1e6)
             yield Bar(f"{what}: over bf16", taken["sixteen"] / taken["codes"])
+            if kind.group == NARROW and rows == 1:
+                yield from _in_more_parts(what, layers, x, exact, taken["codes"])
+
+
+def _in_more_parts(
+    what: str, layers: list[CodedLinear], x: Tensor, exact: Tensor, ms: float
+) -> Iterator[Bar]:
+    """Of groups of 32 inputs a warp takes one at a time: here as many inputs as of large groups."""
+    few, coded_triton.PARTS = coded_triton.PARTS, coded_triton.PARTS * coded_triton.INPUTS // NARROW
+    error = float((layers[0](x).double() - exact).norm() / exact.norm())
+    (more,) = in_turn({"": graph([partial(layer, x) for layer in layers])}, 9).values()
+    yield most(f"{what}, in {coded_triton.PARTS} parts: error", error, 2**-8)
+    yield Bar(f"{what}, in {coded_triton.PARTS} parts: over {few}", ms / median(more))
+    coded_triton.PARTS = few
