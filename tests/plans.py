@@ -9,9 +9,13 @@ import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, ModelConf, Steps, TimesConf
 from llama_ssp.config.presets import CONF
+from llama_ssp.distributed.placement import Placement
 from llama_ssp.planner.hardware import Machine, machine_of
-from llama_ssp.planner.search import PlanRequest
+from llama_ssp.planner.plan import Plan
+from llama_ssp.planner.search import PlanRequest, placements
+from llama_ssp.planner.table import drawing
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.report.tables import text_of
 
 
 def preset(group: str, name: str) -> dict[str, Any]:
@@ -36,6 +40,9 @@ def machine(name: str, **changes: Any) -> Machine:
     return machine_of(cluster(name, **changes))
 
 
+P4D, H100, CPU = machine("p4d"), machine("dgx_h100"), machine("cpu", gib=64.0)
+
+
 def request(
     target: str, draft: str | None, on: Machine, *, dtype: Dtype = Dtype.bf16, acceptance: float = 0.8,
     **work: int,
@@ -47,3 +54,18 @@ def request(
     if draft is not None:
         roles.append(Role(DRAFT, model(draft), dtype))
     return PlanRequest(on, roles[0], roles[1] if draft else None, workload, acceptance, engine=Steps.compiled)
+
+
+def alone(world: int) -> Placement:
+    """A target without a draft model over all ranks."""
+    return next(placements(world, False))
+
+
+def named(words: str, world: int) -> Placement:
+    """The placement of a pair that a plan calls by these words."""
+    return next(place for place in placements(world, True) if place.in_words() == words)
+
+
+def drawn(plan: Plan) -> str:
+    """What a person reads of the plan."""
+    return "\n".join(text_of(drawing(plan)))

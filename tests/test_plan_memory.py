@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
-from llama_ssp import config
-from llama_ssp.config import Dtype, ModelConf, Splitting, presets
-from llama_ssp.config import validation as checks
-from llama_ssp.distributed.placement import Placement
+from llama_ssp.config import Dtype, PlacementConf, Splitting, Steps
+from llama_ssp.config.presets import CONF
+from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError
-from llama_ssp.planner.fit import require_capacity
+from llama_ssp.models import synthetic
+from llama_ssp.models.assemble import wanted
+from llama_ssp.models.device_map import spread_of
+from llama_ssp.models.families import FAMILIES
+from llama_ssp.models.formats import kept
+from llama_ssp.models.formats.quantised_config import QuantisedConfig
+from llama_ssp.models.sizes import LAYER
+from llama_ssp.planner.activations import GPU
+from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, FitVerdict, RankMemory, communicators, require_capacity
+from llama_ssp.planner.layers import layers_lines, stages
 from llama_ssp.planner.memory import (
     LARGE_SEGMENT,
     SMALL_SEGMENT,
@@ -26,26 +31,33 @@ from llama_ssp.planner.memory import (
     segments,
     tensor_lines,
 )
-from llama_ssp.planner.storage import Weight, sizes_of
+from llama_ssp.planner.search import option
+from llama_ssp.planner.storage import CPU as CPU_KERNELS
+from llama_ssp.planner.storage import WEIGHTS, Storage
 from llama_ssp.planner.weights import ModelPart, held, parameters
-from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
+from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
 from tests.distributed.test_large import part
+from tests.plans import CPU, P4D, alone, machine, model, named, request
 
 WORK = Workload(rows=1, prompt_tokens=1920, new_tokens=128, k=4, prefill_chunk=512)
-SIZES: dict[str, dict[str, Any]] = {
-    "7B": dict(n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, dim=4096, ffn=11008, vocab=32000),
-    "30B": dict(n_layers=60, n_heads=52, n_kv_heads=52, head_dim=128, dim=6656, ffn=17920, vocab=32000),
-    "65B": dict(n_layers=80, n_heads=64, n_kv_heads=64, head_dim=128, dim=8192, ffn=22016, vocab=32000),
-}
+REGULAR = replace(WORK, k=0)
+BY_LAYERS = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=False)
 
 
 def role(name: str, size: str, dtype: Dtype = Dtype.fp16, **changes: Any) -> Role:
-    conf = ModelConf(name=size, family="llama", **{"context": 2048, **SIZES[size], **changes})
-    return Role(name, conf, dtype)
+    return Role(name, model(size, **changes), dtype)
 
 
 def placed(target: int, draft: int = 0, copies: bool = False) -> Placement:
     return Placement(Splitting.tensor, target, tuple(range(target)), tuple(range(draft)), copies)
+
+
+LARGE, SMALL = role(TARGET, "65B"), role(DRAFT, "7B")
+
+
+def lines_of(*what: Any) -> tuple[MemoryLine, ...]:
+    """The lines of rank_work(*what)."""
+    return tensor_lines(rank_work(*what))
 
 
 def total(
@@ -54,212 +66,178 @@ def total(
     return sum(line.bytes for line in lines_of(target, draft, placement, work, rank))
 
 
-def lines_of(*what: Any) -> tuple[MemoryLine, ...]:
-    """The lines of rank_work(*what)."""
-    return tensor_lines(rank_work(*what))
-
-
-def phases(*what: Any) -> dict[str, dict[str, int]]:
-    return peaks(rank_work(*what))
+def cache(target: Role, world: int, rank: int) -> int:
+    lines = lines_of(target, None, placed(world), REGULAR, rank)
+    return next(line.bytes for line in lines if line.name == "cache")
 
 
 def phase_bytes(*what: Any) -> dict[str, int]:
-    return {phase: sum(parts.values()) for phase, parts in phases(*what).items()}
+    return {phase: sum(parts.values()) for phase, parts in peaks(rank_work(*what)).items()}
 
 
-@pytest.fixture(scope="module")
-def hydra() -> Iterator[None]:
-    config.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(presets.CONF), version_base="1.3"):
-        yield
+def weight_bytes(part: ModelPart, dtype: Dtype, *what: Any) -> int:
+    return sum(held(part, dtype, *what).values())
 
 
-PRESETS = sorted(file.stem for file in (presets.CONF / "model").glob("*.yaml") if file.stem != "local")
+MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml") if file.stem != "local")
 
 
 @pytest.mark.few(8)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_holds_what_the_real_model_holds(name: str, hydra: None) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_every_preset_holds_what_the_real_model_holds(name: str) -> None:
     """Parameters and bytes, buffers included, of the decoder, on meta."""
-    model = checks.to_run(compose("run", [f"model={name}"])).model
-    made = part(model, 1, 0)[0].decoder
+    made = part(model(name), 1, 0)[0].decoder
     once = {p.untyped_storage()._cdata: p for p in (*made.parameters(), *made.buffers())}.values()
-    assert parameters(model) == sum(p.numel() for p in once if p.dtype is torch.bfloat16)
-    assert sum(held(ModelPart.of(model), Dtype.bf16).values()) == sum(p.nbytes for p in once)
+    assert parameters(model(name)) == sum(p.numel() for p in once if p.dtype is torch.bfloat16)
+    assert weight_bytes(ModelPart.of(model(name)), Dtype.bf16) == sum(p.nbytes for p in once)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 8])
-def test_the_ranks_together_hold_the_model(world: int) -> None:
-    """Whole matrices are dealt out; norms and buffers are everyone's."""
-    model = role(TARGET, "30B").model
-    whole = held(ModelPart.of(model), Dtype.fp16)
-    parts = [held(ModelPart.of(model, world, rank), Dtype.fp16) for rank in range(world)]
-    for group in ("embedding", "layers", "head"):
-        assert sum(part[group] for part in parts) == whole[group]
-    assert all(part["norms"] == whole["norms"] for part in parts)
+def test_the_ranks_together_hold_the_model() -> None:
+    """Whole matrices are dealt out; norms are everyone's."""
+    whole = held(ModelPart.of(model("30B")), Dtype.fp16)
+    for world in (1, 2, 3, 7, 8):
+        parts = [held(ModelPart.of(model("30B"), world, rank), Dtype.fp16) for rank in range(world)]
+        for group in ("embedding", "layers", "head"):
+            assert sum(part[group] for part in parts) == whole[group]
+        assert all(part["norms"] == whole["norms"] for part in parts)
 
 
 def test_an_uneven_split_is_counted_by_its_largest_part() -> None:
     """30B over 8: seven heads on four ranks, six on the others, as published: 7.765 and 7.385 GiB."""
-    target = role(TARGET, "30B")
-    weights = [
-        sum(held(ModelPart.of(target.model, 8, rank), Dtype.fp16).values()) / 2**30 for rank in range(8)
-    ]
-    assert [round(w, 3) for w in weights] == [7.765] * 4 + [7.385] * 4
-    caches = [_named(target, rank, "cache") for rank in range(8)]
-    assert caches[0] * 6 == caches[7] * 7
-
-
-def _named(target: Role, rank: int, name: str) -> int:
-    lines = lines_of(target, None, placed(8), replace(WORK, k=0), rank)
-    return next(line.bytes for line in lines if line.name == name)
-
-
-def test_key_heads_are_replicated_where_ranks_are_more() -> None:
-    target = role(TARGET, "65B", n_kv_heads=4)
-    whole = sum(_named(target, rank, "cache") for rank in range(8))
-    single = lines_of(target, None, placed(1), replace(WORK, k=0), 0)
-    assert whole == 2 * next(line.bytes for line in single if line.name == "cache")
+    parts = [ModelPart.of(model("30B"), 8, rank) for rank in range(8)]
+    assert [round(weight_bytes(part, Dtype.fp16) / GIB, 3) for part in parts] == [7.765] * 4 + [7.385] * 4
+    first, last = (cache(role(TARGET, "30B"), 8, rank) for rank in (0, 7))
+    assert first * 6 == last * 7
+    few_keys = role(TARGET, "65B", n_kv_heads=4)  # over more ranks than there are, each is on two
+    assert sum(cache(few_keys, 8, rank) for rank in range(8)) == 2 * cache(few_keys, 1, 0)
 
 
 def test_the_draft_is_counted() -> None:
     """vLLM #9995: 70B over 4 GPUs "fits" until an 8B draft on one of them is loaded."""
-    target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
-    without = total(target, None, placed(8), replace(WORK, k=0))
-    unsharded = total(target, draft, placed(8, 1))
-    leader, last = (total(target, draft, placed(8, 8), rank=rank) for rank in (0, 7))
-    assert unsharded - without > 12.5 * 2**30
-    assert last - without < 1.75 * 2**30
+    without, unsharded = total(LARGE, None, placed(8), REGULAR), total(LARGE, SMALL, placed(8, 1))
+    leader, last = (total(LARGE, SMALL, placed(8, 8), rank=rank) for rank in (0, 7))
+    assert unsharded - without > 12.5 * GIB
+    assert last - without < 1.75 * GIB
     embedding = 2 * 32000 * 4096
     assert 0.8 * embedding < leader - last < 1.2 * embedding, "the leader looks up for all"
-    other = total(target, draft, placed(8, 1), rank=1)
-    assert other < without + 2**30, "only the rank that holds the draft pays for it"
+    other = total(LARGE, SMALL, placed(8, 1), rank=1)
+    assert other < without + GIB, "only the rank that holds the draft pays for it"
+    copy, share = (total(LARGE, SMALL, placed(4, 4, copies), rank=3) for copies in (True, False))
+    assert copy - share > 0.74 * weight_bytes(ModelPart.of(SMALL.model), Dtype.fp16)
+
+
+def test_a_draft_apart_is_on_its_own_ranks() -> None:
+    apart = Placement(Splitting.tensor, 8, tuple(range(6)), (6, 7))
+    assert {line.role for line in lines_of(LARGE, SMALL, apart, WORK, 7)} == {DRAFT}
+    assert {line.role for line in lines_of(LARGE, SMALL, apart, WORK, 5)} == {TARGET}
+    leader = peaks(rank_work(LARGE, SMALL, apart, WORK, 0))["verify"]
+    assert leader["laws"] > 4 * 32000 * 4, "who decides has the draft's laws"
 
 
 def test_the_draft_has_a_cache_of_its_own() -> None:
     """llama.cpp #25465: an unbudgeted draft cache. It grows with rows as the target's does."""
-    target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
-    lines = {
-        (line.role, line.name): line.bytes
-        for line in lines_of(target, draft, placed(8, 1), replace(WORK, rows=3), 0)
-    }
-    slots = WORK.slots
-    assert lines[DRAFT, "cache"] == 3 * slots * 2 * 32 * 4096 * 2
-    assert lines[TARGET, "cache"] == 3 * slots * 2 * 80 * 1024 * 2
+    lines = lines_of(LARGE, SMALL, placed(8, 1), replace(WORK, rows=3, target_caches=2), 0)
+    caches = {line.role: line.bytes for line in lines if line.name == "cache"}
+    assert caches[DRAFT] == 3 * WORK.slots * 2 * 32 * 4096 * 2
+    assert caches[TARGET] == 2 * 3 * WORK.slots * 2 * 80 * 1024 * 2  # of two engines
 
 
 def test_the_shape_of_verification_is_counted() -> None:
     """vLLM #37521: the warm-up saw one token a request, the run K+1 with distributions for each."""
-    target = role(TARGET, "7B", vocab=152064, context=4096)
-    draft = role(DRAFT, "7B", n_layers=1, vocab=152064, context=4096)
+    target, draft = (role(name, "7B", vocab=152064, context=4096, n_layers=1) for name in (TARGET, DRAFT))
     work = Workload(rows=16, prompt_tokens=64, new_tokens=64, k=8)
     found = phase_bytes(target, draft, placed(1, 1), work, 0)
-    laws = phases(target, draft, placed(1, 1), work, 0)["verify"]["laws"]
+    laws = peaks(rank_work(target, draft, placed(1, 1), work, 0))["verify"]["laws"]
     assert laws > 16 * 152064 * (9 * 4 + 8 * 4 + 9 * 8 + 8 * 8), "both laws, in fp32 and in double"
     assert found["verify"] > found["prefill"]
-    names = {line.name for line in lines_of(target, draft, placed(1, 1), work, 0)}
-    assert "laws (verify)" in names
-
-
-def test_logits_in_fp32_round_up_to_a_segment() -> None:
-    """vLLM #27508: 1024 x 201,088 logits made fp32 ask for 785.5 MiB, which takes 786."""
-    logits = 1024 * 201_088 * 4
-    assert logits / MIB == 785.5
-    assert reserved([(logits, 1)]) / MIB == 786
-
-
-def test_a_cache_is_planned_at_its_full_size() -> None:
-    """Ours is made once, for prompts and new tokens."""
-    target = role(TARGET, "7B")
-    growth = [total(target, None, placed(1), replace(WORK, k=0, new_tokens=n)) for n in (1, 128)]
-    assert growth[1] - growth[0] > 126 * 2 * 32 * 4096 * 2
+    assert "laws (verify)" in {line.name for line in lines_of(target, draft, placed(1, 1), work, 0)}
 
 
 def test_quantising_while_loading_needs_more_than_the_result() -> None:
     """torchao's README: a 7B in 8 bit peaks 2 GB above what it holds. Ours holds one layer in 16 bit."""
-    target, work = role(TARGET, "7B", Dtype.int8), Workload(1, 8, 8, 0)
-    found = phase_bytes(target, None, placed(1), work, 0)
+    found = phase_bytes(role(TARGET, "7B", Dtype.int8), None, placed(1), Workload(1, 8, 8, 0), 0)
     caches = 2 * 32 * 16 * 4096 * 2
-    assert found["load"] == 2 * 2 * 4096 * 11008 - caches
-    assert found["load"] == max(found.values())
-
-
-def test_quantised_layers_have_scales_and_the_tables_stay_wide() -> None:
-    model = role(TARGET, "7B").model
-    eight, sixteen = held(ModelPart.of(model), Dtype.int8), held(ModelPart.of(model), Dtype.bf16)
-    assert 2 * eight["layers"] == sixteen["layers"]
-    assert eight["embedding"] == sixteen["embedding"] and eight["head"] == sixteen["head"]
-    assert eight["quantisation scales"] == 4 * 32 * (4 * 4096 + 2 * 11008 + 4096)
+    assert found["load"] == max(found.values()) == 2 * 2 * 4096 * 11008 - caches
 
 
 def test_eight_bit_has_a_workspace() -> None:
     """int8 products are summed in 32 bit before they are 16 bit again."""
-    work = replace(WORK, k=0, prompt_tokens=1024, prefill_chunk=1024)
-    eight, sixteen = (
+    work = replace(REGULAR, prompt_tokens=1024, prefill_chunk=1024)
+    narrow, wide = (
         phase_bytes(role(TARGET, "7B", dtype), None, placed(1), work, 0) for dtype in (Dtype.int8, Dtype.bf16)
     )
-    del eight["load"], sixteen["load"]
-    assert max(eight.values()) > max(sixteen.values()) + 1023 * 11008 * 4
-
-
-def test_split_drafts_and_copies() -> None:
-    """A copy is whole on every rank; a share is a part, its embedding and head by vocabulary."""
-    target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
-    copy = total(target, draft, placed(4, 4, copies=True), rank=3)
-    share = total(target, draft, placed(4, 4), rank=3)
-    assert copy - share > 0.74 * sum(held(ModelPart.of(draft.model), Dtype.fp16).values())
+    assert narrow["prefill"] > wide["prefill"] + 1023 * 11008 * 4
 
 
 def test_weights_and_caches_are_refused_without_a_plan() -> None:
     """What is checked where nothing else can be planned: weights and caches of the whole models."""
-    roles = [role(TARGET, "7B"), role(DRAFT, "7B")]
-    whole = sum(held(ModelPart.of(roles[0].model), Dtype.fp16).values()) + 2 * 32 * 4096 * 2 * WORK.slots
+    roles = [role(TARGET, "7B"), SMALL]
+    whole = weight_bytes(ModelPart.of(SMALL.model), Dtype.fp16) + 2 * 32 * 4096 * 2 * WORK.slots
     require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole, 0.0)
     with pytest.raises(DistributedError, match=r"model 7B: weights 12\.6 GiB, cache 1\.0 GiB; draft 7B"):
         require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole - 1, 0.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.nf4])
-def test_quantised_layers_are_what_bitsandbytes_makes(dtype: Dtype) -> None:
-    """One matrix, quantised on the CPU: its numbers, and what describes them."""
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
-
-    found = dict(tensors_of(Weight("layers", 192, 128, linear=True), dtype))
-    layer: Any
-    if dtype is Dtype.int8:
-        layer = Linear8bitLt(128, 192, bias=False, has_fp16_weights=False).to("cpu")
-        held_beside = [layer.weight.SCB]
-    else:
-        layer = Linear4bit(128, 192, bias=False, quant_type="nf4", compress_statistics=False).to("cpu")
-        held_beside = [layer.weight.quant_state.absmax, layer.weight.quant_state.code]
-    assert found["layers"] == layer.weight.nbytes
-    assert found["quantisation scales"] == sum(t.nbytes for t in held_beside)
-
-
-def tensors_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
-    """Bytes by group."""
-    found: dict[str, int] = {}
-    for group, size in sizes_of(weight, dtype):
-        found[group] = found.get(group, 0) + size
-    return iter(found.items())
+def headers(layout: str, outputs: int, inputs: int) -> kept.Headers:
+    """What the files of a repository say of one matrix."""
+    words, groups, scales = outputs // 8, inputs // 128, (-(-outputs // 128), -(-inputs // 128))
+    coded = {".weight": ("F8_E4M3", (outputs, inputs))}
+    return {
+        "awq": {
+            ".qweight": ("I32", (inputs, words)),
+            ".qzeros": ("I32", (groups, words)),
+            ".scales": ("F16", (groups, outputs)),
+        },
+        "w4a16": {
+            ".weight_packed": ("I32", (outputs, inputs // 8)),
+            ".weight_shape": ("I64", (2,)),
+            ".weight_scale": ("BF16", (outputs, groups)),
+        },
+        "blocks": {**coded, ".weight_scale_inv": ("BF16", scales)},
+        "rows": {**coded, ".weight_scale": ("BF16", (outputs, 1))},
+    }[layout]
 
 
-def test_a_draft_apart_is_on_its_own_ranks() -> None:
-    target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
-    apart = Placement(Splitting.tensor, 8, tuple(range(6)), (6, 7))
-    assert {line.role for line in lines_of(target, draft, apart, WORK, 7)} == {DRAFT}
-    assert {line.role for line in lines_of(target, draft, apart, WORK, 5)} == {TARGET}
-    leader = phases(target, draft, apart, WORK, 0)["verify"]
-    assert leader["laws"] > 4 * 32000 * 4, "who decides has the draft's laws"
+AWQ = QuantisedConfig("awq", "awq", 4, 128, True)
+COMPRESSED = QuantisedConfig("compressed-tensors", "compressed-tensors")
+FINE = QuantisedConfig("fp8", "fp8", 8, 128, block=(128, 128))
+QUANTISED = {
+    **dict.fromkeys(("qwen3-8b-awq", "qwen3-32b-awq", "llama3.1-70b-awq", "qwen2.5-72b-awq"), ("awq", AWQ)),
+    **dict.fromkeys(("qwen3-8b-fp8", "qwen3-32b-fp8"), ("blocks", FINE)),
+    "llama3.1-8b-int4": ("w4a16", COMPRESSED),
+    "llama3.3-70b-fp8": ("rows", COMPRESSED),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_preset_has_the_bytes_of_its_repositorys_headers(name: str) -> None:
+    """On each of 1, 3 and 8 ranks, as they are in files and as kernels keep them."""
+    layout, config = QUANTISED[name]
+    known = model(name)
+    files = {
+        f"{matrix.removesuffix('.weight')}{end}": header
+        for matrix, shape in wanted(synthetic.config_for(known)).items()
+        if ".layers." in matrix and len(shape) == 2
+        for end, header in headers(layout, *shape).items()
+    }
+    inputs = dict.fromkeys(kept.MATRICES, known.dim)
+    inputs |= {"attn_output": known.n_heads * known.head_dim, "ffn_down": known.ffn}
+    names = kept.names_of(FAMILIES[known.family].names)
+    found = kept.sizes(kept.of_folder(files, config, names, inputs, LAYER))
+    assert {**found, "code_mix": ""} == {key: getattr(known, key) for key in found}
+    assert found["code_mix"].count(f":{known.n_layers}:") == 4
+    exact = replace(known, **found)
+    for store in (Storage(), Storage(kernel=CPU_KERNELS, compiled=True)):
+        for world, rank in ((1, 0), (3, 0), (3, 2), (8, 0), (8, 7)):
+            usual, mixed = (ModelPart.of(conf, world, rank) for conf in (known, exact))
+            assert weight_bytes(usual, Dtype.packed, store) == weight_bytes(mixed, Dtype.packed, store)
 
 
 def test_segments_are_counted() -> None:
     """43 MiB in segments of 44, whose rest of exactly 1 MiB stays: 65B over 8 loses 80 MiB to it."""
     assert reserved([(43 * MIB, 80)]) == 80 * 44 * MIB
-    line = segments(rank_work(role(TARGET, "65B"), None, placed(8), replace(WORK, k=0), 0))
+    line = segments(rank_work(LARGE, None, placed(8), REGULAR, 0))
     assert line.kind == BOUND
     assert 80 * MIB < line.bytes < 240 * MIB
 
@@ -278,3 +256,134 @@ def test_small_tensors_share_segments_and_large_ones_fill_what_is_free() -> None
     assert reserved([*small, *large, (6 * MIB, 1)]) == SMALL_SEGMENT + LARGE_SEGMENT
     assert reserved([*small, *large, (6 * MIB + 1, 1)]) == SMALL_SEGMENT + 2 * LARGE_SEGMENT
     assert reserved([(30 * MIB + 1, 1)]) == 32 * MIB
+    logits = 1024 * 201_088 * 4  # vLLM #27508: 785.5 MiB in fp32
+    assert reserved([(logits, 1)]) == 786 * MIB
+
+
+def test_communicators_are_counted() -> None:
+    """nccl issue 864: every communicator takes its own."""
+    for words, world, counts in (
+        ("target 0, draft 0 (whole)", 1, [0]),
+        ("target 0-3, draft 0-3 (split)", 4, [1] * 4),
+        ("target 0-3, draft 0,1 (split)", 4, [2, 2, 1, 1]),
+        ("target 0-2, draft 3,4 (own)", 5, [2] * 5),
+    ):
+        assert [communicators(named(words, world), rank) for rank in range(world)] == counts
+
+
+def test_verdict() -> None:
+    for needed, capacity, verdict in (
+        (10.0, 11.0, FitVerdict.fits),
+        (10.0, 10.2, FitVerdict.uncertain),
+        (10.0, 9.8, FitVerdict.uncertain),
+        (10.0, 9.0, FitVerdict.does_not_fit),
+        (40.0, 41.0, FitVerdict.uncertain),  # 3 % of a large estimate
+        (0.0, 0.0, FitVerdict.uncertain),
+    ):
+        line = MemoryLine(TARGET, "layers", int(needed * GIB))
+        assert RankMemory(0, (line,), int(capacity * GIB)).verdict is verdict
+
+
+def graphs_of(memory: RankMemory) -> tuple[float, dict[str, int]]:
+    """How many graphs of 25 MiB are counted, and what those of each role keep."""
+    constant = sum(
+        line.bytes for line in memory.lines if line.name.endswith("CUDA graphs") and line.role == LIBRARIES
+    )
+    return constant / (25 * MIB), {line.role: line.bytes for line in memory.lines if line.name == OUTPUTS}
+
+
+@pytest.mark.parametrize(
+    ("count", "target_tokens", "draft_tokens", "work"),
+    [
+        (7, 15, 3, {"k": 4}),
+        (14, 30, 6, {"k": 4, "target_caches": 2, "draft_caches": 2}),
+        (36 + 36, 3360, 3360, {"k": 64, "rows": 1000}),  # no graph has more than 512 tokens
+    ],
+)
+def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, work: dict[str, int]) -> None:
+    """One for each number of tokens of a step in each cache (test_graphs.py), with its logits."""
+    on = request("7B", "7B", machine("p4d", gpus=1), **work)
+    place = named("target 0, draft 0 (whole)", 1)
+    kept_bytes = {"model": target_tokens * 32000 * 2, "draft": draft_tokens * 32000 * 2}
+    for same in (on, replace(on, engine=Steps.auto)):
+        assert graphs_of(same.memories(place, on.work)[0]) == (count, kept_bytes)
+    for none in (replace(on, engine=Steps.eager), replace(on, machine=CPU)):
+        assert graphs_of(none.memories(place, on.work)[0]) == (0, {})
+
+
+def test_a_head_has_no_graphs_and_the_target_keeps_what_it_reads() -> None:
+    on = request("7B", "7B", machine("p4d", gpus=1))
+    head = Role(DRAFT, model("7B", head_inputs=3 * 4096, head_vocab=32000), Dtype.bf16)
+    (memory,) = replace(on, draft=head).memories(named("target 0, draft 0 (whole)", 1), on.work)
+    assert graphs_of(memory) == (5, {"model": 15 * (32000 + 3 * 4096) * 2})
+
+
+PLENTY = 10**13
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "gpus", "dtype"),
+    [
+        ("7B", 4, Dtype.bf16), ("llama2-70b", 8, Dtype.bf16), ("llama3.1-8b", 3, Dtype.bf16),
+        ("qwen2.5-0.5b", 3, Dtype.bf16), ("gemma2-2b", 4, Dtype.bf16), ("65B", 4, Dtype.int8),
+        ("65B", 4, Dtype.nf4), ("gpt-neo-1.3b", 2, Dtype.bf16), ("gpt-neox-20b", 4, Dtype.fp16),
+    ],
+)  # fmt: skip
+def test_layers_are_dealt_out_as_accelerate_does(name: str, gpus: int, dtype: Dtype) -> None:
+    conf = model(name)
+    with torch.device("meta"):
+        module: Any = synthetic.build(conf, torch.bfloat16)
+    spread = spread_of(module, dtype, {**dict.fromkeys(range(gpus), PLENTY), "cpu": PLENTY})
+    layers = dict.fromkeys(range(gpus), 0)
+    for part_name, gpu in spread.items():
+        layers[int(gpu)] += part_name.rpartition(".")[2].isdecimal()  # of model.layers.7
+    head = next(gpu for part_name, gpu in spread.items() if part_name in ("lm_head", "embed_out"))
+    found = stages(conf, dtype, gpus)
+    assert [stage.layers for stage in found] == list(layers.values())
+    assert [stage.head for stage in found].index(True) == head
+
+
+@pytest.mark.parametrize("name", ["7B", "gemma2-2b", "gpt-neo-1.3b"])
+@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.nf4])
+def test_together_the_gpus_hold_the_model(name: str, dtype: Dtype) -> None:
+    on = request(name, None, P4D, dtype=dtype)
+    whole = held(ModelPart.of(on.target.model), dtype)
+    sums = dict.fromkeys(whole, 0)
+    for lines in layers_lines(on.target, None, on.work, 4, replace(GPU, cpu=True)):
+        for line in lines:
+            if line.name in WEIGHTS:
+                sums[line.name] += line.bytes
+    assert {**sums, "buffers": 0} == {**whole, "buffers": 0}  # which every GPU has
+
+
+def test_by_layers_the_draft_and_its_graphs_are_on_the_first_gpu() -> None:
+    on = request("13B", "7B", machine("p4d", gpus=2))
+    place = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=True)
+    first, second = option(on, place).ranks
+    assert {line.role for line in second.lines} == {"model", "libraries"}
+    assert any(line.role == "draft" for line in first.lines)
+    assert not any(line.name.startswith("laws") for line in second.lines)
+    assert first.total - second.total > 13 * 10**9
+    assert on.draft is not None and on.why_eager(on.draft, place) is None
+    assert on.why_eager(on.target, place) == "placement.splitting=layers"
+    assert graphs_of(first) == (2, {"draft": 3 * 32000 * 2}) and graphs_of(second) == (0, {})
+
+
+def test_what_passes_through_a_full_gpu_is_counted() -> None:
+    """accelerate #608: a device_map that fills the cards runs with one row, and out of memory with eight."""
+    card = machine("p4d", gpus=2, gib=17.0)
+    few, many = (
+        option(request("13B", None, card, rows=rows, prompt_tokens=1900), BY_LAYERS) for rows in (1, 8)
+    )
+    assert few.verdict is FitVerdict.fits and many.verdict is FitVerdict.does_not_fit
+    weights = [sum(line.bytes for line in gpu.lines if line.name in WEIGHTS) for gpu in many.ranks]
+    assert max(weights) < 14 * GIB, "by weights alone it would fit"
+
+
+def test_by_layers_one_gpu_computes_at_a_time() -> None:
+    """As long as a pass on one GPU takes; and with one GPU it holds what that holds."""
+    many = replace(request("7B", None, P4D), engine=Steps.eager)
+    assert option(many, BY_LAYERS).ms_per_token == option(many, alone(1)).ms_per_token
+    single = replace(many, machine=machine("p4d", gpus=1))
+    assert option(single, BY_LAYERS).worst.total == option(single, alone(1)).worst.total

@@ -1,30 +1,33 @@
-"""Placements of a pair: all that there are, ranked, and what is advised where none fits."""
+"""Placements of a pair, ranked, and what is advised where none fits; the clusters that they are on."""
 
 from __future__ import annotations
 
+import stat
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from llama_ssp.config import Dtype, PlacementConf, Splitting
+from llama_ssp.config import ClusterConf, Dtype, PlacementConf, Splitting
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.models import host_memory
+from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.advice import advice, largest, overrides
-from llama_ssp.planner.fit import FitVerdict, RankMemory, communicators, library_lines, rank_memories
-from llama_ssp.planner.memory import rank_work, segments, tensor_lines
+from llama_ssp.planner.fit import FitVerdict
+from llama_ssp.planner.gpus import gpus_here
+from llama_ssp.planner.hardware import known, machine_of, matching
 from llama_ssp.planner.plan import make_plan, worlds_of
 from llama_ssp.planner.search import option, placements, regular_ms, search
 from llama_ssp.planner.workload import GIB
-from tests.plans import machine, request
+from tests.plans import P4D, alone, cluster, machine, model, named, request
 
-P4D = machine("p4d")
-
-
-def named(words: str, world: int):
-    return next(one for one in placements(world, True) if one.in_words() == words)
+Driver = Callable[..., None]
+ONE = machine("p4d", gpus=1)
 
 
-def test_every_kind_of_placement_is_there():
+def test_every_kind_of_placement_is_there() -> None:
     words = [one.in_words() for one in placements(3, True)]
     assert words == [
         "target 0-2, draft 0 (whole)", "target 0-2, draft 0,1 (split)", "target 0-2, draft 0-2 (split)",
@@ -32,9 +35,23 @@ def test_every_kind_of_placement_is_there():
     ]  # fmt: skip
     assert [one.in_words() for one in placements(1, True)] == ["target 0, draft 0 (whole)"]
     assert [one.in_words() for one in placements(4, False)] == ["target 0-3"]
+    degrees = [one.draft_degree for one in placements(300, True) if one.draft_apart]
+    assert degrees == [1, 2, 4, 8, 16, 32, 64, 128, 256]  # over many ranks the powers of two alone
+    assert len(list(placements(256, True))) == 2 * 256
+    assert worlds_of(8) == list(range(1, 9))
+    assert worlds_of(24) == [1, 2, 4, 8, 16, 24] and worlds_of(32) == [1, 2, 4, 8, 16, 32]
 
 
-def test_a_huge_cluster_is_planned_by_what_the_models_can_use(monkeypatch):
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_placements_are_asked_for_as_they_are_said(world: int) -> None:
+    for one in placements(world, True):
+        words = dict(word.split("=") for word in overrides(one).split())
+        seat = PlacementConf(draft=type(PlacementConf().draft)(words["placement"]))
+        degree = words.get("placement.draft_degree")
+        assert resolve(replace(seat, draft_degree=int(degree) if degree else None), world, True) == one
+
+
+def test_a_huge_cluster_is_planned_by_what_the_models_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 and 32 heads: more than 96 ranks are no use to any placement, and no table of them is made."""
     worlds = set[int]()
 
@@ -53,208 +70,275 @@ def test_a_huge_cluster_is_planned_by_what_the_models_can_use(monkeypatch):
         search(many, [2**20])
 
 
-def test_a_draft_over_many_ranks_is_split_over_powers_of_two():
-    degrees = [one.draft_degree for one in placements(300, True) if one.draft_apart]
-    assert degrees == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert len(list(placements(256, True))) == 2 * 256
-
-
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_placements_are_asked_for_as_they_are_said(world):
-    for one in placements(world, True):
-        words = dict(word.split("=") for word in overrides(one).split())
-        seat = PlacementConf(draft=type(PlacementConf().draft)(words["placement"]))
-        degree = words.get("placement.draft_degree")
-        assert resolve(replace(seat, draft_degree=int(degree) if degree else None), world, True) == one
-
-
-def test_the_fastest_that_fits_comes_first():
+def test_the_fastest_that_fits_comes_first() -> None:
+    """65B over 4 GPUs of 40 GB: with the whole 7B on the leader it does not fit, split it does."""
     found = search(request("65B", "7B", P4D, prompt_tokens=1536), list(range(1, 9)))
     assert [one.verdict.rank for one in found] == sorted(one.verdict.rank for one in found)
     fitting = [one for one in found if one.verdict is FitVerdict.fits]
     assert [one.ms_per_token for one in fitting] == sorted(one.ms_per_token for one in fitting)
     assert found[0].placement.in_words() == "target 0-7, draft 0-7 (split)"
-    assert {one.verdict for one in found} >= {FitVerdict.fits, FitVerdict.does_not_fit}
-
-
-def test_a_sharded_draft_saves_what_the_whole_one_spoils():
-    """65B over 4 GPUs of 40 GB: with the whole 7B on the leader it does not fit, split it does."""
-    on = request("65B", "7B", P4D, prompt_tokens=1536)
-    assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is FitVerdict.does_not_fit
-    assert option(on, named("target 0-3, draft 0-3 (split)", 4)).verdict is FitVerdict.fits
-
-
-def test_communicators_are_counted():
-    """nccl issue 864: every communicator takes its own."""
-    assert communicators(named("target 0, draft 0 (whole)", 1), 0) == 0
-    assert communicators(named("target 0-3, draft 0-3 (split)", 4), 0) == 1
-    assert communicators(named("target 0-3, draft 0,1 (split)", 4), 0) == 2
-    assert communicators(named("target 0-3, draft 0,1 (split)", 4), 3) == 1
-    own = named("target 0-2, draft 3,4 (own)", 5)
-    assert [communicators(own, rank) for rank in range(5)] == [2] * 5
-
-
-def test_the_memory_of_a_rank_is_its_tensors_segments_and_libraries():
-    on = request("30B", "7B", P4D)
-    for place in placements(8, True):
-        for one in rank_memories(P4D, on.target, on.draft, place, on.work):
-            own = rank_work(on.target, on.draft, place, on.work, one.rank, P4D.kernels)
-            assert one.lines == (*tensor_lines(own), segments(own), *library_lines(P4D, place, one.rank))
-
-
-@pytest.mark.parametrize(
-    ("total", "capacity", "verdict"),
-    [
-        (10 * GIB, 11 * GIB, FitVerdict.fits),
-        (10 * GIB, int(10.2 * GIB), FitVerdict.uncertain),
-        (10 * GIB, int(9.8 * GIB), FitVerdict.uncertain),
-        (10 * GIB, 9 * GIB, FitVerdict.does_not_fit),
-        (40 * GIB, 41 * GIB, FitVerdict.uncertain),  # 3 % of a large estimate
-        (0, 0, FitVerdict.uncertain),
-    ],
-)
-def test_verdict(total, capacity, verdict):
-    lines = option(request("tiny", None, P4D), next(placements(1, False))).ranks[0].lines[:1]
-    assert RankMemory(0, (replace(lines[0], bytes=total),), capacity).verdict is verdict
-
-
-def test_the_largest_is_the_largest():
-    on = request("13B", None, machine("p4d", gpus=1))
-    chosen = search(on, [1])[0]
-    room = largest(on, chosen)
-
-    def fits(**work: int) -> bool:
-        other = replace(on, work=replace(on.work, k=chosen.k, **work))
-        return option(other, chosen.placement, chosen.k).verdict is FitVerdict.fits
-
-    assert 1 < room.rows < 100
-    assert fits(rows=room.rows) and not fits(rows=room.rows + 1)
-    assert room.context_tokens == 2048 and room.k == 0 and room.is_model_limit  # no draft
-
-
-def test_no_more_than_the_model_can_read():
-    on = request("llama3.1-8b", None, machine("l4x4", gpus=1))
-    room = largest(on, search(on, [1])[0])
-    assert on.work.slots < room.context_tokens < 131072 and not room.is_model_limit
-
-
-def test_advice_fits_when_it_is_followed():
-    on = request("65B", "7B", machine("p4d", gpus=4), prompt_tokens=1536)
-    chosen = option(on, named("target 0-3, draft 0 (whole)", 4))
-    said = advice(on, chosen, [1, 2, 3, 4])
-    assert said[0] == "draft split over 4 (placement=sharded on 4 ranks)"
-    assert "draft=none: the target alone fits" in said
-    assert not advice(on, search(on, [4])[0], [4])
-
-
-def test_more_ranks_are_advised():
-    on = request("65B", None, P4D)
-    said = advice(on, option(on, next(placements(2, False))), list(range(1, 9)))
-    assert said[0].startswith("target over 8 ranks instead of 2")
-
-
-def test_int8_is_advised_where_it_helps():
-    on = request("13B", None, machine("l4x4", gpus=1))
-    chosen = search(on, [1])[0]
-    assert chosen.verdict is FitVerdict.does_not_fit
-    assert "model.dtype=int8 (target 0)" in advice(on, chosen, [1])
-
-
-def test_nf4_is_advised_where_int8_is_still_too_much():
-    """65B on one GPU of 40 GiB, and on one of 80 GB, where int8 is enough."""
-    small, large = (
-        request("65B", None, on) for on in (machine("p4d", gpus=1, gib=40.0), machine("p4de", gpus=1))
-    )
-    said, other = (advice(on, search(on, [1])[0], [1]) for on in (small, large))
-    assert "model.dtype=nf4 (target 0)" in said and "model.dtype=int8 (target 0)" in other
-    assert not any("int8" in words for words in said) and not any("nf4" in words for words in other)
-
-
-def test_nf4_is_counted_with_its_scales_and_refused_where_the_loader_refuses_it():
-    four, eight, sixteen = (
-        option(request("65B", None, P4D, dtype=dtype), next(placements(8, False))).worst.total
-        for dtype in (Dtype.nf4, Dtype.int8, Dtype.bf16)
-    )
-    assert four < eight < sixteen
-    odd = request("65B", None, P4D, dtype=Dtype.nf4)
-    odd = replace(odd, target=replace(odd.target, model=replace(odd.target.model, dtype=Dtype.nf4, dim=8200)))
-    for world in (1, 2):
-        with pytest.raises(DistributedError, match="nf4 needs inputs in whole blocks"):
-            option(odd, next(placements(world, False)))
-
-
-def test_a_shorter_context_and_fewer_rows_are_advised():
-    on = request("13B", None, machine("p4d", gpus=1), rows=32, prompt_tokens=1900)
-    chosen = search(on, [1])[0]
-    said = advice(on, chosen, [1])
-    room = largest(on, chosen)
-    assert f"{room.rows} rows instead of 32 (task.batch_size)" in said
-    assert f"context {room.context_tokens} instead of 2028 (prompt and new tokens)" in said
-
-
-def test_where_nothing_helps_nothing_is_advised():
-    on = request("llama3.1-70b", None, machine("cpu", gib=1.0))
-    assert advice(on, search(on, [1])[0], [1]) == []
-
-
-def test_more_ranks_than_can_be_split_are_refused():
-    on = request("qwen2.5-7b", None, P4D)  # 28 heads, 4 KV heads
-    found = {len(one.placement.target) for one in search(on, list(range(1, 9)))}
-    assert found == {1, 2, 3, 4, 8}  # over 8, two ranks share the queries of each KV head
-    with pytest.raises(DistributedError, match=r"cannot be split.*28 heads, 4 KV heads, 6 ranks"):
-        option(on, next(placements(6, False)))
-    with pytest.raises(DistributedError, match="cannot be split"):
-        search(on, [5, 7])
-
-
-def test_other_ways_of_splitting_are_refused():
-    place = resolve(PlacementConf(splitting=Splitting.deepspeed), 2, drafts=False)
-    with pytest.raises(DistributedError, match="what DeepSpeed holds is not planned"):
-        option(request("7B", None, P4D), place)
-
-
-def test_copies_are_never_better_than_the_leaders_draft():
-    on = request("65B", "7B", P4D)
-    copies, whole = (option(on, named(f"target 0-7, draft {w}", 8)) for w in ("0-7 (copies)", "0 (whole)"))
+    by_words = {one.placement.in_words(): one for one in found}
+    assert by_words["target 0-3, draft 0 (whole)"].verdict is FitVerdict.does_not_fit
+    assert by_words["target 0-3, draft 0-3 (split)"].verdict is FitVerdict.fits
+    copies, whole = by_words["target 0-7, draft 0-7 (copies)"], by_words["target 0-7, draft 0 (whole)"]
     assert copies.ms_per_token == whole.ms_per_token
-    assert sum(b.total for b in copies.ranks) > sum(b.total for b in whole.ranks)
+    assert sum(one.total for one in copies.ranks) > sum(one.total for one in whole.ranks)
 
 
-def test_speed_up_is_over_the_best_regular_run():
-    on = request("65B", "7B", P4D)
-    worlds = [1, 3, 8]
+def test_speed_up_is_over_the_best_regular_run() -> None:
+    on, worlds = request("65B", "7B", P4D), [1, 3, 8]
     options = search(on, worlds)
-    alone = search(replace(on, draft=None), worlds)[0]
-    assert regular_ms(on, options, worlds) == alone.ms_per_token
+    assert regular_ms(on, options, worlds) == search(replace(on, draft=None), worlds)[0].ms_per_token
     tight = replace(on, machine=machine("p4d", gib=1.0))
     assert regular_ms(tight, options, worlds) == min(one.regular_ms for one in options)
 
 
-def test_text_drafts_cost_nothing_but_the_check():
-    on = replace(request("7B", None, P4D), text_drafts=True)
-    chosen = search(on, [1])[0]
-    assert chosen.times.draft == 0 and chosen.k == on.k_max
-    assert make_plan(on).speedup > 2
-
-
-def test_of_many_gpus_not_every_number_is_tried():
-    assert worlds_of(8) == list(range(1, 9))
-    assert worlds_of(24) == [1, 2, 4, 8, 16, 24]
-    assert worlds_of(32) == [1, 2, 4, 8, 16, 32]
-
-
-@pytest.mark.slow
-def test_the_sentence():
-    said = make_plan(request("65B", "7B", P4D)).sentence()
+def test_the_sentence() -> None:
+    said = make_plan(request("65B", "7B", P4D), named("target 0-7, draft 0-7 (split)", 8)).sentence()
     assert said.startswith("It fits, target 0-7, draft 0-7 (split); at acceptance 0.80: ")
     assert said.endswith("drafting does not pay.")
     assert "without drafting" in make_plan(request("7B", None, P4D)).sentence()
-    dear = make_plan(request("7B", "7B", P4D, acceptance=0.3)).sentence()
+    dear = make_plan(request("7B", "7B", ONE, acceptance=0.3)).sentence()
     assert "at acceptance 0.30 drafting does not pay" in dear
 
 
-def test_changes_are_combined_where_none_is_enough():
+def test_the_largest_is_the_largest() -> None:
+    on = request("13B", None, ONE)
+    chosen = search(on, [1])[0]
+    room = largest(on, chosen)
+    for rows, verdict in ((room.rows, True), (room.rows + 1, False)):
+        other = replace(on, work=replace(on.work, k=0, rows=rows))
+        assert (option(other, chosen.placement, 0).verdict is FitVerdict.fits) is verdict
+    assert 1 < room.rows < 100
+    assert room.context_tokens == 2048 and room.k == 0 and room.is_model_limit  # no draft
+    long = request("llama3.1-8b", None, machine("l4x4", gpus=1))
+    room = largest(long, search(long, [1])[0])
+    assert long.work.slots < room.context_tokens < 131072 and not room.is_model_limit
+
+
+def test_narrower_formats_are_advised_where_they_help() -> None:
+    """nf4 where int8 is still too much: 65B on one GPU of 40 GiB; int8 is enough on one of 80 GB."""
+    for target, on, dtype in (
+        ("13B", machine("l4x4", gpus=1), "int8"),
+        ("65B", machine("p4de", gpus=1), "int8"),
+        ("65B", machine("p4d", gpus=1, gib=40.0), "nf4"),
+        ("llama3.1-70b", machine("cpu", gib=1.0), None),
+    ):
+        what = request(target, None, on)
+        chosen = search(what, [1])[0]
+        said = [words for words in advice(what, chosen, [1]) if "dtype" in words]
+        assert chosen.verdict is FitVerdict.does_not_fit
+        assert said == ([f"model.dtype={dtype} (target 0)"] if dtype else [])
+
+
+def test_a_shorter_context_and_fewer_rows_are_advised() -> None:
+    on = request("13B", None, ONE, rows=32, prompt_tokens=1900)
+    chosen = search(on, [1])[0]
+    said, room = advice(on, chosen, [1]), largest(on, chosen)
+    assert f"{room.rows} rows instead of 32 (task.batch_size)" in said
+    assert f"context {room.context_tokens} instead of 2028 (prompt and new tokens)" in said
+
+
+def test_more_ranks_are_advised_and_changes_are_combined_where_none_is_enough() -> None:
     """70B on one GPU of 24 GB, of a node with four: each in nf4, over more of them."""
-    on = request("llama3.1-70b", "llama3.1-8b", machine("l4x4", gpus=1))
-    said = advice(on, search(on, [1])[0], [1])
+    pair = request("65B", "7B", machine("p4d", gpus=4), prompt_tokens=1536)
+    said = advice(pair, option(pair, named("target 0-3, draft 0 (whole)", 4)), [1, 2, 3, 4])
+    assert said[0] == "draft split over 4 (placement=sharded on 4 ranks)"
+    assert "draft=none: the target alone fits" in said
+    assert not advice(pair, search(pair, [4])[0], [4])
+    target = request("65B", None, P4D)
+    said = advice(target, option(target, alone(2)), list(range(1, 9)))
+    assert said[0].startswith("target over 8 ranks instead of 2")
+    small = request("llama3.1-70b", "llama3.1-8b", machine("l4x4", gpus=1))
+    said = advice(small, search(small, [1])[0], [1])
     assert "dtype=nf4" in said[0] and "cluster.gpus=" in said[0] and "cluster.nodes" in said[-1], said
+
+
+def test_splits_that_are_impossible_are_refused() -> None:
+    on = request("qwen2.5-7b", None, P4D)  # 28 heads, 4 KV heads
+    found = {len(one.placement.target) for one in search(on, list(range(1, 9)))}
+    assert found == {1, 2, 3, 4, 8}  # over 8, two ranks share the queries of each KV head
+    with pytest.raises(DistributedError, match=r"cannot be split.*28 heads, 4 KV heads, 6 ranks"):
+        option(on, alone(6))
+    with pytest.raises(DistributedError, match="cannot be split"):
+        search(on, [5, 7])
+    place = resolve(PlacementConf(splitting=Splitting.deepspeed), 2, drafts=False)
+    with pytest.raises(DistributedError, match="what DeepSpeed holds is not planned"):
+        option(request("7B", None, P4D), place)
+    odd = request("65B", None, P4D, dtype=Dtype.nf4)
+    odd = replace(odd, target=replace(odd.target, model=model("65B", dtype=Dtype.nf4, dim=8200)))
+    for world in (1, 2):
+        with pytest.raises(DistributedError, match="nf4 needs inputs in whole blocks"):
+            option(odd, alone(world))
+
+
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA A100 80GB PCIe": "A100-80",
+    "NVIDIA H100 80GB HBM3": "H100-80", "NVIDIA H200": "H200", "NVIDIA L4": "L4", "NVIDIA L40S": "L40S",
+    "NVIDIA A10G": "A10G", "Tesla V100-SXM2-32GB": "V100-32", "NVIDIA A10": "A10", "NVIDIA L40": "L40",
+    "NVIDIA H100 PCIe": "H100-PCIe", "NVIDIA H100 NVL": "H100-NVL", "NVIDIA H20": "H20",
+    "NVIDIA B200": "B200", "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA GeForce RTX 4090": "RTX-4090", "NVIDIA GeForce RTX 5090": "RTX-5090",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": "A100-40", "NVIDIA H100 80GB HBM3 MIG 3g.40gb": "H100-80",
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4080": None, "NVIDIA A40": None,
+    "NVIDIA GB200": None, "Tesla V100-SXM2-16GB": None,
+}  # fmt: skip
+
+
+def test_a_drivers_name_is_understood() -> None:
+    gpus = [str(preset["gpu"]) for preset in known().values()]
+    assert {name: matching(name, gpus) for name in NAMES} == NAMES
+
+
+def test_every_preset_is_whole() -> None:
+    for on in map(machine, sorted(known())):
+        assert on.capacity > 0 and on.world >= 1 and on.times.bytes_per_s > 0 and on.times.flops_per_s > 0
+        assert on.times.source and on.taken["context"] > 0, on.name
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
+    """Puts an nvidia-smi on the path that says what it is told to, and what else for -L."""
+
+    def install(said: str, code: int = 0, listed: str = "", shown: str | None = None) -> None:
+        script = tmp_path / "nvidia-smi"
+        for name, text in (("figures", said), ("list", listed)):
+            (tmp_path / name).write_text(f"{text}\n")
+        script.write_text(
+            f'#!/bin/sh\n[ "$1" = -L ] && exec cat {tmp_path}/list\ncat {tmp_path}/figures\nexit {code}\n'
+        )
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if shown is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        gpus_here.cache_clear()
+
+    yield install
+    gpus_here.cache_clear()
+
+
+TWO = """NVIDIA A100-SXM4-40GB, 39000, GPU-11aa, Disabled
+NVIDIA A100-SXM4-40GB, [N/A], GPU-22bb, Enabled"""
+TWO_LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-11aa)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-22bb)
+  MIG 3g.20gb     Device  0: (UUID: MIG-3333)
+  MIG 1g.5gb      Device  1: (UUID: MIG-4444)"""
+WHOLE = 39000 * 2**20 / 1e9
+
+
+@pytest.mark.parametrize(
+    ("shown", "gigabytes", "reads", "computes"),
+    [
+        ("0", WHOLE, 1, 1),
+        ("GPU-11aa", WHOLE, 1, 1),
+        ("GPU-11", WHOLE, 1, 1),
+        (None, 20, 20 / 42.3, 3 / 7),
+        ("1", 20, 20 / 42.3, 3 / 7),
+        ("MIG-4444", 5, 5 / 42.3, 1 / 7),
+        ("MIG-4444,MIG-3333", 5, 5 / 42.3, 1 / 7),
+        ("0,GPU-99,1", WHOLE, 1, 1),
+    ],
+)
+def test_gpus_and_parts_of_them_are_found_by_number_and_uuid(
+    shown: str | None, gigabytes: float, reads: float, computes: float, driver: Driver
+) -> None:
+    """As CUDA shows them: one part in all, and nothing behind a name that is none. Never as a CPU."""
+    driver(TWO, listed=TWO_LISTED, shown=shown)
+    on = machine_of(ClusterConf(reserve=0.0))
+    assert (on.gpu, on.world, on.taken) == ("A100-40", 1, P4D.taken)
+    assert on.capacity == pytest.approx(gigabytes * 1e9, rel=1e-6)
+    assert on.times.bytes_per_s == pytest.approx(reads * P4D.times.bytes_per_s, rel=1e-3)
+    assert on.times.flops_per_s == pytest.approx(computes * P4D.times.flops_per_s)
+
+
+def test_the_gpu_with_least_memory_decides_and_what_is_not_said_is_the_presets(driver: Driver) -> None:
+    """What was measured goes before what the driver said, and cluster.gib before both."""
+    driver("NVIDIA A100-SXM4-40GB, 40000\nNVIDIA A100-SXM4-40GB, 30000")
+    on, here = machine_of(ClusterConf(reserve=0.0)), ClusterConf(reserve=0.0, gib=2.0)
+    assert (on.world, on.capacity) == (2, 30000 * 2**20)
+    assert machine_of(ClusterConf(reserve=0.0), capacity=12345).capacity == 12345
+    assert machine_of(here, capacity=12345).capacity == 2 * GIB
+    for mode in ("Disabled", "[N/A]"):
+        driver(f"NVIDIA H200, [N/A], GPU-1, {mode}")
+        assert machine_of(ClusterConf(reserve=0.0)).capacity == machine("h200x8").capacity
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "shown"),
+    [("", 0, None), ("NVIDIA-SMI has failed", 9, None), (TWO, 0, ""), (TWO, 0, "-1"), (TWO, 0, "GPU-99"),
+     (TWO, 0, "MIG-99")],
+)  # fmt: skip
+def test_without_gpus_the_cpu_is_planned(said: str, code: int, shown: str | None, driver: Driver) -> None:
+    """Its ranks share its memory, and its constants are another machine's."""
+    driver(said, code, TWO_LISTED, shown)
+    on = machine_of(ClusterConf(reserve=0.0))
+    assert on.is_cpu and on.world == 1 and on.times.band > P4D.times.band
+    assert on.capacity == pytest.approx(memory_here(), rel=0.2)
+    assert on.capacity_of(4) == on.capacity // 4 and P4D.capacity_of(4) == P4D.capacity
+
+
+def test_figures_can_be_edited_and_auto_is_what_the_gpu_computes_in() -> None:
+    on = machine("p4d", gpus=4, nodes=2, gib=70.0, gb_s=3110.0)
+    assert (on.world, on.capacity) == (8, 70 * GIB)
+    assert on.times.bytes_per_s == pytest.approx(2 * P4D.times.bytes_per_s)
+    assert P4D.dtype(Dtype.auto) is Dtype.bf16 and P4D.dtype(Dtype.int8) is Dtype.int8
+    assert machine("v100x8").dtype(Dtype.auto) is Dtype.fp16
+    assert machine("cpu", bf16=False).dtype(Dtype.auto) is Dtype.fp32
+
+
+def test_unknown_gpus_are_refused(driver: Driver) -> None:
+    """A known one is enough, and so are all figures of an unknown one."""
+    driver("NVIDIA GeForce RTX 4080, 16000")
+    with pytest.raises(UsageError, match=r"not known; cluster local; found NVIDIA GeForce RTX 4080.*A100-40"):
+        machine_of(ClusterConf())
+    with pytest.raises(UsageError, match="found H900"):
+        machine_of(ClusterConf(gpu="H900", gpus=4))
+    with pytest.raises(UsageError, match=r"not that cluster's; found H200, cluster p4d, allowed A100-40"):
+        machine_of(cluster("p4d", gpu="H200"))
+    on = machine_of(ClusterConf(gpu="H200", gpus=2, gib=139.0, reserve=0.0))
+    assert (on.world, on.capacity, on.link) == (2, machine("h200x8").capacity, "NVLink4")
+    assert machine_of(replace(cluster("p4d"), name="mine", gpu="RTX 4080", gpus=1)).gpu == "RTX 4080"
+
+
+def test_memory_is_read_from_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = tmp_path / "meminfo"
+    table.write_text("MemTotal: 100 kB\nMemAvailable:     80 kB\n")
+    monkeypatch.setattr(host_memory, "MEMORY_TABLE", table)
+    assert memory_here() == 80 * 1024
+    monkeypatch.setattr(host_memory, "MEMORY_TABLE", tmp_path / "none")
+    assert memory_here() > 2**20
+
+
+@pytest.mark.parametrize(
+    ("table", "folder", "first", "limit", "used"),
+    [
+        (
+            "9:cpu:/\n4:memory:/pods/own\n",
+            "memory",
+            "total_",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        ),
+        ("0::/pods/own\n", "", "", "memory.max", "memory.current"),
+    ],
+    ids=["v1", "v2"],
+)
+@pytest.mark.parametrize("place", ["pods/own", "pods", "."])
+def test_a_container_has_less_memory_than_its_machine(
+    table: str, folder: str, first: str, limit: str, used: str, place: str, monkeypatch, tmp_path: Path
+) -> None:
+    """The limit may be of its own group, of one above, or shown as the root's; cached files count as free."""
+    (groups := tmp_path / "cgroup").write_text(table)
+    monkeypatch.setattr(host_memory, "GROUPS_TABLE", groups)
+    monkeypatch.setattr(host_memory, "GROUPS", tmp_path)
+    whole, group = memory_here(), tmp_path / folder / place
+    group.mkdir(parents=True, exist_ok=True)
+    (group / "memory.stat").write_text(f"anon 5\n{first}inactive_file 300\n{first}active_file 40\n")
+    for most, now, left in (("9000", "1000", 9000 - 1000 + 340), ("9000", "10000", 0)):
+        (group / limit).write_text(f"{most}\n")
+        (group / used).write_text(f"{now}\n")
+        assert memory_here() == left
+    (group / limit).write_text("max\n")
+    assert memory_here() == pytest.approx(whole, rel=0.2)

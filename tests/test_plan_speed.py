@@ -1,30 +1,46 @@
-"""The time of a step: calibrated on four published runs, right about those that took no part in it."""
+"""The plan's times: calibrated on four published runs, right about others, by the engine that runs."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from llama_ssp.config import Dtype, Overlap, TimesConf
-from llama_ssp.planner.search import option, placements
+from llama_ssp.batch.manifest import shards_of
+from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf, Splitting, Steps, TimesConf
+from llama_ssp.distributed.placement import resolve
+from llama_ssp.models.formats.kept import PLAIN, Kept
+from llama_ssp.planner.efficiency import efficiency_of, of_plain
+from llama_ssp.planner.engine import as_run, launching_s, why_eager
+from llama_ssp.planner.groups import PROMPTS, JobSize, job_s, plan_job
+from llama_ssp.planner.plan import make_plan, target_prefill_s
+from llama_ssp.planner.search import NOTABLE, PlanRequest, option, search
 from llama_ssp.planner.speed import (
+    CACHES,
     CALIBRATION,
+    READING,
+    CodedCost,
+    PassCost,
     RoundTimes,
+    Times,
     at_acceptance,
     between,
     break_even,
-    calibrated,
     forward_s,
     pass_cost,
     prefill_s,
     times_of,
 )
+from llama_ssp.planner.storage import CPU as CPU_KERNELS
+from llama_ssp.planner.storage import LAYERS, Storage, Weight, sizes_of
 from llama_ssp.planner.weights import ModelPart, parameters
-from llama_ssp.planner.workload import Role
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.draft_length import Costs, tokens_per_round
-from tests.plans import machine, model, request
+from tests.plans import CPU, H100, P4D, alone, drawn, machine, model, request
 from tests.warm import ROOT
 
 # gpt-fast README (pytorch-labs/gpt-fast, the version that has Llama-3-8B): bf16, one row, a prompt of 5
@@ -44,102 +60,86 @@ LATER = {("llama3.1-70b", 2): 16.03, ("llama3.1-70b", 4): 37.45, ("llama3.1-70b"
 OTHER_GPU = 76.33
 
 
+def cost_of(name: str, ranks: int = 1, dtype: Dtype = Dtype.bf16) -> PassCost:
+    return pass_cost(Role(TARGET, model(name), dtype), ranks)
+
+
 def rate(name: str, ranks: int, cluster: str = "p4de") -> float:
     """Tokens a second of an engine that holds embedding and head whole on every rank, as gpt-fast does."""
-    role = Role("model", model(name), Dtype.bf16)
-    cost, part = pass_cost(role, ranks), ModelPart.of(role.model, ranks)
+    cost, part = cost_of(name, ranks), ModelPart.of(model(name), ranks)
     elsewhere = (part.whole_vocab - part.vocab) * part.dim
     sums = 2 * part.layers * (ranks > 1)
     cost = replace(cost, weights=cost.weights + 2 * elsewhere, flops=cost.flops + 2 * elsewhere, sums=sums)
     return 1 / forward_s(cost, machine(cluster).times, 1, 1, 5)
 
 
-def test_the_calibration_is_reproduced():
-    for ranks, published in CALIBRATION.items():
-        assert rate("llama2-7b", ranks) == pytest.approx(published, rel=0.01)
-
-
-def test_the_constants_are_plausible():
-    """Against measurements that took no part: GEMV at 1.55 to 1.63 TB/s, an all-reduce of 5 to 28 us."""
-    speed, layer, constant, further = calibrated()
-    assert 1.5e12 < speed < 1.65e12
-    assert 10e-6 < layer < 100e-6
-    for ranks in (2, 4, 8):
-        assert 5e-6 < constant + further * (ranks - 1) < 28e-6
-
-
-def test_published_runs_that_took_no_part():
-    off = {case: abs(rate(*case) / published - 1) for case, published in PUBLISHED.items()}
-    assert mean(off.values()) < 0.05
-    assert max(off.values()) < 0.10, off
-
-
 def planned_rate(name: str, ranks: int) -> float:
-    """The same of our engine, which splits the head: what task=plan prints."""
+    """Tokens a second of our engine, which splits the head: what task=plan prints."""
     on = request(name, None, machine("p4de"), prompt_tokens=5, new_tokens=200, k=0)
-    return 1000 / option(on, next(placements(ranks, False))).ms_per_token
+    return 1000 / option(on, alone(ranks)).ms_per_token
 
 
-def test_the_page_has_every_published_row_by_both_formulas():
-    """Rows that gave the constants are marked."""
+def test_the_page_has_every_published_row_by_both_formulas() -> None:
+    """Rows that gave the constants are marked; how far off the others are is said."""
     rows = {**{("llama2-7b", n): tokens for n, tokens in CALIBRATION.items()}, **PUBLISHED, **LATER}
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    off = {}
     for (name, ranks), published in rows.items():
         whole, ours = rate(name, ranks) / published - 1, planned_rate(name, ranks) / published - 1
         used = "yes" if name == "llama2-7b" else "no"
         row = f"| {name} | {ranks} | {published:.2f} | {whole:+.1%} | {ours:+.1%} | {used} |"
         assert row.replace("%", " %") in page, row.replace("%", " %")
-    assert planned_rate("llama3.1-8b", 8) > 1.15 * PUBLISHED["llama3.1-8b", 8]
+        off[name, ranks] = abs(whole)
+    apart = [off[case] for case in PUBLISHED]
+    assert f"at most {max(apart):.1%}, and {mean(apart):.1%} in the mean".replace("%", " %") in page
+    assert max(off["llama2-7b", ranks] for ranks in CALIBRATION) < 0.01
+    other = machine("mi250x").times.band
+    assert abs(rate("llama2-7b", 1, "mi250x") / OTHER_GPU - 1) < other
 
 
-def test_another_gpu_is_within_the_band():
-    on = machine("mi250x")
-    assert abs(rate("llama2-7b", 1, "mi250x") / OTHER_GPU - 1) < on.times.band
+def test_own_constants_go_before_the_calibrated_ones() -> None:
+    own = TimesConf(bandwidth_share=1.0, layer_us=1.0, step_us=2.0, all_reduce_us={2: 3.0}, message_us=4.0)
+    times = times_of(own, 100.0, 1.0, None, borrowed=False)
+    assert (times.bytes_per_s, times.layer, times.step, times.reduce) == (100e9, 1e-6, 2e-6, ((2, 3e-6),))
+    assert times.message == 4e-6
 
 
-def test_bytes_read_are_the_models_but_for_its_embedding():
-    conf = model("llama2-7b")
-    cost = pass_cost(Role("model", conf, Dtype.bf16), 1)
-    assert cost.weights == 2 * (parameters(conf) - conf.vocab * conf.dim)
-    tied = model("smollm2-135m")
-    assert pass_cost(Role("model", tied, Dtype.bf16), 1).weights == 2 * parameters(tied)
+def test_bytes_read_are_the_models_but_for_its_embedding() -> None:
+    conf, tied = model("llama2-7b"), model("smollm2-135m")
+    table = 2 * conf.vocab * conf.dim
+    assert cost_of("llama2-7b").weights == 2 * parameters(conf) - table
+    assert cost_of("smollm2-135m").weights == 2 * parameters(tied)
+    wide, narrow = (cost_of("7B", dtype=dtype).weights - table for dtype in (Dtype.bf16, Dtype.int8))
+    assert narrow == pytest.approx(wide / 2, rel=0.002)  # and its scales
 
 
-@pytest.mark.parametrize("name", ["30B", "llama2-70b", "qwen2.5-7b", "gpt-neox-20b", "gemma2-9b"])
-def test_the_busiest_rank_reads_at_least_its_part(name):
-    role = Role("model", model(name), Dtype.bf16)
-    whole = pass_cost(role, 1).weights
-    for ranks in (2, 3, 4):
-        part = pass_cost(role, ranks).weights
-        assert whole / ranks <= part < 1.3 * whole / ranks
-    assert pass_cost(Role("model", model("30B"), Dtype.bf16), 8).slot == 2 * 60 * 7 * 128 * 2  # 7 of 52 heads
+def test_the_busiest_rank_reads_at_least_its_part() -> None:
+    for name in ("30B", "qwen2.5-7b", "gpt-neox-20b", "gemma2-9b"):
+        whole = cost_of(name).weights
+        for ranks in (2, 3, 4):
+            assert whole / ranks <= cost_of(name, ranks).weights < 1.3 * whole / ranks
+    assert cost_of("30B", 8).slot == 2 * 60 * 7 * 128 * 2  # 7 of 52 heads
 
 
-def test_int8_reads_half():
-    conf = model("7B")
-    wide, narrow = (pass_cost(Role("model", conf, d), 1).weights for d in (Dtype.bf16, Dtype.int8))
-    head = 2 * conf.vocab * conf.dim
-    assert narrow - head == pytest.approx((wide - head) / 2, rel=0.002)  # and its scales
-
-
-def test_figures_between_known_ones():
+def test_figures_between_known_ones() -> None:
     points = ((1, 1.0), (3, 2.0), (7, 10.0))
     assert [between(points, n) for n in (0, 1, 2, 3, 5, 7, 8)] == [1, 1, 1.5, 2, 6, 10, 12]
     assert between(((1, 4.0),), 9) == 4.0
 
 
-def test_a_long_pass_is_bound_by_arithmetic():
-    cost = pass_cost(Role("model", model("7B"), Dtype.bf16), 1)
-    times = machine("p4d").times
-    one, many = forward_s(cost, times, 1, 1, 0), forward_s(cost, times, 1, 2048, 0)
+def test_a_long_pass_is_bound_by_arithmetic() -> None:
+    """And no slower eagerly: that takes longer than its launches."""
+    cost, times = cost_of("7B"), P4D.times
+    one, long = (forward_s(cost, times, 1, tokens, 0) for tokens in (1, 2048))
     assert forward_s(cost, times, 1, 8, 0) < 1.05 * one
-    assert many == pytest.approx(cost.flops * 2048 / times.flops_per_s, rel=0.05)
-    assert prefill_s(cost, times, 1, 2048, 2048) == many
+    assert long == pytest.approx(cost.flops * 2048 / times.flops_per_s, rel=0.05)
+    assert prefill_s(cost, times, 1, 2048, 64) > prefill_s(cost, times, 1, 2048, 2048) == long
+    assert as_run(long, cost, times, True, False) == long > launching_s(cost)
 
 
-def test_a_very_long_prompt_costs_as_much_in_attention_again():
+def test_a_very_long_prompt_costs_as_much_in_attention_again() -> None:
     """Of 70B over 8 ranks: each of 130k tokens attends to half of them on average."""
-    cost, times = pass_cost(Role("model", model("llama3.1-70b"), Dtype.bf16), 8), machine("p4de").times
+    cost, times = cost_of("llama3.1-70b", 8), machine("p4de").times
     length = 130_000
     matrices, scores = length * 2 * 68.5e9 / 8, 4 * 80 * 8192 / 8 * length * length / 2
     found = prefill_s(cost, times, 1, length, 4096) * times.flops_per_s
@@ -149,49 +149,32 @@ def test_a_very_long_prompt_costs_as_much_in_attention_again():
     assert one == forward_s(replace(cost, attention=0.0), times, 1, 1, 1000)
 
 
-def test_a_smaller_chunk_costs_more():
-    cost = pass_cost(Role("model", model("7B"), Dtype.bf16), 1)
-    times = machine("p4d").times
-    many = prefill_s(cost, times, 1, 2048, 2048)
-    assert prefill_s(cost, times, 1, 2048, 64) > many
+def paper(draft: float, verify: float, **changes: object) -> RoundTimes:
+    return RoundTimes(draft, (1.0, *[verify] * 16), **{"rows": 1, **changes})
 
 
-def test_own_constants_go_before_the_calibrated_ones():
-    own = TimesConf(bandwidth_share=1.0, layer_us=1.0, step_us=2.0, all_reduce_us={2: 3.0}, message_us=4.0)
-    times = times_of(own, 100.0, 1.0, None, borrowed=False)
-    assert (times.bytes_per_s, times.layer, times.step, times.reduce) == (100e9, 1e-6, 2e-6, ((2, 3e-6),))
-    assert times.message == 4e-6
-
-
-def paper(draft: float, verify: float, most: int = 16) -> RoundTimes:
-    return RoundTimes(draft, (1.0, *[verify] * most), rows=1)
-
-
-def test_best_k_is_the_papers_where_verifying_costs_a_step():
+def test_best_k_and_speed_up_are_the_papers_where_verifying_costs_a_step() -> None:
     for ratio in (0.02, 0.1, 0.3, 0.6):
         for acceptance in (0.3, 0.6, 0.8, 0.95):
             k, _ = Costs.of_ratio(ratio, 16).best(acceptance, acceptance)
             assert paper(ratio, 1.0).best_k(acceptance) == k
-
-
-def test_speed_up_is_the_papers():
-    times, regular = paper(0.1, 1.03), 1000.0
-    speedup = regular / times.ms_per_token(0.8, 4)
+    times = paper(0.1, 1.03)
+    speedup = 1000 / times.ms_per_token(0.8, 4)
     assert speedup == pytest.approx(tokens_per_round(0.8, 4) / (4 * 0.1 + 1.03))
-    assert at_acceptance(times, 0.8, regular).speedup >= speedup
+    assert at_acceptance(times, 0.8, 1000.0).speedup >= speedup
+    assert 8 * replace(times, rows=8).ms_per_token(0.8, 4) == pytest.approx(times.ms_per_token(0.8, 4))
 
 
-def test_break_even():
+def test_break_even() -> None:
     """With K = 1 drafting pays when 1 + a exceeds what a round costs."""
     assert break_even(paper(0.3, 1.05), 1000.0) == pytest.approx(0.35, abs=2e-3)
     assert break_even(paper(20.0, 1.0), 1000.0) is None
     assert break_even(RoundTimes(0.0, (1.0,), 1), 1000.0) is None
 
 
-def test_a_draft_that_runs_ahead():
+def test_a_draft_that_runs_ahead() -> None:
     """A guess that holds takes a round the longer of both; one that does not costs the drafts once more."""
-    waiting = paper(0.1, 1.0)
-    ahead = replace(waiting, overlap=Overlap.ahead)
+    waiting, ahead = paper(0.1, 1.0), paper(0.1, 1.0, overlap=Overlap.ahead)
     right = 0.8**4 * 0.8 / 1.2
     assert ahead.guessed(4, 0.8) == pytest.approx(right)
     assert ahead.round_s(4, 0.8) == pytest.approx(right * 1.0 + (1 - right) * 1.4)
@@ -201,17 +184,260 @@ def test_a_draft_that_runs_ahead():
     auto = replace(waiting, overlap=Overlap.auto)
     assert auto.goes_ahead(12, 0.9) and not auto.goes_ahead(12, 0.1)
     assert auto.round_s(12, 0.1) == waiting.round_s(12, 0.1) < ahead.round_s(12, 0.1)
-    many = replace(ahead, rows=8)
-    assert many.guessed(4, 0.8) == pytest.approx(right**8)
+    assert replace(ahead, rows=8).guessed(4, 0.8) == pytest.approx(right**8)
 
 
-def test_rows_share_a_round():
-    alone, together = paper(0.1, 1.0), replace(paper(0.1, 1.0), rows=8)
-    assert together.ms_per_token(0.8, 4) == pytest.approx(alone.ms_per_token(0.8, 4) / 8)
+ENOUGH = 10**6  # tokens for which compiling pays
 
 
-def test_an_unsharded_draft_erases_the_gain_of_a_sharded_target():
-    """What users do: 65B over 8 GPUs with the whole 7B on one of them."""
-    on = request("65B", "7B", machine("p4d"))
-    by_degree = {one.draft_degree: option(on, one) for one in placements(8, True) if not one.draft_apart}
-    assert by_degree[8].ms_per_token < 0.65 * by_degree[1].ms_per_token
+@pytest.mark.parametrize(
+    ("reason", "engine", "changes"),
+    [
+        (None, Steps.compiled, {}),
+        (None, Steps.auto, {}),
+        ("engine=eager", Steps.eager, {"tokens": ENOUGH}),
+        ("placement.splitting=layers", Steps.compiled, {"splitting": Splitting.layers}),
+        ("deepspeed", Steps.compiled, {"splitting": Splitting.deepspeed}),
+        ("other has no row", Steps.compiled, {"model": model("7B", family="other")}),
+        ("a DFlash head", Steps.compiled, {"model": model("7B", head_block=4)}),
+        ("not in nf4", Steps.compiled, {"dtype": Dtype.nf4}),
+        (None, Steps.auto, {"dtype": Dtype.int8}),
+        (None, Steps.compiled, {"dtype": Dtype.int8}),
+        (None, Steps.compiled, {"dtype": Dtype.int8, "on_cpu": True}),
+        ("over several GPUs have to be asked for", Steps.auto, {"degree": 2}),
+        (None, Steps.compiled, {"degree": 2}),
+        (None, Steps.auto, {"degree": 2, "on_cpu": True, "tokens": ENOUGH}),
+        ("1 tokens save less than compiling", Steps.auto, {"on_cpu": True, "tokens": 1}),
+        (None, Steps.compiled, {"model": model("7B", head_dim=256), "on_cpu": True}),
+        ("heads of 258 numbers", Steps.compiled, {"model": model("7B", head_dim=258), "on_cpu": True}),
+        ("heads of 127 numbers", Steps.compiled, {"model": model("7B", head_dim=127), "on_cpu": True}),
+        (None, Steps.compiled, {"model": model("7B", head_dim=258)}),  # a GPU's kernel takes others
+    ],
+)
+def test_why_steps_run_eagerly(reason: str | None, engine: Steps, changes: dict[str, object]) -> None:
+    what = {
+        "tokens": 0,
+        "model": model("7B"),
+        "dtype": Dtype.bf16,
+        "splitting": Splitting.tensor,
+        "on_cpu": False,
+        "degree": 1,
+    }
+    found = why_eager(engine, **{**what, **changes})
+    assert found is None if reason is None else reason in str(found)
+
+
+def on_gpus(engine: Steps) -> PlanRequest:
+    return replace(request("30B", None, H100), engine=engine)
+
+
+def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
+    """30B over 8: a graph reads its bytes in a few ms; eagerly 2,715 launches and 122 sums take 62 ms."""
+    graphs, eager, auto = (make_plan(on_gpus(how)) for how in (Steps.compiled, Steps.eager, Steps.auto))
+    fast, slow = ({one.placement.world: one.regular_ms for one in plan.options} for plan in (graphs, eager))
+    assert fast[8] < 8 < 60 < slow[8] < 65
+    assert slow[1] == pytest.approx(max(fast[1], 59.7), rel=0.01)
+    assert eager.band > graphs.band == auto.band
+    assert "steps run eagerly: model, engine=eager" in drawn(eager)
+    assert auto.chosen.placement.world == 1 and not auto.eager
+    assert "over several GPUs steps are planned eager: engine=compiled" in drawn(auto)
+    assert "eager" not in drawn(graphs) and graphs.document()["best"]["eager_steps"] == {}
+    apart = resolve(PlacementConf(draft=DraftSeat.own), 3, drafts=True)  # whose draft has a GPU of its own
+    pair = replace(request("30B", "7B", H100), engine=Steps.auto)
+    assert [pair.why_eager(role, apart) is None for role in pair.roles] == [False, True]
+
+
+def test_compiled_steps_on_a_cpu_take_less_than_its_constants_say() -> None:
+    """Which are of eager steps; never less than the bytes."""
+    cost = cost_of("7B")
+    eager = forward_s(cost, CPU.times, 1, 1, 64)
+    assert as_run(eager, cost, CPU.times, True, True) == eager
+    compiled = as_run(eager, cost, CPU.times, False, True)
+    assert cost.weights / CPU.times.bytes_per_s <= compiled < eager
+    assert as_run(1e-3, cost, CPU.times, False, True) == 1e-3
+
+
+RESULTS = ROOT / "bench" / "results"
+FILES = sorted(RESULTS.glob("coded_*.md"))
+TIMES_OFF = 1.5  # in both directions
+GAP = 0.1  # over 16 bit: which is faster must be known
+OUTPUTS = INPUTS = 4096
+TOKENS = 1, 2, 5, 12, 64
+BF16, TORCH, LLM_INT8 = "bf16", "bf16, torch's own", "int8, bitsandbytes"
+BITSANDBYTES = {LLM_INT8: Dtype.int8, "nf4, bitsandbytes": Dtype.nf4}
+# By the names of the measurement.
+FORMATS = {
+    "int4, groups of 128": Kept(4, 128, 2, "int4"),
+    "int4, groups of 128, zeros (AWQ)": Kept(4, 128, 3, "uint4"),
+    "int4, groups of 32": Kept(4, 32, 2, "int4"),
+    "int4, groups of 32, shifts (Q4_K)": Kept(4, 32, 8, "uint4"),
+    "MXFP4": Kept(4, 32, 2, "e2m1"),
+    "nf4": Kept(4, 64, 4, "nf4"),
+    "FP8, blocks of 128": Kept(8, 128, 4, "e4m3"),
+    "FP8, a scale an output": Kept(8, 0, 2, "e4m3"),
+    "int8, a scale an output": Kept(8, 0, 4, "int8"),
+    "int8, groups of 32 (Q8_0)": Kept(8, 32, 2, "int8"),
+    "int4, decoded for each product": Kept(4, 20, 2, "int4"),  # groups for which there is no kernel
+}
+
+
+def table_of(file: Path) -> list[list[str]]:
+    lines = file.read_text(encoding="utf-8").split("```")[1].strip().splitlines()[1:]
+    return [re.split(r"\s{2,}", line.strip()) for line in lines]
+
+
+def measured(file: Path) -> tuple[Times, dict[str, list[float]]]:
+    """A machine with the fastest reading and multiplication, and no other time; and products for TOKENS."""
+    found = {name: [1e-6 * float(each) for each in numbers[2:7]] for name, *numbers in table_of(file)}
+    (gb_s,) = re.findall(r"fastest reading was ([\d.]+) GB/s", file.read_text(encoding="utf-8"))
+    rate = max(
+        tokens / spent for times in found.values() for tokens, spent in zip(TOKENS, times, strict=True)
+    )
+    flops_per_s = 2 * OUTPUTS * INPUTS * rate
+    own = {"bytes_per_s": 1e9 * float(gb_s), "flops_per_s": flops_per_s, "layer": 0.0, "step": 0.0}
+    return replace(CPU.times, **own), found
+
+
+def product_s(times: Times, tokens: int, dtype: Dtype, codes: Kept = PLAIN, compiled: bool = True) -> float:
+    """As planned."""
+    weight = Weight(LAYERS, OUTPUTS, INPUTS, linear=True, codes=codes)
+    store = Storage(kernel=CPU_KERNELS, compiled=compiled)
+    how, size = efficiency_of(weight, dtype, store), sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
+    own = (CodedCost(size, weight.count, how),) if how else ()
+    cost = PassCost(1, 0, size, 0.0, 2.0 * weight.count, 0, 0, 0, coded=own, share=of_plain(store))
+    return forward_s(cost, times, 1, tokens, 0)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_products_take_as_long_as_measured(file: Path) -> None:
+    """With memory of either speed; and the plan knows where 16 bit is faster."""
+    times, found = measured(file)
+    eager = replace(times, bytes_per_s=2 * OUTPUTS * INPUTS / min(found[TORCH])) if TORCH in found else times
+    assert len(found) >= len(FORMATS)
+    for name, spent in found.items():
+        ours = name not in (*BITSANDBYTES, TORCH)
+        codes = FORMATS.get(name, PLAIN)
+        dtype = BITSANDBYTES.get(name, Dtype.packed if codes.bits else Dtype.bf16)
+        here, wide = (times, found[BF16]) if ours else (eager, found[TORCH])
+        for number, tokens in enumerate(TOKENS):
+            planned = product_s(here, tokens, dtype, codes, ours)
+            planned_wide = product_s(here, tokens, Dtype.bf16, compiled=ours)
+            over = spent[number] / wide[number]
+            assert 1 / TIMES_OFF < planned / spent[number] < TIMES_OFF, (name, tokens)
+            assert abs(over - 1) < GAP or (planned / planned_wide > 1 + NOTABLE) == (over > 1), (name, tokens)
+
+
+def packed(table: str, bits: int, group: int = 64) -> ModelConf:
+    words = "attn_q+attn_k+attn_v attn_output ffn_gate+ffn_up ffn_down"
+    mix = " ".join(f"{names}:32:{bits}:{group}:4:{table}" for names in words.split())
+    sizes = {"code_bits": bits, "code_group": group, "code_bytes": 4, "code_mix": mix}
+    return model("7B", dtype=Dtype.packed, **sizes)
+
+
+def on_cpu(target: ModelConf, k: int, draft: ModelConf | None = None, acceptance: float = 0.8) -> PlanRequest:
+    """On a CPU with the memory of a measurement."""
+    found, _ = measured(FILES[0])
+    times = replace(CPU.times, bytes_per_s=found.bytes_per_s, flops_per_s=found.flops_per_s)
+    roles = Role(TARGET, target, target.dtype), Role(DRAFT, draft, draft.dtype) if draft else None
+    here, work, by_text = replace(CPU, times=times), Workload(1, 512, 128, k), draft is None and k > 0
+    return PlanRequest(here, *roles, work, acceptance, k, by_text, engine=Steps.compiled)
+
+
+@pytest.mark.parametrize(
+    ("table", "bits", "group", "k", "slower"),
+    [("nf4", 4, 64, 0, False), ("nf4", 4, 64, 11, True), ("int4", 4, 64, 4, False), ("int4", 4, 20, 0, True),
+     ("e4m3", 8, 64, 4, False)],
+)  # fmt: skip
+def test_where_16_bit_is_faster_the_plan_says_so(
+    table: str, bits: int, group: int, k: int, slower: bool
+) -> None:
+    """Twelve tokens of nf4 are multiplied in fp32; groups of 20 have no kernel."""
+    plan = make_plan(on_cpu(packed(table, bits, group), k, acceptance=1.0))  # so K is the largest
+    assert plan.chosen.k == k and bool(plan.slower) == slower == ("slower than bf16 here" in drawn(plan))
+    assert plan.document()["best"]["slower_than_16_bit"] == plan.slower
+    assert not slower or plan.slower["model"] > 1.05
+
+
+def test_when_a_draft_of_the_targets_own_weights_pays() -> None:
+    """From some acceptance on; never for a target that has as few bytes itself."""
+    wide = model("7B", dtype=Dtype.bf16)
+    four, eight = (
+        make_plan(on_cpu(wide, 8, replace(wide, dtype=dtype))) for dtype in (Dtype.int4, Dtype.int8)
+    )
+    assert four.pays_from is not None and eight.pays_from is not None
+    assert 0.25 < four.pays_from < eight.pays_from < 0.8 and four.speedup > 1.2
+    own = packed("int4", 4)
+    same = make_plan(on_cpu(own, 8, replace(own, dtype=Dtype.int4)))
+    assert same.pays_from is None or same.pays_from > 0.95
+    assert "drafting does not pay" in same.sentence()
+
+
+MANY = JobSize(1_000_000, 256)
+
+
+def small(**work: int) -> PlanRequest:
+    return request("13B", None, P4D, **{"rows": 8, **work})
+
+
+def test_a_group_takes_one_shard_after_the_other() -> None:
+    """The shards are those of the job, and a shard's last rows take as long as full ones."""
+    for records, shard in ((1, 4), (4, 4), (5, 4), (1000, 256), (999, 1)):
+        size, shards = JobSize(records, shard), shards_of(records, shard)
+        assert (size.shards, size.largest) == (len(shards), max(one.count for one in shards))
+    assert [job_s(6, 2.0, groups) for groups in (1, 2, 4, 6, 9)] == [12, 6, 4, 2, 2]
+    groups = plan_job(small(), MANY, [1], None).groups
+    assert groups[0].shard_s(9, 8) == groups[0].shard_s(16, 8) == 16 * groups[0].record_s
+    for group in groups:
+        assert group.option == search(small(), [group.gpus])[0], "planned as it would be alone"
+
+
+def test_where_the_time_of_a_record_goes() -> None:
+    """Its parts add up to what the placement's times say; a long text reads more of the caches."""
+    on = request("65B", "7B", P4D, rows=4)
+    group = plan_job(on, MANY, [1], None).groups[-1]
+    assert group.gpus == 8 and not group.option.placement.draft_apart
+    prompts = group.spent[PROMPTS]
+    assert prompts > target_prefill_s(on, group.option.placement, 1)  # the draft reads it, too
+    assert group.record_s - prompts == pytest.approx(group.option.ms_per_token / 1000 * on.work.new_tokens)
+    assert group.shares()[0][0] == READING and sum(share for _, share in group.shares()) == pytest.approx(1)
+    long, short = (
+        dict(plan_job(small(prompt_tokens=n), MANY, [1], None).groups[0].shares()) for n in (1900, 60)
+    )
+    assert long[CACHES] > 2 * short[CACHES]
+
+
+def test_more_groups_beat_wider_ones_until_there_are_too_few_shards() -> None:
+    many, few = (plan_job(small(), JobSize(256 * shards, 256), [1, 4, 16], 3.0) for shards in (10_000, 32))
+    assert [(one.group.gpus, one.groups) for one in many.nodes] == [(1, 8), (1, 32), (1, 128)]
+    assert [one.group.gpus for one in few.nodes] == [1, 1, 4]  # 128 GPUs, 32 shards
+    assert few.nodes[-1].groups == 32
+    assert list(few.sentences()) == [
+        "1-4 nodes: groups of 1 GPU end first",
+        "16 nodes: groups of 4 GPUs end first",
+    ]
+    assert many.nodes[-1].job_s == pytest.approx(many.nodes[0].job_s / 16, rel=0.02)
+    (one,) = plan_job(small(), JobSize(256, 256), [64], None).nodes
+    assert one.group.gpus == 8 and one.limit == "only 1 shard" and one.price is None
+    (uneven,) = plan_job(
+        replace(small(), machine=machine("p4d", gpus=1)), JobSize(256 * 9, 256), [8], None
+    ).nodes
+    assert (
+        math.isclose(uneven.job_s, 2 * uneven.group.shard_s(256, 8)) and uneven.limit == "1.1 shards a group"
+    )
+
+
+def test_prices_are_of_all_gpus_for_the_whole_time() -> None:
+    (one,) = plan_job(small(new_tokens=100), MANY, [2], 3.0).nodes
+    found = one.document()
+    assert one.price == pytest.approx(16 * 3.0 * one.job_s / 3600)
+    assert found["price_per_million_tokens"] == pytest.approx(one.price / 100)
+    assert found["tokens_per_s"] == pytest.approx(100 * MANY.records / one.job_s)
+
+
+def test_a_group_is_of_several_nodes_only_where_one_is_too_small() -> None:
+    on = request("65B", None, machine("p4d", gpus=1))
+    found = plan_job(on, MANY, [2, 4, 8], None)
+    assert [(one.nodes, one.groups, one.group.gpus) for one in found.nodes] == [(4, 1, 4), (8, 2, 4)]
+    assert [one.option.runs for one in found.groups] == [False, False, True]
+    nowhere = plan_job(replace(on, machine=machine("p4d", gpus=1, gib=1.0)), MANY, [1, 2], 1.0)
+    assert nowhere.nodes == [] and nowhere.document()["groups"][0]["tokens_per_s"] is None

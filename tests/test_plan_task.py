@@ -1,32 +1,70 @@
-"""task=plan as a command: what it prints, keeps, draws and refuses, with no weights and no torch."""
+"""task=plan as a command, and the plan of a run: what is refused, and predicted beside measured."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from llama_ssp.config import (
+    MAX_K,
+    ClusterConf,
+    Drafting,
+    DraftSeat,
+    Dtype,
+    GenerateConf,
+    PlacementConf,
+    PlanningConf,
+    RunConf,
+    SpeculationConfig,
+    Splitting,
+    Steps,
+)
+from llama_ssp.distributed.placement import resolve
+from llama_ssp.errors import DistributedError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from llama_ssp.planner.advice import largest
+from llama_ssp.planner.resolve import choose_placement
+from llama_ssp.planner.run_plan import (
+    Bytes,
+    Prediction,
+    RunMeasurement,
+    compare_with_plan,
+    counted,
+    predict,
+    request_of,
+    require_fit,
+    warn_of_codes,
+)
+from llama_ssp.planner.search import option, round_times
+from llama_ssp.planner.workload import GIB, Workload
+from llama_ssp.report.tables import text_of
+from llama_ssp.report.task_tables import plan_against_actual
+from tests.conftest import Answer, Command, Saved
+from tests.plans import cluster, model
 from tests.renumbered import renumber
-from tests.test_process import ROOT, RUN, WATCHED, environment, errors
+from tests.test_process import RUN
 
-PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d", "engine=compiled")
+PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d", "engine=compiled", "out=null")
+TARGET = ("task=plan", "model=7B", "draft=none", "cluster=p4d", "out=null")
 TWO_GPUS = ("task=plan", "model=demo", "cluster=p4d", "cluster.gpus=2", "out=null")
 
 
-def document(answer):
+def document(answer: Answer) -> dict[str, Any]:
     assert answer.code == 0, answer.err
     return answer.document
 
 
-def test_the_document(command):
-    plan = document(command(*PAIR, "out=null"))
+def test_the_document_and_the_text(command: Command) -> None:
+    answer = command(*PAIR)
+    plan, said = document(answer), answer.out
     assert plan["task"] == "plan" and plan["status"] == "done" and plan["verdict"] == "fits"
     assert len(plan["config_sha256"]) == 64 and "torch" in plan["versions"]
     assert [gpu["rank"] for gpu in plan["per_gpu"]] == list(range(8))
@@ -43,23 +81,19 @@ def test_the_document(command):
     assert [row["acceptance"] for row in plan["by_acceptance"]] == [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
     assert 0 < plan["break_even_acceptance"] < 0.8
     assert plan["largest"]["context_tokens"] == 2048
-
-
-def test_the_text(command):
-    said = command(*PAIR, "out=null").out
+    assert "\x1b[" not in said, "colours are for terminals"
     assert "65B bf16 (65.3B) + 7B bf16 (6.74B) on p4d: 8 x A100-40, 39.4 GiB each, NVLink3" in said
     assert "target 0-7, draft 0-7 (split)" in said and "GPU 0" in said
     assert "It fits, target 0-7" in said and "drafting does not pay" in said
-    assert max(len(line) for line in said.splitlines()[:-1]) < 160
     assert "fewest GPUs that it fits on: 4 (target 0-3, draft 0-3 (split))" in said
+    assert max(len(line) for line in said.splitlines()[:-1]) < 160
     assert not any(line.endswith(" ") for line in said.splitlines())
-    only = command(*PAIR, "out=null", "output=json").out
-    assert len(only.splitlines()) == 1
+    assert len(command(*PAIR, "output=json").out.splitlines()) == 1
 
 
-def test_the_text_where_it_does_not_fit(command):
+def test_the_text_where_it_does_not_fit(command: Command) -> None:
     """What is lacking and what would help come last; how fast it would be is left out."""
-    answer = command(*PAIR, "cluster.gpus=2", "out=null")
+    answer = command(*PAIR, "cluster.gpus=2")
     said, plan = answer.out.splitlines(), document(answer)
     assert said[-2].startswith("It does not fit: 69.4 GiB needed where there are 39.4 (target 0,1, draft 0,1")
     assert said[-2].endswith("would make it fit.") and "model.dtype=nf4" in said[-2]
@@ -70,26 +104,47 @@ def test_the_text_where_it_does_not_fit(command):
     assert plan["by_acceptance"] == [] and plan["break_even_acceptance"] is None
 
 
-def test_between_nodes_no_time_is_promised(command):
+def test_the_text_of_several_nodes_and_of_a_cpu(command: Command) -> None:
     """All-reduce is known within a node only."""
-    said = command(*PAIR, "cluster.gpus=2", "cluster.nodes=2", "out=null").out
+    said = command(*PAIR, "cluster.gpus=2", "cluster.nodes=2").out
     assert "on p4d: 4 x A100-40" in said and "on 2 nodes" in said
     assert "between nodes they are slower" in said
-    assert "between nodes" not in command(*PAIR, "cluster.gpus=4", "out=null").out
-
-
-def test_the_text_of_a_cpu(command):
+    assert "between nodes" not in command(*PAIR, "cluster.gpus=4").out
     said = command("task=plan", "cluster.gpu=cpu", "out=null").out
     assert "\nCPU 0 " in said and "GPU" not in said.partition("\n{")[0]
     assert "task=calibrate measures this machine's own" in said
 
 
-def test_one_placement(command):
-    plan = document(command(*PAIR, "placement=leader", "out=null"))
-    (only,) = plan["placements"]
+def test_one_placement(command: Command) -> None:
+    leader = document(command(*PAIR, "placement=leader"))
+    (only,) = leader["placements"]
     assert only["placement"] == "target 0-7, draft 0 (whole)" and only["overrides"] == "placement=leader"
-    degree = document(command(*PAIR, "placement=own", "placement.draft_degree=2", "out=null"))
+    degree = document(command(*PAIR, "placement=own", "placement.draft_degree=2"))
     assert degree["best"]["placement"] == "target 0-5, draft 6,7 (own)"
+    layers = document(command(*PAIR, "placement=layers"))  # one process, one GPU at a time
+    best = layers["best"]
+    assert best["placement"] == "target by layers, draft on the first"
+    assert best["overrides"] == "placement=layers" and layers["verdict"] == "fits"
+    drafts = [any("draft" in name for name in gpu["lines"]) for gpu in layers["per_gpu"]]
+    assert drafts == [True] + 7 * [False]
+    assert best["speedup"] > 1, "over regular sampling by layers, as that is what was asked for"
+    assert best["ms_per_token_regular"] > leader["best"]["ms_per_token_regular"]
+    assert best["ms_per_token"] > 1.5 * leader["best"]["ms_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("words", "k"),
+    [
+        (TARGET, 0),
+        ((*PAIR, "speculation=none"), 0),
+        ((*PAIR, "speculation.k=0"), 0),
+        ((*TARGET, "speculation=ngram"), 16),
+    ],
+)
+def test_without_a_draft_model(words: tuple[str, ...], k: int, command: Command) -> None:
+    plan = document(command(*words))
+    assert plan["best"]["k"] == k and plan["best"]["draft_step_ms"] == 0
+    assert (plan["best"]["speedup"] == 1) == (plan["by_acceptance"] == []) == (k == 0)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +155,12 @@ def test_one_placement(command):
         (["draft=demo_draft", "speculation.overlap=ahead", "placement=leader"], "ranks of its own only"),
     ],
 )
-def test_a_placement_that_every_run_refuses(command, words, said):
+def test_a_placement_that_every_run_refuses(command: Command, words: list[str], said: str) -> None:
     answer = command(*TWO_GPUS, *words)
     assert answer.code == 2 and said in answer.errors[0]
 
 
-def test_a_draft_of_another_tokenizer_is_planned_on_the_leader(command, tmp_path):
+def test_a_draft_of_another_tokenizer_is_planned_on_the_leader(command: Command, tmp_path: Path) -> None:
     other = f"draft={renumber(SHIPPED_FOLDER / 'demo_draft', tmp_path / 'other', tokens=600)}"
     refused = command(*TWO_GPUS, other, "placement=own")
     assert refused.code == 2 and "another tokenizer is on the leader, whole" in refused.errors[0]
@@ -114,87 +169,33 @@ def test_a_draft_of_another_tokenizer_is_planned_on_the_leader(command, tmp_path
     assert {one["overrides"] for one in plan["placements"]} == {"placement=leader"}
 
 
-def test_layers_over_the_gpus_of_a_node(command):
-    """One process, one GPU at a time: each holds its layers, and the draft sits on the first."""
-    plan = document(command(*PAIR, "placement=layers", "out=null"))
-    assert plan["best"]["placement"] == "target by layers, draft on the first"
-    assert plan["best"]["overrides"] == "placement=layers"
-    assert len(plan["per_gpu"]) == 8 and plan["verdict"] == "fits"
-    assert [any("draft" in name for name in gpu["lines"]) for gpu in plan["per_gpu"]] == [True] + 7 * [False]
-    split = document(command(*PAIR, "placement=leader", "out=null"))
-    assert plan["best"]["speedup"] > 1, "over regular sampling by layers, as that is what was asked for"
-    assert plan["best"]["ms_per_token_regular"] > split["best"]["ms_per_token_regular"]
-    assert plan["best"]["ms_per_token"] > 1.5 * split["best"]["ms_per_token"]
-
-
-def test_without_a_draft(command):
-    for words in (("draft=none",), ("speculation=none",), ("speculation.k=0",)):
-        plan = document(
-            command(*(w for w in PAIR if w != "draft=7B" or words[0] != "draft=none"), *words, "out=null")
-        )
-        assert plan["best"]["k"] == 0 and plan["best"]["speedup"] == 1 and plan["by_acceptance"] == []
-
-
-def test_ngram_drafts(command):
-    plan = document(
-        command("task=plan", "model=7B", "draft=none", "speculation=ngram", "cluster=p4d", "out=null")
-    )
-    assert plan["best"]["k"] > 0 and plan["best"]["draft_step_ms"] == 0
-
-
-def test_it_is_kept(command):
-    answer = command(*PAIR)
-    plan = document(answer)
+def test_it_is_kept(command: Command) -> None:
+    plan = document(command(*PAIR, "out=outputs", "task.batch_size=8", "task.prompt_tokens=1000"))
     folder = Path(plan["run_folder"])
     assert json.loads((folder / "summary.json").read_text()) == plan
     assert yaml.safe_load((folder / "config.yaml").read_text())["cluster"]["name"] == "p4d"
-
-
-@pytest.mark.parametrize(("gib", "code", "verdict"), [(39, 0, "fits"), (1, 1, "does_not_fit")])
-def test_require_fit_is_for_scripts(command, gib, code, verdict):
-    pair = ("task=plan", "model=7B", "draft=none", "cluster=p4d", "cluster.gpus=1")
-    answer = command(*pair, f"cluster.gib={gib}", "task.require_fit=true", "out=null")
-    assert answer.code == code and answer.errors == []
-    assert answer.document["verdict"] == verdict
-    assert command(*pair, f"cluster.gib={gib}", "out=null").code == 0
-
-
-@pytest.mark.slow
-def test_the_recorded_draft_of_a_batch(command):
-    plan = document(command(*PAIR, "task.batch_size=8", "task.prompt_tokens=1000", "out=null"))
+    k = plan["best"]["k"]
     assert plan["workload"] == {
-        "rows": 8, "prompt_tokens": 1000, "new_tokens": 128, "k": plan["best"]["k"], "prefill_chunk": 512,
-        "acceptance": 0.8,
+        "rows": 8, "prompt_tokens": 1000, "new_tokens": 128, "k": k, "prefill_chunk": 512, "acceptance": 0.8,
     }  # fmt: skip
 
 
-def test_only_config_json_is_read(command, saved, tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    shutil.copy(saved.whole / "config.json", folder)
-    short = ("task.prompt_tokens=32", "task.max_new_tokens=32")
-    with_weights, without = (
-        document(
-            command(
-                "task=plan",
-                f"model={path}",
-                "draft=none",
-                "cluster=p4d",
-                "out=null",
-                *short,
-            )
-        )
-        for path in (saved.whole, folder)
-    )
-    assert with_weights["per_gpu"] == without["per_gpu"]
+@pytest.mark.parametrize(("gib", "code", "verdict"), [(39, 0, "fits"), (1, 1, "does_not_fit")])
+def test_require_fit_is_for_scripts(command: Command, gib: int, code: int, verdict: str) -> None:
+    answer = command(*TARGET, "cluster.gpus=1", f"cluster.gib={gib}", "task.require_fit=true")
+    assert answer.code == code and answer.errors == []
+    assert answer.document["verdict"] == verdict
+    assert command(*TARGET, "cluster.gpus=1", f"cluster.gib={gib}").code == 0
 
 
-def test_a_presets_folder_need_not_be_here(command):
-    assert document(command(*PAIR, "model.path=/no/such/folder", "out=null"))["verdict"] == "fits"
-
-
-def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
-    answer = command(*PAIR, f"model.path={saved.whole}", "out=null")
+def test_only_config_json_is_read(command: Command, saved: Saved, tmp_path: Path) -> None:
+    """Of a preset not even that need be here; but a folder that contradicts it is refused."""
+    shutil.copy(saved.whole / "config.json", tmp_path)
+    short = ("task.prompt_tokens=32", "task.max_new_tokens=32", "engine=eager")
+    whole, bare = (document(command(*TARGET, f"model={path}", *short)) for path in (saved.whole, tmp_path))
+    assert whole["per_gpu"] == bare["per_gpu"] and whole["best"]["eager_steps"] == {"model": "engine=eager"}
+    assert document(command(*PAIR, "model.path=/no/such/folder"))["verdict"] == "fits"
+    answer = command(*PAIR, f"model.path={saved.whole}")
     assert answer.code == 4 and "the checkpoint is not a 65B" in answer.errors[0]
 
 
@@ -211,43 +212,44 @@ def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
         (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),
         (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
         (["model=nobody/nothing"], 4, "config.json is not at hand"),
+        (["nodes=[1,1]"], 2, "nodes"),
+        (["cluster.price_per_gpu_hour=-1"], 2, "price_per_gpu_hour"),
     ],
 )
-def test_refused_in_one_line(command, words, code, said):
-    answer = command(
-        *(w for w in PAIR if w.partition("=")[0] not in {x.partition("=")[0] for x in words}), *words
-    )
+def test_refused_in_one_line(command: Command, words: list[str], code: int, said: str) -> None:
+    names = {word.partition("=")[0] for word in words}
+    answer = command(*(word for word in PAIR if word.partition("=")[0] not in names), *words)
     assert answer.code == code and said in answer.errors[0]
     assert len(answer.errors) == 1 and answer.out == ""
 
 
-def test_a_world_that_is_not_the_clusters_is_refused(command, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    answer = command(*PAIR, "out=null")
-    assert answer.code == 5 and "the number of ranks is not the cluster's" in answer.errors[0]
+def test_a_job_over_several_nodes(command: Command) -> None:
+    words = ("task=plan", "model=13B", "draft=none", "cluster=p4d", "cluster.price_per_gpu_hour=4")
+    answer = command(*words, "nodes=[1,64]", "task.records=1000", "task.plot=a.svg")
+    job = document(answer)["job"]
+    assert [row["nodes"] for row in job["nodes"]] == [1, 64] and job["shards"] == 4
+    assert "a job of 1000 records in 4 shards" in answer.out and "only 4 shards" in answer.out
+    assert "planned for p4d, 1000 records" in Path("a.svg").read_text(encoding="utf-8")
+    plain = command(*words, "out=null")
+    assert document(plain)["job"] is None and "a job of" not in plain.out
+    nowhere = command(*words, "nodes=[1]", "cluster.gib=1", "out=null")
+    assert "it fits on none of these numbers of nodes" in nowhere.out
 
 
-def test_other_ranks_say_nothing(command, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("RANK", "3")
-    answer = command(*PAIR)
-    assert (answer.code, answer.out) == (0, "")
-    assert not Path("outputs").exists()
+@pytest.mark.parametrize(("world", "rank", "code"), [("4", "0", 5), ("8", "3", 0)])
+def test_under_torchrun(
+    world: str, rank: str, code: int, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks must be the cluster's, and those but the first say and keep nothing."""
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("RANK", rank)
+    answer = command(*PAIR, "out=outputs")
+    assert (answer.code, answer.out) == (code, "") and not Path("outputs").exists()
+    assert code == 0 or "the number of ranks is not the cluster's" in answer.errors[0]
 
 
 @pytest.mark.slow
-def test_torch_stays_out(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED, *PAIR, "out=null"], capture_output=True, text=True, timeout=60,
-        env=environment(), cwd=tmp_path, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "heavy: []" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_colours_are_for_terminals(tmp_path):
+def test_colours_are_for_terminals() -> None:
     """Through a pseudo-terminal, as a person sees it."""
     import pty
 
@@ -258,14 +260,197 @@ def test_colours_are_for_terminals(tmp_path):
         seen.append(data)
         return data
 
-    code = os.waitstatus_to_exitcode(pty.spawn([*RUN, *PAIR, "out=null"], keep))
-    assert code == 0
+    assert os.waitstatus_to_exitcode(pty.spawn([*RUN, *PAIR], keep)) == 0
     said = b"".join(seen).decode()
     assert "\x1b[" in said and "█" in said
     assert '"verdict"' not in said, "a person at a terminal reads no JSON"
-    piped = subprocess.run(
-        [*RUN, *PAIR, "out=null"], capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60
-    )
-    shown = json.loads(piped.stdout.splitlines()[-1])
-    assert shown["verdict"] == "fits" and {"best", "per_gpu", "placements"} <= shown.keys()
-    assert "\x1b[" not in piped.stdout and errors(piped.stderr) == []
+
+
+SLOTS = 1536 + 128
+UNKNOWN = replace(cluster("p4d"), name="mine", gpu="RTX 4090", gb_s=None)
+
+
+def run(**changes: Any) -> RunConf:
+    roles = {"model": model("65B", dtype=Dtype.bf16), "draft": model("7B", dtype=Dtype.bf16)}
+    task = GenerateConf(name="generate", max_new_tokens=128, batch_size=1)
+    return RunConf(**{**roles, "cluster": cluster("p4d"), "task": task, **changes})
+
+
+def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
+    found = predict(conf, choose_placement(conf, world), slots=SLOTS, **what)
+    assert found is not None
+    return found
+
+
+def test_the_request_is_the_runs_own() -> None:
+    """One function makes it for every caller: models, formats, workload."""
+    request = request_of(run(), slots=SLOTS)
+    assert request.work == Workload(1, 1536, 128, k=4) and request.k_max == 16 and request.tokens == 128
+    assert [role.dtype for role in request.roles] == [Dtype.bf16, Dtype.bf16]
+    other = request_of(run(), rows=3, slots=SLOTS, caches=(2, 1))
+    assert other.work == Workload(3, 1536, 128, k=4, target_caches=2)
+    assert request_of(run()).work.prompt_tokens == 512, "before prompts are read"
+    assert request_of(run(), dtypes=[Dtype.int8, Dtype.fp16]).target.dtype is Dtype.int8
+    assert request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
+    assert request_of(run(cluster=ClusterConf()), on_cpu=True).machine.is_cpu
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "words"),
+    [
+        ({"engine": Steps.compiled}, 8, "target 0-7, draft 0-7 (split)"),
+        # Eager steps take as long on few ranks as on many, so the draft is apart.
+        ({"engine": Steps.eager}, 8, "target 0-6, draft 7 (own)"),
+        ({"placement": PlacementConf(draft=DraftSeat.leader)}, 8, "target 0-7, draft 0 (whole)"),
+        ({"placement": PlacementConf(draft=DraftSeat.own, draft_degree=2)}, 8, "target 0-5, draft 6,7 (own)"),
+        ({"cluster": UNKNOWN}, 4, "target 0-3, draft 0 (whole)"),
+        ({}, 1, "target 0, draft 0 (whole)"),
+    ],
+)
+def test_auto_is_the_fastest_that_fits_and_what_was_asked_for_stays(
+    changes: dict[str, Any], world: int, words: str
+) -> None:
+    assert choose_placement(run(**changes), world).in_words() == words
+
+
+def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixture) -> None:
+    """Or waved through with a warning; what fits is not talked about."""
+    conf = run(cluster=cluster("p4d", gpus=4), placement=PlacementConf(draft=DraftSeat.leader))
+    with pytest.raises(DistributedError) as refused:
+        require_fit(predicted(conf, 4), enforce=True)
+    said = str(refused.value)
+    assert "do not fit; rank 0 of target 0-3, draft 0 (whole)" in said
+    assert "placement=sharded on 4 ranks" in said and "plan.enforce=false" in said and "\n" not in said
+    free = run(cluster=cluster("p4d", gib=None), model=model("7B"), draft=None)  # when the run starts
+    with pytest.raises(DistributedError, match=r"allowed 10\.00 GiB"):
+        require_fit(predicted(free, 1, capacity=10 * GIB), enforce=True)
+    with caplog.at_level(logging.WARNING):
+        require_fit(predicted(run(), 8), enforce=True)
+        require_fit(None, enforce=True)
+        assert caplog.text == ""
+        require_fit(predicted(conf, 4), enforce=False)
+    assert "it may not fit: rank 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "lines"),
+    [(Dtype.nf4, 4, 0), (Dtype.int8, 4, 1), (Dtype.int8, 1, 0), (Dtype.bf16, 4, 0)],
+)
+def test_a_run_warns_once(dtype: Dtype, rows: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    """bitsandbytes' layers on a CPU."""
+    here, task = cluster("cpu", gib=64.0), GenerateConf(name="generate", max_new_tokens=128, batch_size=rows)
+    conf = run(model=model("7B", dtype=dtype), draft=None, cluster=here, engine=Steps.eager, task=task)
+    with caplog.at_level(logging.WARNING):
+        warn_of_codes(predicted(conf, 1))
+    said = [line for line in caplog.messages if "slower than bf16" in line]
+    assert len(said) == lines == sum(f"model.dtype={dtype.value} saves memory" in line for line in said)
+
+
+def test_what_is_not_known_is_not_planned(caplog: pytest.LogCaptureFixture) -> None:
+    family = run(model=model("65B", family="gptj"))
+    layers = run(placement=PlacementConf(splitting=Splitting.layers))
+    with caplog.at_level(logging.INFO):
+        for conf in (family, layers, run(cluster=UNKNOWN)):
+            assert predict(conf, choose_placement(conf, 1), slots=SLOTS) is None
+    assert "not planned: the GPU's figures are not known" in caplog.text
+    assert compare_with_plan([], []) is None
+    assert compare_with_plan([RunMeasurement("regular", None, 1, 0, 1.0, None)], [{}]) is None
+
+
+def test_predicted_beside_measured() -> None:
+    prediction = predicted(run(), 8)
+    _, ms = prediction.ms_per_token(1, 4, 0.7)
+    said = counted(prediction.option.ranks[0])
+    slow = RunMeasurement("speculative", prediction, 1, 4, 2 * ms, 0.7)
+    half: Bytes = {name: size // 2 for name, size in said.items()}
+    plan = compare_with_plan([slow, replace(slow, name="regular", k=0, ms_per_token=None)], [half])
+    assert plan is not None and plan["verdict"] == "fits"
+    assert plan["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
+    assert plan["ways"][1]["ms_per_token"]["measured"] is None
+    table = plan_against_actual({"plan": plan})
+    assert table is not None
+    _, first, *rest = text_of([table])
+    assert first.startswith("speculative, ms/token ") and first.endswith("0.50")
+    assert rest[0].startswith("rank 0, weights and caches, MiB") and len(rest) == 4
+    assert all(line.endswith("2.00") for line in rest)
+    assert 0 < said["held_bytes"] < said["tensor_bytes"] < said["reserved_bytes"] < said["device_bytes"]
+    assert said["device_bytes"] == prediction.option.ranks[0].total
+
+
+def test_of_several_pairs_the_one_that_needs_most_counts() -> None:
+    small, large = predicted(run(), 8), predicted(run(), 4)
+    ways = [RunMeasurement(name, one, 1, 0, 1.0, None) for name, one in (("a", small), ("b", large))]
+    fullest = large.option.ranks[0]
+    plan = compare_with_plan(ways, [dict.fromkeys(counted(fullest))])
+    assert plan is not None and plan["placement"] == large.option.placement.in_words()
+    assert plan["memory"][0]["device_bytes"]["predicted"] == fullest.total
+
+
+def test_k_of_a_run() -> None:
+    """Adaptive runs are planned at their largest K, and predicted at their best one."""
+    prediction = predicted(run(), 8)
+    request = replace(prediction.request, work=replace(prediction.request.work, rows=2))
+    times = round_times(request, prediction.option.placement)
+    best = times.best_k(0.9)
+    assert prediction.ms_per_token(2, None, 0.9) == (best, times.ms_per_token(0.9, best))
+    adaptive = SpeculationConfig(adaptive=True, k=0, k_max=3)
+    assert predicted(run(speculation=adaptive, plan=PlanningConf(acceptance=0.95)), 8).option.k == 3
+    found = predicted(run(speculation=SpeculationConfig(drafter=Drafting.ngram, k=8), draft=None), 8)
+    assert found.request.text_drafts and found.option.times.draft == 0 and found.option.k == 8
+
+
+def test_siblings_follow_from_k() -> None:
+    """The plan takes the best K, not the configured one, and no K that a run refuses."""
+    request = request_of(run(speculation=SpeculationConfig(k=4, siblings=8)), slots=SLOTS)
+    assert request.k_max == MAX_K // 9
+    place = resolve(PlacementConf(), 8, drafts=True)
+    held = [counted(option(request, place, k).ranks[0])["held_bytes"] for k in (1, 7)]
+    layers, heads, head_dim = 80, 8, 128
+    assert held[1] - held[0] == 2 * layers * heads * head_dim * 2 * 6 * 8  # 6 drafts more, 8 siblings each
+    assert largest(request, option(request, place)).k <= MAX_K // 9
+
+
+PROMPTS = """task.prompts=["a b c","d e f g"]"""
+EIGHT = (PROMPTS, "task.max_new_tokens=8")
+WAYS: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "generate": (EIGHT, ["speculative"]),
+    "generate, regular": ((*EIGHT, "speculation=none"), ["regular"]),
+    "eval": (("task.quick=true",), ["tiny/tiny_draft, regular", "tiny/tiny_draft, speculative"]),
+    "compare": (EIGHT, ["regular", "speculative"]),
+    "measure": (
+        (*EIGHT, "task.repeats=1", "task.ks=[2,3]"),
+        ["target alone", "pair, K = 2", "pair, K = 3"],
+    ),
+    "certify": (
+        (PROMPTS, "task.max_new_tokens=4", "task.samples=20", "task.law_rounds=4", "task.greedy_tokens=8"),
+        ["regular", "speculative, greedy", "regular, greedy"],
+    ),
+}
+SLOW = ("certify", "eval", "measure")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WAYS]
+)
+def test_every_task_keeps_predicted_beside_measured(
+    command: Command, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    words, ways = WAYS[name]
+    tiny = ("model=tiny", "draft=tiny_draft", "seed=3", "output=json")
+    with caplog.at_level(logging.INFO):
+        answer = command(f"task={name.partition(',')[0]}", *tiny, *words)
+    assert answer.errors == [], answer.err
+    plan = answer.document["plan"]
+    assert json.loads(Path(answer.document["run_folder"], "summary.json").read_text())["plan"] == plan
+    assert plan["verdict"] == "fits" and plan["placement"].startswith("target 0")
+    assert [way["name"] for way in plan["ways"]] == ways
+    for way in plan["ways"]:
+        both = way["ms_per_token"]
+        assert both["predicted"] / both["measured"] == pytest.approx(both["predicted_over_measured"])
+    (memory,) = plan["memory"]
+    held, everything = memory["held_bytes"], memory["device_bytes"]
+    assert 0 < held["measured"] <= held["predicted"]
+    assert name == "certify" or held["measured"] == held["predicted"], "weights and caches, to the byte"
+    assert held["measured"] < everything["measured"]
+    assert memory["tensor_bytes"]["measured"] is None, "a CPU does not tell"
+    assert "plan against actual" in caplog.text and "rank 0, weights and caches, MiB" in caplog.text
