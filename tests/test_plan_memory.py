@@ -22,15 +22,7 @@ from llama_ssp.models.sizes import LAYER
 from llama_ssp.planner.activations import GPU
 from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, FitVerdict, RankMemory, communicators, require_capacity
 from llama_ssp.planner.layers import layers_lines, stages
-from llama_ssp.planner.memory import (
-    LARGE_SEGMENT,
-    SMALL_SEGMENT,
-    peaks,
-    rank_work,
-    reserved,
-    segments,
-    tensor_lines,
-)
+from llama_ssp.planner.memory import peaks, rank_work, reserved, segments, tensor_lines
 from llama_ssp.planner.search import option
 from llama_ssp.planner.storage import CPU as CPU_KERNELS
 from llama_ssp.planner.storage import WEIGHTS, Storage
@@ -41,6 +33,7 @@ from tests.plans import CPU, P4D, alone, machine, model, named, request
 
 WORK = Workload(rows=1, prompt_tokens=1920, new_tokens=128, k=4, prefill_chunk=512)
 REGULAR = replace(WORK, k=0)
+ONE, WHOLE = machine("p4d", gpus=1), named("target 0, draft 0 (whole)", 1)
 BY_LAYERS = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=False)
 
 
@@ -250,11 +243,12 @@ def test_segments_of_many_are_those_of_one_after_the_other(size: int) -> None:
 
 
 def test_small_tensors_share_segments_and_large_ones_fill_what_is_free() -> None:
+    """Segments of 2 MiB, and of 20 MiB; from 10 MiB on of their own, in whole 2 MiB."""
     small, large = [(100, 1), (700 * 1024, 1)], [(5 * MIB, 1), (9 * MIB, 1)]
-    assert reserved(small) == SMALL_SEGMENT
-    assert reserved([*small, *large]) == SMALL_SEGMENT + LARGE_SEGMENT, "both fit in one segment"
-    assert reserved([*small, *large, (6 * MIB, 1)]) == SMALL_SEGMENT + LARGE_SEGMENT
-    assert reserved([*small, *large, (6 * MIB + 1, 1)]) == SMALL_SEGMENT + 2 * LARGE_SEGMENT
+    assert reserved(small) == 2 * MIB
+    assert reserved([*small, *large]) == 22 * MIB, "both fit in one segment"
+    assert reserved([*small, *large, (6 * MIB, 1)]) == 22 * MIB
+    assert reserved([*small, *large, (6 * MIB + 1, 1)]) == 42 * MIB
     assert reserved([(30 * MIB + 1, 1)]) == 32 * MIB
     logits = 1024 * 201_088 * 4  # vLLM #27508: 785.5 MiB in fp32
     assert reserved([(logits, 1)]) == 786 * MIB
@@ -302,19 +296,18 @@ def graphs_of(memory: RankMemory) -> tuple[float, dict[str, int]]:
 )
 def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, work: dict[str, int]) -> None:
     """One for each number of tokens of a step in each cache (test_graphs.py), with its logits."""
-    on = request("7B", "7B", machine("p4d", gpus=1), **work)
-    place = named("target 0, draft 0 (whole)", 1)
+    on = request("7B", "7B", ONE, **work)
     kept_bytes = {"model": target_tokens * 32000 * 2, "draft": draft_tokens * 32000 * 2}
     for same in (on, replace(on, engine=Steps.auto)):
-        assert graphs_of(same.memories(place, on.work)[0]) == (count, kept_bytes)
+        assert graphs_of(same.memories(WHOLE, on.work)[0]) == (count, kept_bytes)
     for none in (replace(on, engine=Steps.eager), replace(on, machine=CPU)):
-        assert graphs_of(none.memories(place, on.work)[0]) == (0, {})
+        assert graphs_of(none.memories(WHOLE, on.work)[0]) == (0, {})
 
 
 def test_a_head_has_no_graphs_and_the_target_keeps_what_it_reads() -> None:
-    on = request("7B", "7B", machine("p4d", gpus=1))
-    head = Role(DRAFT, model("7B", head_inputs=3 * 4096, head_vocab=32000), Dtype.bf16)
-    (memory,) = replace(on, draft=head).memories(named("target 0, draft 0 (whole)", 1), on.work)
+    on = request("7B", "7B", ONE)
+    head = role(DRAFT, "7B", Dtype.bf16, head_inputs=3 * 4096, head_vocab=32000)
+    (memory,) = replace(on, draft=head).memories(WHOLE, on.work)
     assert graphs_of(memory) == (5, {"model": 15 * (32000 + 3 * 4096) * 2})
 
 
@@ -385,5 +378,5 @@ def test_by_layers_one_gpu_computes_at_a_time() -> None:
     """As long as a pass on one GPU takes; and with one GPU it holds what that holds."""
     many = replace(request("7B", None, P4D), engine=Steps.eager)
     assert option(many, BY_LAYERS).ms_per_token == option(many, alone(1)).ms_per_token
-    single = replace(many, machine=machine("p4d", gpus=1))
+    single = replace(many, machine=ONE)
     assert option(single, BY_LAYERS).worst.total == option(single, alone(1)).worst.total

@@ -46,16 +46,11 @@ from tests.warm import ROOT
 # gpt-fast README (pytorch-labs/gpt-fast, the version that has Llama-3-8B): bf16, one row, a prompt of 5
 # tokens, A100-80 limited to 330 W; tokens/s by ranks. None of them is in the package.
 PUBLISHED = {
-    ("llama2-70b", 2): 21.32,
-    ("llama2-70b", 4): 38.01,
-    ("llama2-70b", 8): 62.50,
-    ("llama3.1-8b", 1): 94.19,
-    ("llama3.1-8b", 2): 150.48,
-    ("llama3.1-8b", 4): 219.77,
-    ("llama3.1-8b", 8): 274.65,
+    "llama2-70b": {2: 21.32, 4: 38.01, 8: 62.50},
+    "llama3.1-8b": {1: 94.19, 2: 150.48, 4: 219.77, 8: 274.65},
 }
 # A later version of the README. Nobody explains its row of 2 GPUs, which is slower than the older 70B's.
-LATER = {("llama3.1-70b", 2): 16.03, ("llama3.1-70b", 4): 37.45, ("llama3.1-70b", 8): 58.78}
+LATER = {"llama3.1-70b": {2: 16.03, 4: 37.45, 8: 58.78}}
 # The same README, Llama-2-7B on one GCD of an MI250X: another GPU, so within the wide band only.
 OTHER_GPU = 76.33
 
@@ -81,18 +76,18 @@ def planned_rate(name: str, ranks: int) -> float:
 
 def test_the_page_has_every_published_row_by_both_formulas() -> None:
     """Rows that gave the constants are marked; how far off the others are is said."""
-    rows = {**{("llama2-7b", n): tokens for n, tokens in CALIBRATION.items()}, **PUBLISHED, **LATER}
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    off = {}
-    for (name, ranks), published in rows.items():
-        whole, ours = rate(name, ranks) / published - 1, planned_rate(name, ranks) / published - 1
-        used = "yes" if name == "llama2-7b" else "no"
-        row = f"| {name} | {ranks} | {published:.2f} | {whole:+.1%} | {ours:+.1%} | {used} |"
-        assert row.replace("%", " %") in page, row.replace("%", " %")
-        off[name, ranks] = abs(whole)
-    apart = [off[case] for case in PUBLISHED]
+    off: dict[str, list[float]] = {}
+    for name, rates in {"llama2-7b": CALIBRATION, **PUBLISHED, **LATER}.items():
+        for ranks, published in rates.items():
+            whole, ours = rate(name, ranks) / published - 1, planned_rate(name, ranks) / published - 1
+            used = "yes" if name == "llama2-7b" else "no"
+            row = f"| {name} | {ranks} | {published:.2f} | {whole:+.1%} | {ours:+.1%} | {used} |"
+            assert row.replace("%", " %") in page, row.replace("%", " %")
+            off.setdefault(name, []).append(abs(whole))
+    apart = [each for name in PUBLISHED for each in off[name]]
     assert f"at most {max(apart):.1%}, and {mean(apart):.1%} in the mean".replace("%", " %") in page
-    assert max(off["llama2-7b", ranks] for ranks in CALIBRATION) < 0.01
+    assert max(off["llama2-7b"]) < 0.01
     other = machine("mi250x").times.band
     assert abs(rate("llama2-7b", 1, "mi250x") / OTHER_GPU - 1) < other
 
@@ -410,7 +405,10 @@ def test_more_groups_beat_wider_ones_until_there_are_too_few_shards() -> None:
     many, few = (plan_job(small(), JobSize(256 * shards, 256), [1, 4, 16], 3.0) for shards in (10_000, 32))
     assert [(one.group.gpus, one.groups) for one in many.nodes] == [(1, 8), (1, 32), (1, 128)]
     assert [one.group.gpus for one in few.nodes] == [1, 1, 4]  # 128 GPUs, 32 shards
-    assert few.nodes[-1].groups == 32
+    last = few.nodes[-1]
+    assert last.groups == 32 and last.price == pytest.approx(128 * 3.0 * last.job_s / 3600)
+    assert last.document()["price_per_million_tokens"] == pytest.approx(1e6 * last.price / (256 * 32 * 128))
+    assert last.document()["tokens_per_s"] == pytest.approx(256 * 32 * 128 / last.job_s)
     assert list(few.sentences()) == [
         "1-4 nodes: groups of 1 GPU end first",
         "16 nodes: groups of 4 GPUs end first",
@@ -426,18 +424,9 @@ def test_more_groups_beat_wider_ones_until_there_are_too_few_shards() -> None:
     )
 
 
-def test_prices_are_of_all_gpus_for_the_whole_time() -> None:
-    (one,) = plan_job(small(new_tokens=100), MANY, [2], 3.0).nodes
-    found = one.document()
-    assert one.price == pytest.approx(16 * 3.0 * one.job_s / 3600)
-    assert found["price_per_million_tokens"] == pytest.approx(one.price / 100)
-    assert found["tokens_per_s"] == pytest.approx(100 * MANY.records / one.job_s)
-
-
 def test_a_group_is_of_several_nodes_only_where_one_is_too_small() -> None:
     on = request("65B", None, machine("p4d", gpus=1))
     found = plan_job(on, MANY, [2, 4, 8], None)
     assert [(one.nodes, one.groups, one.group.gpus) for one in found.nodes] == [(4, 1, 4), (8, 2, 4)]
     assert [one.option.runs for one in found.groups] == [False, False, True]
-    nowhere = plan_job(replace(on, machine=machine("p4d", gpus=1, gib=1.0)), MANY, [1, 2], 1.0)
-    assert nowhere.nodes == [] and nowhere.document()["groups"][0]["tokens_per_s"] is None
+    assert [one["tokens_per_s"] is None for one in found.document()["groups"]] == [True, True, False]
