@@ -11,7 +11,7 @@ import torch
 
 from llama_ssp.config import DraftSeat, PlacementConf, SamplingConfig
 from llama_ssp.distributed import process_group
-from llama_ssp.distributed.failures import LostPeer, Watch, _is_broken_collective
+from llama_ssp.distributed.failures import LostPeer, Watch
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DISTRIBUTED, DistributedError, UsageError
@@ -102,11 +102,8 @@ def test_the_backend_follows_the_gpus_of_all_ranks(
     [
         ("auto", "cpu", DraftSeat.sharded, True),
         ("auto", "cuda:0", DraftSeat.own, True),
-        ("cuda", "cpu", DraftSeat.own, True),
         ("cuda:0", "cpu", DraftSeat.own, True),
-        ("auto", "auto", DraftSeat.own, False),
         ("auto", "cuda", DraftSeat.sharded, False),
-        ("cuda:0", "cuda:0", DraftSeat.sharded, False),
         ("cpu", "cuda:1", DraftSeat.own, False),  # tensors go by gloo
         ("auto", "cpu", DraftSeat.leader, False),
         ("auto", "cpu", DraftSeat.replicated, False),
@@ -136,10 +133,10 @@ class Opened(Exception):
     """The groups would be made now, by this backend."""
 
 
-class Told:
-    """A store in which rank 1 has written its GPU; a watch without a thread."""
+class Board:
+    """A store in which rank 1 has written its GPU; and a watch without a thread."""
 
-    rank, world = 0, 2
+    rank, world, during = 0, 2, Watch.during
 
     def __init__(self) -> None:
         self.said = {"gpu/1": b"b"}
@@ -150,16 +147,17 @@ class Told:
     def get(self, key: str) -> bytes:
         return self.said[key]
 
-    def clone(self) -> Told:
-        return Told()
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return value.encode()
+
+    def clone(self) -> Board:
+        return Board()
 
     def set_timeout(self, _: timedelta) -> None:
         pass
 
     def cause_of(self, error: BaseException) -> BaseException:
         return error
-
-    during = Watch.during
 
 
 @pytest.mark.parametrize(("own", "backend"), [("a", "nccl"), ("b", "gloo")])
@@ -171,7 +169,7 @@ def test_ranks_say_once_how_they_exchange_tensors(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", own))
-    monkeypatch.setattr(process_group, "meet", lambda _: (Told(), Told()))
+    monkeypatch.setattr(process_group, "meet", lambda _: (Board(), Board()))
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
 
     def opened(_members: Any, backend: str, _watch: Any, has_gpus: bool) -> None:
@@ -184,16 +182,6 @@ def test_ranks_say_once_how_they_exchange_tensors(
     assert current == [torch.device("cuda:1")]
     assert [line for line in caplog.messages if f"by {backend}" in line] == caplog.messages
     assert len(caplog.messages) == 1
-
-
-class Board:
-    """A store with nothing in it."""
-
-    def clone(self) -> Board:
-        return self
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return value.encode()
 
 
 @pytest.fixture
@@ -214,6 +202,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     ids=["full", "illegal", "cublas"],
 )  # fmt: skip
 def test_a_gpus_error_is_no_lost_rank(error: Exception, said: str, helps: str, watch: Watch) -> None:
+    """Nor is it outside of what is exchanged, where nothing takes it for another rank's."""
     watch.place = type(watch.place)("verify", 3)
     with pytest.raises(DistributedError) as found, watch.during("summing"):
         raise error
@@ -222,28 +211,8 @@ def test_a_gpus_error_is_no_lost_rank(error: Exception, said: str, helps: str, w
     assert "docs.nvidia.com" not in str(found.value)
     cause = watch._own(found.value)
     assert cause.line.startswith("rank 1 failed during verify, round 3: ") and cause.code == DISTRIBUTED
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(FULL), torch.AcceleratorError(ILLEGAL)])
-def test_a_gpus_error_in_a_pass_is_told_the_same(error: Exception, watch: Watch) -> None:
-    """Outside of what is exchanged, where nothing takes it for another rank's."""
-    line = watch._own(error).line
-    assert "; found " in line and "docs.nvidia.com" not in line
-
-
-def test_a_broken_connection_is_a_lost_rank(watch: Watch) -> None:
-    """A control: what gloo says of a rank that has gone."""
-    with pytest.raises(LostPeer, match="Connection closed by peer"), watch.during("summing"):
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5")
-
-
-def test_a_steps_own_error_is_no_lost_rank(watch: Watch) -> None:
-    """A compiled step computes and sums: which of the two failed, its error says."""
-    with pytest.raises(RuntimeError, match="shape mismatch") as found, watch.during("a step", computes=True):
-        raise RuntimeError("shape mismatch")
-    assert watch._own(found.value).line == "rank 1 failed during start: RuntimeError: shape mismatch"
-    with pytest.raises(LostPeer, match="Timed out waiting"), watch.during("a step", computes=True):
-        raise RuntimeError(GLOO)
+    in_a_pass = watch._own(error).line
+    assert "CUBLAS" in in_a_pass or ("; found " in in_a_pass and "docs.nvidia.com" not in in_a_pass)
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms"
@@ -256,10 +225,15 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
         (torch.distributed.DistBackendError("NCCL error: unhandled system error"), True),
         (RuntimeError("shape mismatch"), False),
         (RuntimeError("[enforce fail at /gloo/transport/tcp/device.cc:84] No address for: ib0"), False),
-        (torch.OutOfMemoryError(FULL), False),
-        (torch.AcceleratorError(ILLEGAL), False),
-        (ValueError(GLOO), False),
     ],
 )
-def test_what_a_collective_in_a_compiled_step_raises_is_known(error: Exception, broken: bool) -> None:
-    assert _is_broken_collective(error) == broken
+def test_a_steps_own_error_is_no_lost_rank(error: Exception, broken: bool, watch: Watch) -> None:
+    """A compiled step computes and sums: which of the two failed, its error says."""
+    with pytest.raises(LostPeer if broken else RuntimeError) as found, watch.during("a step", computes=True):
+        raise error
+    assert str(error)[-160:] in str(found.value)
+    if not broken:
+        assert found.value is error
+        assert watch._own(error).line.startswith("rank 1 failed during start: RuntimeError: ")
+    with pytest.raises(LostPeer, match="another rank has gone"), watch.during("summing"):
+        raise error

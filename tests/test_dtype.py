@@ -22,7 +22,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.greedy import Finding, check_greedy
 from tests.distributed.threads import ranks_of
 from tests.families import VOCAB, build
-from tests.rig import speculate
+from tests.rig import Run, speculate
 
 # int8 rounds each weight to 1/254 of the largest of its row and each activation likewise, and the rest of
 # the pass is in bf16 (1/256): of a logit's size a tenth is allowed, twice what is seen.
@@ -54,8 +54,20 @@ def logits_of(model: Model) -> torch.Tensor:
     return model.logits(text, feed, model.new_cache(1, 40), last_only=False)[0].double()
 
 
-def prompts() -> list[Prompt]:
-    return [Prompt("a", (5, 6, 7, 8)), Prompt("b", (9,)), Prompt("c", tuple(range(20, 40)))]
+PROMPTS = [Prompt("a", (5, 6, 7, 8)), Prompt("b", (9,)), Prompt("c", tuple(range(20, 40)))]
+
+
+def off(path: Path, dtype: Dtype) -> float:
+    """How far logits are from those in fp32, of the largest."""
+    logits, exact = logits_of(opened(path, dtype)), logits_of(opened(path, Dtype.fp32))
+    assert torch.isfinite(logits).all()
+    return float((logits - exact).abs().max()) / float(exact.abs().max())
+
+
+def speculates(target: Model, draft: Model, k: int = 4) -> Run:
+    run = speculate(target, PROMPTS, draft, k=k, max_new=16)
+    assert [len(text) for text in run.texts] == [16] * 3 and 0 < run.accepted <= run.drafted
+    return run
 
 
 @pytest.mark.parametrize("dtype, held, tolerance", HELD)
@@ -64,62 +76,47 @@ def test_weights_are_held_as_asked(
 ) -> None:
     model = opened(checkpoint, dtype)
     assert {p.dtype for p in model.decoder.parameters()} == {held} == {model.dtype}
-    run = speculate(model, prompts(), model, k=4, max_new=12)
-    assert [len(text) for text in run.texts] == [12] * 3 and run.accepted > 0
-    logits, exact = logits_of(model), logits_of(opened(checkpoint, Dtype.fp32))
-    assert float((logits - exact).abs().max()) <= tolerance * float(exact.abs().max())
+    speculates(model, model)
+    assert off(checkpoint, dtype) <= tolerance
 
 
-def test_int8_loads_and_runs(checkpoint: Path) -> None:
+def quantised(path: Path, dtype: Dtype, kind: type) -> dict[str, Any]:
+    """The quantised layers of a model that is in bf16 otherwise, by name."""
+    model = opened(path, dtype)
+    layers = {name: module for name, module in model.decoder.named_modules() if isinstance(module, kind)}
+    assert len(layers) == 3 * 4  # qkv, o, gate and up, down; the head stays as it is
+    assert model.dtype is torch.bfloat16 and model.weights_bytes < opened(path, Dtype.bf16).weights_bytes
+    return layers
+
+
+def test_int8_loads_and_speculates(checkpoint: Path) -> None:
+    """As target and as draft. Greedy equality is not promised; what is written must be a near tie."""
     from bitsandbytes.nn import Linear8bitLt
 
-    model = opened(checkpoint, Dtype.int8)
-    layers = [module for module in model.decoder.modules() if isinstance(module, Linear8bitLt)]
-    assert len(layers) == 3 * 4  # qkv, o, gate and up, down; the head stays as it is
-    assert all(layer.weight.dtype is torch.int8 for layer in layers)
-    assert model.dtype is torch.bfloat16
-    assert model.weights_bytes < opened(checkpoint, Dtype.bf16).weights_bytes
-    logits, exact = logits_of(model), logits_of(opened(checkpoint, Dtype.fp32))
-    assert torch.isfinite(logits).all()
-    off = float((logits - exact).abs().max()) / float(exact.abs().max())
-    assert 0 < off <= INT8_TOLERANCE
+    layers = quantised(checkpoint, Dtype.int8, Linear8bitLt)
+    assert all(layer.weight.dtype is torch.int8 for layer in layers.values())
+    assert 0 < off(checkpoint, Dtype.int8) <= INT8_TOLERANCE
+    target, wide = opened(checkpoint, Dtype.int8), opened(checkpoint, Dtype.bf16)
+    plain = speculate(target, PROMPTS, None, k=0, max_new=16)
+    for k in (1, 4):
+        speculates(wide, target, k)
+        report = check_greedy(target, PROMPTS, plain.texts, speculates(target, wide, k).texts, k)
+        assert report.verdict is not Finding.unexplained
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_int8_speculates(checkpoint: Path, k: int) -> None:
-    """As target and as draft. Greedy equality is not promised; what is written must be a near tie."""
-    target, draft = opened(checkpoint, Dtype.int8), opened(checkpoint, Dtype.bf16)
-    plain = speculate(target, prompts(), None, k=0, max_new=16)
-    for own, other in ((target, draft), (draft, target)):
-        run = speculate(own, prompts(), other, k=k, max_new=16)
-        assert [len(text) for text in run.texts] == [16] * 3
-        assert 0 < run.accepted <= run.drafted
-        if own is target:
-            report = check_greedy(own, prompts(), plain.texts, run.texts, k)
-            assert report.verdict is not Finding.unexplained
-
-
-def test_nf4_loads_and_runs(tmp_path: Path) -> None:
+def test_nf4_loads_and_speculates(tmp_path: Path) -> None:
     """On sizes that make whole blocks of 64 weights; others are refused (test_quantised)."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
     build("llama-gqa", mild=True, hidden_size=128, intermediate_size=192).save_pretrained(tmp_path)
-    model = opened(tmp_path, Dtype.nf4)
-    layers = [module for module in model.decoder.modules() if isinstance(module, Linear4bit)]
-    assert len(layers) == 3 * 4
-    assert all(layer.weight.quant_state.quant_type == "nf4" for layer in layers)
-    assert not any(layer.weight.quant_state.nested for layer in layers), "scales are not quantised"
-    assert model.dtype is torch.bfloat16
-    wide = opened(tmp_path, Dtype.bf16)
-    assert model.weights_bytes < opened(tmp_path, Dtype.int8).weights_bytes < wide.weights_bytes
-    for name, layer in model.decoder.named_modules():
-        if layer in layers:
-            exact = opened(tmp_path, Dtype.fp32).decoder.get_submodule(name).weight.detach()
-            held = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-            assert NF4_LOSS[0] < float((held - exact).norm() / exact.norm()) < NF4_LOSS[1], name
-    run = speculate(model, prompts(), wide, k=4, max_new=12)
-    assert [len(text) for text in run.texts] == [12] * 3 and run.accepted > 0
+    for name, layer in quantised(tmp_path, Dtype.nf4, Linear4bit).items():
+        state = layer.weight.quant_state
+        assert state.quant_type == "nf4" and not state.nested, "scales are not quantised"
+        exact = opened(tmp_path, Dtype.fp32).decoder.get_submodule(name).weight.detach()
+        held = dequantize_4bit(layer.weight.data, state)
+        assert NF4_LOSS[0] < float((held - exact).norm() / exact.norm()) < NF4_LOSS[1], name
+    speculates(opened(tmp_path, Dtype.nf4), opened(tmp_path, Dtype.bf16))
 
 
 WIDE = ModelConf(
@@ -141,7 +138,7 @@ def test_what_is_held_is_what_is_planned(dtype: Dtype) -> None:
     store = Storage(kernel="cpu")
     planned = sum(held(ModelPart.of(WIDE), dtype, store).values())
     assert model.weights_bytes == planned
-    speculate(model, prompts(), None, k=0, max_new=2)
+    speculate(model, PROMPTS, None, k=0, max_new=2)
     packed = dtype is Dtype.nf4 and model.weights_bytes < planned
     scales = held(ModelPart.of(WIDE), dtype).get("quantisation scales", 0)
     assert model.weights_bytes == planned or (packed and model.weights_bytes > planned - scales)

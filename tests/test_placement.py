@@ -8,7 +8,7 @@ from llama_ssp.config import DraftSeat, PlacementConf, Splitting
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError
 
-OWN, SHARDED, COPIES, LEADER = DraftSeat.own, DraftSeat.sharded, DraftSeat.replicated, DraftSeat.leader
+OWN, SHARDED, COPIES = DraftSeat.own, DraftSeat.sharded, DraftSeat.replicated
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,6 @@ OWN, SHARDED, COPIES, LEADER = DraftSeat.own, DraftSeat.sharded, DraftSeat.repli
     [
         (PlacementConf(), 1, (0,), (0,), False),
         (PlacementConf(), 4, (0, 1, 2, 3), (0,), False),
-        (PlacementConf(draft=LEADER), 3, (0, 1, 2), (0,), False),
         (PlacementConf(draft=COPIES), 3, (0, 1, 2), (0, 1, 2), True),
         (PlacementConf(draft=COPIES, draft_degree=2), 3, (0, 1, 2), (0, 1), True),
         (PlacementConf(draft=SHARDED), 4, (0, 1, 2, 3), (0, 1, 2, 3), False),
@@ -39,12 +38,6 @@ def test_table(conf, world, target, draft, copies):
 def test_without_a_draft_every_rank_is_the_targets():
     assert resolve(PlacementConf(draft=OWN), 3, drafts=False).target == (0, 1, 2)
     assert resolve(PlacementConf(draft=COPIES), 2, drafts=False).draft == ()
-
-
-def test_words_name_the_ranks():
-    assert resolve(PlacementConf(draft=OWN, draft_degree=2), 8, drafts=True).in_words() == (
-        "target 0-5, draft 6,7 (own)"
-    )
 
 
 @pytest.mark.parametrize(

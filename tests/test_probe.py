@@ -98,13 +98,12 @@ def test_attention_with_masks_of_its_own_is_refused() -> None:
 
 
 class Wrapped(nn.Module):
-    """A llama with a flaw. Calls without a cache are the plain pass, which has none."""
+    """A llama with a flaw in passes with a cache of more than `length` tokens."""
 
-    def __init__(self, flaw: str) -> None:
+    def __init__(self, flaw: str, length: int = 0) -> None:
         super().__init__()
         self.inner = build_tested("llama-gqa", mild=True)
-        self.config = self.inner.config
-        self.flaw = flaw
+        self.config, self.flaw, self.length = self.inner.config, flaw, length
 
     def get_input_embeddings(self) -> Any:
         return self.inner.get_input_embeddings()
@@ -113,42 +112,52 @@ class Wrapped(nn.Module):
         return None if self.flaw == "headless" else self.inner.get_output_embeddings()
 
     def forward(self, **inputs: Any) -> Any:
-        cached = inputs.get("past_key_values") is not None
-        if cached and self.flaw == "positions":
-            width = inputs["input_ids"].shape[1]
-            inputs["position_ids"] = torch.arange(width).expand_as(inputs["input_ids"])
-        if cached and self.flaw == "mask":
+        token_BW, cache = inputs["input_ids"], inputs.get("past_key_values")
+        if cache is None or cache.get_mask_sizes(token_BW.shape[1])[0] <= self.length:
+            return self.inner(**inputs)
+        if self.flaw == "positions":
+            inputs["position_ids"] = torch.arange(token_BW.shape[1]).expand_as(token_BW)
+        elif self.flaw == "mask":
             causal_lm.RUNNING.set(None)  # as where an architecture makes its masks itself
-        if cached and self.flaw == "batch":
-            inputs["position_ids"] = inputs["position_ids"][:1].expand_as(inputs["input_ids"])
-        if cached and self.flaw == "keywords":
+        elif self.flaw == "batch":
+            inputs["position_ids"] = inputs["position_ids"][:1].expand_as(token_BW)
+        elif self.flaw == "keywords":
             raise TypeError("forward() got an unexpected keyword argument 'position_ids'")
+        elif self.flaw == "memory":
+            raise torch.OutOfMemoryError("full")
         output = self.inner(**inputs)
-        if cached and self.flaw == "nan":
+        if self.flaw == "nan":
             output.logits[-1, -1, 0] = torch.nan
+        elif self.flaw == "other logits":
+            output.logits = output.logits.roll(1, -1)
         return output
 
 
 @pytest.mark.parametrize(
-    "flaw, why",
+    ("flaw", "length", "why"),
     [
-        ("positions", "does not obey"), ("mask", "does not obey"), ("batch", "does not obey"),
-        ("nan", "does not obey"), ("keywords", "TypeError.*position_ids"), ("headless", "no output layer"),
+        ("positions", 0, "does not obey"), ("mask", 0, "does not obey"), ("batch", 0, "does not obey"),
+        ("nan", 0, "does not obey"), ("keywords", 0, "TypeError.*position_ids"),
+        ("headless", 0, "no output layer"), ("other logits", 20, "does not obey"),
+        ("other logits", 50, "does not obey"), ("other logits", probe.LENGTH - 1, "does not obey"),
     ],
 )  # fmt: skip
-def test_a_flaw_is_found(flaw: str, why: str) -> None:
-    require_faithful(CausalModel(Wrapped("none"), "sound"))
+def test_a_flaw_is_found(flaw: str, length: int, why: str) -> None:
+    """Also one beyond a length only."""
     with pytest.raises(ModelError, match=why):
-        require_faithful(CausalModel(Wrapped(flaw), "flawed"))
+        require_faithful(CausalModel(Wrapped(flaw, length), "flawed"))
 
 
-def test_running_out_of_memory_is_not_called_a_flaw(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(probe, "_trial", full)
+def test_what_is_no_flaw() -> None:
+    """Running out of memory, and what is otherwise beyond the tokens that are tried: a context's, at most."""
+    require_faithful(CausalModel(Wrapped("none"), "sound"))
+    require_faithful(CausalModel(Wrapped("other logits", probe.LENGTH), "sound"))
+    for context in (1, 9, 40):
+        causal = CausalModel(Wrapped("other logits", context), "short")
+        causal.context = context
+        require_faithful(causal)
     with pytest.raises(torch.OutOfMemoryError):
-        require_faithful(CausalModel(Wrapped("none"), "sound"))
+        require_faithful(CausalModel(Wrapped("memory"), "sound"))
 
 
 def test_the_fused_attention_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,35 +165,6 @@ def test_the_fused_attention_is_used_where_there_is_one(monkeypatch: pytest.Monk
     assert {family for family, kind in used.items() if kind == "eager"} == {"gemma2", "gpt_neo", "gpt_oss"}
     monkeypatch.setattr(GPTJForCausalLM, "_supports_sdpa", False)  # from transformers 5.24 on it has one
     assert build("gptj", OBEY["gptj"]).config._attn_implementation == "eager"
-
-
-class Short(Wrapped):
-    """Sound up to some length, and otherwise beyond it."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__("none")
-        self.length = length
-
-    def forward(self, **inputs: Any) -> Any:
-        cache, width = inputs.get("past_key_values"), inputs["input_ids"].shape[1]
-        output = super().forward(**inputs)
-        if cache is not None and cache.get_mask_sizes(width)[0] > self.length:
-            output.logits = output.logits.roll(1, -1)
-        return output
-
-
-@pytest.mark.parametrize("length", [20, 50, probe.LENGTH - 1])
-def test_what_is_otherwise_beyond_a_length_is_found(length: int) -> None:
-    require_faithful(CausalModel(Short(probe.LENGTH), "sound"))
-    with pytest.raises(ModelError, match="does not obey"):
-        require_faithful(CausalModel(Short(length), "flawed"))
-
-
-def test_a_short_context_is_not_exceeded() -> None:
-    for context in (1, 9, 40):
-        causal = CausalModel(Short(context), "short")
-        causal.context = context
-        require_faithful(causal)
 
 
 def test_an_architecture_that_chooses_among_tokens_is_refused_by_name(

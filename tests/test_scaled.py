@@ -123,13 +123,17 @@ def test_the_scale_matters(name: str) -> None:
     assert all(text != other for text, other in pairs)
 
 
+def engine_of(name: str, draft: Model | None = None) -> Engine:
+    target, draws = model_of(name), CounterDraws(0)
+    transform = SamplingTransform(GREEDY, (), target.vocab)
+    drafter = ModelDrafter(ModelRunner(draft), transform, draws) if draft else Drafter()
+    return Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rows_are_refilled(name: str) -> None:
     """A prompt that is read in chunks, between the rounds of others, has its whole length's scale at once."""
-    expected, target = scaled_texts(name), model_of(name)
-    transform, draws = SamplingTransform(GREEDY, (), target.vocab), CounterDraws(0)
-    drafter = ModelDrafter(ModelRunner(model_of(name, 0.02)), transform, draws)
-    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
+    expected, engine = scaled_texts(name), engine_of(name, model_of(name, 0.02))
     found = drive_refilled(engine, list(expected), 2, k=4, longest=80)
     assert found == {prompt.id: text for prompt, text in expected.items()}
 
@@ -137,9 +141,7 @@ def test_scaled_rows_are_refilled(name: str) -> None:
 @pytest.mark.parametrize(("name", "beyond"), [("phi3", 0), ("llama", 29)])
 def test_what_a_conversation_keeps_is_counted(name: str, beyond: int) -> None:
     """Nothing where it outgrows the first scale and is read anew."""
-    target, draws = model_of(name), CounterDraws(0)
-    transform = SamplingTransform(GREEDY, (), target.vocab)
-    engine = Engine(ModelRunner(target), Drafter(), transform, RULES["block"], draws)
+    engine = engine_of(name)
     state = engine.prefill([Prompt("0", tuple(range(3, 23)))], 60)
     assert engine.go_on(state, Prompt("1", tuple(range(3, 33)))) == 19
     assert engine.go_on(state, Prompt("2", tuple(range(3, 43)))) == beyond
@@ -156,13 +158,7 @@ def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
     checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer())
     context, text = module.config.max_position_embeddings, "z" * (LIMIT + 20)
     ids = torch.tensor([checkpoints.tokenizer().encode(text).ids])
-    asked = [
-        f"model={tmp_path}",
-        "draft=none",
-        "seed=1",
-        "sampling=greedy",
-        "model.dtype=fp32",
-    ]
+    asked = [f"model={tmp_path}", "draft=none", "seed=1", "sampling=greedy", "model.dtype=fp32"]
     new = context - ids.shape[1]
     answer = command(*asked, f"prompt={text}", f"task.max_new_tokens={new + 5}", "output=json")
     assert (answer.code, answer.errors) == (0, [])
@@ -176,13 +172,9 @@ def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
     assert long.code == 3 and f"at most {context - 1} of {context}" in long.errors[0]
 
 
-def test_an_architecture_that_is_not_tested_is_tried_on_one_scale() -> None:
-    granite = tiny("granite", rope_parameters=dict(LONGROPE))
-    require_faithful(CausalModel(granite, "granite"))
-
-
 def test_one_scale_for_a_whole_pass_ends_the_context() -> None:
-    """Where transformers runs the model, in the plan and in the run."""
+    """Where transformers runs the model, in the plan, in the run and in the trial of an architecture."""
+    require_faithful(CausalModel(tiny("granite", rope_parameters=dict(LONGROPE)), "granite"))
     scale = {"long_mscale": 1.2, "short_mscale": 1.1, **LONGROPE}
     module = tiny("phimoe", rope_parameters=scale, original_max_position_embeddings=LIMIT)
     shape = sizes_of(Checkpoint(Path("x"), module.config.to_dict(), {}))

@@ -36,7 +36,7 @@ def speeds(repeats: int = 3) -> Speeds:
     )
 
 
-def test_ratios_do_not_drift_with_the_machine() -> None:
+def test_ratios_do_not_drift_with_the_machine_and_prefill_is_in_the_first_token_alone() -> None:
     found = speeds().figures()
     for row, expected in zip(found["pair"], (1.25, 2.0), strict=True):
         assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx((expected,) * 3)
@@ -47,19 +47,15 @@ def test_ratios_do_not_drift_with_the_machine() -> None:
     assert (target["ms_per_token_low"], target["ms_per_token_high"]) == pytest.approx((10, 22.5))
     assert found["best"] == {"k": 4, "speedup": pytest.approx(2.0)}
     assert found["interval_coverage"] == pytest.approx(0.75)
+    single = speeds(1).figures()["target_alone"]
+    assert single["tokens_per_s"] == pytest.approx(100)
+    assert single["time_to_first_token_ms"] == pytest.approx(5010)
+    assert single["ms_per_token_low"] is None  # one repeat has no interval
+    assert single["inter_token_ms_p50"] == single["inter_token_ms_p90"] == pytest.approx(10)
+    assert 10 < single["inter_token_ms_p99"] < 100
 
 
-def test_prefill_is_in_the_first_token_and_nowhere_else() -> None:
-    target = speeds(1).figures()["target_alone"]
-    assert target["ms_per_token"] == pytest.approx(10)
-    assert target["tokens_per_s"] == pytest.approx(100)
-    assert target["time_to_first_token_ms"] == pytest.approx(5010)
-    assert target["ms_per_token_low"] is None  # one repeat has no interval
-    assert target["inter_token_ms_p50"] == target["inter_token_ms_p90"] == pytest.approx(10)
-    assert 10 < target["inter_token_ms_p99"] < 100
-
-
-def test_the_prediction_is_leviathans() -> None:
+def test_the_prediction_is_leviathans_and_counters_are_those_of_all_repeats() -> None:
     found = speeds().figures()
     alpha = 80 / 120
     assert found["alpha"] == pytest.approx(alpha)
@@ -69,10 +65,6 @@ def test_the_prediction_is_leviathans() -> None:
         assert row["predicted_speedup"] == pytest.approx(closed)
     assert predicted(1.0, 0.0, 4) == 5  # where the closed form divides by zero
     assert predicted(None, 0.2, 4) is predicted(0.5, None, 4) is predicted(0.5, 0.2, None) is None
-
-
-def test_counters_are_those_of_all_repeats() -> None:
-    row = speeds(3).figures()["pair"][1]
     assert (row["tokens_committed"], row["tokens_accepted"], row["tokens_drafted"]) == (300, 150, 240)
     assert row["acceptance_rate"] == pytest.approx(50 / 80) and row["repeats"] == 3
 
@@ -84,11 +76,8 @@ def test_what_was_stopped_is_reported_as_far_as_it_went() -> None:
     found = whole.figures()
     assert found["pair"][0]["speedup"] == pytest.approx(1.25) and found["pair"][1]["speedup"] is None
     assert Speeds(Record("target alone", 0), None, []).figures()["target_alone"] == {}
-    assert [line.split("  ")[0] for line in text_of(shown(found))[1:4]] == [
-        "target alone",
-        "draft alone",
-        "pair, K = 1",
-    ]
+    rows = [line.split("  ")[0] for line in text_of(shown(found))[1:4]]
+    assert rows == ["target alone", "draft alone", "pair, K = 1"]
 
 
 def test_the_table_says_what_it_shows() -> None:
@@ -100,6 +89,10 @@ def test_the_table_says_what_it_shows() -> None:
     assert "pair, K = 4 1.00 3.50 4.50" in [" ".join(line.split()) for line in lines]
     assert any("fastest: K = 4, 2.00 times as fast" in line for line in lines)
     assert any("coverage 0.969" in line for line in lines)
+    slow = speeds(1)
+    slow.pair[:] = [Record("pair, K = 1", 1, [sample(12.5, 10, 90)])]
+    said = "\n".join(text_of(shown(slow.figures())))
+    assert "0.80 times as fast as the target alone; speculation does not pay here" in said
 
 
 def test_what_came_of_a_draft_apart_is_summed() -> None:
@@ -114,10 +107,3 @@ def test_what_came_of_a_draft_apart_is_summed() -> None:
     told = found.figures()["pair"]
     assert told[0]["overlap"] is None and told[1]["overlap"]["ready_share"] == 0.5
     assert (told[1]["overlap"]["rows_asked"], told[1]["overlap"]["draft_lost"]) == (40, "gone")
-
-
-def test_speculation_that_does_not_pay_is_called_so() -> None:
-    found = speeds(1)
-    found.pair[:] = [Record("pair, K = 1", 1, [sample(12.5, 10, 90)])]
-    lines = text_of(shown(found.figures()))
-    assert any("0.80 times as fast as the target alone; speculation does not pay here" in x for x in lines)
