@@ -86,16 +86,6 @@ def test_every_preset_holds_what_the_real_model_holds(name: str) -> None:
     assert weight_bytes(ModelPart.of(model(name)), Dtype.bf16) == sum(p.nbytes for p in once)
 
 
-def test_the_ranks_together_hold_the_model() -> None:
-    """Whole matrices are dealt out; norms are everyone's."""
-    whole = held(ModelPart.of(model("30B")), Dtype.fp16)
-    for world in (1, 2, 3, 7, 8):
-        parts = [held(ModelPart.of(model("30B"), world, rank), Dtype.fp16) for rank in range(world)]
-        for group in ("embedding", "layers", "head"):
-            assert sum(part[group] for part in parts) == whole[group]
-        assert all(part["norms"] == whole["norms"] for part in parts)
-
-
 def test_an_uneven_split_is_counted_by_its_largest_part() -> None:
     """30B over 8: seven heads on four ranks, six on the others, as published: 7.765 and 7.385 GiB."""
     parts = [ModelPart.of(model("30B"), 8, rank) for rank in range(8)]
@@ -126,14 +116,6 @@ def test_a_draft_apart_is_on_its_own_ranks() -> None:
     assert {line.role for line in lines_of(LARGE, SMALL, apart, WORK, 5)} == {TARGET}
     leader = peaks(rank_work(LARGE, SMALL, apart, WORK, 0))["verify"]
     assert leader["laws"] > 4 * 32000 * 4, "who decides has the draft's laws"
-
-
-def test_the_draft_has_a_cache_of_its_own() -> None:
-    """llama.cpp #25465: an unbudgeted draft cache. It grows with rows as the target's does."""
-    lines = lines_of(LARGE, SMALL, placed(8, 1), replace(WORK, rows=3, target_caches=2), 0)
-    caches = {line.role: line.bytes for line in lines if line.name == "cache"}
-    assert caches[DRAFT] == 3 * WORK.slots * 2 * 32 * 4096 * 2
-    assert caches[TARGET] == 2 * 3 * WORK.slots * 2 * 80 * 1024 * 2  # of two engines
 
 
 def test_the_shape_of_verification_is_counted() -> None:

@@ -38,8 +38,7 @@ def test_every_kind_of_placement_is_there() -> None:
     degrees = [one.draft_degree for one in placements(300, True) if one.draft_apart]
     assert degrees == [1, 2, 4, 8, 16, 32, 64, 128, 256]  # over many ranks the powers of two alone
     assert len(list(placements(256, True))) == 2 * 256
-    assert worlds_of(8) == list(range(1, 9))
-    assert worlds_of(24) == [1, 2, 4, 8, 16, 24] and worlds_of(32) == [1, 2, 4, 8, 16, 32]
+    assert worlds_of(8) == list(range(1, 9)) and worlds_of(24) == [1, 2, 4, 8, 16, 24]
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -126,9 +125,10 @@ def test_narrower_formats_are_advised_where_they_help() -> None:
     ):
         what = request(target, None, on)
         chosen = search(what, [1])[0]
-        said = [words for words in advice(what, chosen, [1]) if "dtype" in words]
+        said = advice(what, chosen, [1])
+        formats = [words for words in said if "dtype" in words]
         assert chosen.verdict is FitVerdict.does_not_fit
-        assert said == ([f"model.dtype={dtype} (target 0)"] if dtype else [])
+        assert formats == [f"model.dtype={dtype} (target 0)"] if dtype else said == []
 
 
 def test_a_shorter_context_and_fewer_rows_are_advised() -> None:
@@ -202,9 +202,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
     """Puts an nvidia-smi on the path that says what it is told to, and what else for -L."""
 
     def install(said: str, code: int = 0, listed: str = "", shown: str | None = None) -> None:
+        (tmp_path / "figures").write_text(f"{said}\n")
+        (tmp_path / "list").write_text(f"{listed}\n")
         script = tmp_path / "nvidia-smi"
-        for name, text in (("figures", said), ("list", listed)):
-            (tmp_path / name).write_text(f"{text}\n")
         script.write_text(
             f'#!/bin/sh\n[ "$1" = -L ] && exec cat {tmp_path}/list\ncat {tmp_path}/figures\nexit {code}\n'
         )

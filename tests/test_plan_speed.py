@@ -14,27 +14,12 @@ from llama_ssp.batch.manifest import shards_of
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf, Splitting, Steps, TimesConf
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.formats.kept import PLAIN, Kept
+from llama_ssp.planner import speed
 from llama_ssp.planner.efficiency import efficiency_of, of_plain
 from llama_ssp.planner.engine import as_run, launching_s, why_eager
 from llama_ssp.planner.groups import PROMPTS, JobSize, job_s, plan_job
 from llama_ssp.planner.plan import make_plan, target_prefill_s
 from llama_ssp.planner.search import NOTABLE, PlanRequest, option, search
-from llama_ssp.planner.speed import (
-    CACHES,
-    CALIBRATION,
-    READING,
-    CodedCost,
-    PassCost,
-    RoundTimes,
-    Times,
-    at_acceptance,
-    between,
-    break_even,
-    forward_s,
-    pass_cost,
-    prefill_s,
-    times_of,
-)
 from llama_ssp.planner.storage import CPU as CPU_KERNELS
 from llama_ssp.planner.storage import LAYERS, Storage, Weight, sizes_of
 from llama_ssp.planner.weights import ModelPart, parameters
@@ -55,8 +40,8 @@ LATER = {"llama3.1-70b": {2: 16.03, 4: 37.45, 8: 58.78}}
 OTHER_GPU = 76.33
 
 
-def cost_of(name: str, ranks: int = 1, dtype: Dtype = Dtype.bf16) -> PassCost:
-    return pass_cost(Role(TARGET, model(name), dtype), ranks)
+def cost_of(name: str, ranks: int = 1, dtype: Dtype = Dtype.bf16) -> speed.PassCost:
+    return speed.pass_cost(Role(TARGET, model(name), dtype), ranks)
 
 
 def rate(name: str, ranks: int, cluster: str = "p4de") -> float:
@@ -65,7 +50,7 @@ def rate(name: str, ranks: int, cluster: str = "p4de") -> float:
     elsewhere = (part.whole_vocab - part.vocab) * part.dim
     sums = 2 * part.layers * (ranks > 1)
     cost = replace(cost, weights=cost.weights + 2 * elsewhere, flops=cost.flops + 2 * elsewhere, sums=sums)
-    return 1 / forward_s(cost, machine(cluster).times, 1, 1, 5)
+    return 1 / speed.forward_s(cost, machine(cluster).times, 1, 1, 5)
 
 
 def planned_rate(name: str, ranks: int) -> float:
@@ -78,7 +63,7 @@ def test_the_page_has_every_published_row_by_both_formulas() -> None:
     """Rows that gave the constants are marked; how far off the others are is said."""
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     off: dict[str, list[float]] = {}
-    for name, rates in {"llama2-7b": CALIBRATION, **PUBLISHED, **LATER}.items():
+    for name, rates in {"llama2-7b": speed.CALIBRATION, **PUBLISHED, **LATER}.items():
         for ranks, published in rates.items():
             whole, ours = rate(name, ranks) / published - 1, planned_rate(name, ranks) / published - 1
             used = "yes" if name == "llama2-7b" else "no"
@@ -94,7 +79,7 @@ def test_the_page_has_every_published_row_by_both_formulas() -> None:
 
 def test_own_constants_go_before_the_calibrated_ones() -> None:
     own = TimesConf(bandwidth_share=1.0, layer_us=1.0, step_us=2.0, all_reduce_us={2: 3.0}, message_us=4.0)
-    times = times_of(own, 100.0, 1.0, None, borrowed=False)
+    times = speed.times_of(own, 100.0, 1.0, None, borrowed=False)
     assert (times.bytes_per_s, times.layer, times.step, times.reduce) == (100e9, 1e-6, 2e-6, ((2, 3e-6),))
     assert times.message == 4e-6
 
@@ -108,27 +93,19 @@ def test_bytes_read_are_the_models_but_for_its_embedding() -> None:
     assert narrow == pytest.approx(wide / 2, rel=0.002)  # and its scales
 
 
-def test_the_busiest_rank_reads_at_least_its_part() -> None:
-    for name in ("30B", "qwen2.5-7b", "gpt-neox-20b", "gemma2-9b"):
-        whole = cost_of(name).weights
-        for ranks in (2, 3, 4):
-            assert whole / ranks <= cost_of(name, ranks).weights < 1.3 * whole / ranks
-    assert cost_of("30B", 8).slot == 2 * 60 * 7 * 128 * 2  # 7 of 52 heads
-
-
 def test_figures_between_known_ones() -> None:
     points = ((1, 1.0), (3, 2.0), (7, 10.0))
-    assert [between(points, n) for n in (0, 1, 2, 3, 5, 7, 8)] == [1, 1, 1.5, 2, 6, 10, 12]
-    assert between(((1, 4.0),), 9) == 4.0
+    assert [speed.between(points, n) for n in (0, 1, 2, 3, 5, 7, 8)] == [1, 1, 1.5, 2, 6, 10, 12]
+    assert speed.between(((1, 4.0),), 9) == 4.0
 
 
 def test_a_long_pass_is_bound_by_arithmetic() -> None:
     """And no slower eagerly: that takes longer than its launches."""
     cost, times = cost_of("7B"), P4D.times
-    one, long = (forward_s(cost, times, 1, tokens, 0) for tokens in (1, 2048))
-    assert forward_s(cost, times, 1, 8, 0) < 1.05 * one
+    one, long = (speed.forward_s(cost, times, 1, tokens, 0) for tokens in (1, 2048))
+    assert speed.forward_s(cost, times, 1, 8, 0) < 1.05 * one
     assert long == pytest.approx(cost.flops * 2048 / times.flops_per_s, rel=0.05)
-    assert prefill_s(cost, times, 1, 2048, 64) > prefill_s(cost, times, 1, 2048, 2048) == long
+    assert speed.prefill_s(cost, times, 1, 2048, 64) > speed.prefill_s(cost, times, 1, 2048, 2048) == long
     assert as_run(long, cost, times, True, False) == long > launching_s(cost)
 
 
@@ -137,15 +114,15 @@ def test_a_very_long_prompt_costs_as_much_in_attention_again() -> None:
     cost, times = cost_of("llama3.1-70b", 8), machine("p4de").times
     length = 130_000
     matrices, scores = length * 2 * 68.5e9 / 8, 4 * 80 * 8192 / 8 * length * length / 2
-    found = prefill_s(cost, times, 1, length, 4096) * times.flops_per_s
+    found = speed.prefill_s(cost, times, 1, length, 4096) * times.flops_per_s
     assert 0.9 < scores / matrices < 1.6
     assert found == pytest.approx(matrices + scores, rel=0.2)
-    one = forward_s(cost, times, 1, 1, 1000)  # a single token is bound by reading keys and values
-    assert one == forward_s(replace(cost, attention=0.0), times, 1, 1, 1000)
+    one = speed.forward_s(cost, times, 1, 1, 1000)  # a single token is bound by reading keys and values
+    assert one == speed.forward_s(replace(cost, attention=0.0), times, 1, 1, 1000)
 
 
-def paper(draft: float, verify: float, **changes: object) -> RoundTimes:
-    return RoundTimes(draft, (1.0, *[verify] * 16), **{"rows": 1, **changes})
+def paper(draft: float, verify: float, **changes: object) -> speed.RoundTimes:
+    return speed.RoundTimes(draft, (1.0, *[verify] * 16), **{"rows": 1, **changes})
 
 
 def test_best_k_and_speed_up_are_the_papers_where_verifying_costs_a_step() -> None:
@@ -156,15 +133,15 @@ def test_best_k_and_speed_up_are_the_papers_where_verifying_costs_a_step() -> No
     times = paper(0.1, 1.03)
     speedup = 1000 / times.ms_per_token(0.8, 4)
     assert speedup == pytest.approx(tokens_per_round(0.8, 4) / (4 * 0.1 + 1.03))
-    assert at_acceptance(times, 0.8, 1000.0).speedup >= speedup
+    assert speed.at_acceptance(times, 0.8, 1000.0).speedup >= speedup
     assert 8 * replace(times, rows=8).ms_per_token(0.8, 4) == pytest.approx(times.ms_per_token(0.8, 4))
 
 
 def test_break_even() -> None:
     """With K = 1 drafting pays when 1 + a exceeds what a round costs."""
-    assert break_even(paper(0.3, 1.05), 1000.0) == pytest.approx(0.35, abs=2e-3)
-    assert break_even(paper(20.0, 1.0), 1000.0) is None
-    assert break_even(RoundTimes(0.0, (1.0,), 1), 1000.0) is None
+    assert speed.break_even(paper(0.3, 1.05), 1000.0) == pytest.approx(0.35, abs=2e-3)
+    assert speed.break_even(paper(20.0, 1.0), 1000.0) is None
+    assert speed.break_even(speed.RoundTimes(0.0, (1.0,), 1), 1000.0) is None
 
 
 def test_a_draft_that_runs_ahead() -> None:
@@ -210,15 +187,8 @@ ENOUGH = 10**6  # tokens for which compiling pays
     ],
 )
 def test_why_steps_run_eagerly(reason: str | None, engine: Steps, changes: dict[str, object]) -> None:
-    what = {
-        "tokens": 0,
-        "model": model("7B"),
-        "dtype": Dtype.bf16,
-        "splitting": Splitting.tensor,
-        "on_cpu": False,
-        "degree": 1,
-    }
-    found = why_eager(engine, **{**what, **changes})
+    usual = {"tokens": 0, "model": model("7B"), "dtype": Dtype.bf16, "splitting": Splitting.tensor}
+    found = why_eager(engine, **{**usual, "on_cpu": False, "degree": 1, **changes})
     assert found is None if reason is None else reason in str(found)
 
 
@@ -245,7 +215,7 @@ def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
 def test_compiled_steps_on_a_cpu_take_less_than_its_constants_say() -> None:
     """Which are of eager steps; never less than the bytes."""
     cost = cost_of("7B")
-    eager = forward_s(cost, CPU.times, 1, 1, 64)
+    eager = speed.forward_s(cost, CPU.times, 1, 1, 64)
     assert as_run(eager, cost, CPU.times, True, True) == eager
     compiled = as_run(eager, cost, CPU.times, False, True)
     assert cost.weights / CPU.times.bytes_per_s <= compiled < eager
@@ -281,7 +251,7 @@ def table_of(file: Path) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in lines]
 
 
-def measured(file: Path) -> tuple[Times, dict[str, list[float]]]:
+def measured(file: Path) -> tuple[speed.Times, dict[str, list[float]]]:
     """A machine with the fastest reading and multiplication, and no other time; and products for TOKENS."""
     found = {name: [1e-6 * float(each) for each in numbers[2:7]] for name, *numbers in table_of(file)}
     (gb_s,) = re.findall(r"fastest reading was ([\d.]+) GB/s", file.read_text(encoding="utf-8"))
@@ -293,14 +263,16 @@ def measured(file: Path) -> tuple[Times, dict[str, list[float]]]:
     return replace(CPU.times, **own), found
 
 
-def product_s(times: Times, tokens: int, dtype: Dtype, codes: Kept = PLAIN, compiled: bool = True) -> float:
+def product_s(
+    times: speed.Times, tokens: int, dtype: Dtype, codes: Kept = PLAIN, compiled: bool = True
+) -> float:
     """As planned."""
     weight = Weight(LAYERS, OUTPUTS, INPUTS, linear=True, codes=codes)
     store = Storage(kernel=CPU_KERNELS, compiled=compiled)
     how, size = efficiency_of(weight, dtype, store), sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
-    own = (CodedCost(size, weight.count, how),) if how else ()
-    cost = PassCost(1, 0, size, 0.0, 2.0 * weight.count, 0, 0, 0, coded=own, share=of_plain(store))
-    return forward_s(cost, times, 1, tokens, 0)
+    own = (speed.CodedCost(size, weight.count, how),) if how else ()
+    cost = speed.PassCost(1, 0, size, 0.0, 2.0 * weight.count, 0, 0, 0, coded=own, share=of_plain(store))
+    return speed.forward_s(cost, times, 1, tokens, 0)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -394,11 +366,12 @@ def test_where_the_time_of_a_record_goes() -> None:
     prompts = group.spent[PROMPTS]
     assert prompts > target_prefill_s(on, group.option.placement, 1)  # the draft reads it, too
     assert group.record_s - prompts == pytest.approx(group.option.ms_per_token / 1000 * on.work.new_tokens)
-    assert group.shares()[0][0] == READING and sum(share for _, share in group.shares()) == pytest.approx(1)
+    assert group.shares()[0][0] == speed.READING
+    assert sum(share for _, share in group.shares()) == pytest.approx(1)
     long, short = (
         dict(plan_job(small(prompt_tokens=n), MANY, [1], None).groups[0].shares()) for n in (1900, 60)
     )
-    assert long[CACHES] > 2 * short[CACHES]
+    assert long[speed.CACHES] > 2 * short[speed.CACHES]
 
 
 def test_more_groups_beat_wider_ones_until_there_are_too_few_shards() -> None:

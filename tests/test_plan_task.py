@@ -13,20 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llama_ssp.config import (
-    MAX_K,
-    ClusterConf,
-    Drafting,
-    DraftSeat,
-    Dtype,
-    GenerateConf,
-    PlacementConf,
-    PlanningConf,
-    RunConf,
-    SpeculationConfig,
-    Splitting,
-    Steps,
-)
+from llama_ssp.config import MAX_K, Dtype, PlacementConf, RunConf
+from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
@@ -48,7 +36,6 @@ from llama_ssp.planner.workload import GIB, Workload
 from llama_ssp.report.tables import text_of
 from llama_ssp.report.task_tables import plan_against_actual
 from tests.conftest import Answer, Command, Saved
-from tests.plans import cluster, model
 from tests.renumbered import renumber
 from tests.test_process import RUN
 
@@ -258,13 +245,12 @@ def test_colours_are_for_terminals() -> None:
 
 
 SLOTS = 1536 + 128
-UNKNOWN = replace(cluster("p4d"), name="mine", gpu="RTX 4090", gb_s=None)
+UNKNOWN = ("cluster=local", "cluster.gpu=H900", "cluster.gpus=8")
 
 
-def run(**changes: Any) -> RunConf:
-    roles = {"model": model("65B", dtype=Dtype.bf16), "draft": model("7B", dtype=Dtype.bf16)}
-    task = GenerateConf(name="generate", max_new_tokens=128, batch_size=1)
-    return RunConf(**{**roles, "cluster": cluster("p4d"), "task": task, **changes})
+def run(*words: str) -> RunConf:
+    task = ("task=generate", "task.max_new_tokens=128", "task.batch_size=1")
+    return composed([*task, "cluster=p4d", "model=65B", "draft=7B", *words])
 
 
 def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
@@ -283,36 +269,36 @@ def test_the_request_is_the_runs_own() -> None:
     assert request_of(run()).work.prompt_tokens == 512, "before prompts are read"
     assert request_of(run(), dtypes=[Dtype.int8, Dtype.fp16]).target.dtype is Dtype.int8
     assert request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
-    assert request_of(run(cluster=ClusterConf()), on_cpu=True).machine.is_cpu
+    assert request_of(run("cluster=local"), on_cpu=True).machine.is_cpu
 
 
 @pytest.mark.parametrize(
-    ("changes", "world", "words"),
+    ("words", "world", "place"),
     [
-        ({"engine": Steps.compiled}, 8, "target 0-7, draft 0-7 (split)"),
+        (["engine=compiled"], 8, "target 0-7, draft 0-7 (split)"),
         # Eager steps take as long on few ranks as on many, so the draft is apart.
-        ({"engine": Steps.eager}, 8, "target 0-6, draft 7 (own)"),
-        ({"placement": PlacementConf(draft=DraftSeat.leader)}, 8, "target 0-7, draft 0 (whole)"),
-        ({"placement": PlacementConf(draft=DraftSeat.own, draft_degree=2)}, 8, "target 0-5, draft 6,7 (own)"),
-        ({"cluster": UNKNOWN}, 4, "target 0-3, draft 0 (whole)"),
-        ({}, 1, "target 0, draft 0 (whole)"),
+        (["engine=eager"], 8, "target 0-6, draft 7 (own)"),
+        (["placement=leader"], 8, "target 0-7, draft 0 (whole)"),
+        (["placement=own", "placement.draft_degree=2"], 8, "target 0-5, draft 6,7 (own)"),
+        (UNKNOWN, 4, "target 0-3, draft 0 (whole)"),
+        ([], 1, "target 0, draft 0 (whole)"),
     ],
 )
 def test_auto_is_the_fastest_that_fits_and_what_was_asked_for_stays(
-    changes: dict[str, Any], world: int, words: str
+    words: list[str], world: int, place: str
 ) -> None:
-    assert choose_placement(run(**changes), world).in_words() == words
+    assert choose_placement(run(*words), world).in_words() == place
 
 
 def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixture) -> None:
     """Or waved through with a warning; what fits is not talked about."""
-    conf = run(cluster=cluster("p4d", gpus=4), placement=PlacementConf(draft=DraftSeat.leader))
+    conf = run("cluster.gpus=4", "placement=leader")
     with pytest.raises(DistributedError) as refused:
         require_fit(predicted(conf, 4), enforce=True)
     said = str(refused.value)
     assert "do not fit; rank 0 of target 0-3, draft 0 (whole)" in said
     assert "placement=sharded on 4 ranks" in said and "plan.enforce=false" in said and "\n" not in said
-    free = run(cluster=cluster("p4d", gib=None), model=model("7B"), draft=None)  # when the run starts
+    free = run("cluster.gib=null", "model=7B", "draft=none")  # as measured when the run starts
     with pytest.raises(DistributedError, match=r"allowed 10\.00 GiB"):
         require_fit(predicted(free, 1, capacity=10 * GIB), enforce=True)
     with caplog.at_level(logging.WARNING):
@@ -324,24 +310,23 @@ def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "lines"),
-    [(Dtype.nf4, 4, 0), (Dtype.int8, 4, 1), (Dtype.int8, 1, 0), (Dtype.bf16, 4, 0)],
+    ("dtype", "rows", "lines"), [("nf4", 4, 0), ("int8", 4, 1), ("int8", 1, 0), ("bf16", 4, 0)]
 )
-def test_a_run_warns_once(dtype: Dtype, rows: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_warns_once(dtype: str, rows: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     """bitsandbytes' layers on a CPU."""
-    here, task = cluster("cpu", gib=64.0), GenerateConf(name="generate", max_new_tokens=128, batch_size=rows)
-    conf = run(model=model("7B", dtype=dtype), draft=None, cluster=here, engine=Steps.eager, task=task)
+    here = ("cluster=cpu", "cluster.gib=64", "model=7B", "draft=none", "engine=eager")
+    conf = run(*here, f"model.dtype={dtype}", f"task.batch_size={rows}")
     with caplog.at_level(logging.WARNING):
         warn_of_codes(predicted(conf, 1))
     said = [line for line in caplog.messages if "slower than bf16" in line]
-    assert len(said) == lines == sum(f"model.dtype={dtype.value} saves memory" in line for line in said)
+    assert len(said) == lines == sum(f"model.dtype={dtype} saves memory" in line for line in said)
 
 
 def test_what_is_not_known_is_not_planned(caplog: pytest.LogCaptureFixture) -> None:
-    family = run(model=model("65B", family="gptj"))
-    layers = run(placement=PlacementConf(splitting=Splitting.layers))
+    family = run()
+    family.model.family = "gptj"
     with caplog.at_level(logging.INFO):
-        for conf in (family, layers, run(cluster=UNKNOWN)):
+        for conf in (family, run("placement=layers"), run(*UNKNOWN)):
             assert predict(conf, choose_placement(conf, 1), slots=SLOTS) is None
     assert "not planned: the GPU's figures are not known" in caplog.text
     assert compare_with_plan([], []) is None
@@ -366,15 +351,10 @@ def test_predicted_beside_measured() -> None:
     assert all(line.endswith("2.00") for line in rest)
     assert 0 < said["held_bytes"] < said["tensor_bytes"] < said["reserved_bytes"] < said["device_bytes"]
     assert said["device_bytes"] == prediction.option.ranks[0].total
-
-
-def test_of_several_pairs_the_one_that_needs_most_counts() -> None:
-    small, large = predicted(run(), 8), predicted(run(), 4)
-    ways = [RunMeasurement(name, one, 1, 0, 1.0, None) for name, one in (("a", small), ("b", large))]
-    fullest = large.option.ranks[0]
-    plan = compare_with_plan(ways, [dict.fromkeys(counted(fullest))])
-    assert plan is not None and plan["placement"] == large.option.placement.in_words()
-    assert plan["memory"][0]["device_bytes"]["predicted"] == fullest.total
+    other = predicted(run(), 4)  # of several pairs the one that needs most counts
+    plan = compare_with_plan([slow, replace(slow, prediction=other)], [half])
+    assert plan is not None and plan["placement"] == other.option.placement.in_words()
+    assert plan["memory"][0]["device_bytes"]["predicted"] == other.option.ranks[0].total
 
 
 def test_k_of_a_run() -> None:
@@ -384,15 +364,15 @@ def test_k_of_a_run() -> None:
     times = round_times(request, prediction.option.placement)
     best = times.best_k(0.9)
     assert prediction.ms_per_token(2, None, 0.9) == (best, times.ms_per_token(0.9, best))
-    adaptive = SpeculationConfig(adaptive=True, k=0, k_max=3)
-    assert predicted(run(speculation=adaptive, plan=PlanningConf(acceptance=0.95)), 8).option.k == 3
-    found = predicted(run(speculation=SpeculationConfig(drafter=Drafting.ngram, k=8), draft=None), 8)
+    adaptive = run("speculation=adaptive", "speculation.k_max=6", "plan.acceptance=0.95")
+    assert predicted(adaptive, 8).option.k == 6
+    found = predicted(run("speculation=ngram", "speculation.k=8", "draft=none"), 8)
     assert found.request.text_drafts and found.option.times.draft == 0 and found.option.k == 8
 
 
 def test_siblings_follow_from_k() -> None:
     """The plan takes the best K, not the configured one, and no K that a run refuses."""
-    request = request_of(run(speculation=SpeculationConfig(k=4, siblings=8)), slots=SLOTS)
+    request = request_of(run("speculation.k=4", "speculation.siblings=8"), slots=SLOTS)
     assert request.k_max == MAX_K // 9
     place = resolve(PlacementConf(), 8, drafts=True)
     held = [counted(option(request, place, k).ranks[0])["held_bytes"] for k in (1, 7)]
