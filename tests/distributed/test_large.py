@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from llama_ssp.config import ModelConf
-from llama_ssp.config.presets import CONF
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.decoder_model import DecoderModel
@@ -25,6 +23,7 @@ from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.synthetic import config_for
 from llama_ssp.planner.weights import parameters
 from tests.memory_trace import cache_bytes
+from tests.plans import model as preset
 
 META = torch.device("meta")
 GIB, MIB = 2**30, 2**20
@@ -60,10 +59,6 @@ class Silent(Ranks):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self.gathers += 1
         return [torch.empty_like(tensor) for _ in range(self.world)]
-
-
-def preset(name: str) -> ModelConf:
-    return ModelConf(**yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text()))
 
 
 def part(model: ModelConf, world: int, rank: int) -> tuple[DecoderModel, Silent]:
