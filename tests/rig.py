@@ -66,33 +66,47 @@ class Run:
     draft_forwards: int = 0
 
 
-def speculate(
+def engine_of(
     target: Model,
-    prompts: list[Prompt],
-    draft: Model | str | None,
+    draft: Model | str | None = None,
     *,
-    k: int,
     rule: str = "block",
-    max_new: int = 24,
     ends: frozenset[int] = frozenset(),
     chunk: int = 512,
     sampling: SamplingConfig = GREEDY,
-    seed: int = 0,
-    adaptive: bool = False,
     runner: type[ModelRunner] = ModelRunner,
     draws: CounterDraws | None = None,
     siblings: int = 0,
-) -> Run:
-    """One batch through the engine. `draft` is a model, "ngram", or None."""
+) -> Engine:
+    """The engine of one process. `draft` is a model, "ngram", or None; `siblings` are those of a round."""
     transform = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab)
-    draws = draws or CounterDraws(seed)
+    draws = draws or CounterDraws(0)
     drafter: Drafter = Drafter()
     if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
     elif draft is not None:
         drafter = ModelDrafter(ModelRunner(draft, chunk), transform, draws)
     own = rule_for(rule, siblings)
-    engine = Engine(runner(target, chunk), drafter, transform, own, draws, siblings=k * siblings)
+    return Engine(runner(target, chunk), drafter, transform, own, draws, siblings=siblings)
+
+
+def speculate(
+    target: Model,
+    prompts: list[Prompt],
+    draft: Model | str | None,
+    *,
+    k: int,
+    max_new: int = 24,
+    ends: frozenset[int] = frozenset(),
+    seed: int = 0,
+    adaptive: bool = False,
+    siblings: int = 0,
+    draws: CounterDraws | None = None,
+    **how: Any,
+) -> Run:
+    """One batch through the engine; `how` as in `engine_of`."""
+    draws = draws or CounterDraws(seed)
+    engine = engine_of(target, draft, ends=ends, draws=draws, siblings=k * siblings, **how)
     return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive, siblings=siblings)
 
 

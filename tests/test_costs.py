@@ -25,15 +25,11 @@ from llama_ssp.speculative.draft_length import (
     Costs,
     FixedDraftLength,
 )
-from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.measure_costs import measured, timed_rounds
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.stats import RowStep
-from llama_ssp.speculative.verification import rule_for
 from tests.conftest import Command
+from tests.rig import engine_of
 from tests.toy import toy
 
 RUN = RunConf(
@@ -47,11 +43,9 @@ def with_(**changes: Any) -> RunConf:
     return replace(RUN, speculation=replace(RUN.speculation, **changes))
 
 
-def engine_of(siblings: int = 0) -> Engine:
-    """Two toys, as a run has them."""
-    draws, transform = CounterDraws(0), SamplingTransform(RUN.sampling, (), 5)
-    target, drafter = ModelRunner(toy(5, 0)), ModelDrafter(ModelRunner(toy(5, 1)), transform, draws)
-    return Engine(target, drafter, transform, rule_for("block", siblings), draws, siblings=8 * siblings)
+def two_toys(siblings: int = 0) -> Engine:
+    """As a run has them."""
+    return engine_of(toy(5, 0), toy(5, 1), sampling=RUN.sampling, siblings=8 * siblings)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -60,11 +54,11 @@ def test_costs_are_measured_for_every_k(rows, siblings, caplog):
     """And the log says that a seed is not enough to repeat a run that goes by them."""
     run = with_(siblings=siblings)
     with caplog.at_level(logging.INFO):
-        costs = measured(engine_of(siblings), run, rows, 40)
+        costs = measured(two_toys(siblings), run, rows, 40)
     assert "another run of this seed may differ, unless speculation.cost_ratio=" in caplog.text
     assert costs is not None and (costs.k_max, costs.max_siblings) == (8, siblings)
     assert all(cost > 0 for shapes in costs.rounds for cost in shapes)
-    assert measured(engine_of(), run, rows, 3) is None, "texts are too short to draft"
+    assert measured(two_toys(), run, rows, 3) is None, "texts are too short to draft"
 
 
 def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
@@ -76,7 +70,7 @@ def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
             yield next(stalls) * (10.0 + lookahead.k**2 + lookahead.k * lookahead.each)
 
     monkeypatch.setattr(measure_costs, "timed_rounds", timed)
-    costs = measured(engine_of(2), with_(siblings=2), 1, 40)
+    costs = measured(two_toys(2), with_(siblings=2), 1, 40)
     assert costs is not None
     assert [costs.round(k) for k in (0, 1, 2, 4, 6, 8)] == pytest.approx([10.0, 11.0, 16.0, 26.0, 50.0, 74.0])
     assert [costs.round(4, s) for s in range(3)] == pytest.approx([26.0, 30.0, 34.0])
@@ -110,7 +104,7 @@ def test_k_is_chosen_by_what_is_known_of_costs():
 
 def test_rounds_are_measured_as_a_run_plays_them():
     """Each has the shape that was asked for and commits its tokens; where a text is full another begins."""
-    engine, lookahead = engine_of(siblings=1), FixedDraftLength(0, 2)
+    engine, lookahead = two_toys(siblings=1), FixedDraftLength(0, 2)
     rounds, lengths, shapes = timed_rounds(engine, lookahead, 12), [], []
 
     def watch(state, proposal, *_):
@@ -229,7 +223,7 @@ def test_the_caches_of_a_measurement_are_freed_at_once() -> None:
     gc.collect()
     gc.disable()
     try:
-        engine = engine_of()
+        engine = two_toys()
         models = [engine.target.model, engine.drafter._runner.model]
         assert measured(engine, RUN, 3, 40) is not None
         del engine

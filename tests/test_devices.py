@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.config import DraftSeat, PlacementConf, SamplingConfig
+from llama_ssp.config import DraftSeat, PlacementConf
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.failures import LostPeer, Watch
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
@@ -17,14 +17,9 @@ from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DISTRIBUTED, DistributedError, UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.pair.placements import model_placements
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
-from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.verification import RULES
 from tests.bad_inputs import ILLEGAL
 from tests.distributed.pairs import entry_of
+from tests.rig import engine_of
 
 CPU = torch.device("cpu")
 FULL = """CUDA out of memory. Tried to allocate 20.00 MiB. GPU 3 has a total capacity of 79.11 GiB of which \
@@ -45,12 +40,6 @@ def model_on(device: str) -> Any:
     return SimpleNamespace(device=torch.device(device), restart=None, context=64, vocab=8)
 
 
-def engine_on(target: str, draft: str | None) -> Engine:
-    transform, draws = SamplingTransform(SamplingConfig(), (), 8), CounterDraws(0)
-    drafter = ModelDrafter(ModelRunner(model_on(draft)), transform, draws) if draft else Drafter()
-    return Engine(ModelRunner(model_on(target)), drafter, transform, RULES["token"], draws)
-
-
 @pytest.mark.parametrize(
     ("target", "draft", "waited"),
     [
@@ -65,7 +54,7 @@ def test_only_the_models_gpus_are_waited_for(
     target: str, draft: str | None, waited: list[str], synchronised: list[torch.device]
 ) -> None:
     """A call to any other would make a context of half a GiB there, which no plan has."""
-    engine_on(target, draft).synchronize()
+    engine_of(model_on(target), model_on(draft) if draft else None).synchronize()
     assert sorted(map(str, synchronised)) == waited
 
 

@@ -17,17 +17,11 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.models.steps import SteppedModel, has_kernels
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
-from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES
 from tests import checkpoints
 from tests.conftest import Command, needs_transformers
 from tests.families import VOCAB, decoder_of, tiny
-from tests.rig import GREEDY, contrary, drive_refilled, perturbed, speculate
+from tests.rig import contrary, drive_refilled, engine_of, perturbed, speculate
 
 LIMIT = 32  # up to which positions have their first scale
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
@@ -123,17 +117,10 @@ def test_the_scale_matters(name: str) -> None:
     assert all(text != other for text, other in pairs)
 
 
-def engine_of(name: str, draft: Model | None = None) -> Engine:
-    target, draws = model_of(name), CounterDraws(0)
-    transform = SamplingTransform(GREEDY, (), target.vocab)
-    drafter = ModelDrafter(ModelRunner(draft), transform, draws) if draft else Drafter()
-    return Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
-
-
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rows_are_refilled(name: str) -> None:
     """A prompt that is read in chunks, between the rounds of others, has its whole length's scale at once."""
-    expected, engine = scaled_texts(name), engine_of(name, model_of(name, 0.02))
+    expected, engine = scaled_texts(name), engine_of(model_of(name), model_of(name, 0.02))
     found = drive_refilled(engine, list(expected), 2, k=4, longest=80)
     assert found == {prompt.id: text for prompt, text in expected.items()}
 
@@ -141,7 +128,7 @@ def test_scaled_rows_are_refilled(name: str) -> None:
 @pytest.mark.parametrize(("name", "beyond"), [("phi3", 0), ("llama", 29)])
 def test_what_a_conversation_keeps_is_counted(name: str, beyond: int) -> None:
     """Nothing where it outgrows the first scale and is read anew."""
-    engine = engine_of(name)
+    engine = engine_of(model_of(name))
     state = engine.prefill([Prompt("0", tuple(range(3, 23)))], 60)
     assert engine.go_on(state, Prompt("1", tuple(range(3, 33)))) == 19
     assert engine.go_on(state, Prompt("2", tuple(range(3, 43)))) == beyond
