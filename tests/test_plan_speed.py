@@ -133,7 +133,8 @@ def test_best_k_and_speed_up_are_the_papers_where_verifying_costs_a_step() -> No
     times = paper(0.1, 1.03)
     speedup = 1000 / times.ms_per_token(0.8, 4)
     assert speedup == pytest.approx(tokens_per_round(0.8, 4) / (4 * 0.1 + 1.03))
-    assert speed.at_acceptance(times, 0.8, 1000.0).speedup >= speedup
+    best = speed.at_acceptance(times, 0.8, 1000.0)
+    assert best.speedup == pytest.approx(1000 / times.ms_per_token(0.8, best.k)) and best.speedup >= speedup
     assert 8 * replace(times, rows=8).ms_per_token(0.8, 4) == pytest.approx(times.ms_per_token(0.8, 4))
 
 
