@@ -37,7 +37,7 @@ lint: .venv/.installed-dev
 
 # Plants faults in the sampler and shows which proof catches each.
 mutants: .venv/.installed-dev
-	$(PY) -m tests.mutants
+	$(PY) -m tests.proofs.mutants
 
 # Every figure and picture of README and docs anew, on a quiet machine; FIGURES="only=fast,demo" for some of them.
 figures: .venv/.installed-dev

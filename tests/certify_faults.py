@@ -47,7 +47,7 @@ from llama_ssp.tasks.certify import decisions, law
 from llama_ssp.tasks.certify import task as certify
 from llama_ssp.tasks.certify.decisions import Round
 from llama_ssp.tasks.certify.verdict import Outcome
-from tests import mutants
+from tests.proofs import mutants
 from tests.renumbered import renumber
 
 

@@ -21,8 +21,8 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks.agree import Fork, agreements
 from tests.conftest import Command
+from tests.proofs.toy import Toy, toy
 from tests.rig import GREEDY, contrary
-from tests.toy import Toy, toy
 
 VOCAB, NEW = 7, 10
 END = frozenset({0})

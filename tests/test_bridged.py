@@ -20,10 +20,10 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.translation import NONE
-from tests.choices import ReplayDraws
+from tests.proofs.choices import ReplayDraws
+from tests.proofs.toy import toy
 from tests.rig import drive_refilled
 from tests.tongues import PAIRS, bridge
-from tests.toy import toy
 
 PROMPTS = [Prompt(str(n), ids) for n, ids in enumerate([(0, 1, 1, 0), (1,), (0, 0, 1), (1, 0, 1, 1, 0)])]
 

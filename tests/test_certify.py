@@ -43,9 +43,10 @@ from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import MAX_TRIED, check_law, compared, own_logits, rule_error, spread
 from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, check_samples, compare
 from llama_ssp.tasks.certify.verdict import Check, Outcome, sentence, verdict
-from tests import certify_faults, mutants
+from tests import certify_faults
 from tests.conftest import Command
-from tests.toy import Toy, toy
+from tests.proofs import mutants
+from tests.proofs.toy import Toy, toy
 
 SURE = 1e-7  # false-alarm rate of a check in these tests
 VOCAB = 8
@@ -109,7 +110,7 @@ RULE_FAULTS = [
 
 @pytest.mark.parametrize("mutant", RULE_FAULTS, ids=lambda mutant: mutant.name)
 def test_every_planted_fault_of_the_rules_shows(mutant: mutants.Mutant, rounds: list[Round]) -> None:
-    """All that tests/mutants.py plants into the rules, on 16 rounds of three drafts."""
+    """All that tests/proofs/mutants.py plants into the rules, on 16 rounds of three drafts."""
     place = {TokenRule: ["token"], BlockRule: ["block"]}.get(mutant.place, BY_CHANCE)
     with patch.object(mutant.place, mutant.attribute, mutant.fault):
         assert max(worst(RULES[rule], rounds) for rule in place) > 1e-6

@@ -29,8 +29,8 @@ from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.measure_costs import measured, timed_rounds
 from llama_ssp.speculative.stats import RowStep
 from tests.conftest import Command
+from tests.proofs.toy import toy
 from tests.rig import engine_of
-from tests.toy import toy
 
 RUN = RunConf(
     model=ModelConf(name="m"),

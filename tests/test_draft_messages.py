@@ -22,7 +22,7 @@ from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.state import Prompt, State
 from tests.distributed.pairs import Known
-from tests.toy import toy
+from tests.proofs.toy import toy
 
 
 def test_each_reply_is_its_own_and_every_request_arrives_in_order():

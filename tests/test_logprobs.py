@@ -29,11 +29,11 @@ from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.logprobs import TokenLogprob, completions
 from tests.conftest import Command
 from tests.families import VOCAB, build
+from tests.proofs.toy import toy
 from tests.rig import perturbed
 from tests.test_bridged import PROMPTS as BRIDGED
 from tests.test_bridged import made
 from tests.tongues import PAIRS
-from tests.toy import toy
 from tests.warm import python, ranks
 
 NEAR = 1e-5

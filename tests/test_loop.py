@@ -33,8 +33,8 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.detokenizer import Writing
+from tests.proofs.toy import Toy, toy
 from tests.rig import speculate
-from tests.toy import Toy, toy
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 

@@ -19,7 +19,7 @@ from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.stats import Counts, TreeResult
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.detokenizer import Writing
-from tests.toy import toy
+from tests.proofs.toy import toy
 
 EOS = 9
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)

@@ -18,8 +18,8 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import RULES
-from tests.mutants import _lenient, verify_ratios
-from tests.toy import toy
+from tests.proofs.mutants import _lenient, verify_ratios
+from tests.proofs.toy import toy
 
 pytestmark = pytest.mark.slow
 

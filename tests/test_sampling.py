@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform, filtered, has_nan
-from tests.reference import reference_law
+from tests.proofs.reference import reference_law
 
 VOCAB, SLOTS, ENDS = 11, 16, frozenset({4, 9})
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=150)

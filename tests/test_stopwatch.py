@@ -19,7 +19,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks import profiling as stopwatch
 from llama_ssp.tasks.profiling import COMMUNICATE, DECIDE, DRAFT, HOST, VERIFY, Stopwatch, timed_ranks
-from tests.toy import toy
+from tests.proofs.toy import toy
 
 
 class Clock:

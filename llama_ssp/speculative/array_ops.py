@@ -1,7 +1,7 @@
 """The array operations of verification and filters, for torch and numpy alike.
 
 The functions that ship run on torch tensors. Tests prove the same functions exact by enumeration, on numpy
-arrays of `fractions.Fraction` (tests/test_verify_exact.py).
+arrays of `fractions.Fraction` (tests/proofs/test_verify_exact.py).
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ depends on measured times: the distribution stays the same, the text does not.
 
 No number has two uses. Each comes from Philox (Salmon et al. 2011) with the key (seed, prompt) and a counter
 of the words (block, 0, stream, base), four numbers a block. The streams are ROUNDS, with a number for each
-offset and purpose; SIDES, with those of siblings; and RACES, with a correction's clocks (tests/test_draws.py
-enumerates them).
+offset and purpose; SIDES, with those of siblings; and RACES, with a correction's clocks
+(tests/proofs/test_draws.py enumerates them).
 
-Tests replace this source by one that walks every branch (tests/choices.py).
+Tests replace this source by one that walks every branch (tests/proofs/choices.py).
 """
 
 from __future__ import annotations

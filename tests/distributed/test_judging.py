@@ -30,7 +30,7 @@ AGREE = (
 def swap_ratios(rank: int) -> None:
     """The rule is wrong, on the leader, which alone decides."""
     from llama_ssp.speculative import verification as verify
-    from tests import mutants
+    from tests.proofs import mutants
 
     if rank == 0:
         verify._ratios = mutants._swapped

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llama_ssp.speculative.verification import RULES, DraftBlock, acceptance_prob
-from tests.rational import Case, as_block, cases, drafts, total_variation
+from tests.proofs.rational import Case, as_block, cases, drafts, total_variation
 
 PAIRS = 120
 

@@ -29,9 +29,9 @@ from llama_ssp.speculative.verification import RULES, TREE, Branches, DraftBlock
 from tests.families import build, decoder_of
 from tests.plans import machine
 from tests.plans import request as planned
-from tests.rational import Case, Tree, as_tree_block, cases, tree_variation, trees
+from tests.proofs.rational import Case, Tree, as_tree_block, cases, tree_variation, trees
+from tests.proofs.scenarios import TREES, walk
 from tests.rig import perturbed, speculate
-from tests.trees import TREES, walk
 
 CPU = torch.device("cpu")
 

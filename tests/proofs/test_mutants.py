@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants import MUTANTS, healthy, strict_draws, verdict
+from tests.proofs.mutants import MUTANTS, healthy, strict_draws, verdict
 
 
 @pytest.mark.few(6)

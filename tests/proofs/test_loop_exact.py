@@ -8,7 +8,7 @@ import torch
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.verification import RULES
 from tests.families import build, runnable
-from tests.trees import BRIDGED, HEADS, SCENARIOS, Scenario, walk
+from tests.proofs.scenarios import BRIDGED, HEADS, SCENARIOS, Scenario, walk
 
 # Scenarios that have a single path; the others have many.
 FOLLOWED = dict.fromkeys(["greedy", "Intersection, greedy", "head, greedy"], 1)

@@ -29,9 +29,9 @@ from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from tests import trees
+from tests.proofs import scenarios as trees
+from tests.proofs.toy import toy
 from tests.rig import drive_refilled
-from tests.toy import toy
 
 FALSE_ALARM = 1e-9
 CPU = torch.device("cpu")

@@ -27,11 +27,11 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Shape
 from llama_ssp.speculative.verification import RULES, TREE
-from tests.choices import distance, every_branch
 from tests.heads import loaded, save_dflash, save_head
-from tests.reference import reference_law
+from tests.proofs.choices import distance, every_branch
+from tests.proofs.reference import reference_law
+from tests.proofs.toy import WIDTH, toy
 from tests.tongues import PAIRS, bridge
-from tests.toy import WIDTH, toy
 
 Outcome = tuple[tuple[tuple[int, ...], str | None], ...]
 

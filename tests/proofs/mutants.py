@@ -1,7 +1,7 @@
-"""Planted faults: each must be caught by a proof. `python -m tests.mutants` prints the table.
+"""Planted faults: each must be caught by a proof. `python -m tests.proofs.mutants` prints the table.
 
 A mutant replaces one attribute of the code that ships by a faulty one. The proofs are the rational
-enumeration (tests/rational.py), the walked trees (tests/trees.py), and single tests of the quick tier; a
+enumeration (tests/proofs/rational.py), the walked trees (tests/proofs/scenarios.py), and single tests of the quick tier; a
 proof catches a mutant when it finds a total variation above its tolerance, or when the run or the test breaks.
 """
 
@@ -46,7 +46,8 @@ from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import RULES, BlockRule, DraftBlock, TokenRule, TreeRule
-from tests import rational, trees
+from tests.proofs import rational
+from tests.proofs import scenarios as trees
 
 Catch = Callable[[], str | None]
 _TESTS: dict[tuple[str, str, str], Catch] = {}
@@ -610,23 +611,23 @@ MUTANTS = [
     Mutant("EOS seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("EOS inside the block")),
     Mutant("stop seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("stop sequence across blocks")),
     Mutant("one row's correction for all rows", decision.StateDraws, "token", _first_row_decides, by_tree("two ragged rows")),
-    Mutant("races read the counters of drafts and coins", CounterDraws, "_numbers", _clocks_of_rounds(CounterDraws._numbers), by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("a coin is its draft's number", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("a coin is its draft's number, in a run", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
-    Mutant("all purposes have the same numbers", CounterDraws, "_uniforms", _named(lambda slot: replace(slot, purpose=Purpose.DRAFT)), by_test("test_draws", "test_texts_have_the_targets_law", "block")),
-    Mutant("a coin is the next draft's number", CounterDraws, "_uniforms", _overlapping, by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("numbers do not know their length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, stream, 0]), by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
-    Mutant("the stream is added to the length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, 0, base + stream]), by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("lengths count in the lowest word", CounterDraws, "_row", _counted(lambda stream, base, width: [base, 0, stream, 0]), by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("a wider table has other numbers", CounterDraws, "_row", _counted(lambda stream, base, width: [0, width, stream, base]), by_test("test_draws", "test_no_number_has_two_uses")),
-    Mutant("clocks kept over rounds", CounterDraws, "_clocks", _any_clock, by_test("test_draws", "test_a_run_asks_for_no_number_twice")),
+    Mutant("races read the counters of drafts and coins", CounterDraws, "_numbers", _clocks_of_rounds(CounterDraws._numbers), by_test("proofs.test_draws", "test_no_number_has_two_uses")),
+    Mutant("a coin is its draft's number", CounterDraws, "bernoulli", _coins_of_drafts, by_test("proofs.test_draws", "test_no_number_has_two_uses")),
+    Mutant("a coin is its draft's number, in a run", CounterDraws, "bernoulli", _coins_of_drafts, by_test("proofs.test_draws", "test_a_run_asks_for_no_number_twice")),
+    Mutant("all purposes have the same numbers", CounterDraws, "_uniforms", _named(lambda slot: replace(slot, purpose=Purpose.DRAFT)), by_test("proofs.test_draws", "test_texts_have_the_targets_law", "block")),
+    Mutant("a coin is the next draft's number", CounterDraws, "_uniforms", _overlapping, by_test("proofs.test_draws", "test_no_number_has_two_uses")),
+    Mutant("numbers do not know their length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, stream, 0]), by_test("proofs.test_draws", "test_a_run_asks_for_no_number_twice")),
+    Mutant("the stream is added to the length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, 0, base + stream]), by_test("proofs.test_draws", "test_no_number_has_two_uses")),
+    Mutant("lengths count in the lowest word", CounterDraws, "_row", _counted(lambda stream, base, width: [base, 0, stream, 0]), by_test("proofs.test_draws", "test_no_number_has_two_uses")),
+    Mutant("a wider table has other numbers", CounterDraws, "_row", _counted(lambda stream, base, width: [0, width, stream, base]), by_test("proofs.test_draws", "test_no_number_has_two_uses")),
+    Mutant("clocks kept over rounds", CounterDraws, "_clocks", _any_clock, by_test("proofs.test_draws", "test_a_run_asks_for_no_number_twice")),
     Mutant("rows of a batch are not put back in order", SamplingTransform, "_row_by_row", _in_groups, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
     Mutant("controls of rows are merged", SamplingTransform, "assign", _as_any_other, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
     *(
-        Mutant(f"merged drafts have the second one's {what}", ahead, "merged", _merged(part), by_test("test_overlap", "test_rows_of_two_memos_are_merged_whole"))
+        Mutant(f"merged drafts have the second one's {what}", ahead, "merged", _merged(part), by_test("proofs.test_overlap", "test_rows_of_two_memos_are_merged_whole"))
         for part, what in (("token_B", "tokens"), ("probs_BV", "probabilities"))
     ),
-    Mutant("a memo stands whatever its prompt", ahead.Memo, "stands", _of_any_prompt, by_test("test_overlap", "test_a_memo_stands_for_its_own_prompt_and_text_alone")),
+    Mutant("a memo stands whatever its prompt", ahead.Memo, "stands", _of_any_prompt, by_test("proofs.test_overlap", "test_a_memo_stands_for_its_own_prompt_and_text_alone")),
     Mutant("codes: the zero is subtracted after the scale", Coded, "_decoded", _zero_after_the_scale, by_test("test_coded", "test_a_matrix_is_decoded_a_weight_at_a_time", "uint4", 32, torch.float32)),
     Mutant("codes: a part that begins inside a group has groups of its own", Coded, "cut", _groups_from_the_cut, by_test("test_coded", "test_a_part_has_the_weights_of_the_whole", "uint4", 128, Cut(COLUMNS, ((64, 130),)))),
     Mutant("GGUF: the last scales of a block lose their upper bits", gguf_source, "BLOCKS", {**gguf_source.BLOCKS, "Q4_K": _rewritten(gguf_source._q45_k, "last & 15 | first >> 2 & 48", "last & 15")}, by_test("test_gguf", "test_any_bytes_are_decoded_as_the_library_does", "Q4_K")),
@@ -641,18 +642,18 @@ MUTANTS = [
     Mutant("a sibling sees its draft", Feed, "visible", _rewritten(Feed.visible, "visible_B1WS & (slot_S != position_B1W1)", "visible_B1WS"), by_siblings("one sibling")),
     Mutant("controls take a sibling for its draft", state_module.TreePrefix, "last_BW", None, by_siblings("penalties")),
     Mutant("caches keep the draft beside the sibling that stands", State, "cacheable", State.lengths, by_siblings("one sibling")),
-    Mutant("prompts of one length share their numbers", CounterDraws, "_table", _rewritten(CounterDraws._table, "slot.keys, slot.bases", "slot.bases"), by_test("test_draws", "test_prompts_of_one_length_have_numbers_of_their_own")),
+    Mutant("prompts of one length share their numbers", CounterDraws, "_table", _rewritten(CounterDraws._table, "slot.keys, slot.bases", "slot.bases"), by_test("proofs.test_draws", "test_prompts_of_one_length_have_numbers_of_their_own")),
     Mutant("a few tokens are a nucleus if one row's are", sampling, "_nucleus_edge", _rewritten(sampling._nucleus_edge, "- 8 * torch.finfo(probs.dtype).eps >= top_p).all()", ">= top_p).any()"), by_test("test_sampling", "test_a_flat_distribution_keeps_its_nucleus_in_a_batch_with_a_steep_one", (0, 1))),
     Mutant("a nucleus has one token more than its sum needs", sampling, "_nucleus_edge", _rewritten(sampling._nucleus_edge, "down < top_p", "down <= top_p"), by_test("test_sampling", "test_a_nucleus_ends_where_its_sum_is_reached")),
     Mutant("a bias lifts a ban", SamplingTransform, "_biased", _rewritten(SamplingTransform._biased, "{**controls.logit_bias, **banned}", "{**banned, **controls.logit_bias}"), by_test("test_sampling", "test_a_bias_does_not_lift_a_ban", 0.7)),
     Mutant("greedy takes the last of tied tokens", SamplingTransform, "_probs", _rewritten(SamplingTransform._probs, "logit_BWV.argmax(-1)", "logit_BWV.shape[-1] - 1 - logit_BWV.flip(-1).argmax(-1)"), by_test("test_sampling", "test_temperature_zero_takes_the_first_of_tied_tokens")),
-    Mutant("tiny probabilities of a draft on other ranks are not sent", remote, "written", _rewritten(remote.written, "flat.nonzero()", "(flat > 1e-9).nonzero()"), by_test("test_overlap", "test_laws_arrive_to_the_last_bit", 0, torch.float32)),
+    Mutant("tiny probabilities of a draft on other ranks are not sent", remote, "written", _rewritten(remote.written, "flat.nonzero()", "(flat > 1e-9).nonzero()"), by_test("proofs.test_overlap", "test_laws_arrive_to_the_last_bit", 0, torch.float32)),
     Mutant("a damaged draft is not reported", decision, "decided", _rewritten(decision.decided, "damaged_BW[:, 1:] |= has_nan(draft_BKV)", "pass"), by_test("test_loop", "test_damaged_logits_stop_their_row_only", "draft", "token")),
     Mutant("a refilled row keeps the log-probabilities before", State, "replace", _rewritten(State.replace, "self.logprobs[row] = []", "pass"), by_test("test_logprobs", "test_a_refilled_row_has_those_of_its_own_text")),
     Mutant("padding of the vocabulary has log-probabilities", logprobs.LogprobReader, "read", _rewritten(logprobs.LogprobReader.read, "[:, :vocab]", ""), by_test("test_logprobs", "test_padding_of_the_vocabulary_takes_no_part")),
     Mutant("a conversation keeps one cached token too many", engine.RankEngine, "go_on", _rewritten(engine.RankEngine.go_on, "state.lengths[0] - 1))]", "state.lengths[0] - 1)) + 1]"), by_test("test_logprobs", "test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys", 5)),
     Mutant("stop strings are shown the end token", loop.Limits, "trim", _shows_the_end, by_test("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")),
-    Mutant("broken drafts are forgotten", engine.Engine, "judge", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
+    Mutant("broken drafts are forgotten", engine.Engine, "judge", _forgets_the_broken, by_test("proofs.test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
 ]  # fmt: skip
 
 

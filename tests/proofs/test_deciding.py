@@ -17,8 +17,8 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Purpose, heat, inverse_cdf
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES
-from tests import rational
-from tests.toy import toy
+from tests.proofs import rational
+from tests.proofs.toy import toy
 
 CPU = torch.device("cpu")
 LAST, NEVER = 1 - 2.0**-53, 2.0  # the largest uniform; more than any chance

@@ -17,8 +17,8 @@ from llama_ssp.speculative.drafters.ahead import AheadDrafter, Memo
 from llama_ssp.speculative.drafters.local import Drawn
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.state import Prompt, State
-from tests.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
-from tests.trees import BASE, Scenario, models, play
+from tests.proofs.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
+from tests.proofs.scenarios import BASE, Scenario, models, play
 
 CUT = SamplingConfig(top_p=0.75)  # some distributions are certain then, and trees smaller
 CUT_LESS = SamplingConfig(top_p=0.85)

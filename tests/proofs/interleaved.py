@@ -32,8 +32,8 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from tests.choices import ReplayDraws, distance, every_branch
-from tests.trees import Outcome, Scenario, StopAt, expected, models
+from tests.proofs.choices import ReplayDraws, distance, every_branch
+from tests.proofs.scenarios import Outcome, Scenario, StopAt, expected, models
 
 PATIENCE_S = 3600.0  # nobody's clock decides anything here
 SLIVER = 1e-14  # intervals that are there by rounding alone
