@@ -19,8 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,68 +32,42 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bench.surroundings import surroundings, write
 from llama_ssp import cli
-from llama_ssp.models.attention import Pass, attend_rows
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.speculative import sampling
-from llama_ssp.speculative import verification as verify
-from llama_ssp.speculative.decision import StateDraws
-from llama_ssp.speculative.drafters import local as drafters
-from llama_ssp.speculative.rng import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
-from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.tasks.certify import decisions, law
+from llama_ssp.speculative.rng import PURPOSES, ROUNDS, Purpose, prompt_key
+from llama_ssp.speculative.sampling import one_hot
+from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify import task as certify
-from llama_ssp.tasks.certify.decisions import Round
-from llama_ssp.tasks.certify.verdict import Outcome
-from tests.proofs import mutants
+from tests.proofs.mutants import Mutant, every
+from tests.proofs.wrong_rules import MODEL, declares
+from tests.proofs.wrong_runs import COIN, FILTERS, PHILOX, named, numbered
 from tests.renumbered import renumber
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a fault is planted, what else the run needs to show it, and the check that must fail."""
+    """A planted fault, the check that must fail, and what else the run needs to show it."""
 
     name: str
-    place: Any
-    attribute: str
-    fault: Any
+    mutant: Mutant
     check: str
     overrides: tuple[str, ...] = ()
 
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        with patch.object(self.place, self.attribute, self.fault):
-            yield
+    def planted(self) -> AbstractContextManager[None]:
+        return self.mutant.planted()
 
 
-def _unfiltered_target(self: SamplingTransform, logits: Any, prefix: Any) -> Any:
-    """Filters the draft, not the blocks that the target verifies; a greedy distribution has nothing to
-    filter."""
-    if self.controls.temperature == 0:
-        return mutants.laws_law(self, logits, prefix)
-    return mutants._unfiltered_target(self, logits, prefix)
-
-
-def _reused_coins(self: State, purpose: Purpose, offset: int = 0) -> Slot:
-    """The acceptance coin is the uniform that its draft was drawn with."""
-    return state_slot(self, Purpose.DRAFT if purpose is Purpose.ACCEPT else purpose, offset)
-
-
-def _shared_counters(self: CounterDraws, key: int, base: int, width: int, stream: int) -> Any:
+def _shared(raw: Any, _: int, stream: int, base: int, count: int) -> Any:
     """Coins, drafts' uniforms and clocks are the same raw numbers."""
-    of_purpose = np.arange(width) // PURPOSES if stream == ROUNDS else np.arange(width)
-    return draws_row(self, key, base, width, ROUNDS)[of_purpose]
+    number = np.arange(count)
+    return raw(count, [0, 0, ROUNDS, base])[number // PURPOSES if stream == ROUNDS else number]
 
 
-def _coins_reused_where(touched: Callable[[Sequence[int]], bool]) -> Callable[..., Slot]:
-    """The acceptance coins are the drafts' numbers in the rounds of a batch with such lengths."""
-
-    def slot(self: State, purpose: Purpose, offset: int = 0) -> Slot:
-        reused = purpose is Purpose.ACCEPT and touched(self.lengths)
-        return state_slot(self, Purpose.DRAFT if reused else purpose, offset)
-
-    return slot
+def _coins_of_drafts(raw: Any, key: int, stream: int, base: int, count: int) -> Any:
+    """In one of a hundred rounds of a row the acceptance coins are the drafts' numbers."""
+    numbers = raw(count)
+    if stream == ROUNDS and _hashed([key, base], 100):
+        numbers[Purpose.ACCEPT :: PURPOSES] = numbers[::PURPOSES][: len(numbers[Purpose.ACCEPT :: PURPOSES])]
+    return numbers
 
 
 def _hashed(numbers: Sequence[int], rounds: int) -> bool:
@@ -102,48 +75,19 @@ def _hashed(numbers: Sequence[int], rounds: int) -> bool:
     return zlib.crc32(repr(list(numbers)).encode()) % rounds == 0
 
 
-def _coins_of_drafts(self: CounterDraws, key: int, base: int, width: int, stream: int) -> Any:
-    """In one of a hundred rounds of a row the acceptance coins are the drafts' numbers."""
-    numbers = draws_row(self, key, base, width, stream)
-    if stream == ROUNDS and _hashed([key, base], 100):
-        numbers[Purpose.ACCEPT :: PURPOSES] = numbers[::PURPOSES][: len(numbers[Purpose.ACCEPT :: PURPOSES])]
-    return numbers
+def _reused_where(touched: Callable[[Sequence[int]], bool]) -> Any:
+    """The acceptance coins are the drafts' numbers in the rounds of a batch with such lengths."""
+    return named(lambda _, slot: {"purpose": Purpose.DRAFT} if touched(slot.bases) else {})
 
 
-def _declares_bf16(self: Any, state: State, count: tuple[int, ...]) -> Any:
-    """Declares a copy of the drafts' distributions that was rounded to bf16."""
-    proposal = mutants.model_propose(self, state, count)
-    if proposal.draft_BKV is None:
-        return proposal
-    rounded = proposal.draft_BKV.to(torch.bfloat16).to(proposal.draft_BKV.dtype)
-    return replace(proposal, draft_BKV=rounded)
+def _mixed_corrections(token: Any, draws: Any, probs_BV: Tensor) -> Any:
+    return token(draws, 0.98 * probs_BV + 0.02 * one_hot(probs_BV.argmax(-1), probs_BV))
 
 
-def _lenient_coins(self: StateDraws, chance_BK: Tensor) -> Tensor:
-    return state_coins(self, 1.02 * chance_BK)
-
-
-def _mixed_corrections(self: StateDraws, probs_BV: Tensor, *given: Any) -> Tensor:
-    return state_token(self, 0.98 * probs_BV + 0.02 * sampling.one_hot(probs_BV.argmax(-1), probs_BV), *given)
-
-
-def _wider_nucleus(probs: Any, top_p: float) -> Any:
-    return nucleus_edge(probs, top_p + 0.01)
-
-
-state_coins, state_token = StateDraws.coins, StateDraws.token
-state_slot, draws_row, nucleus_edge = State.slot, CounterDraws._row, sampling._nucleus_edge
-NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
-PENALTY = ("sampling.repetition_penalty=1.3",)
-feed_of = DecoderModel._feed
-first_written = WeakIdKeyDictionary()  # of a cache's tensor: what its slots got first, and which have it
-
-
-def _keeps_stale(self: DecoderModel, *what: Any) -> Pass:
+def _keeps_stale(feed: Any, cache: Any, rows: Any, attend: Any) -> Any:
     """Slots that were written once stay as they are: rejected tokens leave their keys behind."""
-    feed = feed_of(self, *what)
 
-    def attend(own: Pass, query: Tensor, keys: Tensor, values: Tensor, *how: Any) -> Tensor:
+    def stale(own: Any, query: Tensor, keys: Tensor, values: Tensor, *how: Any) -> Tensor:
         for each in (keys, values):
             if each not in first_written:
                 first_written[each] = each.clone(), torch.zeros(each.shape[1], dtype=torch.bool)
@@ -151,98 +95,55 @@ def _keeps_stale(self: DecoderModel, *what: Any) -> Pass:
             new = own.slot_T[~known[own.slot_T]]
             kept[:, new], known[new] = each[:, new], True
             each[:, own.slot_T] = kept[:, own.slot_T]
-        return attend_rows(own, query, keys, values, *how)
+        return attend(own, query, keys, values, *how)
 
-    feed.attend = attend
-    return feed
+    return feed(cache, rows, stale)
+
+
+first_written = WeakIdKeyDictionary()  # of a cache's tensor: what its slots got first, and which have it
+NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
+PENALTY = ("sampling.repetition_penalty=1.3",)
+CACHE, DRAWS = "models.slot_cache:SlotCache.feed", "speculative.decision:StateDraws."
+
+
+def _listed(name: str, listed: str, check: str, *overrides: str) -> Fault:
+    """A fault that the proofs have to show, too."""
+    return Fault(name, every()[listed], check, overrides)
+
+
+def _own(name: str, places: str, check: str, wrong: Any, *overrides: str) -> Fault:
+    return Fault(name, Mutant(name, places, (), wrong), check, overrides)
 
 
 FAULTS = [
-    Fault("ratio swapped", verify, "_ratios", mutants._swapped, "law"),
-    Fault("correction from the target's whole law", verify, "_residual_probs", mutants._target_again, "law"),
-    Fault("filters on the draft alone", SamplingTransform, "_probs", _unfiltered_target, "filters", NUCLEUS),
-    Fault(
-        "draft law declared 5 % uniform",
-        drafters.ModelDrafter,
-        "propose",
-        mutants._declares_mixture,
-        "decisions",
+    _listed("ratio swapped", "ratio swapped", "law"),
+    _listed("correction from the target's whole law", "residual: the target's own distribution", "law"),
+    _listed("filters on the draft alone", "filters on the draft's side only", "filters", *NUCLEUS),
+    _listed("draft law declared 5 % uniform", "declared distribution is 5 % uniform", "decisions"),
+    _own(
+        "draft law from a bf16 copy", MODEL, "decisions",
+        declares(lambda q: q.to(torch.bfloat16).to(q.dtype)),
     ),
-    Fault("draft law from a bf16 copy", drafters.ModelDrafter, "propose", _declares_bf16, "decisions"),
-    Fault("stale target cache", DecoderModel, "_feed", _keeps_stale, "law"),
-    Fault("coins are the drafts' uniforms", State, "slot", _reused_coins, "decisions"),
-    Fault("coins, uniforms and races share counters", CounterDraws, "_row", _shared_counters, "decisions"),
-    Fault(
-        "coins are the drafts' uniforms where row 0's length is a multiple of 8",
-        State,
-        "slot",
-        _coins_reused_where(lambda lengths: lengths[0] % 8 == 0),
-        "decisions",
+    _own("stale target cache", CACHE, "law", _keeps_stale),
+    _listed("coins are the drafts' uniforms", "a coin is its draft's number", "decisions"),
+    _own("coins, uniforms and races share counters", PHILOX, "decisions", numbered(_shared)),
+    _own(
+        "coins are the drafts' uniforms where row 0's length is a multiple of 8", COIN, "decisions",
+        _reused_where(lambda lengths: lengths[0] % 8 == 0),
     ),
-    Fault(
-        "coins are the drafts' uniforms in one round of 8",
-        State,
-        "slot",
-        _coins_reused_where(partial(_hashed, rounds=8)),
-        "decisions",
+    _own(
+        "coins are the drafts' uniforms in one round of 8", COIN, "decisions",
+        _reused_where(lambda lengths: _hashed(lengths, 8)),
     ),
-    Fault("coins are drafts' numbers in 1 % of rounds", CounterDraws, "_row", _coins_of_drafts, "decisions"),
-    Fault("top-p 0.01 wider everywhere", sampling, "_nucleus_edge", _wider_nucleus, "filters", NUCLEUS),
-    Fault(
-        "penalties ignore the block", State, "prefix", mutants._committed_prefix_only, "filters", PENALTY
+    _own("coins are drafts' numbers in 1 % of rounds", PHILOX, "decisions", numbered(_coins_of_drafts)),
+    _own(
+        "top-p 0.01 wider everywhere", FILTERS, "filters",
+        lambda filtered, probs, k, p, least: filtered(probs, k, p + 0.01 if p < 1 else p, least), *NUCLEUS,
     ),
-    Fault("bonus token from the draft", verify, "_residual_probs", mutants._bonus_from_draft, "law"),
-    Fault("coins lenient by 2 %", StateDraws, "coins", _lenient_coins, "decisions"),
-    Fault("corrections: 2 % are the likeliest", StateDraws, "token", _mixed_corrections, "decisions"),
-]  # fmt: skip
-
-
-def _by_rule() -> str | None:
-    """A rule that is wrong by two thousandths."""
-    random = np.random.default_rng(2)
-    target, draft = (torch.from_numpy(random.dirichlet([1.0] * 6, size)) for size in (4, 3))
-    seen = Round(1, (0, 1, 2, 3), 3, target, draft)
-    with patch.object(verify, "_ratios", lambda block: mutants.verify_ratios(block) * 1.002):
-        errors = [law.rule_error(verify.RULES["token"], seen, at) for at in range(4)]
-    found = law.judge(NOISE, [0.0], [error for error in errors if error is not None])
-    return None if found.outcome is Outcome.failed else "a rule 0.2 % too lenient passes"
-
-
-def _by_departures(departures: list[float]) -> str | None:
-    found = law.judge(NOISE, departures, [])
-    return None if found.outcome is Outcome.failed else f"{departures[0]} of {len(departures)} passes"
-
-
-def _by_one_position() -> str | None:
-    """One position of a hundred is off by half as much again as rounding explains."""
-    return _by_departures([0.03, *[0.0] * 99])
-
-
-def _by_usual() -> str | None:
-    """All positions are off by twelve times what regular passes usually differ by, and within the band."""
-    return _by_departures([0.006] * 99)
-
-
-def _by_places() -> str | None:
-    """4 % of 10,000 drafts lie elsewhere."""
-    seen = decisions.Decisions(verify.RULES["token"], 0, drafted=10_000)
-    seen.places = (0.96 * np.arange(10_000) / 10_000).tolist()
-    found = decisions.check_decisions(seen, LEVEL)
-    return None if found.outcome is Outcome.failed else "drafts that never lie in the tail of 4 % pass"
-
-
-def _thrice(band: Callable[..., float]) -> Callable[..., float]:
-    return lambda *numbers: 3 * band(*numbers)
-
-
-LEVEL = 1e-3 / certify.RANDOM_CHECKS
-NOISE = law.Noise(0.01, 0.0005)
-BLUNTED = [
-    mutants.Mutant("tolerance of the rule 1e-2", law, "RULE_TOLERANCE", 1e-2, _by_rule),
-    mutants.Mutant("drafts' band x3", decisions, "uniform_band", _thrice(decisions.uniform_band), _by_places),
-    mutants.Mutant("rounding's band x3", law, "SAFETY", 3 * law.SAFETY, _by_one_position),
-    mutants.Mutant("multiple of rounding x3", law, "MULTIPLE", 3 * law.MULTIPLE, _by_usual),
-    mutants.Mutant("part of the largest x3", law, "PART_OF_LARGEST", 0.75, _by_usual),
+    _listed("penalties ignore the block", "controls see the committed prefix only", "filters", *PENALTY),
+    _listed("bonus token from the draft", "bonus token from the draft", "law"),
+    _own("coins lenient by 2 %", f"{DRAWS}coins", "decisions", lambda coins, own, p: coins(own, 1.02 * p)),
+    _own("corrections: 2 % are the likeliest", f"{DRAWS}token", "decisions", _mixed_corrections),
 ]  # fmt: skip
 
 
@@ -299,14 +200,10 @@ def certified(*overrides: str) -> dict[str, Any]:
 
 
 @contextmanager
-def black_box(sampler: Any) -> Iterator[None]:
+def _another_library() -> Iterator[None]:
     """The command judges this sampler instead, by its texts alone."""
-    real = certify.check_samples
-
-    def replaced(_: Any, *others: Any) -> Any:
-        return real(sampler, *others)
-
-    with patch.object(certify, "check_samples", replaced):
+    sampler, real = TransformersSampler(), certify.check_samples
+    with patch.object(certify, "check_samples", lambda _, *others: real(sampler, *others)):
         yield
 
 
@@ -336,10 +233,6 @@ def rows(seeds: int) -> list[Row]:
     found = [Row(fault.name, "different", ("seed=1", *fault.overrides), fault.planted) for fault in FAULTS]
     other = Row("transformers, another tokenizer", "different", ("seed=1",), _another_library)
     return [*found, other, *(Row("sound code", "same", (f"seed={seed}",)) for seed in range(seeds))]
-
-
-def _another_library() -> AbstractContextManager[None]:
-    return black_box(TransformersSampler())
 
 
 def _line(number: int, seeds: int) -> tuple[bool, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,18 +11,22 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models import steps
+from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
+from llama_ssp.speculative.drafters.block_head import head_drafter
+from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
-from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.rng import CounterDraws, Draws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.verification import rule_for
+from llama_ssp.speculative.verification import Rule, rule_for
+from llama_ssp.text.translation import Intersection
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -67,46 +72,50 @@ class Run:
 
 
 def engine_of(
-    target: Model,
-    draft: Model | str | None = None,
-    *,
-    rule: str = "block",
-    ends: frozenset[int] = frozenset(),
-    chunk: int = 512,
-    sampling: SamplingConfig = GREEDY,
+    target: Model, draft: Model | HeadModel | str | None = None, rule: Rule | str = "block", *,
+    sampling: SamplingConfig | None = None, ends: Iterable[int] = (), draws: Draws | int = 0,
+    vocab: int | None = None, bridge: Intersection | None = None, chunk: int = 512, siblings: int = 0,
     runner: type[ModelRunner] = ModelRunner,
-    draws: CounterDraws | None = None,
-    siblings: int = 0,
-) -> Engine:
-    """The engine of one process. `draft` is a model, "ngram", or None; `siblings` are those of a round."""
-    transform = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab)
-    draws = draws or CounterDraws(0)
+) -> Engine:  # fmt: skip
+    """The engine of one process. `draft` is a model, a trained head, "ngram", or None.
+
+    `draws` may be a seed; `bridge` leads from the draft's tokenizer to the target's; a round has at most
+    `siblings`, and then the rule is the one for trees.
+    """
+    transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab or target.vocab)
+    source = CounterDraws(draws) if isinstance(draws, int) else draws
+    target_runner = runner(target, chunk)
     drafter: Drafter = Drafter()
     if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
+    elif isinstance(draft, HeadModel):
+        drafter = head_drafter(draft, target_runner, transform, source)
+    elif bridge is not None:
+        drafter = IntersectionDrafter(ModelRunner(draft, chunk), transform, source, bridge)
     elif draft is not None:
-        drafter = ModelDrafter(ModelRunner(draft, chunk), transform, draws)
-    own = rule_for(rule, siblings)
-    return Engine(runner(target, chunk), drafter, transform, own, draws, siblings=siblings)
+        drafter = ModelDrafter(ModelRunner(draft, chunk), transform, source)
+    decides = rule_for(rule, siblings) if isinstance(rule, str) else rule
+    return Engine(target_runner, drafter, transform, decides, source, siblings=siblings)
+
+
+def steps_of(
+    engine: RankEngine, prompts: list[Prompt], new: int, drafting: DraftLength | int = 0,
+    ends: frozenset[int] = frozenset(),
+) -> tuple[State, list[Step]]:  # fmt: skip
+    """One batch to its end: the state, and every round. `drafting` may be a fixed K."""
+    state = engine.prefill(prompts, new)
+    lookahead = FixedDraftLength(drafting, len(prompts)) if isinstance(drafting, int) else drafting
+    return state, list(generate(engine, state, Limits(new, ends), lookahead))
 
 
 def speculate(
-    target: Model,
-    prompts: list[Prompt],
-    draft: Model | str | None,
-    *,
-    k: int,
-    max_new: int = 24,
-    ends: frozenset[int] = frozenset(),
-    seed: int = 0,
-    adaptive: bool = False,
-    siblings: int = 0,
-    draws: CounterDraws | None = None,
-    **how: Any,
-) -> Run:
-    """One batch through the engine; `how` as in `engine_of`."""
-    draws = draws or CounterDraws(seed)
-    engine = engine_of(target, draft, ends=ends, draws=draws, siblings=k * siblings, **how)
+    target: Model, prompts: list[Prompt], draft: Model | str | None, *, k: int, max_new: int = 24,
+    ends: frozenset[int] = frozenset(), seed: int = 0, adaptive: bool = False, siblings: int = 0,
+    draws: Draws | None = None, sampling: SamplingConfig = GREEDY, **how: Any,
+) -> Run:  # fmt: skip
+    """One batch through an engine of its own; `how` as in `engine_of`."""
+    given: dict[str, Any] = {"ends": ends, "draws": draws or seed, "sampling": sampling, **how}
+    engine = engine_of(target, draft, siblings=k * siblings, **given)
     return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive, siblings=siblings)
 
 

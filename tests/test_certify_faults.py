@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 NUCLEUS = SamplingConfig(temperature=0.8, top_p=0.95)
 PLAN = CertifyConf()
 LEVEL = PLAN.false_alarm / RANDOM_CHECKS
-Shipped = tuple[Model, Model, Tokens]
+Shipped = tuple[Model, Model | None, Tokens]
 
 
 @pytest.fixture(scope="module")
@@ -56,99 +56,83 @@ def prompts_of(shipped: Shipped, copies: int = 1) -> list[Prompt]:
     ]
 
 
-def ours(shipped: Shipped, rule: Rule, sampling: SamplingConfig | None = None, seed: int | None = 1) -> Any:
-    """The shipped pair, its rounds watched if there is a seed."""
+def ours(shipped: Shipped, rule: Rule, sampling: SamplingConfig | None = None, watch: Any = None) -> Any:
     target, draft, tokens = shipped
-    watch = None if seed is None else Watch(Decisions(rule, seed), PLAN.law_rounds)
-    rows = PLAN.batch_size
-    return sampler(rule.name, rule, draft, watch, sampling, target, 4, tokens.end_ids, rows)
+    how: dict[str, Any] = {"target": target, "k": 4, "ends": tokens.end_ids, "rows": PLAN.batch_size}
+    return sampler(rule.name, rule, draft, watch, sampling=sampling, **how)
 
 
-def transform_of(shipped: Shipped, sampling: SamplingConfig) -> SamplingTransform:
+def outcomes(shipped: Shipped, sampling: SamplingConfig, texts: int) -> dict[str, Check]:
+    """What the checks of rounds say of the default run's long texts, and of so many of 8 tokens."""
     target, _, tokens = shipped
-    return SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab)
+    rule, transform = RULES["block"], SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab)
+    watch = Watch(Decisions(rule, 1), PLAN.law_rounds)
+    subject = ours(shipped, rule, sampling, watch)
+    long_texts = prompts_of(shipped, PLAN.batch_size // len(SHORT))
+    subject.texts([replace(prompt, id=f"{prompt.id} law") for prompt in long_texts], PLAN.law_tokens)
+    subject.texts(prompts_of(shipped, texts // len(SHORT)), 8)
+    found = [check_decisions(watch.decisions, LEVEL), check_filters(watch.rounds, transform)]
+    return {check.name: check for check in found}
 
 
-def laws_checked(shipped: Shipped, sampling: SamplingConfig) -> Check:
-    """The check of the law, over texts of 24 tokens."""
-    rule = RULES["block"]
-    subject = ours(shipped, rule, sampling)
-    subject.texts(prompts_of(shipped), 24)
-    rounds = subject.watch.rounds
+def law_of(shipped: Shipped, sampling: SamplingConfig) -> Check:
+    """The check of the distributions, over texts of 24 tokens."""
+    target, rule = shipped[0], RULES["block"]
+    watch = Watch(Decisions(rule, 1), PLAN.law_rounds)
+    ours(shipped, rule, sampling, watch).texts(prompts_of(shipped), 24)
+    how = sampling.temperature, target.vocab, PLAN.batch_size, 512, True
     with torch.inference_mode():
-        found = check_law(
-            shipped[0], rule, rounds, [], sampling.temperature, shipped[0].vocab, PLAN.batch_size, 512, True
-        )
+        found = check_law(target, rule, watch.rounds, [], *how)
     assert found is not None
     return found
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sampling", [SamplingConfig(), NUCLEUS], ids=["plain", "nucleus"])
-def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConfig) -> None:
-    found = laws_checked(shipped, sampling)
+def test_the_distributions_are_right(shipped: Shipped, sampling: SamplingConfig) -> None:
+    found = law_of(shipped, sampling)
     assert found.outcome is Outcome.passed, found.says
     assert found.figures["positions"] > 250
 
 
+def test_sound_rounds_pass(shipped: Shipped) -> None:
+    assert {check.outcome for check in outcomes(shipped, NUCLEUS, 256).values()} == {Outcome.passed}
+
+
+OF_LAW = [fault for fault in FAULTS if fault.check == "law"]
+OF_ROUNDS = [fault for fault in FAULTS if fault.check in ("decisions", "filters")]
+CONTROLS = {(): SamplingConfig(), NUCLEUS_RUN: NUCLEUS, PENALTY: SamplingConfig(repetition_penalty=1.3)}
+
+
 @pytest.mark.few(1)
-@pytest.mark.parametrize("fault", [f for f in FAULTS if f.check == "law"], ids=lambda fault: fault.name)
-def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
+@pytest.mark.parametrize("fault", OF_LAW, ids=lambda fault: fault.name)
+def test_faults_of_the_distributions(shipped: Shipped, fault: Fault) -> None:
     with fault.planted():
-        sampling = NUCLEUS if fault.overrides else SamplingConfig()
-        found = laws_checked(shipped, sampling)
+        found = law_of(shipped, CONTROLS[fault.overrides])
     assert found.outcome is Outcome.failed
     shown = found.figures["usual_total_variation"] > 3 * found.figures["rounding_usual_total_variation"]
     assert shown or found.figures["positions_rule_wrong"] + found.figures["positions_astray"] > 5
 
 
-OWN_CHECKS = ["decisions", "filters"]
-OTHERS = [fault for fault in FAULTS if fault.check in OWN_CHECKS]
-CONTROLS = {NUCLEUS_RUN: NUCLEUS, PENALTY: SamplingConfig(repetition_penalty=1.3)}
-
-
-def test_the_faults_have_their_checks() -> None:
-    assert len(OTHERS) == 12
-    assert {fault.name for fault in FAULTS if fault.check == "law"} > {
-        "stale target cache", "bonus token from the draft",
-    }  # fmt: skip
-
-
-def by_rounds(shipped: Shipped, sampling: SamplingConfig, texts: int) -> dict[str, Outcome]:
-    """What the checks of rounds say of the default run's long texts, and of so many of 8 tokens."""
-    subject = ours(shipped, RULES["block"], sampling)
-    long_texts = prompts_of(shipped, PLAN.batch_size // len(SHORT))
-    subject.texts([replace(prompt, id=f"{prompt.id} law") for prompt in long_texts], PLAN.law_tokens)
-    subject.texts(prompts_of(shipped, texts // len(SHORT)), 8)
-    decisions = subject.watch.decisions
-    found = [
-        check_decisions(decisions, LEVEL),
-        check_filters(subject.watch.rounds, transform_of(shipped, sampling)),
-    ]  # fmt: skip
-    return {check.name: check.outcome for check in found}
-
-
-def test_sound_rounds_pass(shipped: Shipped) -> None:
-    assert set(by_rounds(shipped, NUCLEUS, 256).values()) == {Outcome.passed}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", OF_ROUNDS, ids=lambda fault: fault.name)
 def test_faults_of_rounds(shipped: Shipped, fault: Fault) -> None:
     """A quarter of the default run's texts."""
     with fault.planted():
-        found = by_rounds(shipped, CONTROLS.get(fault.overrides, SamplingConfig()), 256)
-    assert found[fault.check] is Outcome.failed
+        found = outcomes(shipped, CONTROLS[fault.overrides], 256)
+    assert found[fault.check].outcome is Outcome.failed
+
+
+def test_the_faults_have_their_checks() -> None:
+    assert (len(OF_LAW), len(OF_ROUNDS)) == (4, 12)
 
 
 @pytest.mark.long
 def test_transformers_with_another_tokenizer(shipped: Shipped) -> None:
     """A quarter of the default run's texts, and nothing but the texts: its distribution is far from the
     target's."""
-    target, _, tokens = shipped
     plan = replace(PLAN, samples=PLAN.samples // 4)
-    regular = sampler("regular", TokenRule(), None, None, None, target, 4, tokens.end_ids, PLAN.batch_size)
-    wrong = ours(shipped, KeepsEveryDraft(), seed=None)
+    regular, wrong = ours((shipped[0], None, shipped[2]), TokenRule()), ours(shipped, KeepsEveryDraft())
     prompts = prompts_of(shipped)
     found = check_samples(TransformersSampler(), regular, wrong, prompts, plan, 1, LEVEL, True)
     assert [check.outcome for check in found] == [Outcome.failed, Outcome.passed]

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.speculative.sampling import Prefix, SamplingTransform, filtered, has_nan
+from llama_ssp.speculative import sampling as shipped
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform, has_nan
 from tests.proofs.reference import reference_law
 
 VOCAB, SLOTS, ENDS = 11, 16, frozenset({4, 9})
@@ -71,7 +72,7 @@ def test_filters_do_not_depend_on_the_order_of_tokens(seed, cut):
     probs = torch.softmax(torch.randint(0, 4, (1, VOCAB), generator=generator).double(), -1)  # many ties
     order = torch.randperm(VOCAB, generator=generator)
     assert torch.allclose(
-        filtered(probs, *cut)[:, order], filtered(probs[:, order], *cut), rtol=0, atol=1e-15
+        shipped.filtered(probs, *cut)[:, order], shipped.filtered(probs[:, order], *cut), rtol=0, atol=1e-15
     )
 
 
@@ -108,7 +109,7 @@ def test_filters_without_a_sort_keep_what_sorting_keeps(seed, size, dtype, top_k
     if levels:
         logits = (logits * levels).round() / levels
     probs = torch.softmax(logits, -1)
-    assert torch.equal(filtered(probs, top_k, top_p, 0.0), filtered_by_sorting(probs, top_k, top_p))
+    assert torch.equal(shipped.filtered(probs, top_k, top_p, 0.0), filtered_by_sorting(probs, top_k, top_p))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -116,7 +117,7 @@ def test_a_flat_distribution_keeps_its_nucleus_in_a_batch_with_a_steep_one(order
     """The steep one's nucleus has 2 tokens, the flat one's 3,728 of 4,096."""
     logits = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
     probs = torch.softmax(logits * torch.tensor([[8.0], [0.3]]), -1)[list(order)]
-    kept = filtered(probs, 0, 0.95, 0.0)
+    kept = shipped.filtered(probs, 0, 0.95, 0.0)
     assert torch.equal(kept, filtered_by_sorting(probs, 0, 0.95))
     assert sorted((kept > 0).sum(-1).tolist())[1] > 3000
 
@@ -124,7 +125,7 @@ def test_a_flat_distribution_keeps_its_nucleus_in_a_batch_with_a_steep_one(order
 def test_a_nucleus_ends_where_its_sum_is_reached():
     """The sum of the first token is top_p: the second is outside."""
     probs = torch.tensor([[0.25, 0.5, 0.25]])
-    assert filtered(probs, 0, 0.5, 0.0).tolist() == [[0, 1, 0]]
+    assert shipped.filtered(probs, 0, 0.5, 0.0).tolist() == [[0, 1, 0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -132,14 +133,14 @@ def test_a_nucleus_ends_where_its_sum_is_reached():
 def test_the_smallest_top_p_keeps_the_likeliest(top_p: float, dtype: torch.dtype):
     probs = torch.tensor([[0.2, 0.3, 0.3, 0.2], [0.1, 0.2, 0.3, 0.4]], dtype=dtype)
     kept = torch.tensor([[0, 0.5, 0.5, 0], [0, 0, 0, 1]], dtype=dtype)
-    assert torch.equal(filtered(probs, 0, top_p, 0.0), kept)
+    assert torch.equal(shipped.filtered(probs, 0, top_p, 0.0), kept)
 
 
 def test_a_law_of_nan_stays_one_beside_laws_that_are_filtered():
     probs = torch.softmax(torch.arange(4000.0).view(1, -1) / 100, -1).repeat(2, 1)
     probs[1] = torch.nan
     for cut in ((5, 1.0), (600, 1.0), (0, 0.9), (7, 0.5)):
-        found = filtered(probs, *cut, 0.0)
+        found = shipped.filtered(probs, *cut, 0.0)
         assert torch.equal(found[0], filtered_by_sorting(probs[:1], *cut)[0]) and found[1].isnan().all()
 
 

@@ -120,7 +120,7 @@ def test_the_scale_matters(name: str) -> None:
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rows_are_refilled(name: str) -> None:
     """A prompt that is read in chunks, between the rounds of others, has its whole length's scale at once."""
-    expected, engine = scaled_texts(name), engine_of(model_of(name), model_of(name, 0.02))
+    expected, engine = scaled_texts(name), engine_of(model_of(name), model_of(name, 0.02), sampling=GREEDY)
     found = drive_refilled(engine, list(expected), 2, k=4, longest=80)
     assert found == {prompt.id: text for prompt, text in expected.items()}
 
@@ -128,7 +128,7 @@ def test_scaled_rows_are_refilled(name: str) -> None:
 @pytest.mark.parametrize(("name", "beyond"), [("phi3", 0), ("llama", 29)])
 def test_what_a_conversation_keeps_is_counted(name: str, beyond: int) -> None:
     """Nothing where it outgrows the first scale and is read anew."""
-    engine = engine_of(model_of(name))
+    engine = engine_of(model_of(name), sampling=GREEDY)
     state = engine.prefill([Prompt("0", tuple(range(3, 23)))], 60)
     assert engine.go_on(state, Prompt("1", tuple(range(3, 33)))) == 19
     assert engine.go_on(state, Prompt("2", tuple(range(3, 43)))) == beyond

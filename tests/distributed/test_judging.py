@@ -27,13 +27,16 @@ AGREE = (
 )
 
 
-def swap_ratios(rank: int) -> None:
+def accept_all(rank: int) -> None:
     """The rule is wrong, on the leader, which alone decides."""
-    from llama_ssp.speculative import verification as verify
-    from tests.proofs import mutants
+    from llama_ssp.speculative.verification import RULES, BlockRule
+
+    class AcceptsAll(BlockRule):
+        def accept_chances(self, block: Any) -> Any:
+            return (super().accept_chances(block) > 0).double()
 
     if rank == 0:
-        verify._ratios = mutants._swapped
+        RULES["block"] = AcceptsAll()
 
 
 def certificate(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -52,7 +55,7 @@ def test_two_ranks_certify_as_one(command: Command, saved: Any, tmp_path: Path) 
 
 
 def test_every_rank_leaves_with_the_verdict(saved: Any, tmp_path: Path) -> None:
-    answers = Started(tmp_path / "two", 2, *pair(saved), *CERTIFY, fault=swap_ratios).finish()
+    answers = Started(tmp_path / "two", 2, *pair(saved), *CERTIFY, fault=accept_all).finish()
     assert [answer.code for answer in answers] == [FAILED_CHECK] * 2, answers[0].err + answers[1].err
     assert json.loads(answers[0].out)["verdict"] == "different"
 

@@ -1,4 +1,11 @@
-"""Walks every branch of the real loop: a source of draws that replays choices instead of drawing."""
+"""Follows every branch of the real loop: a source of draws that replays choices instead of drawing.
+
+`every_branch` runs the loop again and again, each time with other outcomes of its coins and draws, until all
+have been taken, and adds up the products of their probabilities (fp64). It works as all randomness of a run
+goes through `bernoulli` and `categorical`. A key that is drawn twice would make two decisions depend on one
+random number, which walking cannot see: so it is an error here, and test_draws.py proves that different keys
+have different numbers. Control: two of the planted faults reuse a key (mutants.py, "not keyed by length").
+"""
 
 from __future__ import annotations
 
@@ -14,11 +21,7 @@ from llama_ssp.speculative.rng import Slot
 
 @dataclass
 class ReplayDraws:
-    """Takes the given choices, then always the first; notes what there was to choose from.
-
-    A key that is drawn twice would make two decisions depend on one random number, which walking
-    cannot see; so it is an error.
-    """
+    """Takes the given choices, then always the first; notes what there was to choose from."""
 
     choices: list[int]
     taken: list[int] = field(default_factory=list)

@@ -1,8 +1,12 @@
-"""Exact enumeration of one round over random distributions in fractions: the functions that ship, no
-rounding.
+"""One round of a verification rule, enumerated in exact rational arithmetic (`fractions.Fraction`).
 
-Every path of drafts, of accept draws and of corrections is followed. The distribution of the first K+1 tokens
-(the block, continued by the target's own distribution) must equal the target's, with total variation 0.
+The functions are those that ship (verification.py, traversal.py), on numpy arrays of fractions in place of
+tensors. Given are random distributions p of the target and q of the draft that depend on the whole prefix,
+with zeros, K <= 3 drafts of up to 4 tokens. Followed are every path of drafts, every outcome of the K coins
+(or of the tree's), and every token after the accepted ones; the round is then continued by p up to K+1
+tokens. `total_variation` is the distance of that distribution from p's own over K+1 tokens: it must be 0, not
+small. The controls are the faults of the rules in mutants.py (ratio swapped, residual not clamped at zero,
+...).
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
+import torch
 
 from llama_ssp.speculative.sampling import filtered
 from llama_ssp.speculative.verification import TREE, Branches, DraftBlock, Rule
@@ -24,7 +29,7 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class Laws:
-    """Context-dependent random distributions, zeros included; the same prefix always gives the same law."""
+    """Random distributions by prefix, zeros included; a prefix always gives the same one."""
 
     seed: int
     vocab: int
@@ -66,7 +71,7 @@ def total_variation(rule: Rule, case: Case) -> Fraction:
     chances = rule.accept_chances(block)
     probs: dict[Prefix, Fraction] = {}
     for passed in itertools.product((False, True), repeat=case.k):
-        weights = [weight * _chance(chances[row], passed) for row, (_, weight) in enumerate(paths)]
+        weights = [weight * chance_of(chances[row], passed) for row, (_, weight) in enumerate(paths)]
         accepted = rule.accepted(np.array([passed] * len(paths)))
         corrections = rule.correction_probs(block, accepted)
         for row, (path, _) in enumerate(paths):
@@ -208,6 +213,20 @@ def as_block(case: Case, paths: list[tuple[Prefix, Fraction]]) -> DraftBlock:
     )
 
 
+def as_tensors(block: DraftBlock) -> DraftBlock:
+    """The block as the program has it, in fp64."""
+
+    def real(probs: np.ndarray) -> torch.Tensor:
+        return torch.tensor(probs.astype(float))
+
+    branches = block.branches
+    if branches is not None:
+        token_BKS, count_BK = (torch.tensor(part) for part in (branches.token_BKS, branches.count_BK))
+        branches = Branches(token_BKS, count_BK, real(branches.target_BKSV))
+    drafted_BK, count_B = torch.tensor(block.drafted_BK), torch.tensor(block.count_B)
+    return DraftBlock(real(block.target_BWV), real(block.draft_BKV), drafted_BK, count_B, branches)
+
+
 def filters(name: str) -> Callable[[np.ndarray], np.ndarray] | None:
     """The shipped filters by name, at values that cut distributions of up to four tokens."""
     settings = {
@@ -237,7 +256,7 @@ def cases(
     return found
 
 
-def _chance(chances: np.ndarray, passed: tuple[bool, ...]) -> Fraction:
+def chance_of(chances: np.ndarray, passed: tuple[bool, ...]) -> Fraction:
     weight = Fraction(1)
     for chance, result in zip(chances, passed, strict=True):
         weight *= chance if result else 1 - chance

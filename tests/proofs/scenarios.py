@@ -1,5 +1,11 @@
-"""Scenarios whose whole tree is walked: the loop that ships against the target's distribution, text by
-text."""
+"""Whole runs, walked: every outcome of every coin and every draw of the loop that ships is followed.
+
+So the distribution of a run's texts is a finite sum (`walk`). It is compared with the target's own
+(`expected`): the product over tokens of the distributions of reference.py, by one plain forward a prefix,
+without cache, draft or batch. All is in fp64, and the bound on the total variation is 1e-12. A scenario is
+small (2 to 5 tokens, K <= 3, texts of 2 to 5 tokens), but its models have attention, positions and a cache
+(toy.py). The controls are the planted faults of mutants.py: each names a scenario that must show it.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +22,19 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
-from llama_ssp.speculative.drafters.block_head import head_drafter
-from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
-from llama_ssp.speculative.drafters.ngram import NgramDrafter
-from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Shape
-from llama_ssp.speculative.verification import RULES, TREE
 from tests.heads import loaded, save_dflash, save_head
 from tests.proofs.choices import distance, every_branch
 from tests.proofs.reference import reference_law
 from tests.proofs.toy import WIDTH, toy
+from tests.rig import engine_of
 from tests.tongues import PAIRS, bridge
 
-Outcome = tuple[tuple[tuple[int, ...], str | None], ...]
+Text = tuple[tuple[int, ...], str | None]  # what a row has generated, and why it ended
+Outcome = tuple[Text, ...]
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ class StopAt:
         return None
 
 
-def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | None]:
-    s = scenario
+def models(s: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | str | None]:
     target = s.build(s.vocab, 0, context=s.context, window=s.window)
     if s.head is not None:
         head = head_of(s.vocab, s.head, s.draft_context, s.width)
@@ -99,53 +99,45 @@ def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | N
         return target, s.build(s.vocab, 0, context=s.context, window=s.window)
     if isinstance(s.draft, int):
         return target, s.build(s.draft_vocab or s.vocab, s.draft, context=s.draft_context)
-    return target, None
+    return target, None if s.draft == "none" else s.draft
 
 
 @cache
 def head_of(vocab: int, ids: tuple[int, ...], context: int, width: int) -> HeadModel:
     """A random head for a toy; with a width one that gives all drafts in one pass."""
-    sizes = {"vocab": vocab, "target_dim": WIDTH, "taps": (0, 1, 2), "dim": 8, "loud": 0.8}
+    common: dict[str, Any] = {"vocab": vocab, "ids": list(ids), "context": context}
     with TemporaryDirectory() as folder:
         if width:
-            own = {"vocab": vocab, "dim": WIDTH, "taps": (0, 1), "width": width, "whole": True}
-            return loaded(save_dflash(Path(folder), **own, ids=list(ids), context=context))
-        return loaded(
-            save_head(Path(folder), **sizes, ids=list(ids), context=context, flags=("norm_output",))
-        )
+            sizes = {"dim": WIDTH, "taps": (0, 1), "width": width, "whole": True}
+            return loaded(save_dflash(Path(folder), **common, **sizes))
+        sizes = {"target_dim": WIDTH, "taps": (0, 1, 2), "dim": 8, "loud": 0.8, "flags": ("norm_output",)}
+        return loaded(save_head(Path(folder), **common, **sizes))
 
 
-def walk(scenario: Scenario) -> tuple[float, int]:
+def walk(s: Scenario) -> tuple[float, int]:
     """Total variation between the loop's joint distribution and the target's, and the number of branches."""
-    target, draft = models(scenario)
-    found, branches = every_branch(lambda draws: play(scenario, target, draft, draws))
-    module = scenario.plain() if scenario.plain else target.module
-    return distance(found, expected(scenario, module)), branches
+    target, draft = models(s)
+    found, branches = every_branch(lambda draws: play(s, target, draft, draws))
+    return distance(found, expected(s, s.plain() if s.plain else target.module)), branches
 
 
-def play(s: Scenario, target: CausalModel, draft: CausalModel | HeadModel | None, draws: Any) -> Outcome:
+def play(s: Scenario, target: CausalModel, draft: Any, draws: Any) -> Outcome:
     """One run of the shipping loop under the given draws."""
-    transform = SamplingTransform(s.sampling, tuple(s.ends), target.vocab)
-    drafter: Any = Drafter()
-    runner = ModelRunner(target, s.chunk)
-    if isinstance(draft, HeadModel):
-        drafter = head_drafter(draft, runner, transform, draws)
-    elif draft is not None and s.bridge is not None:
-        drafter = IntersectionDrafter(ModelRunner(draft, s.chunk), transform, draws, bridge(s.bridge))
-    elif draft is not None:
-        drafter = ModelDrafter(ModelRunner(draft, s.chunk), transform, draws)
-    elif s.draft == "ngram":
-        drafter = NgramDrafter(1, 2, target.vocab, torch.float64)
-    room = s.k * max(s.siblings)
-    rule = TREE if room else RULES[s.rule]
-    engine = Engine(runner, drafter, transform, rule, draws, siblings=room)
-    prompts = [Prompt(str(row), ids) for row, ids in enumerate(s.prompts)]
-    state = engine.prefill(prompts, s.new)
-    limits = Limits(s.new, s.ends, StopAt(s.stop, len(prompts)) if s.stop else None)
-    rows = len(prompts)
+    engine = engine_of(
+        target, draft, s.rule, sampling=s.sampling, ends=s.ends, draws=draws, chunk=s.chunk,
+        bridge=bridge(s.bridge) if s.bridge else None, siblings=s.k * max(s.siblings),
+    )  # fmt: skip
+    return written(s, engine)
+
+
+def written(s: Scenario, engine: RankEngine) -> Outcome:
+    """What any rank's engine writes."""
+    rows = len(s.prompts)
     lookahead: DraftLength = Shapes(s.k, rows, s.siblings)
     if s.adaptive:
         lookahead = AdaptiveDraftLength(Costs.of_ratio(0.3, s.k, max(s.siblings)), rows)
+    limits = Limits(s.new, s.ends, StopAt(s.stop, rows) if s.stop else None)
+    state = engine.prefill([Prompt(str(row), ids) for row, ids in enumerate(s.prompts)], s.new)
     for _ in generate(engine, state, limits, lookahead):
         pass
     return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
@@ -155,7 +147,7 @@ def expected(s: Scenario, module: Any) -> dict[Outcome, float]:
     """The target's own distribution over whole texts: no cache, no draft, one forward a prefix."""
     joint: dict[Outcome, float] = {(): 1.0}
     for prompt in s.prompts:
-        row: dict[tuple[tuple[int, ...], str | None], float] = {}
+        row: dict[Text, float] = {}
         _grow(s, module, prompt, (), 1.0, row)
         joint = {(*texts, text): p * q for texts, p in joint.items() for text, q in row.items()}
     return joint
@@ -185,156 +177,138 @@ def _ended(s: Scenario, prompt: tuple[int, ...], text: tuple[int, ...]) -> str |
     return "context" if len(prompt) + len(text) == s.context else None
 
 
-_CONTROLS = SamplingConfig(
+CONTROLS = SamplingConfig(
     temperature=2.5, top_k=3, top_p=0.98, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.2,
     presence_penalty=0.3, logit_bias={0: 0.5}, bad_tokens=[3], min_new_tokens=2,
 )  # fmt: skip
-
-_EARLY = SamplingConfig(bad_tokens=[0], min_new_tokens=2)  # token 1 ends a text: early it is forbidden, too
+GREEDY = SamplingConfig(temperature=0.0)
+PENALTIES = SamplingConfig(repetition_penalty=2.0, frequency_penalty=0.7)
+EARLY = SamplingConfig(bad_tokens=[0], min_new_tokens=2)  # token 1 ends a text: early it is forbidden, too
+RAGGED, ENDING = ((1,), (0, 1, 1)), ((1, 1, 0), (0,))
+FIRST, SECOND, THIRD = frozenset({0}), frozenset({1}), frozenset({2})  # tokens that end texts
 
 BASE: dict[str, Scenario] = {
     "plain": Scenario(),
     "full length": Scenario(vocab=2, k=3, new=4),
     "regular sampling": Scenario(k=0, draft="none"),
-    "EOS inside the block": Scenario(ends=frozenset({2}), new=4),
+    "EOS inside the block": Scenario(ends=THIRD, new=4),
     "stop sequence across blocks": Scenario(vocab=2, stop=(0, 1), new=4, k=3),
-    "two ragged rows": Scenario(prompts=((1,), (0, 1, 1)), vocab=2, k=1, new=3),
-    "two ragged rows, longer block": Scenario(prompts=((1, 0, 0), (1,)), vocab=2, k=2, new=2),
-    "two ragged rows with EOS": Scenario(
-        prompts=((1, 1, 0), (0,)), vocab=2, k=1, new=3, ends=frozenset({1})
-    ),
+    "two ragged rows": Scenario(prompts=RAGGED, vocab=2, k=1),
+    "two ragged rows, longer block": Scenario(prompts=((1, 0, 0), (1,)), vocab=2, new=2),
+    "two ragged rows with EOS": Scenario(prompts=ENDING, vocab=2, k=1, ends=SECOND),
     "adaptive K": Scenario(adaptive=True, vocab=2, k=3, new=5),
-    "n-gram drafts": Scenario(draft="ngram", prompts=((0, 1, 0, 2, 0, 1),), k=3, new=3),
-    "n-gram drafts, two rows": Scenario(draft="ngram", prompts=((0, 1, 0), (1, 1)), vocab=2, k=2, new=3),
-    "draft equals target": Scenario(draft="same", vocab=2, k=3, new=5),
-    "every control": Scenario(vocab=4, k=2, new=3, sampling=_CONTROLS, ends=frozenset({2})),
-    "penalties, long block": Scenario(
-        vocab=2, k=3, new=4, sampling=SamplingConfig(repetition_penalty=2.0, frequency_penalty=0.7)
+    "n-gram drafts": Scenario(draft="ngram", prompts=((0, 1, 0, 2, 0, 1),), k=3),
+    "n-gram drafts, two rows": Scenario(draft="ngram", prompts=((0, 1, 0), (1, 1)), vocab=2),
+    "n-gram drafts for one of two rows, stop": Scenario(
+        draft="ngram", prompts=((0, 1, 0), (1,)), vocab=2, stop=(0, 1)
     ),
-    "minimum length": Scenario(k=3, sampling=SamplingConfig(min_new_tokens=2), ends=frozenset({0})),
-    "greedy": Scenario(sampling=SamplingConfig(temperature=0.0), new=3, k=2),
+    "draft equals target": Scenario(draft="same", vocab=2, k=3, new=5),
+    "every control": Scenario(vocab=4, sampling=CONTROLS, ends=THIRD),
+    "penalties, long block": Scenario(vocab=2, k=3, new=4, sampling=PENALTIES),
+    "minimum length": Scenario(k=3, sampling=SamplingConfig(min_new_tokens=2), ends=FIRST),
+    "greedy": Scenario(sampling=GREEDY),
     "the context ends": Scenario(context=5, new=10, vocab=2, k=3),
     "the draft's context ends": Scenario(draft_context=4, new=4, vocab=2, k=3),
     "two ragged rows, one a token from the context's end": Scenario(
-        prompts=((1, 0, 1, 1), (1,)), vocab=2, k=2, new=3, context=5
+        prompts=((1, 0, 1, 1), (1,)), vocab=2, context=5
     ),
-    "two ragged rows, the draft's context ends": Scenario(
-        prompts=((1,), (0, 1, 1)), vocab=2, k=2, new=2, draft_context=3
-    ),
+    "two ragged rows, the draft's context ends": Scenario(prompts=RAGGED, vocab=2, new=2, draft_context=3),
     "two ragged rows, one beyond the draft's context": Scenario(
-        prompts=((1, 0, 1, 1, 0), (1,)), vocab=2, k=2, new=2, draft_context=3
-    ),
-    "n-gram drafts for one of two rows, stop": Scenario(
-        draft="ngram", prompts=((0, 1, 0), (1,)), vocab=2, k=2, new=3, stop=(0, 1)
+        prompts=((1, 0, 1, 1, 0), (1,)), vocab=2, new=2, draft_context=3
     ),
     "two ragged rows, prefill in chunks of one": Scenario(
-        prompts=((1,), (0, 1, 1, 0, 1)), vocab=2, k=2, new=2, chunk=1
+        prompts=((1,), (0, 1, 1, 0, 1)), vocab=2, new=2, chunk=1
     ),
-    "sliding window": Scenario(window=2, vocab=2, k=2, new=4),
-    "narrower draft vocabulary": Scenario(draft_vocab=2),
-    "all that the draft has is forbidden": Scenario(
-        vocab=4, draft_vocab=2, new=4, ends=frozenset({1}), sampling=_EARLY
-    ),
-    "wider draft vocabulary": Scenario(draft_vocab=5),
     "prefill in chunks of one": Scenario(prompts=((0, 1, 1, 0),), chunk=1, vocab=2, k=3, new=4),
+    "sliding window": Scenario(window=2, vocab=2, new=4),
+    "narrower draft vocabulary": Scenario(draft_vocab=2),
+    "wider draft vocabulary": Scenario(draft_vocab=5),
+    "all that the draft has is forbidden": Scenario(
+        vocab=4, draft_vocab=2, new=4, ends=SECOND, sampling=EARLY
+    ),
 }  # fmt: skip
 
 
 def _between(name: str, **changes: Any) -> Scenario:
     target, draft = PAIRS[name]
-    own = Scenario(vocab=target.size, draft_vocab=draft.size, ends=target.ends, k=2, new=3)
-    return replace(own, bridge=name, **changes)
+    return replace(
+        Scenario(vocab=target.size, draft_vocab=draft.size, ends=target.ends, bridge=name), **changes
+    )
 
 
+_INNER = "target within draft"
 BRIDGED: dict[str, Scenario] = {
     **{f"Intersection, {name}": _between(name) for name in PAIRS},
-    "Intersection, greedy": _between("overlapping", sampling=SamplingConfig(temperature=0.0)),
-    "Intersection, two ragged rows": _between("target within draft", prompts=((1,), (0, 1, 1)), k=1),
-    "Intersection, adaptive K": _between("target within draft", adaptive=True, k=3, new=4),
-    "Intersection, every control": _between("draft within target", sampling=_CONTROLS, ends=frozenset({2})),
+    "Intersection, greedy": _between("overlapping", sampling=GREEDY),
+    "Intersection, two ragged rows": _between(_INNER, prompts=RAGGED, k=1),
+    "Intersection, adaptive K": _between(_INNER, adaptive=True, k=3, new=4),
+    "Intersection, every control": _between("draft within target", sampling=CONTROLS, ends=THIRD),
     "Intersection, all that is shared is forbidden": _between(
         "draft within target", sampling=SamplingConfig(bad_tokens=[0, 1])
     ),
     "Intersection, the draft's context ends": _between("overlapping", draft_context=4),
-    "Intersection, chunks of one": _between(
-        "target within draft", prompts=((0, 1, 1, 0),), chunk=1, k=3, new=4
-    ),
-    "Intersection, stop across blocks": _between("target within draft", stop=(0, 1), new=4, k=3),
+    "Intersection, chunks of one": _between(_INNER, prompts=((0, 1, 1, 0),), chunk=1, k=3, new=4),
+    "Intersection, stop across blocks": _between(_INNER, stop=(0, 1), new=4, k=3),
 }
 
-# One token is not among the head's.
-_HEADED = Scenario(head=(0, 2))
+# Of three tokens the first head lacks one; of two it has both.
+_HEADED, _OF_TWO = Scenario(head=(0, 2)), Scenario(head=(0, 1), vocab=2, k=3, new=4)
 HEADS: dict[str, Scenario] = {
     "head": _HEADED,
-    "head, all tokens": replace(_HEADED, head=(0, 1), vocab=2, k=3, new=4),
-    "head, EOS inside the block": replace(_HEADED, ends=frozenset({2})),
+    "head, all tokens": _OF_TWO,
+    "head, EOS inside the block": replace(_HEADED, ends=THIRD),
     "head, stop across blocks": replace(_HEADED, stop=(0, 1), k=3),
-    "head, two ragged rows": replace(_HEADED, prompts=((1,), (0, 1, 1)), k=1, new=2),
-    "head, two ragged rows with EOS": replace(
-        _HEADED, prompts=((1, 1, 0), (0,)), vocab=2, head=(0, 1), k=1, new=3, ends=frozenset({1})
-    ),
-    "head, adaptive K": replace(_HEADED, adaptive=True, vocab=2, head=(0, 1), k=3, new=4),
-    "head, every control": replace(
-        _HEADED, vocab=4, head=(0, 1, 3), sampling=_CONTROLS, ends=frozenset({2})
-    ),
+    "head, two ragged rows": replace(_HEADED, prompts=RAGGED, k=1, new=2),
+    "head, two ragged rows with EOS": replace(_OF_TWO, prompts=ENDING, k=1, new=3, ends=SECOND),
+    "head, adaptive K": replace(_OF_TWO, adaptive=True),
+    "head, every control": replace(_HEADED, vocab=4, head=(0, 1, 3), sampling=CONTROLS, ends=THIRD),
     "head, all that it has is forbidden": replace(
         _HEADED, sampling=SamplingConfig(bad_tokens=[0, 2]), vocab=4
     ),
-    "head, greedy": replace(_HEADED, sampling=SamplingConfig(temperature=0.0)),
-    "head, the context ends": replace(_HEADED, context=5, new=10, vocab=2, head=(0, 1), k=3),
-    "head, its context ends": replace(_HEADED, draft_context=3, new=4, vocab=2, head=(0, 1), k=3),
-    "head, chunks of one": replace(
-        _HEADED, prompts=((0, 1, 1, 0), (1,)), chunk=1, vocab=2, head=(0, 1), k=2, new=2
-    ),
+    "head, greedy": replace(_HEADED, sampling=GREEDY),
+    "head, the context ends": replace(_OF_TWO, context=5, new=10),
+    "head, its context ends": replace(_OF_TWO, draft_context=3),
+    "head, chunks of one": replace(_OF_TWO, prompts=((0, 1, 1, 0), (1,)), chunk=1, k=2, new=2),
     "DFlash head": replace(_HEADED, width=4),
     "DFlash head, two ragged rows with EOS": replace(
-        _HEADED, prompts=((1, 1, 0), (0,)), vocab=2, head=(0, 1), k=1, new=3, width=3, ends=frozenset({1})
+        _OF_TWO, prompts=ENDING, k=1, new=3, width=3, ends=SECOND
     ),
     "DFlash head, every control": replace(
-        _HEADED, vocab=4, head=(0, 1, 3), width=4, sampling=_CONTROLS, ends=frozenset({2})
+        _HEADED, vocab=4, head=(0, 1, 3), width=4, sampling=CONTROLS, ends=THIRD
     ),
-    "DFlash head, its context ends": replace(
-        _HEADED, draft_context=5, new=4, vocab=2, head=(0, 1), k=3, width=3
-    ),
+    "DFlash head, its context ends": replace(_OF_TWO, draft_context=5, width=3),
 }  # fmt: skip
 
-SCENARIOS: dict[tuple[str, str], Scenario] = {
-    (name, rule): replace(scenario, rule=rule)
-    for name, scenario in (BASE | BRIDGED | HEADS).items()
-    for rule in RULES
-}
-
-
+# Drafts with siblings. Those without are walked by the token rule and the block rule.
+_ONE = (1,)
 TREES: dict[str, Scenario] = {
-    "one sibling": Scenario(siblings=(1,), new=3),
+    "one sibling": Scenario(siblings=_ONE),
     "two siblings": Scenario(siblings=(2,), k=1),
-    "long block": Scenario(siblings=(1,), k=3, new=4, vocab=2),
-    "two siblings, long block": Scenario(siblings=(2,), k=2, vocab=3, new=3, draft_vocab=3),
-    "two ragged rows, one with siblings": Scenario(
-        siblings=(0, 1), k=2, new=2, prompts=((1,), (0, 1, 1)), vocab=2
+    "long block": Scenario(siblings=_ONE, k=3, new=4, vocab=2),
+    "two siblings, long block": Scenario(siblings=(2,), draft_vocab=3),
+    "two ragged rows, one with siblings": Scenario(siblings=(0, 1), new=2, prompts=RAGGED, vocab=2),
+    "two ragged rows of other shapes": Scenario(siblings=(2, 1), k=1, new=2, prompts=RAGGED),
+    "two ragged rows of other shapes, EOS": Scenario(
+        siblings=(2, 1), k=1, new=2, prompts=RAGGED, ends=THIRD
     ),
-    "two ragged rows of other shapes": Scenario(
-        siblings=(2, 1), k=1, new=2, prompts=((1,), (0, 1, 1)), vocab=3
-    ),
-    "EOS": Scenario(siblings=(1,), ends=frozenset({2}), new=3),
-    "stop across blocks": Scenario(siblings=(1,), vocab=2, stop=(0, 1), new=4, k=3),
-    "every control": replace(BASE["every control"], siblings=(1,)),
-    "penalties": replace(BASE["penalties, long block"], siblings=(1,)),
-    "window": Scenario(siblings=(1,), window=2, new=3),
-    "the context ends": replace(BASE["the context ends"], siblings=(1,)),
+    "EOS": Scenario(siblings=_ONE, ends=THIRD),
+    "stop across blocks": Scenario(siblings=_ONE, vocab=2, stop=(0, 1), new=4, k=3),
+    "every control": replace(BASE["every control"], siblings=_ONE),
+    "penalties": replace(BASE["penalties, long block"], siblings=_ONE),
+    "window": Scenario(siblings=_ONE, window=2),
+    "the context ends": replace(BASE["the context ends"], siblings=_ONE),
     "narrower draft vocabulary": Scenario(siblings=(2,), draft_vocab=2),
     "all that the draft has is forbidden": replace(
-        BASE["all that the draft has is forbidden"], siblings=(1,)
+        BASE["all that the draft has is forbidden"], siblings=_ONE
     ),
-    "bridged": replace(BRIDGED["Intersection, overlapping"], siblings=(1,)),
-    "adaptive": Scenario(siblings=(1,), adaptive=True, vocab=2, k=3, new=4),
-    "a head's": Scenario(siblings=(1,), head=(0, 1, 2), new=3),
-    "a head's, with few tokens": Scenario(siblings=(1,), head=(0, 2), k=2, new=3),
-    "a DFlash head's": Scenario(siblings=(1,), head=(0, 1, 2), width=4, new=3),
+    "bridged": replace(BRIDGED["Intersection, overlapping"], siblings=_ONE),
+    "adaptive": Scenario(siblings=_ONE, adaptive=True, vocab=2, k=3, new=4),
+    "a head's": Scenario(siblings=_ONE, head=(0, 1, 2)),
+    "a head's, with few tokens": Scenario(siblings=_ONE, head=(0, 2)),
+    "a DFlash head's": Scenario(siblings=_ONE, head=(0, 1, 2), width=4),
     "a DFlash head's, two ragged rows of other shapes, EOS": Scenario(
-        siblings=(2, 1), head=(0, 1, 2), width=3, k=1, new=2, prompts=((1,), (0, 1, 1)), ends=frozenset({2})
-    ),
-    "two ragged rows of other shapes, EOS": Scenario(
-        siblings=(2, 1), k=1, new=2, prompts=((1,), (0, 1, 1)), ends=frozenset({2})
+        siblings=(2, 1), head=(0, 1, 2), width=3, k=1, new=2, prompts=RAGGED, ends=THIRD
     ),
 }  # fmt: skip
+
+SCENARIOS = BASE | BRIDGED | HEADS

@@ -1,16 +1,19 @@
-"""The real source of randomness: its statistics, that a draw depends on its key alone, and that no random
-number has two uses.
+"""The source of randomness: what it draws, what a draw depends on, and that no random number has two uses.
 
-Each statistical check has a false-alarm rate of 1e-9, a fixed seed, a negative control that must be
-rejected, and enough draws to reject a total variation of 0.03 with a probability above 0.999.
+Enumerated: where each number of a run stands in Philox's counters (the key is seed and prompt), for every
+draft, coin and clock up to the greatest K and 300,000 tokens: all places differ, whatever was asked before.
+So draws of different keys are independent, which the walked proofs take for granted. Compared besides, by
+G-tests and binomial tests at a false-alarm rate of 1e-9 with fixed seeds: tokens and coins with their
+distributions, and texts of real draws with the target's. Controls: a distribution 0.03 away is rejected
+(power above 0.999), and mutants.py lets coins read the drafts' numbers, and races those of coins.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -19,49 +22,29 @@ import pytest
 import torch
 from scipy import stats
 
-from llama_ssp.config import SamplingConfig
 from llama_ssp.config.schema import MAX_K
-from llama_ssp.speculative import rng as draws
-from llama_ssp.speculative.drafters.local import ModelDrafter
-from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative import rng
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf, prompt_key, race
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from tests.proofs import scenarios as trees
+from tests.proofs import scenarios
 from tests.proofs.toy import toy
-from tests.rig import drive_refilled
+from tests.rig import drive_refilled, engine_of
 
-FALSE_ALARM = 1e-9
-CPU = torch.device("cpu")
-DRAWS = 60_000
+FALSE_ALARM, DRAWS = 1e-9, 60_000
 
 
 def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
     """The p-value of a G-test; tokens of probability 0 must not occur."""
     assert not counts[probs == 0].any()
     seen = probs > 0
-    return float(
-        stats.power_divergence(counts[seen], probs[seen] * counts.sum(), lambda_="log-likelihood")[1]
-    )
+    due = probs[seen] * counts.sum()
+    return float(stats.power_divergence(counts[seen], due, lambda_="log-likelihood")[1])
 
 
-def test_a_race_has_its_law_and_never_ends_with_the_impossible():
-    for vocab in (1, 2, 5, 9, 10):
-        probs = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab)) + 0.05
-        probs[1::3] = -0.0
-        probs /= probs.sum()
-        noise = (
-            -torch.rand(200_000, 2 * heat(vocab), generator=torch.Generator().manual_seed(1)).double().log()
-        )
-        found = torch.bincount(race(probs.expand(200_000, vocab), noise), minlength=vocab) / 200_000
-        assert (found[probs == 0] == 0).all() and float((found - probs).abs().max()) < 0.006
-
-
-def draws_of(probs: torch.Tensor, purpose: Purpose = Purpose.CORRECT, seed: int = 0) -> np.ndarray:
+def draws_of(probs: torch.Tensor, purpose: Purpose = Purpose.CORRECT) -> np.ndarray:
     """Counts over many positions of one text, as a run would make them."""
-    source, rows = CounterDraws(seed), 200
+    source, rows = CounterDraws(0), 200
     counts = np.zeros(len(probs), dtype=int)
     for first in range(0, DRAWS, rows):
         slot = Slot((7,) * rows, tuple(range(first, first + rows)), purpose)
@@ -69,15 +52,7 @@ def draws_of(probs: torch.Tensor, purpose: Purpose = Purpose.CORRECT, seed: int 
     return counts
 
 
-def power(probs: np.ndarray, other: np.ndarray) -> float:
-    """The probability that the G-test rejects `law` when `other` is drawn from."""
-    seen = probs > 0
-    noncentrality = DRAWS * float(((other - probs)[seen] ** 2 / probs[seen]).sum())
-    freedom = int(seen.sum()) - 1
-    return float(stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, noncentrality))
-
-
-def random_law(seed: int, size: int = 27) -> torch.Tensor:
+def random_probs(seed: int, size: int = 27) -> torch.Tensor:
     probs = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 2
     probs[::9] = 0
     return probs / probs.sum()
@@ -85,18 +60,22 @@ def random_law(seed: int, size: int = 27) -> torch.Tensor:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("purpose", list(Purpose))
-def test_categorical_draws_its_law(purpose):
-    probs = random_law(0)
+def test_categorical_draws_its_distribution(purpose):
+    probs = random_probs(0)
     assert g_test(draws_of(probs, purpose), probs.numpy()) > FALSE_ALARM
 
 
 @pytest.mark.slow
-def test_a_law_3_percent_away_is_rejected():
-    probs = random_law(0)
+def test_a_distribution_3_percent_away_is_rejected():
+    """With a probability above 0.999 whatever the seed, by the test's power; and with this one."""
+    probs = random_probs(0)
     moved = probs.clone()
     moved[1] += 0.03
     moved[probs.argmax()] -= 0.03
-    assert power(probs.numpy(), moved.numpy()) > 0.999
+    seen = probs > 0
+    noncentrality = DRAWS * float(((moved - probs)[seen] ** 2 / probs[seen]).sum())
+    freedom = int(seen.sum()) - 1
+    assert stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, noncentrality) > 0.999
     assert g_test(draws_of(moved), probs.numpy()) < FALSE_ALARM
 
 
@@ -106,30 +85,34 @@ def test_bernoulli_passes_at_its_chance(chance):
     source, passed = CounterDraws(1), 0
     for base in range(DRAWS // 8):
         passed += int(source.bernoulli(torch.full((1, 8), chance), Slot((3,), (base,), Purpose.ACCEPT)).sum())
-    assert stats.binomtest(passed, DRAWS // 8 * 8, chance).pvalue > FALSE_ALARM
-    assert (
-        stats.binomtest(passed, DRAWS // 8 * 8, chance * 0.97 if chance > 0.5 else chance + 0.03).pvalue
-        < FALSE_ALARM
-    )
+    other = chance * 0.97 if chance > 0.5 else chance + 0.03  # control
+    right, wrong = (stats.binomtest(passed, DRAWS // 8 * 8, p).pvalue for p in (chance, other))
+    assert wrong < FALSE_ALARM < right
+
+
+def test_a_race_has_its_distribution_and_never_ends_with_the_impossible():
+    for vocab in (1, 2, 5, 9, 10):
+        probs = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab)) + 0.05
+        probs[1::3] = -0.0
+        probs /= probs.sum()
+        uniform = torch.rand(200_000, 2 * heat(vocab), generator=torch.Generator().manual_seed(1)).double()
+        token = race(probs.expand(200_000, vocab), -uniform.log())
+        found = torch.bincount(token, minlength=vocab) / 200_000
+        assert (found[probs == 0] == 0).all() and float((found - probs).abs().max()) < 0.006
 
 
 @pytest.mark.slow
 def test_draws_with_different_keys_are_independent():
     """Accept and correct of one position, neighbouring positions, and equal positions of two prompts."""
     source, half = CounterDraws(2), torch.tensor([[0.5, 0.5]])
-    pairs = {"purpose": [], "base": [], "prompt": []}
-    for base in range(4000):
 
-        def bit(key: int, at: int, purpose: Purpose) -> int:
-            return int(source.categorical(half, Slot((key,), (at,), purpose)))
+    def bit(key: int, base: int, purpose: Purpose) -> int:
+        return int(source.categorical(half, Slot((key,), (base,), purpose)))
 
-        here = bit(1, base, Purpose.ACCEPT)
-        pairs["purpose"].append((here, bit(1, base, Purpose.CORRECT)))
-        pairs["base"].append((here, bit(1, base + 1, Purpose.ACCEPT)))
-        pairs["prompt"].append((here, bit(2, base, Purpose.ACCEPT)))
-    for both in pairs.values():
+    for key, shift, purpose in ((1, 0, Purpose.CORRECT), (1, 1, Purpose.ACCEPT), (2, 0, Purpose.ACCEPT)):
         table = np.zeros((2, 2))
-        np.add.at(table, tuple(np.array(both).T), 1)
+        for base in range(4000):
+            table[bit(1, base, Purpose.ACCEPT), bit(key, base + shift, purpose)] += 1
         assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
 
 
@@ -147,10 +130,9 @@ def test_prompts_of_one_length_have_numbers_of_their_own():
 
 def test_a_draw_depends_on_its_key_alone():
     """Whatever was drawn before, in whichever batch, however many at a time."""
-    probs = random_law(3)
-    alone = [
-        int(CounterDraws(9).categorical(probs[None], Slot((k,), (5,), Purpose.DRAFT, 2))) for k in range(6)
-    ]
+    probs = random_probs(3)
+    slots = [Slot((key,), (5,), Purpose.DRAFT, 2) for key in range(6)]
+    alone = [int(CounterDraws(9).categorical(probs[None], slot)) for slot in slots]
     source = CounterDraws(9)
     source.bernoulli(torch.rand(6, 40), Slot(tuple(range(6)), (5,) * 6, Purpose.ACCEPT))
     together = source.categorical(probs.expand(6, -1), Slot(tuple(range(6)), (5,) * 6, Purpose.DRAFT, 2))
@@ -160,7 +142,7 @@ def test_a_draw_depends_on_its_key_alone():
 
 
 def test_no_uniform_reaches_a_token_of_probability_zero_or_none():
-    """Laws of many sizes with zeros everywhere, vanishing shares among them, at both ends of the uniforms."""
+    """Many sizes, with zeros everywhere and vanishing shares among them, at both ends and on every edge."""
     generator = torch.Generator().manual_seed(4)
     ends = torch.tensor([0.0, 2.0**-53, 0.5, 1 - 2.0**-52, 1 - 2.0**-53], dtype=torch.float64)
     for size in (1, 2, 33, 1000):
@@ -170,9 +152,16 @@ def test_no_uniform_reaches_a_token_of_probability_zero_or_none():
             probs[:, size // 2] += 1e-38
             token = inverse_cdf(probs, ends[:, None])
             assert (probs.gather(1, token[:, None]) > 0).all()
+    edges = torch.tensor([[0.0], [0.25], [0.5], [1 - 2.0**-53]], dtype=torch.float64)
+    assert inverse_cdf(torch.tensor([[0, 0.25, 0, 0.25, 0.5, 0]]).expand(4, -1), edges).tolist() == [
+        1,
+        3,
+        4,
+        4,
+    ]
 
 
-def test_what_is_no_law_gives_some_token():
+def test_what_is_no_distribution_gives_some_token():
     """Its row ends with an error; the rows beside it go on."""
     probs = torch.tensor([[0.5, 0.5, 0.0], [torch.nan] * 3])
     token = inverse_cdf(probs, torch.tensor([[0.6], [0.6]], dtype=torch.float64))
@@ -185,23 +174,32 @@ def test_a_chance_of_one_always_passes_and_of_zero_never():
     assert not CounterDraws(0).bernoulli(torch.zeros(1000, 4), slot).any()
 
 
+@pytest.mark.parametrize(("raw", "uniform"), [(0, 0.0), (2**63, 0.5)])
+def test_a_uniform_that_equals_the_chance_does_not_pass(raw, uniform):
+    """A token that the target cannot produce has the chance 0: not even a uniform of 0 accepts it."""
+    chance_BK = torch.tensor([[uniform, uniform + 2.0**-53]], dtype=torch.float64)
+    always = SimpleNamespace(random_raw=lambda count: np.full(count, raw, np.uint64))
+    with patch.object(np.random, "Philox", lambda **_: always):
+        passed = CounterDraws(0).bernoulli(chance_BK, Slot((0,), (0,), Purpose.ACCEPT))
+    assert passed.tolist() == [[False, True]]
+
+
 def test_every_bit_of_seed_and_prompt_counts():
     """Also beside a number of 64 bits, which numpy would turn into a float with its neighbour."""
-
-    def first(seed: int, key: int) -> float:
-        return float(CounterDraws(seed)._uniforms(Slot((key,), (1,), Purpose.DRAFT), 1, CPU))
-
     seeds, keys = (0, 1, 2**62, 2**62 + 1, 2**63 - 1), (0, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
-    assert len({first(seed, key) for seed in seeds for key in keys}) == len(seeds) * len(keys)
+    slots = [Slot((key,), (1,), Purpose.DRAFT) for key in keys]
+    found = {uniforms_behind(CounterDraws(seed), slot, 1).item() for seed in seeds for slot in slots}
+    assert len(found) == len(seeds) * len(keys)
 
 
 # No random number has two uses. A number is known by where it stands: Philox's key, counter and lane.
 SEEDS = (0, 1, 2**63, 2**64 - 1)
-KEYS = (0, 1, 2**32, 2**64 - 1)
-BASES = (0, 1, 2, 3, 4, 2**20, 2**32)
-TEXTS = [(key, base) for key in KEYS for base in BASES]
+TEXTS = [(key, base) for key in (0, 1, 2**32, 2**64 - 1) for base in (0, 1, 2, 3, 4, 2**20, 2**32)]
 KS, VOCABS = (1, 33, MAX_K), (1, 2, 5, 600, 300_000)
-WORD = 2**64 - 1
+STREAMS = {
+    Purpose.DRAFT: rng.ROUNDS, Purpose.ACCEPT: rng.ROUNDS, Purpose.CORRECT: rng.RACES,
+    Purpose.SIBLING: rng.SIDES, Purpose.ACCEPT_SIBLING: rng.SIDES,
+}  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -212,16 +210,10 @@ class Place(NamedTuple):
     lane: int
 
 
-PURPOSES = {
-    "draft": Purpose.DRAFT, "coin": Purpose.ACCEPT, "sibling": Purpose.SIBLING,
-    "coin of a sibling": Purpose.ACCEPT_SIBLING,
-}  # fmt: skip
-
-
 class Use(NamedTuple):
     """What a number is for; `index` counts drafts, coins, or a race's clocks."""
 
-    kind: str
+    purpose: Purpose
     seed: int
     key: int
     base: int
@@ -236,13 +228,14 @@ class Addresses:
 
     def __call__(self, key: Any, counter: Any) -> Any:
         start = sum(int(word) << 64 * place for place, word in enumerate(counter))
-        self._key, self._start = tuple(int(word) for word in key), start
-        return self
+        words = tuple(int(word) for word in key)
 
-    def random_raw(self, count: int) -> np.ndarray:
-        where = [Place(self._key, self._start + 1 + n // 4, n % 4) for n in range(count)]
-        tags = [self._tags.setdefault(place, len(self._tags)) for place in where]
-        return (np.array(tags, dtype=np.uint64) << np.uint64(32)) | np.uint64(2**31)
+        def random_raw(count: int) -> np.ndarray:
+            where = [Place(words, start + 1 + n // 4, n % 4) for n in range(count)]
+            tags = [self._tags.setdefault(place, len(self._tags)) for place in where]
+            return (np.array(tags, dtype=np.uint64) << np.uint64(32)) | np.uint64(2**31)
+
+        return SimpleNamespace(random_raw=random_raw)
 
     def of(self, uniform: np.ndarray) -> list[Place]:
         """Where uniforms stand, in the order in which they were made."""
@@ -250,53 +243,49 @@ class Addresses:
         return [places[int(one * 2**32)] for one in uniform.ravel()]
 
 
-def read(source: CounterDraws, ks: Iterator[int] | tuple, vocabs: Any) -> Iterator[tuple[Use, float]]:
-    """Every number that rounds of all texts read, as a uniform number, found by what is drawn."""
-    keys, bases = (tuple(of) for of in zip(*TEXTS, strict=True))
-    for k in ks:
-        for kind, purpose in PURPOSES.items():
-            yield from _uses(kind, source.seed, _halved(source, Slot(keys, bases, purpose), k))
-    for vocab in vocabs:
-        probs_BV = torch.ones(1).expand(len(keys), vocab)
-        with _noted(draws, "race") as clocks:
-            source.categorical(probs_BV, Slot(keys, bases, Purpose.CORRECT))
-        yield from _uses("clock", source.seed, np.exp(-clocks[0][:, : 2 * heat(vocab)]))
-
-
-def _uses(kind: str, seed: int, found_BN: np.ndarray) -> Iterator[tuple[Use, float]]:
-    for (key, base), row in zip(TEXTS, found_BN, strict=True):
-        yield from ((Use(kind, seed, key, base, index), one) for index, one in enumerate(row))
-
-
-def _halved(source: CounterDraws, slot: Slot, count: int) -> np.ndarray:
-    """The uniforms behind `count` draws, to the last bit: the largest chance that does not pass."""
+def uniforms_behind(source: Any, slot: Slot, count: int) -> np.ndarray:
+    """The uniforms of `count` draws, to the last bit: the largest chance that does not pass."""
     low_BN = torch.zeros(len(slot.keys), count, dtype=torch.float64)
     for bit in range(1, 54):
         mark_BN = low_BN + 2.0**-bit
         if slot.purpose in (Purpose.ACCEPT, Purpose.ACCEPT_SIBLING):
             passed_BN = source.bernoulli(mark_BN, slot)
         else:
-            transform = torch.stack([mark_BN, 1 - mark_BN], -1)
-            drawn = [
-                source.categorical(transform[:, n], Slot(slot.keys, slot.bases, slot.purpose, n))
-                for n in range(count)
-            ]
+            pairs = torch.stack([mark_BN, 1 - mark_BN], -1).unbind(1)
+            slots = [replace(slot, offset=slot.offset + n) for n in range(count)]
+            drawn = [source.categorical(*given) for given in zip(pairs, slots, strict=True)]
             passed_BN = torch.stack(drawn, 1) == 0
         low_BN = torch.where(passed_BN, low_BN, mark_BN)
     return low_BN.numpy()
 
 
-@contextmanager
-def _noted(place: Any, race: str) -> Iterator[list[np.ndarray]]:
-    """The noise that a race is given."""
-    found: list[np.ndarray] = []
+def clocks_behind(source: Any, slot: Slot, vocab: int) -> np.ndarray:
+    """The clocks of a correction's race."""
+    found: list[torch.Tensor] = []
 
-    def noted(probs_BV: torch.Tensor, noise_BN: torch.Tensor) -> torch.Tensor:
-        found.append(noise_BN.numpy())
+    def noted(probs_BV: torch.Tensor, clock_BN: torch.Tensor) -> torch.Tensor:
+        found.append(clock_BN)
         return torch.zeros(len(probs_BV), dtype=torch.int64)
 
-    with patch.object(place, race, noted):
-        yield found
+    with patch.object(rng, "race", noted):
+        source.categorical(torch.ones(1).expand(len(slot.keys), vocab), slot)
+    assert found, "a correction is no race"
+    return found[0][:, : 2 * heat(vocab)].numpy()
+
+
+def read(source: CounterDraws, ks: Iterable[int], vocabs: Iterable[int]) -> Iterator[tuple[Use, float]]:
+    """Every number that rounds of all texts read, as a uniform number, found by what is drawn."""
+    keys, bases = (tuple(of) for of in zip(*TEXTS, strict=True))
+    parts: list[tuple[Purpose, np.ndarray]] = []
+    for k in ks:
+        for purpose in set(Purpose) - {Purpose.CORRECT}:
+            parts.append((purpose, uniforms_behind(source, Slot(keys, bases, purpose), k)))
+    for vocab in vocabs:
+        clocks = clocks_behind(source, Slot(keys, bases, Purpose.CORRECT), vocab)
+        parts.append((Purpose.CORRECT, np.exp(-clocks)))
+    for purpose, found_BN in parts:
+        for (key, base), row in zip(TEXTS, found_BN, strict=True):
+            yield from ((Use(purpose, source.seed, key, base, index), one) for index, one in enumerate(row))
 
 
 def test_numpy_counts_as_the_proof_takes_for_granted():
@@ -327,93 +316,55 @@ def test_no_number_has_two_uses():
                 for (use, _), place in zip(found, addresses.of(uniform), strict=True):
                     assert where.setdefault(use, place) == place
     assert len(set(where.values())) == len(where) > 50_000
-    streams, inner = defaultdict(set), defaultdict(set)
+    inner = defaultdict(set)
     for use, place in where.items():
         assert place.key == (use.seed, use.key) and place.counter >> 192 == use.base
-        streams[use.kind].add(place.counter >> 128 & WORD)
-        inner[use.kind, use.index].add((place.counter & 2**128 - 1, place.lane))
-    assert streams == {
-        "draft": {draws.ROUNDS}, "coin": {draws.ROUNDS}, "clock": {draws.RACES},
-        "sibling": {draws.SIDES}, "coin of a sibling": {draws.SIDES},
-    }  # fmt: skip
-    assert len({draws.ROUNDS, draws.RACES, draws.SIDES}) == 3
+        assert place.counter >> 128 & 2**64 - 1 == STREAMS[use.purpose]
+        inner[use.purpose, use.index].add((place.counter & 2**128 - 1, place.lane))
+    assert len(set(STREAMS.values())) == 3
     assert all(len(places) == 1 for places in inner.values())
 
 
-class Noting:
-    """Draws that remember which numbers were asked for, and how often."""
+class Noted:
+    """Draws that note every number that is asked for, and how often."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.uniforms: Counter[float] = Counter()
-        self.clocks: dict[float, set[tuple[int, int]]] = defaultdict(set)
+    def __init__(self, source: CounterDraws) -> None:
+        self.own, self._source = source.own, source
+        self.uniforms, self.clocks = Counter[float](), Counter[float]()
 
-    def _uniforms(self, slot: Slot, count: int, device: torch.device) -> torch.Tensor:
-        found: torch.Tensor = super()._uniforms(slot, count, device)
-        self.uniforms.update(found.flatten().tolist())
-        return found
+    def bernoulli(self, chance_BN: torch.Tensor, slot: Slot) -> torch.Tensor:
+        self.uniforms.update(uniforms_behind(self._source, slot, chance_BN.shape[1]).ravel().tolist())
+        return self._source.bernoulli(chance_BN, slot)
 
-    def _clocks(self, slot: Slot, count: int, device: torch.device) -> torch.Tensor:
-        found: torch.Tensor = super()._clocks(slot, count, device)
-        for clock in found[0].tolist():
-            self.clocks[clock].add((slot.keys[0], slot.bases[0]))
-        return found
-
-
-def test_a_run_asks_for_no_number_twice():
-    """Of one row after the other, round for round: every coin and draft has a number that no other has."""
-    for rule in ("token", "block"):
-        noted, transform = (
-            type("Noted", (Noting, CounterDraws), {})(3),
-            SamplingTransform(SamplingConfig(), (), 12),
-        )
-        drafter = ModelDrafter(ModelRunner(toy(12, 1), 8), transform, noted)
-        engine = Engine(ModelRunner(toy(12, 0), 8), drafter, transform, RULES[rule], noted)
-        prompts = [Prompt(str(n), tuple(range(1, 2 + n % 3))) for n in range(6)]
-        texts = drive_refilled(engine, prompts, 1, k=5, longest=60, max_new=30)
-        assert [len(text) for text in texts.values()] == [30] * 6
-        assert len(noted.uniforms) > 200 and set(noted.uniforms.values()) == {1}
-        assert len(noted.clocks) > 400 and {len(rounds) for rounds in noted.clocks.values()} == {1}
+    def categorical(self, probs_BV: torch.Tensor, slot: Slot) -> torch.Tensor:
+        if slot.purpose is Purpose.CORRECT:
+            self.clocks.update(clocks_behind(self._source, slot, probs_BV.shape[1]).ravel().tolist())
+        else:
+            self.uniforms.update(uniforms_behind(self._source, slot, 1).ravel().tolist())
+        return self._source.categorical(probs_BV, slot)
 
 
-# Texts by real draws: their distribution is the target's, whichever draws share a round.
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_asks_for_no_number_twice(rule):
+    """Of one row after the other, round for round: every coin, draft and clock has a number of its own."""
+    noted = Noted(CounterDraws(3))
+    engine = engine_of(toy(12, 0), toy(12, 1), rule, draws=noted, chunk=8)
+    prompts = [Prompt(str(n), tuple(range(1, 2 + n % 3))) for n in range(6)]
+    texts = drive_refilled(engine, prompts, 1, k=5, longest=60, max_new=30)
+    assert [len(text) for text in texts.values()] == [30] * 6
+    assert len(noted.uniforms) > 200 and set(noted.uniforms.values()) == {1}
+    assert len(noted.clocks) > 400 and set(noted.clocks.values()) == {1}
 
-TEXT = trees.Scenario(draft=3, new=3)  # three tokens of three, drafts of two
-TEXTS_DRAWN = 2000
 
-
-def text_p_value(rule: str) -> float:
-    """Of many prompts' texts against the target's law."""
-    many = replace(TEXT, prompts=TEXT.prompts * TEXTS_DRAWN, rule=rule)
-    target, draft = trees.models(TEXT)
+@pytest.mark.parametrize("rule", RULES)
+def test_texts_have_the_targets_distribution(rule):
+    """Texts of 2000 prompts by real draws, three tokens of three with drafts of two, by a G-test."""
+    text = scenarios.Scenario(draft=3)
+    many = replace(text, prompts=text.prompts * 2000, rule=rule)
+    target, draft = scenarios.models(text)
     with torch.inference_mode():
-        found = Counter(trees.play(many, target, draft, CounterDraws(5)))
-    probs = {texts[0]: share for texts, share in trees.expected(TEXT, target.module).items()}
+        found = Counter(scenarios.play(many, target, draft, CounterDraws(5)))
+    probs = {texts[0]: share for texts, share in scenarios.expected(text, target.module).items()}
     assert found.keys() <= probs.keys()
-    return g_test(np.array([found[text] for text in probs]), np.array(list(probs.values())))
-
-
-def shared_by_races(self: CounterDraws, stream: int, slot: Slot, width: int) -> torch.Tensor:
-    """Clocks out of the numbers that drafts and coins have."""
-    uniform = numbers(self, draws.ROUNDS, slot, width)
-    return -(((uniform * 2**52).floor() + 0.5) * 2.0**-52).log() if stream == draws.RACES else uniform
-
-
-def shared_by_coins(self: CounterDraws, slot: Slot, count: int, device: torch.device) -> torch.Tensor:
-    """Every purpose has the drafts' numbers."""
-    own = Slot(slot.keys, slot.bases, Purpose.DRAFT, slot.offset)
-    return uniforms(self, own, count, device)
-
-
-uniforms, numbers = CounterDraws._uniforms, CounterDraws._numbers
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_texts_have_the_targets_law(rule):
-    assert text_p_value(rule) > FALSE_ALARM
-
-
-@pytest.mark.parametrize(("name", "fault"), [("_numbers", shared_by_races), ("_uniforms", shared_by_coins)])
-def test_texts_of_shared_numbers_have_not(name, fault):
-    with patch.object(CounterDraws, name, fault):
-        assert text_p_value("block") < FALSE_ALARM
+    counts = np.array([found[text] for text in probs])
+    assert g_test(counts, np.array(list(probs.values()))) > FALSE_ALARM

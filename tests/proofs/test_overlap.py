@@ -123,7 +123,7 @@ def test_the_text_is_that_of_one_process():
 
 @pytest.mark.parametrize("zeros", [0, 5, 11, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_laws_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
+def test_probabilities_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
     probs = torch.rand(12, dtype=dtype)
     probs[:zeros] = 0
     probs = probs.view(1, 2, 6)

@@ -1,4 +1,12 @@
-"""The verification rules are exact: enumerated in fractions, total variation 0."""
+"""The rules of Chen et al. (`token`) and of Sun et al. (`block`) are exact: total variation 0, in fractions.
+
+Enumerated by rational.py: every draft, coin and correction of one round, for some hundred random pairs of
+distributions, with each filter on both, with one-hot drafts (n-grams), and with drafts that stop by what they
+kept. Compared: the distribution of the next K+1 tokens with the target's own; no rounding, no bound. Besides,
+the tensors that ship give what the fractions give (1e-15), and the chances by which K is chosen are the mean
+number of accepted drafts, exactly. Controls: each fault that mutants.py plants in a rule makes
+`test_random_pairs` fail.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp.speculative.verification import RULES, DraftBlock, acceptance_prob
-from tests.proofs.rational import Case, as_block, cases, drafts, total_variation
-
-PAIRS = 120
+from llama_ssp.speculative.verification import RULES, acceptance_prob
+from tests.proofs.rational import Case, as_block, as_tensors, cases, drafts, total_variation
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_random_pairs(rule):
-    assert [total_variation(RULES[rule], case) for case in cases(PAIRS)] == [0] * PAIRS
+    assert not any(total_variation(RULES[rule], case) for case in cases(120))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("cut", ["top_k", "top_p", "min_p", "all"])
-def test_with_each_filter_on_both_laws(rule, cut):
+def test_with_each_filter_on_both(rule, cut):
     assert not any(total_variation(RULES[rule], case) for case in cases(30, 1, cut))
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_deterministic_drafts_are_one_hot_laws(rule):
+def test_deterministic_drafts_are_one_hot(rule):
     assert not any(total_variation(RULES[rule], case) for case in cases(60, 2, one_hot=True))
 
 
@@ -36,7 +42,7 @@ def test_drafts_that_stop_by_what_they_kept(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_equal_laws_accept_everything(rule):
+def test_equal_distributions_accept_everything(rule):
     """The last position always passes; under the token rule, so does every other."""
     for case in cases(20, 4):
         same = Case(case.target, case.target, case.k)
@@ -70,7 +76,7 @@ def _mean_accepted(rule, block, paths):
     return mean
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", RULES)
 def test_what_is_said_of_drafts_that_stand_is_how_many_do(rule):
     """Which is what K is chosen by. On average over drafts: the chances say nothing of single ones."""
     for case in cases(40, 9):
@@ -88,12 +94,7 @@ def test_torch_runs_the_same_functions(rule):
     """The tensors that ship give what the fractions give, row by row."""
     for case in cases(15, 6, early=True):
         exact = as_block(case, drafts(case))
-        block = DraftBlock(
-            torch.tensor(exact.target_BWV.astype(float)),
-            torch.tensor(exact.draft_BKV.astype(float)),
-            torch.tensor(exact.drafted_BK),
-            torch.tensor(exact.count_B),
-        )
+        block = as_tensors(exact)
         mine, chances = RULES[rule].accept_chances(block), RULES[rule].accept_chances(exact)
         assert np.allclose(mine.numpy(), chances.astype(float), atol=1e-15)
         said = zip(*(RULES[rule].standing(one, acceptance_prob(one)) for one in (block, exact)), strict=True)

@@ -1,7 +1,8 @@
-"""A causal model of one attention layer in fp64, with transformers' calling convention.
+"""A causal model of one attention layer in fp64, with transformers' calling convention, for walked runs.
 
-Small enough that the whole tree of a run can be walked; real enough that a wrong position, a stale
-key or a mask that looks ahead changes its distribution.
+It is small enough that every branch of a run can be followed, and real enough that a wrong position, a stale
+key or a mask that looks ahead changes its distribution: mutants.py plants each of these, and scenarios.py
+must show it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,318 @@
+"""Faults of the rules and of drafters, which the enumerations of tests/proofs must show (mutants.py).
+
+Controls of the exact tests: each makes the distribution of a round (in fractions) or of whole texts (in fp64)
+another one than the target's. A method of `Rule` is given the rule, the block, and some how many drafts
+stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from llama_ssp.config import MAX_SIBLINGS
+from llama_ssp.models.attention import attend_rows
+from llama_ssp.speculative.array_ops import joined, order, pick, row_by_row, smaller, where
+from llama_ssp.speculative.drafters.local import nothing
+from llama_ssp.speculative.rng import Purpose
+from llama_ssp.speculative.state import Proposal
+from llama_ssp.speculative.traversal import Closed
+from llama_ssp.speculative.verification import TokenRule
+from llama_ssp.text.translation import NONE
+from tests.proofs.mutants import chosen, fault, proof, tree, walked
+from tests.tongues import bridge
+
+RULES = "speculative.verification:"
+CHANCES = f"{RULES}TokenRule.accept_chances {RULES}BlockRule.accept_chances"
+CORRECTION = f"{RULES}TokenRule.correction_probs {RULES}BlockRule.correction_probs"
+BY_BLOCK = proof("proofs.test_verify_exact", "test_random_pairs", "block")
+EXACT = proof("proofs.test_verify_exact", "test_random_pairs", "token"), BY_BLOCK
+TREES = proof("proofs.test_trees_exact", "test_random_trees_give_the_targets_distribution", 1, "plain")
+
+
+def one_after_the_other(*parts):
+    return (np if isinstance(parts[0], np.ndarray) else torch).concatenate(parts, 1)
+
+
+def within(block, chance_BK):
+    return where(block.count_B[:, None] > order(chance_BK), chance_BK, 0)
+
+
+@fault("ratio swapped", CHANCES, *EXACT)
+def _(chances, rule, block):
+    target_BKV, bonus_B1V = block.target_BWV[:, : block.k], block.target_BWV[:, block.k :]
+    target_BWV = one_after_the_other(block.draft_BKV, bonus_B1V)
+    return chances(rule, replace(block, target_BWV=target_BWV, draft_BKV=target_BKV))
+
+
+@fault("draft's distribution of the position before", CHANCES, *EXACT)
+def _(chances, rule, block):
+    moved_BKV = one_after_the_other(block.draft_BKV[:, :1], block.draft_BKV[:, :-1])
+    return chances(rule, replace(block, draft_BKV=moved_BKV))
+
+
+@fault("lenience of 5 %", CHANCES, *EXACT)
+def _(chances, *given):
+    chance_BK = chances(*given) * 21 / 20
+    return smaller(chance_BK, chance_BK * 0 + 1)
+
+
+fault("accepts always", CHANCES, *EXACT)(
+    lambda chances, rule, block: within(block, chances(rule, block) * 0 + 1)
+)
+fault("accepts only where the target is surer", CHANCES, *EXACT)(lambda chances, *of: chances(*of) // 1)
+
+
+@chosen
+def residual(shape, _, rule, block, accepted_B):
+    """What remains is `shape(weight * target, draft, the rejected token)`, normalised."""
+    target_BV = row_by_row(block.target_BWV, accepted_B)
+    last_B = smaller(accepted_B, accepted_B * 0 + block.k - 1)
+    weight_B = row_by_row(block.carried_BW, accepted_B) if rule.whole_block else accepted_B * 0 + 1
+    drafted_B1 = pick(block.drafted_BK, last_B[:, None], 1)
+    rest_BV = shape(weight_B[:, None] * target_BV, row_by_row(block.draft_BKV, last_B), drafted_B1)
+    mass_B1 = rest_BV.sum(-1, keepdims=True)
+    whole_B1 = (accepted_B == block.count_B)[:, None] | (mass_B1 == 0)
+    return where(whole_B1, target_BV, rest_BV / where(mass_B1 == 0, 1, mass_B1))
+
+
+fault("residual: the target's own distribution", CORRECTION, *EXACT)(residual(lambda p, q, _: p))
+fault("residual |p - q|", CORRECTION, *EXACT)(residual(lambda p, q, _: abs(p - q)))
+fault("residual p - q, not clamped at zero", CORRECTION, *EXACT)(residual(lambda p, q, _: p - q))
+fault("residual max(q - p, 0)", CORRECTION, *EXACT)(residual(lambda p, q, _: (q - p).clip(0)))
+fault("residual masks the rejected token", CORRECTION, *EXACT)(
+    residual(lambda p, _, rejected: where(order(p) == rejected, 0, p))
+)
+
+
+@chosen
+def bonus(of, correction_probs, rule, block, accepted_B):
+    """After a whole block comes the distribution of the position before."""
+    probs_BV = correction_probs(rule, block, accepted_B)
+    early_BV = row_by_row(getattr(block, of), where(accepted_B > 0, accepted_B - 1, 0))
+    return where((accepted_B == block.count_B)[:, None], early_BV, probs_BV)
+
+
+fault("bonus token from the draft", CORRECTION, *EXACT)(bonus("draft_BKV"))
+fault("bonus token one position early", CORRECTION, *EXACT)(bonus("target_BWV"))
+fault("block: P forgets what came before", f"{RULES}DraftBlock.carried_BW", BY_BLOCK)(
+    lambda _, block: joined(block.target_BWV[:, :1, 0] * 0 + 1, TokenRule().accept_chances(block))
+)
+fault("block: h = P everywhere", f"{RULES}BlockRule.accept_chances", BY_BLOCK)(
+    lambda _, rule, block: within(block, block.carried_BW[:, 1:])
+)
+fault("block: the token rule's residual", f"{RULES}BlockRule.correction_probs", BY_BLOCK)(
+    lambda _, rule, *given: TokenRule().correction_probs(*given)
+)
+fault("block: stops at the first failure", f"{RULES}BlockRule.accepted", BY_BLOCK)(
+    lambda _, rule, passed_BK: TokenRule().accepted(passed_BK)
+)
+
+
+@chosen
+def child_by_child(change, closed, weight, target, draft, child_XC, count_X):
+    """Tries a node's children one by one; the next is given `change(weight, draft, draft without it)`."""
+    chances, weights = [], []
+    for c in range(child_XC.shape[-1]):
+        child_X1 = child_XC[..., c : c + 1]
+        node = closed(weight, target, draft, child_X1, where(count_X > c, 1, 0))
+        chances, weights, target = [*chances, *node.chances], [*weights, *node.weights], node.probs_XV
+        weight, draft = change(weights[-1], draft, where(order(draft) == child_X1, 0, draft))
+    return Closed(chances, weights, target)
+
+
+fault("tree: a node's weight lacks 1 - weight", f"{RULES}closed", TREES)(
+    child_by_child(lambda weight, _, rest: (where(weight > 0, 1, 0), rest))
+)
+fault("tree: a sibling's distribution keeps its draft", f"{RULES}closed", TREES)(
+    child_by_child(lambda weight, draft, _: (weight, draft))
+)
+fault("tree: a sibling's distribution is not renormalised", f"{RULES}closed", TREES)(
+    child_by_child(lambda weight, _, rest: (weight / where(rest.any(-1), rest.sum(-1), 1), rest))
+)
+fault("tree: the sibling that stands is the wrong one", f"{RULES}TreeRule.outcome", tree("two siblings"))(
+    lambda outcome, rule, passed_BK, passed_BKS: outcome(rule, passed_BK, passed_BKS.flip(-1))
+)
+
+# Drafters: what they declare is not what they drew from, or not all that was drawn is submitted.
+
+DRAFTERS = "speculative.drafters."
+MODEL, NGRAMS = f"{DRAFTERS}local:ModelDrafter.propose", f"{DRAFTERS}ngram:NgramDrafter.propose"
+BRIDGED = f"{DRAFTERS}cross_vocab:IntersectionDrafter.propose"
+OVERLAPPING = walked("Intersection, overlapping")
+
+
+@chosen
+def declares(change, propose, *given):
+    proposal = propose(*given)
+    return proposal if proposal.draft_BKV is None else replace(proposal, draft_BKV=change(proposal.draft_BKV))
+
+
+@chosen
+def submits(count, propose, drafter, state, *given):
+    """Looks at what was drawn, and submits only `count(proposal)` of it."""
+    proposal = propose(drafter, state, *given)
+    kept = proposal.count if proposal.draft_BKV is None else tuple(count(proposal))
+    k = max(kept)
+    return Proposal(proposal.drafted_BK[:, :k], proposal.draft_BKV[:, :k], kept) if k else nothing(state)
+
+
+def shared(name):
+    """The target's ids of the tokens that the draft has, too, in the draft's order."""
+    return [token for token in bridge(name).match.target_of if token != NONE]
+
+
+fault("declared distribution is 5 % uniform", MODEL, walked("plain"))(
+    declares(lambda q: 0.95 * q + 0.05 / q.shape[-1])
+)
+fault("looked-up draft declared uniform", NGRAMS, walked("n-gram drafts"))(
+    declares(lambda q: torch.ones_like(q) / q.shape[-1])
+)
+
+
+@fault("drops an unlikely draft after looking", MODEL, walked("plain", "token"))
+@submits
+def _(proposal):
+    chosen_BK = pick(proposal.draft_BKV, proposal.drafted_BK[..., None], 2)[..., 0]
+    return [n - 1 if n and float(chosen_BK[row, n - 1]) < 0.5 else n for row, n in enumerate(proposal.count)]
+
+
+@fault("K chosen after seeing the last draft", "speculative.engine:Engine.draft", walked("plain", "token"))
+@submits
+def _(proposal):
+    certain_B = proposal.drafted_BK[:, -1] == proposal.draft_BKV[:, -1].argmax(-1)
+    return [n if bool(ok) or n < 2 else 1 for n, ok in zip(proposal.count, certain_B, strict=True)]
+
+
+@fault("shared tokens scattered in the order of ids", BRIDGED, OVERLAPPING)
+@declares
+def _(probs):
+    tokens, wrong = shared("overlapping"), torch.zeros_like(probs)
+    wrong[..., sorted(tokens)] = probs[..., tokens]
+    return wrong
+
+
+@fault("distribution over shared tokens not renormalised", BRIDGED, OVERLAPPING)
+@declares
+def _(probs):
+    alone, kept = set(range(probs.shape[-1])) - set(shared("overlapping")), 0.7 * probs
+    kept[..., min(alone)] += 0.3  # what the draft gave to tokens of its own
+    return kept
+
+
+fault("draft tokens that are one counted twice", BRIDGED, walked("Intersection, two draft tokens for one"))(
+    declares(lambda q: q * torch.tensor(shared("two draft tokens for one")).bincount(minlength=q.shape[-1]))
+)
+
+# Trained heads.
+
+HEAD, BLOCK_HEAD = f"{DRAFTERS}head:HeadDrafter.", f"{DRAFTERS}block_head:BlockHeadDrafter."
+STEP, SOME = "models.heads.model:Eagle3Model.step", f"{DRAFTERS}head:probs_of_some"
+FORMULAS = "test_heads", "test_declared_distributions_are_the_published_formulas"
+PUBLISHED, REDUCED = proof(*FORMULAS, "speculators"), proof(*FORMULAS, "reduced vocabulary")
+DFLASH = proof("test_dflash", "test_declared_distributions_are_those_of_the_published_code", "speculators")
+
+
+@fault("DFlash: states of a rejected draft stay", f"{BLOCK_HEAD}observe", DFLASH)
+@fault("head: states of a rejected draft stay", f"{HEAD}observe", PUBLISHED)
+def _(observe, drafter, token_BS, fed, state_TX):
+    seen = vars(drafter).setdefault("first_states", {})
+    places = [(row, start + i) for row, start, count in fed for i in range(count)]
+    kept = [seen.setdefault(*each) for each in zip(places, state_TX.clone(), strict=True)]
+    observe(drafter, token_BS, fed, torch.stack(kept))
+
+
+@fault("head: its own guess where the target's states are known", STEP, PUBLISHED)
+def _(step, model, token_T, g_TH, rows, cache):
+    last = [end - 1 for end in accumulate(count for *_, count in rows)]
+    ends = [(row, start + count - 1, 1) for row, start, count in rows]
+    return step(model, token_T[last], g_TH[last], ends, cache)
+
+
+@fault("head: the next draft reads the last state again", STEP, PUBLISHED)
+def _(step, model, token_T, g_TH, rows, cache):
+    first = vars(model).get("first_g", g_TH[:0])
+    if first.shape == g_TH.shape and all(count == 1 for *_, count in rows):
+        g_TH = first
+    vars(model)["first_g"] = g_TH[-len(rows) :]
+    return step(model, token_T, g_TH, rows, cache)
+
+
+@fault("head: tokens that it lacks keep their share", SOME, REDUCED)
+def _(probs_of_some, transform, logit_BV, *given):
+    lacking_B1 = (logit_BV == -torch.inf).double().mean(-1, keepdim=True)
+    return probs_of_some(transform, logit_BV, *given) * (1 - 0.5 * lacking_B1)
+
+
+fault("head: d2t off by one", SOME, REDUCED)(
+    lambda probs_of_some, transform, logit_BV, *of: probs_of_some(transform, logit_BV.roll(1, -1), *of)
+)
+fault("head: declares what was before the temperature", f"{HEAD}propose", walked("head, every control"))(
+    declares(lambda q: q**2.5 / (q**2.5).sum(-1, keepdim=True))
+)
+fault("DFlash: the block is causal", "models.attention:attend_blocks", DFLASH)(
+    lambda _, *of: attend_rows(*of)
+)
+fault("DFlash: drafts one place on", "models.heads.model:DFlashModel.logits", DFLASH)(
+    lambda logits, *of: logits(*of).roll(1, 1)
+)
+
+# Siblings.
+
+SIBLINGS, ONE = "speculative.engine:with_siblings", tree("one sibling")
+
+
+@chosen
+def drawn_by(draw, with_siblings, proposal, state, draws, wanted):
+    """Siblings are drawn by `draw(draws, proposal, their probabilities, slot, their draft's place)`."""
+
+    def categorical(probs, slot):
+        return draw(draws, proposal, probs, slot, slot.offset // MAX_SIBLINGS)
+
+    return with_siblings(proposal, state, SimpleNamespace(categorical=categorical), wanted)
+
+
+@fault("a sibling is drawn with its draft's number", SIBLINGS, ONE)
+@drawn_by
+def _(draws, _, probs, slot, draft):
+    return draws.categorical(probs, replace(slot, purpose=Purpose.DRAFT, offset=draft))
+
+
+@fault("a sibling may be its draft again", SIBLINGS, ONE)
+@drawn_by
+def _(draws, proposal, _, slot, draft):
+    return draws.categorical(proposal.draft_BKV[:, draft], slot)
+
+
+@fault("an unlikely sibling is dropped", SIBLINGS, ONE)
+def _(with_siblings, proposal, *given):
+    siblings = with_siblings(proposal, *given).siblings
+    if siblings is None:
+        return proposal
+    share_B = pick(proposal.draft_BKV[:, 0], siblings.token_BKS[:, 0, :1], 1)[:, 0]
+    each = tuple(n if share > 0.3 else 0 for n, share in zip(siblings.each, share_B, strict=True))
+    return replace(proposal, siblings=replace(siblings, each=each) if any(each) else None)
+
+
+# Drafts of other ranks (drafting ahead).
+
+AHEAD, OVERLAP = f"{DRAFTERS}ahead:", "proofs.test_overlap"
+MERGED = proof(OVERLAP, "test_rows_of_two_memos_are_merged_whole")
+MEMO = proof(OVERLAP, "test_a_memo_stands_for_its_own_prompt_and_text_alone")
+ARRIVE = proof(OVERLAP, "test_probabilities_arrive_to_the_last_bit", 0, torch.float32)
+fault("merged drafts have the second one's tokens", f"{AHEAD}merged", MERGED)(
+    lambda merged, first, one, other: replace(merged(first, one, other), token_B=other.token_B)
+)
+fault("merged drafts have the second one's probabilities", f"{AHEAD}merged", MERGED)(
+    lambda merged, first, one, other: replace(merged(first, one, other), probs_BV=other.probs_BV)
+)
+fault("a memo stands whatever its prompt", f"{AHEAD}Memo.stands", MEMO)(
+    lambda _, memo, state, row: state.texts[row] == memo.state.texts[row]
+)
+fault("tiny probabilities of a draft on other ranks are not sent", f"{DRAFTERS}remote:written", ARRIVE)(
+    lambda written, probs_BKV: written(probs_BKV.where(probs_BKV > 1e-9, 0))
+)

@@ -1,0 +1,300 @@
+"""Faults of caches, passes, texts, sampling controls, random numbers and codes (mutants.py lists them).
+
+Controls of the walked runs (a total variation above 1e-12), of the enumerated counters of random numbers, and
+of single tests that compare with another implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from llama_ssp.config import SamplingConfig
+from llama_ssp.models.sharding import COLUMNS, Cut
+from llama_ssp.speculative.rng import RACES, ROUNDS, Purpose
+from llama_ssp.speculative.sampling import FEW, Prefix, SamplingTransform
+from tests.proofs.mutants import chosen, fault, proof, tree, walked
+
+PLAIN, ONE, TWO = walked("plain"), tree("one sibling"), tree("two siblings")
+VISIBLE, STATE = "models.feed:Feed.visible", "speculative.state:State."
+
+
+@fault("stale keys of rejected tokens", "models.causal_lm:RaggedCache.update", PLAIN)
+def _(update, cache, *given, **how):
+    """Slots that were written once stay as they are."""
+    stored, first = update(cache, *given, **how), vars(cache).setdefault("first", {})
+    for part in stored:
+        old = first.get(part.data_ptr(), part[:, :, :0])
+        both = min(old.shape[2], part.shape[2])
+        is_old = old[:, :, :both].abs().sum((1, 3), keepdim=True) > 0
+        part[:, :, :both] = torch.where(is_old, old[:, :, :both], part[:, :, :both])
+        first[part.data_ptr()] = torch.cat([part, old[:, :, both:]], 2)
+    return stored
+
+
+@fault("positions one too late", "models.feed:Feed.positions", PLAIN)
+def _(positions, feed):
+    later_BW = torch.where(feed.slots() < feed.capacity, positions(feed) + 1, 0)
+    return later_BW.clamp(max=feed.capacity - 1)
+
+
+fault("mask sees one slot ahead", VISIBLE, PLAIN)(
+    lambda visible, feed, rule, slot_S: visible(feed, lambda position: rule(position + 1), slot_S)
+)
+
+
+@chosen
+def siblings_see(more, visible, feed, rule, slot_S):
+    """Siblings see the slots of `more(feed, their position, slot)`, too."""
+    position, slot = (places_BW[:, None, :, None] for places_BW in (feed.positions(), feed.slots()))
+    is_sibling = (slot != position) & (slot < feed.capacity)
+    return visible(feed, rule, slot_S) | (is_sibling & more(feed, position, slot_S))
+
+
+fault("a sibling sees its draft", VISIBLE, ONE)(siblings_see(lambda feed, position, slot: slot == position))
+fault("siblings see each other", VISIBLE, TWO)(siblings_see(lambda feed, _, slot: slot >= feed.capacity - 2))
+fault("caches keep the draft beside the sibling that stands", f"{STATE}cacheable", ONE)(
+    lambda _, state: state.lengths
+)
+fault("controls take a sibling for its draft", "speculative.state:TreePrefix.last_BW", tree("penalties"))(
+    lambda *_: None
+)
+
+# Texts: what ends them, what is told of broken ones, what stays of those before.
+
+TRIM, BLOCK_END = "speculative.generate:Limits.trim", walked("EOS inside the block")
+STOP_AT_END = proof("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")
+DAMAGED = proof("test_loop", "test_damaged_logits_stop_their_row_only", "draft", "token")
+BROKEN = proof("proofs.test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")
+REFILLED = proof("test_logprobs", "test_a_refilled_row_has_those_of_its_own_text")
+PADDING = proof("test_logprobs", "test_padding_of_the_vocabulary_takes_no_part")
+STALE = proof("test_logprobs", "test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys", 5)
+
+
+@fault("an end is seen only at a block's end", TRIM, BLOCK_END, walked("stop sequence across blocks"))
+def _(trim, limits, state, row, tokens, context):
+    kept, reason = trim(limits, state, row, tokens, context)
+    return (len(tokens), None) if kept < len(tokens) else (kept, reason)
+
+
+@fault("stop strings are shown the end token", TRIM, STOP_AT_END)
+def _(trim, limits, state, row, tokens, context):
+    ends = [i for i, token in enumerate(tokens) if token in limits.end_ids]
+    stopped = limits.text_end.kept(row, tokens[: ends[0] + 1] if ends else tokens, False)
+    bare = replace(limits, text_end=None)
+    return trim(bare, state, row, tokens, context) if stopped is None else (stopped, "stop")
+
+
+@fault("a damaged draft is not reported", "speculative.decision:decided", DAMAGED)
+def _(decided, rule, draws, target, draft, *given):
+    return decided(rule, draws, target, None if draft is None else draft.nan_to_num(1.0), *given)
+
+
+@fault("a refilled row keeps the log-probabilities before", f"{STATE}replace", REFILLED)
+def _(replaced, state, row, prompt):
+    before = state.logprobs[row]
+    replaced(state, row, prompt)
+    state.logprobs[row] = before
+
+
+@fault("a conversation keeps one cached token too many", "speculative.engine:RankEngine.go_on", STALE)
+def _(go_on, engine, *given):
+    roll_back = engine.target.roll_back
+    with patch.object(engine.target, "roll_back", lambda lengths: roll_back([n + 1 for n in lengths])):
+        return go_on(engine, *given)
+
+
+fault("broken drafts are forgotten", "speculative.engine:Engine.judge", BROKEN)(
+    lambda judge, own, state, proposal, logits: judge(own, state, replace(proposal, damaged=None), logits)
+)
+fault("padding of the vocabulary has log-probabilities", "speculative.logprobs:LogprobReader.read", PADDING)(
+    lambda read, reader, logits, probs, _, *of: read(reader, logits, probs, logits.shape[-1], *of)
+)
+
+# The controls of sampling.
+
+CONTROLS, FILTERS = "speculative.sampling:SamplingTransform.__call__", "speculative.sampling:filtered"
+SAMPLING = "test_sampling"
+BY_ROW = proof(SAMPLING, "test_each_row_of_a_batch_has_its_own_controls")
+MIXED = "test_a_flat_distribution_keeps_its_nucleus_in_a_batch_with_a_steep_one"
+TIES = proof(SAMPLING, "test_temperature_zero_takes_the_first_of_tied_tokens")
+EDGE = proof(SAMPLING, "test_a_nucleus_ends_where_its_sum_is_reached")
+PREFIXES = walked("penalties, long block"), walked("minimum length")
+
+
+@fault("controls see the committed prefix only", f"{STATE}prefix", *PREFIXES)
+def _(prefix, state, first, width):
+    whole = prefix(state, first, width)
+    return Prefix(whole.token_BS, torch.tensor(state.lengths)[:, None].expand(-1, width), whole.prompt_B)
+
+
+@chosen
+def under(controls, call, transform, logit_BWV, prefix):
+    """The controls are `controls(those of the run, the pass's width)`."""
+    other = controls(transform.controls, logit_BWV.shape[1])
+    if other != transform.controls:
+        transform = SamplingTransform(other, transform.end_ids, transform.vocab)
+    return call(transform, logit_BWV, prefix)
+
+
+@fault("filters on the draft's side only", CONTROLS, walked("every control"))
+@under
+def _(controls, width):
+    """A pass of one position is a draft's; a greedy distribution has nothing to filter."""
+    bare = SamplingConfig(temperature=controls.temperature)
+    return controls if width == 1 or controls.temperature == 0 else bare
+
+
+@fault("a bias lifts a ban", CONTROLS, proof(SAMPLING, "test_a_bias_does_not_lift_a_ban", 0.7))
+@under
+def _(controls, _):
+    return replace(controls, bad_tokens=[i for i in controls.bad_tokens if i not in controls.logit_bias])
+
+
+@fault("controls of rows are merged", "speculative.sampling:SamplingTransform.assign", BY_ROW)
+def _(assign, transform, row, controls):
+    own = controls != transform.controls
+    assign(transform, row, vars(transform).setdefault("first", controls) if own else controls)
+
+
+@fault("a few tokens are a nucleus if one row's are", FILTERS, proof(SAMPLING, MIXED, (0, 1)))
+def _(filtered, probs, top_k, top_p, min_p):
+    few = probs.topk(min(FEW[0], probs.shape[-1])).values
+    enough = bool((few.sum(-1) >= top_p).any())
+    return filtered(probs.where(probs >= few[..., -1:], 0) if enough else probs, top_k, top_p, min_p)
+
+
+fault("a nucleus has one token more than its sum needs", FILTERS, EDGE)(
+    lambda filtered, probs, top_k, top_p, min_p: filtered(probs, top_k, top_p + 1e-6, min_p)
+)
+fault("temperature 0 as a small number", CONTROLS, walked("greedy"))(
+    under(lambda controls, _: replace(controls, temperature=controls.temperature or 0.3))
+)
+fault("greedy takes the last of tied tokens", CONTROLS, TIES)(
+    lambda call, transform, logit_BWV, prefix: call(transform, logit_BWV.flip(-1), prefix).flip(-1)
+)
+fault("rows of a batch are not put back in order", CONTROLS, BY_ROW)(lambda call, *of: call(*of).roll(1, 0))
+
+# Random numbers, by what a draw is called (`Slot`), or by the words of Philox's counter.
+
+COIN, DRAW = "speculative.rng:CounterDraws.bernoulli", "speculative.rng:CounterDraws.categorical"
+PHILOX, NUMBERS = "speculative.rng:np", "proofs.test_draws"
+TWO_USES = proof(NUMBERS, "test_no_number_has_two_uses")
+TWICE = proof(NUMBERS, "test_a_run_asks_for_no_number_twice", "block")
+TEXTS = proof(NUMBERS, "test_texts_have_the_targets_distribution", "block")
+ONE_LENGTH = proof(NUMBERS, "test_prompts_of_one_length_have_numbers_of_their_own")
+STRICT = proof(NUMBERS, "test_a_uniform_that_equals_the_chance_does_not_pass", 0, 0.0)
+
+fault("one random number for accept and correct", f"{STATE}slot", PLAIN)(
+    lambda slot, state, _, offset=0: slot(state, Purpose.ACCEPT, offset)
+)
+fault("draws not keyed by length", f"{STATE}slot", PLAIN)(
+    lambda slot, state, *of: replace(slot(state, *of), bases=tuple(state.prompt_lengths))
+)
+fault(
+    "one row's correction for all rows", "speculative.decision:StateDraws.token", walked("two ragged rows")
+)(lambda token, draws, probs_BV: token(draws, probs_BV[:1].expand_as(probs_BV)))
+fault("accepts at u = ratio = 0", COIN, STRICT)(
+    lambda coins, draws, chance, slot: coins(draws, chance.nextafter(torch.ones_like(chance)), slot)
+)
+
+
+@chosen
+def named(change, draw, draws, given, slot):
+    """The draw has the numbers of another one: `change(draws, slot)` says what differs."""
+    return draw(draws, given, replace(slot, **change(draws, slot)))
+
+
+@fault("all purposes have the same numbers", f"{COIN} {DRAW}", TWO_USES, TEXTS)
+@named
+def _(_, slot):
+    return {} if slot.purpose is Purpose.CORRECT else {"purpose": Purpose.DRAFT}
+
+
+@fault("clocks kept over rounds", DRAW, TWICE)
+@named
+def _(_, slot):
+    return {"bases": (0,) * len(slot.bases)} if slot.purpose is Purpose.CORRECT else {}
+
+
+@fault("prompts of one length share their numbers", f"{COIN} {DRAW}", ONE_LENGTH)
+@named
+def _(draws, slot):
+    return {"keys": vars(draws).setdefault("first", {}).setdefault(slot.bases, slot.keys)}
+
+
+fault("a coin is its draft's number", COIN, TWO_USES, TWICE, TEXTS)(
+    named(lambda draws, slot: {"purpose": Purpose.DRAFT})
+)
+fault("a coin is the next draft's number", COIN, TWO_USES)(
+    named(lambda draws, slot: {"purpose": Purpose.DRAFT, "offset": slot.offset + 1})
+)
+
+
+@chosen
+def numbered(numbers, numpy):
+    """numpy, whose Philox gives `numbers(raw, key, stream, base, count)`, made of `raw(count, counter)`."""
+
+    def philox(key, counter):
+        def raw(count, counter=counter):
+            return numpy.random.Philox(key=key, counter=counter).random_raw(count)
+
+        return SimpleNamespace(random_raw=lambda count: numbers(raw, int(key[1]), *counter[2:], count))
+
+    return SimpleNamespace(**{**vars(numpy), "random": SimpleNamespace(Philox=philox)})
+
+
+def counted(words):
+    """Numbers begin at the counter `words(stream, base, how many numbers)`."""
+    return numbered(lambda raw, _, stream, base, count: raw(count, words(stream, base, count)))
+
+
+fault("races read the counters of drafts and coins", PHILOX, TWO_USES, TEXTS)(
+    counted(lambda stream, base, _: [0, 0, ROUNDS if stream == RACES else stream, base])
+)
+fault("numbers do not know their length", PHILOX, TWICE)(counted(lambda stream, base, _: [0, 0, stream, 0]))
+fault("the stream is added to the length", PHILOX, TWO_USES)(
+    counted(lambda stream, base, _: [0, 0, 0, base + stream])
+)
+fault("lengths count in the lowest word", PHILOX, TWO_USES)(
+    counted(lambda stream, base, _: [base, 0, stream, 0])
+)
+fault("a wider table has other numbers", PHILOX, TWO_USES)(
+    counted(lambda stream, base, count: [0, count, stream, base])
+)
+
+# Weights in codes.
+
+CODED, HALF = "models.formats.coded:Coded.", Cut(COLUMNS, ((64, 130),))
+DECODED = proof("test_coded", "test_a_matrix_is_decoded_a_weight_at_a_time", "uint4", 32, torch.float32)
+PART = proof("test_coded", "test_a_part_has_the_weights_of_the_whole", "uint4", 128, HALF)
+GGUF = proof("test_gguf", "test_any_bytes_are_decoded_as_the_library_does", "Q4_K")
+
+
+@fault("codes: the zero is subtracted after the scale", f"{CODED}decoded", DECODED)
+def _(decoded, matrix, *given):
+    if matrix.zero_NG is not None:
+        shift_NG = matrix.zero_NG.to(matrix.scale_NG.dtype)
+        matrix = replace(matrix, zero_NG=None, shift_NG=shift_NG)
+    return decoded(matrix, *given)
+
+
+@fault("codes: a part that begins inside a group has groups of its own", f"{CODED}cut", PART)
+def _(cut, matrix, how):
+    part = cut(matrix, how)
+    if how is None or how.dim == 0 or not matrix.kind.group:
+        return part
+    first, group = how.spans[0][0] // matrix.kind.group, matrix.kind.group
+    names = [name for name in ("scale_NG", "zero_NG", "shift_NG") if getattr(matrix, name) is not None]
+    parts = {name: getattr(matrix, name)[:, first : first + -(-part.inputs // group)] for name in names}
+    return replace(part, kind=matrix.kind, **parts)
+
+
+@fault("GGUF: a block's last scales lose their upper bits", "models.formats.gguf_source:BLOCKS.Q4_K", GGUF)
+def _(decoded, byte_NBS, *given):
+    changed = byte_NBS.clone()
+    changed[..., 4:8] &= 63  # the upper bits of these bytes belong to the last scales
+    return decoded(changed, *given)
