@@ -16,75 +16,60 @@ from torch import Tensor
 from llama_ssp import SamplingConfig, SpeculationConfig, load_pair
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
-from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.logprobs import LogprobReader
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.logprobs import TokenLogprob, completions
 from tests.conftest import Command
 from tests.families import VOCAB, build
 from tests.proofs.toy import toy
-from tests.rig import perturbed
+from tests.rig import engine_of, perturbed, steps_of
 from tests.test_bridged import PROMPTS as BRIDGED
-from tests.test_bridged import made
-from tests.tongues import PAIRS
+from tests.tongues import PAIRS, bridge
 from tests.warm import python, ranks
 
-NEAR = 1e-5
+NEAR, NEAR_64 = 1e-5, 1e-10
 TOP = 3
 SAMPLED = SamplingConfig(temperature=0.8, top_k=20, repetition_penalty=1.2)
 PROMPTS = [Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(n))) for n in (9, 1, 5)]
+KINDS = ("drafted", "corrected", "bonus")
 
 
-NEAR_64 = 1e-10
-Pair = tuple[CausalModel, CausalModel]
+@cache
+def models(dtype: torch.dtype = torch.float64) -> tuple[CausalModel, CausalModel]:
+    """A pair; what differs in fp64 is no rounding."""
 
-
-def made_pair(dtype: torch.dtype, mild: bool) -> Pair:
     def one() -> Any:
-        return build("llama-gqa", dtype=dtype, mild=mild)
+        return build("llama-gqa", dtype=dtype, mild=dtype is torch.float32)
 
     return CausalModel(one(), "target"), CausalModel(perturbed(one(), 0.05), "draft")
 
 
-@cache
-def pair_64() -> Pair:
-    """A pair in fp64: what differs there is no rounding."""
-    return made_pair(torch.float64, mild=False)
+def reading(*pair: Any, sampling: SamplingConfig = SAMPLED, reader: Any = None, **how: Any) -> Engine:
+    """The engine of the pair in fp64, or of another one, which keeps log-probabilities."""
+    engine = engine_of(*(pair or models()), sampling=sampling, **how)
+    engine.logprobs = reader or LogprobReader(TOP)
+    return engine
 
 
-@pytest.fixture(scope="module")
-def models() -> Pair:
-    return pair_64()
-
-
-def plain(target: CausalModel, text: list[int], vocab: int) -> Tensor:
-    """The target's log-probabilities behind each token of a text, by one forward without a cache."""
-    with torch.inference_mode():
-        logit_SV = target.module(input_ids=torch.tensor([text]), use_cache=False).logits[0, :, :vocab]
-    return logit_SV.double().log_softmax(-1)
-
-
-def written(engine: Engine, prompts: list[Prompt], lookahead: Any, limits: Limits) -> tuple[State, Counter]:
-    engine.logprobs = LogprobReader(TOP)
-    state, origins = engine.prefill(prompts, 24), Counter[str]()
-    for step in generate(engine, state, limits, lookahead):
-        origins.update(row.origin(i) for row in step.rows for i in range(len(row.tokens)))
-    return state, origins
+def written(engine: Engine, prompts: list[Prompt], drafting: Any, new: int = 24, end: int = -1) -> Any:
+    """The state, and how many tokens there were of each origin."""
+    state, steps = steps_of(engine, prompts, new, drafting, frozenset({end}))
+    return state, Counter(
+        row.origin(i) for step in steps for row in step.rows for i in range(len(row.tokens))
+    )
 
 
 def off(state: State, target: CausalModel, vocab: int, shift: int = 0) -> float:
-    """The largest difference of the state's log-probabilities, and alternatives, from a plain forward's."""
+    """The largest difference of log-probabilities, and alternatives, from a forward's without a cache."""
     worst = 0.0
     for row in range(state.rows):
-        logprob_SV = plain(target, state.texts[row], vocab)
-        found, first = state.logprobs[row], state.prompt_lengths[row]
+        text, found, first = state.texts[row], state.logprobs[row], state.prompt_lengths[row]
+        with torch.inference_mode():
+            logit_SV = target.module(input_ids=torch.tensor([text]), use_cache=False).logits[0, :, :vocab]
+        logprob_SV: Tensor = logit_SV.double().log_softmax(-1)
         assert [one.token_id for one in found] == state.generated(row)
         for at, one in enumerate(found, start=first - 1 + shift):
             assert one.logprob is not None and len(one.top) == min(TOP, vocab)
@@ -97,72 +82,68 @@ def off(state: State, target: CausalModel, vocab: int, shift: int = 0) -> float:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafting", ["none", "model", "adaptive", "ngram"])
-def test_they_are_a_plain_forward_s(drafting: str, rule: str, models: Any) -> None:
+def test_they_are_a_plain_forward_s(drafting: str, rule: str) -> None:
     """At accepted drafts, corrections and bonus tokens, in rows of different lengths, cut by an end."""
-    target, draft = models
-    transform, draws = SamplingTransform(SAMPLED, (11,), target.vocab), CounterDraws(1)
-    drafter: Drafter = {
-        "none": lambda: Drafter(),
-        "model": lambda: ModelDrafter(ModelRunner(draft), transform, draws),
-        "adaptive": lambda: ModelDrafter(ModelRunner(draft), transform, draws),
-        "ngram": lambda: NgramDrafter(1, 4, target.vocab, target.dtype),
-    }[drafting]()
-    k = 0 if drafting == "none" else 4
-    lookahead: Any = FixedDraftLength(k, len(PROMPTS))
-    if drafting == "adaptive":
-        lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, 6), len(PROMPTS))
-    engine = Engine(ModelRunner(target), drafter, transform, RULES[rule], draws)
-    state, origins = written(engine, PROMPTS, lookahead, Limits(24, frozenset({11})))
+    target, draft = models()
+    adaptive = AdaptiveDraftLength(Costs.of_ratio(0.1, 6), len(PROMPTS))
+    drafter, k = {
+        "none": (None, 0), "model": (draft, 4), "adaptive": (draft, adaptive), "ngram": ("ngram", 4),
+    }[drafting]  # fmt: skip
+    engine = reading(target, drafter, rule=rule, ends=(11,), draws=1)
+    state, origins = written(engine, PROMPTS, k, end=11)
     assert off(state, target, target.vocab) < NEAR_64 < off(state, target, target.vocab, shift=-1)
     if drafting == "model":
-        assert min(origins[name] for name in ("drafted", "corrected", "bonus")) > 0
+        assert min(origins[name] for name in KINDS) > 0
         assert off(state, draft, target.vocab) > NEAR  # the draft's own would be others
+
+
+def test_in_single_precision() -> None:
+    target, draft = models(torch.float32)
+    state, origins = written(reading(target, draft, sampling=SamplingConfig(), draws=1), PROMPTS, 4)
+    assert min(origins[name] for name in KINDS) > 0
+    assert off(state, target, target.vocab) < NEAR < off(state, target, target.vocab, shift=-1)
+
+
+def test_of_a_draft_of_another_vocabulary() -> None:
+    name = "overlapping"
+    target, draft = (toy(vocabulary.size, seed) for seed, vocabulary in enumerate(PAIRS[name]))
+    engine = reading(target, draft, sampling=SamplingConfig(), bridge=bridge(name), draws=3)
+    state, origins = written(engine, BRIDGED, 3, new=12)
+    assert origins["drafted"] > 0
+    assert off(state, target, target.vocab) < NEAR < off(state, target, target.vocab, shift=-1)
 
 
 def test_a_refilled_row_has_those_of_its_own_text() -> None:
     """One row answers all prompts: nothing is left of the text before."""
-    target, draft = pair_64()
-    transform, draws = SamplingTransform(SAMPLED, (), target.vocab), CounterDraws(4)
-    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
-    state, _ = written(engine, PROMPTS[:1], FixedDraftLength(3, 1), Limits(9))
+    engine = reading(draws=4)
+    state, _ = written(engine, PROMPTS[:1], 3, new=9)
     for prompt in PROMPTS[1:]:
         engine.admit(state, 0, prompt)
-        for _ in generate(engine, state, Limits(9), FixedDraftLength(3, 1)):
-            pass
-        assert len(state.logprobs[0]) == 9 and off(state, target, target.vocab) < NEAR_64
+        list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
+        assert len(state.logprobs[0]) == 9 and off(state, models()[0], VOCAB) < NEAR_64
 
 
 @pytest.mark.parametrize("same", [1, 5, 11])
 def test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys(same: int) -> None:
     """Of the cache stays what both texts begin with, without its last token: not one token more."""
-    target, draft = pair_64()
-    transform, draws = SamplingTransform(SAMPLED, (), target.vocab), CounterDraws(5)
-    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
-    engine.logprobs = LogprobReader(TOP)
+    engine = reading(draws=5)
     state = engine.prefill(PROMPTS[:1], 60)
-    for _ in generate(engine, state, Limits(9), FixedDraftLength(3, 1)):
-        pass
+    list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
     first = state.texts[0]
     other = Prompt("other", (*first[:same], *((token + 1) % VOCAB for token in first[same:])))
     assert engine.go_on(state, other) == same - 1
-    for _ in generate(engine, state, Limits(9), FixedDraftLength(3, 1)):
-        pass
-    assert off(state, target, target.vocab) < NEAR_64
+    list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
+    assert off(state, models()[0], VOCAB) < NEAR_64
 
 
 def test_padding_of_the_vocabulary_takes_no_part() -> None:
     """The model has more logits than the tokenizer has tokens, as most published ones have."""
-    target, draft = pair_64()
-    tokens = VOCAB - 10
-    transform, draws = SamplingTransform(SAMPLED, (), tokens), CounterDraws(6)
-    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
+    target, tokens = models()[0], VOCAB - 10
+    engine = reading(vocab=tokens, draws=6)
     prompts = [Prompt(p.id, tuple(token % tokens for token in p.token_ids)) for p in PROMPTS]
-    state, origins = written(engine, prompts, FixedDraftLength(4, len(prompts)), Limits(24))
+    state, origins = written(engine, prompts, 4)
     assert origins["drafted"] and off(state, target, tokens) < NEAR_64 < off(state, target, VOCAB)
     texts = [Prompt("x", tuple(text)) for text in state.texts]
     for row, scores in enumerate(engine.score(texts, LogprobReader(TOP))):
@@ -170,37 +151,11 @@ def test_padding_of_the_vocabulary_takes_no_part() -> None:
     assert off(state, target, tokens) < NEAR_64
 
 
-def test_in_single_precision() -> None:
-    target, draft = made_pair(torch.float32, mild=True)
-    transform, draws = SamplingTransform(SamplingConfig(), (), target.vocab), CounterDraws(1)
-    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
-    state, origins = written(engine, PROMPTS, FixedDraftLength(4, len(PROMPTS)), Limits(24))
-    assert min(origins[name] for name in ("drafted", "corrected", "bonus")) > 0
-    assert off(state, target, target.vocab) < NEAR < off(state, target, target.vocab, shift=-1)
-
-
-def test_of_a_draft_of_another_vocabulary() -> None:
-    name = "overlapping"
-    target, draft = PAIRS[name]
-    model = toy(target.size, 0)
-    drafter, transform = made(name, toy(draft.size, 1), CounterDraws(3))
-    engine = Engine(ModelRunner(model), drafter, transform, RULES["block"], CounterDraws(3))
-    state, origins = written(engine, BRIDGED, FixedDraftLength(3, len(BRIDGED)), Limits(12))
-    assert origins["drafted"] > 0
-    assert off(state, model, target.size) < NEAR < off(state, model, target.size, shift=-1)
-
-
-def test_as_sampled_they_are_of_the_distribution_that_was_sampled(models: Any) -> None:
+def test_as_sampled_they_are_of_the_distribution_that_was_sampled() -> None:
     """After temperature, filters and penalties; what a filter has dropped is not listed."""
-    target, draft = models
-    transform, draws = SamplingTransform(SAMPLED, (), target.vocab), CounterDraws(2)
-    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
-    engine.logprobs = LogprobReader(VOCAB, sampled=True)
-    state = engine.prefill(PROMPTS[:1], 12)
-    for _ in generate(engine, state, Limits(12), FixedDraftLength(3, 1)):
-        pass
+    target, _ = models()
+    engine = reading(reader=LogprobReader(VOCAB, sampled=True), draws=2)
+    state, _ = written(engine, PROMPTS[:1], 3, new=12)
     text, first = state.texts[0], state.prompt_lengths[0]
     for at, one in enumerate(state.logprobs[0], start=first):
         with torch.inference_mode():
@@ -215,18 +170,15 @@ def test_as_sampled_they_are_of_the_distribution_that_was_sampled(models: Any) -
 
 
 @pytest.mark.parametrize("numbers", [2**24, 4 * VOCAB], ids=["whole", "in parts"])
-def test_given_texts(numbers: int, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, _ = models
+def test_given_texts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama_ssp.speculative.logprobs.NUMBERS", numbers)
-    transform = SamplingTransform(SamplingConfig(), (), target.vocab)
-    engine = Engine(ModelRunner(target), Drafter(), transform, RULES["block"], CounterDraws(0))
-    found = engine.score(PROMPTS, LogprobReader(TOP))
-    for prompt, scores in zip(PROMPTS, found, strict=True):
+    engine = reading(models()[0], None, sampling=SamplingConfig())
+    for prompt, scores in zip(PROMPTS, engine.score(PROMPTS, LogprobReader(TOP)), strict=True):
         text = list(prompt.token_ids)
         state = State([Prompt("x", tuple(text[:1]))], len(text), torch.device("cpu"))
         state.append(0, text[1:])
         state.logprobs = [scores[1:]]
-        assert scores[0].logprob is None and off(state, target, target.vocab) < NEAR_64
+        assert scores[0].logprob is None and off(state, models()[0], VOCAB) < NEAR_64
 
 
 TEXTS = ["hello", "a longer prompt", "x"]
@@ -234,62 +186,57 @@ FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
 SMALL = (*FP32, "seed=3", "task.max_new_tokens=10", "out=null")
 
 
-def agree(found: list[Any], expected: list[Any]) -> None:
-    """The same tokens, with log-probabilities that differ by rounding only."""
-    assert [one["token_id"] for one in found] == [one["token_id"] for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert one["logprob"] == pytest.approx(other["logprob"], abs=NEAR)
+def told(token: Any) -> tuple[int, float | None]:
+    """The id and the log-probability of a token of the API, of a JSON document, or of a pair."""
+    if isinstance(token, dict):
+        return token["token_id"], token["logprob"]
+    return (token.token_id, token.logprob) if isinstance(token, TokenLogprob) else tuple(token)
+
+
+def alike(found: Any, expected: Any) -> None:
+    """The same tokens, with log-probabilities that differ by rounding only, or that both lack."""
+    for one, other in zip(map(told, found), map(told, expected), strict=True):
+        assert one[0] == other[0] and (one[1] is None) == (other[1] is None)
+        assert one[1] is None or one[1] == pytest.approx(other[1], abs=NEAR)
+
+
+def scored(pair: Any, found: Any, **how: Any) -> Any:
+    """What the pair says of whole texts, given their continuations."""
+    texts = [[*text.encode(), *one.token_ids] for text, one in zip(TEXTS, found, strict=True)]
+    return pair.score(texts, **how)
 
 
 def test_of_the_command_and_the_api(command: Command) -> None:
     """A continuation's are those of the whole text when it is scored; asking for them changes no token."""
+    how: dict[str, Any] = {"max_new_tokens": 10, "seed": 3}
     with load_pair("tiny", draft="tiny_draft", batch_size=2, overrides=FP32) as pair:
-        how = {"max_new_tokens": 10, "seed": 3}
-        bare = pair.generate(TEXTS, **how)
-        found = pair.generate(TEXTS, **how, logprobs=2)
-        whole = pair.score(
-            [[*text.encode(), *one.token_ids] for text, one in zip(TEXTS, found, strict=True)], top=2
-        )
+        bare, found = pair.generate(TEXTS, **how), pair.generate(TEXTS, **how, logprobs=2)
+        whole = scored(pair, found, top=2)
         streamed: dict[int, list[TokenLogprob]] = {n: [] for n in range(len(TEXTS))}
         for rows in pair.stream(TEXTS, **how, logprobs=2):
             for row in rows:
                 streamed[row.index] += row.logprobs or []
-        sampled = pair.generate(
-            TEXTS[:1], **how, logprobs=0, logprobs_of="sampled", sampling=SamplingConfig(top_k=1)
-        )
-    for one, plain_one, score in zip(found, bare, whole, strict=True):
-        assert one.token_ids == plain_one.token_ids and plain_one.logprobs is None and one.logprobs
+        certain = {"logprobs": 0, "logprobs_of": "sampled", "sampling": SamplingConfig(top_k=1)}
+        (sampled,) = pair.generate(TEXTS[:1], **how, **certain)
+    for one, plain, score in zip(found, bare, whole, strict=True):
+        assert one.token_ids == plain.token_ids and plain.logprobs is None and one.logprobs
         assert score.logprobs[0].logprob is None and math.isfinite(score.total)
-        for mine, other in zip(one.logprobs, score.logprobs[-len(one.token_ids) :], strict=True):
-            assert (mine.token_id, len(mine.top)) == (other.token_id, 2)
-            assert mine.logprob == pytest.approx(other.logprob, abs=NEAR)
+        alike(one.logprobs, score.logprobs[-len(one.token_ids) :])
+        assert all(len(token.top) == 2 for token in one.logprobs)
     assert [streamed[n] for n in streamed] == [one.logprobs for one in found]
     assert sum(one.accepted for one in found) > 0
-    assert [one.logprob for one in sampled[0].logprobs or []] == [0.0] * 10
+    assert [one.logprob for one in sampled.logprobs or []] == [0.0] * 10
 
-    asked = command(
-        *SMALL,
-        f"task.prompts={json.dumps(TEXTS)}",
-        "output=jsonl",
-        "task.batch_size=2",
-        "task.logprobs=2",
-        "task.echo=true",
-    )
+    prompts = f"task.prompts={json.dumps(TEXTS)}"
+    asked = command(*SMALL, prompts, "output=jsonl", "task.batch_size=2", "task.logprobs=2", "task.echo=true")
     lines = {line["id"]: line for line in map(json.loads, asked.out.splitlines())}
     assert sorted(lines) == ["0", "1", "2"]
     for n, score in enumerate(whole):
-        told = lines[str(n)]
-        given = [{"token_id": one.token_id, "logprob": one.logprob} for one in score.logprobs]
-        agree([*told["prompt_logprobs"], *told["logprobs"]], given)
-        assert all(len(one["top_logprobs"]) == 2 for one in told["logprobs"])
-    only = command(
-        *SMALL[:3],
-        "out=null",
-        "prompt=hello",
-        "task.max_new_tokens=0",
-        "task.logprobs=0",
-        "task.echo=true",
-    )
+        line = lines[str(n)]
+        alike([*line["prompt_logprobs"], *line["logprobs"]], score.logprobs)
+        assert all(len(one["top_logprobs"]) == 2 for one in line["logprobs"])
+    nothing = "prompt=hello", "task.max_new_tokens=0", "task.logprobs=0", "task.echo=true"
+    only = command(*FP32, "seed=3", "out=null", *nothing)
     assert only.code == 0 and "0: 4 tokens, log-probability -" in only.out
 
 
@@ -312,13 +259,11 @@ def test_of_trees_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def worst(pair: Any) -> float:
         found = pair.generate(TEXTS, max_new_tokens=16, seed=3, speculation=trees, logprobs=1)
-        whole = pair.score([[*text.encode(), *one.token_ids] for text, one in zip(TEXTS, found, strict=True)])
-        pairs = [
-            (mine.logprob, other.logprob)
-            for one, score in zip(found, whole, strict=True)
+        return max(
+            abs(mine.logprob - other.logprob)
+            for one, score in zip(found, scored(pair, found), strict=True)
             for mine, other in zip(one.logprobs, score.logprobs[-len(one.token_ids) :], strict=True)
-        ]
-        return max(abs(one - other) for one, other in pairs)
+        )
 
     with load_pair("tiny", draft="tiny_draft", batch_size=3, overrides=words) as pair:
         assert worst(pair) < NEAR
@@ -328,23 +273,21 @@ def test_of_trees_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_batch(command: Command) -> None:
     """In OpenAI's fields; a job that was interrupted gives the same."""
-    plain_line = {"id": "p", "prompt": "hello", "logprobs": 1, "echo": True}
-    body = {"prompt": "hello", "max_tokens": 3}
-    both = {"custom_id": "c", "url": "/v1/completions", "body": {**body, "logprobs": 2, "echo": True}}
-    score = {
-        "custom_id": "s",
-        "url": "/v1/completions",
-        "body": {"prompt": "hello", "max_tokens": 0, "logprobs": 1, "echo": True},
-    }
-    none = {"custom_id": "n", "url": "/v1/completions", "body": body}
-    bare = [{"id": f"b{n}", "prompt": "hello", "logprobs": 1} for n in range(3)]
-    lines = [plain_line, both, score, none, *bare]
+    asked: list[dict[str, Any]] = [
+        {"max_tokens": 3, "logprobs": 2, "echo": True},
+        {"max_tokens": 0, "logprobs": 1, "echo": True},
+        {"max_tokens": 3},
+    ]
+    lines = [{"id": "p", "prompt": "hello", "logprobs": 1, "echo": True}]
+    for n, body in enumerate(asked):
+        lines.append({"custom_id": f"{n}", "url": "/v1/completions", "body": {"prompt": "hello", **body}})
+    lines += [{"id": f"b{n}", "prompt": "hello", "logprobs": 1} for n in range(3)]
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = ("task=batch", "task.input=in.jsonl", *SMALL, "task.batch_size=2")
     assert command(*job, "task.output=out.jsonl").code == 0
-    told, *others = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    first, *others = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     choices = [one["response"]["body"]["choices"][0] for one in others[:3]]
-    assert [len(told["logprobs"]), len(told["prompt_logprobs"])] == [10, 5]
+    assert [len(first["logprobs"]), len(first["prompt_logprobs"])] == [10, 5]
     assert [len(one["logprobs"]) for one in others[3:]] == [10] * 3  # the last takes another's row
     assert choices[0]["text"].startswith("hello") and choices[1]["text"] == "hello"
     assert choices[2]["logprobs"] is None
@@ -352,15 +295,10 @@ def test_of_a_batch(command: Command) -> None:
     assert echoed["text_offset"][:6] == [0, 1, 2, 3, 4, 5] and len(echoed["tokens"]) == 5 + 3
     assert echoed["token_logprobs"][0] is None and echoed["top_logprobs"][0] is None
     assert choices[1]["logprobs"]["token_logprobs"] == echoed["token_logprobs"][:5]
-    agree(
-        told["prompt_logprobs"],
-        [{"token_id": i, "logprob": v} for i, v in zip(b"hello", echoed["token_logprobs"], strict=False)],
-    )
+    alike(first["prompt_logprobs"], list(zip(b"hello", echoed["token_logprobs"], strict=False)))
     with load_pair("tiny", draft="tiny_draft", overrides=FP32) as pair:
         (whole,) = pair.score(["hello"])
-    assert echoed["token_logprobs"][1:5] == pytest.approx(
-        [one.logprob for one in whole.logprobs[1:]], abs=NEAR
-    )
+    alike(first["prompt_logprobs"], whole.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -386,13 +324,7 @@ def test_refused_by_name(url: str, own: Any, says: str, command: Command) -> Non
 
 def test_offsets_are_of_the_text() -> None:
     """Special tokens take no room; a space that a tokenizer puts before a text does not count."""
-    pieces: list[tuple[str, bytes | None]] = [
-        ("<s>", None),
-        (" the", b" the"),
-        ("\ufffd", b"\xc3"),
-        ("\ufffd", b"\xa9"),
-        ("!", b"!"),
-    ]
+    pieces = ("<s>", None), (" the", b" the"), ("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("!", b"!")
     found = [TokenLogprob(n, *piece, None if n == 0 else -1.0) for n, piece in enumerate(pieces)]
     assert completions(found, "the\u00e9!")["text_offset"] == [0, 0, 3, 3, 4]
 
@@ -419,7 +351,4 @@ def test_over_ranks(tmp_path: Path) -> None:
         said = ranks(2, ["script.py", placement], tmp_path)
         assert [code for code, _, _ in said] == [0, 0], said
         for mine, other in zip(json.loads(said[0][1]), alone, strict=True):
-            assert [token for token, _ in mine] == [token for token, _ in other]
-            assert [v for _, v in mine if v is not None] == pytest.approx(
-                [v for _, v in other if v is not None], abs=NEAR
-            )
+            alike(mine, other)

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -22,143 +23,127 @@ from llama_ssp.speculative.draft_length import (
     FixedDraftLength,
     tokens_per_round,
 )
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
-from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, commit, generate
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.round_protocol import RoundResult
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts
+from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.detokenizer import Writing
 from tests.proofs.toy import Toy, toy
-from tests.rig import speculate
+from tests.rig import engine_of, speculate, steps_of
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
 
-def verdict(drafted: list[int], accepted: int, token: int) -> RoundResult:
+def result_of(drafted: list[int], accepted: int, token: int) -> RoundResult:
     return RoundResult([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
 
 
-def one_row(prompt: tuple[int, ...] = (1, 2), room: int = 50) -> State:
-    return State([Prompt("a", prompt)], room, torch.device("cpu"))
+def committed(*results: RoundResult, limits: Limits, context: int = 50) -> tuple[State, list[RowStep]]:
+    """A prompt of two tokens, and what it gets of these rounds."""
+    state = State([Prompt("a", (1, 2))], 50, torch.device("cpu"))
+    steps = [commit(state, result, limits, context, n, [0]) for n, result in enumerate(results)]
+    return state, [row for step in steps for row in step.rows]
 
 
-def committed(result: RoundResult, limits: Limits, context: int = 50):
-    state = one_row()
-    step = commit(state, result, limits, context, 0, [0])
-    return state, step.rows[0]
+# What is drafted, accepted, and follows; what limits it; what is committed, why it ends, how it is counted.
+BLOCKS = {
+    "EOS inside": ([5, 9, 7, 8], 4, 6, {}, [5, 9], "eos", (2, 2, 2), ["drafted", "drafted"]),
+    "EOS as the correction": ([5, 6, 7], 1, 9, {}, [5, 9], "eos", (3, 1, 0), ["drafted", "corrected"]),
+    "a rejected EOS": ([5, 9], 1, 4, {}, [5, 4], None, (2, 1, 0), ["drafted", "corrected"]),
+    "all stand": ([5, 6], 2, 7, {}, [5, 6, 7], None, (2, 2, 0), ["drafted", "drafted", "bonus"]),
+    "no drafts": ([], 0, 7, {}, [7], None, (0, 0, 0), ["sampled"]),
+    "the limit": ([5], 1, 7, {"new": 2}, [5, 7], "length", (1, 1, 0), ["drafted", "bonus"]),
+    "the context": ([5], 1, 7, {"context": 4}, [5, 7], "context", (1, 1, 0), ["drafted", "bonus"]),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_a_round_commits_and_counts(name: str):
+    drafted, accepted, token, limited, tokens, finish, counted, origins = BLOCKS[name]
+    limits = Limits(limited.get("new", 20), frozenset({9}))
+    result = result_of(drafted, accepted, token)
+    state, [row] = committed(result, limits=limits, context=limited.get("context", 50))
+    assert (row.tokens, row.finish) == (tokens, finish) == (state.generated(0), state.finished[0])
+    assert (len(row.drafted), row.accepted, row.discarded) == counted
+    assert [row.origin(i) for i in range(len(tokens))] == origins
 
 
 def test_a_block_is_cut_at_eos_before_it_is_counted():
-    state, row = committed(verdict([5, 9, 7, 8], 4, 6), Limits(20, frozenset({9})))
-    assert state.generated(0) == [5, 9] and state.finished == ["eos"]
-    assert (row.drafted, row.accepted, row.discarded) == ([5, 9], 2, 2)
     counts = Counts()
-    counts.add(row)
+    counts.add(*committed(result_of([5, 9, 7, 8], 4, 6), limits=Limits(20, frozenset({9})))[1])
     summary = counts.summary()
     assert summary["drafted_by_position"] == summary["accepted_by_position"] == [1, 1]
     assert summary["tokens_discarded_after_end"] == 2 and summary["acceptance_rate"] == 1
     assert summary["finish_reasons"] == {"eos": 1}
 
 
-def test_eos_as_the_correction_ends_the_row_and_counts_every_draft():
-    _, row = committed(verdict([5, 6, 7], 1, 9), Limits(20, frozenset({9})))
-    assert (row.tokens, row.finish, row.drafted, row.accepted) == ([5, 9], "eos", [5, 6, 7], 1)
-    assert [row.origin(i) for i in range(2)] == ["drafted", "corrected"]
-
-
-def test_a_rejected_eos_does_not_end_the_row():
-    _, row = committed(verdict([5, 9], 1, 4), Limits(20, frozenset({9})))
-    assert (row.tokens, row.finish) == ([5, 4], None)
-
-
-def test_origins():
-    _, row = committed(verdict([5, 6], 2, 7), Limits(20))
-    assert [row.origin(i) for i in range(3)] == ["drafted", "drafted", "bonus"]
-    _, row = committed(verdict([], 0, 7), Limits(20))
-    assert row.origin(0) == "sampled"
-
-
-def test_length_and_context_are_told_apart():
-    assert committed(verdict([5, 6], 2, 7), Limits(3))[1].finish == "length"
-    assert committed(verdict([5, 6], 2, 7), Limits(30), context=5)[1].finish == "context"
+def writing(stops: list[str], letters: str = "`abcdefghij") -> Writing:
+    return Writing(lambda ids: "".join(letters[i] for i in ids), [(1, 2)], stops)
 
 
 def test_a_stop_string_across_blocks_cuts_the_second():
-    state = one_row()
-    writing = Writing(lambda ids: "".join(chr(96 + i) for i in ids), [(1, 2)], ["cde"])
-    limits = Limits(20, frozenset(), writing)
-    first = commit(state, verdict([3], 1, 4), limits, 50, 0, [0]).rows[0]
-    second = commit(state, verdict([5, 6, 7], 3, 8), limits, 50, 1, [0]).rows[0]
-    assert first.finish is None and writing.printable(0, ended=False) == ""
-    assert (second.finish, second.tokens, second.drafted, second.discarded) == ("stop", [5], [5], 2)
-    assert writing.text(0) == "" and state.generated(0) == [3, 4, 5]
+    first, second = result_of([3], 1, 4), result_of([5, 6, 7], 3, 8)
+    text = writing(["cde"])
+    _, [row] = committed(first, limits=Limits(20, frozenset(), text))
+    assert row.finish is None and text.printable(0, ended=False) == ""  # it may have begun
+    text = writing(["cde"])
+    state, [_, row] = committed(first, second, limits=Limits(20, frozenset(), text))
+    assert (row.finish, row.tokens, row.drafted, row.discarded) == ("stop", [5], [5], 2)
+    assert text.text(0) == "" and state.generated(0) == [3, 4, 5]
 
 
 def test_a_stop_string_is_not_sought_in_the_end_token():
     """A token that ends texts is none of the text, whatever a tokenizer writes for it."""
-    writing = Writing(lambda ids: "".join(chr(96 + i) for i in ids), [(1, 2)], ["ei", "i"])
-    state, row = committed(verdict([3, 5, 9, 7], 4, 6), Limits(20, frozenset({9}), writing))
-    assert (row.finish, row.tokens, writing.text(0)) == ("eos", [3, 5, 9], "ce")
+    text = writing(["ei", "i"])
+    state, [row] = committed(result_of([3, 5, 9, 7], 4, 6), limits=Limits(20, frozenset({9}), text))
+    assert (row.finish, row.tokens, text.text(0)) == ("eos", [3, 5, 9], "ce")
     assert state.generated(0) == [3, 5, 9]
 
 
 @pytest.mark.parametrize(("most", "finishes"), [(20, [None, "stop"]), (2, ["stop"])])
 def test_a_stop_string_may_be_complete_only_as_the_row_ends(most: int, finishes: list[str | None]):
     """By the end token, or by the limit: until then its last character may be half of another."""
-    state = one_row()
-    writing = Writing(lambda ids: "".join("abc\ufffd"[i] for i in ids), [(1, 2)], ["c\ufffd"])
-    limits = Limits(most, frozenset({9}), writing)
-    blocks = [verdict([2], 1, 3), verdict([], 0, 9)]
-    rows = [commit(state, block, limits, 50, 0, [0]).rows for block in blocks]
-    assert [row.finish for step in rows for row in step] == finishes
-    assert (writing.text(0), state.generated(0)) == ("", [2, 3])
+    text = writing(["c\ufffd"], "abc\ufffd")
+    blocks = result_of([2], 1, 3), result_of([], 0, 9)
+    state, rows = committed(*blocks, limits=Limits(most, frozenset({9}), text))
+    assert [row.finish for row in rows] == finishes
+    assert (text.text(0), state.generated(0)) == ("", [2, 3])
 
 
-@pytest.mark.parametrize("damaged", ["target", "draft"])
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_damaged_logits_stop_their_row_only(damaged, rule):
-    """Those of a draft, too: the text would stay exact, but nobody would know that drafting is broken."""
-    toys = {"target": Toy(5, 0), "draft": Toy(5, 1)}
-    forward = toys[damaged].forward
+def broken(model: Toy) -> Toy:
+    """The logits of the second of three rows are no numbers."""
+    forward = model.forward
 
-    def broken(input_ids, **rest):
+    def damaged(input_ids, **rest):
         result = forward(input_ids, **rest)
         if len(input_ids) == 3:
             result.logits[1] = torch.nan
         return result
 
-    toys[damaged].forward = broken
-    target, draft = (ModelRunner(CausalModel(toy, name)) for name, toy in toys.items())
-    transform, draws = SamplingTransform(SamplingConfig(), (), 5), CounterDraws(0)
-    k, drafter = (0, Drafter()) if damaged == "target" else (3, ModelDrafter(draft, transform, draws))
-    engine = Engine(target, drafter, transform, RULES[rule], draws)
-    state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(3)], 6)
-    list(generate(engine, state, Limits(6), FixedDraftLength(k, 3)))
-    assert state.finished == ["length", "error", "length"]
-    assert [len(state.generated(row)) for row in range(3)] == [6, 0, 6]
+    model.forward = damaged
+    return model
+
+
+def finished(target: Toy, draft: Toy | None, k: int, **how: Any) -> tuple[list[str | None], list[int]]:
+    models = [model and CausalModel(model, "toy") for model in (target, draft)]
+    prompts = [Prompt(str(row), (row, 1)) for row in range(3)]
+    state, _ = steps_of(engine_of(*models, **how), prompts, 6, k)
+    return state.finished, [len(state.generated(row)) for row in range(3)]
+
+
+@pytest.mark.parametrize("damaged", ["target", "draft"])
+@pytest.mark.parametrize("rule", RULES)
+def test_damaged_logits_stop_their_row_only(damaged, rule):
+    """Those of a draft, too: the text would stay exact, but nobody would know that drafting is broken."""
+    target, draft = Toy(5, 0), broken(Toy(5, 1))
+    given = (broken(target), None, 0) if damaged == "target" else (target, draft, 3)
+    assert finished(*given, rule=rule) == (["length", "error", "length"], [6, 0, 6])
 
 
 def test_a_damaged_draft_is_noticed_where_all_that_it_has_is_forbidden():
-    draft, sampling = Toy(2, 1), SamplingConfig(bad_tokens=[0, 1])
-    forward = draft.forward
-
-    def broken(input_ids, **rest):
-        result = forward(input_ids, **rest)
-        result.logits[1] = torch.nan
-        return result
-
-    draft.forward = broken
-    transform, draws = SamplingTransform(sampling, (), 5), CounterDraws(0)
-    drafter = ModelDrafter(ModelRunner(CausalModel(draft, "broken")), transform, draws)
-    engine = Engine(ModelRunner(toy(5, 0)), drafter, transform, RULES["block"], draws)
-    state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(3)], 6)
-    list(generate(engine, state, Limits(6), FixedDraftLength(2, 3)))
-    assert state.finished == ["length", "error", "length"]
+    reasons, _ = finished(Toy(5, 0), broken(Toy(2, 1)), 2, sampling=SamplingConfig(bad_tokens=[0, 1]))
+    assert reasons == ["length", "error", "length"]
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])  # transformers before 5.24, and from then on
@@ -185,34 +170,26 @@ def test_the_module_is_given_its_cache_by_the_name_that_it_takes(name):
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=5),
     st.integers(0, 6), st.integers(1, 12), st.booleans(), st.sampled_from(list(RULES)), st.integers(0, 10**6),
 )  # fmt: skip
-def test_counters_add_up(prompts, k, new, ends, rule, seed):
+def test_counters_add_up(prompts, k, new, has_ends, rule, seed):
     """Committed tokens are the texts; nothing follows EOS; no limit is passed; accepted <= drafted."""
-    end_ids = frozenset({2}) if ends else frozenset()
-    draws, transform = CounterDraws(seed), SamplingTransform(SamplingConfig(), tuple(end_ids), 5)
-    target, draft = toy(5, 0, context=14), toy(5, 1, context=10)
-    engine = Engine(
-        ModelRunner(target, 3),
-        ModelDrafter(ModelRunner(draft, 3), transform, draws),
-        transform,
-        RULES[rule],
-        draws,
-    )
-    state = engine.prefill([Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)], new)
-    counts, lookahead = Counts(), FixedDraftLength(k, len(prompts))
-    for step in generate(engine, state, Limits(new, end_ids), lookahead):
-        for row in step.rows:
-            counts.add(row)
-            assert row.accepted <= len(row.drafted) <= k
-            assert len(row.tokens) <= row.accepted + 1
+    ends, counts = frozenset({2} if has_ends else ()), Counts()
+    models = toy(5, 0, context=14), toy(5, 1, context=10)
+    engine = engine_of(*models, rule, ends=ends, draws=seed, chunk=3)
+    batch = [Prompt(str(i), tuple(ids)) for i, ids in enumerate(prompts)]
+    state, steps = steps_of(engine, batch, new, k, ends)
+    for row in (row for step in steps for row in step.rows):
+        counts.add(row)
+        assert row.accepted <= len(row.drafted) <= k
+        assert len(row.tokens) <= row.accepted + 1
     summary = counts.summary()
     texts = [state.generated(row) for row in range(state.rows)]
     assert summary["tokens_committed"] == sum(map(len, texts))
     assert sum(summary["finish_reasons"].values()) == len(prompts)
     for prompt, text, reason in zip(prompts, texts, state.finished, strict=True):
         assert 1 <= len(text) <= new and len(prompt) + len(text) <= 14
-        assert 2 not in text[:-1] or not ends
+        assert not has_ends or 2 not in text[:-1]
         full = "length" if len(text) == new else "context"
-        assert reason == ("eos" if ends and text[-1] == 2 else full)
+        assert reason == ("eos" if has_ends and text[-1] == 2 else full)
 
 
 def test_best_k_follows_acceptance_and_cost():
@@ -269,15 +246,14 @@ def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
 
 def test_a_draft_token_costs_one_draft_forward():
     """Also after wholly accepted blocks, when the draft model lacks two tokens."""
-    draws, transform, rows, k = CounterDraws(0), SamplingTransform(SamplingConfig(), (), 5), 3, 4
-    drafter = ModelDrafter(ModelRunner(toy(5, 0)), transform, draws)
-    engine = Engine(ModelRunner(toy(5, 0)), drafter, transform, RULES["block"], draws)
-    state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(rows)], 4 * (k + 1))
-    before, target_before = drafter.forwards, engine.target.forwards
-    steps = list(generate(engine, state, Limits(4 * (k + 1)), FixedDraftLength(k, rows)))
+    rows, k, new = 3, 4, 20
+    engine = engine_of(toy(5, 0), toy(5, 0))
+    state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(rows)], new)
+    before, target_before = engine.draft_forwards, engine.target_forwards
+    steps = list(generate(engine, state, Limits(new), FixedDraftLength(k, rows)))
     assert all(row.accepted == len(row.drafted) == k for step in steps for row in step.rows)
-    assert drafter.forwards - before == k * len(steps) == 4 * k
-    assert engine.target.forwards - target_before == len(steps)
+    assert engine.draft_forwards - before == k * len(steps) == 4 * k
+    assert engine.target_forwards - target_before == len(steps)
 
 
 def emulated(alpha: float, costs: Costs, tokens: int, seed: int) -> float:

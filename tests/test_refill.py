@@ -8,17 +8,11 @@ import torch
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import FixedDraftLength
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
-from llama_ssp.speculative.drafters.ngram import NgramDrafter
-from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES, rule_for
 from tests.families import build, ragged_prompts
-from tests.rig import GREEDY, Queue, drive_refilled, perturbed, speculate
+from tests.rig import GREEDY, Queue, drive_refilled, engine_of, perturbed, speculate
 
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
 LENGTHS = (9, 4, 1, 6, 2, 13, 1, 5, 3, 7)
@@ -27,9 +21,8 @@ PROMPTS = ragged_prompts(*LENGTHS)
 
 @pytest.fixture(scope="module")
 def models() -> tuple[CausalModel, CausalModel]:
-    return CausalModel(build("llama-gqa"), "target"), CausalModel(
-        perturbed(build("llama-gqa"), 0.05), "draft"
-    )
+    target, draft = build("llama-gqa"), perturbed(build("llama-gqa"), 0.05)
+    return CausalModel(target, "target"), CausalModel(draft, "draft")
 
 
 @pytest.mark.few(2)
@@ -50,15 +43,7 @@ def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sam
         prompt.id: speculate(target, [prompt], chosen, sampling=sampling, ends=ends, **how).texts[0]
         for prompt in PROMPTS
     }
-    transform, draws = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(0)
-    drafter: Drafter = {
-        "none": lambda: Drafter(),
-        "model": lambda: ModelDrafter(ModelRunner(draft, 512), transform, draws),
-        "trees": lambda: ModelDrafter(ModelRunner(draft, 512), transform, draws),
-        "ngram": lambda: NgramDrafter(1, 4, target.vocab, target.dtype),
-    }[drafting]()
-    rule = rule_for("block", siblings)
-    engine = Engine(ModelRunner(target, 512), drafter, transform, rule, draws, siblings=k * siblings)
+    engine = engine_of(target, chosen, sampling=sampling, ends=ends, siblings=k * siblings)
     found = drive_refilled(engine, PROMPTS, rows, longest=max(LENGTHS) + 20, ends=ends, **how)
     assert found == alone
     assert len({len(text) for text in found.values()}) > 1  # rows ended at different times
@@ -85,13 +70,7 @@ def test_a_rows_lookahead_begins_with_its_text(models):
     """Rounds of the text before it say nothing of it."""
     target, _ = models
     long = Prompt("long", tuple(range(3, 43)))
-    engine = Engine(
-        ModelRunner(target, 512),
-        Drafter(),
-        SamplingTransform(GREEDY, (), target.vocab),
-        RULES["block"],
-        CounterDraws(0),
-    )
+    engine = engine_of(target, sampling=GREEDY)
     told: list[tuple[int, int | None]] = []
 
     class Noted(FixedDraftLength):
@@ -101,8 +80,7 @@ def test_a_rows_lookahead_begins_with_its_text(models):
     queue = Queue([long])
     state = engine.prefill(PROMPTS[:2], 12, 60)
     limits = Limits(12, by_row={0: 2})
-    for _ in generate(engine, state, limits, Noted(0, 2), queue):
-        pass
+    list(generate(engine, state, limits, Noted(0, 2), queue))
     assert told == [(0, 40)]
 
 
@@ -118,8 +96,7 @@ def test_a_long_prompt_is_read_in_chunks(models):
             return super().logits(token_BW, feed, cache, last_only)
 
     watched = Watched(target.module, "target")
-    transform = SamplingTransform(GREEDY, (), target.vocab)
-    engine = Engine(ModelRunner(watched, 10), Drafter(), transform, RULES["block"], CounterDraws(0))
+    engine = engine_of(watched, sampling=GREEDY, chunk=10)
     short = [Prompt("a", (5,)), Prompt("b", (6, 7))]
     texts = drive_refilled(engine, [*short, long], 2, k=0, longest=80, max_new=8)
     assert fed == [10, 10, 10, 9]

@@ -101,21 +101,6 @@ def test_a_race_has_its_distribution_and_never_ends_with_the_impossible():
         assert (found[probs == 0] == 0).all() and float((found - probs).abs().max()) < 0.006
 
 
-@pytest.mark.slow
-def test_draws_with_different_keys_are_independent():
-    """Accept and correct of one position, neighbouring positions, and equal positions of two prompts."""
-    source, half = CounterDraws(2), torch.tensor([[0.5, 0.5]])
-
-    def bit(key: int, base: int, purpose: Purpose) -> int:
-        return int(source.categorical(half, Slot((key,), (base,), purpose)))
-
-    for key, shift, purpose in ((1, 0, Purpose.CORRECT), (1, 1, Purpose.ACCEPT), (2, 0, Purpose.ACCEPT)):
-        table = np.zeros((2, 2))
-        for base in range(4000):
-            table[bit(1, base, Purpose.ACCEPT), bit(key, base + shift, purpose)] += 1
-        assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
-
-
 def test_prompts_of_one_length_have_numbers_of_their_own():
     """A batch of one row shows one source a prompt after the other, often at equal lengths."""
     probs, chance = torch.full((1, 27), 1 / 27), torch.full((1, 8), 0.5)
@@ -168,15 +153,9 @@ def test_what_is_no_distribution_gives_some_token():
     assert token[0] == 1 and 0 <= token[1] < 3
 
 
-def test_a_chance_of_one_always_passes_and_of_zero_never():
-    slot = Slot((1,) * 1000, tuple(range(1000)), Purpose.ACCEPT)
-    assert CounterDraws(0).bernoulli(torch.ones(1000, 4), slot).all()
-    assert not CounterDraws(0).bernoulli(torch.zeros(1000, 4), slot).any()
-
-
-@pytest.mark.parametrize(("raw", "uniform"), [(0, 0.0), (2**63, 0.5)])
+@pytest.mark.parametrize(("raw", "uniform"), [(0, 0.0), (2**63, 0.5), (2**64 - 1, 1 - 2.0**-53)])
 def test_a_uniform_that_equals_the_chance_does_not_pass(raw, uniform):
-    """A token that the target cannot produce has the chance 0: not even a uniform of 0 accepts it."""
+    """So not even a uniform of 0 accepts what the target cannot produce; a chance of 1 always passes."""
     chance_BK = torch.tensor([[uniform, uniform + 2.0**-53]], dtype=torch.float64)
     always = SimpleNamespace(random_raw=lambda count: np.full(count, raw, np.uint64))
     with patch.object(np.random, "Philox", lambda **_: always):
@@ -184,17 +163,9 @@ def test_a_uniform_that_equals_the_chance_does_not_pass(raw, uniform):
     assert passed.tolist() == [[False, True]]
 
 
-def test_every_bit_of_seed_and_prompt_counts():
-    """Also beside a number of 64 bits, which numpy would turn into a float with its neighbour."""
-    seeds, keys = (0, 1, 2**62, 2**62 + 1, 2**63 - 1), (0, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
-    slots = [Slot((key,), (1,), Purpose.DRAFT) for key in keys]
-    found = {uniforms_behind(CounterDraws(seed), slot, 1).item() for seed in seeds for slot in slots}
-    assert len(found) == len(seeds) * len(keys)
-
-
 # No random number has two uses. A number is known by where it stands: Philox's key, counter and lane.
-SEEDS = (0, 1, 2**63, 2**64 - 1)
-TEXTS = [(key, base) for key in (0, 1, 2**32, 2**64 - 1) for base in (0, 1, 2, 3, 4, 2**20, 2**32)]
+SEEDS, KEYS = (0, 1, 2**63, 2**64 - 1), (0, 1, 2**63 + 1, 2**64 - 1)  # floats would cut some of them
+TEXTS = [(key, base) for key in KEYS for base in (0, 1, 2, 3, 4, 2**20, 2**32)]
 KS, VOCABS = (1, 33, MAX_K), (1, 2, 5, 600, 300_000)
 STREAMS = {
     Purpose.DRAFT: rng.ROUNDS, Purpose.ACCEPT: rng.ROUNDS, Purpose.CORRECT: rng.RACES,

@@ -1,23 +1,30 @@
-"""A draft that runs ahead changes nothing but time: every order of events has the target's law."""
+"""A draft that runs ahead changes nothing but time: under every order of events, the target's distribution.
+
+Enumerated: for eleven scenarios, the orders in which the leader and the draft's rank may do their first
+rounds (interleaved.py), and under each of them every branch of the draws. Compared: the joint distribution of
+whole texts with the target's own, below 1e-12 in fp64; and texts of real draws with those of one process.
+Controls: a stale proposal, one for another prefix, another text's distribution, and a use that depends on an
+uncommitted token each give another distribution; a guess that is used behind another correction gives another
+text.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.distributed.draft_messages import DraftClient, Message, MessageKind
 from llama_ssp.speculative.drafters import ahead, remote
-from llama_ssp.speculative.drafters.ahead import AheadDrafter, Memo
+from llama_ssp.speculative.drafters.ahead import Memo
 from llama_ssp.speculative.drafters.local import Drawn
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.state import Prompt, State
 from tests.proofs.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
+from tests.proofs.mutants import Mutant
 from tests.proofs.scenarios import BASE, Scenario, models, play
 
 CUT = SamplingConfig(top_p=0.75)  # some distributions are certain then, and trees smaller
@@ -50,7 +57,7 @@ RARELY_READY = (
 )  # fmt: skip
 
 
-def test_an_interleaving_has_the_targets_law():
+def test_an_interleaving_has_the_targets_distribution():
     scenario, _ = WALKS["two rows, K = 2"]
     error, seen = walk(scenario, iter(schedules(2, 1)))
     assert error < 1e-12 and seen.schedules == 4 and seen.used > 0
@@ -59,7 +66,7 @@ def test_an_interleaving_has_the_targets_law():
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WALKS)
-def test_every_interleaving_has_the_targets_law(name: str):
+def test_every_interleaving_has_the_targets_distribution(name: str):
     (scenario, rounds), whole = WALKS[name], name in WHOLE
     error, seen = walk(scenario, schedules(scenario.k, rounds, whole))
     assert error < 1e-12
@@ -98,27 +105,34 @@ def test_rows_of_two_memos_are_merged_whole():
 
 
 def test_drafts_are_ready_when_there_is_time_and_the_guess_is_right():
-    scenario, _ = WALKS["every guess is right"]
-    target, draft = models(scenario)
-    assert draft is not None
-    used = []
+    scenario, used = WALKS["every guess is right"][0], []
     for looks in (0, 1, 2, 3):
         seen = Seen()
-        overlapped(scenario, target, draft, SharedDraws([]), Schedule((looks,) * 9), seen)
+        overlapped(scenario, *models(scenario), SharedDraws([]), Schedule((looks,) * 9), seen)
         used.append(seen.used)
     assert used == [0, 0, 1, 2]  # a pass for the guess, then a draft a pass
 
 
+LONG = Scenario(vocab=5, k=3, new=40)
+TWO_TEXTS = Scenario(prompts=TWO, vocab=5, k=3, new=12, ends=frozenset({4}))
+
+
+def is_alike(scenario: Scenario, seed: int, schedule: Schedule) -> bool:
+    """Whether texts of real draws are those of one process, draw for draw."""
+    run = overlapped(scenario, *models(scenario), CounterDraws(seed), schedule)
+    return run == play(scenario, *models(scenario), CounterDraws(seed))
+
+
 def test_the_text_is_that_of_one_process():
-    """Draw for draw: what is drafted ahead takes the keys that the proposal would have taken."""
+    """What is drafted ahead takes the keys that the proposal would have taken; also over a long text."""
     for seed in range(6):
-        scenario = Scenario(prompts=TWO, vocab=5, k=3, new=12, ends=frozenset({4}))
-        target, draft = models(scenario)
-        assert draft is not None
-        alone = play(scenario, target, draft, CounterDraws(seed))
         for looks in (0, 2, 5):
             schedule = Schedule((looks,) * 20, deaf=seed % 2 > 0, twice=seed % 3 > 0)
-            assert overlapped(scenario, target, draft, CounterDraws(seed), schedule) == alone
+            assert is_alike(TWO_TEXTS, seed, schedule)
+    assert is_alike(LONG, 1, ALWAYS) and is_alike(LONG, 4, ALWAYS)
+
+
+ALWAYS = Schedule((16,) * 60)
 
 
 @pytest.mark.parametrize("zeros", [0, 5, 11, 12])
@@ -133,8 +147,8 @@ def test_probabilities_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
         assert len(load) <= sent.nbytes
 
 
-def test_two_laws_alike_are_raced_to_the_same_token():
-    """Laws that overlap by 0.9 give the same token nearly as often; by inverted CDFs they do not."""
+def test_two_distributions_alike_are_raced_to_the_same_token():
+    """Those that overlap by 0.9 give the same token nearly as often; by inverted CDFs they do not."""
     generator = torch.Generator().manual_seed(2)
     logits = 3 * torch.randn(400, 300, generator=generator)
     one = torch.softmax(logits, -1)
@@ -149,127 +163,82 @@ def test_two_laws_alike_are_raced_to_the_same_token():
     assert alike[0] > (1 - apart) / (1 + apart) - 0.05 and alike[0] > alike[1] + 0.2
 
 
-# Faults, each of which must show in the distribution (or break the run).
+# Controls: faults that must show in the distribution.
+
+MEMO = "speculative.drafters.ahead:Memo.stands"
+TAGS = "speculative.drafters.remote:tags speculative.drafters.ahead:tags"
 
 
-def _any_reply(asker: DraftClient, seconds: float) -> bool:
-    """Takes whatever reply comes for the one to this ask."""
-    frame = asker.link.receive(seconds)
-    if frame is None:
-        return False
-    message = Message.unpack(frame)
-    asker._acknowledged = message.number
-    if message.kind is MessageKind.REPLY:
-        asker._reply = message
-    return True
+def the_one_before(reply: Any, client: Any) -> Any:
+    """The reply to an earlier request is taken for the one to this."""
+    newest = reply(client)
+    older, vars(client)["older"] = vars(client).get("older", newest), newest
+    return older
 
 
-def _about_anything(state: State, count: tuple[int, ...]) -> list[int]:
-    return [0] * (3 * state.rows)
-
-
-def _of_any_text(memo: Memo, state: State, row: int) -> bool:
-    return True
-
-
-def _if_it_pleases(memo: Memo, state: State, row: int) -> bool:
+def if_it_pleases(stands: Any, memo: Any, state: Any, row: int) -> bool:
     """Looks at what was drafted, not only at what was committed."""
-    stands = state.keys[row] == memo.state.keys[row] and state.texts[row] == memo.state.texts[row]
-    return stands and bool(memo.drawn) and int(memo.drawn[0].token_B[row]) == 0
+    return stands(memo, state, row) and bool(memo.drawn) and int(memo.drawn[0].token_B[row]) == 0
 
 
-_extended, _step = State.extended, AheadDrafter._step
-
-
-def _with_own_draws(state: State, blocks: list[list[int]]) -> State:
+def with_own_draws(extended: Any, state: State, blocks: list[list[int]]) -> Any:
     """Drafts ahead by other keys than the proposal's."""
-    later: Any = _extended(state, blocks)
+    later = extended(state, blocks)
     later.slot = lambda purpose, offset=0: State.slot(later, purpose, offset + 8)
     return later
 
 
-def _law_of_another_text(drafter: AheadDrafter, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
-    drawn = _step(drafter, state, offset, count)
-    ready = offset < max(drafter._ready)
-    return replace(drawn, probs_BV=drawn.probs_BV.flip(-1)) if ready else drawn
+def of_another_text(stands: Any, memo: Any, state: Any, row: int) -> bool:
+    """What was drafted ahead is declared with the distribution of another text."""
+    if stands(memo, state, row):
+        memo.drawn = [replace(drawn, probs_BV=drawn.probs_BV.flip(-1)) for drawn in memo.drawn]
+    return bool(stands(memo, state, row))
 
 
-def _of_another_correction(memo: Memo, state: State, row: int) -> bool:
-    """Looks how far the text has come, not which it is."""
-    return len(state.texts[row]) == len(memo.state.texts[row])
-
-
-PATIENT = Schedule((3,) * 6)  # all that can be drafted ahead is
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is replaced by what, and where it must show."""
-
-    changes: tuple[tuple[Any, str, Any], ...]
-    scenario: Scenario = WALKS["one row, K = 1"][0]
-    schedule: Schedule = PATIENT
-
-
-WHIM, ALIKE = "whether it is used depends on a token that nobody committed", "every guess is right"
-FAULTS = {
-    "a stale proposal is used": Fault(
-        (
-            (DraftClient, "_take", _any_reply),
-            (remote, "tags", _about_anything),
-            (ahead, "tags", _about_anything),
-        ),
-        schedule=Schedule((0,) * 6, twice=True),
+PATIENT, FIRST = Schedule((3,) * 6), WALKS["one row, K = 1"][0]  # all that can be drafted ahead is
+WHIM = Mutant("a use that depends on an uncommitted token", MEMO, (), if_it_pleases)
+RIGHT = WALKS["every guess is right"][0]
+FAULTS: dict[str, tuple[Scenario, Schedule, list[Mutant]]] = {
+    "a stale proposal is used": (
+        FIRST,
+        Schedule((0,) * 6),
+        [
+            Mutant("the reply before", "distributed.draft_messages:DraftClient.reply", (), the_one_before),
+            Mutant("no tags", TAGS, (), lambda _, state, count: [0] * (3 * state.rows)),
+        ],
     ),
-    "a proposal for another prefix is used": Fault(((Memo, "stands", _of_any_text),)),
-    "whether it is used depends on a token that nobody committed": Fault(
-        ((Memo, "stands", _if_it_pleases), (State, "extended", _with_own_draws)),
-        WALKS["every guess is right"][0],
+    "a proposal for another prefix is used": (FIRST, PATIENT, [Mutant("", MEMO, (), lambda *_: True)]),
+    "another text's distribution": (FIRST, PATIENT, [Mutant("", MEMO, (), of_another_text)]),
+    WHIM.name: (
+        RIGHT, PATIENT, [WHIM, Mutant("", "speculative.state:State.extended", (), with_own_draws)],
     ),
-    "the law is another text's": Fault(((AheadDrafter, "_step", _law_of_another_text),)),
-}
+}  # fmt: skip
 
 
-def shows(fault: Fault) -> bool:
-    """Whether texts have another distribution with it."""
+def shows(scenario: Scenario, schedule: Schedule, mutants: list[Mutant]) -> bool:
     with ExitStack() as stack:
-        for place, name, instead in fault.changes:
-            stack.enter_context(patch.object(place, name, instead))
-        return walk(fault.scenario, iter([fault.schedule]))[0] > 1e-12
+        for mutant in mutants:
+            stack.enter_context(mutant.planted())
+        return walk(scenario, iter([schedule]))[0] > 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_shows(name: str):
-    assert shows(FAULTS[name])
-
-
-# Faults by which each draft still comes with its distribution: the distribution of the texts holds, but not a
-# seed's text.
-ASIDE = {"a guess is used behind another correction": (Memo, "stands", _of_another_correction)}
-
-
-def alike_over_a_long_text(seed: int, *fault: Any) -> bool:
-    """Whether a text, perhaps with a fault, is that of one process."""
-    scenario = Scenario(vocab=5, k=3, new=40)
-    target, draft = models(scenario)
-    assert draft is not None
-    with patch.object(*fault) if fault else nullcontext():
-        run = overlapped(scenario, target, draft, CounterDraws(seed), Schedule((16,) * 60))
-    return run == play(scenario, target, draft, CounterDraws(seed))
-
-
-def test_a_long_text_drafted_ahead_is_that_of_one_process():
-    assert alike_over_a_long_text(1) and alike_over_a_long_text(4)
-
-
-@pytest.mark.parametrize("name", ASIDE)
-def test_a_planted_fault_shows_in_the_text(name: str):
-    assert not all(alike_over_a_long_text(seed, *ASIDE[name]) for seed in range(1, 8))
+    assert shows(*FAULTS[name])
 
 
 @pytest.mark.slow
 def test_keys_make_the_choice_harmless_by_themselves():
     """A proposal that is thrown away for what it holds is drawn again by the same keys: the same one."""
-    whim = FAULTS[WHIM]
-    assert not shows(replace(whim, changes=whim.changes[:1]))
+    assert not shows(RIGHT, PATIENT, [WHIM])
+
+
+def test_a_guess_that_is_used_behind_another_correction_shows_in_the_text():
+    """Each draft still comes with its distribution, so that of the texts holds, but not a seed's text."""
+    fault = Mutant(
+        "looks how far the text has come, not which it is", MEMO, (),
+        lambda _, memo, state, row: len(state.texts[row]) == len(memo.state.texts[row]),
+    )  # fmt: skip
+    with fault.planted():
+        assert not all(is_alike(LONG, seed, ALWAYS) for seed in range(1, 8))
