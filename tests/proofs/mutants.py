@@ -131,7 +131,7 @@ def main() -> int:
         caught, sound = mutant.is_caught(), all(map(is_sound, mutant.proofs))
         lived += not (caught and sound)
         said = "caught" if caught and sound else "LIVES" if sound else "ITS TEST FAILS WITHOUT IT"
-        tests = ", ".join(f"{proof.test}{list(proof.given) or ''}" for proof in mutant.proofs)
+        tests = ", ".join(f"{proof.test}({', '.join(map(str, proof.given))})" for proof in mutant.proofs)
         print(f"{number:2}  {mutant.name:60}  {said}  {tests}", flush=True)
     print(f"{len(MUTANTS) - lived} of {len(MUTANTS)} planted faults caught")
     return 1 if lived else 0
