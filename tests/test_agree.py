@@ -12,17 +12,11 @@ from torch import Tensor
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.speculative.drafters.local import ModelDrafter
-from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks.agree import Fork, agreements
 from tests.conftest import Command
 from tests.proofs.toy import Toy, toy
-from tests.rig import GREEDY, contrary
+from tests.rig import GREEDY, contrary, engine_of
 
 VOCAB, NEW = 7, 10
 END = frozenset({0})
@@ -32,9 +26,7 @@ def agreed(
     target: CausalModel, draft: CausalModel, prompts: list[Prompt], chunk: int = 4,
     ends: frozenset[int] = END,
 ) -> tuple[State, list[Fork | None]]:  # fmt: skip
-    transform, draws = SamplingTransform(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
-    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    engine = Engine(ModelRunner(target), drafter, transform, RULES["token"], draws)
+    engine = engine_of(target, draft, "token", sampling=GREEDY, ends=ends)
     return agreements(engine, prompts, chunk, NEW, ends)
 
 
@@ -110,14 +102,7 @@ def test_an_end_that_both_choose_is_the_last_token() -> None:
 
 
 def test_one_forward_a_chunk() -> None:
-    transform, draws = SamplingTransform(GREEDY, (), VOCAB), CounterDraws(0)
-    engine = Engine(
-        ModelRunner(toy(VOCAB, 3)),
-        ModelDrafter(ModelRunner(toy(VOCAB, 3)), transform, draws),
-        transform,
-        RULES["token"],
-        draws,
-    )
+    engine = engine_of(toy(VOCAB, 3), toy(VOCAB, 3), "token", sampling=GREEDY)
     agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset())
     assert engine.target.forwards == 1 + NEW // 5  # the prompt, then ten tokens by fives
 
@@ -126,17 +111,8 @@ def test_penalties_hold_for_both() -> None:
     """A ban moves both argmaxes: two equal models agree all the same, on other tokens."""
     target = toy(VOCAB, 3)
     best = int(logits(target, [1, 2, 3]).argmax())
-    transform, draws = (
-        SamplingTransform(SamplingConfig(temperature=0.0, bad_tokens=[best]), (), VOCAB),
-        CounterDraws(0),
-    )
-    engine = Engine(
-        ModelRunner(target),
-        ModelDrafter(ModelRunner(toy(VOCAB, 3)), transform, draws),
-        transform,
-        RULES["token"],
-        draws,
-    )
+    banned = SamplingConfig(temperature=0.0, bad_tokens=[best])
+    engine = engine_of(target, toy(VOCAB, 3), "token", sampling=banned)
     state, _ = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
     assert state.finished == ["length"] and best not in state.generated(0)
 

@@ -12,17 +12,15 @@ import torch
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
-from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.translation import NONE
 from tests.proofs.choices import ReplayDraws
 from tests.proofs.toy import toy
-from tests.rig import drive_refilled
+from tests.rig import drive_refilled, engine_of, steps_of
 from tests.tongues import PAIRS, bridge
 
 PROMPTS = [Prompt(str(n), ids) for n, ids in enumerate([(0, 1, 1, 0), (1,), (0, 0, 1), (1, 0, 1, 1, 0)])]
@@ -63,12 +61,10 @@ def test_the_shared_law_is_the_draft_s_own(name: str, temperature: float) -> Non
 def test_what_it_kept_is_what_it_would_compute_anew(name: str) -> None:
     """Round by round, rows of different lengths: with the cache that was kept, and with none."""
     target, draft = PAIRS[name]
-    model, small = toy(target.size, 0), toy(draft.size, 1)
-    drafter, transform = made(name, small, CounterDraws(3))
-    engine = Engine(ModelRunner(model, 512), drafter, transform, RULES["block"], CounterDraws(3))
+    small = toy(draft.size, 1)
+    engine = engine_of(toy(target.size, 0), small, bridge=bridge(name), draws=3)
     state = engine.prefill(PROMPTS[:3], 12)
-    compared = 0
-    proposed = drafter.propose
+    compared, proposed = 0, engine.drafter.propose
 
     def both(state: State, count: tuple[int, ...]) -> Any:
         nonlocal compared
@@ -83,7 +79,7 @@ def test_what_it_kept_is_what_it_would_compute_anew(name: str) -> None:
             compared += n
         return kept
 
-    drafter.propose = both
+    engine.drafter.propose = both
     for _ in generate(engine, state, Limits(12), FixedDraftLength(3, 3)):
         pass
     assert compared > 20
@@ -95,9 +91,8 @@ def test_rows_are_refilled(adaptive: bool) -> None:
     target, draft = PAIRS["target within draft"]
 
     def texts(prompts: list[Prompt], rows: int, longest: int) -> dict[str, list[int]]:
-        drafter, transform = made("target within draft", toy(draft.size, 1), CounterDraws(5))
-        engine = Engine(
-            ModelRunner(toy(target.size, 0), 2), drafter, transform, RULES["block"], CounterDraws(5)
+        engine = engine_of(
+            toy(target.size, 0), toy(draft.size, 1), bridge=bridge("target within draft"), draws=5, chunk=2
         )
         return drive_refilled(engine, prompts, rows, k=3, longest=longest, max_new=24, adaptive=adaptive)
 
@@ -108,15 +103,12 @@ def test_rows_are_refilled(adaptive: bool) -> None:
 
 def test_prompts_too_long_for_the_draft_are_continued_without_it() -> None:
     target, draft = PAIRS["overlapping"]
-    drafter, transform = made("overlapping", toy(draft.size, 1, context=2), CounterDraws(5))
-    engine = Engine(
-        ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
-    )
-    state = engine.prefill([PROMPTS[3], PROMPTS[1]], 6)
+    small = toy(draft.size, 1, context=2)
+    engine = engine_of(toy(target.size, 0), small, bridge=bridge("overlapping"), draws=5)
+    state, steps = steps_of(engine, [PROMPTS[3], PROMPTS[1]], 6, 2)
     drafted = [0, 0]
-    for step in generate(engine, state, Limits(6), FixedDraftLength(2, 2)):
-        for row in step.rows:
-            drafted[row.row] += len(row.drafted)
+    for row in (row for step in steps for row in step.rows):
+        drafted[row.row] += len(row.drafted)
     assert drafted[0] == 0 < drafted[1]
     assert [len(state.generated(row)) for row in (0, 1)] == [6, 6]
 
@@ -125,12 +117,7 @@ def test_the_draft_model_is_not_changed() -> None:
     target, draft = PAIRS["overlapping"]
     small = toy(draft.size, 1)
     before = {key: tensor.clone() for key, tensor in small.module.state_dict().items()}
-    drafter, transform = made("overlapping", small, CounterDraws(5))
-    engine = Engine(
-        ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
-    )
-    for _ in generate(engine, engine.prefill(PROMPTS, 6), Limits(6), FixedDraftLength(2, 4)):
-        pass
+    steps_of(engine_of(toy(target.size, 0), small, bridge=bridge("overlapping"), draws=5), PROMPTS, 6, 2)
     after = small.module.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
@@ -140,12 +127,8 @@ def test_logits_that_are_no_numbers_are_noticed() -> None:
     small = toy(draft.size, 1)
     with torch.no_grad():
         small.module.head.weight[0] = torch.nan
-    drafter, transform = made("overlapping", small, CounterDraws(5))
-    engine = Engine(
-        ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
-    )
-    state = engine.prefill(PROMPTS[:1], 6)
-    list(generate(engine, state, Limits(6), FixedDraftLength(2, 1)))
+    engine = engine_of(toy(target.size, 0), small, bridge=bridge("overlapping"), draws=5)
+    state, _ = steps_of(engine, PROMPTS[:1], 6, 2)
     assert state.finished == ["error"]
 
 

@@ -33,16 +33,11 @@ from llama_ssp.models.programs import quick_builds
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair import assembly
 from llama_ssp.pair.placements import compiles, impossible
-from llama_ssp.speculative.drafters.local import ModelDrafter
-from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES
 from tests.distributed.threads import ranks_of, together
 from tests.families import VOCAB, build, decoder_of, ragged_prompts
-from tests.rig import GREEDY, drive_refilled, perturbed, speculate
+from tests.rig import GREEDY, drive_refilled, engine_of, perturbed, speculate
 
 CPU = torch.device("cpu")
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95)
@@ -114,14 +109,7 @@ def test_texts_are_those_of_eager_steps():
             prompt.id: speculate(target, [prompt], draft, k=3, sampling=sampling, max_new=20).texts[0]
             for prompt in prompts(5)
         }
-        transform, draws = SamplingTransform(sampling, (), VOCAB), CounterDraws(0)
-        engine = Engine(
-            ModelRunner(fast),
-            ModelDrafter(ModelRunner(quick), transform, draws),
-            transform,
-            RULES["block"],
-            draws,
-        )
+        engine = engine_of(fast, quick, sampling=sampling, vocab=VOCAB)
         assert drive_refilled(engine, prompts(5), 2, k=3, longest=40, max_new=20) == alone
     assert fast._step is not None and quick._step is not None
 

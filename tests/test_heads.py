@@ -39,7 +39,7 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build, decoder_of
 from tests.heads import Reference, loaded, save_head
-from tests.rig import drive, drive_refilled, speculate
+from tests.rig import drive, drive_refilled, engine_of, speculate, steps_of
 
 TAPS = (0, 1, 3)  # of three blocks: before the first, between, behind the last
 DIM = 32  # of the small targets
@@ -119,19 +119,15 @@ def compared(
     rows, k, new, chunk = 4, 3, 10, 3
     module, model = target_of(taps=taps)
     head = loaded(folder, 3, *tables_of(module), fast=fast)
-    sampling = SamplingConfig(temperature=HEAT)
-    transform, rule, draws = SamplingTransform(sampling, (), VOCAB), RULES["block"], CounterDraws(3)
-    runner = ModelRunner(model, chunk)
-    drafter = head_drafter(head, runner, transform, draws)
-    if isinstance(drafter, HeadDrafter):
-        drafter._window = 8  # so that states wait in few places
-    watched = Compared(module, kind(folder, *tables_of(module)), drafter, taps)
-    engine = Engine(runner, drafter, transform, rule, draws)
-    state = engine.prefill(PROMPTS[:rows], new)
-    accepted = rejected = 0
-    for step in generate(engine, state, Limits(new), FixedDraftLength(k, rows)):
-        accepted += sum(row.accepted for row in step.rows)
-        rejected += sum(len(row.drafted) - row.accepted for row in step.rows)
+    engine = engine_of(
+        model, head, sampling=SamplingConfig(temperature=HEAT), vocab=VOCAB, draws=3, chunk=chunk
+    )
+    if isinstance(engine.drafter, HeadDrafter):
+        engine.drafter._window = 8  # so that states wait in few places
+    watched = Compared(module, kind(folder, *tables_of(module)), engine.drafter, taps)
+    _, steps = steps_of(engine, PROMPTS[:rows], new, k)
+    accepted = sum(row.accepted for step in steps for row in step.rows)
+    rejected = sum(len(row.drafted) for step in steps for row in step.rows) - accepted
     assert rejected and accepted, "the run saw no rejection, or no draft that stood"
     return watched.count
 
@@ -182,10 +178,8 @@ def engine_with(
     folder: Path, rule: str = "block", heat: float = HEAT, taps: tuple[int, ...] = TAPS
 ) -> Engine:
     module, model = target_of(taps=taps)
-    transform = SamplingTransform(SamplingConfig(temperature=heat), (), VOCAB)
-    draws, runner = CounterDraws(5), ModelRunner(model, 3)
-    drafter = head_drafter(loaded(folder, 3, *tables_of(module)), runner, transform, draws)
-    return Engine(runner, drafter, transform, RULES[rule], draws)
+    head, sampling = loaded(folder, 3, *tables_of(module)), SamplingConfig(temperature=heat)
+    return engine_of(model, head, rule, sampling=sampling, vocab=VOCAB, draws=5, chunk=3)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

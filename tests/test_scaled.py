@@ -21,7 +21,7 @@ from llama_ssp.speculative.state import Prompt
 from tests import checkpoints
 from tests.conftest import Command, needs_transformers
 from tests.families import VOCAB, decoder_of, tiny
-from tests.rig import contrary, drive_refilled, engine_of, perturbed, speculate
+from tests.rig import GREEDY, contrary, drive_refilled, engine_of, perturbed, speculate
 
 LIMIT = 32  # up to which positions have their first scale
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],

@@ -5,21 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.speculative.draft_length import FixedDraftLength
-from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks import profiling as stopwatch
 from llama_ssp.tasks.profiling import COMMUNICATE, DECIDE, DRAFT, HOST, VERIFY, Stopwatch, timed_ranks
 from tests.proofs.toy import toy
+from tests.rig import engine_of
 
 
 class Clock:
@@ -64,14 +59,7 @@ def test_a_part_that_fails_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def engine() -> Engine:
-    draws, transform = CounterDraws(3), SamplingTransform(SamplingConfig(), (), 5)
-    return Engine(
-        ModelRunner(toy(5, 0)),
-        ModelDrafter(ModelRunner(toy(5, 1)), transform, draws),
-        transform,
-        RULES["block"],
-        draws,
-    )
+    return engine_of(toy(5, 0), toy(5, 1), draws=3)
 
 
 PROMPTS = [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights
+from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.models.loader import load
 from llama_ssp.models.synthetic import agreement_at, flips_for
 from llama_ssp.planner.weights import parameters
-from llama_ssp.speculative.draft_length import FixedDraftLength
-from llama_ssp.speculative.drafters.local import ModelDrafter
-from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.speculative.verification import RULES
+from tests.rig import engine_of, steps_of
 
 CPU = torch.device("cpu")
 
@@ -45,17 +38,10 @@ def test_a_pair_of_any_family_agrees_as_asked(family):
     tied = family in ("gemma2", "gpt_neo")
     target = load(shape(family, 128, tied), None, Dtype.fp32, CPU, "model")
     draft = load(shape(family, 64, tied, agreement=0.7), None, Dtype.fp32, CPU, "draft")
-    transform, draws = SamplingTransform(SamplingConfig(), (), 600), CounterDraws(0)
-    engine = Engine(
-        ModelRunner(target),
-        ModelDrafter(ModelRunner(draft), transform, draws),
-        transform,
-        RULES["token"],
-        draws,
-    )
-    state = engine.prefill([Prompt(str(row), (row, 3 * row)) for row in range(40)], 60)
-    counts = Counts()
-    for step in generate(engine, state, Limits(60), FixedDraftLength(3, 40)):
+    engine = engine_of(target, draft, "token", vocab=600)
+    prompts, counts = [Prompt(str(row), (row, 3 * row)) for row in range(40)], Counts()
+    state, steps = steps_of(engine, prompts, 60, 3)
+    for step in steps:
         for row in step.rows:
             counts.add(row)
     assert abs(counts.summary()["acceptance_expected"] - 0.7) < 0.05
