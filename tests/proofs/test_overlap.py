@@ -113,7 +113,7 @@ def test_drafts_are_ready_when_there_is_time_and_the_guess_is_right():
     assert used == [0, 0, 1, 2]  # a pass for the guess, then a draft a pass
 
 
-LONG = Scenario(vocab=5, k=3, new=40)
+LONG, ALWAYS = Scenario(vocab=5, k=3, new=40), Schedule((16,) * 60)
 TWO_TEXTS = Scenario(prompts=TWO, vocab=5, k=3, new=12, ends=frozenset({4}))
 
 
@@ -130,9 +130,6 @@ def test_the_text_is_that_of_one_process():
             schedule = Schedule((looks,) * 20, deaf=seed % 2 > 0, twice=seed % 3 > 0)
             assert is_alike(TWO_TEXTS, seed, schedule)
     assert is_alike(LONG, 1, ALWAYS) and is_alike(LONG, 4, ALWAYS)
-
-
-ALWAYS = Schedule((16,) * 60)
 
 
 @pytest.mark.parametrize("zeros", [0, 5, 11, 12])
