@@ -21,7 +21,7 @@ from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.folder import fingerprint, gguf_in
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.formats.gguf_header import read_header
-from llama_ssp.models.formats.gguf_source import BLOCKS, GgufSource, coded
+from llama_ssp.models.formats.gguf_source import GgufSource, coded
 from llama_ssp.models.formats.kept import GGUF, GGUF_FORMATS
 from llama_ssp.models.loader import differences
 from llama_ssp.models.model_config import require_supported
@@ -125,7 +125,7 @@ def made(name: str, folder: Path, kinds: dict[str, str] = MIXED, **sizes: Any) -
 
 def opened(path: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
     config = require_supported(path)
-    source = GgufSource(read_header(path), config)
+    source = GgufSource(read_header(path), config, wanted(config))
     assert not any(differences(wanted(config), source.shapes, config).values())
     return decoder(config, source, ranks, **how)
 
@@ -142,7 +142,7 @@ def test_weights_are_those_of_the_library_to_the_bit(kind: str, tmp_path: Path) 
     expected = torch.from_numpy(np.array(gguf.dequantize(raw, number(kind)), np.float32))
     path, module = made("qwen2", tmp_path, {"": "F32"}, num_hidden_layers=1, intermediate_size=rows)
     rewritten(path, tmp_path / "other.gguf", {"blk.0.ffn_gate.weight": (raw, kind)})
-    source = GgufSource(read_header(tmp_path / "other.gguf"), module.config)
+    source = GgufSource(read_header(tmp_path / "other.gguf"), module.config, wanted(module.config))
     name = "model.layers.0.mlp.gate_proj.weight"
     cuts = [
         (None, expected),
@@ -156,7 +156,7 @@ def test_weights_are_those_of_the_library_to_the_bit(kind: str, tmp_path: Path) 
             assert torch.equal(whole(source.read(name, cut), dtype), part.to(dtype)), cut
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", GGUF)
 def test_any_bytes_are_decoded_as_the_library_does(kind: str) -> None:
     numbers, size = gguf.GGML_QUANT_SIZES[number(kind)]
     raw = np.random.default_rng(1).integers(0, 256, (24, 4, size), dtype=np.uint8)
@@ -257,7 +257,7 @@ def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how).eval()
     require_same(theirs, *walked(opened(path)))
     lower = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **how).state_dict()
-    source = GgufSource(read_header(path), theirs.config)
+    source = GgufSource(read_header(path), theirs.config, wanted(theirs.config))
     assert len(source.shapes) >= 2 + 9 * 2
     for name in source.shapes:
         assert torch.equal(whole(source.read(name, None), torch.bfloat16), lower[name]), name
@@ -266,16 +266,17 @@ def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> 
 def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     """Linux refuses to map so many bytes if the mapping can be written."""
     path, module = made("llama", tmp_path)
-    source = GgufSource(read_header(path), module.config)
-    name, place = next(iter(source._places.items()))
+    source = GgufSource(read_header(path), module.config, wanted(module.config))
+    name, tensor = next(iter(source._tensors.items()))
     before = whole(source.read(name, None), torch.float32)
     table = Path("/proc/meminfo").read_text().splitlines()
     memory = next(line for line in table if line.startswith("MemTotal"))
-    far = place._replace(file=tmp_path / "far", start=8 * 1024 * int(memory.split()[1]))
-    with far.file.open("wb") as file:
-        file.seek(far.start)
-        file.write(place.file.read_bytes()[place.start : place.start + place.n_bytes])
-    source._places[name] = far
+    start = 8 * 1024 * int(memory.split()[1])
+    with (tmp_path / "far").open("wb") as file:
+        file.seek(start)
+        file.write(path.read_bytes()[tensor.data_offset : tensor.data_offset + tensor.n_bytes])
+    data = np.memmap(tmp_path / "far", np.uint8, "r", shape=(1,))
+    source._tensors[name] = tensor._replace(data=data, data_offset=start)
     assert torch.equal(whole(source.read(name, None), torch.float32), before)
 
 

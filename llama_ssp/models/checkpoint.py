@@ -25,7 +25,6 @@ from llama_ssp.models.folder import (
     require_safe,
     weight_files,
 )
-from llama_ssp.models.formats.gguf_model import HeaderConfig, name_of
 from llama_ssp.models.formats.quantised_config import require_readable
 from llama_ssp.models.heads.settings import head_settings, kind_of
 from llama_ssp.models.hub import cached_tokenizer, commit_of, hub_copy
@@ -59,8 +58,8 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     if kind_of(path):
         return _with_head(model, path if local else find(model, role, download), role)
     config = read_config(path)
-    quantised = config.get("quantization_config") and any(path.glob("*.safetensors"))
-    checkpoint = inspect(path) if local and quantised else Checkpoint(path, config, {})  # sizes of codes
+    coded = is_gguf(path) or (config.get("quantization_config") and any(path.glob("*.safetensors")))
+    checkpoint = inspect(path) if local and coded else Checkpoint(path, config, {})  # sizes of codes
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
     return _possible(replace(with_shape(model, checkpoint, role), tied=bool(tied)), role)
 
@@ -134,11 +133,11 @@ def inspect(path: Path) -> Checkpoint:
     if is_gguf(path):
         from llama_ssp.models.formats.gguf_header import read_header
 
-        tensors = read_header(path).tensors
+        stored = read_header(path)
         if (path.parent / "tokenizer.json").exists():  # then it is used
             require_safe(path.parent)
-        named = {name_of(config["model_type"], name): each.shape for name, each in tensors.items()}
-        return Checkpoint(path, config, named)
+        kinds = {name: tensor.tensor_type.name for name, tensor in stored.tensors.items()}
+        return Checkpoint(path, config, stored.shapes, kinds)
     require_safe(path)
     shapes: dict[str, tuple[int, ...]] = {}
     formats: dict[str, str] = {}
@@ -155,7 +154,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if is_gguf(path):
         from llama_ssp.models.formats.gguf_header import read_header
 
-        config = HeaderConfig(read_header(path)).config()
+        config = read_header(path).config()
     else:
         config = read_json(path / "config.json")
     require_counts(path, config)

@@ -111,10 +111,12 @@ class Gguf:
     architecture: str
     interleaved: bool = False  # rows of queries and keys have number i of a head next to number D/2 + i
     stripped: bool = False  # spaces behind special tokens are not text
-    every: int = 0  # of this number of layers the last sees the whole text, where that is not in the file
-    other_scale: int = 0  # a model with this number of layers divides scores by sqrt(dim / heads)
+    other_scale: int = 0  # Gemma: a model with this number of layers divides scores by sqrt(dim / heads)
     space_before: bool = True  # SentencePiece puts a space before a text, where the file does not say
     scored: bool = True  # SentencePiece's scores order its merges; else the tokens' places do
+
+
+NOT_READ = Gguf("")
 
 
 @dataclass(frozen=True, eq=False)  # a row is one object, compared by identity
@@ -158,7 +160,7 @@ class Family:
     normed_top: str | None = None  # of the config: experts' weights sum to one; None: always
     clamped: bool = False  # experts interleave gate and up, clamp both, and weigh after the choice
     needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
-    gguf: Gguf | None = None  # None: its GGUF files are not read
+    gguf: Gguf = NOT_READ
 
     def has_bias(self, config: Any, layer: str, part: int) -> bool:
         """Whether a layer has a bias, by its name; `part` is 0 for attention's layers, 1 for the MLP's."""
@@ -200,13 +202,13 @@ FAMILIES = {
         bias_keys=ATTENTION_BIAS, deepspeed=True, softcap=True, window=Window(default=4096, partial=True),
         norms=4, norm_offset=1, scaled_embedding=True, tied=True, names=SANDWICHED,
         scale_key="query_pre_attn_scalar",
-        gguf=Gguf("gemma2", every=2, other_scale=46, space_before=False, scored=False),
+        gguf=Gguf("gemma2", other_scale=46, space_before=False, scored=False),
     ),
     "gemma3_text": Family(
         bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(default=4096, partial=True), norms=4,
         norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
         names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
-        gguf=Gguf("gemma3", every=6, other_scale=62, space_before=False, scored=False),
+        gguf=Gguf("gemma3", other_scale=62, space_before=False, scored=False),
     ),
     "gpt_neo": Family(
         ("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
@@ -257,7 +259,7 @@ FAMILIES = {
 }  # fmt: skip
 UNKNOWN = Family()
 # By the architecture of a GGUF file.
-GGUF_FAMILIES = {row.gguf.architecture: name for name, row in FAMILIES.items() if row.gguf}
+GGUF_FAMILIES = {row.gguf.architecture: name for name, row in FAMILIES.items() if row.gguf.architecture}
 
 TESTED_FAMILIES = tuple(FAMILIES)
 TESTED = ", ".join(FAMILIES)

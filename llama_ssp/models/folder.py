@@ -198,7 +198,9 @@ def require_whole(path: Path) -> None:
 
 
 def require_fetched(file: Path) -> None:
-    """Refuses a Git LFS pointer in the place of a file."""
+    """Refuses a folder, a pipe, a device or a Git LFS pointer in the place of a file."""
+    if not file.is_file():
+        raise ModelError("not a regular file", file, "a folder, a pipe or a device", fix=COPY)
     with file.open("rb") as stream:
         if stream.read(len(POINTER)) == POINTER:
             fix = "run git lfs pull in the model's folder, or fetch the model again"

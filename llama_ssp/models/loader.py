@@ -111,7 +111,7 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | Gg
         from llama_ssp.models.formats.gguf_header import read_header
         from llama_ssp.models.formats.gguf_source import GgufSource
 
-        return GgufSource(read_header(path), config)
+        return GgufSource(read_header(path), config, names)
     prefix = family_of(config.model_type).names.embedding.partition(".")[0]
     return source_of(path, names, prefix, quantised_config(read_json(path / "config.json"), path))
 

@@ -24,7 +24,7 @@ from llama_ssp.models.formats.quantised_config import quantised_config
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
-HEADS = ("lm_head.", "embed_out.")  # absent where the embedding is the head, too
+HEADS = ("lm_head.", "embed_out.", "output.")  # absent where the embedding is the head, too
 SUPPORTED = TESTED + ", and others that have attention with explicit positions only"
 POSITIONS = ("max_position_embeddings", "n_positions")
 
@@ -89,12 +89,7 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     """What a packed model keeps: of each matrix, or without headers what config.json says of all."""
     if is_gguf(checkpoint.path):
-        from llama_ssp.models.formats.gguf_header import read_header
-
-        stored = read_header(checkpoint.path).tensors
-        return kept.sizes(
-            kept.of_gguf({name: each.format for name, each in stored.items() if len(each.shape) > 1})
-        )
+        return kept.sizes(kept.of_gguf(checkpoint.formats))
     found, family = quantised_config(checkpoint.config, checkpoint.path), family_of(shape["family"])
     usual = kept.of_config(found)
     if found is None or not checkpoint.formats or not (usual.bits or found.method == "mxfp4"):

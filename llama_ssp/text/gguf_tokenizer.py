@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.families import FAMILIES, GGUF_FAMILIES, Gguf
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens
+ROLES = ("bos", "unknown", "eos", "eot", "eom")  # the last three end a text
 SPACE_MARK = "\u2581"
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the space behind them
 # Tokens that end a turn; a header names one of them, where config files list all.
@@ -34,9 +34,9 @@ class HeaderTokens:
     def __init__(self, path: Path) -> None:
         from llama_ssp.models.formats.gguf_header import read_header  # imports gguf
 
-        metadata = read_header(path).metadata
-        self.said = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-        self.row = FAMILIES[GGUF_FAMILIES[metadata["general.architecture"]]].gguf or Gguf("")
+        header = read_header(path)
+        self.row = header.family.gguf
+        self.said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
         names, kinds = self.said.get("tokens"), self.said.get("token_type")
         self.names = [str(name) for name in names] if isinstance(names, list) else []
         self.marked = self.said.get("model") == "llama"  # SentencePiece, whatever the architecture
@@ -44,11 +44,10 @@ class HeaderTokens:
             self.names = [name if name.strip(" ") else SPACE_MARK * len(name) for name in self.names]
         said = isinstance(kinds, list) and len(kinds) == len(self.names)
         self.kinds: list[Any] = kinds if said else [1] * len(self.names)  # type: ignore[assignment]
-
-    def role(self, key: str) -> list[int]:
-        """Returns the id of the token with this role, if there is one."""
-        i = self.said.get(f"{key}_token_id")
-        return [i] if type(i) is int and 0 <= i < len(self.names) else []
+        self.ids = {key: self.said[at] for key in ROLES if (at := f"{key}_token_id") in self.said}
+        if any(i not in range(len(self.names) or 2**31) for i in self.ids.values()):
+            what, fix = "the header names a token that is not in its vocabulary", "fetch the model again"
+            raise ModelError(what, path, self.ids, f"below {len(self.names)}", fix)
 
 
 def require_same_tokens(path: Path, ids: Mapping[str, int]) -> None:
@@ -65,18 +64,15 @@ def end_ids(path: Path) -> frozenset[int]:
     """Returns all tokens that end a text."""
     tokens = HeaderTokens(path)
     turns = (i for i, name in enumerate(tokens.names) if name in TURN_ENDS and tokens.kinds[i] == CONTROL)
-    return frozenset([*tokens.role("eos"), *tokens.role("eot"), *tokens.role("eom"), *turns])
+    return frozenset([*(i for key, i in tokens.ids.items() if key in ROLES[2:]), *turns])
 
 
 def read_tokenizer(path: Path) -> Any:
     """Returns transformers' tokenizer; a ModelError if the header does not say how texts are split."""
-    from tokenizers import AddedToken, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, __version__
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
-    if not hasattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS"):
-        what = "this transformers cannot make a GGUF file's tokenizer"
-        raise ModelError(what, path, __version__, "5.18 and later", f"update transformers, or {BESIDE}")
     tokens = HeaderTokens(path)
     said, names, row, marked = tokens.said, tokens.names, tokens.row, tokens.marked
     kind, pre, known = said.get("model"), said.get("pre"), (*GPT_2, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
@@ -84,17 +80,23 @@ def read_tokenizer(path: Path) -> Any:
         what, allowed = "the GGUF file's tokenizer is not known", f"llama, or gpt2 by {', '.join(known)}"
         raise ModelError(what, path, f"{kind} by {pre!r}", allowed, BESIDE)
     if not names or sum(len(name) ** 2 for name in names) > MAX_PIECES:
-        what = "the GGUF file has no tokenizer, or tokens that are too long"
-        raise ModelError(what, path, f"{len(names)} tokens", fix=BESIDE)
-    tokenizer = _merging(tokens, mapping.get_merges)
+        raise ModelError("the GGUF file has no tokens, or some that are too long", path, fix=BESIDE)
+    # Merges that are not listed follow from scores, or for Gemma from the tokens' places.
+    scores = said.get("scores", ()) if row.scored else range(0, -len(names), -1)
+    merges = mapping.get_merges(said | {"tokens": names}, dict(zip(names, scores, strict=marked)))
+    roles = {f"{key}_token": names[i] for key, i in tokens.ids.items() if key in ("bos", "eos")}
+    unknown = names[tokens.ids["unknown"]] if marked and "unknown" in tokens.ids else None
+    # Without the names of rows that only fill the embedding.
+    ids = {name: i for i, name in enumerate(names) if tokens.kinds[i] != UNUSED or name != f"[PAD{i}]"}
+    how = {"byte_fallback": marked, "fuse_unk": marked, "unk_token": unknown, "ignore_merges": pre in WHOLE}
+    tokenizer = Tokenizer(models.BPE(ids, merges, **how))
     style = "phi3" if said.get("add_space_prefix", row.space_before) else "gemma3"  # of SentencePiece
     empty: dict[str, Any] = {"tokenizer_type": kind, "pre_tokenizer_type": pre, "tokens": [], "merges": []}
     frame, _ = mapping.convert_gguf_tokenizer(style, empty)
-    tokenizer.normalizer, tokenizer.decoder = frame.normalizer, frame.decoder
+    tokenizer.normalizer = normalizers.NFC() if pre in COMPOSED else frame.normalizer
     steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, *filter(None, [frame.pre_tokenizer])])
-    if pre in COMPOSED:
-        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = frame.decoder
     strips = row.stripped and marked
     added = [
         AddedToken(name, rstrip=strips and name not in UNSTRIPPED, normalized=False, special=each == CONTROL)
@@ -102,28 +104,9 @@ def read_tokenizer(path: Path) -> Any:
         if name.strip(SPACE_MARK) and each in (CONTROL, USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
-    roles = {f"{key}_token": names[i] for key in ("bos", "eos") for i in tokens.role(key)}
-    begins, template = said.get("add_bos_token", marked or pre in WHOLE), said.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        clean_up_tokenization_spaces=False,
-        add_bos_token=bool(begins) and "bos_token" in roles,
-        add_eos_token=bool(said.get("add_eos_token")) and "eos_token" in roles,
-        chat_template=template if isinstance(template, str) else None,
+        add_bos_token="bos_token" in roles and bool(said.get("add_bos_token", marked or pre in WHOLE)),
+        chat_template=said.get("tokenizer.chat_template"),
         **roles,
     )
-
-
-def _merging(tokens: HeaderTokens, get_merges: Any) -> Any:
-    """Returns a BPE; merges that are not listed follow from scores, or for Gemma from the tokens' places."""
-    from tokenizers import Tokenizer, models
-
-    names, marked, count = tokens.names, tokens.marked, len(tokens.names)
-    scores = tokens.said.get("scores", ()) if tokens.row.scored else range(0, -count, -1)
-    merges = get_merges(tokens.said | {"tokens": names}, dict(zip(names, scores, strict=marked)))
-    rest = next((names[i] for i in tokens.role("unknown")), None) if marked else None
-    # Without the names of rows that only fill the embedding.
-    ids = {name: i for i, name in enumerate(names) if tokens.kinds[i] != UNUSED or name != f"[PAD{i}]"}
-    whole = tokens.said.get("pre") in WHOLE
-    how = {"byte_fallback": marked, "fuse_unk": marked, "unk_token": rest, "ignore_merges": whole}
-    return Tokenizer(models.BPE(ids, merges, **how))

@@ -293,8 +293,8 @@ def _(cut, matrix, how):
     return replace(part, kind=matrix.kind, **parts)
 
 
-@fault("GGUF: a block's last scales lose their upper bits", "models.formats.gguf_source:BLOCKS.Q4_K", GGUF)
-def _(decoded, byte_NBS, *given):
+@fault("GGUF: a block's last scales lose their upper bits", "models.formats.gguf_source:coded", GGUF)
+def _(coded, kind, byte_NBS):
     changed = byte_NBS.clone()
     changed[..., 4:8] &= 63  # the upper bits of these bytes belong to the last scales
-    return decoded(changed, *given)
+    return coded(kind, changed)

@@ -1,105 +1,83 @@
-"""Reads the header of a GGUF file, which may be hostile, by the gguf package's reader. No torch.
+"""Reads the header of a GGUF file, which may be hostile: the model's config, and where tensors lie. No torch.
 
-That reader believes every count, and makes some arrays for each item of a list: seconds for a vocabulary, and
-no end for a lie. Here no byte after the header's limit is read, and a list is one piece.
+The gguf package's reader believes every count, and makes some arrays for each item of a list: ten seconds for
+a vocabulary, and no end for a lie. Here no byte after the header's limit is read, and a list is one piece.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, GGUFValueType
+from gguf import GGUFReader, GGUFValueType, ReaderTensor
 
 from llama_ssp.errors import ModelError
+from llama_ssp.models.families import FAMILIES, GGUF_FAMILIES, Family
 from llama_ssp.models.folder import REFETCH, require_fetched, shards
-from llama_ssp.models.formats.kept import GGUF, GGUF_FORMATS
+from llama_ssp.models.formats.kept import GGUF_FORMATS
 
 MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 260 000 tokens, with its merges, takes a quarter
 MAX_TEXTS = 2**21  # in a list: each takes more memory than the file's eight bytes
 MAX_ENTRIES = 100_000  # of metadata, or of tensors
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor lies; its shape in the order of torch, inputs last."""
-
-    file: Path
-    format: str
-    shape: tuple[int, ...]
-    start: int  # a byte of the file
-    n_bytes: int
-
-
-class Header(NamedTuple):
-    """The metadata of a model's first file, and the tensors of all."""
-
-    path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+# Tensors that are part of the config: factors for all positions, or for short and long texts.
+ROTARY = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 
 
 def read_header(path: Path) -> Header:
     """Reads the header of a model in one file or several; a ModelError unless its tensors lie in them."""
     try:
-        states = [(file, file.stat()) for file in shards(path)]
-    except OSError as error:
+        return _read_header(path, tuple((file, file.stat().st_mtime_ns) for file in shards(path)))
+    except FileNotFoundError as error:
         raise ModelError("a file of the model is missing", error.filename, fix=REFETCH) from None
-    return _read_header(path, tuple((file, at.st_size, at.st_mtime_ns, at.st_ino) for file, at in states))
 
 
 @lru_cache(maxsize=2)  # config, tokenizer and weights need it, and a vocabulary takes a second
-def _read_header(path: Path, states: tuple[tuple[Path, int, int, int], ...]) -> Header:
-    header = Header(path, {}, {})
-    for file, *_ in states:
-        metadata, tensors = _read(file)
-        twins = sorted(tensors.keys() & header.tensors.keys())
-        if (count := metadata.get("split.count") or 1) != len(states) or twins:
-            what, fix = "the file is one of several, but not of these", "give all files their first names"
-            raise ModelError(what, file, f"{len(states)} files {twins[:5]}", f"{count} by its header", fix)
-        header = Header(path, header.metadata or metadata, header.tensors | tensors)
-    return header
-
-
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    if not file.is_file():
-        raise ModelError("not a regular file", file, fix="give a GGUF file")
-    require_fetched(file)
-    try:
-        if max(np.fromfile(file, "<u8", 2, offset=8), default=0) > MAX_ENTRIES:
-            raise ValueError("more tensors or keys than a model has")
-        with np.errstate(over="raise"):  # else a place of 2^64 - 1 is one in the header
-            reader = _Reader(file)
-            metadata = {name: field.contents() for name, field in reader.fields.items()}
-        tensors, end = dict[str, StoredTensor](), reader.data_offset
-        for each in sorted(reader.tensors, key=lambda each: each.data_offset):
-            kind, shape, start = each.tensor_type.name, tuple(each.shape.tolist()[::-1]), each.data_offset
-            if kind not in GGUF_FORMATS:
-                what, fix = "a tensor has a number format that cannot be loaded", "use a copy in one of these"
-                raise ModelError(what, f"{file}: {each.name}", kind, ", ".join(GGUF_FORMATS), fix)
-            dims = range(2 if kind in GGUF else 1, 5)
-            if len(shape) not in dims or min(shape) < 1 or start != end + -end % reader.alignment:
-                raise ValueError(f"{each.name} of {shape} at byte {start}, after byte {end}")
-            tensors[each.name] = StoredTensor(file, kind, shape, start, each.n_bytes)
-            end = start + each.n_bytes
-        if reader.data.size - end > reader.alignment:
-            raise ValueError(f"{reader.data.size} bytes, where tensors end at {end}")
-    except (MemoryError, OSError, ModelError):
-        raise
-    except Exception as error:  # bytes that are no header make the reader fail in any way
-        what = "the GGUF file cannot be read: it is damaged, cut short, or of another version"
-        fix = "fetch it again, or update gguf if the file's version is newer"
-        raise ModelError(what, file, str(error), fix=fix) from None
-    return metadata, tensors
+def _read_header(path: Path, states: tuple[tuple[Path, int], ...]) -> Header:
+    readers = []
+    for file, _ in states:
+        require_fetched(file)
+        try:
+            readers.append(_Reader(file))
+        except (MemoryError, OSError, ModelError):
+            raise
+        except Exception as error:  # bytes that are no header make the reader fail in any way
+            what = "the GGUF file cannot be read: it is damaged, cut short, or of another version"
+            fix = "fetch it again, or update gguf if the file's version is newer"
+            raise ModelError(what, file, str(error), fix=fix) from None
+    metadata = readers[0].metadata
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    shapes = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in tensors.items()}
+    return Header(path, str(metadata.get("general.architecture")), metadata, tensors, shapes)
 
 
 class _Reader(GGUFReader):
-    limit = MAX_HEADER_BYTES
+    """The header of one file, whose tensors follow one another up to its end."""
+
+    def __init__(self, file: Path) -> None:
+        if max(np.fromfile(file, "<u8", 2, offset=8), default=0) > MAX_ENTRIES:
+            raise ValueError("more tensors or keys than a model has")
+        with np.errstate(over="raise"):  # else a place of 2^64 - 1 is one in the header
+            super().__init__(file)
+        self.metadata = {name: field.contents() for name, field in self.fields.items()}
+        end = self.data_offset
+        for each in sorted(self.tensors, key=lambda each: each.data_offset):
+            kind, start = each.tensor_type.name, each.data_offset
+            if kind not in GGUF_FORMATS:
+                what, fix = "a tensor has a number format that cannot be loaded", "use a copy in one of these"
+                raise ModelError(what, f"{file}: {each.name}", kind, ", ".join(GGUF_FORMATS), fix)
+            if start != end + -end % self.alignment:
+                raise ValueError(f"{each.name} of {each.shape.tolist()} at byte {start}, after byte {end}")
+            end = start + each.n_bytes
+        if self.data.size - end > self.alignment:
+            raise ValueError(f"{self.data.size} bytes, where tensors end at {end}")
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        limit = min(self.limit, self.data.size)
+        # A tensor may be as long as the file; it is read when the end of the header is known.
+        limit = self.data.size if hasattr(self, "data_offset") else min(MAX_HEADER_BYTES, self.data.size)
         if offset + int(count) * np.dtype(dtype).itemsize > limit:
             raise ValueError(f"{count} numbers or letters at byte {offset} of {limit}")
         return super()._get(offset, dtype, count, override_order)
@@ -121,6 +99,103 @@ class _Reader(GGUFReader):
         self._get(start, np.uint8, at - start)  # refused unless they end before the limit
         return at - orig_offs, texts, list(range(count)), types
 
-    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-        self.limit = self.data.size
-        super()._build_tensors(start_offs, fields)
+
+@dataclass(frozen=True)
+class Header:
+    """What the files of a model say of it."""
+
+    path: Path
+    architecture: str
+    metadata: dict[str, Any]  # of the first file
+    tensors: dict[str, ReaderTensor]
+    shapes: dict[str, tuple[int, ...]]  # of the tensors, in the order of torch: inputs last
+
+    @property
+    def family(self) -> Family:
+        """The model's row; a ModelError if it has none, or experts."""
+        kind = f"{self.architecture} with experts" if self.get("expert_count") else self.architecture
+        if kind not in GGUF_FAMILIES:
+            what, fix = "the architecture of the GGUF file cannot be loaded", "use a folder with safetensors"
+            raise ModelError(what, self.path, kind, ", ".join(GGUF_FAMILIES), fix)
+        return FAMILIES[GGUF_FAMILIES[kind]]
+
+    def get(self, name: str) -> Any:
+        """Returns the value of one of the architecture's keys; None without it."""
+        return self.metadata.get(f"{self.architecture}.{name}")
+
+    def number(self, name: str, kind: Any = int, default: Any = None, most: int = 2**31 - 1) -> Any:
+        """Returns the value, a positive number of this type; the default where the header has none."""
+        value: Any = default if self.get(name) is None else self.get(name)
+        if type(value) is not kind or not 0 < value <= most:
+            what, where = "the header has no usable value", f"{self.path}: {self.architecture}.{name}"
+            raise ModelError(what, where, str(value), f"{kind.__name__}, above 0, to {most}", REFETCH)
+        return value
+
+    def config(self) -> dict[str, Any]:
+        """Returns what config.json would say; a ModelError where the header contradicts itself."""
+        row, window = self.family.gguf, "attention.sliding_window"
+        dim, layers = self.number("embedding_length"), self.number("block_count")
+        ffn, heads = self.number("feed_forward_length"), self.number("attention.head_count")
+        kv_heads = self.number("attention.head_count_kv", default=heads)
+        head_dim = self.number("attention.key_length", default=max(1, dim // heads))
+        rotary_dim = self.number("rope.dimension_count", default=head_dim, most=head_dim)
+        shapes = {name.removesuffix(".weight"): shape for name, shape in self.shapes.items()}
+        rows, *_ = shapes.get("token_embd", (0,))
+        # These are compared here, before memory is planned, and all tensors before a weight is read.
+        queries, keys = heads * head_dim, kv_heads * head_dim
+        qkv, outputs = ("attn_qkv", queries + 2 * keys) if "blk.0.attn_qkv" in shapes else ("attn_k", keys)
+        claimed = {
+            "token_embd": (rows, dim), f"blk.0.{qkv}": (outputs, dim), "blk.0.attn_output": (dim, queries),
+            f"blk.{layers - 1}.ffn_down": (dim, ffn), f"blk.{layers}.ffn_down": None,
+        }  # fmt: skip
+        for name, shape in claimed.items():
+            if shapes.get(name) != shape:
+                what, where = "a tensor contradicts the header's sizes", f"{self.path}: {name}.weight"
+                raise ModelError(what, where, shapes.get(name), shape, REFETCH)
+        config: dict[str, Any] = {
+            "model_type": GGUF_FAMILIES[self.architecture],
+            "vocab_size": rows,
+            "hidden_size": dim,
+            "num_hidden_layers": layers,
+            "intermediate_size": ffn,
+            "max_position_embeddings": self.number("context_length"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", float),
+            "tie_word_embeddings": "output" not in shapes,
+            "attention_bias": "blk.0.attn_q.bias" in shapes,
+            "mlp_bias": "blk.0.ffn_up.bias" in shapes,
+            "rope_theta": self.number("rope.freq_base", float, 10_000.0),
+            "partial_rotary_factor": rotary_dim / head_dim,
+            "sliding_window": self.number(window) if self.get(window) else None,
+            # text/gguf_tokenizer.py reads them, and transformers' own may lie beyond the vocabulary.
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+            **self._scaling(),
+        }
+        if row.other_scale:
+            config["query_pre_attn_scalar"] = dim // heads if layers == row.other_scale else head_dim
+            for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+                config[key] = self.number(key, float) if self.get(key) else None
+        return config
+
+    def _scaling(self) -> dict[str, Any]:
+        """Returns the keys of the config that say how rotary positions are scaled.
+
+        Llama 3's parameters are in a file as the factors that they make: one scale for all positions.
+        """
+        kind, original = self.get("rope.scaling.type"), "rope.scaling.original_context_length"
+        every, short, long = ROTARY
+        for first, second, limit in ((every, every, "context_length"), (short, long, original)):
+            if {first, second} <= self.tensors.keys():
+                factors = [self.tensors[name].data.tolist() for name in (first, second)]
+                scaling = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
+                return {"rope_scaling": scaling, "original_max_position_embeddings": self.number(limit)}
+        if kind in (None, "none", "longrope"):  # the last one without factors: Phi-3's short context
+            return {}
+        if kind not in ("linear", "yarn"):
+            what, where = "rotary positions are scaled in an unknown way", f"{self.path}: rope.scaling.type"
+            raise ModelError(what, where, kind, "none, linear or yarn", REFETCH)
+        whole = {"original_max_position_embeddings": self.number(original)} if self.get(original) else {}
+        factor = self.number("rope.scaling.factor", float)
+        return {"rope_scaling": {"rope_type": kind, "factor": factor, **whole}}

@@ -6,23 +6,21 @@ so that `Coded.decoded` gives the numbers of `gguf.quants.dequantize`. Blocks ar
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, get_tensor_name_map
 from torch import Tensor
 
-from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, Codes, gathered, packed, taken
-from llama_ssp.models.formats.gguf_header import Header
-from llama_ssp.models.formats.gguf_model import ROTARY, name_of
+from llama_ssp.models.formats.coded import Coded, Codes, packed
+from llama_ssp.models.formats.gguf_header import ROTARY, Header
 from llama_ssp.models.formats.kept import GGUF
+from llama_ssp.models.formats.layouts import Matrix
 from llama_ssp.models.shape import shape_of
-from llama_ssp.models.sharding import COLUMNS, Cut
+from llama_ssp.models.sharding import Cut, Span
 
-Parts = tuple[Tensor, Tensor, Tensor | None]  # codes, one in a byte; scales; shifts
 SIZES = {kind.name: sizes for kind, sizes in GGML_QUANT_SIZES.items()}  # numbers and bytes of a block
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -34,60 +32,97 @@ class GgufSource:
     Gemma's norms have one added.
     """
 
-    def __init__(self, header: Header, config: Any) -> None:
+    def __init__(self, header: Header, config: Any, names: Iterable[str]) -> None:
+        """`names`: of the model's tensors; others in the file keep the file's names."""
         self._shape = shape_of(config)
-        row = self._shape.family.gguf
-        self._interleaved = row is not None and row.interleaved
-        stored = {name: place for name, place in header.tensors.items() if name not in ROTARY}
-        self._places = {name_of(config.model_type, name): place for name, place in stored.items()}
-        self.shapes = {name: place.shape for name, place in self._places.items()}
+        (kind,) = (kind for kind, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
+        table = get_tensor_name_map(kind, config.num_hidden_layers)
+        known = {table.get_name(name, (".weight", ".bias")): name for name in names}
+        stored = [tensor for name, tensor in header.tensors.items() if name not in ROTARY]
+        self._tensors = {known.get(tensor.name, tensor.name): tensor for tensor in stored}
+        self.shapes = {name: header.shapes[tensor.name] for name, tensor in self._tensors.items()}
 
     def close(self) -> None:
-        self._places.clear()
+        self._tensors.clear()
 
     def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
         """The cut part, or all: numbers as they are in the file, or codes."""
-        place = self._places[name]
-        numbers, size = SIZES[place.format]
-        inner = None
-        if cut is not None and cut.dim == COLUMNS:  # all blocks that the columns touch are read, and then cut
-            ((first, last),) = cut.spans
-            begin = first // numbers
-            inner = Cut(COLUMNS, ((first - begin * numbers, last - begin * numbers),))
-            cut = Cut(COLUMNS, ((begin * size, -(-last // numbers) * size),))
-        byte_NB = self._bytes(name, cut)
-        if place.format not in PLAIN:
-            # Some rows after the other, because intermediate results take more memory than the codes.
-            some = torch.split(byte_NB, max(1, DECODED_AT_ONCE // place.shape[-1]))
-            parts = (coded(place.format, rows_RB.view(len(rows_RB), -1, size)) for rows_RB in some)
-            whole = gathered((part.cut(inner) if inner else part for part in parts), len(byte_NB))
-            assert isinstance(whole, Coded), "parts are codes"
-            return whole
-        weight = byte_NB.view(PLAIN[place.format])
-        if name.endswith("norm.weight") and self._shape.family.norm_offset:
-            weight = weight.float() - self._shape.family.norm_offset
-        return weight if len(place.shape) > 1 else weight.flatten()
+        family = self._shape.family
+        turned = family.gguf.interleaved and name.rpartition(".")[0].endswith(family.names.qkv[:2])
+        weight = StoredMatrix(self._tensors[name], self._shape.head_dim if turned else 0).read(cut)
+        if isinstance(weight, Coded):
+            return weight
+        if name.endswith("norm.weight") and family.norm_offset:
+            weight = weight.float() - family.norm_offset
+        return weight if len(self.shapes[name]) > 1 else weight.flatten()
 
-    def _bytes(self, name: str, cut: Cut | None) -> Tensor:
-        """Returns the bytes of each row, or of each number of a vector; of the cut ones alone."""
-        place = self._places[name]
-        # Mapped, not read; and to be read only, as else Linux refuses a file larger than its memory.
-        mapped = np.memmap(place.file, np.uint8, "r", place.start, (place.n_bytes,))
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it cannot be written
-            byte_NB = taken(torch.from_numpy(mapped).view(place.shape[0], -1), cut)
-        if not self._interleaved or not name.rpartition(".")[0].endswith(self._shape.family.names.qkv[:2]):
-            return byte_NB
-        pairs = byte_NB.view(-1, self._shape.head_dim // 2, 2, byte_NB.shape[1])
-        return pairs.transpose(1, 2).reshape(byte_NB.shape)
+
+class StoredMatrix(Matrix):
+    """A tensor of the file; a vector is a matrix of one column."""
+
+    def __init__(self, tensor: Any, head_dim: int) -> None:
+        """`head_dim`: of a head whose rows have number i next to number head_dim / 2 + i; 0 of other rows."""
+        super().__init__({})
+        self._tensor, self._head_dim, self._format = tensor, head_dim, tensor.tensor_type.name
+        self.shape = (*tensor.shape.tolist()[::-1], 1)[:2]
+        self.borders = (head_dim or 1, SIZES[self._format][0])
+
+    def block(self, rows: Span, columns: Span) -> Coded | Tensor:
+        at, (numbers, size) = self._tensor, SIZES[self._format]
+        # Mapped anew, so that the pages are given back; to be read only, as else Linux refuses large files.
+        byte_N = np.memmap(at.data.filename, np.uint8, "r", at.data_offset, (at.n_bytes,))
+        first, last = (column // numbers * size for column in columns)
+        byte_NB = torch.from_numpy(byte_N.reshape(self.shape[0], -1)[slice(*rows), first:last].copy())
+        if self._head_dim:
+            byte_NB = byte_NB.view(-1, self._head_dim // 2, 2, last - first).transpose(1, 2).flatten(0, 2)
+        if self._format in PLAIN:
+            return byte_NB.view(PLAIN[self._format])
+        return coded(self._format, byte_NB.view(len(byte_NB), -1, size))
 
 
 def coded(kind: str, byte_NBS: Tensor) -> Coded:
     """Returns the rows of a matrix in this format."""
-    code_NBK, scale_NBG, shift_NBG = BLOCKS[kind](byte_NBS, kind)
+    code_NBK, scale_NBG, shift_NBG = _parts(kind, byte_NBS)
     codes, code_NK = Codes(GGUF[kind].table, GGUF[kind].group), code_NBK.flatten(1)
     codes_NC = packed(code_NK) if codes.bits == 4 else code_NK
     shift_NG = None if shift_NBG is None else shift_NBG.flatten(1)
     return Coded(codes, code_NK.shape[1], codes_NC, scale_NBG.flatten(1), shift_NG=shift_NG)
+
+
+def _parts(kind: str, byte: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns codes, one in a byte, scales and shifts of blocks, whose bytes are the last dimension."""
+    match kind:
+        case "Q8_0":
+            return byte[..., 2:], _half(byte[..., :2]), None
+        case "Q4_0" | "Q4_1" | "Q5_0" | "Q5_1":  # in Q5 the fifth bits of all codes, then the lower four
+            fifth, codes = kind[1] == "5", _fields(byte[..., -16:], 4, 16)
+            if fifth:
+                codes = codes | _fields(byte[..., -20:-16], 1, 1) << 4
+            if kind.endswith("1"):
+                return codes, _half(byte[..., :2]), -_half(byte[..., 2:4])
+            return codes - 16 * fifth, _half(byte[..., :2]), None
+        case "Q2_K":
+            scales, codes = byte[..., :16], _fields(byte[..., 16:80], 2, 32)
+            shifts = _half(byte[..., 82:]) * (scales >> 4)
+            return codes, _half(byte[..., 80:82]) * (scales & 15), shifts
+        case "Q3_K":  # codes of 3 bits, 4 to 11 of the table; of scales first the lower 4 bits of all
+            codes = _fields(byte[..., 32:96], 2, 32) + 4 * _fields(byte[..., :32], 1, 32) + 4
+            scales = _fields(byte[..., 96:104], 4, 8) | _fields(byte[..., 104:108], 2, 4) << 4
+            return codes, _half(byte[..., 108:]) * (scales.float() - 32), None
+        case "Q4_K" | "Q5_K":  # eight scales and eight shifts of 6 bits
+            codes, (first, second, last) = (
+                _fields(byte[..., -128:], 4, 32),
+                torch.split(byte[..., 4:16], 4, -1),
+            )
+            if kind == "Q5_K":
+                codes = codes | _fields(byte[..., 16:48], 1, 32) << 4
+            scales = torch.cat([first & 63, last & 15 | first >> 2 & 48], -1)
+            shifts = torch.cat([second & 63, last >> 4 | second >> 2 & 48], -1)
+            return codes, _half(byte[..., :2]) * scales, _half(byte[..., 2:4]) * shifts
+        case _:  # Q6_K
+            codes = _fields(byte[..., :128], 4, 64) | _fields(byte[..., 128:192], 2, 32) << 4
+            scales = byte[..., 192:208].contiguous().view(torch.int8)
+            return codes - 32, _half(byte[..., 208:]) * scales, None
 
 
 def _half(byte: Tensor) -> Tensor:
@@ -100,48 +135,3 @@ def _fields(byte: Tensor, bits: int, run: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     byte_NBP1R = byte.reshape(*byte.shape[:-1], -1, 1, run)
     return ((byte_NBP1R >> shifts) & ((1 << bits) - 1)).flatten(-3)
-
-
-def _by_32(byte: Tensor, kind: str) -> Parts:
-    """Q4 and Q5: a scale, in some a shift, in some the fifth bits of all codes, then the lower four."""
-    fifth, shifted, codes = kind[1] == "5", kind[-1] == "1", _fields(byte[..., -16:], 4, 16)
-    if fifth:
-        codes = codes | _fields(byte[..., -20:-16], 1, 1) << 4
-    if shifted:
-        return codes, _half(byte[..., :2]), -_half(byte[..., 2:4])
-    return codes - 16 * fifth, _half(byte[..., :2]), None
-
-
-def _q2_k(byte: Tensor, _: str) -> Parts:
-    scales, codes = byte[..., :16], _fields(byte[..., 16:80], 2, 32)
-    return codes, _half(byte[..., 80:82]) * (scales & 15), _half(byte[..., 82:]) * (scales >> 4)
-
-
-def _q3_k(byte: Tensor, _: str) -> Parts:
-    """Codes of 3 bits, 4 to 11 of the table; scales of 6 bits: first the lower 4 of all, then the rest."""
-    codes = _fields(byte[..., 32:96], 2, 32) + 4 * _fields(byte[..., :32], 1, 32) + 4
-    scales = _fields(byte[..., 96:104], 4, 8) | _fields(byte[..., 104:108], 2, 4) << 4
-    return codes, _half(byte[..., 108:]) * (scales.float() - 32), None
-
-
-def _q45_k(byte: Tensor, kind: str) -> Parts:
-    """Eight scales and eight shifts of 6 bits, in Q5 the fifth bits of all codes, then the lower four."""
-    codes, (first, second, last) = _fields(byte[..., -128:], 4, 32), torch.split(byte[..., 4:16], 4, -1)
-    if kind == "Q5_K":
-        codes = codes | _fields(byte[..., 16:48], 1, 32) << 4
-    scales = torch.cat([first & 63, last & 15 | first >> 2 & 48], -1)
-    shifts = torch.cat([second & 63, last >> 4 | second >> 2 & 48], -1)
-    return codes, _half(byte[..., :2]) * scales, _half(byte[..., 2:4]) * shifts
-
-
-def _q6_k(byte: Tensor, _: str) -> Parts:
-    codes = _fields(byte[..., :128], 4, 64) | _fields(byte[..., 128:192], 2, 32) << 4
-    scales = byte[..., 192:208].contiguous().view(torch.int8)
-    return codes - 32, _half(byte[..., 208:]) * scales, None
-
-
-BLOCKS: dict[str, Callable[[Tensor, str], Parts]] = {
-    "Q4_0": _by_32, "Q4_1": _by_32, "Q5_0": _by_32, "Q5_1": _by_32,
-    "Q8_0": lambda byte, _: (byte[..., 2:], _half(byte[..., :2]), None),
-    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q45_k, "Q5_K": _q45_k, "Q6_K": _q6_k,
-}  # fmt: skip

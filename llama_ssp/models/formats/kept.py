@@ -102,7 +102,7 @@ def of_config(config: QuantisedConfig | None) -> Kept:
 
 
 def of_gguf(formats: Mapping[str, str]) -> dict[tuple[int, str], Kept]:
-    """Returns what is kept of each matrix of a GGUF file; `formats` has those of all matrices."""
+    """Returns what is kept of each matrix of a GGUF file; `formats` has those of all tensors."""
     places = {name: BLOCK.fullmatch(name.removesuffix(".weight")) for name in formats}
     return {(int(at[1]), at[2]): GGUF.get(formats[name], PLAIN) for name, at in places.items() if at}
 
