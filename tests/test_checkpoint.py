@@ -44,8 +44,8 @@ def local(path: Path, **changes: Any) -> ModelConf:
 
 def test_shards_hold_what_one_file_holds(saved: Saved) -> None:
     whole, sharded = inspect(saved.whole), inspect(saved.sharded)
-    assert whole.shapes == sharded.shapes
-    assert whole.shapes["model.embed_tokens.weight"] == (300, 64)
+    assert whole.tensors == sharded.tensors
+    assert whole.tensors["model.embed_tokens.weight"] == ("F32", (300, 64))
     assert len(list(saved.sharded.glob("*.safetensors"))) == 5
 
 
@@ -151,7 +151,7 @@ def test_hub_copies_link_to_their_blobs(saved: Saved, tmp_path: Path) -> None:
     for number, file in enumerate(sorted(saved.sharded.iterdir())):
         (blobs / str(number)).write_bytes(file.read_bytes())
         (home / file.name).symlink_to(blobs / str(number))
-    assert inspect(home).shapes == inspect(saved.sharded).shapes
+    assert inspect(home).tensors == inspect(saved.sharded).tensors
 
 
 REPO_FILES = [
@@ -264,7 +264,7 @@ def test_a_damaged_header_gives_one_of_our_errors_or_none(
         assert "\n" not in str(error)
         return
     assert cut == 0
-    assert len(checkpoint.shapes) == len(inspect(saved.whole).shapes)
+    assert len(checkpoint.tensors) == len(inspect(saved.whole).tensors)
 
 
 def test_loading_leaves_no_tensor_to_chance(saved: Saved) -> None:

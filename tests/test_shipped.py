@@ -10,7 +10,7 @@ import pytest
 
 from llama_ssp.config import ModelConf
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER, complete, inspect, with_shape
-from llama_ssp.models.folder import header
+from llama_ssp.models.folder import tensors_of
 from llama_ssp.models.heads.settings import MAPS
 from llama_ssp.planner.weights import parameters
 from tests.conftest import Command
@@ -38,8 +38,10 @@ def test_the_head_is_that_of_its_record_and_fits_into_6_mib() -> None:
     folder = SHIPPED_FOLDER / "demo_head"
     record, file = json.loads((folder / "training.json").read_text()), folder / "model.safetensors"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == record["weights_sha256"]
-    tensors, _ = header(file)
-    assert sum(prod(shape) for name, shape in tensors.items() if name not in MAPS) == record["parameters"]
+    tensors = tensors_of(file.parent)
+    assert (
+        sum(prod(shape) for name, (_, shape) in tensors.items() if name not in MAPS) == record["parameters"]
+    )
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 6 * 2**20
     head, path = complete(ModelConf(name="demo_head", path="shipped:demo_head"), "draft")
     assert head.is_head and path == folder

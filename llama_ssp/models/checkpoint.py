@@ -18,12 +18,11 @@ from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import (
     MODEL_FOLDER,
     gguf_in,
-    header,
     is_gguf,
     read_json,
     require_counts,
     require_safe,
-    weight_files,
+    tensors_of,
 )
 from llama_ssp.models.formats.quantised_config import require_readable
 from llama_ssp.models.heads.settings import head_settings, kind_of
@@ -136,17 +135,12 @@ def inspect(path: Path) -> Checkpoint:
         stored = read_header(path)
         if (path.parent / "tokenizer.json").exists():  # then it is used
             require_safe(path.parent)
-        kinds = {name: tensor.tensor_type.name for name, tensor in stored.tensors.items()}
-        return Checkpoint(path, config, stored.shapes, kinds)
+        shapes = stored.shapes.items()
+        return Checkpoint(path, config, {n: (stored.tensors[n].tensor_type.name, s) for n, s in shapes})
     require_safe(path)
-    shapes: dict[str, tuple[int, ...]] = {}
-    formats: dict[str, str] = {}
-    for file in weight_files(path):
-        file_shapes, file_formats = header(file)
-        shapes |= file_shapes
-        formats |= file_formats
-    require_readable(path, config, formats)
-    return Checkpoint(path, config, shapes, formats)
+    tensors = tensors_of(path)
+    require_readable(path, config, {name: kind for name, (kind, _) in tensors.items()})
+    return Checkpoint(path, config, tensors)
 
 
 def read_config(path: Path) -> dict[str, Any]:

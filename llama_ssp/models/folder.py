@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import stat
 from pathlib import Path
@@ -15,14 +16,13 @@ from typing import Any
 from llama_ssp.errors import ModelError
 
 MAX_JSON_BYTES = 64 * 2**20
-MAX_NAME = 255  # characters of a tensor's name
-MAX_HEADER_BYTES = 10 * 2**20  # of 100 000 tensors; a shard of a large model has a hundredth of it
+MAX_HEADER_BYTES = 10 * 2**20  # of a fingerprint; a shard of a large model has a hundredth of it
 GGUF, SHARD = ".gguf", re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 POINTER = b"version https://git-lfs"  # how a Git LFS pointer begins
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SAMPLES, SAMPLE_BYTES = 32, 512  # of a weight file, for its fingerprint
-MAX_COUNT = 100_000  # of layers or labels: libraries make a list of this length, whatever the weights are
+MAX_COUNT = 100_000  # of tensors in a file, layers or labels: libraries make lists of this length
 COUNTED = re.compile("layer|label|attention_types")  # in a key of config.json
 TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
@@ -43,20 +43,17 @@ def gguf_in(path: Path) -> Path | None:
     Of a model in several files the first. None if there is none; a ModelError if there are several models. A
     link that is named itself is followed; others stay inside their folder.
     """
-    if is_gguf(path) and path.is_file():
-        for file in shards(path):
-            if file.name != path.name:
-                require_inside(file)
-        return shards(path)[0]
-    if not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX)):
+    named = is_gguf(path) and path.is_file()
+    if not named and (not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))):
         return None
-    found = sorted({shards(file)[0] for file in path.glob(f"*{GGUF}")})
-    if len(found) > 1:
-        what, names = "the folder holds several GGUF models", ", ".join(file.name for file in found[:5])
-        raise ModelError(what, path, names, "one", f"write the path of one: path={found[0]}")
-    for file in shards(found[0]) if found else []:
-        require_inside(file)
-    return found[0] if found else None
+    models = sorted({shards(file)[0] for file in ([path] if named else path.glob(f"*{GGUF}"))})
+    if len(models) > 1:
+        what, names = "the folder holds several GGUF models", ", ".join(file.name for file in models[:5])
+        raise ModelError(what, path, names, "one", f"write the path of one: path={models[0]}")
+    for file in shards(models[0]) if models else []:
+        if file != path:
+            require_inside(file)
+    return models[0] if models else None
 
 
 def shards(file: Path) -> list[Path]:
@@ -91,26 +88,26 @@ def weight_files(path: Path) -> list[Path]:
     raise ModelError("the folder holds no weights", path, allowed=f"{SINGLE}, {INDEX} or *{GGUF}", fix=fix)
 
 
-def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Returns the shapes and number formats in a safetensors file; a ModelError unless its bytes fit them."""
-    require_fetched(file)
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise damaged(file, f"a header of {length} bytes")
+def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the number format and shape of each tensor; a ModelError if a file is damaged."""
     from safetensors import SafetensorError, safe_open  # with numpy, which a plan of a preset does not need
 
-    try:
-        with safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no iterator
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            formats = {name: str(part.get_dtype()) for name, part in slices.items()}
-    except SafetensorError as error:
-        raise damaged(file, str(error).removeprefix("Error while deserializing header: ")[:200]) from None
-    for name in shapes:
-        if len(name) > MAX_NAME or not name.isprintable():  # libraries would write it to the terminal
-            raise damaged(file, f"a tensor by the name of {name[:MAX_NAME]!r}")
-    return shapes, formats
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in weight_files(path):
+        require_fetched(file)
+        try:
+            with safe_open(file, framework="np") as opened:
+                if (count := len(opened.keys())) > MAX_COUNT:
+                    raise SafetensorError(f"{count} tensors")
+                for name in opened.keys():  # noqa: SIM118, no iterator
+                    part = opened.get_slice(name)
+                    tensors[name] = str(part.get_dtype()), tuple(part.get_shape())
+            if escape := next((name for name in tensors if not name.isprintable()), None):
+                raise SafetensorError(f"a tensor by the name of {escape!r}")  # libraries would print it
+        except SafetensorError as error:
+            what, found = "the weights file is damaged or cut short", str(error).rpartition("header: ")[2]
+            raise ModelError(what, file, found, fix=REFETCH) from None
+    return tensors
 
 
 def fingerprint(path: Path) -> str:
@@ -140,8 +137,6 @@ def fingerprint(path: Path) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a model folder; a ModelError if there is none."""
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ModelError("not a regular file", file, fix=MODEL_FOLDER)
         require_inside(file)
         require_small(file)
         require_fetched(file)
@@ -188,8 +183,6 @@ def require_whole(path: Path) -> None:
     """Refuses what libraries would open and is not a whole file of the folder."""
     for entry in sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]):
         if entry.suffix in READ_BY_LIBRARIES and entry.exists():
-            if not entry.is_file():
-                raise ModelError("not a regular file", entry, "a folder, a pipe or a device", fix=COPY)
             require_inside(entry, path)
             if entry.suffix != ".safetensors":  # `header` reads those that are used
                 require_fetched(entry)
@@ -199,7 +192,7 @@ def require_whole(path: Path) -> None:
 
 def require_fetched(file: Path) -> None:
     """Refuses a folder, a pipe, a device or a Git LFS pointer in the place of a file."""
-    if not file.is_file():
+    if not stat.S_ISREG(file.stat().st_mode):
         raise ModelError("not a regular file", file, "a folder, a pipe or a device", fix=COPY)
     with file.open("rb") as stream:
         if stream.read(len(POINTER)) == POINTER:
@@ -212,8 +205,10 @@ def _require_no_code(path: Path) -> None:
     for kind in CODE_KINDS:
         file = path / f"{kind}config.json"
         content = read_json(file) if file.exists() else {}
-        needs = [key for key in CODE_KEYS if content.get(key)] + _kernels_of_others(content)
-        if needs:
+        needs = [key for key in CODE_KEYS if content.get(key)]
+        # Attention and the like that would be fetched from a hub repository, as code.
+        kernels = [key for key in content if key.endswith("_implementation") and "/" in str(content[key])]
+        if needs := needs + [f"{key} {content[key]}" for key in kernels]:
             fix = f"use a model of a built-in architecture, or a copy with no {needs[0]} in its {file.name}"
             raise ModelError("the model needs to run code of its own", file, ", ".join(needs), fix=fix)
         listed = content.get("fast_tokenizer_files")
@@ -224,15 +219,6 @@ def _require_no_code(path: Path) -> None:
     if (path / ADAPTER).exists():  # libraries apply it if peft is installed
         fix = "merge it into the weights where you trust it, or use a copy of the model without it"
         raise ModelError("there is an adapter next to the weights", path / ADAPTER, fix=fix)
-
-
-def _kernels_of_others(content: dict[str, Any]) -> list[str]:
-    """Attention and the like that would be fetched from a hub repository, as code."""
-    return [
-        f"{key} {value}"
-        for key, value in content.items()
-        if key.endswith("_implementation") and isinstance(value, str) and "/" in value
-    ]
 
 
 def require_inside(file: Path, folder: Path | None = None) -> None:
@@ -248,21 +234,12 @@ def require_inside(file: Path, folder: Path | None = None) -> None:
 
 
 def _shard(path: Path, name: str, source: Path) -> Path:
-    """Returns the file that `source` names; a ModelError unless it is a regular file of the folder."""
+    """Returns the file that `source` names; a ModelError unless it is in the folder."""
     if name in ("", "..") or name != Path(name).name or not name.endswith(".safetensors"):
         what, fix = "a shard's name leaves the folder, or is of another kind", "do not use this model"
         raise ModelError(what, source, repr(name), "NAME.safetensors", fix)
     file = path / name
-    try:
-        mode = file.stat().st_mode
-    except (OSError, ValueError):
-        where, fix = f"{source}: {name}", f"put it into {path}"
-        raise ModelError("a shard is missing", where, "no such file", fix=fix) from None
-    if not stat.S_ISREG(mode):
-        raise ModelError("a shard is not a regular file", file, file.resolve(), fix=COPY)
+    if not os.path.exists(file):
+        raise ModelError("a shard is missing", f"{source}: {name}", "no such file", fix=f"put it into {path}")
     require_inside(file)
     return file
-
-
-def damaged(file: Path, found: str) -> ModelError:
-    return ModelError("the weights file is damaged or cut short", file, found, fix=REFETCH)

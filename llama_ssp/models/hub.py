@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import ModelConf, home_expanded
+from llama_ssp.config import ModelConf
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, RunError, StorageError, first_line
 
@@ -45,55 +44,45 @@ def commit_of(path: Path) -> str | None:
 
 def cached_tokenizer(repo: str, revision: str | None) -> Path | None:
     """The folder of the local copy's tokenizer.json; None without one. Nothing is fetched."""
-    if not (_cache() / f"models--{repo.replace('/', '--')}").is_dir():
-        return None  # without the import of the library, which is slow
+    from huggingface_hub import constants
+
+    if not Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").is_dir():
+        return None  # without the import of the rest of the library, which is slow
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, "tokenizer.json", revision=revision)
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _cache() -> Path:
-    """The folder where the hub's library keeps what it has downloaded."""
-    own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return home_expanded(own or f"{home}/hub")
-
-
 def _explained(error: Exception, model: ModelConf, role: str, download: bool, file: str | None) -> RunError:
     """Says why the repository is not at hand, and what helps."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
     where, folder = f"hub repository {model.repo}", f"give a folder: {role}=PATH"
     causes: list[BaseException] = [error]
     while (before := causes[-1].__cause__ or causes[-1].__context__) and before not in causes:
         causes.append(before)
-    full = next(
-        (cause for cause in causes if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE), None
-    )
-    if full is not None:
-        fix = "make room, or choose another place with HF_HUB_CACHE=FOLDER"
-        return StorageError(f"a download cannot be kept: {full.strerror}", _cache(), fix=fix)
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
+            what, fix = f"a download cannot be kept: {cause.strerror}", "make room, or choose another place"
+            return StorageError(what, constants.HF_HUB_CACHE, fix=f"{fix} with HF_HUB_CACHE=FOLDER")
     if not download:
         what = f"{role} {model.name}{f': {file}' if file else ''} is not at hand"
         if model.n_layers:  # of a preset
             folder += f"; {role}.weights=synthetic tries the machine without weights"
-        found, fix = f"no whole copy in {_cache()}", f"add download=true, or {folder}"
+        found, fix = f"no whole copy in {constants.HF_HUB_CACHE}", f"add download=true, or {folder}"
         return ModelError(what, where, found, fix=fix)
-    reasons: dict[type[Exception], tuple[str, str]] = {
-        errors.GatedRepoError: ("it is gated", "ask for access on this page, and set HF_TOKEN"),
-        errors.RevisionNotFoundError: ("there is no such revision", f"correct {role}.revision"),
-        errors.RepositoryNotFoundError: (
+    reasons = {
+        "GatedRepoError": ("it is gated", "ask for access on this page, and set HF_TOKEN"),
+        "RevisionNotFoundError": ("there is no such revision", f"correct {role}.revision"),
+        "RepositoryNotFoundError": (
             "there is no such repository, or it is private",
             "check the name; for a private one set HF_TOKEN",
         ),
-        errors.OfflineModeIsEnabled: ("HF_HUB_OFFLINE is set", f"unset it, or {folder}"),
+        "OfflineModeIsEnabled": ("HF_HUB_OFFLINE is set", f"unset it, or {folder}"),
     }
-    other = (
-        "the hub refuses, or cannot be reached",
-        f"check the network, its proxy and HF_ENDPOINT, or {folder}",
-    )
-    known = (reasons[kind] for kind in reasons if any(isinstance(cause, kind) for cause in causes))
-    reason, fix = next(known, other)
+    other = "the hub refuses, or cannot be reached", "check the network, its proxy and HF_ENDPOINT"
+    known = (reasons[kind] for cause in causes if (kind := type(cause).__name__) in reasons)
+    reason, fix = next(known, (other[0], f"{other[1]}, or {folder}"))
     what, page = f"{role} {model.name} cannot be fetched: {reason}", f"{constants.ENDPOINT}/{model.repo}"
     return ModelError(what, page, first_line(causes[-1]), fix=fix)

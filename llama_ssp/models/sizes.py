@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,11 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder, or GGUF file, that was checked: its config.json, and the shape of every tensor."""
+    """A folder, or GGUF file, that was checked: its config.json, and each tensor's format and shape."""
 
     path: Path
     config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    formats: dict[str, str] = field(default_factory=dict)  # of numbers, as safetensors names them
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
 def config_file(path: Path) -> Path:
@@ -46,11 +46,7 @@ def config_file(path: Path) -> Path:
 
 def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The model's sizes by the config's names; a ModelError if config.json lacks one."""
-    config = checkpoint.config
-
-    def size(*names: str, default: int | None = None) -> int:
-        return _size(checkpoint, names, default)
-
+    config, size = checkpoint.config, partial(_size, checkpoint)
     family = family_of(config["model_type"])
     heads, dim = size("num_attention_heads", "num_heads", "n_head"), size("hidden_size", "n_embd")
     for name in PROJECTED:
@@ -74,7 +70,7 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
         **_experts(checkpoint, family, layers, ffn),
         "vocab": size("vocab_size"),
         "context": context_within(size(*POSITIONS, default=family.context), config),
-        "tied": not any(name.startswith(HEADS) for name in checkpoint.shapes),
+        "tied": not any(name.startswith(HEADS) for name in checkpoint.tensors),
         "sliding_window": size(window.key, default=window.default) if window else None,
     }
     shape["attention_bias"], shape["mlp_bias"] = family.biases(config)
@@ -89,10 +85,10 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     """What a packed model keeps: of each matrix, or without headers what config.json says of all."""
     if is_gguf(checkpoint.path):
-        return kept.sizes(kept.of_gguf(checkpoint.formats))
+        return kept.sizes(kept.of_gguf({name: kind for name, (kind, _) in checkpoint.tensors.items()}))
     found, family = quantised_config(checkpoint.config, checkpoint.path), family_of(shape["family"])
     usual = kept.of_config(found)
-    if found is None or not checkpoint.formats or not (usual.bits or found.method == "mxfp4"):
+    if found is None or not checkpoint.tensors or not (usual.bits or found.method == "mxfp4"):
         return kept.usual(usual)
     names = kept.names_of(family.names)
     experts = *family.names.expert_up, family.names.expert_down  # of each expert, or of all
@@ -100,8 +96,7 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     names |= {name.format(0): leaf for name, leaf in leaves if name}
     inputs = dict.fromkeys(kept.MATRICES, shape["dim"]) | {"expert_down": shape["expert_ffn"]}
     inputs |= {"attn_output": shape["n_heads"] * shape["head_dim"], "ffn_down": shape["ffn"]}
-    tensors = {name: (type_, checkpoint.shapes[name]) for name, type_ in checkpoint.formats.items()}
-    return kept.sizes(kept.of_folder(tensors, found, names, inputs, LAYER))
+    return kept.sizes(kept.of_folder(checkpoint.tensors, found, names, inputs, LAYER))
 
 
 def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:
@@ -109,16 +104,16 @@ def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> d
     if not family.names.router:
         return dict.fromkeys(("experts", "experts_per_token", "expert_ffn", "dense_layers"), 0)
     dense = checkpoint.config.get("mlp_only_layers")
-    step = _size(checkpoint, ("decoder_sparse_step",), 1)
+    step = _size(checkpoint, "decoder_sparse_step", default=1)
     return {
-        "experts": _size(checkpoint, EXPERTS, None),
-        "experts_per_token": _size(checkpoint, ("num_experts_per_tok",), None),
-        "expert_ffn": _size(checkpoint, ("moe_intermediate_size",), ffn),
+        "experts": _size(checkpoint, *EXPERTS),
+        "experts_per_token": _size(checkpoint, "num_experts_per_tok"),
+        "expert_ffn": _size(checkpoint, "moe_intermediate_size", default=ffn),
         "dense_layers": expert_layers(layers, dense if isinstance(dense, list) else (), step).count(False),
     }
 
 
-def _size(checkpoint: Checkpoint, names: tuple[str, ...], default: int | None) -> int:
+def _size(checkpoint: Checkpoint, *names: str, default: int | None = None) -> int:
     """The value of the first of these keys that config.json has with a usable one, or else the default."""
     values = [value for name in names if (value := checkpoint.config.get(name)) is not None]
     for value in values:

@@ -153,7 +153,7 @@ WEIGHT_FILES = [
     hostile("lfs-pointer", replaced(WEIGHTS, POINTER), "git lfs pull"),
     hostile("lfs-config", replaced("config.json", POINTER), "config.json is a Git LFS pointer", "git lfs"),
     hostile("truncated", cut_short(7), "damaged or cut short", "not fully covered"),
-    hostile("sparse-header", sparse(WEIGHTS, struct.pack("<Q", 2**31), 2**33), "damaged", "2147483648"),
+    hostile("sparse-header", sparse(WEIGHTS, struct.pack("<Q", 2**30), 2**31), "damaged", "too large"),
     hostile("million-tensors", many_tensors(1_000_000), "damaged"),
     hostile("overlapping", header(overlapping), "invalid offset for tensor"),
     hostile("beyond-the-end", header(lambda h: h[NORM].update(data_offsets=[0, 10**9])), "damaged"),
@@ -185,7 +185,7 @@ NAMES = [
     hostile("link-tokenizer", linked_outside("tokenizer.json"), "leaves the folder", "tokenizer.json"),
     hostile("link-loop", linked_to(WEIGHTS, WEIGHTS), WEIGHTS),
     hostile("link-environ", linked_to("tokenizer_config.json", "/proc/self/environ"), "tokenizer_config"),
-    hostile("link-random", linked_to("config.json", "/dev/urandom"), "not a regular file"),
+    hostile("link-random", linked_to("config.json", "/dev/urandom"), "leaves the folder"),
     *(hostile(f"pipe-{name}", pipe(name), "not a regular file", name)
       for name in (WEIGHTS, "chat_template.jinja", "additional_chat_templates/a.jinja", "vocab.txt", "tokenizer.model", "added.json")),
     hostile("tokenizer-outside", tokenizer_outside, "names a file outside", "../outside/tokenizer.4.0.json"),

@@ -17,12 +17,11 @@ from llama_ssp.models.folder import (
     PICKLED,
     REFETCH,
     SINGLE,
-    header,
     is_gguf,
     read_json,
     require_counts,
     require_whole,
-    weight_files,
+    tensors_of,
 )
 
 EAGLE3, DFLASH = "eagle3", "dflash"
@@ -202,7 +201,4 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         code = f"import torch; from safetensors.torch import save_file; w = {load}; {save}"
         what, fix = "the weights are pickled, which can run code", f'convert them there: python -c "{code}"'
         raise ModelError(what, path, ", ".join(pickled[:5]), "*.safetensors", fix)
-    found: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(path):
-        found.update(header(file)[0])
-    return found
+    return {name: shape for name, (_, shape) in tensors_of(path).items()}
