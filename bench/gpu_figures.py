@@ -31,7 +31,7 @@ from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.rank_memory import memory_of_ranks
+from llama_ssp.tasks.common import memory_of_ranks
 
 if TYPE_CHECKING:
     from gpu import How

@@ -119,14 +119,14 @@ def _report_page(words: list[str]) -> int:
 
 def _run_job(began: datetime, job: ComposedJob) -> int:
     """Runs a job that Hydra has merged; returns its exit code. A sweep `began` at this time."""
-    from llama_ssp.report import sweep
+    from llama_ssp.report.run_folder import sweep_folder
 
     if job.number is None:
         place = None
     elif _environment().world > 1:
         raise UsageError("--multirun needs one process", fix="loop over torchrun in the shell")
     else:
-        place = sweep.begin(job.number, job.varied, job.cfg.out, began)
+        place = sweep_folder(job.number, job.varied, job.cfg.out, began)
     return run(job, place)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from llama_ssp.batch.element import INDEX, Element, own_element
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.workers import LASTING
+from llama_ssp.distributed.identity import INDEX, Element, own_element
 from llama_ssp.distributed.signals import CODE_FILE
 from tests.door import Door
 from tests.processes import wait_for

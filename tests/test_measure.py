@@ -12,8 +12,9 @@ import torch
 from llama_ssp.config import MeasureConf
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed.comm import ALONE
+from llama_ssp.models import host_memory
 from llama_ssp.planner.run_plan import DEVICE
-from llama_ssp.tasks import rank_memory
+from llama_ssp.tasks.common import memory_of_ranks
 from llama_ssp.tasks.measured_pair import MeasuredPair
 from llama_ssp.tasks.profiling import PARTS
 from llama_ssp.text.prompts import SENTENCES
@@ -63,8 +64,8 @@ def test_the_memory_of_a_process_is_its_own(tmp_path: Path, monkeypatch: pytest.
     """Not `ru_maxrss`, which in a child begins with its parent's."""
     status, cpu = tmp_path / "status", torch.device("cpu")
     status.write_text("Name:\tpython\nVmHWM:\t  4321 kB\n", encoding="utf-8")
-    monkeypatch.setattr(rank_memory, "STATUS", status)
-    assert rank_memory.memory_of_ranks(0, cpu, ALONE)[0][DEVICE] == 4321 * 1024
+    monkeypatch.setattr(host_memory, "STATUS", status)
+    assert memory_of_ranks(0, cpu, ALONE)[0][DEVICE] == 4321 * 1024
 
 
 def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from llama_ssp.batch import attempt_log
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.batch.manifest import Manifest, shards_of
-from llama_ssp.batch.pace import RECENT_S, Pace, pace
+from llama_ssp.batch.status import RECENT_S, Pace, pace
 
 RECORDS = 7
 

@@ -19,11 +19,10 @@ from rich.console import Console as RichConsole
 
 from llama_ssp.config import RunConf
 from llama_ssp.errors import DataError, UsageError
-from llama_ssp.report import sweep
 from llama_ssp.report.console import Console
 from llama_ssp.report.page import execute
 from llama_ssp.report.plots import svg
-from llama_ssp.report.run_folder import RunFolder
+from llama_ssp.report.run_folder import RunFolder, sweep_folder
 from llama_ssp.report.speed_tables import speeds as shown
 from llama_ssp.report.tables import Column, Table, text_of
 from tests.test_speeds import speeds
@@ -186,9 +185,9 @@ def test_a_sweep_names_its_folders_by_what_differs(tmp_path: Path, caplog: pytes
     began = datetime(2026, 1, 2)
     with caplog.at_level("INFO"):
         words = [[f"sampling.top_k={k}"] for k in (1, 2)]
-        places = [sweep.begin(number, varied, str(tmp_path), began) for number, varied in enumerate(words)]
+        places = [sweep_folder(number, varied, str(tmp_path), began) for number, varied in enumerate(words)]
     assert [place and place.name for place in places] == ["sampling.top_k=1", "sampling.top_k=2"]
     assert f"job 2: sampling.top_k=2; {places[1]}" in caplog.text
-    assert sweep.begin(0, ["seed=1"], None, began) is None
+    assert sweep_folder(0, ["seed=1"], None, began) is None
     for alike in (["x" * 200 + "1", "x" * 200 + "2"], ["out='a/b'", "out='a_b'"]):
-        assert sweep.begin(0, alike[:1], "out", began) != sweep.begin(1, alike[1:], "out", began)
+        assert sweep_folder(0, alike[:1], "out", began) != sweep_folder(1, alike[1:], "out", began)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llama_ssp.batch.element import own_element
+from llama_ssp.distributed.identity import own_element
 from llama_ssp.errors import StorageError
 
 # What a file system says of an operation that it does not have.

@@ -23,9 +23,8 @@ from llama_ssp.batch.atomic_files import (
     write_once,
 )
 from llama_ssp.batch.attempt_log import Attempt, PastAttempt, read_part
-from llama_ssp.batch.element import own_element
 from llama_ssp.batch.manifest import Manifest, Shard
-from llama_ssp.distributed.identity import Identity, own_identity
+from llama_ssp.distributed.identity import Identity, own_element, own_identity
 from llama_ssp.errors import DataError
 
 MANIFEST, PARTS, DONE, CLAIMS = "run.json", "parts", "done", "claims"

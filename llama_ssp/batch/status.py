@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_ssp.batch.history import End, ends, submissions
 from llama_ssp.batch.job import folders_of
-from llama_ssp.batch.journal import NOTHING, Journal
-from llama_ssp.batch.pace import Pace, pace
+from llama_ssp.batch.journal import NOTHING, Journal, Standing
+from llama_ssp.batch.responses import output_tokens
 from llama_ssp.batch.slurm.submit import queue_of
 from llama_ssp.batch.workers import LOGS, counted, table
 from llama_ssp.config import Output, RunConf
@@ -22,6 +22,17 @@ from llama_ssp.speculative.stats import ratio
 log = logging.getLogger(__name__)
 
 SILENT = "the controller does not answer"
+RECENT_S = 600.0  # rates are those of the last minutes
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of all groups together; None where nothing was finished lately. The names are the JSON interface's."""
+
+    tokens_committed: int
+    tokens_per_s: float | None
+    records_per_s: float | None
+    eta_s: float | None
 
 
 def execute(run: RunConf) -> int:
@@ -60,6 +71,25 @@ def execute(run: RunConf) -> int:
         console.write("\n".join([*_lines(summary, queued, failed), ""]))
     console.document(summary, run.output is Output.json)
     return OK
+
+
+def pace(journal: Journal, standing: Standing, now: float) -> Pace:
+    """The job's pace at the time `now`, by the clocks of the nodes: they may differ by seconds."""
+    tokens: dict[int, int] = {}
+    recent: dict[int, int] = {}
+    since = now
+    for attempt in journal.past_attempts():
+        fresh = [index for index, at in attempt.times.items() if at >= now - RECENT_S]
+        counts = {index: output_tokens(record) for index, record in attempt.finished.items()}
+        tokens |= counts
+        recent |= {index: counts[index] for index in fresh}
+        if fresh and attempt.began_at is not None:
+            since = min(since, attempt.began_at)
+    seconds = min(now - since, RECENT_S)
+    if not recent or seconds <= 0:
+        return Pace(sum(tokens.values()), None, None, None)
+    rate, left = len(recent) / seconds, standing.records - standing.records_finished
+    return Pace(sum(tokens.values()), sum(recent.values()) / seconds, rate, left / rate)
 
 
 def _queued(jobs: list[str]) -> list[dict[str, str]] | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 MEMORY_TABLE = Path("/proc/meminfo")
+STATUS = Path("/proc/self/status")
 GROUPS_TABLE = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 # Limit, use, and what `memory.stat` calls the cache of files in it; of version 2, and of version 1.
@@ -47,6 +50,16 @@ def _of_system() -> int:
         return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def process_bytes() -> int:
+    """The most of this process that was resident. A child's `ru_maxrss` begins with its parent's."""
+    try:
+        lines = STATUS.read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def return_memory() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +22,9 @@ from llama_ssp.errors import StorageError, writing
 from llama_ssp.report.machine import commit, host
 from llama_ssp.report.task_tables import files_of
 
+log = logging.getLogger(__name__)
+
+MAX_NAME = 120  # characters of a folder of a sweep
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
 FIX = "choose another place with out=FOLDER, or out=null for none"
 
@@ -100,6 +106,22 @@ class RunFolder:
                 draft.replace(self.path / "summary.json")
                 for name, text in files_of(summary).items():
                     (self.path / name).write_text(text, encoding="utf-8")
+
+
+def sweep_folder(number: int, varied: Sequence[str], out: str | None, began: datetime) -> Path | None:
+    """Logs the line of a sweep's job, and returns its folder below `out`; None where runs have none.
+
+    `varied` are the job's overrides that differ among the jobs; the sweep `began` at this time.
+    """
+    place = None
+    if out is not None:
+        whole = ",".join(varied)
+        label = re.sub(r"[^\w.=,+-]", "_", whole)[:MAX_NAME]
+        name = label if label and label == whole else f"{label}-job{number}"
+        place = home_expanded(out) / f"{began:%Y-%m-%d/%H-%M-%S}-sweep" / name
+    said = f"job {number + 1}: {' '.join(varied)}"
+    log.info("%s", said if place is None else f"{said}; {place}")
+    return place
 
 
 def _new_folder(base: Path, name: str) -> Path:

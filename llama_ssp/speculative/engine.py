@@ -15,8 +15,7 @@ from torch import Tensor
 from llama_ssp.distributed.process_group import checksum
 from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.speculative.decision import decide_for
-from llama_ssp.speculative.drafters.local import Drafter
-from llama_ssp.speculative.drafters.siblings import with_siblings
+from llama_ssp.speculative.drafters.local import Drafter, with_siblings
 from llama_ssp.speculative.logprobs import LogprobReader, scored
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws

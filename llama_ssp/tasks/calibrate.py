@@ -44,6 +44,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError, writing
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of
+from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
@@ -61,7 +62,6 @@ from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
-from llama_ssp.tasks.rank_memory import process_bytes
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar, cast
 
+import torch
+
 from llama_ssp.config import Output, PromptedConf, TaskConf
 from llama_ssp.distributed.comm import Ranks
+from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.planner.run_plan import (
+    COUNTED,
+    DEVICE,
+    HELD_BYTES,
+    RESERVED,
+    TENSORS,
+    Bytes,
+    RunMeasurement,
+)
 from llama_ssp.report.console import Console, Item
 from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
@@ -87,6 +98,19 @@ class Task(Generic[Conf]):
 def gpu_names() -> list[str]:
     """The GPUs of this machine that the run sees."""
     return [gpu.name for gpu in gpus_here()]
+
+
+def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes]:
+    """The most that each rank has held; `held` are this rank's weights and caches. All ranks call it."""
+    own: Bytes = {HELD_BYTES: held, TENSORS: None, RESERVED: None, DEVICE: process_bytes()}
+    if device.type == "cuda":  # on a CPU torch does not count what tensors take
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)  # other processes' memory, too
+        own[TENSORS] = torch.cuda.max_memory_allocated(device)
+        own[RESERVED] = reserved = torch.cuda.max_memory_reserved(device)
+        own[DEVICE] = outside + reserved
+    every = ranks.gather_ints([own[name] or 0 for name in COUNTED])
+    return [{name: size or None for name, size in zip(COUNTED, sizes, strict=True)} for sizes in every]
 
 
 def output_of(state: State, row: int, text: str) -> dict[str, Any]:

@@ -24,13 +24,12 @@ from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
 from llama_ssp.tasks.certify.task import CertifyTask
 from llama_ssp.tasks.chat import ChatTask
-from llama_ssp.tasks.common import Task, gpu_names
+from llama_ssp.tasks.common import Task, gpu_names, memory_of_ranks
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.measure import MeasureTask
-from llama_ssp.tasks.rank_memory import memory_of_ranks
 from llama_ssp.text.prompts import Reading, TextPrompt
 
 log = logging.getLogger(__name__)
