@@ -83,7 +83,7 @@ class Contender:
 
     def per_round(self) -> tuple[float, dict[str, float]]:
         """Tokens a round, and by how much each prompt moves that."""
-        tokens = {text: each.committed.total() for text, each in self.counts.items()}
+        tokens = {text: each.committed for text, each in self.counts.items()}
         rounds = sum(each.row_rounds for each in self.counts.values())
         mean = sum(tokens.values()) / rounds
         return mean, {t: (n - mean * self.counts[t].row_rounds) / rounds for t, n in tokens.items()}

@@ -95,7 +95,7 @@ def main() -> None:
 def timed(player: Player, case: Case, seen: dict[int, Counts], number: int) -> float:
     """Milliseconds a token; adds drafted and accepted tokens to the counters."""
     spent, seen[number] = player.play(case)
-    return 1000 * median(spent) * len(spent) / seen[number].committed.total()
+    return 1000 * median(spent) * len(spent) / seen[number].committed
 
 
 def write_table(rows: list[dict], constants: str, asked: Asked) -> None:

@@ -42,7 +42,7 @@ def result_of(drafted: list[int], accepted: int, token: int) -> RoundResult:
 def committed(*results: RoundResult, limits: Limits, context: int = 50) -> tuple[State, list[RowStep]]:
     """A prompt of two tokens, and what it gets of these rounds."""
     state = State([Prompt("a", (1, 2))], 50, torch.device("cpu"))
-    steps = [commit(state, result, limits, context, n, [0]) for n, result in enumerate(results)]
+    steps = [commit(state, result, limits, context, n) for n, result in enumerate(results)]
     return state, [row for step in steps for row in step.rows]
 
 

@@ -24,20 +24,20 @@ from tests.proofs.toy import toy
 EOS = 9
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
-# Drafted, how many were accepted, the token behind them, and how many drafts the limit withheld.
+# Drafted, how many were accepted, and the token behind them.
 TRACE = [
-    ([1, 2, 3, 4], 4, 5, 0),  # wholly accepted, with a bonus
-    ([1, 2, 3, 4], 1, 6, 0),  # corrected at position 1
-    ([], 0, 7, 4),  # nothing drafted: the limit withheld all four
-    ([1, EOS, 3, 4], 3, 8, 0),  # EOS inside: of 4 accepted or corrected tokens 2 stand
+    ([1, 2, 3, 4], 4, 5),  # wholly accepted, with a bonus
+    ([1, 2, 3, 4], 1, 6),  # corrected at position 1
+    ([], 0, 7),  # nothing drafted
+    ([1, EOS, 3, 4], 3, 8),  # EOS inside: of 4 accepted or corrected tokens 2 stand
 ]
 
 
 def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    for number, (drafted, accepted, token, withheld) in enumerate(TRACE):
+    for number, (drafted, accepted, token) in enumerate(TRACE):
         verdict = RoundResult([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
-        step = commit(state, verdict, Limits(40, frozenset({EOS})), 50, number, [withheld])
+        step = commit(state, verdict, Limits(40, frozenset({EOS})), 50, number)
         counts.add(step.rows[0])
     assert state.generated(0) == [1, 2, 3, 4, 5, 1, 6, 7, 1, EOS] and state.finished == ["eos"]
     assert counts.summary() == {
@@ -48,18 +48,11 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
         "tokens_committed_by_origin": {"bonus": 1, "corrected": 1, "drafted": 7, "sampled": 1},
         "tokens_discarded_after_end": 2,  # drafts 3 and 4 of the last block
         "tokens_cut_after_end": 2,  # the accepted 3 and the correction 8
-        "blocks_cut_by": {"eos": 1},
-        "blocks_shortened_by_limit": 1,
         "blocks_by_accepted": [0, 1, 1, 0, 1],
         "drafted_by_position": [3, 3, 2, 2],
         "accepted_by_position": [3, 2, 1, 1],
-        "committed_by_position": [4, 3, 1, 1, 1],
         "acceptance_by_position": [1, 2 / 3, 1 / 2, 1 / 2],
-        "acceptance_by_position_decided": [1, 2 / 3, 1, 1],
-        "siblings_drafted_by_position": [],
-        "siblings_accepted_by_position": [],
         "acceptance_rate": 7 / 10,
-        "tokens_decided": 8,
         "acceptance_rate_decided": 7 / 8,
         "acceptance_expected": 0.5,
         "accepted_over_expected": 7 / 4,
@@ -68,7 +61,7 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
     }
 
 
-def test_siblings_are_counted_by_position_and_number() -> None:
+def test_an_accepted_sibling_is_an_origin_of_its_own() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
     trees = [
         TreeResult(1, 8, [[5, 6], [7, 8]]),
@@ -78,28 +71,18 @@ def test_siblings_are_counted_by_position_and_number() -> None:
     for number, tree in enumerate(trees):
         drafted = [1, 2][: len(tree.siblings)]
         result = RoundResult([drafted], [tree.accepted], [3], [[0.5] * len(drafted)], [False], [[]], [tree])
-        counts.add(commit(state, result, Limits(40, frozenset({EOS})), 50, number, [0]).rows[0])
+        counts.add(commit(state, result, Limits(40, frozenset({EOS})), 50, number).rows[0])
     assert state.generated(0) == [1, 8, 3, 1, 2, 3, 5, 3]
-    found = counts.summary()
-    assert found["siblings_drafted_by_position"] == [[3, 2], [2, 2]]
-    assert found["siblings_accepted_by_position"] == [[1, 0], [0, 1]]
-    assert found["tokens_committed_by_origin"] == {"bonus": 3, "drafted": 3, "sibling": 2}
-
-
-def test_an_end_that_cuts_nothing_cuts_no_block() -> None:
-    state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    verdict = RoundResult([[1, 2]], [1], [EOS], [[0.5, 0.5]], [False], [[]])
-    counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0, [0]).rows[0])
-    assert counts.summary()["blocks_cut_by"] == {} and counts.summary()["finish_reasons"] == {"eos": 1}
+    assert counts.summary()["tokens_committed_by_origin"] == {"bonus": 3, "drafted": 3, "sibling": 2}
 
 
 def test_a_bonus_behind_eos_is_cut_though_no_draft_is() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
     verdict = RoundResult([[1, EOS]], [2], [7], [[0.5, 0.5]], [False], [[]])
-    counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0, [0]).rows[0])
+    counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0).rows[0])
     summary = counts.summary()
     assert (summary["tokens_cut_after_end"], summary["tokens_discarded_after_end"]) == (1, 0)
-    assert summary["blocks_cut_by"] == {"eos": 1} and "bonus" not in summary["tokens_committed_by_origin"]
+    assert "bonus" not in summary["tokens_committed_by_origin"]
 
 
 class Submissions(Engine):
@@ -144,10 +127,8 @@ def test_counts_add_up_exactly(
     by_origin = found["tokens_committed_by_origin"]
     assert sum(by_origin.values()) == found["tokens_committed"]
     assert by_origin.get("drafted", 0) == found["tokens_accepted"]
-    for name in ("drafted", "accepted", "committed"):
+    for name in ("drafted", "accepted"):
         assert sum(found[f"{name}_by_position"]) == found[f"tokens_{name}"]
     blocks = found["blocks_by_accepted"]
     assert sum(accepted * count for accepted, count in enumerate(blocks)) == found["tokens_accepted"]
     assert sum(blocks) + by_origin.get("sampled", 0) == found["row_rounds"]
-    assert all(count <= found["finish_reasons"][reason] for reason, count in found["blocks_cut_by"].items())
-    assert set(found["blocks_cut_by"]) <= {"eos", "stop"}  # a limit is known beforehand: it cuts nothing

@@ -32,7 +32,7 @@ def counted(rounds: int, drafted: int) -> Counts:
     accepted = Counter(dict.fromkeys(range(drafted // 2), rounds))
     return Counts(
         row_rounds=rounds, drafted=Counter(dict.fromkeys(range(drafted), rounds)), accepted=accepted,
-        committed=Counter({0: rounds}), accepted_lengths=Counter({drafted // 2: rounds} if drafted else {}),
+        committed=rounds, accepted_lengths=Counter({drafted // 2: rounds} if drafted else {}),
         prefill_s=0.05, decode_s=max(0.1 * rounds - 0.05, 0.0),
     )  # fmt: skip
 

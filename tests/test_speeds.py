@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, predicted
@@ -14,9 +12,9 @@ from llama_ssp.speculative.stats import Counts
 
 def sample(ms: float, accepted: int = 0, rejected: int = 0, tokens: int = 100) -> Sample:
     """A turn of so many ms a token, after a prefill that must not show in it."""
-    counts = Counts(row_rounds=tokens - accepted, committed=Counter({0: tokens - accepted, 1: accepted}))
+    counts = Counts(row_rounds=tokens - accepted, committed=tokens)
     counts.accepted[0], counts.drafted[0] = accepted, accepted + rejected
-    counts.reached[0] = accepted + rejected
+    counts.decided = accepted + rejected
     counts.prefill_s, counts.decode_s = 5.0, tokens * ms / 1000
     found = Sample(inter_token_ms=[ms] * 99 + [10 * ms])
     found.take(5.0 + ms / 1000, counts)

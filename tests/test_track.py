@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from llama_ssp.report.live_view import Track
@@ -16,7 +14,7 @@ PIECES = [
 
 
 def track(seconds: float = 0.4, tokens: int = 6) -> Track:
-    counts = Counts(committed=Counter({0: tokens}), prefill_s=0.1, decode_s=seconds)
+    counts = Counts(committed=tokens, prefill_s=0.1, decode_s=seconds)
     return Track("speculative", counts, PIECES, "eos")
 
 

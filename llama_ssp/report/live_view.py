@@ -65,7 +65,7 @@ class Track:
     @property
     def ms_per_token(self) -> float | None:
         """Returns decoding time over tokens, without prefill."""
-        return ratio(1000 * self.counts.decode_s, self.counts.committed.total())
+        return ratio(1000 * self.counts.decode_s, self.counts.committed)
 
     @property
     def text(self) -> str:

@@ -31,7 +31,7 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        return self.counts.committed.total()
+        return self.counts.committed
 
     @property
     def ms_per_token(self) -> float:

@@ -32,7 +32,7 @@ def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers
 def _row(category: str, answers: list[tuple[list[Counts], list[Counts]]]) -> dict[str, Any]:
     plain, fast = (list(map(Counts.sum, side)) for side in zip(*answers, strict=True))
     (before_s, before), (after_s, after) = (
-        ([counts.decode_s for counts in side], [counts.committed.total() for counts in side])
+        ([counts.decode_s for counts in side], [counts.committed for counts in side])
         for side in (plain, fast)
     )
     kept = ("acceptance_rate", "acceptance_by_position", "tokens_committed", "ms_per_token")

@@ -100,8 +100,7 @@ def generate(
         proposal = engine.draft(state, wanted, siblings)
         result = engine.verify(state, proposal)
         del proposal  # frees its probabilities before the next ones are made
-        withheld = [k - w for k, w in zip(chosen, wanted, strict=True)]
-        step = commit(state, result, limits, engine.context, number, withheld)
+        step = commit(state, result, limits, engine.context, number)
         engine.roll_back(state)
         lookahead.observe(step.rows)
         yield step
@@ -109,9 +108,7 @@ def generate(
     engine.flush()
 
 
-def commit(
-    state: State, result: RoundResult, limits: Limits, context: int, number: int, withheld: list[int]
-) -> Step:
+def commit(state: State, result: RoundResult, limits: Limits, context: int, number: int) -> Step:
     """Cuts each row's block where the row ends, then appends it: trim before counting."""
     step = Step(number)
     for row in range(state.rows):
@@ -140,7 +137,6 @@ def commit(
                 discarded=len(drafted) - len(counted),
                 finish=finish,
                 cut=len(block) - kept,
-                withheld=withheld[row],
                 standing=result.standing[row][: len(counted)],
                 aside=aside and kept > result.accepted[row],
                 tree=result.trees[row] if result.trees else None,

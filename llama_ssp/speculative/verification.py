@@ -105,7 +105,6 @@ class Rule(ABC):
     """An exact rule. What it declares here is all that the engine and task=certify know of it."""
 
     name: str
-    whole_block = False  # a draft may stand although the draw of an earlier one failed
 
     def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
         """How many drafts stand in each row, and the token that follows them."""
@@ -156,7 +155,6 @@ class BlockRule(Rule):
     """The block stands up to the last position whose draw passes, whatever happened before it."""
 
     name = "block"
-    whole_block = True
 
     def accept_chances(self, block: DraftBlock) -> Array:
         carried_BK, inner_BJ = block.carried_BW[:, 1:], block.carried_BW[:, 1:-1]

@@ -79,7 +79,7 @@ class ChatTask(Task[ChatConf]):
                     "finish_reason": reply.finish_reason,
                     "prompt_tokens": reply.prompt_tokens,
                     "prompt_tokens_kept": reply.kept,
-                    "output_tokens": reply.counts.committed.total(),
+                    "output_tokens": reply.counts.committed,
                 }
                 for reply in (talk.replies if talk else ())
             ],

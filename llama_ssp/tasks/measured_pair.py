@@ -219,7 +219,7 @@ class MeasuredPair:
                 with self._watch.running(engine.synchronize):
                     for _ in self._rounds(contender, timed):
                         pass
-                made += timed.counts.committed.total()
+                made += timed.counts.committed
             contender.record.split = {part: 1000 * self._watch.spent[part] / made for part in PARTS}
         self._ranks.barrier()
 
