@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,17 @@ def test_it_takes_two_models(command: Command, without: tuple[str, ...]) -> None
     answer = command("task=agree", *without)
     assert answer.code == 2
     assert "two models" in answer.errors[0]
+
+
+def test_no_plot_without_matplotlib(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("llama_ssp.report.plots.find_spec", lambda _: None)
+    caplog.set_level(logging.INFO)
+    words = ("task=agree", "seed=1", "task.max_new_tokens=6")
+    answer = command(*words)
+    assert (answer.code, answer.document["plot"]) == (0, None)
+    assert "no plot: matplotlib is not installed" in caplog.text
+    asked = command(*words, "task.plot=a.png")
+    assert asked.code == 2
+    assert "needs matplotlib" in asked.errors[0]

@@ -279,39 +279,6 @@ def test_private_presets_can_be_named(command: Command, calculators: list[str], 
     assert [row["pair"] for row in answer.document["rows"]] == ["mine"]
 
 
-def test_a_plot_in_the_run_folder(command: Command, calculators: list[str]) -> None:
-    pytest.importorskip("matplotlib")
-    found = command(*EVAL, "task.quick=true").document
-    place = Path(found["plot"])
-    assert place.parent == Path(found["run_folder"])
-    assert "<svg" in place.read_text()
-
-
-def test_a_plot_where_it_was_asked_for(command: Command, calculators: list[str]) -> None:
-    pytest.importorskip("matplotlib")
-    answer = command(
-        *EVAL, "task.quick=true", "task.plot=bars.svg", "out=null", "task.pairs=[tiny,tiny/tiny_draft]"
-    )
-    assert answer.document["plot"] == "bars.svg"
-    assert "speculative" in Path("bars.svg").read_text()
-
-
-def test_no_plot_without_matplotlib(
-    command: Command,
-    calculators: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr("llama_ssp.report.plots.find_spec", lambda _: None)
-    caplog.set_level(logging.INFO)
-    answer = command(*EVAL, "task.quick=true")
-    assert (answer.code, answer.document["plot"]) == (0, None)
-    assert "no plot: matplotlib is not installed" in caplog.text
-    asked = command(*EVAL, "task.quick=true", "task.plot=a.png")
-    assert asked.code == 2
-    assert "needs matplotlib" in asked.errors[0]
-
-
 def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(report.Progress, "LOG_EVERY_S", 0.0)

@@ -177,7 +177,6 @@ class EvalConf(TaskConf):
     shots: int = number(4, 0, 100, "Solved examples before each question.")
     max_new_tokens: int = number(6, 1, MAX_INT, "The longest answer, in tokens.")
     batch_size: int = number(64, 1, MOST_ROWS, "Questions at a time.")
-    plot: str | None = picture("the scores")
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)

@@ -1,4 +1,4 @@
-"""Draws the pictures of measure, eval, agree, and of a plan over nodes, from a run's summary.
+"""Draws the pictures of measure, agree, and of a plan over nodes, from a run's summary.
 
 matplotlib is optional: only this module looks whether it is installed.
 """
@@ -95,7 +95,7 @@ def picture(summary: dict[str, Any]) -> Figure | None:
         return None
     from matplotlib.figure import Figure
 
-    pair = [summary[role] for role in ("target", "drafter") if summary.get(role) and task != "eval"]
+    pair = [summary[role] for role in ("target", "drafter") if summary.get(role)]
     machine = f"{host['processor']}, {host['cores']} cores" if host and task != "plan" else None
     began = (summary.get("began") or "")[:10]
     titles = [" with ".join(pair), machine, *summary.get("gpus", [])[:1], began, summary.get("commit")]
@@ -123,22 +123,6 @@ def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
     return f"n = {len(prompts)} prompts"
 
 
-def _scores(figure: Figure, summary: dict[str, Any]) -> str:
-    """Draws bars with intervals, regular next to speculative, one group for each pair and size."""
-    rows = summary["rows"]
-    groups = list(dict.fromkeys((row["pair"], row["prompts_per_seed"]) for row in rows))
-    figure.set_size_inches(3.5 + 1.3 * len(groups), 4)
-    axes = figure.subplots()
-    for mode, offset, colour in (("regular", -0.2, GREY), ("speculative", 0.2, BLUE)):
-        shown = [row for row in rows if row["mode"] == mode]
-        places = [groups.index((row["pair"], row["prompts_per_seed"])) + offset for row in shown]
-        heights, reach = _intervals(shown, "score", 100)
-        axes.bar(places, heights, 0.36, yerr=reach, capsize=4, color=colour, label=mode)
-    axes.set_xticks(range(len(groups)), ["{}\n{} a seed".format(*group) for group in groups])
-    axes.set(xlim=(-0.6, len(groups) - 0.4), ylim=(0, 105), ylabel="right products, % (95 % interval)")
-    return f"n = {max(row['prompts'] for row in rows)} prompts"
-
-
 def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
     """Draws what task=measure measured: speed-up over K, acceptance by position, time by parts."""
     target, pair = summary["target_alone"], summary["pair"]
@@ -150,7 +134,9 @@ def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
     speed.set(title="times as fast as the target alone", xlabel="K, drafts a round")
     speed.axhline(1, color="black", linewidth=0.8)
     if timed := [row for row in pair if row["k"] and row.get("speedup") is not None]:
-        ks, (speedups, reach) = [row["k"] for row in timed], _intervals(timed, "speedup")
+        ks, speedups = [row["k"] for row in timed], [row["speedup"] for row in timed]
+        # How far each interval reaches below and above; one repeat has none.
+        reach = [[abs((r[f"speedup{end}"] or r["speedup"]) - r["speedup"]) for r in timed] for end in ENDS]
         speed.errorbar(ks, speedups, reach, marker="o", capsize=4, color=BLUE, label="measured")
         if timed[0]["predicted_speedup"] is not None:
             label = f"predicted: acceptance {summary['alpha']:.2f}, cost {summary['cost_ratio']:.2f}"
@@ -196,15 +182,5 @@ def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
 
 
 PICTURES = {  # of each task, and the key of its summary that it is of
-    "measure": (_speeds, "target_alone"), "eval": (_scores, "rows"), "agree": (_agreements, "prompts"),
-    "plan": (_nodes, "job"),
+    "measure": (_speeds, "target_alone"), "agree": (_agreements, "prompts"), "plan": (_nodes, "job"),
 }  # fmt: skip
-
-
-def _intervals(rows: list[dict[str, Any]], name: str, unit: float = 1) -> tuple[Any, Any]:
-    """Returns a figure of each row, and how far its interval reaches below and above: nan without one."""
-    nan = float("nan")
-    values = [unit * row[name] for row in rows]
-    ends = [[nan if (end := row[f"{name}{side}"]) is None else unit * end for row in rows] for side in ENDS]
-    low, high = ([abs(end - value) for value, end in zip(values, side, strict=True)] for side in ends)
-    return values, [low, high]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -74,8 +75,7 @@ class RankEngine(ABC):
 
         `longest` is the length, prompt and answer, of texts that may be admitted to its rows later.
         """
-        self._enter("prefill")
-        self._require_same(prompts)
+        self._begin_prefill(prompts)
         own = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
         state = State(prompts, min(max(own, longest), self.context), self._device)
         if self.target:
@@ -90,9 +90,7 @@ class RankEngine(ABC):
 
     def admit(self, state: State, row: int, prompt: Prompt) -> None:
         """Replaces an ended row by a new prompt, and prefills it."""
-        self.flush()  # forwards between rounds follow the last decision, on every rank
-        self._enter("prefill")
-        self._require_same([prompt])
+        self._begin_prefill([prompt])
         state.replace(row, prompt)
         if self.target:
             self.target.refill(state.token_BS, row, state.lengths[row])
@@ -105,10 +103,9 @@ class RankEngine(ABC):
         These are the tokens that both texts begin with, but for the last one: a head that drafts reads its
         states with the token behind it. A draft is small, and is prefilled anew.
         """
-        self.flush()
-        self._enter("prefill")
-        self._require_same([prompt])
-        alike = _alike(state.texts[0], prompt.token_ids)
+        self._begin_prefill([prompt])
+        pairs = zip(state.texts[0], prompt.token_ids, strict=False)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         state.replace(0, prompt)
         kept = 0
         if self.target:
@@ -124,8 +121,7 @@ class RankEngine(ABC):
 
         Caches are used anew: what was prefilled before must be prefilled again.
         """
-        self._enter("prefill")
-        self._require_same(texts)
+        self._begin_prefill(texts)
         if self.target is None:
             return [[] for _ in texts]
         state = State(texts, max(len(text.token_ids) for text in texts), self._device)
@@ -135,8 +131,13 @@ class RankEngine(ABC):
         finally:
             self.target.observer = observer
 
-    def _require_same(self, prompts: list[Prompt]) -> None:
-        """Before ranks sum parts of prompts: sums of other prompts would be wrong, or never end."""
+    def _begin_prefill(self, prompts: list[Prompt]) -> None:
+        """Completes the last decision's messages, and refuses prompts that differ between ranks.
+
+        Ranks sum parts of prompts: sums of other prompts would be wrong, or never end.
+        """
+        self.flush()
+        self._enter("prefill")
         if self._target_ranks is not None:
             found = {prompt.id: [len(prompt.token_ids), checksum(prompt.token_ids)] for prompt in prompts}
             self._target_ranks.require_same("prompts", json.dumps(found))
@@ -238,12 +239,6 @@ class Engine(RankEngine):
         if self.watch:
             self.watch(state, proposal, result, probs_BWV, logit_BWV)
         return result
-
-
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both texts begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (old, new) in pairs if old != new), min(len(one), len(other)))
 
 
 def target_logits(

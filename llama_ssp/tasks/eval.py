@@ -69,7 +69,6 @@ class EvalTask(Task[EvalConf]):
         finally:
             if self.has_output():
                 self._print(scores(self.figures()))
-        self._draw(self._task.plot)
         return "done"
 
     def has_output(self) -> bool:
@@ -82,7 +81,6 @@ class EvalTask(Task[EvalConf]):
             "rows": [row for item in modes for row in self._rows(*item)],
             "differences": [row for item in scored for row in self._differences(item)],
             "devices": self._devices,
-            "plot": self._plot,
         }
 
     def _checked(self, spec: PairSpec, questions: list[list[Question]]) -> ScoredPair:
