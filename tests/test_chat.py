@@ -14,7 +14,7 @@ from llama_ssp import load_pair
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError
 from llama_ssp.pair.conversation import Conversation
-from llama_ssp.text.pairing import pair
+from llama_ssp.text.compatibility import pair
 from llama_ssp.text.tokenizer import HubTokens, conversation, read_tokens
 from tests import checkpoints
 from tests.conftest import Command

@@ -26,8 +26,7 @@ from llama_ssp.planner.resolve import require_head
 from llama_ssp.planner.weights import held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.draft_length import FixedDraftLength
-from llama_ssp.speculative.drafters.block_head import head_drafter
-from llama_ssp.speculative.drafters.head import HeadDrafter
+from llama_ssp.speculative.drafters.head import HeadDrafter, head_drafter
 from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate

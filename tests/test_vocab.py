@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from llama_ssp.config import Bridging
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.text.compatibility import Diagnosis, VocabularyMatch, diagnose
-from llama_ssp.text.pairing import LEAST_SHARED, pair
+from llama_ssp.text.compatibility import LEAST_SHARED, Diagnosis, VocabularyMatch, diagnose, pair
 from llama_ssp.text.tokenizer import HubTokens
 from llama_ssp.text.translation import NONE, Intersection, match
 from llama_ssp.text.vocabulary import (

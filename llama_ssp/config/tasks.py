@@ -217,7 +217,7 @@ class MeasureConf(PromptedConf):
 
     measures_costs = True
 
-    suite: str | None = not_empty("A published file of questions, of several turns each (text/suites.py).")
+    suite: str | None = not_empty("A published file of questions, of several turns each (text/prompts.py).")
     pairs: list[str] = pair_names("measure")
     lengths: list[int] = number(list, 1, 2**20, "Lengths of prompts of random tokens, instead of texts.")
     ks: list[int] = number(lambda: [1, 2, 4, 8], 1, MAX_K, "Drafted tokens a round (K) to measure with.")

@@ -30,13 +30,18 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
 from llama_ssp.models.model_config import config_of, empty, possible, refusing, require_supported
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
-from llama_ssp.models.safetensors_io import FileSource
+from llama_ssp.models.safetensors_io import (
+    FileSource,
+    ReadWatch,
+    WatchedSource,
+    bytes_on_disk,
+    unwatched,
+)
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, build, fill_module, require_filled
-from llama_ssp.models.watched_source import ReadWatch, WatchedSource, bytes_on_disk, unwatched
 
 if TYPE_CHECKING:  # its module imports gguf, which a run without such a file does not wait for
     from llama_ssp.models.formats.gguf_source import GgufSource

@@ -1,9 +1,10 @@
-"""Reads weights a slice at a time from a folder of safetensors files."""
+"""Reads weights a slice at a time from a folder of safetensors files; says how much of a model has been read."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from llama_ssp.models.folder import weight_files
 from llama_ssp.models.formats.coded import Coded, taken
 from llama_ssp.models.sharding import Cut
 
+ReadWatch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Takes the model's name and the bytes to read; what it returns is called with the bytes of each tensor."""
 RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
 # Tables that old checkpoints hold and that models compute.
 COMPUTED = (".inv_freq", ".masked_bias", ".attention.bias", ".attn.bias")
@@ -61,3 +64,32 @@ def model_name(key: str, known: Collection[str], prefix: str) -> str:
             key = new + key.removeprefix(old)
     candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
     return next((name for name in candidates if name in known), key)
+
+
+@contextmanager
+def unwatched(_name: str, _total: int) -> Iterator[Callable[[int], None]]:
+    yield lambda _count: None
+
+
+class WatchedSource:
+    """A source that reports each tensor when it is first read, by its share of `total` bytes.
+
+    A rank that reads a part of a tensor reports the whole, so that every rank ends at the total.
+    """
+
+    def __init__(self, source: Source, total: int, report: Callable[[int], None]) -> None:
+        self._source, self.shapes, self._report = source, source.shapes, report
+        self._bytes_each = total / max(sum(map(prod, self.shapes.values())), 1)
+        self._seen: set[str] = set()
+
+    def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
+        part = self._source.read(name, cut)
+        if name not in self._seen:
+            self._seen.add(name)
+            self._report(round(prod(self.shapes[name]) * self._bytes_each))
+        return part
+
+
+def bytes_on_disk(path: Path) -> int:
+    """The size of a model's weight files."""
+    return sum(file.stat().st_size for file in weight_files(path))

@@ -43,8 +43,8 @@ from llama_ssp.report.console import Progress, waiting
 from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
-from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
+from llama_ssp.speculative.drafters.head import head_drafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter

@@ -19,8 +19,7 @@ from llama_ssp.pair.batches import TimedRun, prompt_of, require_numbers, texts_o
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
-from llama_ssp.report.speed_stats import Record, Sample, Speeds
-from llama_ssp.report.suite_stats import by_category
+from llama_ssp.report.speed_stats import Record, Sample, Speeds, by_category
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt

@@ -26,8 +26,7 @@ from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Console, rich_console
 from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
-from llama_ssp.text.compatibility import diagnose
-from llama_ssp.text.pairing import pair
+from llama_ssp.text.compatibility import diagnose, pair
 from llama_ssp.text.vocabulary import read_vocabularies
 
 

@@ -1,11 +1,13 @@
-"""How two vocabularies compare. No torch."""
+"""How two vocabularies compare, and how a pair of them is used: directly, by the tokens of both, or not. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from llama_ssp.config import Bridging
+from llama_ssp.errors import ModelError
 from llama_ssp.text.prompts import SENTENCES, SHORT
 from llama_ssp.text.translation import Intersection, Match, match
 from llama_ssp.text.vocabulary import Vocabulary
@@ -15,6 +17,9 @@ PROBES = [
     "1234567890 3.14159", "naïve café", "日本語のテキスト", "🙂🙃", "a\u0301", "<s></s>", "(){}[]", "'\"\\",
 ]  # fmt: skip
 SAMPLE = "\n".join([*SENTENCES, *SHORT])  # the text that shares are measured on
+# The least share of a sample text's tokens that the draft must have: a token that it lacks ends a round's
+# drafts, so at one half a round keeps one draft on average, however good the draft is.
+LEAST_SHARED = 0.5
 
 
 class VocabularyMatch(Enum):
@@ -133,3 +138,37 @@ def _other_settings(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:
 def _shown(tokens: list[str]) -> str:
     """The first three, for messages."""
     return ", ".join(repr(token if len(token) <= 40 else token[:40] + "...") for token in tokens[:3])
+
+
+def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], how: Bridging) -> Diagnosis:
+    """Returns how the two are used; `widths` are the logits of each. Raises ModelError if they cannot be."""
+    found = diagnose(target, draft, widths)
+    _require_usable(found, how)
+    if not found.bridged:
+        return found
+    return replace(found, bridge=Intersection(target, draft, found.match, found.expansion))
+
+
+def _require_usable(found: Diagnosis, how: Bridging) -> None:
+    family = "choose a draft of the same family"
+    misleading = found.verdict is VocabularyMatch.misleading
+    if (misleading and how is Bridging.auto) or (found.bridged and how is Bridging.off):
+        what = f"target and draft have different tokenizers{' of the same size' * misleading}"
+        counts = f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ"
+        differ = f"{counts} ({', '.join(found.examples)})"
+        fix = f"{family}, or pair what tokens stand for: speculation.bridge=intersection"
+        raise ModelError(what, "", differ, "the same tokens with the same ids", fix)
+    if found.bridged and how is Bridging.auto and found.ceiling < LEAST_SHARED:
+        what = "the vocabularies of target and draft share too little"
+        share = f"the draft has {found.ceiling:.0%} of a sample text's tokens"
+        fix = f"{family}, draft with n-grams (speculation=ngram draft=none), "
+        fix += "or draft by the shared tokens all the same: speculation.bridge=intersection"
+        raise ModelError(what, "", share, f"{LEAST_SHARED:.0%} or more", fix)
+    if found.cut is not None:
+        what = "target and draft have the same tokens but cut text differently"
+        raise ModelError(what, "", repr(found.cut), "the same merges and special tokens", family)
+    if found.beyond:
+        what = "target and draft have the same tokens but not the same vocabulary sizes"
+        only = f"{len(found.beyond)} tokens only in the larger ({', '.join(map(repr, found.beyond[:3]))})"
+        logits = f"{found.widths[0]} and {found.widths[1]} logits, {only}"
+        raise ModelError(what, "", logits, "sizes that differ by padding only", family)

@@ -26,7 +26,6 @@ from llama_ssp.config import (
     home_expanded,
 )
 from llama_ssp.errors import DataError, StorageError, UsageError, shortened
-from llama_ssp.text.suites import question_of
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +38,13 @@ MAX_DIGITS = 100  # of a whole number
 STDIN = "-"  # as the name of a prompt file
 CORRECT_PROMPTS = "correct them; the log names each"
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
+# Published question files: the keys of a line's object tell which one it is.
+FORMATS = (
+    "Spec-Bench or MT-bench (question_id, category, turns), HumanEval (task_id, prompt) "
+    "or GSM8K (question, answer)"
+)
+# MT-bench's categories, which are one of Spec-Bench's subtasks.
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SHORT = [  # for tasks that compare models; the shipped pair was trained on such text
     "def hello",
     'def factorial(n):\n    """Return',
@@ -241,6 +247,32 @@ def _question(line: Line) -> TextPrompt:
     """A suite's question."""
     own_id, category, turns = question_of(parsed_object(line), f"line-{line.number}", line.where)
     return TextPrompt(name_of(own_id, line.where), turns[0], line.where, category, turns[1:])
+
+
+def question_of(record: dict[str, Any], usual_id: str, where: str) -> tuple[Any, str, list[str]]:
+    """The id, the category and the turns of a line's question. Raises DataError for other formats."""
+    match record:
+        case {"turns": [_, *_] as turns}:
+            found = record.get("question_id", usual_id), record.get("category", "all"), turns
+        case {"task_id": own_id, "prompt": prompt}:
+            found = own_id, "humaneval", [prompt]
+        case {"question": question, "answer": _}:
+            found = usual_id, "gsm8k", [question]
+        case _:
+            what, fix = "the line is not a known suite's question", "other prompts go into task.prompt_file"
+            raise DataError(what, where, ", ".join(record), FORMATS, fix)
+    if not all(isinstance(text, str) for text in [found[1], *found[2]]):
+        what, fix = "a question's turns or category are not text", "use the published file as it is"
+        raise DataError(what, where, fix=fix)
+    return found
+
+
+def subtask(category: str, every: set[str]) -> str:
+    """The row of Spec-Bench's table that a category belongs to; `every` has all categories of the file.
+
+    Spec-Bench takes MT-bench's categories as one; a file of MT-bench alone keeps them apart.
+    """
+    return "mt_bench" if category in MT_BENCH and not every <= {*MT_BENCH} else category
 
 
 def _record(line: Line) -> TextPrompt:

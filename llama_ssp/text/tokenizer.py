@@ -14,10 +14,9 @@ from typing import Any, Protocol
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.folder import is_gguf
-from llama_ssp.text.compatibility import Diagnosis
+from llama_ssp.text.compatibility import Diagnosis, pair
 from llama_ssp.text.detokenizer import Stop
 from llama_ssp.text.gguf_tokenizer import read_tokenizer, require_same_tokens
-from llama_ssp.text.pairing import pair
 from llama_ssp.text.vocabulary import (
     Vocabulary,
     end_ids_of,
