@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llama_ssp.models.feed import NO_SIDES, Row, Sides, placed
+from llama_ssp.models.feed import NO_SIDES, Row, Sides, placed, sent
 from llama_ssp.models.shape import ALL, rotary_parameters
-from llama_ssp.models.transfer import sent
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import TESTED, family_of
-from llama_ssp.models.feed import Feed
+from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
 from llama_ssp.models.slot_cache import Tally
-from llama_ssp.models.transfer import sent
 
 LAYER_KINDS = ("full_attention", "sliding_attention")  # whose keys can be forgotten from any position on
 RUNNING: ContextVar[Feed | None] = ContextVar("feed", default=None)  # of the pass that makes its masks now

@@ -26,13 +26,12 @@ from torch import Tensor
 
 from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.decoder import KeysValues
-from llama_ssp.models.feed import Feed
+from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.graph_sizes import MOST, padded
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import Arguments, SteppedModel
-from llama_ssp.models.transfer import sent
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from llama_ssp.models import attention
 from llama_ssp.models.causal_lm import context_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
-from llama_ssp.models.feed import Feed, Sides
+from llama_ssp.models.feed import Feed, Sides, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
 from llama_ssp.models.slot_cache import SlotCache, Tally
-from llama_ssp.models.transfer import sent
 
 
 class DecoderModel:

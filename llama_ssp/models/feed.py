@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from llama_ssp.models.transfer import sent
 
 Row = tuple[int, int, int]  # first slot, first position, number of tokens without siblings
 
@@ -115,3 +114,16 @@ class Feed:
         sibling_B1W1 = (slot_B1W1 != position_B1W1) & (slot_B1W1 < self.capacity)
         by_sibling_B1WS = visible_B1WS & (slot_S != position_B1W1) | (slot_S == slot_B1W1)
         return torch.where(sibling_B1W1, by_sibling_B1WS, visible_B1WS)
+
+
+def sent(numbers: Any, device: torch.device) -> Tensor:
+    """A host tensor, or (nested) lists of numbers, as a tensor on the device, without waiting for it.
+
+    A copy from ordinary memory blocks the host until the device has finished earlier work. A copy from pinned
+    memory is queued, and torch keeps that memory until it is read. So the host waits for a GPU once a round:
+    for what was decided (tests/test_waits.py).
+    """
+    tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type != "cpu")

@@ -1,4 +1,4 @@
-"""Reads weights a slice at a time from a folder of safetensors files; says how much of a model has been read."""
+"""Reads weights a slice at a time from a folder of safetensors files, and reports how much has been read."""
 
 from __future__ import annotations
 

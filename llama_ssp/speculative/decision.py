@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.models.cuda_graphs import GraphedModel
+from llama_ssp.models.feed import sent
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
-from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.array_ops import order
 from llama_ssp.speculative.drafters.local import certain_where, resting
 from llama_ssp.speculative.rng import CounterDraws, Draws, Purpose, heat, inverse_cdf, race

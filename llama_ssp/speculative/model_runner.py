@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import Feed
+from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.interface import Cache, Model
-from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.siblings import CHAIN, Siblings
 
 Span = tuple[int, int, int]  # a row, a position, and how many tokens from there

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama_ssp.models.transfer import sent
+from llama_ssp.models.feed import sent
 
 
 class Purpose(IntEnum):

@@ -13,8 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import Feed
-from llama_ssp.models.transfer import sent
+from llama_ssp.models.feed import Feed, sent
 from llama_ssp.speculative.stats import TreeResult, expected_tokens
 
 CHAIN = -1  # of a column that is no sibling

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from llama_ssp.models.transfer import sent
+from llama_ssp.models.feed import sent
 from llama_ssp.speculative.rng import Purpose, Slot, prompt_key
 from llama_ssp.speculative.sampling import Prefix
 from llama_ssp.speculative.siblings import CHAIN, Siblings

@@ -1,4 +1,4 @@
-"""How two vocabularies compare, and how a pair of them is used: directly, by the tokens of both, or not. No torch."""
+"""How two vocabularies compare, and are used: directly, by the tokens of both, or not at all. No torch."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
 from llama_ssp.models.decoder import Attention, KeysValues
+from llama_ssp.models.feed import sent
 from llama_ssp.models.heads.dflash import DFlash
 from llama_ssp.models.heads.eagle3 import Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
@@ -22,7 +23,6 @@ from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.slot_cache import SlotCache, Tally
 from llama_ssp.models.steps import WIDEST
-from llama_ssp.models.transfer import sent
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """Trained heads that draft: they read the target's hidden states, which each target pass brings.
 
-EAGLE-3: at position t the head reads g, made of the target's hidden states at t, and token t+1. So of a text of n
-committed tokens it reads the positions up to n-2, and the last of them gives the first draft. For further
-drafts it reads its own z in the place of g. Those keys and values never count: as soon as the target has fed
-a position, its own states take their place.
+At position t an EAGLE-3 head reads g, made of the target's hidden states at t, and token t+1. So of a text
+of n committed tokens it reads the positions up to n-2, and the last of them gives the first draft. For
+further drafts it reads its own z in the place of g. Those keys and values never count: as soon as the target
+has fed a position, its own states take their place.
 
 DFlash gives all drafts of a round in one pass. Of a text of n committed tokens it has read the states of all
 but the last one, and what they give does not depend on the text. What was read at positions that were
@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llama_ssp.models.feed import sent
 from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import WIDEST
-from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.local import (
     Drafter,
     Drawn,

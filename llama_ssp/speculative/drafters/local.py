@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import MAX_SIBLINGS
-from llama_ssp.models.transfer import sent
+from llama_ssp.models.feed import sent
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose, Slot
 from llama_ssp.speculative.sampling import SamplingTransform, one_hot
