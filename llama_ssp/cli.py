@@ -98,7 +98,9 @@ def _run_command() -> int:
     _prepare_output()
     words = sys.argv[1:]
     if words and words[0] in COMMANDS:
-        code = _report_page(words)
+        from llama_ssp.report.page import execute
+
+        code = execute(words[1:], Console()) if _environment().is_leader else OK
     elif (text := _answer(words)) is not None:
         code = OK
         sys.stdout.write(text if _environment().is_leader else "")
@@ -108,13 +110,6 @@ def _run_command() -> int:
         code = run_jobs(words, partial(_run_job, datetime.now()))
     sys.stdout.flush()
     return code
-
-
-def _report_page(words: list[str]) -> int:
-    """Writes the page of a run; returns the exit code."""
-    from llama_ssp.report.page import execute
-
-    return execute(words[1:], Console()) if _environment().is_leader else OK
 
 
 def _run_job(began: datetime, job: ComposedJob) -> int:
@@ -168,8 +163,8 @@ def report(error: BaseException) -> int:
         elif own.rank != LEADER:
             line = f"rank {own.rank}: {line}"
         line, code, speaks = _first_cause(line, code)
-    if own.is_leader if speaks is None else speaks:
-        _say(one_line(line))
+    if sys.stderr is not None and (own.is_leader if speaks is None else speaks):
+        print(f"error: {one_line(line)}", file=sys.stderr)
     if isinstance(error, JointError):  # taking a process group down may wait for lost ranks without end
         _forget_unwritable_output()
         leave(code)
@@ -274,11 +269,6 @@ def _forget_unwritable_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _say(line: str) -> None:
-    if sys.stderr is not None:
-        print(f"error: {line}", file=sys.stderr)
 
 
 def _environment() -> RankEnvironment:

@@ -1,6 +1,6 @@
 """An EAGLE-3 head in training: reads the target's hidden states, and from the second draft on its own output.
 
-The names of its tensors are those of the speculators layout. llama_ssp/models/heads/eagle3.py is the same
+The names of its tensors are those of the speculators layout. llama_ssp/models/heads/layers.py is the same
 head for drafting, which tests compare with this one. Suffixes of shapes: T positions, W = T - step of them,
 X the target's hidden states, H the head's width, V the target's tokens, E the head's.
 """

@@ -9,7 +9,7 @@ journal.py        what is done, on disk: readable after any crash, and right at 
     parts/00003.ATTEMPT.jsonl what one attempt at a shard has finished, a line a record (attempt_log.py)
     done/00003.jsonl          a whole shard, in input order; published once, by the first to finish it
     claims/00003              the process that works on it now
-status.py, pace.py        how far a job is, and how fast, from its folder
-element.py, history.py    which element of a scheduler's job this is; how elements ended
+status.py         how far a job is, and how fast, from its folder
+history.py        how elements of a scheduler's job ended
 workers.py, local_workers.py, slurm/     groups of ranks that share a job
 """

@@ -112,7 +112,9 @@ class ModelCache:
         has_head = found[-1].model.is_head
         draft: Model | HeadModel | None = None
         if has_head and roles.draft is not None and target is not None:
-            draft = self._head_of(found, target)
+            if self._head is None:
+                self._head = found, _loaded_head(found, target)
+            draft = self._head[1]
         elif len(found) > 1 and not has_head:
             draft = self._model(found[1], roles)
         if target is not None:
@@ -132,12 +134,6 @@ class ModelCache:
             self._roles[key] = roles_of(*key, self._ranks, self._essential, self._patience_s)
         self._ranks.may_lose(() if self._essential else self._roles[key].apart)
         return self._roles[key]
-
-    def _head_of(self, found: list[ModelPlacement], target: Model) -> HeadModel:
-        """The pair's head."""
-        if self._head is None:
-            self._head = found, _loaded_head(found, target)
-        return self._head[1]
 
     def _model(self, placed: ModelPlacement, roles: Roles) -> Model | None:
         """This rank's part of the model; None where it has none."""

@@ -175,7 +175,7 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
     if draft is None:
         if run.draft is None and run.speculation.drafter is Drafting.model and run.speculation.may_draft:
             log.info("no draft model: plain decoding")
-    elif _same_weights(draft, target):
+    elif draft.path and target.path and draft.dtype is target.dtype and draft.path.samefile(target.path):
         log.warning("the draft is the target itself: exact, but no gain is expected")
     elif _bytes(draft) >= _bytes(target):
         line = "draft %s is no smaller than target %s: drafting pays if acceptance exceeds the cost ratio"
@@ -185,13 +185,6 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
 def _bytes(placed: ModelPlacement) -> int:
     """Of the whole model's weights."""
     return sum(held(ModelPart.of(placed.model), placed.dtype).values())
-
-
-def _same_weights(draft: ModelPlacement, target: ModelPlacement) -> bool:
-    """Whether both are one folder in one number format."""
-    if draft.path is None or target.path is None or draft.dtype is not target.dtype:
-        return False
-    return draft.path.samefile(target.path)
 
 
 def compiles(

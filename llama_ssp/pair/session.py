@@ -147,7 +147,9 @@ class PairSession:
         run = run or self.run
         engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=costs)
         new_tokens: int = getattr(run.task, "max_new_tokens", 0)
-        engine.logprobs = logprob_reader(run)
+        top: int | None = getattr(run.task, "logprobs", None)
+        if top is not None:
+            engine.logprobs = LogprobReader(top, getattr(run.task, "logprobs_of", None) is LogprobsOf.sampled)
         return Batches(
             engine, self.tokens.decode, lookahead, new_tokens, self.end_ids, self.tokens.stops(stops)
         )
@@ -162,13 +164,6 @@ class PairSession:
         took, accepted = figures["ms_per_token"], figures["acceptance_rate_decided"]
         held = self.models.held_bytes
         return RunMeasurement(name, self._prediction, rows or self.rows, k, took, accepted, held)
-
-
-def logprob_reader(run: RunConf) -> LogprobReader | None:
-    """Which log-probabilities the task asks for; None without any."""
-    top: int | None = getattr(run.task, "logprobs", None)
-    sampled = getattr(run.task, "logprobs_of", None) is LogprobsOf.sampled
-    return None if top is None else LogprobReader(top, sampled)
 
 
 def regular(run: RunConf) -> RunConf:

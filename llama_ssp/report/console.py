@@ -105,7 +105,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._began = self._told = time.perf_counter()
-        if _shows_bars() and not _SHOWN:
+        moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")  # its cursor can
+        if _is_terminal() and moves and log.isEnabledFor(logging.INFO) and not _SHOWN:
             words = TextColumn("{task.fields[words]}", table_column=Cell(no_wrap=True))
             columns = [TextColumn("{task.description}"), BarColumn(20), words]
             how: Any = dict.fromkeys(("redirect_stdout", "redirect_stderr"), False)
@@ -181,12 +182,6 @@ def above_progress() -> Iterator[None]:
     finally:
         for live in shown:
             live.start()
-
-
-def _shows_bars() -> bool:
-    """Whether standard error is a terminal that can move its cursor, and the log is not silenced."""
-    moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return _is_terminal() and moves and log.isEnabledFor(logging.INFO)
 
 
 def _is_terminal() -> bool:

@@ -101,10 +101,10 @@ class Scene:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, tracks = options.max_width, (self.regular, self.speculative)
         widths = width // 2, width - width // 2
-        bodies = [
-            _body(track, console.no_color).wrap(console, max(pane_width - FRAME, 2), overflow="fold")
-            for track, pane_width in zip(tracks, widths, strict=True)
-        ]
+        bodies = []
+        for track, pane_width in zip(tracks, widths, strict=True):
+            pieces = ((visible(text), STYLES[origin][console.no_color]) for text, origin in track.pieces())
+            bodies.append(Text.assemble(*pieces).wrap(console, max(pane_width - FRAME, 2), overflow="fold"))
         prompt = list(Text(visible(self.prompt), style="dim").wrap(console, width, overflow="fold"))
         height = max(map(len, bodies))
         if not self.whole:  # the ends of prompt and texts that fit with legend, note and borders
@@ -194,13 +194,6 @@ def bars(lengths: list[int]) -> str:
     highest = max(lengths, default=0) or 1
     heights = (-(-count * (len(BARS) - 1) // highest) for count in lengths)
     return "  ".join(f"{n}{BARS[height]}{lengths[n]}" for n, height in enumerate(heights))
-
-
-def _body(track: Track, is_plain: bool) -> Text:
-    body = Text()
-    for text, origin in track.pieces():
-        body.append(visible(text), STYLES[origin][is_plain])
-    return body
 
 
 def _pane(track: Track, body: Text, height: int, width: int) -> Panel:

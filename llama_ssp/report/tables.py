@@ -46,15 +46,12 @@ class Column:
         return [f"{self.key}_low", f"{self.key}_high"] if self.is_interval else [self.key]
 
     def cell(self, row: Row) -> str:
-        values = [row.get(key) for key in self.fields()]
+        values: list[Any] = [row.get(key) for key in self.fields()]
         if None in values:
             return NONE
-        return "..".join(map(self._word, values)) + " %" * self.is_percent
-
-    def _word(self, value: Any) -> str:
-        if self.is_percent or isinstance(value, float):
-            return figure(100 * value if self.is_percent else value, self.digits)
-        return str(value)
+        if self.is_percent:
+            return "..".join(figure(100 * value, self.digits) for value in values) + " %"
+        return "..".join(figure(v, self.digits) if isinstance(v, float) else str(v) for v in values)
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,6 @@ class Acceptance:
             gain = usual_gain(len(step.tree.gain))
             self.siblings.see(step.tree.gain[-1] / gain, step.tree.missed)
 
-    def fade(self) -> None:
-        """Takes in a round without drafts: what was seen before it counts less."""
-        self.first.see(0, 0)
-        self.later.see(0, 0)
-
 
 @dataclass
 class Costs:
@@ -169,7 +164,8 @@ class AdaptiveDraftLength:
         if k:
             self._idle[row] = TRIES
         else:
-            acceptance.fade()
+            acceptance.first.see(0, 0)  # a round without drafts: what was seen before it counts less
+            acceptance.later.see(0, 0)
             k = int(self._idle[row] < TRIES)
             self._idle[row] = (self._idle[row] + 1) % self.costs.pause
         return k, siblings

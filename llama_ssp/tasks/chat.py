@@ -11,7 +11,6 @@ from typing import Any
 from rich.text import Text
 
 from llama_ssp.config import ChatConf, Output
-from llama_ssp.config.presets import nearest
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import nothing_run
@@ -29,7 +28,6 @@ HELP = f"""/reset        forget what was said
 /exit         end; so does Ctrl-D
 A message of several lines begins with {FENCE} and ends with {FENCE}.
 Ctrl-C stops a reply; twice, or while you type, it ends the program."""
-COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
 NO_TEMPLATE = (
     "the model has no chat template: the conversation is written as lines that begin with User: and "
     "Assistant:, which a model that is not trained for them may not follow"
@@ -101,9 +99,7 @@ class ChatTask(Task[ChatConf]):
         elif name == "/help":
             self._print(HELP.splitlines())
         elif name != "/exit":
-            near = nearest(name, COMMANDS)
-            fix = f"did you mean {near}?" if near else "/help lists them."
-            self._print([f"There is no command {visible(name)}; {fix}"])
+            self._print([f"There is no command {visible(name)}; /help lists them."])
         return name != "/exit"
 
     def _answer(self, talk: Conversation, text: str) -> None:

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,9 +108,6 @@ class HubTokens:
         self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
-        return self._ids(text, special, begin)
-
-    def _ids(self, text: str, special: bool = False, begin: bool = False) -> list[int]:
         with self._lock, tokenizing(self._path):
             ids: list[int] = self._tokenizer.encode(
                 text, add_special_tokens=begin, split_special_tokens=not special
@@ -135,14 +132,15 @@ class HubTokens:
         """The template's special tokens are read as such; those in the messages are text."""
         rendered, typed = self.rendered(messages), [message["content"] for message in messages]
         if self._special_in(typed) is None:
-            return self._ids(rendered, special=True)
+            return self.encode(rendered, special=True, begin=False)
         marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
         frame = self.rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
         pieces = re.split(f"({'|'.join(marks)})", frame)
         for trimmed in (str, str.strip):  # templates take content as it is, or without spaces around it
             contents = {mark: trimmed(content) for mark, content in zip(marks, typed, strict=True)}
             if "".join(contents.get(piece, piece) for piece in pieces) == rendered:
-                return [i for p in pieces for i in self._ids(contents.get(p, p), special=p not in contents)]
+                parts = ((contents.get(piece, piece), piece not in contents) for piece in pieces)
+                return [i for text, special in parts for i in self.encode(text, special, begin=False)]
         what, fix = "the prompt names special tokens, and the chat template changes it", "take the special"
         raise DataError(what, "task.chat=true", self._special_in(typed), fix=f"{fix} token out of the prompt")
 
@@ -175,7 +173,8 @@ class HubTokens:
             content = {"added_tokens": [{"id": i, "special": t.special} for i, t in added.items()]}
             notation = notation_guessed(list(ids))
         template = self._tokenizer.chat_template
-        return vocabulary_of(content, ids, self._ids, self.encode, self.end_ids, template, notation)
+        bare = partial(self.encode, begin=False)
+        return vocabulary_of(content, ids, bare, self.encode, self.end_ids, template, notation)
 
     @property
     def template(self) -> str:

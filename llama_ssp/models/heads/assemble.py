@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.assemble import Assembly, Outline, Sizes
 from llama_ssp.models.decoder import Norm
-from llama_ssp.models.heads.dflash import DFlash
-from llama_ssp.models.heads.eagle3 import Eagle3
+from llama_ssp.models.heads.layers import DFlash, Eagle3
 from llama_ssp.models.heads.settings import MAPS, DFlashSettings, Eagle3Settings, HeadSettings
 from llama_ssp.models.linear import Product, plain
 from llama_ssp.models.safetensors_io import Source

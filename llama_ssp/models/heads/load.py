@@ -19,7 +19,7 @@ from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.heads.assemble import HeadAssembly, wanted
-from llama_ssp.models.heads.dflash import DFlash
+from llama_ssp.models.heads.layers import DFlash
 from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
 from llama_ssp.models.heads.settings import MAPS, DFlashSettings, HeadSettings, head_settings
 from llama_ssp.models.interface import Model

@@ -14,8 +14,7 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
 from llama_ssp.models.decoder import Attention, KeysValues
 from llama_ssp.models.feed import sent
-from llama_ssp.models.heads.dflash import DFlash
-from llama_ssp.models.heads.eagle3 import Eagle3
+from llama_ssp.models.heads.layers import DFlash, Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels.build import complaint
