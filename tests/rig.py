@@ -15,8 +15,8 @@ from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
-from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
+from llama_ssp.speculative.drafters.head import head_drafter
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from llama_ssp.speculative.decision import block_of, decide, decide_tree
-from llama_ssp.speculative.drafters.siblings import with_siblings
+from llama_ssp.speculative.drafters.local import with_siblings
 from llama_ssp.speculative.rng import CounterDraws, heat, race
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES, TREE

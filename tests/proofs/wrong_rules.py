@@ -21,7 +21,7 @@ from llama_ssp.speculative.drafters.local import nothing
 from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.state import Proposal
 from llama_ssp.speculative.traversal import Closed
-from llama_ssp.speculative.verification import TokenRule
+from llama_ssp.speculative.verification import BlockRule, TokenRule
 from llama_ssp.text.translation import NONE
 from tests.proofs.mutants import chosen, fault, proof, tree, walked
 from tests.tongues import bridge
@@ -72,7 +72,7 @@ def residual(shape, _, rule, block, accepted_B):
     """What remains is `shape(weight * target, draft, the rejected token)`, normalised."""
     target_BV = row_by_row(block.target_BWV, accepted_B)
     last_B = smaller(accepted_B, accepted_B * 0 + block.k - 1)
-    weight_B = row_by_row(block.carried_BW, accepted_B) if rule.whole_block else accepted_B * 0 + 1
+    weight_B = row_by_row(block.carried_BW, accepted_B) if isinstance(rule, BlockRule) else accepted_B * 0 + 1
     drafted_B1 = pick(block.drafted_BK, last_B[:, None], 1)
     rest_BV = shape(weight_B[:, None] * target_BV, row_by_row(block.draft_BKV, last_B), drafted_B1)
     mass_B1 = rest_BV.sum(-1, keepdims=True)
