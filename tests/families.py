@@ -7,22 +7,27 @@ embedding of the last token, so that a text hangs on all of its prefix.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from llama_ssp.config import ModelConf
 from llama_ssp.config import Weights as WeightsFrom
-from llama_ssp.models.assemble import decoder
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.models.assemble import decoder, wanted
+from llama_ssp.models.attention import Pass
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.families import family_of
 from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.interface import Model
+from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.sharding import Cut
 from llama_ssp.speculative.state import Prompt
 
@@ -34,75 +39,71 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 WINDOW = 11
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+GQA: dict[str, Any] = {"num_key_value_heads": 2}
+EXPERTS: dict[str, Any] = {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA = {**GQA, "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
 
+
+def rope(kind: str, **more: float) -> dict[str, Any]:
+    """What a config says of rotary positions."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}
+
+
+LLAMA_3 = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {}),
-    "llama-gqa": ("llama", {"num_key_value_heads": 2}),
+    "llama-gqa": ("llama", GQA),
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "mistral-window": ("mistral", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
-    "qwen2": ("qwen2", {"num_key_value_heads": 2}),
+    "mistral-window": ("mistral", {**GQA, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", GQA),
     "qwen2-window": (
         "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
-    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
-    "gemma2": (
-        "gemma2",
-        {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
-    ),
+    "qwen3": ("qwen3", {**GQA, "head_dim": 12}),
+    "gemma2": ("gemma2", GEMMA),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neo": (
-        "gpt_neo",
-        {
-            "num_layers": 3, "num_heads": 4, "window_size": WINDOW,
-            "attention_types": [[["global", "local", "global"], 1]],
-        },
+        "gpt_neo", {"window_size": WINDOW, "attention_types": [[["global", "local", "global"], 1]]},
     ),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}),
-    "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": None}),
-    "llama3": (
-        "llama",
-        {
-            "num_key_value_heads": 2, "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-            },
-        },
-    ),
+    "phi3": ("phi3", {**GQA, "sliding_window": None}),
+    "llama3": ("llama", {**GQA, **LLAMA_3}),
     "falcon": ("falcon", {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True}),
     "falcon-gqa": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
-    "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("mixtral", EXPERTS),
     "qwen3_moe": (
-        "qwen3_moe",
-        {
-            "num_key_value_heads": 2, "head_dim": 12, "moe_intermediate_size": 24, "num_experts": 4,
-            "num_experts_per_tok": 2,
+        "qwen3_moe", {
+            **GQA, "head_dim": 12, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
         },
     ),
-    "gemma3": (
-        "gemma3_text",
-        {
-            "num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW, "layer_types": KINDS,
-            "query_pre_attn_scalar": 8,
-        },
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        {
-            "num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW, "layer_types": KINDS,
-            "num_local_experts": 4, "num_experts_per_tok": 2,
-        },
-    ),
+    "gemma3": ("gemma3_text", {**GEMMA, "layer_types": KINDS}),
+    "gpt_oss": ("gpt_oss", {**EXPERTS, "head_dim": 8, "sliding_window": WINDOW, "layer_types": KINDS}),
     "granite": (
-        "granite",
-        {
-            "num_key_value_heads": 2, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
-            "residual_multiplier": 0.5, "logits_scaling": 3.0,
+        "granite", {
+            **GQA, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
+            "logits_scaling": 3.0,
         },
     ),
-    "olmo2": ("olmo2", {"num_key_value_heads": 2}),
-    "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
+    "olmo2": ("olmo2", GQA),
+    "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1]}),
 }  # fmt: skip
+
+# What the config of a family may say otherwise: the decoder is compared with transformers for these, too.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon-mha": ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False}),
+    "neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
+    "neox-tied": ("gpt_neox", {"tie_word_embeddings": True}),
+    "opt-untied": ("opt", {"tie_word_embeddings": False}),
+    "mlp-bias": ("llama-gqa", {"mlp_bias": True, "attention_bias": True}),
+    "qwen3-moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "phi3-window": ("phi3", {"sliding_window": WINDOW}),
+    "phi3-partial": ("phi3", rope("default", partial_rotary_factor=0.5)),
+    "linear-scaled": ("llama-mha", rope("linear", factor=4.0)),
+    "yarn": ("llama-mha", rope("yarn", factor=4.0, original_max_position_embeddings=40)),
+}
 
 
 def ragged_prompts(*lengths: int) -> list[Prompt]:
@@ -113,24 +114,25 @@ def ragged_prompts(*lengths: int) -> list[Prompt]:
     ]
 
 
+def known(architecture: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those sizes that the architecture's config has, under these names."""
+    kind = CONFIG_MAPPING[architecture]
+    names = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "attribute_map", ())}
+    return {key: size for key, size in sizes.items() if key in names}
+
+
 def build(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, mild: bool = False, **changes: Any
 ) -> Any:
-    """A random model with a distribution that is neither flat nor certain.
+    """A random model of a family or variant, with a distribution that is neither flat nor certain.
 
     A `mild` one attends evenly: its logits move little with rounding, its texts vary less.
     """
-    family, own = FAMILIES[name]
-    sizes = dict(SIZES)
-    if family == "gpt_neo":
-        for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-            sizes.pop(key)
-    if family == "opt":
-        sizes.pop("intermediate_size")
-        sizes.pop("num_key_value_heads")
-    if family in ("gpt_neox", "falcon"):
-        sizes.pop("num_key_value_heads")
-    config = AutoConfig.for_model(family, **{**sizes, **own, **changes})
+    family, others = VARIANTS.get(name, (name, {}))
+    architecture, sizes = FAMILIES[family]
+    sizes, names = sizes | others | changes, CONFIG_MAPPING[architecture].attribute_map
+    common = {key: size for key, size in known(architecture, SIZES).items() if names.get(key) not in sizes}
+    config = AutoConfig.for_model(architecture, **{**common, **sizes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, **kernels_of(config, dtype))
     tied = bool(config.tie_word_embeddings)
@@ -138,6 +140,19 @@ def build(
         for key, parameter in model.named_parameters():
             parameter.mul_(8.0 if mild and parameter.ndim > 1 else 1.0 if mild else _factor(key, tied))
     return model.to(dtype).eval()
+
+
+def module_of(name: str, **changes: Any) -> Any:
+    """A mild module, with biases and sinks that are not 0 and norms that are not 1."""
+    module = build(name, mild=True, **changes)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if key.endswith(("bias", "sinks")):
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+            elif "norm" in key or ".ln_" in key:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return module
 
 
 def _factor(key: str, tied: bool) -> float:
@@ -196,13 +211,9 @@ MOST = 50_000_000  # parameters of what is still tiny
 
 def tiny_config(architecture: str, **changes: Any) -> Any:
     """The config of a tiny model of any architecture that transformers can make causal."""
-    from transformers import CONFIG_MAPPING
-
-    kind = CONFIG_MAPPING[architecture]
-    known = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "attribute_map", ())}
-    sizes = {key: size for key, size in TINY.items() if key in known}
-    kinds = list(dict.fromkeys(getattr(kind(), "layer_types", None) or ())) if "layer_types" in known else []
-    if len(kinds) > 1:  # as many of them as there are layers, not only the first
+    kind, sizes = CONFIG_MAPPING[architecture], known(architecture, TINY)
+    kinds = list(dict.fromkeys(getattr(kind(), "layer_types", None) or ()))
+    if len(kinds) > 1 and known(architecture, {"layer_types": kinds}):  # not only the first of them
         sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(sizes["num_hidden_layers"])]
     return kind(**{**sizes, **SPECIAL.get(architecture, {}), **changes})
 
@@ -239,11 +250,63 @@ def decoder_of(module: Any, **how: Any) -> Decoder:
     return decoder(module.config, Weights(module), **{"dtype": module.dtype, **how})
 
 
+def saved(module: Any, folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
+    """The module as a decoder of our own, by way of its files."""
+    if not (folder / "config.json").exists():
+        module.save_pretrained(folder)
+    with closing(FileSource(folder, wanted(module.config), module.base_model_prefix)) as source:
+        return decoder(module.config, source, ranks, **how)
+
+
 def runnable(module: Any, name: str) -> Model:
     """The module as transformers runs it, or our decoder where its attention makes its own masks."""
     if family_of(module.config.model_type).masks_inside:
         return DecoderModel(decoder_of(module), module.config, name)
     return CausalModel(module, name)
+
+
+# How a decoder is compared with transformers: what each pass feeds, (kept before, fed) a row. Prefill in
+# chunks, ragged steps, rollbacks over stale keys, and texts beyond the window.
+PASSES = [
+    ((0, 0, 0), (9, 5, 1)), ((9, 5, 1), (4, 1, 3)), ((10, 6, 2), (3, 5, 0)), ((13, 11, 2), (1, 2, 4)),
+    ((14, 13, 6), (17, 9, 1)), ((31, 22, 7), (1, 5, 1)), ((30, 27, 8), (1, 1, 1)),
+]  # fmt: skip
+CAPACITY = 48
+TOLERANCE = 1e-5  # of the largest logit
+
+
+def caches_of(model: Decoder, rows: int, capacity: int = CAPACITY) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values that are garbage where nothing has been written."""
+    caches = []
+    for block in model.blocks:
+        size = block.attention.head_dim
+        shape = block.attention.sizes[1] // size, rows * capacity, size
+        keys, values = (torch.full(shape, 7.0, dtype=model.embedding.weight.dtype) for _ in "kv")
+        caches.append((keys, values))
+    return caches
+
+
+def walked(model: Decoder, **how: Any) -> tuple[list[Tensor], list[list[int]]]:
+    """The logits of every row in every pass, and the text that they follow."""
+    caches, texts, generator = caches_of(model, 3), [[], [], []], torch.Generator().manual_seed(0)
+    logits, prefixes = [], []
+    for start, count in PASSES:
+        tokens = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in count]
+        texts = [text[:s] + new for text, s, new in zip(texts, start, tokens, strict=True)]
+        rows = [(row * CAPACITY, s, n) for row, (s, n) in enumerate(zip(start, count, strict=True))]
+        token_T = torch.tensor([token for new in tokens for token in new])
+        logit_TV, _ = model(token_T, Pass.of(rows, torch.device("cpu"), **how), caches)
+        logits += [part for part, n in zip(logit_TV.split(count), count, strict=True) if n]
+        prefixes += [text for text, n in zip(texts, count, strict=True) if n]
+    return logits, prefixes
+
+
+def require_same(module: Any, logits: list[Tensor], prefixes: list[list[int]]) -> None:
+    """By transformers' own pass over each whole text, with its own masks and without a cache."""
+    for logit_WV, text in zip(logits, prefixes, strict=True):
+        expected_WV = module(torch.tensor([text]), use_cache=False).logits[0, -len(logit_WV) :]
+        worst, scale = float((logit_WV - expected_WV).abs().max()), float(expected_WV.abs().max())
+        assert worst <= TOLERANCE * scale, (worst, scale, len(text), len(logit_WV))
 
 
 SYNTHETIC = ModelConf(

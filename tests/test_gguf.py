@@ -28,8 +28,8 @@ from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.shape import ALL
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
 from tests.distributed.threads import ranks_of, together
+from tests.families import TOLERANCE, require_same, walked
 from tests.gguf_files import K_QUANTS, SIZES, finish, gguf, random_blocks, write
-from tests.test_decoder import TOLERANCE, require_same, walked
 
 # As people have them: most matrices in one format, some in a finer one.
 MIXED = {

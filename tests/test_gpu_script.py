@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import gpu
 from gpu_bring import cut, join
+from gpu_kernels import BLOCK, ROUNDS, ROWS, TILES, multiply, read
 
-from tests.test_triton import SHARED, compiled
+from tests.test_triton import require_compiled, tensor
 from tests.warm import ROOT, python
 
 NEED_MORE = ("races", "smollm2", "beside")  # a tool of CUDA; files that are brought along
@@ -94,24 +96,12 @@ def test_what_is_brought_along_is_cut_and_joined(tmp_path: Path):
     assert not (tmp_path / "other" / "b.gguf").exists()
 
 
-def kernels() -> dict[str, tuple[Any, dict[str, Any], int, int]]:
-    import gpu_kernels
-    import triton
-
-    sizes = {"BLOCK": gpu_kernels.BLOCK, "ROUNDS": gpu_kernels.ROUNDS}
-    result = {"read": (gpu_kernels.read, {"x_ptr": "*i32", "y_ptr": "*i32", **sizes}, 8, 3)}
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), "*bf16")
-    numbers = dict.fromkeys(("rows", "outputs", "inputs"), "i32")
-    for warps, outputs, inputs, stages in gpu_kernels.TILES:
-        tile = {"PARTS": warps, "ROWS": gpu_kernels.ROWS, "OUTPUTS": outputs, "INPUTS": inputs}
-        arguments = {**pointers, **numbers, **tile}
-        result[f"{warps}x{outputs}x{inputs}"] = gpu_kernels.multiply, arguments, warps, stages
-    assert triton.__version__
-    return result
-
-
 @pytest.mark.slow
 def test_kernels_compile_for_the_gpus_that_they_are_for():
-    for name, (kernel, arguments, warps, stages) in kernels().items():
-        done = compiled(kernel, arguments, 90, warps, stages)
-        assert "cubin" in done.asm and done.metadata.shared <= SHARED[90] * 1024, name
+    numbers, width = tensor(2**20, dtype=torch.int32), 4096
+    require_compiled(lambda: read[(1,)](numbers, numbers, BLOCK, ROUNDS, num_warps=8), 90)
+    x, weight = tensor(ROWS, width, dtype=torch.bfloat16), tensor(width, width, dtype=torch.bfloat16)
+    for warps, *tile, stages in TILES:
+        how = {"num_warps": warps, "num_stages": stages}
+        given = x, weight, x, ROWS, width, width, warps, ROWS, *tile
+        require_compiled(partial(multiply[(1,)], *given, **how), 90)

@@ -38,6 +38,7 @@ from tests.conftest import Command, needs_transformers
 from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked as by_steps
 from tests.distributed.threads import ranks_of, together
+from tests.families import require_same, walked
 from tests.hostile.damage import reworked
 from tests.quantised_folders import (
     ALL,
@@ -50,7 +51,6 @@ from tests.quantised_folders import (
     shipped,
     weights_of,
 )
-from tests.test_decoder import require_same, walked
 from tests.test_gguf import require_near, whole
 from tests.test_packed_bytes import same
 

@@ -147,7 +147,7 @@ def splits(name: str, world: int) -> bool:
 assert VOCAB % 2 and VOCAB % 3, "the vocabulary is to be cut unevenly"
 
 
-# Of each model two of three numbers of ranks, in turn; of families test_decoder.py has the third.
+# Of each model two of three numbers of ranks, in turn.
 GRID = [
     pytest.param(name, world, marks=pytest.mark.slow if world > 3 or name in MORE else ())
     for number, name in enumerate((*FAMILIES, *UNEVEN))
