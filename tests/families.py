@@ -234,6 +234,14 @@ def tiny(architecture: str, **changes: Any) -> Any:
     return model.float().eval()
 
 
+def greedy_text(module: Any, ids: list[int], new: int) -> list[int]:
+    """What transformers' own `generate` writes after a prompt."""
+    prompt = torch.tensor([ids])
+    how = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    text: Tensor = module.generate(prompt, max_new_tokens=new, **how)
+    return text[0, len(ids) :].tolist()
+
+
 class Weights:
     """The weights of a module that is in memory, by the names that its checkpoint gives them."""
 

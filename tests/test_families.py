@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -25,100 +24,87 @@ from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import Role
 from tests import checkpoints
-from tests.architectures import DOC, EQUAL, REFUSED, UNBUILT, Finding, document, examine, row_of
+from tests.architectures import DOC, EQUAL, REFUSED, examine, row_of
 from tests.conftest import Command
-from tests.families import FAMILIES, build, tiny
+from tests.families import CONTEXT, FAMILIES, build, greedy_text, tiny
 from tests.rig import perturbed
 
 PACKAGE = Path(__file__).resolve().parents[1] / "llama_ssp"
-SIZE = 300
-NAMES = FAMILIES
-PROMPT, TEXT = 'task.prompts=["the quick brown"]', "the quick brown"
-NEW = 12
+SIZE, NEW, TEXT = 300, 12, "the quick brown"
+ENDS = {"vocab_size": SIZE, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
 
-def save(folder: Path, name: str, changed: bool = False) -> Path:
-    """A random model of the family with a tokenizer; a changed one agrees with it sometimes."""
-    module = build(name, vocab_size=SIZE, bos_token_id=0, eos_token_id=1, pad_token_id=1)
-    (perturbed(module, 0.02) if changed else module).save_pretrained(folder)
+def save(folder: Path, module: Any) -> Path:
+    """A model with a tokenizer."""
+    module.save_pretrained(folder)
     checkpoints.write_tokenizer(folder, checkpoints.tokenizer(SIZE))
     return folder
 
 
 def pair(name: str, folder: Path) -> list[str]:
-    target, draft = save(folder / "target", name), save(folder / "draft", name, changed=True)
-    return [
-        f"model={target}", f"draft={draft}", "seed=3",
-        "model.dtype=fp32", "draft.dtype=fp32", "output=json", PROMPT,
-    ]  # fmt: skip
+    """A target, and a draft that agrees with it sometimes."""
+    target = save(folder / "target", build(name, **ENDS))
+    draft = save(folder / "draft", perturbed(build(name, **ENDS), 0.02))
+    fp32 = "model.dtype=fp32", "draft.dtype=fp32"
+    return [f"model={target}", f"draft={draft}", "seed=3", *fp32, "output=json", f"prompt={TEXT}"]
 
 
 def test_every_preset_is_of_a_tested_family() -> None:
     presets = [yaml.safe_load(file.read_text()) for file in sorted((CONF / "model").glob("*.yaml"))]
-    families = {preset["family"] for preset in presets if preset.get("family")}
-    assert families <= set(TESTED_FAMILIES)
+    assert {preset["family"] for preset in presets if preset.get("family")} <= set(TESTED_FAMILIES)
     assert {family for family, _ in FAMILIES.values()} == set(TESTED_FAMILIES)
 
 
 @pytest.mark.few(6)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_is_what_transformers_writes(name: str, command: Command, tmp_path: Path) -> None:
-    arguments = pair(name, tmp_path)
-    answer = command(*arguments, "sampling=greedy", f"task.max_new_tokens={NEW}")
+    answer = command(*pair(name, tmp_path), "sampling=greedy", f"task.max_new_tokens={NEW}")
     assert (answer.code, answer.errors) == (0, [])
-    (output,) = json.loads(answer.out.splitlines()[-1])["outputs"]
-    module = build(name, vocab_size=SIZE, bos_token_id=0, eos_token_id=1, pad_token_id=1)
-    ids = torch.tensor([checkpoints.tokenizer(SIZE).encode(TEXT).ids])
-    text = module.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=1
-    )[0, ids.shape[1] :].tolist()
-    assert output["token_ids"] == text
+    (output,) = answer.document["outputs"]
+    ids = checkpoints.tokenizer(SIZE).encode(TEXT).ids
+    assert output["token_ids"] == greedy_text(build(name, **ENDS), ids, NEW)
 
 
 @pytest.mark.few(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: Path) -> None:
     # As many positions as by default: of fewer one learns too little of what rounding does.
     small = ("task.samples=24", "task.max_new_tokens=4", "task.law_tokens=24", "task.greedy_tokens=8")
     answer = command("task=certify", *pair(name, tmp_path), *small)
-    found = json.loads(answer.out.splitlines()[-1])
-    assert (answer.code, answer.errors) == (0, []), found["checks"]
-    assert found["verdict"] in ("same", "inconclusive"), found["says"]
-    probs = next(check for check in found["checks"] if check["name"] == "law")
-    assert probs["outcome"] == "passed", probs
-
-
-@pytest.mark.parametrize(("name", "kv"), [("falcon", 1), ("falcon-gqa", 2), ("mixtral", 2), ("qwen3_moe", 2)])
-def test_shapes_of_families_with_keys_of_their_own(name: str, kv: int, tmp_path: Path) -> None:
-    build(name).save_pretrained(tmp_path)
-    model, _ = complete(ModelConf(name="local", path=str(tmp_path)), "model")
-    assert (model.n_heads, model.n_kv_heads, model.context) == (4, kv, 160)
-    if name == "falcon":
-        checkpoints.edit(tmp_path / "config.json", lambda c: c.pop("max_position_embeddings"))
-        assert complete(ModelConf(name="local", path=str(tmp_path)), "model")[0].context == 2048
+    checks = {check["name"]: check for check in answer.document["checks"]}
+    assert (answer.code, answer.errors) == (0, []), checks
+    assert answer.document["verdict"] in ("same", "inconclusive"), answer.document["says"]
+    assert checks["law"]["outcome"] == "passed", checks
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "sizes"),
+    ("name", "changes", "kv", "experts"),
     [
-        ("llama-gqa", {}, (0, 0, 0, 0)),
-        ("mixtral", {}, (4, 2, 48, 0)),
-        ("qwen3_moe", {}, (4, 2, 24, 0)),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, (4, 2, 24, 1)),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, (4, 2, 24, 2)),
-        ("gpt_oss", {}, (4, 2, 48, 0)),
+        ("llama-gqa", {}, 2, (0, 0, 0, 0)),
+        ("falcon", {}, 1, (0, 0, 0, 0)),
+        ("falcon-gqa", {}, 2, (0, 0, 0, 0)),
+        ("mixtral", {}, 2, (4, 2, 48, 0)),
+        ("qwen3_moe", {}, 2, (4, 2, 24, 0)),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, 2, (4, 2, 24, 1)),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, 2, (4, 2, 24, 2)),
+        ("gpt_oss", {}, 2, (4, 2, 48, 0)),
     ],
 )
-def test_shapes_of_experts(
-    name: str, changes: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path
+def test_shapes_are_read_from_files(
+    name: str, changes: dict[str, Any], kv: int, experts: tuple[int, ...], tmp_path: Path
 ) -> None:
     module = build(name, **changes)
     module.save_pretrained(tmp_path)
-    model, _ = complete(ModelConf(name="local", path=str(tmp_path)), "model")
-    assert (model.experts, model.experts_per_token, model.expert_ffn, model.dense_layers) == sizes
+    conf = ModelConf(name="local", path=str(tmp_path))
+    model, _ = complete(conf, "model")
+    assert (model.n_heads, model.n_kv_heads, model.context) == (4, kv, CONTEXT)
+    assert (model.experts, model.experts_per_token, model.expert_ffn, model.dense_layers) == experts
     assert parameters(model) == sum(p.numel() for p in module.parameters())
+    if name == "falcon":
+        checkpoints.edit(tmp_path / "config.json", lambda content: content.pop("max_position_embeddings"))
+        assert complete(conf, "model")[0].context == 2048
 
 
 @pytest.mark.parametrize(("family", "experts"), [("llama", 4), ("mixtral", 0)])
@@ -139,64 +125,42 @@ def test_a_pass_reads_the_experts_that_its_tokens_choose() -> None:
     assert pass_cost(Role("", wide, Dtype.bf16), 1).flops - cost.flops == 2 * one
 
 
-def test_what_is_not_planned_or_split_says_so_by_name(command: Command, tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    tiny("cohere", vocab_size=SIZE).save_pretrained(folder)
-    checkpoints.write_tokenizer(folder, checkpoints.tokenizer(SIZE))
-    alone = (f"model={folder}", "draft=none", "seed=1")
-    answer = command("task=plan", *alone, "task.prompt_tokens=8", "task.max_new_tokens=8")
-    assert answer.code == 4 and "cannot be planned" in answer.errors[0]
-    assert "cohere" in answer.errors[0] and "llama" in answer.errors[0]
-    ran = command(PROMPT, *alone, "task.max_new_tokens=4", "output=json")
-    assert (ran.code, ran.errors) == (0, [])
-    assert json.loads(ran.out.splitlines()[-1])["plan"] is None
-
-
-def test_a_falcon_that_places_tokens_by_slots_is_refused(command: Command, tmp_path: Path) -> None:
-    """Its biases come from the mask's slots; the family is tested without them."""
-    build("falcon", vocab_size=SIZE, alibi=True).save_pretrained(tmp_path)
-    checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer(SIZE))
-    answer = command(PROMPT, f"model={tmp_path}", "draft=none", "task.max_new_tokens=4")
+def test_what_is_not_planned_or_run_says_so_by_name(command: Command, tmp_path: Path) -> None:
+    cohere = save(tmp_path / "cohere", tiny("cohere", vocab_size=SIZE))
+    pair = (f"model={cohere}", "draft=none", "seed=1", "task.max_new_tokens=4")
+    answer = command("task=plan", *pair, "task.prompt_tokens=8")
+    assert answer.code == 4 and re.search("cannot be planned.*cohere.*llama", answer.errors[0])
+    answer = command(f"prompt={TEXT}", *pair, "output=json")
+    assert (answer.code, answer.errors, answer.document["plan"]) == (0, [], None)
+    # Its biases come from the mask's slots; the family is tested without them.
+    by_slots = save(tmp_path / "falcon", build("falcon", vocab_size=SIZE, alibi=True))
+    answer = command(f"prompt={TEXT}", f"model={by_slots}", "draft=none")
     assert answer.code == 4 and "explicit positions" in answer.errors[0]
 
 
-def test_the_page_of_architectures_is_what_its_command_writes() -> None:
-    """Every architecture of transformers is on it once, and the tested ones write transformers' text."""
+def test_the_page_of_architectures_has_each_of_them_once() -> None:
     text = DOC.read_text(encoding="utf-8")
-    rows = [
-        line for line in text.splitlines() if re.match(r"\| [a-z]", line) and "| architecture |" not in line
-    ]
-    names = [row.split("|")[1].strip() for row in rows]
-    assert len(names) == len(set(names)) and set(TESTED_FAMILIES) <= set(names)
+    rows = [line.strip("| ") for line in text.splitlines() if re.match(r"\| [a-z]", line)]
+    names = [row.partition(" |")[0] for row in rows if not row.startswith("architecture |")]
+    assert len(names) == len(set(names)) and "## Another text" not in text
     if f"transformers {transformers.__version__}\n" in text.replace("  \n", "\n"):
         assert set(names) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    equal = [row for row in rows if row.endswith("| tested |")]
-    assert {row.split("|")[1].strip() for row in equal} == set(TESTED_FAMILIES)
-    head = [line.removesuffix("  ") for line in text.splitlines() if line.endswith("  ")]
-    findings = []
-    for kind, part in zip((EQUAL, REFUSED, UNBUILT), parts(text), strict=True):
-        for row in filter(rows.__contains__, part):
-            name, _, note = row.removeprefix("| ").removesuffix(" |").partition(" | ")
-            findings.append(Finding(name, kind, note.rsplit(" | ", 1)[0] if kind == EQUAL else note))
-    assert document(findings, head) == text
+    assert {row.partition(" |")[0] for row in rows if row.endswith("| tested")} == set(TESTED_FAMILIES)
 
 
-def parts(text: str) -> list[list[str]]:
-    """The lines below each heading of the page: none gives another text."""
-    assert "## Another text" not in text
-    return [part.splitlines() for part in text.split("\n## ")[1:]]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("architecture", ["olmo2", "gemma3_text", "deepseek_v3", "gpt_oss"])
-def test_an_architecture_of_the_page_writes_transformers_text(architecture: str) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("architecture", "outcome"),
+    [
+        ("olmo2", EQUAL), ("gemma3_text", EQUAL), ("deepseek_v3", EQUAL), ("gpt_oss", EQUAL),
+        ("llama4_text", REFUSED),
+    ],
+)  # fmt: skip
+def test_an_architecture_does_what_the_page_says(architecture: str, outcome: str) -> None:
+    """It writes transformers' text, with as many accepted drafts; or the reason is given."""
     found = examine(architecture)
-    assert found.outcome == EQUAL and f"| {row_of(found)} |" in DOC.read_text(encoding="utf-8")
-
-
-def test_the_page_says_why_an_architecture_is_refused() -> None:
-    found = examine("llama4_text")
-    assert found.outcome == REFUSED and f"| llama4_text | {found.note} |" in DOC.read_text(encoding="utf-8")
+    row = row_of(found) if outcome == EQUAL else f"{architecture} | {found.note}"
+    assert found.outcome == outcome and f"| {row} |" in DOC.read_text(encoding="utf-8")
 
 
 def test_a_family_is_one_row() -> None:
