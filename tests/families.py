@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.families import family_of
-from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.interface import Model
+from llama_ssp.models.linear import Product, plain
 from llama_ssp.models.safetensors_io import FileSource
-from llama_ssp.models.sharding import Cut
 from llama_ssp.speculative.state import Prompt
+from tests.rig import perturbed
 
 VOCAB, CONTEXT = 97, 160
 SIZES: dict[str, Any] = {
@@ -112,6 +113,9 @@ def ragged_prompts(*lengths: int) -> list[Prompt]:
         Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))
         for n, length in enumerate(lengths)
     ]
+
+
+PROMPTS = ragged_prompts(9, 1, 6, 4, 12)
 
 
 def known(architecture: str, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -242,28 +246,29 @@ def greedy_text(module: Any, ids: list[int], new: int) -> list[int]:
     return text[0, len(ids) :].tolist()
 
 
-class Weights:
-    """The weights of a module that is in memory, by the names that its checkpoint gives them."""
-
-    def __init__(self, module: Any) -> None:
-        self._weights = dict(module.state_dict())
-        self.shapes = {name: tuple(weight.shape) for name, weight in self._weights.items()}
-
-    def read(self, name: str, cut: Cut | None) -> Tensor:
-        return taken(self._weights[name], cut)
-
-
-def decoder_of(module: Any, **how: Any) -> Decoder:
-    """The module as a decoder of our own, in its number format; of families without experts."""
-    return decoder(module.config, Weights(module), **{"dtype": module.dtype, **how})
-
-
 def saved(module: Any, folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
-    """The module as a decoder of our own, by way of its files."""
+    """The module as a decoder of our own, in fp32, by way of its files."""
     if not (folder / "config.json").exists():
         module.save_pretrained(folder)
     with closing(FileSource(folder, wanted(module.config), module.base_model_prefix)) as source:
         return decoder(module.config, source, ranks, **how)
+
+
+def decoder_of(module: Any, **how: Any) -> Decoder:
+    """The module as a decoder of our own, in the module's number format."""
+    with TemporaryDirectory() as folder:
+        return saved(module, Path(folder), **{"dtype": module.dtype, **how})
+
+
+def model_of(
+    name: str, kind: type[DecoderModel] = DecoderModel, noise: float = 0.0, ranks: Ranks = ALONE,
+    product: Product = plain, **changes: Any,
+) -> Any:  # fmt: skip
+    """A random model that runs our decoder; with noise it agrees with the plain one sometimes."""
+    module = build(name, **changes)
+    if noise:
+        perturbed(module, noise)
+    return kind(decoder_of(module, product=product), module.config, "m", ranks)
 
 
 def runnable(module: Any, name: str) -> Model:
