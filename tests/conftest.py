@@ -9,7 +9,6 @@ import atexit
 import faulthandler
 import gc
 import io
-import json
 import logging
 import os
 import shutil
@@ -38,6 +37,7 @@ pytest.register_assert_rewrite(
 
 from llama_ssp import cli
 from tests.processes import ends_its_processes, note_starts
+from tests.warm import Answer
 
 note_starts()
 
@@ -175,25 +175,6 @@ def needs_transformers(least: str) -> None:
 
     if Version(transformers.__version__) < Version(least):
         pytest.skip(f"compares with transformers {least} or later")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a run of the command said."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def errors(self) -> list[str]:
-        return [line for line in self.err.splitlines() if line.startswith("error:")]
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """The JSON document: the last line of standard output."""
-        found: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return found
 
 
 class Command:

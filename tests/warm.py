@@ -6,20 +6,24 @@ imports, or of how it starts, start Python themselves.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.processes import note_start, outliving
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "launch" / "run.py"
 PATIENCE_S = 600.0
 IMPORTED = [
     "pytest", "llama_ssp.cli", "llama_ssp.tasks.runner", "transformers.models.llama.modeling_llama",
@@ -38,13 +42,16 @@ def server() -> Any:
 
 
 def start(
-    words: Sequence[object], folder: Path, streams: Sequence[Path | str], env: Mapping[str, str] | None = None
-) -> Any:
+    words: Sequence[object], folder: Path, streams: Sequence[Path | str],
+    env: Mapping[str, str] | None = None, first: Callable[[], object] | None = None,
+) -> Any:  # fmt: skip
     """Starts Python with `words`: a script, or -m and a module, and its arguments. Returns the process.
 
-    `streams` are the files of standard input, output and error; a terminal is one for all three.
+    `streams` are the files of standard input, output and error; a terminal is one for all three. `first` is
+    called before the script.
     """
-    args = [str(word) for word in words], folder, [str(one) for one in streams], dict(env or os.environ)
+    names, variables = [str(stream) for stream in streams], dict(env or os.environ)
+    args = [str(word) for word in words], folder, names, variables, first
     process = server().Process(target=_run, args=args, daemon=True)
     process.start()
     return process
@@ -82,43 +89,93 @@ def as_launched(rank: int, world: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def ranks(world: int, words: Sequence[object], folder: Path, stdin: str = "") -> list[tuple[int, str, str]]:
-    """Starts `words` on so many ranks; the exit code, output and errors of each.
+class Answer(NamedTuple):
+    """What a process said, and its exit code; None if it had not ended."""
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("error:")]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The JSON document: the last line of standard output."""
+        document: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return document
+
+
+class Started:
+    """Ranks of a program that are running, as torchrun would start them, in a folder for what they say.
 
     torchrun itself, and the imports of its ranks, take fifteen seconds of a core.
     """
-    (folder / "stdin").write_text(stdin, encoding="utf-8")
-    store, started = launcher_store(), []
-    for rank in range(world):
-        streams = [folder / "stdin", folder / f"{rank}.out", folder / f"{rank}.err"]
-        for stream in streams[1:]:
-            stream.unlink(missing_ok=True)
-        own = os.environ | as_launched(rank, world, store.port)
-        started.append((start(words, folder, streams, own), streams))
-    found = []
-    for process, (_, *said) in started:
-        process.join(PATIENCE_S)
-        process.kill()
-        found.append((process.exitcode, *(stream.read_text(encoding="utf-8") for stream in said)))
-    return found
+
+    def __init__(
+        self, folder: Path, world: int, *words: object, program: Path | str = LAUNCH,
+        fault: Callable[[int], object] | None = None, stdin: str = "",
+    ) -> None:  # fmt: skip
+        """`fault(rank)` goes first on each rank."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "stdin").write_text(stdin, encoding="utf-8")
+        self._store = launcher_store()
+        self._said = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(world)]
+        self.processes = [
+            start(
+                [program, *words], folder, [folder / "stdin", *said],
+                os.environ | as_launched(rank, world, self._store.port), fault and partial(fault, rank),
+            )
+            for rank, said in enumerate(self._said)
+        ]  # fmt: skip
+
+    def has_come(self, rank: int) -> bool:
+        """Whether the rank waits for the others, or did."""
+        return bool(self._store.check([f"llama_ssp/0/0/rank/{rank}"]))
+
+    def finish(self, patience_s: float = PATIENCE_S) -> list[Answer]:
+        """When all have ended. Who has not after this long gives None, and is killed."""
+        until = time.monotonic() + patience_s
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+        said = [[stream.read_text(encoding="utf-8") for stream in streams] for streams in self._said]
+        return [Answer(code, *texts) for code, texts in zip(codes, said, strict=True)]
 
 
-def _run(words: list[str], folder: Path, streams: list[str], env: dict[str, str]) -> None:
+def ranks(world: int, words: Sequence[Path | str], folder: Path, stdin: str = "") -> list[Answer]:
+    """Starts `words` on so many ranks, and waits for them."""
+    program, *more = words
+    return Started(folder, world, *more, program=program, stdin=stdin).finish()
+
+
+def _run(
+    words: list[str],
+    folder: Path,
+    streams: list[str],
+    env: dict[str, str],
+    first: Callable[[], object] | None,
+) -> None:
     os.environ.clear()
     os.environ.update(env)
     if len(set(streams)) == 1:
         os.login_tty(os.open(streams[0], os.O_RDWR))
     for number, stream in enumerate(streams):
-        os.dup2(os.open(stream, os.O_RDWR | os.O_CREAT, 0o600), number)
+        anew = os.O_TRUNC if number else 0
+        os.dup2(os.open(stream, os.O_RDWR | os.O_CREAT | anew, 0o600), number)
     sys.stdin, sys.stdout = os.fdopen(0, "r", closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.chdir(folder)
     multiprocessing.current_process()._config["daemon"] = False  # it may have children
+    sys.argv = words[1:] if words[0] == "-m" else words
+    if first:
+        first()
     if words[0] == "-m":
-        sys.argv = words[1:]
         sys.path.insert(0, str(folder))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = words
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")

@@ -18,20 +18,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from bench.surroundings import surroundings, write
-from llama_ssp import cli
 from llama_ssp.distributed.signals import CODE_FILE
 from tests.processes import stands_still
-from tests.warm import as_launched, launcher_store, server, start
+from tests.warm import ROOT, Started, start
 
 PATIENCE_S = 120  # of the harness, not of the program
 TIMEOUT_S = 6  # placement.timeout_s where a rank falls silent; elsewhere nothing has to wait for it
 LIMIT_S = 15.0  # from the fault until nobody is left
-ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ["-m", "torch.distributed.run"]
 TORCHRUNS_OWN = re.compile(r"[WEI]\d{4} |\*{5}|$")  # lines of its log
 PHASES = ("load", "prefill", "draft", "verify", "commit")
@@ -39,19 +36,6 @@ RUN = (
     "model=tiny", "draft=tiny_draft", 'task.prompts=["hello"]', "task.max_new_tokens=64",
     "task.ignore_eos=true", "seed=1", "output=json", "placement.on_draft_loss=stop",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one rank said and left with."""
-
-    code: int | None
-    out: str
-    err: str
-
-    @property
-    def errors(self) -> list[str]:
-        return [line for line in self.err.splitlines() if line.startswith("error:")]
 
 
 @dataclass(frozen=True)
@@ -115,57 +99,6 @@ def strike_at(victim: int, phase: str, strike: Callable[[], None], rank: int) ->
     Group.enter = entering  # type: ignore[method-assign]
 
 
-class Started:
-    """Ranks that are running, in a folder that gets what they say."""
-
-    def __init__(self, folder: Path, world: int, *overrides: str, fault: Any = None, stdin: str = "") -> None:
-        """`fault(rank)` goes first on each rank."""
-        folder.mkdir(parents=True)
-        (folder / "stdin").write_text(stdin)
-        self._folder = folder
-        context = server()
-        self._store = launcher_store()
-        self.processes = [
-            context.Process(
-                target=_rank, args=(folder, rank, world, self._store.port, overrides, fault), daemon=True
-            )
-            for rank in range(world)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def has_come(self, rank: int) -> bool:
-        """Whether the rank waits for the others, or did."""
-        return bool(self._store.check([f"llama_ssp/0/0/rank/{rank}"]))
-
-    def finish(self, patience_s: float = PATIENCE_S) -> list[Answer]:
-        """When all have ended. Who has not after this long gives None, and is killed."""
-        until = time.monotonic() + patience_s
-        left = {process.sentinel for process in self.processes}
-        while left and time.monotonic() < until:
-            left -= set(wait(list(left), timeout=0.5))
-        codes = [process.exitcode for process in self.processes]
-        for process in self.processes:
-            process.kill()
-        read = [
-            [(self._folder / f"{rank}.{name}").read_text() for name in ("out", "err")]
-            for rank in range(len(codes))
-        ]
-        return [Answer(code, *said) for code, said in zip(codes, read, strict=True)]
-
-
-def _rank(folder: Path, rank: int, world: int, port: int, overrides: tuple[str, ...], fault: Any) -> None:
-    os.chdir(folder)
-    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-        os.dup2(os.open(f"{rank}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), stream.fileno())
-    sys.stdin = open("stdin", encoding="utf-8")  # noqa: SIM115
-    os.environ.update(as_launched(rank, world, port), OMP_NUM_THREADS="1")
-    sys.argv = ["llama-ssp", *overrides]
-    if fault:
-        fault(rank)
-    cli.main()
-
-
 @dataclass(frozen=True)
 class Cell:
     """One fault, in one phase, on one kind of rank."""
@@ -176,6 +109,11 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.fault}, {self.phase}, {self.victim}"
+
+    @property
+    def words(self) -> list[str]:
+        silent = [f"placement.timeout_s={TIMEOUT_S}"] if self.fault == "SIGSTOP" else []
+        return [*RUN, VICTIMS[self.victim].placement, *silent]
 
 
 CELLS = [Cell(fault, phase, victim) for fault in FAULTS for phase in PHASES for victim in VICTIMS]
@@ -190,16 +128,11 @@ class Outcome:
     wrong: list[str]
 
 
-def overrides(cell: Cell) -> list[str]:
-    silent = [f"placement.timeout_s={TIMEOUT_S}"] if cell.fault == "SIGSTOP" else []
-    return [*RUN, VICTIMS[cell.victim].placement, *silent]
-
-
 def outcome(cell: Cell, folder: Path) -> Outcome:
     """The cell on ranks that are started here, in a moment, as torchrun would."""
     fault, victim = FAULTS[cell.fault], VICTIMS[cell.victim]
     strike = partial(strike_at, victim.rank, cell.phase, fault.strike)
-    answers = Started(folder, victim.world, *overrides(cell), fault=strike).finish()
+    answers = Started(folder, victim.world, *cell.words, fault=strike).finish()
     codes = [answer.code for answer in answers]
     expected = [fault.own_code if rank == victim.rank else fault.code for rank in range(victim.world)]
     wrong = [f"codes {codes}, expected {expected}"] if codes != expected else []
@@ -216,9 +149,8 @@ def launched(folder: Path, world: int, fault: str, *words: str) -> Any:
 
 def by_torchrun(cell: Cell, folder: Path) -> Outcome:
     """The cell under torchrun itself. Its own exit code is always 1; ours is in the file for it."""
-    folder.mkdir()
     world = VICTIMS[cell.victim].world
-    process = launched(folder, world, f"{cell.fault},{cell.phase},{cell.victim}", "-q", *overrides(cell))
+    process = launched(folder, world, str(cell).replace(", ", ","), "-q", *cell.words)
     process.join(PATIENCE_S)
     wrong = ["torchrun has not ended"] * (process.exitcode is None)
     process.kill()
@@ -235,26 +167,33 @@ def by_torchrun(cell: Cell, folder: Path) -> Outcome:
 
 
 def _judged(cell: Cell, folder: Path, said: str, wrong: list[str]) -> Outcome:
-    """Whether all of it took little time, and one line names the rank and what happened."""
+    """Whether all of it took little time, and one line names the rank and what happened, as records do."""
     fault, struck = FAULTS[cell.fault], folder / "struck"
     seconds = time.time() - float(struck.read_text()) if struck.exists() else float("nan")
     lines = [line for line in said.splitlines() if line.startswith("error:")]
-    line = lines[0] if lines else ""
+    line = lines[0].removeprefix("error: ") if lines else ""
     where = cell.phase if cell.phase in ("load", "prefill") else f"{cell.phase}, round 2"
     parts = (f"rank {VICTIMS[cell.victim].rank} ", fault.said, where if fault.tells else "last heard of in")
+    causes = {json.loads(path.read_text())["cause"] for path in folder.glob("outputs/*/*/error.rank*.json")}
     wrong = wrong + [f"{len(lines)} error lines"] * (len(lines) != 1)
     wrong += [f"not said: {part}" for part in parts if part not in line]
     wrong += [name for name in ("Traceback", "terminate called") if name in said]
     wrong += ["too late"] * (not seconds <= LIMIT_S)
-    return Outcome(
-        seconds, line.removeprefix("error: "), wrong + _records(folder, line.removeprefix("error: "))
-    )
+    wrong += [f"records name {sorted(causes)}"] * (causes != {line})
+    return Outcome(seconds, line, wrong)
 
 
-def _records(folder: Path, line: str) -> list[str]:
-    """The survivors' records name the same cause."""
-    causes = {json.loads(path.read_text())["cause"] for path in folder.glob("outputs/*/*/error.rank*.json")}
-    return [] if causes == {line} else [f"records name {sorted(causes)}"]
+HEAD = f"""\
+gloo ranks on one machine, by torchrun. placement.timeout_s={TIMEOUT_S} for SIGSTOP.
+
+%d of %d cells passed. A cell passes when torchrun and all ranks are
+gone within {LIMIT_S:g} s of the fault; one line on standard error is ours, the first
+that is not torchrun's log; it names the rank and what happened (and the phase and round, where
+the rank itself says it); the exit code in LLAMA_SSP_CODE_FILE is the cause's (5, or 143 for
+SIGTERM); and every record of a rank names that cause. torchrun's own summary is not counted.
+
+| fault | phase | on | seconds | said | |
+|---|---|---|---|---|---|"""
 
 
 def main() -> None:
@@ -262,40 +201,18 @@ def main() -> None:
     cells = [cell for cell in CELLS if own.get("only", "") in str(cell)]
     rows, bad = [], 0
     for number, cell in enumerate(cells, start=1):
-        with tempfile.TemporaryDirectory() as scratch:
-            found = by_torchrun(cell, Path(scratch) / "run")
-        bad += bool(found.wrong)
-        verdict = "; ".join(found.wrong) or "passed"
-        rows.append(f"| {str(cell).replace(', ', ' | ')} | {found.seconds:.2f} | {found.line} | {verdict} |")
-        print(f"{number}/{len(cells)} {cell}: {found.seconds:.2f} s, {verdict}", file=sys.stderr, flush=True)
-    text = table(rows, bad)
+        with tempfile.TemporaryDirectory() as folder:
+            result = by_torchrun(cell, Path(folder))
+        bad += bool(result.wrong)
+        end = f"{result.seconds:.2f} | {result.line} | {'; '.join(result.wrong) or 'passed'}"
+        rows.append(f"| {str(cell).replace(', ', ' | ')} | {end} |")
+        print(f"{number}/{len(cells)} {rows[-1]}", file=sys.stderr, flush=True)
+    title = "# Faults: what ends, how soon, and what is said"
+    text = "\n".join([title, "", *surroundings({}), HEAD % (len(rows) - bad, len(rows)), *rows, ""])
     print(text)
     if "write" in own:
         write(own["write"], text)
     sys.exit(1 if bad else 0)
-
-
-def table(rows: list[str], bad: int) -> str:
-    """A results file that needs nothing beside it."""
-    return "\n".join(
-        [
-            "# Faults: what ends, how soon, and what is said",
-            "",
-            *surroundings({}),
-            f"gloo ranks on one machine, by torchrun. placement.timeout_s={TIMEOUT_S} for SIGSTOP.",
-            "",
-            f"{len(rows) - bad} of {len(rows)} cells passed. A cell passes when torchrun and all ranks are",
-            f"gone within {LIMIT_S:g} s of the fault; one line on standard error is ours, the first",
-            "that is not torchrun's log; it names the rank and what happened (and the phase and round, where",
-            "the rank itself says it); the exit code in LLAMA_SSP_CODE_FILE is the cause's (5, or 143 for",
-            "SIGTERM); and every record of a rank names that cause. torchrun's own summary is not counted.",
-            "",
-            "| fault | phase | on | seconds | said | |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from llama_ssp.config import (
@@ -21,11 +25,13 @@ from llama_ssp.config import (
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.checkpoint import complete
+from llama_ssp.pair import assembly
 from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for
 from llama_ssp.pair.placements import model_placements
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.state import Prompt
+from tests.distributed.threads import ranks_of, together
 from tests.families import VOCAB
 from tests.rig import GREEDY, Run, drive, drive_refilled
 
@@ -59,6 +65,23 @@ class Case:
     overlap: Overlap = Overlap.auto
     siblings: int = 0
 
+    @property
+    def loop(self) -> dict[str, Any]:
+        """What the loop is told."""
+        return {name: getattr(self, name) for name in ("k", "max_new", "ends", "adaptive", "siblings")}
+
+
+def load_one_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    """Building modules is not for threads."""
+    lock = threading.Lock()
+    for name in ("load", "load_head"):
+
+        def locked(load: Any, *args: Any) -> Any:
+            with lock:
+                return load(*args)
+
+        patch.setattr(assembly, name, partial(locked, getattr(assembly, name)))
+
 
 def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> PairSpec:
     model, small = (
@@ -75,28 +98,29 @@ def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) ->
     return ModelCache(ranks, placement).open(model_placements(entry)), entry.run
 
 
+class OverRanks:
+    """A pair under a placement, on ranks that are threads: `held` is each rank's part."""
+
+    def __init__(self, target: Path, draft: Path, placement: PlacementConf, world: int) -> None:
+        self.ranks = ranks_of(world)
+        jobs = [partial(opened, target, draft, placement, rank) for rank in self.ranks]
+        self.held: list[tuple[RankModels, RunConf]] = together(jobs, self.ranks)
+
+    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `job(pair, run, *args)` returns on each rank."""
+        return together([partial(job, *held, *args) for held in self.held], self.ranks)
+
+
 def written(pair: RankModels, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:
     """What the case gives. Only the leader's seed matters where it alone draws."""
     engine = engine_of(pair, run, case)
-    return drive(
-        engine,
-        prompts[: case.rows],
-        k=case.k,
-        max_new=case.max_new,
-        ends=case.ends,
-        adaptive=case.adaptive,
-        most=case.rounds,
-        siblings=case.siblings,
-    )
+    return drive(engine, prompts[: case.rows], most=case.rounds, **case.loop)
 
 
 def refilled(pair: RankModels, run: RunConf, case: Case) -> dict[str, list[int]]:
     """The same prompts through two rows, each refilled as soon as its text ends."""
     engine = engine_of(pair, run, case)
-    return drive_refilled(
-        engine, RAGGED, 2, k=case.k, longest=9 + case.max_new, max_new=case.max_new, ends=case.ends,
-        siblings=case.siblings,
-    )  # fmt: skip
+    return drive_refilled(engine, RAGGED, 2, longest=9 + case.max_new, **case.loop)
 
 
 def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from llama_ssp.errors import DistributedError
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.slot_cache import SlotCache
-from llama_ssp.pair import assembly as pairs
 from llama_ssp.pair.assembly import RankModels
-from tests.distributed.pairs import RAGGED, Case, opened, refilled, written
+from tests.distributed.pairs import RAGGED, Case, OverRanks, load_one_at_a_time, opened, refilled, written
 from tests.distributed.processes import on_ranks
-from tests.distributed.threads import ThreadRank, ranks_of, together
+from tests.distributed.threads import ThreadRank
 from tests.families import build
 from tests.rig import Run, perturbed
 
@@ -69,15 +67,13 @@ class Models:
     target: Path
     draft: Path
     alone: tuple[RankModels, Any]
-    held: dict[str, tuple[list[ThreadRank], list[tuple[RankModels, Any]]]] = field(default_factory=dict)
+    held: dict[str, OverRanks] = field(default_factory=dict)
     known: dict[str, Run] = field(default_factory=dict)
 
-    def open(self, name: str) -> tuple[list[ThreadRank], list[tuple[RankModels, Any]]]:
+    def open(self, name: str) -> OverRanks:
         if name not in self.held:
             world, placement = PLACEMENTS[name]
-            ranks = ranks_of(world)
-            jobs = [lambda rank=rank: opened(self.target, self.draft, placement, rank) for rank in ranks]
-            self.held[name] = ranks, together(jobs, ranks)
+            self.held[name] = OverRanks(self.target, self.draft, placement, world)
         return self.held[name]
 
     def expected(self, case: Case) -> Run:
@@ -92,26 +88,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     build("llama-mha").save_pretrained(target)
     perturbed(build("llama-mha"), 0.05).save_pretrained(draft)
     with pytest.MonkeyPatch.context() as patch:
-        lock = threading.Lock()  # building modules is not for threads
-        patch.setattr(pairs, "load", _one_at_a_time(pairs.load, lock))
+        load_one_at_a_time(patch)
         yield Models(target, draft, opened(target, draft, PlacementConf(), ALONE))
 
 
-def _one_at_a_time(build: Callable[..., Any], lock: threading.Lock) -> Callable[..., Any]:
-    def locked(*args: Any) -> Any:
-        with lock:
-            return build(*args)
-
-    return locked
-
-
 def on_placement(models: Models, name: str, case: Case) -> list[Run]:
-    ranks, held = models.open(name)
-    for pair, _ in held:
+    pairs = models.open(name)
+    for pair, _ in pairs.held:
         for group in (pair.roles.target, pair.roles.draft, pair.roles.draft_channel):
             if isinstance(group, ThreadRank):
                 group.counts = dict.fromkeys(group.counts, 0)
-    return together([lambda pair=pair: written(*pair, case) for pair in held], ranks)
+    return pairs.run(written, case)
 
 
 def same(run: Run, expected: Run) -> bool:
@@ -153,9 +140,7 @@ def test_rows_are_refilled_alike_on_every_rank(name: str, models: Models):
     free = models.expected(Case(4, 4, SAMPLED))
     case = Case(4, 4, SAMPLED, ends=frozenset({free.texts[0][6], free.texts[1][11]}))
     expected = dict(zip("0123", models.expected(case).texts, strict=True))
-    ranks, held = models.open(name)
-    for found in together([lambda pair=pair: refilled(*pair, case) for pair in held], ranks):
-        assert found == expected
+    assert all(found == expected for found in models.open(name).run(refilled, case))
 
 
 @pytest.mark.parametrize("name", ["3 leader", "3 split over 2", "4 copies", "2+2 own"])
@@ -163,8 +148,7 @@ def test_rows_are_refilled_alike_on_every_rank(name: str, models: Models):
 def test_a_round_has_one_message(name: str, k: int, models: Models):
     """To the ranks of the target, and one to those who are asked to draft; the rest are the models' sums."""
     runs = on_placement(models, name, Case(k))
-    _, held = models.open(name)
-    for (pair, _), run in zip(held, runs, strict=True):
+    for (pair, _), run in zip(models.open(name).held, runs, strict=True):
         split, asked = pair.roles.target, pair.roles.draft_channel
         if isinstance(split, ThreadRank):
             assert split.counts["messages"] == run.rounds + 1  # what begins the first round, and ends each
@@ -179,7 +163,7 @@ def test_a_round_has_one_message(name: str, k: int, models: Models):
 def test_a_split_draft_apart_computes_in_step(overlap: Overlap, models: Models):
     """Its first rank passes on what the leader says, and tells the others each pass, and the last."""
     runs = on_placement(models, "2+2 own", Case(4, overlap=overlap))
-    _, held = models.open("2+2 own")
+    held = models.open("2+2 own").held
     drafting = [pair.roles.draft for pair, _ in held if isinstance(pair.roles.draft, ThreadRank)]
     passes = [run.draft_forwards for run, (pair, _) in zip(runs, held, strict=True) if pair.draft]
     assert len(drafting) == 2 and passes[0] == passes[1]
@@ -202,16 +186,13 @@ def test_a_draft_that_runs_ahead_writes_the_same(name: str, models: Models):
 
 def test_stopping_early_leaves_the_ranks_in_step(models: Models):
     """Who has seen enough settles, and nobody waits for the rest."""
+
+    def stopped(pair: RankModels, run: Any) -> Run:
+        written(pair, run, Case(4, rounds=2))
+        return written(pair, run, Case(4))
+
     for name in ("3 leader", "3 split over 2", "2+1 own"):
-        expected = models.expected(Case(4))
-        ranks, held = models.open(name)
-
-        def stopped(pair: RankModels, run: Any) -> Run:
-            written(pair, run, Case(4, rounds=2))
-            return written(pair, run, Case(4))
-
-        for run in together([lambda pair=pair: stopped(*pair) for pair in held], ranks):
-            assert same(run, expected), name
+        assert all(same(run, models.expected(Case(4))) for run in models.open(name).run(stopped)), name
 
 
 class Noisy(DecoderModel):
@@ -231,70 +212,41 @@ class Damaged(DecoderModel):
         return logits
 
 
-def changed_to(kind: type[DecoderModel], model: Any) -> DecoderModel:
-    """The same weights in a model of this kind."""
-    return kind(model.decoder, model.config, "other", model.ranks)
-
-
-def with_target(models: Models, name: str, rank: int, kind: type[DecoderModel]) -> Models:
-    """The pair with another target on one rank."""
-    ranks, held = models.open(name)
-    pair, run = held[rank]
-    assert pair.target is not None
-    other = replace(pair, target=changed_to(kind, pair.target))
-    changed = [*held[:rank], (other, run), *held[rank + 1 :]]
-    return replace(models, held={name: (ranks, changed)})
+def with_other(models: Models, name: str, rank: int, which: str, kind: type[DecoderModel]) -> Models:
+    """The pair with its target's, or its draft's, weights in another kind of model on one rank."""
+    changed = copy(models.open(name))
+    pair, run = changed.held[rank]
+    model = getattr(pair, which)
+    other = kind(model.decoder, model.config, "other", model.ranks)
+    changed.held = [*changed.held[:rank], (replace(pair, **{which: other}), run), *changed.held[rank + 1 :]]
+    return replace(models, held={name: changed})
 
 
 @pytest.mark.parametrize("name", ["2 leader", "3 split over 2", "2+1 own", "2 copies"])
 def test_what_another_rank_would_decide_does_not_matter(name: str, models: Models):
-    case = Case(4, 4, SAMPLED)
-    runs = on_placement(with_target(models, name, 1, Noisy), name, case)
+    case = Case(4, 4, SAMPLED, max_new=40)
+    runs = on_placement(with_other(models, name, 1, "target", Noisy), name, case)
     assert [run.texts for run in runs] == [models.expected(case).texts] * len(runs)
 
 
 def test_a_copy_that_drafts_otherwise_is_put_right(models: Models):
     case = Case(4, 4, SAMPLED, max_new=40)
-    ranks, held = models.open("2 copies")
-    pair, run = held[1]
-    assert pair.draft is not None
-    noisy = replace(pair, draft=changed_to(Noisy, pair.draft))
-    changed = replace(models, held={"2 copies": (ranks, [held[0], (noisy, run)])})
-    for found in on_placement(changed, "2 copies", case):
+    for found in on_placement(with_other(models, "2 copies", 1, "draft", Noisy), "2 copies", case):
         assert same(found, models.expected(case))
 
 
 @pytest.mark.parametrize("name", ["2 leader", "2+1 own"])
 def test_a_damaged_row_ends_on_every_rank(name: str, models: Models):
-    runs = on_placement(with_target(models, name, 0, Damaged), name, Case(4, max_new=8))
+    runs = on_placement(with_other(models, name, 0, "target", Damaged), name, Case(4, max_new=8))
     assert all(run.finish == ["length", "error", "length", "length"] for run in runs)
     assert all(run.texts == runs[0].texts for run in runs) and runs[0].texts[1] == []
 
 
-@pytest.mark.slow
-def test_many_noisy_rounds(models: Models):
-    """Noise on one rank's logits, round after round."""
-    noisy = with_target(models, "2 split", 1, Noisy)
-    rounds = seed = 0
-    while rounds < 500:
-        case = Case(1, 4, SAMPLED, max_new=140, seed=seed)
-        runs = on_placement(noisy, "2 split", case)
-        assert runs[0].texts == runs[1].texts
-        if seed % 3 == 0:
-            assert runs[0].texts == models.expected(case).texts
-        rounds, seed = rounds + runs[0].rounds, seed + 1
-
-
 def test_prompts_that_differ_are_found_before_they_are_read(models: Models):
-    ranks, held = models.open("3 leader")
     longer = [*RAGGED[:2], replace(RAGGED[2], token_ids=(*RAGGED[2].token_ids, 5)), RAGGED[3]]
-    prompts = [RAGGED, RAGGED, longer]
-    jobs = [
-        lambda pair=pair, own=own: written(*pair, Case(0), own)
-        for pair, own in zip(held, prompts, strict=True)
-    ]
+    prompts = iter([RAGGED, RAGGED, longer])
     with pytest.raises(DistributedError, match="the ranks differ in prompts"):
-        together(jobs, ranks)
+        models.open("3 leader").run(lambda pair, run: written(pair, run, Case(0), next(prompts)))
     models.held.clear()  # this meeting has been broken off
 
 

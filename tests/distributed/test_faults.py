@@ -17,16 +17,18 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from tests.distributed.faults import ROOT, RUN, TORCHRUN, Cell, Started, launched, outcome, strike_at
-from tests.processes import free_port, wait_for
-from tests.warm import as_launched, start
+from tests.distributed.faults import RUN, TORCHRUN, Cell, launched, outcome, strike_at
+from tests.processes import free_port, stands_still, wait_for
+from tests.warm import LAUNCH, Started, as_launched, start
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 120
-LAUNCH = str(ROOT / "launch" / "run.py")
 # So long a run would have compiled steps, which take a minute of a core to make.
-ENDLESS = (*RUN, "task.max_new_tokens=100000", "model.context=200000", "draft.context=200000", "engine=eager")
+ENDLESS = (
+    *RUN, "task.max_new_tokens=100000", "model.context=200000", "draft.context=200000", "engine=eager",
+    "task.trace=true", "output=text",
+)  # fmt: skip
 SOME = [
     Cell("SIGKILL", "load", "leader"),
     Cell("SIGKILL", "verify", "other rank"),
@@ -57,18 +59,35 @@ def stop_the_other_in_the_second_round(rank: int) -> None:
     strike_at(rank, "verify", strike, rank)
 
 
-def test_a_signal_reaches_a_rank_that_waits_in_a_collective(tmp_path: Path):
-    """The other rank is stopped, and the timeout far away."""
-    run = Started(tmp_path / "run", 2, *RUN, fault=stop_the_other_in_the_second_round)
+def come_late(rank: int) -> None:
+    if rank == 1:
+        time.sleep(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [(stop_the_other_in_the_second_round, "verify, round 2"), (come_late, "start")],
+    ids=["collective", "start"],
+)
+def test_a_signal_reaches_a_rank_that_waits_for_another(fault: Any, where: str, tmp_path: Path):
+    """In a collective, and before the ranks have met; the timeout is far away."""
+    run = Started(tmp_path, 2, *RUN, "out=null", fault=fault)
     leader, other = run.processes
-    wait_for(lambda: all((tmp_path / "run" / f"there-{rank}").exists() for rank in range(2)))
-    assert leader.pid and other.pid
+    there = [tmp_path / f"there-{rank}" for rank in range(2)]
+    wait_for(lambda: run.has_come(0) if fault is come_late else all(map(Path.exists, there)))
     os.kill(leader.pid, signal.SIGTERM)
     leader.join(PATIENCE_S)
-    assert leader.exitcode == 143
     other.kill()
-    said = run.finish()[0].errors
-    assert len(said) == 1 and "rank 0 was stopped by SIGTERM during verify, round 2" in said[0]
+    answer = run.finish()[0]
+    assert answer.code == 143
+    assert answer.errors == [f"error: rank 0 was stopped by SIGTERM during {where}"]
+
+
+def test_a_rank_that_never_comes(tmp_path: Path):
+    started = Started(tmp_path, 2, *RUN, "out=null", "placement.timeout_s=3", fault=come_late)
+    leader, other = started.finish(20)
+    assert leader.code == 5 and other.code is None
+    assert "not all ranks have come; rank 0 of 2; found no rank 1 after 3 s" in leader.errors[0]
 
 
 def go_before_the_first_sum(rank: int) -> None:
@@ -86,13 +105,6 @@ def go_before_the_first_sum(rank: int) -> None:
         store.get("id")
 
     Group.barrier = waiting  # type: ignore[method-assign]
-
-
-def test_a_rank_that_waits_in_the_store_ends_with_the_other(tmp_path: Path):
-    answers = Started(tmp_path / "run", 2, *RUN, "placement=leader", fault=go_before_the_first_sum).finish()
-    assert [answer.code for answer in answers] == [-signal.SIGKILL, 5]
-    (line,) = answers[1].errors
-    assert "rank 0 is gone (killed by a signal" in line
 
 
 def skip_a_message(rank: int) -> None:
@@ -133,21 +145,24 @@ def another_configuration(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "codes", "said"),
     [
-        (skip_a_message, ["rank 1 failed during verify, round 3: the ranks are out of step",
-                          "3 rounds are decided here, 2 with the leader"]),
-        (skip_a_sum, ["gets no answer", "rank 0: verify, round 3", "rank 1: verify, round 3"]),
-        (another_configuration, ["during start: the ranks differ in configuration", "ranks 1 unlike rank 0",
-                                 "sampling.temperature 0.7 on rank 1, 1.0 on rank 0"]),
+        (go_before_the_first_sum, [-signal.SIGKILL, 5], ["rank 0 is gone (killed by a signal"]),
+        (skip_a_message, [5, 5], ["rank 1 failed during verify, round 3: the ranks are out of step",
+                                  "3 rounds are decided here, 2 with the leader"]),
+        (skip_a_sum, [5, 5], ["gets no answer", "rank 0: verify, round 3", "rank 1: verify, round 3"]),
+        (another_configuration, [5, 5],
+         ["during start: the ranks differ in configuration", "ranks 1 unlike rank 0",
+          "sampling.temperature 0.7 on rank 1, 1.0 on rank 0"]),
     ],
-    ids=["message", "sum", "configuration"],
+    ids=["store", "message", "sum", "configuration"],
 )  # fmt: skip
-def test_ranks_out_of_step_are_found(fault: Any, said: list[str], tmp_path: Path):
-    answers = Started(
-        tmp_path / "run", 2, *RUN, "placement=leader", "placement.timeout_s=6", fault=fault
-    ).finish()
-    assert [answer.code for answer in answers] == [5, 5]
+def test_ranks_that_wait_in_vain_or_are_out_of_step_end(
+    fault: Any, codes: list[int], said: list[str], tmp_path: Path
+):
+    run = (*RUN, "placement=leader", "placement.timeout_s=6")
+    answers = Started(tmp_path, 2, *run, fault=fault).finish()
+    assert [answer.code for answer in answers] == codes
     (line,) = [line for answer in answers for line in answer.errors]
     assert all(part in line for part in said), line
 
@@ -167,61 +182,25 @@ def fail_at_start(own: dict[int, str], rank: int) -> None:
         sys.argv[1:] = [*(word for word in sys.argv[1:] if not word.startswith(f"{group}=")), setting]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("own", "codes", "said"),
+    ("own", "code", "by", "said"),
     [
-        ({1: K}, [2, 2], {1: f"rank 1: {OUT_OF_RANGE}"}),
-        ({1: FOLDER}, [4, 4], {1: f"rank 1: {NO_FOLDER}"}),
-        ({1: IMPORT}, [5, 5], {1: f"rank 1: {IMPORT}"}),
-        ({0: FOLDER}, [4, 4], {0: NO_FOLDER}),
-        ({0: K, 1: K}, [2, 2], {0: OUT_OF_RANGE}),
-        ({0: K, 1: FOLDER}, [2, 2], {0: OUT_OF_RANGE}),
+        ({1: K}, 2, 1, OUT_OF_RANGE),
+        ({1: IMPORT}, 5, 1, IMPORT),
+        ({0: FOLDER}, 4, 0, NO_FOLDER),
+        ({0: K, 1: K}, 2, 0, OUT_OF_RANGE),
+        ({0: K, 1: FOLDER}, 2, 0, OUT_OF_RANGE),
     ],
-    ids=["setting", "folder", "import", "leader", "alike", "each-its-own"],
+    ids=["setting", "import", "leader", "alike", "each-its-own"],
 )
 def test_a_cause_before_the_ranks_have_met_is_said_once(
-    own: dict[int, str], codes: list[int], said: dict[int, str], tmp_path: Path
+    own: dict[int, str], code: int, by: int, said: str, tmp_path: Path
 ):
-    fault = partial(fail_at_start, own)
-    answers = Started(tmp_path / "run", 2, *RUN, "out=null", fault=fault).finish()
-    assert [answer.code for answer in answers] == codes, answers
-    for rank, answer in enumerate(answers):
-        assert answer.out == "" and len(answer.errors) == (rank in said), answers
-        assert answer.err.startswith(f"error: {said.get(rank, '')}") or rank not in said
-
-
-def test_torchrun_does_not_hide_the_cause_of_a_rank(tmp_path: Path):
-    """It stops the other rank, which then has no cause of its own."""
-    launcher = launched(tmp_path, 2, f"{K},start,other rank", *RUN, "out=null")
-    code, (line,) = ended(launcher, tmp_path)
-    assert code == 1 and line.startswith(f"error: rank 1: {OUT_OF_RANGE}")
-
-
-def come_late(rank: int) -> None:
-    if rank == 1:
-        time.sleep(PATIENCE_S)
-
-
-def test_a_rank_that_is_stopped_while_it_waits_for_the_others(tmp_path: Path):
-    run = Started(tmp_path / "run", 2, *RUN, "out=null", fault=come_late)
-    leader, other = run.processes
-    wait_for(lambda: run.has_come(0))
-    assert leader.pid
-    os.kill(leader.pid, signal.SIGTERM)
-    leader.join(PATIENCE_S)
-    other.kill()
-    answer = run.finish()[0]
-    assert answer.code == 143
-    assert answer.err.splitlines()[-1] == "error: rank 0 was stopped by SIGTERM during start"
-
-
-def test_a_rank_that_never_comes(tmp_path: Path):
-    leader, other = Started(
-        tmp_path / "run", 2, *RUN, "out=null", "placement.timeout_s=3", fault=come_late
-    ).finish(20)
-    assert leader.code == 5 and other.code is None
-    assert "not all ranks have come; rank 0 of 2; found no rank 1 after 3 s" in leader.errors[0]
+    answers = Started(tmp_path, 2, *RUN, "out=null", fault=partial(fail_at_start, own)).finish()
+    assert [(answer.code, answer.out) for answer in answers] == [(code, "")] * 2, answers
+    assert answers[by].err.startswith(f"error: {'rank 1: ' * by}{said}")
+    assert len(answers[by].errors) == 1 and not answers[1 - by].errors
 
 
 @pytest.mark.parametrize(
@@ -240,40 +219,38 @@ def test_an_environment_that_torchrun_does_not_make(own: dict[str, str], said: s
     assert process.exitcode == 5 and line.startswith(f"error: {said}")
 
 
-ROUND = " at 0: "  # in the line of a first round in a trace
-
-
-def wait_for_round(said: Path) -> None:
-    """`said` has a rank's output, and the errors are in a file of that name beside it."""
-    wait_for(lambda: said.exists() and ROUND in said.read_text(), said.with_suffix(".err").read_text)
-
-
 def ended(launcher: Any, folder: Path) -> tuple[int, list[str]]:
-    """The exit code, and the lines of errors, once no rank is left."""
+    """torchrun's exit code, and the lines of errors, once no rank is left."""
     errors = folder / "ranks.err"
     wait_for(lambda: launcher.exitcode is not None, errors.read_text)
     pids = [int(path.read_text()) for path in folder.glob("*.pid")]
     assert len(pids) == 2, errors.read_text()
-    wait_for(lambda: not any(alive(pid) for pid in pids), errors.read_text)
+    wait_for(lambda: all(map(stands_still, pids)), errors.read_text)
     said = errors.read_text().splitlines()
     return launcher.exitcode, [line for line in said if line.startswith("error:")]
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def endless(folder: Path) -> Any:
+    """torchrun, whose ranks are at work and would never end."""
+    launcher = launched(folder, 2, ",,", *ENDLESS)
+    said, first_round = folder / "ranks.out", "0 at 0: "
+    wait_for(lambda: said.exists() and first_round in said.read_text(), (folder / "ranks.err").read_text)
+    return launcher
 
 
-def test_torchrun_leaves_nobody_behind(tmp_path: Path):
-    code, (line,) = ended(launched(tmp_path, 2, "SIGKILL,verify,other rank", *RUN), tmp_path)
-    assert code == 1 and "rank 1 is gone" in line
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("SIGKILL,verify", "error: rank 1 is gone"), (f"{K},start", f"error: rank 1: {OUT_OF_RANGE}")],
+    ids=["killed", "refused"],
+)
+def test_torchrun_leaves_nobody_behind_and_hides_no_cause(fault: str, said: str, tmp_path: Path):
+    """It stops the other rank, which then has no cause of its own."""
+    code, (line,) = ended(launched(tmp_path, 2, f"{fault},other rank", *RUN), tmp_path)
+    assert code == 1 and line.startswith(said)
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
-    launcher = launched(tmp_path, 2, ",,", *ENDLESS, "task.trace=true", "output=text")
-    wait_for_round(tmp_path / "ranks.out")
+    launcher = endless(tmp_path)
     launcher.kill()
     ended(launcher, tmp_path)
 
@@ -282,8 +259,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Path):
     """What is done is reported."""
-    launcher = launched(tmp_path, 2, ",,", *ENDLESS, "task.trace=true", "output=text")
-    wait_for_round(tmp_path / "ranks.out")
+    launcher = endless(tmp_path)
     os.kill(launcher.pid, number)
     _, (line,) = ended(launcher, tmp_path)
     assert f"was stopped by {signal.Signals(number).name}" in line
@@ -295,23 +271,16 @@ def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Pa
 def test_two_nodes_write_what_one_process_writes(command: Command, tmp_path: Path):
     """Two launchers that each start one rank, as on two machines."""
     run = (*RUN, "model.dtype=fp32", "draft.dtype=fp32", "out=null")
-    expected = json.loads(command(*run).out)
-    port = free_port()
-    words = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port}".split()
+    words = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {free_port()}".split()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    nodes = [
-        start(
-            [*TORCHRUN, *words, "--node-rank", node, LAUNCH, *run],
-            tmp_path,
-            [os.devnull, tmp_path / f"{node}.out", tmp_path / f"{node}.err"],
-            env,
-        )
-        for node in "01"
-    ]
+    nodes, said = [], [[tmp_path / f"{node}.{stream}" for stream in ("out", "err")] for node in range(2)]
+    for node, streams in enumerate(said):
+        launch = [*TORCHRUN, *words, "--node-rank", node, LAUNCH, *run]
+        nodes.append(start(launch, tmp_path, [os.devnull, *streams], env))
+    expected = command(*run).document
     for node in nodes:
         node.join(PATIENCE_S)
-    said = [[(tmp_path / f"{node}.{stream}").read_text() for stream in ("out", "err")] for node in "01"]
-    assert [node.exitcode for node in nodes] == [0, 0], said
-    found = json.loads(said[0][0])
-    assert found["outputs"] == expected["outputs"] and said[1][0] == ""
+    assert [node.exitcode for node in nodes] == [0, 0], [err.read_text() for _, err in said]
+    found = json.loads(said[0][0].read_text())
+    assert found["outputs"] == expected["outputs"] and said[1][0].read_text() == ""
     assert "over 2 ranks" in found["devices"]["model"]
