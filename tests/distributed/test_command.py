@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Command
-from tests.distributed.faults import Started
+from tests.distributed.faults import fail
+from tests.warm import Answer, Started
 
 pytestmark = pytest.mark.slow
 
@@ -23,29 +26,49 @@ def pair(saved: Any) -> tuple[str, ...]:
     return f"model={saved.sharded}", f"draft={saved.whole}", *FP32
 
 
+def on_two(folder: Path, *run: str, stdin: str = "", fault: Any = None, code: int = 0) -> Answer:
+    """The leader's answer; the other rank says nothing, and leaves with the same code."""
+    leader, other = Started(folder, 2, *run, stdin=stdin, fault=fault).finish()
+    assert (leader.code, other.code, other.out, other.err) == (code, code, "", ""), leader.err + other.err
+    return leader
+
+
 def test_two_ranks_give_one_processes_output(command: Command, saved: Any, tmp_path: Path):
     run = (*pair(saved), "task.max_new_tokens=16", "seed=5", "speculation.k=3")
     stdin = "\n".join(PROMPTS)
-    alone = command(*run, stdin=stdin.encode())
-    leader, other = Started(tmp_path / "two", 2, *run, stdin=stdin).finish()
-    assert (alone.code, leader.code, other.code) == (0, 0, 0), leader.err + other.err
-    expected, found = json.loads(alone.out), json.loads(leader.out)
+    expected = command(*run, stdin=stdin.encode()).document
+    found = on_two(tmp_path / "two", *run, stdin=stdin).document
     assert found["outputs"] == expected["outputs"] and len(found["outputs"]) == len(PROMPTS)
     for name in ("target_forwards", "draft_forwards", "tokens_committed", "config_sha256"):
         assert found[name] == expected[name], name
     assert "over 2 ranks" in found["devices"]["model"]
-    assert other.out == "" and other.err == ""
 
 
-def lines() -> str:
-    """Records of several lengths, one of them with a seed and settings of its own."""
-    own: list[dict[str, Any]] = [{}, {"temperature": 0.4, "top_k": 9, "seed": 8}, {"max_new_tokens": 3}]
-    records = [{"id": f"{i}", "prompt": PROMPTS[i % 3], **own[i % 3]} for i in range(8)]
-    return "".join(json.dumps(record) + "\n" for record in records)
+def in_the_fourth_pass(strike: Callable[[], object], rank: int) -> None:
+    """The second rank meets its fate in its fourth forward pass."""
+    from llama_ssp.models.decoder_model import DecoderModel
+
+    whole, calls = DecoderModel.logits, []
+
+    def struck(self: DecoderModel, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            strike()
+        return whole(self, *args)
+
+    if rank == 1:
+        DecoderModel.logits = struck  # type: ignore[method-assign]
+
+
+fail_in_the_target = partial(in_the_fourth_pass, fail)
+vanish_in_the_target = partial(in_the_fourth_pass, partial(os._exit, 9))
 
 
 def batch(saved: Any, folder: Path, output: str) -> tuple[str, ...]:
-    (folder / "in.jsonl").write_text(lines())
+    """Records of several lengths, some of them with a seed and settings of their own."""
+    own: list[dict[str, Any]] = [{}, {"temperature": 0.4, "top_k": 9, "seed": 8}, {"max_new_tokens": 3}]
+    records = [{"id": f"{i}", "prompt": PROMPTS[i % 3], **own[i % 3]} for i in range(8)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     where = f"task.input={folder / 'in.jsonl'}", f"task.output={folder / output}"
     return "task=batch", *pair(saved), *where, "seed=5", "task.max_new_tokens=9", "task.batch_size=2"
 
@@ -57,8 +80,7 @@ def test_a_batch_is_the_same_on_two_ranks_also_after_one_vanished(
     run = (*batch(saved, tmp_path, "two.jsonl"), "task.shard_size=3")
     leader, _ = Started(tmp_path / "first", 2, *run, fault=vanish_in_the_target).finish()
     assert leader.code == 5 and not (tmp_path / "two.jsonl").exists()
-    leader, other = Started(tmp_path / "second", 2, *run).finish()
-    assert (leader.code, other.code) == (0, 0), leader.err + other.err
+    on_two(tmp_path / "second", *run)
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 
@@ -87,42 +109,9 @@ def test_ranks_wait_together_for_a_claim_to_lapse(command: Command, saved: Any, 
     answers = (tmp_path / "out.jsonl").rename(tmp_path / "before.jsonl").read_bytes()
     claim = work / "claims" / shard.stem
     claim.write_text('{"host": "a", "machine": "b", "pid": 1, "started": "1"}')
-    leader, other = Started(tmp_path / "two", 2, *run, fault=lapses_in_a_second).finish()
-    assert (leader.code, other.code) == (0, 0), leader.err + other.err
+    leader = on_two(tmp_path / "two", *run, fault=lapses_in_a_second)
     assert "at most 60 s until it shows" in leader.err
     assert (tmp_path / "out.jsonl").read_bytes() == answers
-
-
-def fail_in_the_target(rank: int) -> None:
-    """The second rank fails in its fourth forward pass."""
-    from llama_ssp.models.decoder_model import DecoderModel
-
-    whole, calls = DecoderModel.logits, []
-
-    def failing(self: DecoderModel, *args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 4:
-            raise MemoryError("nothing left")
-        return whole(self, *args)
-
-    if rank == 1:
-        DecoderModel.logits = failing  # type: ignore[method-assign]
-
-
-def vanish_in_the_target(rank: int) -> None:
-    """The second rank is gone in its fourth forward pass, and says nothing."""
-    from llama_ssp.models.decoder_model import DecoderModel
-
-    whole, calls = DecoderModel.logits, []
-
-    def vanishing(self: DecoderModel, *args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 4:
-            os._exit(9)
-        return whole(self, *args)
-
-    if rank == 1:
-        DecoderModel.logits = vanishing  # type: ignore[method-assign]
 
 
 def compile_late(rank: int) -> None:
@@ -142,24 +131,16 @@ def compile_late(rank: int) -> None:
 @pytest.mark.long
 def test_a_rank_that_compiles_is_waited_for(saved: Any, tmp_path: Path):
     run = (*pair(saved), 'task.prompts=["hello"]', "task.max_new_tokens=4", "placement.timeout_s=15")
-    leader, other = Started(tmp_path / "run", 2, *run, fault=compile_late).finish()
-    assert (leader.code, other.code) == (0, 0), leader.err + other.err
+    on_two(tmp_path / "run", *run, fault=compile_late)
+
+
+FAILED = "rank 1 failed during verify, round 3: memory is short; found MemoryError: nothing left; free"
+GONE = "rank 1 is gone (killed by a signal, or it exited without a word); last heard of in "
 
 
 @pytest.mark.parametrize(
     ("fault", "said", "codes"),
-    [
-        (
-            fail_in_the_target,
-            "rank 1 failed during verify, round 3: memory is short; found MemoryError: nothing left; free",
-            (5, 5),
-        ),
-        (
-            vanish_in_the_target,
-            "rank 1 is gone (killed by a signal, or it exited without a word); last heard of in ",
-            (5, 9),
-        ),
-    ],
+    [(fail_in_the_target, FAILED, (5, 5)), (vanish_in_the_target, GONE, (5, 9))],
     ids=["raises", "vanishes"],
 )
 def test_a_rank_that_fails_ends_all(
@@ -188,32 +169,22 @@ def test_compared_on_two_ranks_as_in_one_process(command: Command, saved: Any, t
     """The leader shares the prompts; one rank prints."""
     run = (*pair(saved), "task=compare", "task.max_new_tokens=16", "seed=5")
     stdin = "\n".join(PROMPTS[:2])
-    alone = command(*run, stdin=stdin.encode())
-    leader, other = Started(tmp_path / "two", 2, *run, stdin=stdin).finish()
-    assert (alone.code, leader.code, other.code) == (0, 0, 0), leader.err + other.err
-    expected, found = json.loads(alone.out)["comparisons"], json.loads(leader.out)["comparisons"]
+    expected = command(*run, stdin=stdin.encode()).document["comparisons"]
+    found = on_two(tmp_path / "two", *run, stdin=stdin).document["comparisons"]
     for side in ("regular", "speculative"):
         texts = [[one[side]["token_ids"] for one in run] for run in (expected, found)]
         assert texts[0] == texts[1] and len(texts[1]) == 2
-    assert other.out == "" and other.err == ""
 
 
 def test_measured_on_two_ranks(command: Command, saved: Any, tmp_path: Path):
     """The same counts as in one process; what ranks say to each other has its time; one rank prints."""
     run = (*pair(saved), "task=measure", "task.max_new_tokens=8", "task.repeats=2", "task.ks=[2]", "seed=5")
     run = (*run, 'task.prompts=["hello","def f"]')
-    alone = command(*run)
-    leader, other = Started(tmp_path / "two", 2, *run).finish()
-    assert (alone.code, leader.code, other.code) == (0, 0, 0), leader.err + other.err
-    expected, found = json.loads(alone.out), json.loads(leader.out)
+    expected, found = command(*run).document, on_two(tmp_path / "two", *run).document
     assert found["pair"][0]["blocks_by_accepted"] == expected["pair"][0]["blocks_by_accepted"]
     assert found["alpha"] == expected["alpha"]
-    for row, speaks in (
-        (found["target_alone"], True),
-        (found["draft_alone"], False),
-        (found["pair"][0], True),
-    ):
+    rows = found["target_alone"], found["draft_alone"], found["pair"][0]
+    for row, speaks in zip(rows, (True, False, True), strict=True):
         assert row["repeats"] == 2 and row["tokens_committed"] == 2 * 2 * 8
         assert (row["time_split_ms_per_token"]["communicate"] > 0) == speaks
     assert [rank["rank"] for rank in found["plan"]["memory"]] == [0, 1]
-    assert other.out == "" and other.err == ""

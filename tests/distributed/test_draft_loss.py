@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.faults import Answer, Started, fail, kill, strike_at
+from tests.conftest import Command
+from tests.distributed.faults import fail, kill, strike_at
+from tests.warm import Answer, Started
 
-# In fp32: whoever drafts, or nobody, the text is the same.
+# Greedy, in fp32: whoever drafts, or nobody, the text is the same.
 RUN = (
     "model=tiny", "draft=tiny_draft", "model.dtype=fp32", "draft.dtype=fp32", "placement=own",
     'task.prompts=["hello","a b c"]', "task.max_new_tokens=48", "task.batch_size=2", "task.ignore_eos=true",
-    "seed=1", "output=json", "placement.draft_timeout_s=3",
+    "seed=1", "output=json", "placement.draft_timeout_s=3", "sampling.temperature=0",
 )  # fmt: skip
-GREEDY = "sampling.temperature=0"  # so that the text does not depend on the drafts
 MIDDLE = 20  # passes of the draft, after which it is slowed
 SLOWED = "from now on ten times as slow"
 LOST = "the draft is lost"
@@ -31,61 +31,47 @@ LOST = "the draft is lost"
 
 @dataclass(frozen=True)
 class Loss:
-    """What befalls the draft's rank, when, what it leaves with, and what is said of it."""
+    """What befalls the last rank, which drafts, when, what it leaves with, and what is said of it."""
 
     strike: Callable[[], None]
     phase: str
     code: int
-    said: str
+    said: str = "closed the connection"
+    world: int = 3
+    words: tuple[str, ...] = ()
 
 
+KILL, STOP = partial(kill, signal.SIGKILL), partial(kill, signal.SIGSTOP)
+SILENT = "it has not answered for 3.0 s"
 LOSSES = {
-    "killed while it drafts": Loss(partial(kill, signal.SIGKILL), "draft", -9, "closed the connection"),
-    "killed while the target verifies": Loss(partial(kill, signal.SIGKILL), "verify", -9, ""),
-    "out of memory": Loss(fail, "draft", 0, "closed the connection"),
-    "stopped": Loss(partial(kill, signal.SIGSTOP), "verify", 0, "it has not answered for 3.0 s"),
+    "killed while it drafts": Loss(KILL, "draft", -9),
+    "killed while the target verifies": Loss(KILL, "verify", -9, ""),
+    "out of memory": Loss(fail, "draft", 0),
+    "stopped": Loss(STOP, "verify", 0, SILENT),
+    "killed, of two ranks": Loss(KILL, "draft", -9, world=2),
+    "stopped, of two ranks": Loss(STOP, "verify", 0, SILENT, world=2),
+    "killed, the first of a draft in another order": Loss(
+        KILL, "draft", -9, "", words=("placement.draft_ranks=[2,1]",)
+    ),
 }
 
 
-def answers(folder: Path, world: int, *more: str, fault: Any = None) -> list[Answer]:
-    return Started(folder, world, *RUN, *more, fault=fault).finish()
-
-
-def summary(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found
-
-
 def texts(answer: Answer) -> list[list[int]]:
-    return [output["token_ids"] for output in summary(answer)["outputs"]]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[int]]]:
-    whole = {}
-    for world in (2, 3):
-        found = answers(tmp_path_factory.mktemp("whole") / "run", world, GREEDY)
-        assert [answer.code for answer in found] == [0] * world and LOST not in found[0].err
-        assert summary(found[0])["overlap"]["draft_lost"] is None
-        whole[world] = texts(found[0])
-    return whole
+    return [output["token_ids"] for output in answer.document["outputs"]]
 
 
 @pytest.mark.few(2)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "world"), [*((name, 3) for name in LOSSES), ("killed while it drafts", 2), ("stopped", 2)]
-)
-def test_the_target_goes_on_alone(
-    name: str, world: int, tmp_path: Path, undisturbed: dict[int, list[list[int]]]
-):
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_target_goes_on_alone(name: str, command: Command, tmp_path: Path):
+    """With the text of one process."""
     loss = LOSSES[name]
-    strike = partial(strike_at, world - 1, loss.phase, loss.strike)
-    found = answers(tmp_path / "run", world, GREEDY, fault=strike)
-    assert [answer.code for answer in found] == [0] * (world - 1) + [loss.code], found
-    assert texts(found[0]) == undisturbed[world]
+    strike = partial(strike_at, loss.world - 1, loss.phase, loss.strike)
+    found = Started(tmp_path, loss.world, *RUN, *loss.words, fault=strike).finish()
+    assert [answer.code for answer in found] == [0] * (loss.world - 1) + [loss.code], found
+    assert texts(found[0]) == texts(command(*RUN, "placement=auto"))
     assert found[0].err.count(LOST) == 1 and loss.said in found[0].err
-    told = summary(found[0])
+    told = found[0].document
     assert told["status"] == "done" and loss.said in told["overlap"]["draft_lost"]
     assert told["tokens_committed"] == 96 and not any(a.errors for a in found[:-1])
 
@@ -110,26 +96,20 @@ def slowly(victim: int, rank: int) -> None:
     DraftModel._forward = slow  # type: ignore[method-assign]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_slow_draft_is_waited_for(world: int, tmp_path: Path, undisturbed: dict[int, list[list[int]]]):
-    found = answers(tmp_path / "run", world, GREEDY, fault=partial(slowly, world - 1))
-    assert [answer.code for answer in found] == [0] * world and texts(found[0]) == undisturbed[world]
+def test_a_slow_draft_is_waited_for(world: int, command: Command, tmp_path: Path):
+    found = Started(tmp_path, world, *RUN, fault=partial(slowly, world - 1)).finish()
+    assert [answer.code for answer in found] == [0] * world
+    assert texts(found[0]) == texts(command(*RUN, "placement=auto"))
     assert LOST not in found[0].err and SLOWED in found[-1].err
-    assert summary(found[0])["overlap"]["draft_lost"] is None
+    assert found[0].document["overlap"]["draft_lost"] is None
 
 
 @pytest.mark.slow
 def test_who_wants_it_stops_with_the_draft(tmp_path: Path):
     strike = partial(strike_at, 1, "draft", partial(os._exit, 7))
-    found = answers(tmp_path / "run", 2, GREEDY, "placement.on_draft_loss=stop", fault=strike)
+    found = Started(tmp_path, 2, *RUN, "placement.on_draft_loss=stop", fault=strike).finish()
     assert [answer.code for answer in found] == [5, 7]
     assert len(found[0].errors) == 1 and "rank 1 is gone" in found[0].errors[0]
-
-
-@pytest.mark.slow
-def test_the_draft_may_be_listed_in_any_order(tmp_path: Path, undisturbed: dict[int, list[list[int]]]):
-    strike = partial(strike_at, 2, "draft", partial(kill, signal.SIGKILL))
-    found = answers(tmp_path / "run", 3, GREEDY, "placement.draft_ranks=[2,1]", fault=strike)
-    assert [answer.code for answer in found] == [0, 0, -9], found
-    assert texts(found[0]) == undisturbed[2] and LOST in found[0].err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 
 from tests import checkpoints
 from tests.conftest import Command
-from tests.distributed.faults import Started
 from tests.distributed.test_command import FP32, PROMPTS
 from tests.test_gguf import made, rewritten
 from tests.test_gguf_tokenizer import byte_level
+from tests.warm import Answer, Started
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +32,10 @@ def both(folder: Path, name: str = "llama") -> tuple[Path, Path]:
     return path, folder / "plain"
 
 
-def outputs(answer: str) -> Any:
-    return [
-        (each["output_tokens"], each["text"], each["token_ids"]) for each in json.loads(answer)["outputs"]
-    ]
+def outputs(answer: Answer) -> Any:
+    texts = [(each["output_tokens"], each["text"], each["token_ids"]) for each in answer.document["outputs"]]
+    assert len(texts) == 3
+    return texts
 
 
 def run(path: Path, *more: str) -> tuple[str, ...]:
@@ -47,18 +46,15 @@ def run(path: Path, *more: str) -> tuple[str, ...]:
 def test_texts_are_those_of_the_decoded_weights(command: Command, tmp_path: Path) -> None:
     path, plain = both(tmp_path)
     stdin = "\n".join(PROMPTS)
-    expected = command(*run(plain), stdin=stdin.encode())
+    expected = outputs(command(*run(plain), stdin=stdin.encode()))
     for given in (path, path.parent):
-        found = command(*run(given), stdin=stdin.encode())
-        assert (expected.code, found.code) == (0, 0), found.err
-        assert outputs(found.out) == outputs(expected.out) and len(outputs(found.out)) == 3
-    for world in (2, 3):
-        leader, *others = Started(tmp_path / f"{world}", world, *run(path), stdin=stdin).finish()
-        assert {leader.code, *(other.code for other in others)} == {0}, leader.err
-        assert outputs(leader.out) == outputs(expected.out)
+        assert outputs(command(*run(given), stdin=stdin.encode())) == expected
+    answers = Started(tmp_path / "ranks", 3, *run(path), stdin=stdin).finish()
+    assert {answer.code for answer in answers} == {0}, answers[0].err
+    assert outputs(answers[0]) == expected
     planned = command(*run(path.parent, "task=plan", "task.prompt_tokens=20", "task.max_new_tokens=8"))
     assert planned.code == 0, planned.err
-    assert json.loads(planned.out)["vocabulary"]["refused"] is None
+    assert planned.document["vocabulary"]["refused"] is None
 
 
 def test_other_splittings_are_refused(command: Command, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from llama_ssp.errors import FAILED_CHECK
 from tests.conftest import Command
-from tests.distributed.faults import Started
-from tests.distributed.test_command import pair
+from tests.distributed.test_command import on_two, pair
 
 pytestmark = pytest.mark.slow
 
@@ -19,12 +17,7 @@ CERTIFY = (
     "task=certify", "seed=5", "speculation.k=3", 'task.prompts=["hello","def f"]', "task.samples=24",
     "task.max_new_tokens=4", "task.law_tokens=8", "task.law_rounds=6", "task.greedy_tokens=8",
 )  # fmt: skip
-AGREE = (
-    "task=agree",
-    "seed=5",
-    'task.prompts=["hello","def f","a quick brown fox"]',
-    "task.max_new_tokens=16",
-)
+AGREE = ("task=agree", "seed=5", 'task.prompts=["hello","def f","a fox"]', "task.max_new_tokens=16")
 
 
 def accept_all(rank: int) -> None:
@@ -45,29 +38,21 @@ def certificate(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_two_ranks_certify_as_one(command: Command, saved: Any, tmp_path: Path) -> None:
     run = (*pair(saved), *CERTIFY)
-    alone = json.loads(command(*run).out)
-    leader, other = Started(tmp_path / "two", 2, *run).finish()
-    assert (leader.code, other.code) == (0, 0), leader.err + other.err
-    found = json.loads(leader.out)
+    alone, found = command(*run).document, on_two(tmp_path / "two", *run).document
     assert certificate(found) == certificate(alone) and found["verdict"] == alone["verdict"]
     assert [c["outcome"] for c in found["checks"] if c["name"] == "law"] == ["passed"]
-    assert (other.out, other.err) == ("", "")
 
 
 def test_every_rank_leaves_with_the_verdict(saved: Any, tmp_path: Path) -> None:
-    answers = Started(tmp_path / "two", 2, *pair(saved), *CERTIFY, fault=accept_all).finish()
-    assert [answer.code for answer in answers] == [FAILED_CHECK] * 2, answers[0].err + answers[1].err
-    assert json.loads(answers[0].out)["verdict"] == "different"
+    run = (*pair(saved), *CERTIFY)
+    leader = on_two(tmp_path / "two", *run, fault=accept_all, code=FAILED_CHECK)
+    assert leader.document["verdict"] == "different"
 
 
 def test_two_ranks_agree_as_one(command: Command, saved: Any, tmp_path: Path) -> None:
     run = (*pair(saved), *AGREE)
-    alone = json.loads(command(*run).out)
-    leader, other = Started(tmp_path / "two", 2, *run).finish()
-    assert (leader.code, other.code) == (0, 0), leader.err + other.err
-    found = json.loads(leader.out)
+    alone, found = command(*run).document, on_two(tmp_path / "two", *run).document
     for one, same in zip(found["prompts"], alone["prompts"], strict=True):
         assert one["token_ids"] == same["token_ids"] and one["finish_reason"] == same["finish_reason"]
         assert one["fork"] == same["fork"]
     assert found["target_forwards"] == alone["target_forwards"]
-    assert other.out == ""
