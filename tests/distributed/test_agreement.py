@@ -107,38 +107,31 @@ def same(run: Run, expected: Run) -> bool:
     )  # fmt: skip
 
 
+def ended(models: Models) -> Case:
+    """With ends inside blocks, so that rows end at different times."""
+    free = models.expected(Case(4, 4, SAMPLED))
+    return Case(4, 4, SAMPLED, ends=frozenset({free.texts[0][6], free.texts[1][11]}))
+
+
 @pytest.mark.few(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_placement_writes_what_one_process_writes(name: str, models: Models):
-    """With ends inside blocks, so that rows end at different times."""
-    free = models.expected(CASES[-1])
-    ends = frozenset({free.texts[0][6], free.texts[1][11]})
-    for case in (Case(4, 4, SAMPLED, ends=ends), Case(4, 1)):
+    """Every case on every other placement: each placement has every pair of K, rows and sampling."""
+    turn = list(PLACEMENTS).index(name)
+    for number, case in enumerate([*CASES, ended(models)]):
+        if number < MATRIX and (number + number // 2 + number // 4 + turn) % 2:
+            continue
         expected = models.expected(case)
         for run in on_placement(models, name, case):
             assert same(run, expected), case
     assert expected.drafted > expected.accepted > 0
 
 
-@pytest.mark.few(3)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_every_placement_in_every_case(name: str, models: Models):
-    """Every case on every other placement: each placement has every pair of K, rows and sampling."""
-    turn = list(PLACEMENTS).index(name)
-    for number, case in enumerate(CASES):
-        if number < MATRIX and (number + number // 2 + number // 4 + turn) % 2:
-            continue
-        expected = models.expected(case)
-        for run in on_placement(models, name, case):
-            assert same(run, expected), case
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["3 leader", "3 split over 2", "2 copies", "2+2 own"])
 def test_rows_are_refilled_alike_on_every_rank(name: str, models: Models):
-    free = models.expected(Case(4, 4, SAMPLED))
-    case = Case(4, 4, SAMPLED, ends=frozenset({free.texts[0][6], free.texts[1][11]}))
+    case = ended(models)
     expected = dict(zip("0123", models.expected(case).texts, strict=True))
     assert all(found == expected for found in models.open(name).run(refilled, case))
 
@@ -157,20 +150,6 @@ def test_a_round_has_one_message(name: str, k: int, models: Models):
         if isinstance(asked, ThreadRank) and not pair.roles.drafts_apart:
             assert asked.counts["messages"] == (run.rounds + 1 if k else 0)
             assert asked.counts["sums"] == asked.counts["gathers"] == 0
-
-
-@pytest.mark.parametrize("overlap", [Overlap.off, Overlap.ahead])
-def test_a_split_draft_apart_computes_in_step(overlap: Overlap, models: Models):
-    """Its first rank passes on what the leader says, and tells the others each pass, and the last."""
-    runs = on_placement(models, "2+2 own", Case(4, overlap=overlap))
-    held = models.open("2+2 own").held
-    drafting = [pair.roles.draft for pair, _ in held if isinstance(pair.roles.draft, ThreadRank)]
-    passes = [run.draft_forwards for run, (pair, _) in zip(runs, held, strict=True) if pair.draft]
-    assert len(drafting) == 2 and passes[0] == passes[1]
-    ends = runs[0].rounds * (1 if overlap is Overlap.off else 2)
-    for rank in drafting:
-        assert rank.counts["sums"] == passes[0] * (1 + 2 * LAYERS)
-        assert rank.counts["messages"] <= passes[0] + ends + runs[0].rounds + 1
 
 
 @pytest.mark.few(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -14,18 +15,20 @@ from llama_ssp.tasks.interactive import while_others_wait
 from tests.distributed.threads import ThreadRank, ranks_of, together
 
 
-def nothing() -> list[int]:
-    raise AssertionError("only the leader works")
+def asked(ranks: list[ThreadRank], work: Callable[[], list[int]]) -> list[list[int]]:
+    """What each rank gets; only the leader works."""
+
+    def nothing() -> list[int]:
+        raise AssertionError("only the leader works")
+
+    jobs = [partial(while_others_wait, rank, work if rank.is_leader else nothing) for rank in ranks]
+    return together(jobs, ranks)
 
 
-def jobs(ranks: list[ThreadRank], work: Callable[[], list[int]]) -> list[Callable[[], list[int]]]:
-    return [lambda rank=rank: while_others_wait(rank, work if rank.is_leader else nothing) for rank in ranks]
-
-
-def test_every_rank_gets_what_the_leader_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_gets_what_the_leader_found() -> None:
     ranks = ranks_of(3)
-    assert together(jobs(ranks, lambda: [7, 0, 8]), ranks) == [[7, 0, 8]] * 3
-    assert together(jobs(ranks, lambda: []), ranks) == [[]] * 3
+    assert asked(ranks, lambda: [7, 0, 8]) == [[7, 0, 8]] * 3
+    assert asked(ranks, lambda: []) == [[]] * 3
     assert while_others_wait(ALONE, lambda: [1]) == [1]
 
 
@@ -47,7 +50,7 @@ def test_the_others_are_told_that_all_is_well(monkeypatch: pytest.MonkeyPatch) -
         assert enough.wait(30)
         return [5]
 
-    assert together(jobs(ranks, work), ranks) == [[5], [5]]
+    assert asked(ranks, work) == [[5], [5]]
     assert ranks[1].counts["messages"] == ranks[0].counts["messages"] >= 4
 
 

@@ -108,23 +108,22 @@ def test_formats_that_it_does_not_compute_in(dtype: Dtype):
         load_deepspeed(MADE, None, dtype, CPU, "model", ALONE)
 
 
-def test_not_installed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(
-        DistributedError, match=r"DeepSpeed is not installed.*pip install 'llama-ssp\[deepspeed\]'"
-    ):
+class Failing:
+    @staticmethod
+    def init_inference(*_: Any, **__: Any) -> None:
+        raise AssertionError("AutoTP not supported for model.\nPlease use kernel injection")
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [(None, "DeepSpeed is not installed.*pip install 'llama-ssp\\[deepspeed\\]'"),
+     (Failing, "DeepSpeed cannot cut the model; model made; found AutoTP")],
+)  # fmt: skip
+def test_a_package_that_is_not_there_or_fails_is_one_line(
+    module: Any, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    monkeypatch.setattr(autotp, "_imported", (lambda _: module) if module else autotp._imported)
+    with pytest.raises(DistributedError, match=said) as refused:
         load_deepspeed(MADE, None, Dtype.fp32, CPU, "model", ALONE)
-
-
-def test_what_it_does_not_cut_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch):
-    class Failing:
-        @staticmethod
-        def init_inference(*_: Any, **__: Any) -> None:
-            raise AssertionError("AutoTP not supported for model.\nPlease use kernel injection")
-
-    monkeypatch.setattr(autotp, "_imported", lambda _: Failing)
-    with pytest.raises(
-        DistributedError, match="DeepSpeed cannot cut the model; model made; found AutoTP"
-    ) as no:
-        load_deepspeed(MADE, None, Dtype.fp32, CPU, "model", ALONE)
-    assert "\n" not in str(no.value)
+    assert "\n" not in str(refused.value)

@@ -19,14 +19,14 @@ from llama_ssp.models.loader import load
 from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import NF4_BLOCK, ROWS, Cut, Span, head_ranges, mlp_share, require_split
-from tests.distributed.test_tensor import randomised_biases, walked
-from tests.distributed.threads import ranks_of, together
+from tests.distributed.test_tensor import SMALL as MODEL
+from tests.distributed.test_tensor import on_all, parts_of, randomised_biases, walked
+from tests.distributed.threads import ranks_of
 from tests.families import build
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-MODEL = ModelConf(name="small")
 NO_WORSE = 1.1
 NEEDS = {Dtype.int4: [pytest.mark.compiler]}
 DTYPES = [pytest.param(dtype, marks=NEEDS.get(dtype, ())) for dtype in QUANTISED]
@@ -95,9 +95,9 @@ def rows_of(config: Any, world: int, rank: int) -> dict[str, Cut]:
 def test_parts_hold_the_whole_layers_numbers_and_lose_no_accuracy(
     name: str, world: int, dtype: Dtype, folders: dict[str, Path]
 ):
-    folder, ranks = folders[name], ranks_of(world)
+    folder = folders[name]
     plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, dtype))
-    parts = [load(MODEL, folder, dtype, CPU, "model", rank) for rank in ranks]
+    parts, ranks = parts_of(folder, world, dtype)
     for rank, part in enumerate(parts):
         for block, full in zip(part.decoder.blocks, whole.decoder.blocks, strict=True):
             for layer, cut in rows_of(plain.config, world, rank).items():
@@ -111,7 +111,7 @@ def test_parts_hold_the_whole_layers_numbers_and_lose_no_accuracy(
         assert part.decoder.head.product.weight.dtype is torch.bfloat16
     exact = walked(plain)
     single = off(walked(whole), exact)
-    found = together([lambda part=part: walked(part) for part in parts], ranks)
+    found = on_all(parts, ranks)
     assert 0 < single < 1
     for logits in found:
         assert off(logits, exact) <= NO_WORSE * single
@@ -132,9 +132,7 @@ def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
     assert len(layers) == 2 * 4
     expected, exact = walked(whole), walked(load(MADE, None, Dtype.bf16, CPU, "model"))
     assert off(expected, exact) < 0.02
-    ranks = ranks_of(2)
-    parts = [load(MADE, None, dtype, CPU, "model", rank) for rank in ranks]
-    for logits in together([lambda part=part: walked(part) for part in parts], ranks):
+    for logits in on_all(*parts_of(None, 2, dtype, MADE)):
         assert off(logits, exact) < 0.02
 
 
@@ -148,7 +146,7 @@ def test_parts_multiply_with_our_kernel_and_lose_no_accuracy(folders: dict[str, 
         inner = [layer.product for layer in parts[0].decoder.modules() if isinstance(layer, Summed)]
         assert inner and all(isinstance(layer, CodedLinear) for layer in inner)
         exact = walked(plain)
-        found = together([lambda part=part: walked(part) for part in parts], ranks)
+        found = on_all(parts, ranks)
         assert off(found[0], exact) <= NO_WORSE * off(walked(whole), exact)
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -169,13 +167,9 @@ def test_parts_of_blocks_are_refused_before_anything_is_read():
 
 def test_a_checkpoint_of_unknown_shape_is_refused_too(tmp_path: Path):
     build("llama-gqa").save_pretrained(tmp_path)  # inputs of 32 and 48
-    for how in (lambda: load(MODEL, tmp_path, Dtype.nf4, CPU, "model"), lambda: parts(tmp_path)):
+    for world in (1, 2):
         with pytest.raises(ModelError, match=f"whole blocks of nf4; .*allowed a multiple of {NF4_BLOCK}"):
-            how()
-
-
-def parts(folder: Path) -> list[Any]:
-    return [load(MODEL, folder, Dtype.nf4, CPU, "model", rank) for rank in ranks_of(2)]
+            parts_of(tmp_path, world, Dtype.nf4)
 
 
 def test_outputs_that_the_fast_kernel_does_not_take(tmp_path: Path):

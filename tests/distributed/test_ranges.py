@@ -26,12 +26,6 @@ def test_shares_follow_one_another_and_differ_by_one_unit(total: int, world: int
     assert max(units) - min(units) <= 1
 
 
-def test_thirty_billion_over_eight():
-    """LLaMA-30B: 52 heads, an MLP of 17920."""
-    assert [head_ranges(52, 52, 8, rank).queries for rank in range(8)] == [7, 7, 7, 7, 6, 6, 6, 6]
-    assert sizes([mlp_share(17920, 8, rank) for rank in range(8)]) == [2240] * 8
-
-
 def test_mlp_keeps_to_its_unit_as_long_as_no_rank_is_empty():
     assert sizes([mlp_share(687, 4, rank) for rank in range(4)]) == [192, 192, 192, 111]
     assert sizes([mlp_share(48, 3, rank) for rank in range(3)]) == [16, 16, 16]

@@ -20,7 +20,7 @@ from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.formats.coded import taken
-from llama_ssp.models.loader import load
+from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.sharding import Cut
 from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.models.synthetic import build as build_synthetic
@@ -231,6 +231,12 @@ def test_a_tied_head_is_held_once(folder_of: Any):
         assert part.decoder.head.product.weight.data_ptr() == part.decoder.embedding.weight.data_ptr()
 
 
+def planned_bytes(model: ModelConf, world: int, rank: int, dtype: Dtype) -> int:
+    """The plan's bytes of a rank's weights; it counts a buffer that is no weight, too."""
+    planned = held(ModelPart.of(model, world, rank), dtype)
+    return sum(planned.values()) - planned.get(BUFFERS, 0)
+
+
 @pytest.mark.parametrize("family", TESTED_FAMILIES)
 def test_parts_have_the_planned_sizes(family: str):
     model = synthetic(family)
@@ -239,9 +245,8 @@ def test_parts_have_the_planned_sizes(family: str):
     module = build_synthetic(model, torch.float32)
     assert parameters(model) == sum(p.numel() for p in module.parameters())
     for rank in (ALONE, *ranks_of(3)):
-        planned = held(ModelPart.of(model, rank.world, rank.rank), Dtype.fp32)
-        part = decoder(config, source, rank)
-        assert sum(planned.values()) - planned.get(BUFFERS, 0) == sum(p.nbytes for p in part.parameters())
+        size = sum(p.nbytes for p in decoder(config, source, rank).parameters())
+        assert size == planned_bytes(model, rank.world, rank.rank, Dtype.fp32)
 
 
 class Sliced:
@@ -269,6 +274,24 @@ def test_synthetic_weights_are_made_by_slices(family: str, role: str):
     expected = walked(load(model, None, Dtype.fp32, CPU, role))
     for found in on_all(*parts_of(None, 3, model=model, role=role)):
         require_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama-mha", "llama-tied", "gemma2", "opt", "gpt_neo", "gpt_neox", "qwen3"]
+)
+def test_other_ranks_of_a_draft_need_not_know_the_tokens(family: str, folder_of: Any):
+    """The first one alone looks them up; the others compute their share of what they do not see."""
+
+    def logits(model: Any, tokens: Tensor) -> Tensor:
+        return model.logits(tokens, Feed((0,) * 2, (7, 4), 10, CPU), model.new_cache(2, 10), last_only=False)
+
+    tokens = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(2))
+    whole = logits(load(SMALL, folder_of(family), Dtype.fp32, CPU, DRAFT), tokens)
+    parts, ranks = parts_of(folder_of(family), 2, role=DRAFT)
+    assert [part.decoder.embedding.weight.shape[0] for part in parts] == [VOCAB, 1]
+    seen = tokens, torch.zeros_like(tokens)
+    for found in together([partial(logits, *given) for given in zip(parts, seen, strict=True)], ranks):
+        require_close([found[0], found[1, :4]], [whole[0], whole[1, :4]])
 
 
 def logits_on(ranks: Ranks, folders: dict[str, Path]) -> dict[str, list[Any]]:
