@@ -103,11 +103,8 @@ def test_a_pod_passes_term_on_and_waits(tmp_path: Path):
     left = f"trap 'sleep 0.2; echo 143 >\"${CODE_FILE}\"; exit 1' TERM"
     pod = started(tmp_path, f"{left}\ntouch up\nwhile :; do sleep 0.05; done")
     wait_for((tmp_path / "up").exists)
-    status = Path(f"/proc/{pod.pid}/status")
-    caught = re.compile(r"SigCgt:\s*(\w+)")
-    wait_for(
-        lambda: int(caught.findall(status.read_text())[0], 16) >> (signal.SIGTERM - 1) & 1
-    )  # the trap is set
+    status, caught = Path(f"/proc/{pod.pid}/status"), re.compile(r"SigCgt:\s*(\w+)")
+    wait_for(lambda: int(*caught.findall(status.read_text()), 16) >> (signal.SIGTERM - 1) & 1)
     pod.terminate()
     assert pod.wait(60) == 143
 
@@ -118,7 +115,5 @@ def test_the_command_of_a_pod_is_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os.path, "isdir", lambda path: str(path).startswith("/data/") or is_folder(path))
     command = SCRIPT.partition("-m llama_ssp ")[2].partition(" &\n")[0].replace("\\\n", "")
     with Door().open() as door:
-        code, errors, runs = door(shlex.split(command))
-    assert code == 0, errors
-    (run,) = runs
-    assert run.task.name == "batch" and run.seed is not None
+        code, errors, (run,) = door(shlex.split(command))
+    assert code == 0 and run.task.name == "batch" and run.seed is not None, errors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import UsageError
 from tests.processes import kill, wait_for
 from tests.slurm.jobs import COMMAND, RECORDS, Batches
-from tests.warm import ROOT, start
+from tests.warm import LAUNCH, Answer, start
 
 
 def run_of(**cluster: Any) -> RunConf:
@@ -34,27 +34,18 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_gpus_are_dealt_out(four_gpus: None, monkeypatch: pytest.MonkeyPatch):
+def test_gpus_are_dealt_out_where_there_are_some(four_gpus: None, monkeypatch: pytest.MonkeyPatch):
     assert _dealt(run_of(groups=2)) == [["0", "1"], ["2", "3"]]
     assert _dealt(run_of(groups=2, gpus=1)) == [["0"], ["1"]]
+    for too_many in ({"groups": 5}, {"groups": 2, "gpus": 3}):
+        with pytest.raises(UsageError, match="too few GPUs"):
+            _dealt(run_of(**too_many))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
     assert _dealt(run_of(groups=4)) == [["7"], ["5"], ["3"], ["1"]]
-
-
-def test_without_gpus_none_are_dealt_out(four_gpus: None, monkeypatch: pytest.MonkeyPatch):
     assert _dealt(run_of(groups=2, gpu="cpu")) == [None, None]
-    on_cpu = RunConf(
-        cluster=ClusterConf(groups=2), placement=PlacementConf(target_device="cpu"), task=BatchConf(name="b")
-    )
-    assert _dealt(on_cpu) == [None, None]
+    assert _dealt(replace(run_of(groups=2), placement=PlacementConf(target_device="cpu"))) == [None, None]
     monkeypatch.setattr(groups, "gpus_here", list)
     assert _dealt(run_of(groups=3)) == [None] * 3
-
-
-@pytest.mark.parametrize("cluster", [{"groups": 5}, {"groups": 2, "gpus": 3}])
-def test_more_groups_than_gpus(four_gpus: None, cluster: dict[str, int]):
-    with pytest.raises(UsageError, match="too few GPUs"):
-        _dealt(run_of(**cluster))
 
 
 def test_the_command_of_one_group_replaces_what_is_its_own():
@@ -111,17 +102,15 @@ def test_what_groups_counted_is_summed_up(tmp_path: Path):
     assert killed.has_ended(1) and killed.code == 137 and not killed.figures
 
 
-def started(home: Path, *overrides: str) -> Any:
-    """The command; what it says goes to two files."""
-    words = [ROOT / "launch" / "run.py", *COMMAND, *overrides]
-    return start(
-        words, home, [os.devnull, home / "out", home / "err"], {**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-
-
-def ranks_of(parent: int) -> list[int]:
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii").split()
-    return [int(child) for child in children]
+def started(batches: Batches) -> tuple[Any, list[int]]:
+    """The command with two groups, at work, and its ranks; what it says goes to two files."""
+    home = batches.home
+    words = [LAUNCH, *COMMAND, "cluster.groups=2", "cluster.gpu=cpu"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = start(words, home, [os.devnull, home / "out", home / "err"], env)
+    batches.wait_for_records(2)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
+    return process, [int(child) for child in children]
 
 
 @pytest.mark.long
@@ -130,14 +119,13 @@ def test_two_groups_one_of_which_is_killed(tmp_path: Path):
         (tmp_path / name).mkdir()
     expected = Batches(tmp_path / "calm").alone()
     batches = Batches(tmp_path / "shared")
-    process = started(batches.home, "cluster.groups=2", "cluster.gpu=cpu")
-    batches.wait_for_records(2)
-    kill(ranks_of(process.pid)[0])
+    process, ranks = started(batches)
+    kill(ranks[0])
     process.join(300)
     out, err = ((batches.home / name).read_text() for name in ("out", "err"))
     assert process.exitcode == 0, err
     assert batches.output.read_bytes() == expected
-    document = Batches.document(subprocess.CompletedProcess([], 0, out))
+    document = Answer(0, out, err).document
     assert document["status"] == "done" and document["failures"] == 1
     assert document["records_finished"] == RECORDS and "started again" in err
     assert 0 < document["tokens_committed"] <= 48 * RECORDS and f"records     {RECORDS} of" in out
@@ -149,9 +137,7 @@ def test_two_groups_one_of_which_is_killed(tmp_path: Path):
 def test_groups_end_with_the_command_and_go_on_with_the_next(number: int, tmp_path: Path):
     """A killed command takes its groups with it; they have stopped in good order."""
     batches = Batches(tmp_path)
-    process = started(tmp_path, "cluster.groups=2", "cluster.gpu=cpu")
-    batches.wait_for_records(2)
-    ranks = ranks_of(process.pid)
+    process, ranks = started(batches)
     os.kill(process.pid, number)
     process.join(120)
     assert process.exitcode == (143 if number == signal.SIGTERM else -number)

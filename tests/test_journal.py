@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
 import socket
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +37,12 @@ def manifest(**changes: Any) -> Manifest:
 
 def answer(index: int) -> dict[str, Any]:
     return {"id": f"a/{index}\n", "text": "é" * (index % 7) + "\u2028", "output_tokens": index}
+
+
+def begun(folder: Path) -> tuple[Journal, Attempt]:
+    """A job, and an attempt at its first shard."""
+    job = Journal.begin(folder, manifest())
+    return job, job.attempt(job.manifest.shards[0])
 
 
 def work(folder: Path, output: Path) -> int:
@@ -71,70 +80,49 @@ def in_child(job: Any) -> int:
 
 
 class Deadly:
-    """Counts bytes and calls on the way to the disk, and kills the process at one of them."""
+    """Counts bytes, and files that are opened, named or removed, and kills the process at one of them."""
+
+    STEPS = frozenset({"open", "os.link", "os.rename", "os.remove"})
 
     def __init__(self, at: int) -> None:
         self.left = at
-        self.write, self.fsync, self.link, self.replace = os.write, os.fsync, os.link, os.replace
 
     def spend(self, cost: int) -> int:
+        """How much of it goes before the end."""
         allowed = min(cost, self.left)
         self.left -= allowed
         return allowed
 
     def install(self) -> None:
-        """In the child alone: every write, sync and new name goes through here."""
-        from llama_ssp.batch import atomic_files as files
-        from llama_ssp.batch import attempt_log as parts
-
-        def opened(path: Path, mode: str = "r", **_: Any) -> Any:
-            flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if "x" in mode else os.O_TRUNC)
-            return _Handle(os.open(path, flags, 0o644), self)
-
+        """In the child alone."""
         whole = Path.open
 
-        def patched(path: Path, mode: str = "r", *args: Any, **how: Any) -> Any:
-            return opened(path, mode) if set(mode) & set("wx") else whole(path, mode, *args, **how)
+        def opened(path: Path, mode: str = "r", *args: Any, **how: Any) -> Any:
+            if "b" in mode and set(mode) & set("wxa"):
+                return _File(path, mode.replace("b", ""), self)
+            return whole(path, mode, *args, **how)
 
-        Path.open = patched  # type: ignore[method-assign, assignment]
-        files.os.fsync = parts.os.fsync = lambda handle: self.step(lambda: self.fsync(handle))
-        files.os.link = lambda a, b: self.step(lambda: self.link(a, b))
+        def step(event: str, _: Any) -> None:
+            if event in self.STEPS and not self.spend(1):
+                os._exit(KILLED)
 
-    def step(self, act: Any) -> Any:
-        if not self.spend(1):
-            os._exit(KILLED)
-        return act()
+        Path.open = opened  # type: ignore[method-assign, assignment]
+        sys.addaudithook(step)
 
 
-class _Handle:
+class _File(io.FileIO):
     """An unbuffered file whose writes may stop in their middle, for good."""
 
-    def __init__(self, number: int, deadly: Deadly) -> None:
-        self.number, self.deadly, self.closed = number, deadly, False
+    def __init__(self, path: Path, mode: str, deadly: Deadly) -> None:
+        super().__init__(path, mode)
+        self._deadly = deadly
 
-    def __enter__(self) -> _Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def write(self, data: bytes) -> int:
-        allowed = self.deadly.spend(len(data))
-        self.deadly.write(self.number, data[:allowed])
+    def write(self, data: Any) -> int:
+        allowed = self._deadly.spend(len(data))
+        super().write(data[:allowed])
         if allowed < len(data):
             os._exit(KILLED)
         return allowed
-
-    def flush(self) -> None:
-        pass
-
-    def fileno(self) -> int:
-        return self.number
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self.number)
-            self.closed = True
 
 
 @pytest.mark.long
@@ -159,21 +147,10 @@ def test_kill_at_two_hundred_points(tmp_path: Path):
         assert len(set(ids)) == len(ids) == RECORDS
 
 
-def test_what_was_finished_is_not_computed_again(tmp_path: Path):
-    journal = Journal.begin(tmp_path / "job", manifest())
-    attempt = journal.attempt(journal.manifest.shards[0])
-    attempt.begin([0, 1, 2])
-    for index in (0, 1):
-        attempt.finish(index, answer(index))
-    assert work(tmp_path / "job", tmp_path / "out.jsonl") == RECORDS - 2
-    assert (tmp_path / "out.jsonl").read_bytes() == undisturbed(tmp_path)
-
-
 def test_what_any_earlier_attempt_finished_is_not_computed_again(tmp_path: Path):
     """Three attempts, each killed after a record of its own: the fourth has two left."""
-    journal = Journal.begin(tmp_path / "job", manifest())
     for index in range(3):
-        attempt = journal.attempt(journal.manifest.shards[0])
+        attempt = begun(tmp_path / "job")[1]
         assert attempt.missing == list(range(index, SHARD))
         attempt.begin(attempt.missing[:2])
         attempt.finish(index, answer(index))
@@ -182,22 +159,20 @@ def test_what_any_earlier_attempt_finished_is_not_computed_again(tmp_path: Path)
 
 
 def test_failures_are_counted_by_record_and_orderly_ends_are_none(tmp_path: Path):
-    journal = Journal.begin(tmp_path, manifest())
-    shard = journal.manifest.shards[1]
-    for orderly in (False, True, False):
-        attempt = journal.attempt(shard)
-        attempt.begin([5, 6])
-        if not orderly:
-            attempt.finish(6, answer(6)) if attempt.failures else None
+    for finished, orderly in (((), False), ((), True), ((1,), False)):
+        attempt = begun(tmp_path)[1]
+        attempt.begin([0, 1])
+        for index in finished:
+            attempt.finish(index, answer(index))
         if orderly:
             attempt.leave()
-    assert journal.attempt(shard).failures == {5: 2, 6: 1}
+    assert begun(tmp_path)[1].failures == {0: 2, 1: 1}
 
 
 def test_the_first_attempt_to_end_publishes(tmp_path: Path):
-    journal = Journal.begin(tmp_path, manifest())
-    shard = journal.manifest.shards[0]
-    both = [journal.attempt(shard, name) for name in ("a", "b")]
+    job = Journal.begin(tmp_path, manifest())
+    shard = job.manifest.shards[0]
+    both = [job.attempt(shard, name) for name in ("a", "b")]
     for number, attempt in enumerate(both):
         for index in attempt.missing:
             attempt.finish(index, {**answer(index), "by": number})
@@ -216,7 +191,7 @@ def test_a_name_whose_reply_was_lost_is_this_calls_own(tmp_path: Path, monkeypat
         link(source, name)
 
     monkeypatch.setattr(atomic_files.os, "link", twice)
-    atomic_files.require_file_system(tmp_path)
+    require_file_system(tmp_path)
     assert [atomic_files.write_once(tmp_path / "a", data) for data in (b"1", b"2")] == [True, False]
     assert (tmp_path / "a").read_bytes() == b"1" and len(list(tmp_path.iterdir())) == 1
 
@@ -227,7 +202,7 @@ def test_what_a_killed_process_of_the_same_name_left_is_not_written_to(tmp_path:
     path.write_bytes(b"1")
     os.link(path, tmp_path / f".a.{name}")
     (tmp_path / f".probe.{name}").write_bytes(b"ab")
-    atomic_files.require_file_system(tmp_path)
+    require_file_system(tmp_path)
     assert not atomic_files.write_once(path, b"2") and path.read_bytes() == b"1"
 
 
@@ -238,29 +213,24 @@ def test_a_file_may_have_the_longest_name(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("cut", [1, 9, 20, 60])
-def test_a_torn_tail_is_left_out(cut: int, tmp_path: Path):
+def test_a_torn_or_damaged_end_is_left_out_and_a_damaged_middle_refused(tmp_path: Path):
     path = tmp_path / "part"
     lines = [sealed({"finished": index, "record": answer(index)}) for index in range(3)]
-    path.write_bytes(b"".join(lines)[:-cut])
-    assert set(read_part(path).finished) == {0, 1}
-
-
-def test_a_damaged_middle_is_refused_and_a_damaged_end_is_not(tmp_path: Path):
-    path = tmp_path / "part"
-    lines = [sealed({"finished": index, "record": answer(index)}) for index in range(3)]
-    path.write_bytes(lines[0] + lines[1].replace(b"finished", b"finishes") + lines[2])
+    damaged = [line.replace(b"finished", b"finishes") for line in lines]
+    whole = b"".join(lines)
+    for end in (*(whole[:-cut] for cut in (1, 9, 20, 60)), b"".join([*lines[:2], damaged[2]])):
+        path.write_bytes(end)
+        assert set(read_part(path).finished) == {0, 1}
+    path.write_bytes(lines[0] + damaged[1] + lines[2])
     with pytest.raises(DataError, match=r"line 2.*does not match its checksum"):
         read_part(path)
-    path.write_bytes(lines[0] + lines[1] + lines[2].replace(b"finished", b"finishes"))
-    assert set(read_part(path).finished) == {0, 1}
 
 
 def test_a_file_that_cannot_be_read_is_said_so(tmp_path: Path):
-    journal = Journal.begin(tmp_path, manifest())
+    job, _ = begun(tmp_path)
     (tmp_path / "parts" / "00000.000.other.jsonl").mkdir()
     with pytest.raises(StorageError, match=r"cannot read the journal: Is a directory; .*permissions"):
-        journal.standing()
+        job.standing()
 
 
 def test_another_job_is_refused_by_its_differences(tmp_path: Path):
@@ -274,80 +244,48 @@ def test_another_job_is_refused_by_its_differences(tmp_path: Path):
     assert Journal.begin(tmp_path, regrouped).manifest == manifest()  # dealt out as it was begun
 
 
-def test_an_unfinished_job_is_not_merged(tmp_path: Path):
-    journal = Journal.begin(tmp_path, manifest())
-    with pytest.raises(DataError, match="3 in all"):
-        journal.merge(tmp_path / "out.jsonl")
-    assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_standing(tmp_path: Path):
-    journal = Journal.begin(tmp_path, manifest())
-    attempt = journal.attempt(journal.manifest.shards[0])
+def test_a_job_stands_where_its_files_say_and_is_merged_when_it_is_whole(tmp_path: Path):
+    job, attempt = begun(tmp_path)
     attempt.begin([0])
     attempt.finish(0, answer(0))
-    standing = journal.standing()
-    assert (
-        standing.records_finished,
-        standing.shards_done,
-        standing.attempts,
-        standing.attempts_unended,
-    ) == (
-        1,
-        0,
-        1,
-        1,
-    )
+    found = job.standing()
+    assert (found.records_finished, found.shards_done, found.attempts, found.attempts_unended) == (1, 0, 1, 1)
     attempt.leave()
-    assert journal.standing().attempts_unended == 0 and not journal.standing().whole
+    assert job.standing().attempts_unended == 0 and not job.standing().whole
+    with pytest.raises(DataError, match="3 in all"):
+        job.merge(tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
     work(tmp_path, tmp_path / "out.jsonl")
-    assert journal.standing().whole and journal.standing().records_finished == RECORDS
+    assert job.standing().whole and job.standing().records_finished == RECORDS
 
 
-def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    journal = Journal.begin(tmp_path, manifest())
-    attempt = journal.attempt(journal.manifest.shards[0])
-    attempt.finish(0, answer(0))
-
-    class Full:
-        closed = False
-
-        def write(self, data: bytes) -> int:
-            attempt_file.write(data[:10])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    attempt_file = attempt._file
-    monkeypatch.setattr(attempt, "_file", Full())
-    with pytest.raises(StorageError, match=r"No space left.*start the same command again"):
-        attempt.finish(1, answer(1))
-    monkeypatch.undo()
-    again: Attempt = journal.attempt(journal.manifest.shards[0])
-    assert again.missing == [1, 2, 3, 4]
-
-
-def test_a_line_that_a_full_disk_has_cut_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("says", ["No space left.*start the same command again", "part of a line only"])
+def test_a_full_disk_keeps_what_was_finished(says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Room comes back: the attempt leaves in good order, twice, as a signal and the end of a task do."""
-    journal = Journal.begin(tmp_path, manifest())
-    attempt = journal.attempt(journal.manifest.shards[0])
+    job, attempt = begun(tmp_path)
     attempt.begin([0, 1])
     attempt.finish(0, answer(0))
-    file, written = attempt._file, attempt._file.write
+    file = attempt._file
 
     class Full:
         def __getattr__(self, name: str) -> Any:
             return getattr(file, name)
 
         def write(self, data: bytes) -> int:
-            return written(data[:10])
+            taken = file.write(data[:10])
+            if says.startswith("No space"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return taken
 
     monkeypatch.setattr(attempt, "_file", Full())
     for _ in range(2):
-        with pytest.raises(StorageError, match="part of a line only"):
+        with pytest.raises(StorageError, match=says):
             attempt.finish(1, answer(1))
+    assert job.attempt(attempt.shard).missing == [1, 2, 3, 4]
     monkeypatch.undo()
     attempt.excuse()
     attempt.leave()
-    (past,) = journal.past_attempts()
+    past = next(job.past_attempts())
     assert set(past.finished) == {0} and past.left
 
 
@@ -356,6 +294,7 @@ def test_a_torn_line_about_an_end_does_not_spoil_the_next(tmp_path: Path):
     keep_end(tmp_path, one)
     with (tmp_path / "slurm" / "7.ends.jsonl").open("ab") as file:
         file.write(b'{"job": "7", "rest')
+    assert ends(tmp_path) == [one]
     keep_end(tmp_path, other)
     assert ends(tmp_path, "7") == [one, other]
 
@@ -373,13 +312,13 @@ def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeyp
     is_abandoned = journal._is_abandoned
 
     def look(at: Path) -> bool:
-        found = is_abandoned(at)
-        looked.append(found)
+        looked.append(is_abandoned(at))
         if len(looked) == 1:  # meanwhile
             claim = journal._claim(at)
             assert claim is not None
             first.enter_context(claim)
-        return found
+            return True
+        return looked[-1]
 
     monkeypatch.setattr(journal, "_is_abandoned", look)
     with first:
@@ -389,17 +328,17 @@ def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeyp
 
 def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its first holder was suspended for longer than a claim lasts, and then ends its shard."""
-    path = tmp_path / "claim"
+    path, second = tmp_path / "claim", ExitStack()
     first = journal._claim(path)
     assert first is not None
     with first:
         os.utime(path, (0, 0))
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-        second = journal._claim(path)
-        assert second is not None
-        second.__enter__()
+        taken = journal._claim(path)
+        assert taken is not None
+        second.enter_context(taken)
     assert json.loads(path.read_bytes())["host"] == "elsewhere"
-    second.__exit__(None, None, None)
+    second.close()
     assert not path.exists()
 
 
@@ -465,22 +404,24 @@ def test_who_counts_the_claims_writes_nothing(tmp_path: Path):
         assert (tmp_path / "claims").stat().st_mtime == 0
 
 
-@pytest.mark.parametrize(("lacking", "name"), [("hard links", "link"), ("fsync", "fsync")])
-def test_a_file_system_that_is_not_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str, name: str
-):
-    def absent(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
+def absent(*_: object) -> None:
+    raise OSError(errno.ENOTSUP, "Operation not supported")
 
+
+def copied(source: Path, path: Path) -> None:
+    """A link that replaces, or copies: then two could publish a shard."""
+    Path(path).write_bytes(Path(source).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "act", "lacking"),
+    [("link", absent, "hard links"), ("link", copied, "hard links"), ("fsync", absent, "fsync")],
+)
+def test_a_file_system_that_is_not_enough(
+    name: str, act: Callable[..., None], lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     require_file_system(tmp_path)
-    monkeypatch.setattr(os, name, absent)
+    monkeypatch.setattr(os, name, act)
     with pytest.raises(StorageError, match=f"cannot be kept on this file system.*found no {lacking}"):
         require_file_system(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_system_whose_links_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Or are copies: then two could publish a shard."""
-    monkeypatch.setattr(os, "link", lambda source, path: Path(path).write_bytes(Path(source).read_bytes()))
-    with pytest.raises(StorageError, match="found no hard links"):
-        require_file_system(tmp_path)

@@ -22,11 +22,8 @@ def journal(tmp_path: Path) -> Journal:
     return Journal.begin(tmp_path, Manifest("ab" * 32, RECORDS, {"seed": 1}, shards_of(RECORDS, 4)))
 
 
-def test_nothing_is_there_yet(tmp_path: Path):
+def test_it_grows_with_the_files(journal: Journal, tmp_path: Path):
     assert count_finished(tmp_path / "none") == 0
-
-
-def test_it_grows_with_the_files(journal: Journal):
     shard = journal.manifest.shards[0]
     attempt = journal.attempt(shard)
     for count, index in enumerate(shard.indices, start=1):

@@ -22,6 +22,7 @@ from llama_ssp.text.logprobs import ScoredToken
 
 SAMPLING = SamplingConfig(temperature=0.7)
 CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "u"}
 
 
 def run_of(path: Path, **changes: Any) -> RunConf:
@@ -39,18 +40,21 @@ def openai(body: dict[str, Any], **more: Any) -> str:
     return json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body, **more})
 
 
+def chat(**more: Any) -> str:
+    return json.dumps({"custom_id": "b", "url": CHAT, "body": {"messages": [USER], **more}})
+
+
 def test_a_plain_line_has_the_runs_settings_or_its_own(tmp_path: Path):
     lines = [
         {"id": "a/b", "prompt": "x", "column": 1},
         {"prompt": "y", "temperature": 0, "max_tokens": 5, "stop": "\n", "seed": 9, "logit_bias": {"3": -1}},
-        {"id": 7, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+        {"id": 7, "messages": [{"role": "system", "content": "s"}, USER]},
     ]
     found = read(tmp_path, "\n".join(map(json.dumps, lines)))
     assert [(r.index, r.id, r.form) for r in found] == [
         (0, "a/b", Form.plain), (1, "line-2", Form.plain), (2, "7", Form.plain),
     ]  # fmt: skip
-    assert found[0].sampling is SAMPLING or found[0].sampling == SAMPLING
-    assert found[0].max_new_tokens == 32 and found[0].seed is None
+    assert (found[0].sampling, found[0].max_new_tokens, found[0].seed) == (SAMPLING, 32, None)
     assert found[1].sampling == replace(SAMPLING, temperature=0, logit_bias={3: -1})
     assert (found[1].max_new_tokens, found[1].stop, found[1].seed) == (5, ("\n",), 9)
     assert found[2].messages[1]["content"] == "u" and found[2].said == "s\nu"
@@ -58,8 +62,7 @@ def test_a_plain_line_has_the_runs_settings_or_its_own(tmp_path: Path):
 
 def test_an_openai_line(tmp_path: Path):
     body = {"model": "any", "prompt": "x", "max_tokens": 4, "temperature": 0, "n": 1, "stop": None}
-    chat = {"custom_id": "b", "url": CHAT, "body": {"messages": [{"role": "user", "content": "u"}]}}
-    completion, conversation = read(tmp_path, openai(body) + "\n" + json.dumps(chat))
+    completion, conversation = read(tmp_path, openai(body) + "\n" + chat())
     assert (completion.form, completion.prompt, completion.max_new_tokens) == (Form.completions, "x", 4)
     assert completion.sampling.temperature == 0
     assert (conversation.form, conversation.id) == (Form.chat, "b")
@@ -70,8 +73,7 @@ def test_what_clients_send_and_means_nothing_here_is_taken(tmp_path: Path):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "s"}, {"role": "user", "name": "ann", "content": parts}]
     harmless = {"store": True, "service_tier": "flex", "tools": [], "response_format": {"type": "text"}}
-    line = {"custom_id": "c", "url": CHAT, "body": {"messages": messages, **harmless}}
-    (request,) = read(tmp_path, json.dumps(line))
+    (request,) = read(tmp_path, chat(messages=messages, **harmless))
     assert request.messages == ({"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"})
     for change in (
         {"response_format": {"type": "json_object"}}, {"tools": [{"type": "function"}]},
@@ -80,34 +82,15 @@ def test_what_clients_send_and_means_nothing_here_is_taken(tmp_path: Path):
         {"messages": [{"role": ["user"], "content": "x"}]},
     ):  # fmt: skip
         with pytest.raises(DataError):
-            read(tmp_path, json.dumps({**line, "body": {**line["body"], **change}}))
-
-
-@pytest.mark.parametrize(
-    ("content", "texts"),
-    [
-        (b"", []),
-        (b"\n \n", []),
-        (b"\xef\xbb\xbfone\ntwo", ["one", "two"]),
-        (b"one\r\n\r\ntwo\r\n", ["one", "two"]),
-        ("eins\n\u2028zwei\n".encode(), ["eins", "\u2028zwei"]),
-    ],
-    ids=["empty", "blank", "mark", "crlf", "separator"],
-)
-def test_text_files(content: bytes, texts: list[str], tmp_path: Path):
-    found = read(tmp_path, content, "in.txt")
-    assert [r.prompt for r in found] == texts
-    assert all(r.form is Form.plain for r in found)
+            read(tmp_path, chat(**change))
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ('{"prompt": "x"', "line 2.*"),
-        ("[1]", "no prompt"),
         ('{"prompt": 5}', "no prompt"),
         ('{"prompt": "x", "messages": []}', "no prompt"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}', "no prompt"),
         ('{"prompt": "x", "prompt": "y"}', "twice"),
         ('{"id": "first", "prompt": "x"}', "an id is used twice.*line 1 and .*line 2"),
         ('{"id": "a\\nb", "prompt": "x"}', "an id is unusable"),
@@ -115,8 +98,6 @@ def test_text_files(content: bytes, texts: list[str], tmp_path: Path):
         ('{"prompt": "x", "temperatur": 1}', "did you mean temperature"),
         ('{"prompt": "x", "temperature": -1}', "sampling.temperature is out of range"),
         ('{"prompt": "x", "temperature": "hot"}', "wrong type"),
-        ('{"prompt": "x", "top_p": NaN}', "NaN"),
-        ('{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens is out of range"),
         ('{"prompt": "x", "max_new_tokens": 64}', "task.max_new_tokens is out of range"),
         ('{"prompt": "x", "min_new_tokens": 33}', "min_new_tokens exceeds"),
         ('{"prompt": "x", "stop": [""]}', "stop is not a list"),
@@ -125,13 +106,9 @@ def test_text_files(content: bytes, texts: list[str], tmp_path: Path):
         ('{"prompt": "x", "logit_bias": {"-1": 1}}', "not a map of tokens"),
         ('{"prompt": "x", "logit_bias": {"100": 1}}', "model m has 100 tokens"),
         ('{"prompt": "x", "seed": -1}', "seed is out of range"),
-        ('{"prompt": "a\\u0000b"}', "NUL"),
         (openai({"prompt": "x"}, url="/v1/embeddings"), "method and url"),
-        (openai({"prompt": "x"}, method="GET"), "method and url"),
         (openai({"prompt": "x"}, url=CHAT), "choose the other url"),
         (openai({"prompt": "x", "n": 2}), "asks for n.*found 2, allowed 1"),
-        (openai({"prompt": "x", "stream": True}), "asks for stream"),
-        (openai({"prompt": "x", "tools": [{}]}), "asks for tools"),
         (openai({"prompt": "x", "functions": []}), "asks for functions, which is not served"),
         ('{"custom_id": "a", "url": "/v1/completions"}', "no body"),
         ('{"url": "/v1/completions", "body": {"prompt": "x"}}', "no custom_id"),
@@ -172,18 +149,12 @@ def test_a_column_of_a_plain_line_may_be_named_body(tmp_path: Path):
     assert isinstance(request, Request) and (request.id, request.prompt) == ("a", "x")
 
 
-def test_all_bad_lines_are_said_at_once(tmp_path: Path):
-    with pytest.raises(DataError, match=r"7 lines are bad.*line 1;.*line 5;.*the first 5") as error:
-        read(tmp_path, "{\n" * 7)
-    assert "\n" not in str(error.value)
-
-
-def test_what_is_said_of_many_bad_lines_is_short(tmp_path: Path):
+def test_many_bad_lines_are_said_at_once_and_shortly(tmp_path: Path):
     """Each line alone repeats three hundred characters of its value."""
     line = json.dumps({"prompt": "x", "temperature": "y" * 1000})
     with pytest.raises(DataError, match=r"6 lines are bad.*line 5.*the first 5") as error:
         read(tmp_path, f"{line}\n" * 6)
-    assert len(str(error.value)) < 1500
+    assert len(str(error.value)) < 1500 and "\n" not in str(error.value)
     (alone,) = read(tmp_path, line, on_bad_row=OnBadRow.skip)
     assert isinstance(alone, Refused) and len(alone.error) > 300
 
@@ -199,8 +170,6 @@ def test_a_line_of_sixteen_megabytes_is_read_and_one_byte_more_is_not(tmp_path: 
 def test_not_utf8(tmp_path: Path):
     with pytest.raises(DataError, match=r"line 2, byte 8 of the file; found byte 0xff"):
         read(tmp_path, b"one\nabcd\xff\n", "in.txt")
-    with pytest.raises(DataError, match="UTF-16"):
-        read(tmp_path, "one".encode("utf-16"), "in.txt")
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -209,8 +178,8 @@ def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
     lines[3] = b"{"
     content = mark + b"\r\n\n".join(lines)
     whole = read(tmp_path, content, on_bad_row=OnBadRow.skip)
-    path, output = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")
-    run = run_of(path, on_bad_row=OnBadRow.skip, output=output, shard_size=4)
+    output = str(tmp_path / "out.jsonl")
+    run = run_of(tmp_path / "in.jsonl", on_bad_row=OnBadRow.skip, output=output, shard_size=4)
     job = job_of(run, {}, seed=1)
     shards = job.begin(9).manifest.shards
     again = job_of(run, {}, seed=1)
@@ -243,11 +212,8 @@ def spell(token: int) -> tuple[str, bytes | None]:
 
 
 def test_answers_follow_the_form_of_the_question(tmp_path: Path):
-    body = {"prompt": "x"}
-    chat = {"custom_id": "b", "url": CHAT, "body": {"messages": [{"role": "user", "content": "u"}]}}
-    plain, completion, conversation = read(
-        tmp_path, "\n".join(['{"id": "p", "prompt": "x"}', openai(body), json.dumps(chat)])
-    )
+    asked = ['{"id": "p", "prompt": "x"}', openai({"prompt": "x"}), chat()]
+    plain, completion, conversation = read(tmp_path, "\n".join(asked))
     assert answer(plain, REPLY, "m", spell) == {
         "id": "p", "prompt": "x", "text": "text", "token_ids": [5, 6], "finish_reason": "eos",
         "prompt_tokens": 3, "output_tokens": 2,
@@ -264,8 +230,7 @@ def test_answers_follow_the_form_of_the_question(tmp_path: Path):
 
 
 def test_a_chat_s_log_probabilities_have_openai_s_form(tmp_path: Path):
-    body = {"messages": [{"role": "user", "content": "u"}], "logprobs": True, "top_logprobs": 1}
-    (asked,) = read(tmp_path, json.dumps({"custom_id": "b", "url": CHAT, "body": body}))
+    (asked,) = read(tmp_path, chat(logprobs=True, top_logprobs=1))
     assert asked.logprobs == 1
     scores = [ScoredToken(5, -0.25, ((7, -math.inf),)), ScoredToken(6, -1.0, ())]
     line = answer(asked, replace(REPLY, logprobs=scores), "m", spell)
@@ -280,11 +245,7 @@ def test_a_chat_s_log_probabilities_have_openai_s_form(tmp_path: Path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "line",
-    ['{"id": "OWN", "prompt": "x"}', openai({"prompt": "x"}).replace('"a"', '"OWN"')],
-    ids=["plain", "openai"],
-)
+@pytest.mark.parametrize("line", ['{"id": "OWN", "prompt": "x"}', openai({"prompt": "x"}, custom_id="OWN")])
 @pytest.mark.parametrize("own", ["\\ud800", "x" * 257, ""])
 def test_a_refused_line_whose_id_cannot_be_written_goes_by_its_number(line: str, own: str, tmp_path: Path):
     (found,) = read(tmp_path, line.replace("OWN", own), on_bad_row=OnBadRow.skip)
