@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llama_ssp.batch.attempt_log import read_part
 from llama_ssp.batch.history import End, ends
-from llama_ssp.batch.journal import Journal, count_finished
+from llama_ssp.batch.journal import Journal, Standing, count_finished
 from tests.processes import stands_still, wait_for
 from tests.slurm.lab import Lab
-from tests.warm import ROOT, python
+from tests.warm import LAUNCH, Answer, python
 
 RECORDS = 20
 COMMAND = (
@@ -26,6 +23,14 @@ COMMAND = (
     "task.ignore_eos=true", "task.batch_size=2", "placement.target_device=cpu", "placement.draft_device=cpu",
 )  # fmt: skip
 ON_SLURM = ("cluster=slurm", "cluster.gpu=cpu", "cluster.slurm.time=20", "task.submit=true")
+
+
+def executable(folder: Path, **scripts: str) -> None:
+    """Stand-ins for commands of Slurm's."""
+    folder.mkdir(exist_ok=True)
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
 
 
 @dataclass
@@ -40,26 +45,20 @@ class Batches:
         (self.home / "prompts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         self.output, self.work = self.home / "answers.jsonl", self.home / "answers.jsonl.work"
 
-    def run(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *overrides: str, command: Sequence[str] = COMMAND) -> Answer:
         """The command, in the job's folder."""
         env = {**(self.lab.env if self.lab else os.environ), "OMP_NUM_THREADS": "1"}
-        return python([ROOT / "launch" / "run.py", *COMMAND, *overrides], self.home, env)
+        done = python([LAUNCH, *command, *overrides], self.home, env)
+        assert done.returncode == 0, done.stderr
+        return Answer(0, done.stdout, done.stderr)
 
     def alone(self) -> bytes:
-        done = self.run()
-        assert done.returncode == 0, done.stderr
+        self.run()
         return self.output.read_bytes()
 
     def submit(self, *overrides: str) -> str:
         """The number of the job."""
-        done = self.run(*ON_SLURM, *overrides)
-        assert done.returncode == 0, done.stderr
-        return str(self.document(done)["job"])
-
-    @staticmethod
-    def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return document
+        return str(self.run(*ON_SLURM, *overrides).document["job"])
 
     @property
     def finished(self) -> int:
@@ -85,12 +84,10 @@ class Batches:
         parts = (self.work / "parts").glob("*.jsonl")
         return sum(path.read_bytes().count(b'{"finished":') for path in parts)
 
-    def attempts(self) -> int:
-        return Journal.find(self.work).standing().attempts
-
-    def blamed(self) -> int:
-        """Attempts that have left without a word: their records count as having killed them."""
-        return Journal.find(self.work).standing().attempts_unended
+    @property
+    def standing(self) -> Standing:
+        """Attempts that are unended have left without a word: their records count as having killed them."""
+        return Journal.find(self.work).standing()
 
     def logs(self) -> str:
         """For when something went wrong."""
@@ -136,8 +133,6 @@ def kind_of(command: str) -> str:
     """What a command line of ours is."""
     if "llama_ssp.batch.slurm.supervisor" in command:
         return "supervisor"
-    if "torch.distributed.run" in command:
-        return "srun" if "srun" in command.split()[0] else "torchrun"
-    if "-m llama_ssp" in command:
-        return "srun" if "srun" in command.split()[0] else "rank"
-    return ""
+    if "srun" in command.split(" ")[0]:
+        return "srun"
+    return "torchrun" if "torch.distributed.run" in command else "rank" if "-m llama_ssp" in command else ""

@@ -12,11 +12,12 @@ import pytest
 from llama_ssp.batch.history import keep_submission
 from llama_ssp.batch.slurm import submit
 from tests.conftest import Command
-from tests.slurm.jobs import COMMAND, ON_SLURM, Batches
+from tests.slurm.jobs import COMMAND, ON_SLURM, Batches, executable
 from tests.slurm.lab import Lab
-from tests.warm import ROOT, python
 
 JOB = [word for word in COMMAND if not word.startswith(("model=", "draft="))]  # the command's own are small
+ASKED = [word for word in ON_SLURM if "time" not in word]
+STATUS = ("task=batch", "task.status=true", "task.output=answers.jsonl")
 OUTPUT = 'an $HOME %d "out".jsonl'
 
 
@@ -28,9 +29,7 @@ def here(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> P
 
 def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
     """Stand-ins for commands of Slurm's."""
-    for name, script in scripts.items():
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
+    executable(folder, **scripts)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
@@ -48,25 +47,15 @@ def at_lab(lab: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[La
 
 @pytest.mark.slow
 @pytest.mark.slurm
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["cluster.slurm.partition=gone"], "Slurm refuses the job; found"),
-        (["cluster.gpus=4", "cluster.slurm.cpus_per_rank=1"], "Slurm refuses the job; found"),
-        (['cluster.slurm.options=["--mem-per-gpu=x"]'], "Slurm refuses the job; found"),
-    ],
-)
-def test_what_the_cluster_could_never_start(
-    at_lab: Lab, command: Command, here: Path, overrides: list[str], said: str
-):
-    answer = command(*JOB, *ON_SLURM, *overrides)
-    assert answer.code == 2 and said in answer.errors[0], answer.err
+def test_what_the_cluster_could_never_start(at_lab: Lab, command: Command, here: Path):
+    for overrides in (
+        ["cluster.slurm.partition=gone"],
+        ["cluster.gpus=4", "cluster.slurm.cpus_per_rank=1"],
+        ['cluster.slurm.options=["--mem-per-gpu=x"]'],
+    ):
+        answer = command(*JOB, *ON_SLURM, *overrides)
+        assert answer.code == 2 and "Slurm refuses the job; found" in answer.errors[0], answer.err
     assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
-
-
-def words_of(script: str) -> list[str]:
-    """The command of one group in a script."""
-    return [line.strip() for line in script.partition("words=(\n")[2].partition("\n)")[0].splitlines()]
 
 
 def test_the_script_is_printed_and_nothing_happens(command: Command, here: Path, without_slurm: None):
@@ -77,7 +66,8 @@ def test_the_script_is_printed_and_nothing_happens(command: Command, here: Path,
     found = command(*printed, "output=json").document
     assert found["script"].replace("    output=json\n", "") == answer.out
     assert found["status"] == "printed" and found["verdict"] == "fits" and found["shards_missing"] == 4
-    keys = [word.partition("=")[0] for word in words_of(answer.out)]
+    listed = answer.out.partition("words=(\n")[2].partition("\n)")[0].splitlines()
+    keys = [line.strip().partition("=")[0] for line in listed]
     assert len(keys) == len(set(keys)) and not any(key.startswith("cluster.slurm") for key in keys)
     assert not (here / "answers.jsonl.work").exists()
 
@@ -104,16 +94,14 @@ def test_a_job_is_in_the_queue_once_and_never_when_nothing_is_missing(
     """And between the two its state is told. The queue is held, so that the test and not Slurm goes first."""
     at_lab.run("scontrol", "update", "partition=lab", "state=down")
     try:
-        asked = [word for word in ON_SLURM if "time" not in word]
-        first = command(
-            *JOB, *asked, "cluster.slurm.partition=urgent", 'cluster.slurm.options=["--begin=now+1hour"]'
-        )
+        urgent = (*JOB, *ASKED, "cluster.slurm.partition=urgent")
+        first = command(*urgent, 'cluster.slurm.options=["--begin=now+1hour"]')
         assert first.code == 0, first.err
         job = first.document["job"]
-        second = command(*JOB, *asked, "cluster.slurm.partition=urgent")
+        second = command(*urgent)
         assert second.code == 2 and f"in the queue already; {here.name}" not in second.err
         assert f"found job {job}_0, PENDING" in second.errors[0]
-        status = command("task=batch", "task.status=true", "task.output=answers.jsonl")
+        status = command(*STATUS)
         found = status.document
         assert found["status"] == "running" and found["queue"][0]["state"] == "PENDING"
         assert found["jobs"] == [job] and f"{job}_0" in status.out.splitlines()[-2]
@@ -125,7 +113,7 @@ def test_a_job_is_in_the_queue_once_and_never_when_nothing_is_missing(
     whole = command(*JOB, *ON_SLURM)
     assert whole.code == 0 and whole.document["status"] == "done" and whole.document["job"] is None
     assert at_lab.queued() == []
-    ended = command("task=batch", "task.status=true", "task.output=answers.jsonl").document
+    ended = command(*STATUS).document
     assert ended["status"] == "done" and ended["queue"] == []
 
 
@@ -196,15 +184,13 @@ def test_a_printed_script_is_submitted_as_it_is(batches: Batches, lab: Lab, expe
     """By hand, where no folder of the job is yet; a copy without a seed is the same twice."""
     asked = [word for word in ON_SLURM if "submit" not in word]
     without = [word for word in COMMAND if not word.startswith("seed=")]
-    env = {**lab.env, "OMP_NUM_THREADS": "1"}
-    twice = [python([ROOT / "launch" / "run.py", *without, *asked], batches.home, env) for _ in range(2)]
-    assert twice[0].stdout == twice[1].stdout and "    seed=" in twice[0].stdout
-    printed = batches.run(*asked)
-    (batches.home / "job.sbatch").write_text(printed.stdout)
+    twice = [batches.run(*asked, command=without).out for _ in range(2)]
+    assert twice[0] == twice[1] and "    seed=" in twice[0]
+    (batches.home / "job.sbatch").write_text(batches.run(*asked).out)
     assert not batches.work.exists()
     lab.run("sbatch", str(batches.home / "job.sbatch"))
     batches.wait_for_records(2)
-    status = batches.document(batches.run("task.status=true"))
+    status = batches.run("task.status=true").document
     assert status["tokens_committed"] >= 2 * 48 and status["tokens_per_s"] > 0
     assert batches.whole() == expected
 
@@ -214,12 +200,10 @@ def test_a_silent_controller_is_no_empty_queue(
 ):
     commands(tmp_path, monkeypatch, squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
     keep_submission(here / "answers.jsonl.work", "7", "#!/bin/bash\n")
-    asked = ("task=batch", "task.status=true", "task.output=answers.jsonl")
-    silent = command(*asked)
-    found = silent.document
+    found = command(*STATUS).document
     assert found["status"] == "unknown" and found["queue"] is None
     commands(tmp_path, monkeypatch, squeue="")
-    assert command(*asked).document["status"] == "unfinished"
+    assert command(*STATUS).document["status"] == "unfinished"
 
 
 SQUEUE = "case \"$1 $2 $3\" in *=7,41*) echo '40_1|41|RUNNING|None|0:10|n1';; esac"
@@ -235,13 +219,12 @@ def test_what_people_started_themselves_is_seen(
     (work / "claims").mkdir()
     claim = work / "claims" / "00000"
     claim.write_text(json.dumps(job))
-    refused = command(*JOB, *(word for word in ON_SLURM if "time" not in word))
+    refused = command(*JOB, *ASKED)
     assert refused.code == 2 and "found job 40_1, RUNNING" in refused.errors[0], refused.err
     os.utime(claim, (0, 0))  # its process is gone
-    assert command(*JOB, *(word for word in ON_SLURM if "time" not in word)).code == 0
+    assert command(*JOB, *ASKED).code == 0
     assert command(*JOB, "placement.target_device=cpu").code == 0
     (here / "answers.jsonl").unlink()
-    asked = ("task=batch", "task.status=true", "task.output=answers.jsonl")
-    assert command(*asked).document["status"] == "unfinished"
+    assert command(*STATUS).document["status"] == "unfinished"
     claim.write_text(json.dumps({**job, "job": None}))
-    assert command(*asked).document["status"] == "running"
+    assert command(*STATUS).document["status"] == "running"

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llama_ssp.batch.history import BY_SLURM, BY_TIME, End, ends, fruitless, keep_end
+from llama_ssp.batch.history import BY_SLURM, BY_TIME, End, ends, fruitless
 from llama_ssp.batch.slurm import supervisor
 from llama_ssp.distributed.signals import CODE_FILE
 from tests.processes import wait_for
-from tests.slurm.jobs import ROOT
+from tests.slurm.jobs import executable
+from tests.warm import ROOT
 
-SCONTROL = """#!/bin/sh
+SCONTROL = """
 echo "scontrol $*" >> asked
 case "$1" in
     show) cat restarts ;;
     requeue) kill -TERM $PPID ;;
 esac
 """
-SCANCEL = '#!/bin/sh\necho "scancel $*" >> asked\nkill -TERM $(cat rank)\n'
+SCANCEL = 'echo "scancel $*" >> asked\nkill -TERM $(cat rank)\n'
 # The last element of an array has the array's number, which is all elements for Slurm's commands.
 ELEMENT = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
 ASKED = ["scontrol show job -o 7_1", "scontrol requeue 7_1"]
@@ -35,11 +37,7 @@ PATIENT = (
 
 
 def end(**changes: object) -> End:
-    plain: dict[str, object] = {
-        "job": "7", "restart": 0, "host": "n1", "code": 1, "stopped_by": "", "began": 0, "finished": 0,
-        "seconds": 1.0,
-    }  # fmt: skip
-    return End(**{**plain, **changes})  # type: ignore[arg-type]
+    return replace(End("7", 0, "n1", 1, "", 0, 0, 1.0), **changes)  # type: ignore[arg-type]
 
 
 class Node:
@@ -48,31 +46,27 @@ class Node:
     def __init__(self, home: Path) -> None:
         self.home, self.work = home, home / "work"
         self.work.mkdir()
-        for name, text in (("scontrol", SCONTROL), ("scancel", SCANCEL)):
-            (home / name).write_text(text)
-            (home / name).chmod(0o755)
+        executable(home, scontrol=SCONTROL, scancel=SCANCEL)
         self.restarts(0)
 
     def restarts(self, count: int) -> None:
-        (self.home / "restarts").write_text(
-            f"JobId=7 JobState=RUNNING Requeue=1 Restarts={count} BatchFlag=1\n"
-        )
+        said = f"JobId=7 JobState=RUNNING Requeue=1 Restarts={count} BatchFlag=1\n"
+        (self.home / "restarts").write_text(said)
 
     def start(self, command: str, retries: int = 3, signal_s: float = 120) -> subprocess.Popen[str]:
-        command_line = [
-            sys.executable,
-            "-m",
-            "llama_ssp.batch.slurm.supervisor",
-            str(self.work),
-            str(retries),
-            str(signal_s),
-        ]
-        path = {"PATH": f"{self.home}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        env = {**os.environ, **path, **ELEMENT}
+        """The supervisor of a shell command."""
+        words = ["-m", "llama_ssp.batch.slurm.supervisor", self.work, retries, signal_s, "sh", "-c", command]
+        env = {**os.environ, "PATH": f"{self.home}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **ELEMENT}
         env.pop("SLURM_RESTART_COUNT", None)
         return subprocess.Popen(
-            [*command_line, "sh", "-c", command], cwd=self.home, env=env, stderr=subprocess.PIPE, text=True
+            [sys.executable, *map(str, words)], cwd=self.home, env=env, stderr=subprocess.PIPE, text=True
         )
+
+    def start_patient(self, **how: Any) -> subprocess.Popen[str]:
+        """And waits for its rank."""
+        process = self.start(**{"command": PATIENT, **how})
+        wait_for((self.home / "up").exists)
+        return process
 
     def run(self, command: str, retries: int = 3) -> tuple[int, str]:
         process = self.start(command, retries)
@@ -92,7 +86,7 @@ def node(tmp_path: Path) -> Node:
 
 def test_an_end_in_good_order(node: Node):
     assert node.run("true")[0] == 0
-    assert node.asked == [] and [one.code for one in ends(node.work)] == [0]
+    assert node.asked == [] and [end.code for end in ends(node.work)] == [0]
 
 
 def test_a_failure_is_requeued_and_kept(node: Node):
@@ -123,8 +117,7 @@ def test_a_successor_is_left_alone(node: Node):
 
 
 def test_near_the_time_limit_ranks_stop_and_the_job_is_requeued(node: Node):
-    process = node.start(PATIENT)
-    wait_for(lambda: (node.home / "up").exists())
+    process = node.start_patient()
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == -signal.SIGTERM
     assert node.asked == ["scancel --signal=TERM 7_1", *ASKED]
@@ -132,8 +125,8 @@ def test_near_the_time_limit_ranks_stop_and_the_job_is_requeued(node: Node):
 
 
 def test_ranks_that_do_not_stop_are_left_to_the_requeue(node: Node):
-    process = node.start(f"trap '' TERM; {PATIENT.partition(';')[0]}; touch up; sleep 60", signal_s=0.2)
-    wait_for(lambda: (node.home / "up").exists())
+    deaf = f"trap '' TERM; {PATIENT.partition(';')[0]}; touch up; sleep 60"
+    process = node.start_patient(command=deaf, signal_s=0.2)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(30) == -signal.SIGTERM
     assert node.asked[-1] == ASKED[-1] and [end.code for end in ends(node.work)] == [137]
@@ -142,8 +135,7 @@ def test_ranks_that_do_not_stop_are_left_to_the_requeue(node: Node):
 
 def test_what_slurm_takes_away_is_not_requeued_twice(node: Node):
     """Preemption and scancel tell the ranks, too."""
-    process = node.start(PATIENT)
-    wait_for(lambda: (node.home / "up").exists())
+    process = node.start_patient()
     process.send_signal(signal.SIGTERM)
     os.kill(int((node.home / "rank").read_text()), signal.SIGTERM)
     assert process.wait(60) == 143
@@ -154,9 +146,8 @@ def test_what_slurm_takes_away_is_not_requeued_twice(node: Node):
 def test_a_controller_that_is_being_restarted_is_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch, failures: int, requeued: bool
 ):
-    (node.home / "scontrol").write_text(
-        f'#!/bin/sh\necho "scontrol $*" >> asked\n[ $(wc -l < asked) -gt {failures} ] && cat restarts\n'
-    )
+    down = f'echo "scontrol $*" >> asked\n[ $(wc -l < asked) -gt {failures} ] && cat restarts'
+    executable(node.home, scontrol=down)
     monkeypatch.chdir(node.home)
     monkeypatch.setenv("PATH", f"{node.home}:{os.environ['PATH']}")
     for name, value in (("TRIES", 5), ("PAUSE_S", 0.0), ("KILLED_WITHIN_S", 0.0)):
@@ -180,11 +171,3 @@ def test_fruitless_runs_are_counted_from_the_last_that_was_not():
     assert fruitless([end(), end(finished=3), end(began=3, finished=3)]) == 1
     assert fruitless([end(finished=3)]) == 0
     assert fruitless([end(stopped_by=BY_SLURM), end(stopped_by=BY_TIME)]) == 1
-
-
-def test_torn_lines_of_a_log_are_left_out(tmp_path: Path):
-    keep_end(tmp_path, end())
-    with (tmp_path / "slurm" / "7.ends.jsonl").open("a") as file:
-        file.write('{"job": "7", "rest')
-    assert ends(tmp_path) == [end()]
-    assert json.loads((tmp_path / "slurm" / "7.ends.jsonl").read_text().splitlines()[0])["at"] > 0
