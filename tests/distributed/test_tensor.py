@@ -159,9 +159,6 @@ def splits(folder: Path, world: int) -> bool:
     return world <= groups or (world % groups == 0 and world <= heads)
 
 
-assert VOCAB % 2 and VOCAB % 3, "the vocabulary is to be cut unevenly"
-
-
 # Of each model two of three numbers of ranks, in turn.
 GRID = [
     pytest.param(name, world, marks=pytest.mark.slow if world > 3 else ())
