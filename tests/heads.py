@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,43 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from llama_ssp.config import Dtype
+from llama_ssp.config import Dtype, ModelConf, PlacementConf
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.heads.load import load_head
 from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.planner.memory import rank_work
+from llama_ssp.planner.weights import held
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 
 CPU = torch.device("cpu")
 HEADS, KVS, SIZE, FFN = 4, 2, 6, 20
 FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 
 
-def drawn(seed: int, loud: float) -> tuple[Callable[..., Tensor], Callable[[int], Tensor]]:
-    """Returns what draws matrices and what draws norms, both from one generator."""
-    generator = torch.Generator().manual_seed(seed)
+class Drawn:
+    """Random tensors of a head, all from one generator."""
 
-    def random(*shape: int) -> Tensor:
-        return loud * torch.randn(*shape, generator=generator)
+    def __init__(self, seed: int, loud: float) -> None:
+        self._generator, self._loud = torch.Generator().manual_seed(seed), loud
 
-    def norm(size: int) -> Tensor:
-        return 1 + 0.3 * torch.randn(size, generator=generator)
+    def matrix(self, *shape: int) -> Tensor:
+        return self._loud * torch.randn(*shape, generator=self._generator)
 
-    return random, norm
+    def norm(self, size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=self._generator)
+
+    def block(self, name: str, dim: int, inputs: int, normed: bool) -> dict[str, Tensor]:
+        """Attention to `inputs` numbers of each token, and an MLP; `normed`: as queries and keys may be."""
+        shapes = {
+            "self_attn.q_proj": (HEADS * SIZE, inputs), "self_attn.k_proj": (KVS * SIZE, inputs),
+            "self_attn.v_proj": (KVS * SIZE, inputs), "self_attn.o_proj": (dim, HEADS * SIZE),
+            "mlp.gate_proj": (FFN, dim), "mlp.up_proj": (FFN, dim), "mlp.down_proj": (dim, FFN),
+        }  # fmt: skip
+        norms = {"input_layernorm": dim, "post_attention_layernorm": dim}
+        if normed:
+            norms |= {"self_attn.q_norm": SIZE, "self_attn.k_norm": SIZE}
+        matrices = {f"{name}.{part}.weight": self.matrix(*shape) for part, shape in shapes.items()}
+        return matrices | {f"{name}.{part}.weight": self.norm(size) for part, size in norms.items()}
 
 
 def saved(
@@ -58,41 +74,63 @@ def save_head(
     context: int = 160, seed: int = 0, loud: float = 0.5, flags: tuple[str, ...] = (), **extra: Any,
 ) -> Path:  # fmt: skip
     """A random head; `ids` are the target's tokens that it can draft, None all of them."""
-    random, norm = drawn(seed, loud)
+    drawn, name = Drawn(seed, loud), "midlayer" if raw else "layers.0"
     own, inputs = vocab if ids is None else len(ids), target_dim * len(taps or range(3))
-    name = "midlayer" if raw else "layers.0"
     tensors = {
-        "fc.weight": random(dim, inputs),
-        f"{name}.self_attn.q_proj.weight": random(HEADS * SIZE, 2 * dim),
-        f"{name}.self_attn.k_proj.weight": random(KVS * SIZE, 2 * dim),
-        f"{name}.self_attn.v_proj.weight": random(KVS * SIZE, 2 * dim),
-        f"{name}.self_attn.o_proj.weight": random(dim, HEADS * SIZE),
-        f"{name}.mlp.gate_proj.weight": random(FFN, dim), f"{name}.mlp.up_proj.weight": random(FFN, dim),
-        f"{name}.mlp.down_proj.weight": random(dim, FFN),
-        f"{name}.input_layernorm.weight": norm(dim), f"{name}.hidden_norm.weight": norm(dim),
-        f"{name}.post_attention_layernorm.weight": norm(dim), "norm.weight": norm(dim),
-        "lm_head.weight": random(own, dim),
+        "fc.weight": drawn.matrix(dim, inputs), "lm_head.weight": drawn.matrix(own, dim),
+        "norm.weight": drawn.norm(dim), f"{name}.hidden_norm.weight": drawn.norm(dim),
+        **drawn.block(name, dim, 2 * dim, block == "qwen3"),
     }  # fmt: skip
-    if block == "qwen3":
-        tensors |= {f"{name}.self_attn.{part}_norm.weight": norm(SIZE) for part in "qk"}
     if embeds:
-        tensors["embed_tokens.weight"] = random(vocab, dim)
+        tensors["embed_tokens.weight"] = drawn.matrix(vocab, dim)
     if "norm_before_fc" in flags:
-        tensors["input_norm.weight"] = norm(inputs)
+        tensors["input_norm.weight"] = drawn.norm(inputs)
     if "fc_norm" in flags:
-        tensors |= {f"fc_norm.{n}.weight": norm(target_dim) for n in range(inputs // target_dim)}
+        tensors |= {f"fc_norm.{n}.weight": drawn.norm(target_dim) for n in range(inputs // target_dim)}
     sizes = saved(folder, tensors, ids, block, layers=1, dim=dim, vocab=vocab, context=context)
-    own_keys: dict[str, Any] = {"draft_vocab_size": own, **dict.fromkeys(flags, True), **extra}
+    content: dict[str, Any] = {"draft_vocab_size": own, **dict.fromkeys(flags, True), **extra}
     if taps is not None:
-        own_keys["eagle_aux_hidden_state_layer_ids"] = list(taps)
+        content["eagle_aux_hidden_state_layer_ids"] = list(taps)
     if raw:
-        content = {"architectures": ["LlamaForCausalLMEagle3"], **sizes, **own_keys}
+        content |= {"architectures": ["LlamaForCausalLMEagle3"], **sizes}
     else:
-        content = {
+        content |= {
             "architectures": ["Eagle3Speculator"], "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
-            "speculators_model_type": "eagle3", "transformer_layer_config": sizes, **own_keys,
+            "speculators_model_type": "eagle3", "transformer_layer_config": sizes,
         }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def save_dflash(
+    folder: Path, *, vocab: int, dim: int, taps: tuple[int, ...], raw: bool = False,
+    ids: list[int] | None = None, layers: int = 2, width: int = 4, anchor: bool = False, whole: bool = False,
+    context: int = 160, seed: int = 0, loud: float = 0.5,
+) -> Path:  # fmt: skip
+    """A random DFlash head; `ids` as above; `whole`: with an embedding and an output matrix of its own."""
+    drawn, own = Drawn(seed, loud), vocab if ids is None else len(ids)
+    tensors = {
+        "fc.weight": drawn.matrix(dim, dim * len(taps)), "hidden_norm.weight": drawn.norm(dim),
+        "norm.weight": drawn.norm(dim),
+    }  # fmt: skip
+    for layer in range(layers):
+        tensors |= drawn.block(f"layers.{layer}", dim, dim, normed=True)
+    if whole:
+        tensors["embed_tokens.weight"] = drawn.matrix(vocab, dim)
+    if whole or ids is not None:
+        tensors["lm_head.weight"] = drawn.matrix(own, dim)
+    sizes = saved(folder, tensors, ids, "qwen3", layers=layers, dim=dim, vocab=vocab, context=context)
+    mask = vocab - 1
+    if raw:
+        reads = {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]}
+        content = {"architectures": ["DFlashDraftModel"], **sizes, "dflash_config": reads}
+    else:
+        content = {
+            "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
+            "transformer_layer_config": sizes, "draft_vocab_size": own, "mask_token_id": mask,
+            "aux_hidden_state_layer_ids": list(taps), "sample_from_anchor": anchor,
+        }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({**content, "block_size": width}))
     return folder
 
 
@@ -108,6 +146,16 @@ def loaded(
 
     settings = {"dtype": Dtype.fp32, "device": CPU, "name": "head", "fast": False}
     return load_head(folder, layers=layers, tables=tables, **(settings | how))
+
+
+def planned(
+    target: ModelConf, head: ModelConf, work: Workload, world: int = 1, placement: PlacementConf | None = None
+) -> tuple[int, int]:
+    """Bytes of the head's weights, and of its caches with the states that wait, on the leader."""
+    roles = Role(TARGET, target, Dtype.fp32), Role(DRAFT, head, Dtype.fp32)
+    own = rank_work(*roles, resolve(placement or PlacementConf(), world, True), work, 0).draft
+    assert own is not None
+    return sum(held(own.part, Dtype.fp32).values()), own.caches_bytes(work.rows)
 
 
 class Reference:
@@ -130,6 +178,12 @@ class Reference:
         offset = self.weights.get("d2t", torch.zeros(own)).long().tolist()
         return [place + offset[place] for place in range(own)]
 
+    def probs(self, states_TX: Tensor, text: list[int], drafts: list[int], vocab: int, heat: float) -> Tensor:
+        """Over the target's tokens."""
+        probs = torch.zeros(vocab, dtype=torch.float64)
+        probs[self.ids()] = (self.logits(states_TX, text, drafts) / heat).softmax(-1)
+        return probs
+
     def logits(self, states_TX: Tensor, text: list[int], drafts: list[int]) -> Tensor:
         """Over its own tokens, for the one after `drafts`, given the target's states of all but the last."""
         assert len(states_TX) == len(text) - 1
@@ -140,7 +194,7 @@ class Reference:
             count = sum(key.startswith("fc_norm.") for key in self.weights)
             parts = states.chunk(count, -1)
             states = torch.cat([self.normed(part, f"fc_norm.{n}") for n, part in enumerate(parts)], -1)
-        g = list(linear(states, self.weights["fc.weight"]))
+        g = list(self.linear(states, "fc"))
         tokens = text[1:]
         for token in [*drafts, None]:
             z = self.block(torch.stack(g), tokens)
@@ -148,34 +202,38 @@ class Reference:
             if token is not None:
                 g.append((out if self.flags["norm_output"] else z)[-1])
                 tokens = [*tokens, token]
-        return linear(out[-1], self.weights["lm_head.weight"])
-
-    def probs(self, states_TX: Tensor, text: list[int], drafts: list[int], vocab: int, heat: float) -> Tensor:
-        """Over the target's tokens."""
-        found = torch.zeros(vocab, dtype=torch.float64)
-        found[self.ids()] = (self.logits(states_TX, text, drafts) / heat).softmax(-1)
-        return found
+        return self.linear(out[-1], "lm_head")
 
     def block(self, g: Tensor, tokens: list[int]) -> Tensor:
-        weights, heads = self.weights, self.sizes["num_attention_heads"]
-        kvs, size, name = self.sizes["num_key_value_heads"], self.sizes["head_dim"], self.name
-        embedded = self.normed(weights["embed_tokens.weight"][tokens], f"{name}.input_layernorm")
-        normed = self.normed(g, f"{name}.hidden_norm")
-        both = torch.cat([embedded, normed], -1)
-        q, k, v = (linear(both, weights[f"{name}.self_attn.{part}_proj.weight"]) for part in "qkv")
-        q, k, v = q.view(-1, heads, size), k.view(-1, kvs, size), v.view(-1, kvs, size)
-        if f"{name}.self_attn.q_norm.weight" in weights:
-            q, k = self.normed(q, f"{name}.self_attn.q_norm"), self.normed(k, f"{name}.self_attn.k_norm")
-        q, k = self.turned(q), self.turned(k)
-        k, v = (part.repeat_interleave(heads // kvs, 1) for part in (k, v))
-        score = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
-        ahead = torch.ones(score.shape[1:], dtype=torch.bool).triu(1)
-        seen = torch.einsum("hqk,khd->qhd", score.masked_fill(ahead, -torch.inf).softmax(-1), v)
+        embedded = self.normed(self.weights["embed_tokens.weight"][tokens], f"{self.name}.input_layernorm")
+        normed = self.normed(g, f"{self.name}.hidden_norm")
+        read = torch.cat([embedded, normed], -1)
         x = normed if self.flags["norm_before_residual"] else g
-        x = x + linear(seen.flatten(1), weights[f"{name}.self_attn.o_proj.weight"])
+        return self.mlp(x + self.attention(read, read, self.name, causal=True), self.name)
+
+    def attention(self, asks: Tensor, told: Tensor, name: str, causal: bool) -> Tensor:
+        """Of queries from `asks`, the last tokens of those that keys and values are from."""
+        heads, groups = self.sizes["num_attention_heads"], self.sizes["num_key_value_heads"]
+        q = self.linear(asks, f"{name}.self_attn.q_proj").unflatten(-1, (heads, -1))
+        k, v = (self.linear(told, f"{name}.self_attn.{part}_proj") for part in "kv")
+        k, v = k.unflatten(-1, (groups, -1)), v.unflatten(-1, (groups, -1))
+        if f"{name}.self_attn.q_norm.weight" in self.weights:
+            q, k = self.normed(q, f"{name}.self_attn.q_norm"), self.normed(k, f"{name}.self_attn.k_norm")
+        q, k = self.turned(q, len(k) - len(q)), self.turned(k)
+        k, v = (part.repeat_interleave(heads // groups, 1) for part in (k, v))
+        score = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        if causal:
+            score = score.masked_fill(torch.ones(score.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+        seen = torch.einsum("hqk,khd->qhd", score.softmax(-1), v)
+        return self.linear(seen.flatten(1), f"{name}.self_attn.o_proj")
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
         y = self.normed(x, f"{name}.post_attention_layernorm")
-        gate, up = (linear(y, weights[f"{name}.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
-        return x + linear(silu(gate) * up, weights[f"{name}.mlp.down_proj.weight"])
+        gate, up = (self.linear(y, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+        return x + self.linear(silu(gate) * up, f"{name}.mlp.down_proj")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return linear(x, self.weights[f"{name}.weight"])
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt()
@@ -190,81 +248,18 @@ class Reference:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def save_dflash(
-    folder: Path, *, vocab: int, dim: int, taps: tuple[int, ...], raw: bool = False,
-    ids: list[int] | None = None, layers: int = 2, width: int = 4, anchor: bool = False, whole: bool = False,
-    context: int = 160, seed: int = 0, loud: float = 0.5,
-) -> Path:  # fmt: skip
-    """A random DFlash head; `ids` as above; `whole`: with an embedding and an output matrix of its own."""
-    random, norm = drawn(seed, loud)
-    own = vocab if ids is None else len(ids)
-    tensors = {
-        "fc.weight": random(dim, dim * len(taps)),
-        "hidden_norm.weight": norm(dim),
-        "norm.weight": norm(dim),
-    }
-    for layer in range(layers):
-        name = f"layers.{layer}"
-        tensors |= {
-            f"{name}.self_attn.q_proj.weight": random(HEADS * SIZE, dim),
-            f"{name}.self_attn.k_proj.weight": random(KVS * SIZE, dim),
-            f"{name}.self_attn.v_proj.weight": random(KVS * SIZE, dim),
-            f"{name}.self_attn.o_proj.weight": random(dim, HEADS * SIZE),
-            f"{name}.self_attn.q_norm.weight": norm(SIZE), f"{name}.self_attn.k_norm.weight": norm(SIZE),
-            f"{name}.mlp.gate_proj.weight": random(FFN, dim), f"{name}.mlp.up_proj.weight": random(FFN, dim),
-            f"{name}.mlp.down_proj.weight": random(dim, FFN), f"{name}.input_layernorm.weight": norm(dim),
-            f"{name}.post_attention_layernorm.weight": norm(dim),
-        }  # fmt: skip
-    if whole:
-        tensors["embed_tokens.weight"] = random(vocab, dim)
-    if whole or ids is not None:
-        tensors["lm_head.weight"] = random(own, dim)
-    sizes = saved(folder, tensors, ids, "qwen3", layers=layers, dim=dim, vocab=vocab, context=context)
-    mask = vocab - 1
-    if raw:
-        reads = {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]}
-        content: dict[str, Any] = {
-            "architectures": ["DFlashDraftModel"], **sizes, "block_size": width, "dflash_config": reads
-        }  # fmt: skip
-    else:
-        content = {
-            "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
-            "transformer_layer_config": sizes, "draft_vocab_size": own, "block_size": width,
-            "aux_hidden_state_layer_ids": list(taps), "mask_token_id": mask, "sample_from_anchor": anchor,
-        }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(content))
-    return folder
-
-
 class DFlashReference(Reference):
-    """The same of a DFlash head."""
+    """A DFlash head by its formulas."""
 
     def logits(self, states_TX: Tensor, text: list[int], drafts: list[int]) -> Tensor:
         """Over its own tokens; of the drafts only the number counts."""
-        weights, width = self.weights, self.content["block_size"]
+        width = self.content["block_size"]
         mask = self.content.get("mask_token_id", self.sizes.get("dflash_config", {}).get("mask_token_id"))
-        g = self.normed(linear(states_TX.double(), weights["fc.weight"]), "hidden_norm")
-        x = weights["embed_tokens.weight"][[text[-1], *[mask] * (width - 1)]]
+        g = self.normed(self.linear(states_TX.double(), "fc"), "hidden_norm")
+        x = self.weights["embed_tokens.weight"][[text[-1], *[mask] * (width - 1)]]
         for layer in range(self.sizes["num_hidden_layers"]):
-            x = self.layer(x, g, f"layers.{layer}")
+            name = f"layers.{layer}"
+            asks = self.normed(x, f"{name}.input_layernorm")
+            x = self.mlp(x + self.attention(asks, torch.cat([g, asks]), name, causal=False), name)
         place = len(drafts) + (not self.content.get("sample_from_anchor", False))
-        return linear(self.normed(x, "norm"), weights["lm_head.weight"])[place]
-
-    def layer(self, x: Tensor, g: Tensor, name: str) -> Tensor:
-        weights, heads = self.weights, self.sizes["num_attention_heads"]
-        kvs, size = self.sizes["num_key_value_heads"], self.sizes["head_dim"]
-        own = self.normed(x, f"{name}.input_layernorm")
-        q, k, v = (
-            linear(read, weights[f"{name}.self_attn.{part}_proj.weight"])
-            for part, read in (("q", own), ("k", torch.cat([g, own])), ("v", torch.cat([g, own])))
-        )
-        q, k, v = q.view(-1, heads, size), k.view(-1, kvs, size), v.view(-1, kvs, size)
-        q, k = self.normed(q, f"{name}.self_attn.q_norm"), self.normed(k, f"{name}.self_attn.k_norm")
-        q, k = self.turned(q, len(g)), self.turned(k)
-        k, v = (part.repeat_interleave(heads // kvs, 1) for part in (k, v))
-        score = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
-        seen = torch.einsum("hqk,khd->qhd", score.softmax(-1), v)
-        x = x + linear(seen.flatten(1), weights[f"{name}.self_attn.o_proj.weight"])
-        y = self.normed(x, f"{name}.post_attention_layernorm")
-        gate, up = (linear(y, weights[f"{name}.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
-        return x + linear(silu(gate) * up, weights[f"{name}.mlp.down_proj.weight"])
+        return self.linear(self.normed(x, "norm"), "lm_head")[place]
