@@ -28,11 +28,10 @@ from llama_ssp.planner.storage import BUFFERS
 from llama_ssp.planner.weights import ModelPart, held, parameters
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ThreadRank, ranks_of, together
-from tests.families import FAMILIES, VOCAB, build, synthetic
+from tests.families import FAMILIES, TOLERANCE, VOCAB, module_of, synthetic
 
 CPU = torch.device("cpu")
 SMALL = ModelConf(name="small")
-TOLERANCE = 1e-5  # of the largest logit
 CAPACITY = 24
 # What each pass feeds: (kept before, fed) a row. Prefill, ragged steps, rollbacks over stale keys.
 PASSES = [((0, 0, 0), (9, 5, 1)), ((9, 5, 1), (4, 1, 3)), ((10, 6, 2), (3, 5, 0)), ((13, 11, 2), (1, 2, 4))]
@@ -43,7 +42,7 @@ def uneven(name: str) -> dict[str, Any]:
     family, own = FAMILIES[name]
     grouped = {key for key in ("num_key_value_heads", "num_kv_heads") if own.get(key, 1) > 1}
     sizes = {"hidden_size": 40, FAMILY_ROWS[family].mlp_key: 56, **dict.fromkeys(grouped, 5)}
-    sizes["num_heads" if "num_heads" in own else "num_attention_heads"] = 10 if grouped else 5
+    sizes["num_attention_heads"] = 10 if grouped else 5
     if own.get("num_key_value_heads") is None:
         sizes["num_key_value_heads"] = 5
     other = {"moe_intermediate_size": 28, "word_embed_proj_dim": 40}
@@ -52,12 +51,10 @@ def uneven(name: str) -> dict[str, Any]:
 
 SIX_HEADS: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
 TIED = {"tie_word_embeddings": True}
-FALCON_MHA = {"multi_query": False, "bias": True, "parallel_attn": False}
-MIXED = {"mlp_only_layers": [1], "norm_topk_prob": True}
 UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}-uneven": (name, uneven(name)) for name in FAMILIES},
-    "falcon-mha-uneven": ("falcon", {**FALCON_MHA, **uneven("falcon")}),
-    "qwen3-moe-mixed-uneven": ("qwen3_moe", {**MIXED, **uneven("qwen3_moe")}),
+    "falcon-mha-uneven": ("falcon-mha", uneven("falcon")),
+    "qwen3-moe-mixed-uneven": ("qwen3-moe-mixed", uneven("qwen3_moe")),
     "seven-heads": ("llama-mha", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7}),
     "three-kv": ("llama-gqa", SIX_HEADS),
     "one-kv": ("llama-mqa", {**SIX_HEADS, "num_key_value_heads": 1}),
@@ -76,18 +73,6 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 assert VOCAB % 2 and VOCAB % 3, "the vocabulary is to be cut unevenly"
 
 
-def randomised_biases(module: Any) -> Any:
-    """And sinks, and norms."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name.endswith(("bias", "sinks")):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            elif "norm" in name or ".ln_" in name:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return module
-
-
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory):
     """Saves a family once, in one file or in several."""
@@ -96,7 +81,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     def saved(name: str, shard: str = "1GB") -> Path:
         if (name, shard) not in made:
             family, changes = UNEVEN.get(name, (name, {}))
-            module = randomised_biases(build(family, mild=True, **changes))
+            module = module_of(family, **changes)
             made[name, shard] = tmp_path_factory.mktemp(name)
             module.save_pretrained(made[name, shard], max_shard_size=shard)
         return made[name, shard]
