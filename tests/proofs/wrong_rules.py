@@ -210,7 +210,7 @@ fault("draft tokens that are one counted twice", BRIDGED, walked("Intersection, 
 
 # Trained heads.
 
-HEAD, BLOCK_HEAD = f"{DRAFTERS}head:HeadDrafter.", f"{DRAFTERS}block_head:BlockHeadDrafter."
+HEAD, BLOCK_HEAD = f"{DRAFTERS}head:HeadDrafter.", f"{DRAFTERS}head:BlockHeadDrafter."
 STEP, SOME = "models.heads.model:Eagle3Model.step", f"{DRAFTERS}head:probs_of_some"
 FORMULAS = "test_heads", "test_declared_distributions_are_the_published_formulas"
 PUBLISHED, REDUCED = proof(*FORMULAS, "speculators"), proof(*FORMULAS, "reduced vocabulary")
