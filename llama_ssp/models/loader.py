@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,21 +30,12 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
 from llama_ssp.models.model_config import config_of, empty, possible, refusing, require_supported
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
-from llama_ssp.models.safetensors_io import (
-    FileSource,
-    ReadWatch,
-    WatchedSource,
-    bytes_on_disk,
-    unwatched,
-)
+from llama_ssp.models.safetensors_io import Files, ReadWatch, WatchedSource, bytes_on_disk, unwatched
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, build, fill_module, require_filled
-
-if TYPE_CHECKING:  # its module imports gguf, which a run without such a file does not wait for
-    from llama_ssp.models.formats.gguf_source import GgufSource
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +101,10 @@ def _decoder(
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)
 
 
-def opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | GgufSource:
+def opened(path: Path, config: Any, names: Mapping[str, Any]) -> Files:
     """The weights of a folder or file, by the names of the model's tensors."""
     if is_gguf(path):
-        from llama_ssp.models.formats.gguf_header import read_header
+        from llama_ssp.models.formats.gguf_header import read_header  # imports gguf
         from llama_ssp.models.formats.gguf_source import GgufSource
 
         return GgufSource(read_header(path), config, names)
@@ -122,7 +113,7 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | Gg
 
 
 @contextmanager
-def _checked(path: Path, config: Any) -> Iterator[FileSource | GgufSource]:
+def _checked(path: Path, config: Any) -> Iterator[Files]:
     """Opens the weights; a ModelError unless their names and shapes are those of the model."""
     with refusing(path), closing(opened(path, config, names := wanted(config))) as files:
         _require_complete(path, differences(names, files.shapes, config))

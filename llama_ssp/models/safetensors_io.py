@@ -31,6 +31,12 @@ class Source(Protocol):
         """The cut part, or all, in memory of its own; quantised matrices as their codes, or decoded."""
 
 
+class Files(Source, Protocol):
+    """The weights of files that are open."""
+
+    def close(self) -> None: ...
+
+
 class FileSource:
     """The weights of a folder, which `inspect` has checked."""
 

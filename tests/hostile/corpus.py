@@ -153,7 +153,7 @@ WEIGHT_FILES = [
     hostile("lfs-pointer", replaced(WEIGHTS, POINTER), "git lfs pull"),
     hostile("lfs-config", replaced("config.json", POINTER), "config.json is a Git LFS pointer", "git lfs"),
     hostile("truncated", cut_short(7), "damaged or cut short", "not fully covered"),
-    hostile("sparse-header", sparse(WEIGHTS, struct.pack("<Q", 2**30), 2**31), "damaged", "too large"),
+    hostile("sparse-header", sparse(WEIGHTS, struct.pack("<Q", 2**31), 2**33), "damaged", "2147483648"),
     hostile("million-tensors", many_tensors(1_000_000), "damaged"),
     hostile("overlapping", header(overlapping), "invalid offset for tensor"),
     hostile("beyond-the-end", header(lambda h: h[NORM].update(data_offsets=[0, 10**9])), "damaged"),
