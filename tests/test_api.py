@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import re
 import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 import llama_ssp
-from llama_ssp import RunError, SamplingConfig, SpeculationConfig, load_pair, plan
+from llama_ssp import Pair, RunError, SamplingConfig, SpeculationConfig, load_pair, plan
 from llama_ssp.config import Verification
 from llama_ssp.config.compose import composed
 from llama_ssp.errors import UsageError
@@ -35,18 +35,23 @@ from tests.warm import ROOT, python, ranks
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
 PROMPTS = ["hello", "a longer prompt", "x"]
-TINY = (
-    "model=tiny",
-    "draft=tiny_draft",
-    "task.batch_size=2",
-    "task.max_new_tokens=12",
-    "seed=5",
-    "output=json",
-)
+TINY = ("model=tiny", "draft=tiny_draft", "task.max_new_tokens=12", "seed=5", "output=json")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Pair]:
+    with load_pair("tiny", draft="tiny_draft") as pair:
+        yield pair
 
 
 def test_texts_are_those_of_the_command(command: Command) -> None:
-    answer = command(*TINY, f"task.prompts={json.dumps(PROMPTS)}", "sampling.top_k=40", "speculation.k=3")
+    answer = command(
+        *TINY,
+        "task.batch_size=2",
+        f"task.prompts={json.dumps(PROMPTS)}",
+        "sampling.top_k=40",
+        "speculation.k=3",
+    )
     expected = answer.document["outputs"]
     sampling, speculation = SamplingConfig(top_k=40), SpeculationConfig(k=3)
     with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
@@ -80,25 +85,10 @@ def test_without_a_draft_and_without_prompts() -> None:
         (regular,) = pair.generate(["hello"], max_new_tokens=4, seed=1)
         assert (regular.drafted, len(regular.token_ids)) == (0, 4)
         assert pair.generate([], seed=1) == []
-
-
-def test_a_draft_that_was_not_loaded_is_not_drafted_with() -> None:
     with load_pair("tiny", draft="tiny_draft", overrides=["speculation.k=0"]) as pair:
         assert pair.generate(["hello"], max_new_tokens=2, seed=1)[0].drafted == 0
         with pytest.raises(UsageError, match="was loaded without its draft model"):
             pair.generate(["hello"], max_new_tokens=2, seed=1, speculation=SpeculationConfig(k=4))
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ({"bridge": "off"}, "a bridge is built when a pair is loaded"),
-        ({"overlap": "ahead"}, "ranks of its own"),
-    ],
-)
-def test_what_a_loaded_pair_cannot_change_is_refused(setting: dict[str, Any], words: str) -> None:
-    with load_pair("tiny", draft="tiny_draft") as pair, pytest.raises(UsageError, match=words):
-        pair.generate(["hello"], max_new_tokens=2, seed=1, speculation=SpeculationConfig(**setting))
 
 
 def test_a_closed_pair_is_freed() -> None:
@@ -113,58 +103,58 @@ def test_a_closed_pair_is_freed() -> None:
         pair.generate(["hello"])
 
 
-def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
-    """cuDNN's does, for each new shape of a prompt, so it is off before a model runs."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    with load_pair("tiny"):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
+def drafting(**settings: Any) -> dict[str, Any]:
+    return {"prompts": ["x"], "speculation": SpeculationConfig(**settings)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"sampling": SamplingConfig(top_p=2.0)}, "sampling.top_p"),
+        ({"max_new_tokens": 0}, "task.max_new_tokens"),
+        ({"prompts": ["x" * 99999], "max_new_tokens": 2}, "fills the model"),
+        ({"prompts": [[3, -1]]}, "prompt 0; found id -1"),
+        ({"prompts": "ab"}, "prompts is of the wrong type; found 'ab'"),
+        ({"stop": "ab"}, "stop is of the wrong type; found 'ab'"),
+        ({"prompts": [None]}, "neither a text nor token ids; prompt 0; found None"),
+        ({"prompts": [[1.5]]}, "neither a text nor token ids; prompt 0"),
+        ({"prompts": [b"ab"]}, "neither a text nor token ids; prompt 0"),
+        ({"prompts": [[5, 6]], "chat": True}, "not put into a chat template; prompt 0"),
+        ({"prompts": ["x", "a\ud83d"]}, "surrogate pair; prompt 1; found at character 1"),
+        ({"chat": True, "system": "\ud83d"}, "surrogate pair; task.system"),
+        ({"seed": -1}, "seed is out of range; found -1"),
+        ({"seed": 1.5}, "seed is of the wrong type; found 1.5"),
+        (drafting(bridge="on"), "speculation.bridge .* found 'on', allowed auto, intersection, off"),
+        (drafting(bridge="off"), "a bridge is built when a pair is loaded"),
+        (drafting(overlap="ahead"), "ranks of its own"),
+    ],
+)
+def test_what_generate_refuses_is_one_line(asked: dict[str, Any], says: str, tiny: Pair) -> None:
+    with pytest.raises(RunError, match=says) as raised:
+        tiny.generate(**{"prompts": ["x"], **asked})
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: load_pair("7b"), "there is no model=7b.*did you mean model=7B?"),
-        (lambda: load_pair("no/such/folder"), "model: there is no such folder or file"),
-        (lambda: load_pair("tiny", overrides=["hydra.run.dir=x"]), "hydra"),
-        (lambda: load_pair("tiny").generate(["x"], sampling=SamplingConfig(top_p=2.0)), "sampling.top_p"),
-        (lambda: load_pair("tiny").generate(["x"], max_new_tokens=0), "task.max_new_tokens"),
-        (lambda: load_pair("tiny").generate(["x" * 99999], max_new_tokens=2), "fills the model"),
-        (lambda: load_pair("tiny").generate([[3, -1]], max_new_tokens=2), "prompt 0; found id -1"),
-        (lambda: load_pair("tiny").score([[3, -1, 4]]), "prompt 0; found id -1"),
-        (lambda: load_pair("tiny").generate("ab"), "prompts is of the wrong type; found 'ab'"),
-        (lambda: load_pair("tiny").score("ab"), "texts is of the wrong type; found 'ab'"),
-        (lambda: load_pair("tiny").generate(["x"], stop="ab"), "stop is of the wrong type; found 'ab'"),
-        (lambda: load_pair("tiny").generate([None]), "neither a text nor token ids; prompt 0; found None"),
-        (lambda: load_pair("tiny").generate([[1.5]]), "neither a text nor token ids; prompt 0"),
-        (lambda: load_pair("tiny").generate([b"ab"]), "neither a text nor token ids; prompt 0"),
-        (lambda: load_pair("tiny").generate([[5, 6]], chat=True), "not put into a chat template; prompt 0"),
-        (
-            lambda: load_pair("tiny").generate(["x", "a\ud83d"]),
-            "surrogate pair; prompt 1; found at character 1",
-        ),
-        (lambda: load_pair("tiny").score(["a\ud83d"]), "surrogate pair; prompt 0; found at character 1"),
-        (
-            lambda: load_pair("tiny").generate(["x"], chat=True, system="\ud83d"),
-            "surrogate pair; task.system",
-        ),
-        (lambda: load_pair("tiny").generate(["x"], seed=-1), "seed is out of range; found -1"),
-        (lambda: load_pair("tiny").generate(["x"], seed=1.5), "seed is of the wrong type; found 1.5"),
-        (lambda: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),
-        (lambda: load_pair("tiny", overrides=["measure"]), "task is among the overrides of a pair"),
-        (lambda: load_pair("tiny", overrides=["chat=true"]), "task.chat is among .* as an argument"),
-        (lambda: plan("7B", overrides="seed=1"), "overrides is of the wrong type"),
-        (lambda: load_pair("tiny").score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
-        (
-            lambda: load_pair("tiny").generate(["x"], speculation=SpeculationConfig(bridge=cast(Any, "on"))),
-            "speculation.bridge .* found 'on', allowed auto, intersection, off",
-        ),
-        (lambda: plan("65B", cluster="p9"), "p9"),
+        (lambda _: load_pair("7b"), "there is no model=7b.*did you mean model=7B?"),
+        (lambda _: load_pair("no/such/folder"), "model: there is no such folder or file"),
+        (lambda _: load_pair("tiny", overrides=["hydra.run.dir=x"]), "hydra"),
+        (lambda _: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),
+        (lambda _: load_pair("tiny", overrides=["measure"]), "task is among the overrides of a pair"),
+        (lambda _: load_pair("tiny", overrides=["chat=true"]), "task.chat is among .* as an argument"),
+        (lambda _: plan("7B", overrides="seed=1"), "overrides is of the wrong type"),
+        (lambda _: plan("65B", cluster="p9"), "p9"),
+        (lambda pair: pair.score([[3, -1, 4]]), "prompt 0; found id -1"),
+        (lambda pair: pair.score("ab"), "texts is of the wrong type; found 'ab'"),
+        (lambda pair: pair.score(["a\ud83d"]), "surrogate pair; prompt 0; found at character 1"),
+        (lambda pair: pair.score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
     ],
 )
-def test_errors_are_raised_as_one_line(call: object, says: str) -> None:
-    assert callable(call)
+def test_what_others_refuse_is_one_line(call: Callable[[Pair], Any], says: str, tiny: Pair) -> None:
     with pytest.raises(RunError, match=says) as raised:
-        call()
+        call(tiny)
     assert "\n" not in str(raised.value)
 
 
@@ -187,11 +177,11 @@ def test_what_a_list_and_a_choice_may_be() -> None:
 
 def test_only_the_tokenizer_s_tokens_are_scored() -> None:
     """A model's vocabulary may be larger: it can read such a token, which has no log-probability."""
-    run, tokens = composed(["model=tiny", "draft=none"]), SimpleNamespace(size=200, bos_id=None)
+    run, tokens = composed(["model=tiny", "draft=none"]), cast(Any, SimpleNamespace(size=200, bos_id=None))
     text, ids = TextPrompt("0", "", "prompt 0"), [3, 201]
-    assert usable(text, ids, cast(Any, tokens), run).token_ids == (3, 201)
+    assert usable(text, ids, tokens, run).token_ids == (3, 201)
     with pytest.raises(RunError, match="id 201, allowed ids from 0, below 200"):
-        usable(text, ids, cast(Any, tokens), run, beyond=2)
+        usable(text, ids, tokens, run, beyond=2)
 
 
 def test_scored_texts_have_the_special_tokens_of_prompts(tmp_path: Path) -> None:
@@ -202,37 +192,29 @@ def test_scored_texts_have_the_special_tokens_of_prompts(tmp_path: Path) -> None
         assert (1 in scored.token_ids) is special and len(scored.token_ids) == done.prompt_tokens
 
 
-def test_a_least_length_does_not_keep_texts_from_being_scored() -> None:
-    """Nothing is generated, so it cannot exceed what is."""
-    with load_pair("tiny") as pair:
-        (plain,), (sampled,) = (
-            pair.score(["abc"], sampling=how) for how in (None, SamplingConfig(min_new_tokens=5))
-        )
-    assert len(plain.logprobs) == len(sampled.logprobs)
-
-
 def test_a_least_length_may_be_all_of_a_short_pair_s_tokens() -> None:
-    """It was compared with a guess of the tokens of a call, a sixteenth of max_tokens."""
+    """It was compared with a guess of the tokens of a call. A text that is scored generates nothing."""
     least = ["sampling.min_new_tokens=40"]
     with load_pair("tiny", max_tokens=64, overrides=least) as pair:
         (done,) = pair.generate(["abc"], max_new_tokens=48, seed=1)
-    assert len(done.token_ids) >= 40
+        assert len(done.token_ids) >= 40 and pair.score(["abc"])
     with pytest.raises(UsageError, match="min_new_tokens exceeds"):
         load_pair("tiny", max_tokens=32, overrides=least)
 
 
 def test_nothing_of_the_process_is_changed() -> None:
     """No handler of a signal, no logging; and importing loads no torch."""
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGALRM
-    handlers = [signal.getsignal(number) for number in numbers]
-    logs = list(logging.getLogger().handlers)
-    with load_pair("tiny", draft="tiny_draft") as pair:
+
+    def state() -> Any:
+        handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+        return handlers, list(logging.getLogger().handlers)
+
+    before = state()
+    with load_pair("tiny") as pair:
         pair.generate(["hello"], max_new_tokens=4, seed=1)
-    assert handlers == [signal.getsignal(number) for number in numbers]
-    assert logging.getLogger().handlers == logs
+    assert state() == before
     code = (
-        "import sys, llama_ssp; from llama_ssp import SamplingConfig, plan; "
-        "plan('7B', cluster='p4d'); sys.exit('torch' in sys.modules)"
+        "import sys; from llama_ssp import plan; plan('7B', cluster='p4d'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -268,54 +250,35 @@ def test_examples_of_the_guide(example: str, tmp_path: Path) -> None:
     assert run.returncode == 0 and run.stdout, run.stderr
 
 
-ENDED = """
-import os
+SCRIPT = f"""
 from llama_ssp import RunError, SamplingConfig, load_pair
 
 def said(call):
     try:
         return call()
     except RunError as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{{type(error).__name__}}: {{error}}"
 
 where = ["placement.timeout_s=30"]
 with load_pair("tiny", overrides=where) as pair:
     for prompt, top_p in (("", 0.9), ("hello", 7.0)):
         print(said(lambda: pair.generate([prompt], sampling=SamplingConfig(top_p=top_p))))
     print(said(lambda: load_pair("tiny", overrides=where)))
-with load_pair("tiny", overrides=where) as pair:
-    print([one.finish_reason for one in pair.generate(["hello"], max_new_tokens=4)])
+for _ in range(2):
+    with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
+        print([one.token_ids for one in pair.generate({PROMPTS!r}, max_new_tokens=8, seed=3)])
 """
 
 
 @pytest.mark.slow
-def test_over_ranks_an_error_ends_the_pair_and_not_the_script(tmp_path: Path) -> None:
-    """Later calls say so; once it is closed, the next pair is loaded."""
-    (tmp_path / "script.py").write_text(ENDED, encoding="utf-8")
+def test_over_ranks_the_leader_has_the_texts_and_an_error_ends_the_pair_alone(tmp_path: Path) -> None:
+    """Later calls say so; once it is closed, the next pair is loaded, with the texts of one process."""
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
+        alone = [one.token_ids for one in pair.generate(PROMPTS, max_new_tokens=8, seed=3)]
     for rank, (code, out, errors) in enumerate(ranks(2, ["script.py"], tmp_path)):
-        first, later, second, found = out.splitlines()
-        assert (code, found) == (0, "[]" if rank else "['length']"), errors
+        first, later, second, *texts = out.splitlines()
+        assert (code, texts) == (0, ["[]" if rank else str(alone)] * 2), errors
         assert first.startswith("JointError: rank") and "the prompt is empty" in first
         assert later.startswith("UsageError: the pair has ended with an earlier error; found rank")
         assert "the prompt is empty" in later and "torch.distributed is in use" in second
-
-
-@pytest.mark.slow
-def test_under_torchrun_the_leader_has_the_texts(tmp_path: Path) -> None:
-    """Every rank calls; in fp32 the texts are those of one process. A pair that is closed ends no rank."""
-    (tmp_path / "script.py").write_text(
-        "import os\n"
-        "from pathlib import Path\n"
-        "from llama_ssp import load_pair\n"
-        "for _ in range(2):\n"
-        "    with load_pair('tiny', draft='tiny_draft', batch_size=2) as pair:\n"
-        f"        found = pair.generate({PROMPTS!r}, max_new_tokens=8, seed=3)\n"
-        "Path('rank' + os.environ['RANK']).write_text(str([one.token_ids for one in found]))\n",
-        encoding="utf-8",
-    )
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    run = python(words, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr
-    with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
-        alone = [one.token_ids for one in pair.generate(PROMPTS, max_new_tokens=8, seed=3)]
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [str(alone), "[]"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
@@ -56,21 +55,15 @@ def drawn(picture: Scene, width: int, height: int, colours: bool = False) -> str
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("width", [60, 80, 81, 200])
-@pytest.mark.parametrize("whole", [True, False])
-def test_no_line_is_wider_than_the_terminal(width: int, whole: bool) -> None:
-    lines = drawn(scene().end(whole), width, 24).splitlines()
-    assert max(map(cell_len, lines)) <= width
-
-
 @quiet
-@given(st.text(max_size=80), st.text(max_size=200), st.integers(60, 130), st.integers(16, 60))
-@example("x" * 500, "日" * 300, 61, 16)
-def test_any_text_fits_any_terminal(prompt: str, text: str, width: int, height: int) -> None:
-    """In width and in height, with nothing on the way that would steer the terminal."""
-    output = drawn(scene(prompt, (text, text[::-1])).end(whole=False), width, height)
+@given(st.text(max_size=80), st.text(max_size=200), st.integers(60, 200), st.integers(16, 60), st.booleans())
+@example("x" * 500, "日" * 300, 61, 16, False)
+@example("def hello", WRITTEN, 81, 24, True)
+def test_any_text_fits_any_terminal(prompt: str, text: str, width: int, height: int, whole: bool) -> None:
+    """In width and, unless it is whole, in height, with nothing on the way that would steer the terminal."""
+    output = drawn(scene(prompt, (text, text[::-1])).end(whole), width, height)
     lines = output.removesuffix("\n").split("\n")
-    assert len(lines) <= height
+    assert whole or len(lines) <= height
     assert max(map(cell_len, lines)) <= width
     assert not [c for c in output if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160]
 
@@ -84,16 +77,18 @@ def test_eighty_columns_hold_two_panes() -> None:
 
 
 def test_a_low_terminal_shows_the_end_of_the_text() -> None:
-    whole = scene(texts=("\n".join(map(str, range(100))), "short"))
-    assert "│ 99" in drawn(whole.end(whole=False), 80, 16)
-    assert "│ 47" not in drawn(whole.end(whole=False), 80, 16)
-    assert "│ 47" in drawn(whole.end(whole=True), 80, 16)
+    long = scene(texts=("\n".join(map(str, range(100))), "short"))
+    low, whole = drawn(long.end(whole=False), 80, 16), drawn(long.end(whole=True), 80, 16)
+    assert "│ 99" in low and "│ 47" not in low and "│ 47" in whole
+
+
+def by_origin() -> Scene:
+    """A token of each origin, which is its text."""
+    return Scene("p", Track("a", arrived=[(origin, origin) for origin in STYLES]), Track("b"), whole=True)
 
 
 def test_tokens_are_coloured_by_origin() -> None:
-    pieces = [(origin, origin) for origin in STYLES]
-    coloured = Scene("p", Track("a", arrived=pieces), Track("b"))
-    output = drawn(replace(coloured, whole=True), 100, 30, colours=True)
+    output = drawn(by_origin(), 100, 30, colours=True)
     body = next(line for line in output.splitlines() if "bonus" in line and "│" in line)
     for code, origin in ((32, "drafted"), (33, "corrected"), (36, "bonus")):
         assert f"\x1b[{code}m{origin}\x1b[0m" in body
@@ -102,24 +97,20 @@ def test_tokens_are_coloured_by_origin() -> None:
 
 def test_without_colours_the_marks_remain() -> None:
     """NO_COLOR: what was accepted is underlined, what was rejected struck through; the legend shows it."""
-    pieces = [(origin, origin) for origin in STYLES]
-    marked = Scene("p", Track("a", arrived=pieces), Track("b"))
     record = {
         "id": "0", "round": 2, "position": 9, "drafted": [1, 2], "drafted_text": ["yes", "no"], "accepted": 1,
-        "last_origin": "corrected", "last_text": "so", "sibling_text": None,
-        "siblings_text": [],
+        "last_origin": "corrected", "last_text": "so", "sibling_text": None, "siblings_text": [],
     }  # fmt: skip
     file = io.StringIO()
     console = Console(file=file, width=100, force_terminal=True, no_color=True, _environ={"TERM": "xterm"})
-    console.print(replace(marked, whole=True), trace_line(record, console.no_color))
+    console.print(by_origin(), trace_line(record, console.no_color))
     said = file.getvalue()
-    assert "\x1b[4mdrafted\x1b[0m" in said and "\x1b[4mdrafted and accepted" in said
-    assert "\x1b[4m'yes'\x1b[0m" in said and "\x1b[9m~'no'~\x1b[0m" in said
+    for marked in ("[4mdrafted\x1b[0m", "[4mdrafted and accepted", "[4m'yes'\x1b[0m", "[9m~'no'~\x1b[0m"):
+        assert f"\x1b{marked}" in said
     assert not re.search(r"\x1b\[3\dm", said)
-    plain = "0 at 9: 'yes' ~'no'~ (1 of 2), corrected 'so'"
-    assert trace_line(record).plain == plain
-    tree = {**record, "siblings_text": [["a", "b"], ["so"]], "sibling_text": "so", "last_text": "far"}
-    assert trace_line(tree | {"last_origin": "bonus"}).plain == (
+    assert trace_line(record).plain == "0 at 9: 'yes' ~'no'~ (1 of 2), corrected 'so'"
+    siblings = {"siblings_text": [["a", "b"], ["so"]], "sibling_text": "so", "last_text": "far"}
+    assert trace_line(record | siblings | {"last_origin": "bonus"}).plain == (
         "0 at 9: 'yes' ['a' 'b'] ~'no'~ ['so'] (1 of 2), sibling 'so', bonus 'far'"
     )
 

@@ -31,6 +31,9 @@ HUMANEVAL = [{"task_id": "HumanEval/0", "prompt": "def add(a, b):\n", "entry_poi
 GSM8K = [{"question": "What is 7 * 8?", "answer": "#### 56"}]
 
 
+MEASURE = ("task=measure", "task.ks=[2]", "task.repeats=1", "task.max_new_tokens=6", "seed=1")
+
+
 def written(folder: Path, lines: list[dict[str, Any]]) -> str:
     file = folder / "question.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -57,8 +60,7 @@ def test_another_file_is_one_error(line: dict[str, Any], tmp_path: Path):
 
 
 def test_a_suite_by_category(command: Command, tmp_path: Path):
-    words = ("task=measure", "task.ks=[2]", "task.repeats=1", "task.max_new_tokens=6", "seed=1")
-    answer = command(*words, f"task.suite={written(tmp_path, SPEC_BENCH)}")
+    answer = command(*MEASURE, f"task.suite={written(tmp_path, SPEC_BENCH)}")
     assert (answer.code, answer.errors) == (0, [])
     assert "by category" in answer.out and "translation" in answer.out
     found = answer.document
@@ -73,24 +75,6 @@ def test_a_suite_by_category(command: Command, tmp_path: Path):
     assert all(row["speedup_low"] <= row["speedup"] <= row["speedup_high"] for row in rows.values())
 
 
-def test_one_turn_holds_kv_caches_at_a_time(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the plan counts them: those of a question's first turn are freed before its second."""
-    make, made, alive = MeasuredPair._engine, list[Any](), list[int]()
-
-    def counted(*rest: Any) -> Any:
-        gc.collect()
-        alive.append(sum(one() is not None for one in made))
-        made.append(weakref.ref(engine := make(*rest)))
-        return engine
-
-    monkeypatch.setattr(MeasuredPair, "_engine", counted)
-    words = ("task=measure", "task.ks=[2]", "task.repeats=1", "task.max_new_tokens=4")
-    assert command(*words, f"task.suite={written(tmp_path, SPEC_BENCH[:1])}").code == 0
-    assert len(alive) > 4 and not any(alive)
-
-
 def test_a_later_turn_follows_the_contender_s_own_answer(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,10 +87,9 @@ def test_a_later_turn_follows_the_contender_s_own_answer(
         return prompt
 
     monkeypatch.setattr(MeasuredPair, "_follow_up", noted)
-    pair = ("model=demo", "draft=demo_draft", "task.max_new_tokens=5", "sampling=greedy", "output=json")
-    suite = f"task.suite={written(tmp_path, SPEC_BENCH[:1])}"
-    command("task=measure", *pair, "task.ks=[2]", "task.repeats=1", suite)
-    answer = command("task=generate", *pair, stdin=json.dumps({"prompt": "def hello"}).encode())
+    pair = ("model=demo", "draft=demo_draft", "sampling=greedy", "output=json")
+    command(*MEASURE, *pair, f"task.suite={written(tmp_path, SPEC_BENCH[:1])}")
+    answer = command("task=generate", *pair, "task.max_new_tokens=6", 'task.prompts=["def hello"]')
     text = answer.document["outputs"][0]["text"]
     answers = [answer for answer, _ in seen]  # of a warm-up and a repeat
     assert len(answers) == 6 and answers.count(text) == 4
@@ -128,46 +111,26 @@ def test_a_later_turn_of_a_chat_is_a_conversation(tmp_path: Path):
     assert list(found.token_ids) == known.chat([{"role": role, "content": text} for role, text in said])
 
 
-def test_counters_remain_when_a_suite_is_stopped(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turn, turns = MeasuredPair._turn, list[int]()
-
-    def stopping(pair: MeasuredPair, *rest: Any) -> None:
-        turns.append(1)
-        if len(turns) == 9:  # after a warm-up of three turns, a question by all, and one by two of them
-            raise KeyboardInterrupt
-        turn(pair, *rest)
-
-    monkeypatch.setattr(MeasuredPair, "_turn", stopping)
-    words = ("task=measure", "task.ks=[2]", "task.repeats=1", "task.max_new_tokens=4", "seed=1")
-    answer = command(*words, f"task.suite={written(tmp_path, SPEC_BENCH)}")
-    assert answer.code == 130 and "by category" in answer.out
-    found = answer.document
-    assert [row["questions"] for row in found["pair"][0]["by_category"]] == [1]
-
-
 def test_several_pairs_in_one_table(command: Command, monkeypatch: pytest.MonkeyPatch):
-    opened, targets, freed = ModelCache.open, list[Any](), list[bool]()
+    """The models of a pair are freed before the next one's are loaded."""
+    opened, targets = ModelCache.open, list[Any]()
 
     def watched(cache: ModelCache, placements: list[Any]) -> Any:
         found = opened(cache, placements)
         gc.collect()
-        freed.append(all(one() is None for one in targets))  # those of the pairs before
+        assert all(one() is None for one in targets)
         targets.append(weakref.ref(found.target))
         return found
 
     monkeypatch.setattr(ModelCache, "open", watched)
-    words = ("task=measure", "task.ks=[2]", "task.repeats=2", "task.max_new_tokens=4", 'task.prompts=["a b"]')
-    answer = command(*words, "task.pairs=[tiny_draft,tiny/tiny_draft]")
+    answer = command(*MEASURE, 'task.prompts=["a b"]', "task.pairs=[tiny_draft,tiny/tiny_draft]")
     assert (answer.code, answer.errors) == (0, [])
     found = answer.document
     assert [one["name"] for one in found["pairs"]] == ["tiny_draft", "tiny/tiny_draft"]
     assert [[row["k"] for row in one["pair"]] for one in found["pairs"]] == [[], [2]]
-    assert freed == [True, True]
     table = answer.out.split("\n\n")[0]
     names = [line.split("  ")[0] for line in table.splitlines()[1:]]
-    assert names == ["tiny_draft", "tiny", "tiny/tiny_draft, K = 2"]
+    assert names == ["tiny_draft", "tiny", "tiny/tiny_draft, K = 2"] and len(targets) == 2
 
 
 def test_an_interval_of_a_ratio_holds_the_true_one():

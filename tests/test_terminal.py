@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from tests.warm import ROOT, start
+from tests.warm import LAUNCH, start
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ class Terminal:
         self.resize(columns, lines)
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "WORLD_SIZE", "RANK")}
         # The terminal controls the process: Ctrl-C is a signal.
-        words = [ROOT / "launch" / "run.py", *session, *overrides]
+        words = [LAUNCH, *session, *overrides]
         env = {**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
         self._process = start(words, folder, [os.ttyname(slave)] * 3, env)
         self._slave: int | None = slave  # kept open until the process has opened it
@@ -187,41 +187,28 @@ CHAT = ("task=chat", *SESSION[1:4])
 
 
 def test_a_conversation(open_terminal: Any, tmp_path: Path) -> None:
-    """Ctrl-C stops the reply and not the program; a block of lines is one message."""
+    """Ctrl-C stops the reply and not the program; a block of lines is one message; at the prompt it ends."""
     terminal = open_terminal("task.max_new_tokens=900", session=CHAT, columns=100)
     terminal.until("/help lists the commands")
+    for typed, stopped in (
+        ("hello\n", "stopped by Ctrl-C]"),
+        ("/reset\n", ""),
+        ('"""two\nlines"""\n', "stopped by Ctrl-C]"),
+    ):
+        terminal.until("> ")
+        terminal.type(typed)
+        if not stopped:
+            terminal.until("begins anew")
+            continue
+        terminal.until("<")  # the reply has begun
+        terminal.type(INTERRUPT)
+        shown = terminal.until(stopped)
+        assert "ms/token without prefill, " in shown and " of 1024, " in shown
     terminal.until("> ")
-    terminal.type("hello\n")
-    terminal.until("<")  # the reply has begun
     terminal.type(INTERRUPT)
-    shown = terminal.until("stopped by Ctrl-C]")
-    assert "ms/token without prefill, " in shown and " of 1024, " in shown
-    terminal.until("> ")
-    terminal.type("/reset\n")
-    terminal.until("begins anew")
-    terminal.until("> ")
-    terminal.type('"""two\nlines"""\n')
-    terminal.until("... ")
-    terminal.until("<")
-    terminal.type(INTERRUPT)
-    terminal.until("stopped by Ctrl-C]")
-    terminal.until("> ")
-    terminal.type("/exit\n")
-    assert terminal.leave() == 0
+    assert terminal.leave() == 130
     assert "Traceback" not in terminal.seen and '"task"' not in terminal.seen
     found = summary(tmp_path)
     assert [reply["finish_reason"] for reply in found["replies"]] == ["stopped", "stopped"]
     assert found["messages"][0] == {"role": "user", "content": "two\nlines"}
-
-
-def test_a_conversation_ends_by_ctrl_c_at_the_prompt(open_terminal: Any, tmp_path: Path) -> None:
-    """Also behind a reply that was stopped."""
-    terminal = open_terminal("task.max_new_tokens=900", session=CHAT)
-    terminal.until("> ")
-    terminal.type("hello\n")
-    terminal.until("<")
-    terminal.type(INTERRUPT)
-    terminal.until("> ")
-    terminal.type(INTERRUPT)
-    assert terminal.leave() == 130
-    assert "Traceback" not in terminal.seen and summary(tmp_path)["status"] == "interrupted"
+    assert found["status"] == "interrupted"
