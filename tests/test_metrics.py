@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,14 +35,21 @@ TRACE = [
 ]
 
 
-def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
+def committed(rounds: list[tuple[list[int], int, int]], trees: list[TreeResult] | None = None) -> Any:
+    """One row after these rounds, and its counters' summary."""
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    for number, (drafted, accepted, token) in enumerate(TRACE):
-        verdict = RoundResult([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
-        step = commit(state, verdict, Limits(40, frozenset({EOS})), 50, number)
-        counts.add(step.rows[0])
+    for number, (drafted, accepted, token) in enumerate(rounds):
+        tree = [trees[number]] if trees else []
+        chances = [[0.5] * len(drafted)]
+        result = RoundResult([drafted], [accepted], [token], chances, [False], [[]], tree)
+        counts.add(commit(state, result, Limits(40, frozenset({EOS})), 50, number).rows[0])
+    return state, counts.summary()
+
+
+def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
+    state, summary = committed(TRACE)
     assert state.generated(0) == [1, 2, 3, 4, 5, 1, 6, 7, 1, EOS] and state.finished == ["eos"]
-    assert counts.summary() == {
+    assert summary == {
         "row_rounds": 4,
         "tokens_drafted": 10,  # 4 + 4 + 0 + 2
         "tokens_accepted": 7,  # 4 + 1 + 0 + 2
@@ -62,25 +71,15 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
 
 
 def test_an_accepted_sibling_is_an_origin_of_its_own() -> None:
-    state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    trees = [
-        TreeResult(1, 8, [[5, 6], [7, 8]]),
-        TreeResult(2, None, [[5, 6], [7, 8]]),
-        TreeResult(0, 5, [[5]]),
-    ]
-    for number, tree in enumerate(trees):
-        drafted = [1, 2][: len(tree.siblings)]
-        result = RoundResult([drafted], [tree.accepted], [3], [[0.5] * len(drafted)], [False], [[]], [tree])
-        counts.add(commit(state, result, Limits(40, frozenset({EOS})), 50, number).rows[0])
+    both = [[5, 6], [7, 8]]
+    trees = [TreeResult(1, 8, both), TreeResult(2, None, both), TreeResult(0, 5, [[5]])]
+    state, summary = committed([([1, 2], 1, 3), ([1, 2], 2, 3), ([1], 0, 3)], trees)
     assert state.generated(0) == [1, 8, 3, 1, 2, 3, 5, 3]
-    assert counts.summary()["tokens_committed_by_origin"] == {"bonus": 3, "drafted": 3, "sibling": 2}
+    assert summary["tokens_committed_by_origin"] == {"bonus": 3, "drafted": 3, "sibling": 2}
 
 
 def test_a_bonus_behind_eos_is_cut_though_no_draft_is() -> None:
-    state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    verdict = RoundResult([[1, EOS]], [2], [7], [[0.5, 0.5]], [False], [[]])
-    counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0).rows[0])
-    summary = counts.summary()
+    _, summary = committed([([1, EOS], 2, 7)])
     assert (summary["tokens_cut_after_end"], summary["tokens_discarded_after_end"]) == (1, 0)
     assert "bonus" not in summary["tokens_committed_by_origin"]
 

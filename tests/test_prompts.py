@@ -28,18 +28,13 @@ def found(data: bytes, jsonl: bool = False) -> list[tuple[str, str]]:
 
 def test_the_config_s_prompts_are_numbered() -> None:
     prompts = read_prompts(GenerateConf(prompts=["a", "b"])).prompts
-    assert [(p.id, p.text, p.where) for p in prompts] == [
-        ("0", "a", "task.prompts[0]"),
-        ("1", "b", "task.prompts[1]"),
-    ]
+    rows = [("0", "a", "task.prompts[0]"), ("1", "b", "task.prompts[1]")]
+    assert [(p.id, p.text, p.where) for p in prompts] == rows
 
 
 def test_text_has_a_prompt_a_line_named_after_it() -> None:
-    assert found(b"one\n\n  \ntwo  \r\nthree") == [
-        ("line-1", "one"),
-        ("line-4", "two  "),
-        ("line-5", "three"),
-    ]
+    expected = [("line-1", "one"), ("line-4", "two  "), ("line-5", "three")]
+    assert found(b"one\n\n  \ntwo  \r\nthree") == expected
 
 
 def test_only_a_line_feed_ends_a_line() -> None:
@@ -48,14 +43,11 @@ def test_only_a_line_feed_ends_a_line() -> None:
 
 
 def test_jsonl_has_its_own_ids_or_the_line_s() -> None:
+    """A byte order mark is no text."""
     lines = [{"id": "x", "prompt": "a"}, {"prompt": "b"}, {"id": 7, "prompt": "c", "other": [1]}]
-    data = "\n".join(map(json.dumps, lines)).encode()
-    assert found(data, jsonl=True) == [("x", "a"), ("line-2", "b"), ("7", "c")]
-
-
-def test_a_byte_order_mark_is_no_text() -> None:
+    data = b"\xef\xbb\xbf" + "\n".join(map(json.dumps, lines)).encode()
     assert found(b"\xef\xbb\xbfa") == [("line-1", "a")]
-    assert found(b'\xef\xbb\xbf{"prompt": "a"}', jsonl=True) == [("line-1", "a")]
+    assert found(data, jsonl=True) == [("x", "a"), ("line-2", "b"), ("7", "c")]
 
 
 @pytest.mark.parametrize("data", [b'{"prompt": "a"}', b'\n  {"prompt": "a"}', b'\xef\xbb\xbf{"prompt": "a"}'])
@@ -75,17 +67,14 @@ def test_a_terminal_gets_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [p.text for p in read_prompts(GenerateConf()).prompts] == SAMPLE
 
 
-def test_a_file_s_name_says_what_it_is(tmp_path: Path) -> None:
+def test_a_file_s_name_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leading tilde is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, text in (("a.txt", '{"prompt": "a"}'), ("a.jsonl", "a")):
         (tmp_path / name).write_text('{"prompt": "a"}')
-        (prompt,) = read_prompts(GenerateConf(prompt_file=str(tmp_path / name))).prompts
-        assert prompt.text == text
-
-
-def test_a_leading_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.txt").write_text("hello")
-    assert [p.text for p in read_prompts(GenerateConf(prompt_file="~/a.txt")).prompts] == ["hello"]
+        for path in (tmp_path / name, f"~/{name}"):
+            (prompt,) = read_prompts(GenerateConf(prompt_file=str(path))).prompts
+            assert prompt.text == text
 
 
 def test_a_file_that_cannot_be_read_is_no_matter_of_data(tmp_path: Path) -> None:
@@ -95,35 +84,23 @@ def test_a_file_that_cannot_be_read_is_no_matter_of_data(tmp_path: Path) -> None
 
 
 def test_skipping_keeps_the_good_rows_and_says_what_was_wrong() -> None:
-    data = (
-        b'{"prompt": "a"}\n{\n\xff\n{"prompt": "\\u0000"}\n{"id": "line-1", "prompt": "b"}\n{"prompt": "c"}'
-    )
-    kept = reading(data, jsonl=True, policy=OnBadRow.skip)
+    rows = [b'{"prompt": "a"}', b"{", b"\xff", b'{"prompt": "\\u0000"}', b'{"id": "line-1", "prompt": "b"}']
+    kept = reading(b"\n".join([*rows, b'{"prompt": "c"}']), jsonl=True, policy=OnBadRow.skip)
     assert [p.text for p in kept.prompts] == ["a", "c"]
-    assert [reason.split(";")[0] for reason in kept.skipped] == [
-        "the line is not JSON",
-        "the line is not UTF-8",
-        "the prompt holds a NUL character",
-        "an id is used twice",
-    ]
+    reasons = ["the line is not JSON", "the line is not UTF-8", "the prompt holds a NUL character"]
+    assert [reason.split(";")[0] for reason in kept.skipped] == [*reasons, "an id is used twice"]
 
 
-def test_a_long_id_is_shown_in_part() -> None:
+def test_what_is_refused_whatever_the_policy() -> None:
     line = json.dumps({"id": "x" * 256, "prompt": "a"}).encode()
     with pytest.raises(DataError, match=r"used twice.*found 'x{40}\.\.\. \(256 characters\)'"):
         reading(line + b"\n" + line, jsonl=True)
-
-
-def test_nothing_left_is_an_error_whatever_the_policy() -> None:
-    with pytest.raises(DataError, match="no usable prompt"):
-        reading(b"\xff", policy=OnBadRow.skip)
-    with pytest.raises(UsageError, match="there is no prompt"):
-        reading(b"\n")
-
-
-def test_a_file_of_utf16_is_refused_even_when_bad_rows_are_skipped() -> None:
-    with pytest.raises(DataError, match="UTF-16"):
-        reading("a\nb".encode("utf-16"), policy=OnBadRow.skip)
+    for data, error, said in (
+        (b"\xff", DataError, "no usable prompt"), (b"\n", UsageError, "there is no prompt"),
+        ("a\nb".encode("utf-16"), DataError, "UTF-16"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=said):
+            reading(data, policy=OnBadRow.skip)
 
 
 printable = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=8)
