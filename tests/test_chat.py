@@ -48,18 +48,14 @@ def named(known: HubTokens, *names: str) -> list[int]:
     return [known.vocabulary().ids[name] for name in names]
 
 
-def count(ids: list[int], token: int) -> int:
-    return ids.count(token)
-
-
 @pytest.mark.parametrize("template", [PLAIN, TRIMMED])
 def test_the_template_s_tokens_count(template: str, tmp_path: Path) -> None:
     known = tokens(tmp_path, template)
     begin, end = named(known, BEGIN, END)
     ids = known.chat(conversation("hello", "be kind"))
-    assert (count(ids, begin), count(ids, end)) == (3, 2)
+    assert (ids.count(begin), ids.count(end)) == (3, 2)
     assert known.decode(ids) == "system\nbe kind\nuser\nhello\nassistant\n"
-    assert count(known.chat(conversation("hello", None)), begin) == 2
+    assert known.chat(conversation("hello", None)).count(begin) == 2
 
 
 @pytest.mark.parametrize("template", [PLAIN, TRIMMED])
@@ -70,8 +66,8 @@ def test_what_is_typed_is_text(typed: str, template: str, tmp_path: Path) -> Non
     begin, end = named(known, BEGIN, END)
     for text, system in ((typed, None), (typed, "be kind"), ("hello", typed), (typed, typed)):
         ids = known.chat(conversation(text, system))
-        assert (count(ids, begin), count(ids, end)) == ((3, 2) if system else (2, 1))
-        assert count(ids, 0) == count(ids, 1) == 0
+        assert (ids.count(begin), ids.count(end)) == ((3, 2) if system else (2, 1))
+        assert ids.count(0) == ids.count(1) == 0
         shown = typed.strip() if template is TRIMMED else typed
         assert known.decode(ids).count(shown) == (text == typed) + (system == typed)
 
@@ -82,7 +78,7 @@ def test_a_conversation_of_many_turns(typed: str, tmp_path: Path) -> None:
     begin, end = named(known, BEGIN, END)
     turns = [{"role": ("user", "assistant")[n % 2], "content": f"{typed} {n}"} for n in range(13)]
     ids = known.chat(turns)
-    assert (count(ids, begin), count(ids, end)) == (14, 13)
+    assert (ids.count(begin), ids.count(end)) == (14, 13)
     said = "".join(f"{turn['role']}\n{turn['content']}\n" for turn in turns)
     assert known.decode(ids) == said + "assistant\n"
 
@@ -94,25 +90,18 @@ def test_a_template_that_changes_what_is_typed_is_refused_with_special_tokens(tm
         known.chat(conversation("hello <s>", None))
 
 
-def test_a_system_prompt_is_not_lost(tmp_path: Path) -> None:
-    known = tokens(tmp_path, NO_SYSTEM)
+def test_neither_a_system_prompt_nor_a_prompt_is_lost(tmp_path: Path) -> None:
+    """Neither the only prompt, nor one of several turns."""
+    known = tokens(tmp_path / "a", NO_SYSTEM)
     assert known.decode(known.chat(conversation("hello", None))) == "user\nhello\nassistant\n"
     with pytest.raises(DataError, match="leaves the system prompt out"):
         known.chat(conversation("hello", "be kind"))
-
-
-@pytest.mark.parametrize("template", [DEAF, LAST])
-def test_a_prompt_is_not_lost(template: str, tmp_path: Path) -> None:
-    """Neither the only one, nor one of several turns."""
-    known = tokens(tmp_path, template)
     turns = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
-    with pytest.raises(DataError, match=r"leaves the prompt out.*chat_template in tokenizer_config.json"):
-        known.chat([*turns, *conversation("hello", None)])
-    if template is DEAF:
-        with pytest.raises(DataError, match="leaves the prompt out"):
-            known.chat(conversation("hello", None))
-    else:
-        assert "hello" in known.decode(known.chat(conversation("hello", None)))
+    deaf, last = tokens(tmp_path / "b", DEAF), tokens(tmp_path / "c", LAST)
+    for known, before in ((deaf, []), (deaf, turns), (last, turns)):
+        with pytest.raises(DataError, match=r"leaves the prompt out.*chat_template in tokenizer_config.json"):
+            known.chat([*before, *conversation("hello", None)])
+    assert "hello" in last.decode(last.chat(conversation("hello", None)))
 
 
 def test_words_that_a_template_changes_are_warned_of_once(
@@ -212,19 +201,17 @@ def test_a_draft_without_the_template_s_tokens_reads_them_as_text(tmp_path: Path
 def test_chats_through_the_command(command: Command, tmp_path: Path) -> None:
     folder = checkpoints.save(tmp_path / "model", vocab_size=320)
     tokens(folder)
-    arguments = (f"model={folder}", "draft=none", "seed=1", "task.max_new_tokens=4",
-                 "output=json")  # fmt: skip
-    prompt = f'task.prompts=["hi {END}"]'
-    answer = command(prompt, *arguments, "task.chat=true", "task.system=be kind")
+    asked = (f"model={folder}", "draft=none", "task.max_new_tokens=4", "output=json")
+    asked += (f'task.prompts=["hi {END}"]',)
+    answer = command(*asked, "task.chat=true", "task.system=be kind")
     assert (answer.code, answer.errors) == (0, [])
-    lengths = {}
-    for special in ("false", "true"):
-        plain = command(prompt, *arguments, f"task.special_tokens={special}")
-        assert (plain.code, plain.errors) == (0, [])
-        lengths[special] = plain.document["outputs"][0]["prompt_tokens"]
-    assert lengths["false"] > lengths["true"]
+    lengths = [
+        command(*asked, f"task.special_tokens={special}").document["outputs"][0]["prompt_tokens"]
+        for special in ("false", "true")
+    ]
+    assert lengths[0] > lengths[1]
     for wrong in (("task.system=x",), ("task.special_tokens=true", "task.chat=true")):
-        refused = command(prompt, *arguments, *wrong)
+        refused = command(*asked, *wrong)
         assert refused.code == 2 and len(refused.errors) == 1
 
 

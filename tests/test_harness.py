@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 from llama_ssp.tasks.arithmetic import questions
 from tests import checkpoints
 from tests.test_chat import BEGIN, END, PLAIN
-from tests.warm import ROOT
+from tests.warm import ranks
 
 pytest.importorskip("lm_eval", reason="lm-eval is an extra")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -95,60 +92,50 @@ def test_regular_and_speculative_score_alike(tasks: Path) -> None:
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
 
 
+def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
+
+
 def test_scores_are_those_of_a_plain_forward(tmp_path: Path) -> None:
     """Of continuations, and of texts longer than the context; as the harness's own model computes them."""
-    from lm_eval.api.instance import Instance
+    from transformers import LlamaForCausalLM
 
     from llama_ssp.tasks.harness import HarnessModel
 
     folder = checkpoints.save(tmp_path / "model", max_position_embeddings=24)
     lm = HarnessModel(str(folder), batch_size=2, max_length=24, **{"model.dtype": "fp32"})
-
-    def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        return [Instance(kind, {}, args, n) for n, args in enumerate(arguments)]
-
-    from transformers import LlamaForCausalLM
-
     plain = LlamaForCausalLM.from_pretrained(folder).eval()
 
-    def logprobs(ids: list[int]) -> torch.Tensor:
+    def score(before: list[int], after: list[int]) -> tuple[Any, bool]:
+        """The log-probability of `after`, and whether it is the greedy text."""
         with torch.inference_mode():
-            return plain(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            logits = plain(input_ids=torch.tensor([[*before, *after][:-1]])).logits[0, len(before) - 1 :]
+        table = logits.double().log_softmax(-1)
+        total = sum(float(row[token]) for row, token in zip(table, after, strict=True))
+        return pytest.approx(total, abs=1e-3), table.argmax(-1).tolist() == after
 
     pairs = [("the quick", " brown fox"), ("", "def hello"), ("the lazy dog jumps", " over")]
-    found = lm.loglikelihood(asked("loglikelihood", *pairs))
-    for (context, after), (total, is_greedy) in zip(pairs, found, strict=True):
+    found = lm.loglikelihood(requests("loglikelihood", *pairs))
+    for (context, after), own in zip(pairs, found, strict=True):
         before = lm.tok_encode(context) if context else [lm.prefix_token_id]
-        ids = [*before, *(lm.tok_encode(context + after)[len(before) * bool(context) :])]
-        table = logprobs(ids[:-1])[len(before) - 1 :]
-        expected = sum(float(row[token]) for row, token in zip(table, ids[len(before) :], strict=True))
-        assert total == pytest.approx(expected, abs=1e-4)
-        assert is_greedy == (table.argmax(-1).tolist() == ids[len(before) :])
+        assert own == score(before, lm.tok_encode(context + after)[len(before) * bool(context) :])
     text = "the quick brown fox jumps over the lazy dog " * 3
-    ids = lm.tok_encode(text)
-    assert len(ids) > 2 * 24
-    expected, done = 0.0, 0
-    while done < len(ids):  # windows of the whole context; the last one is full, too
-        end = min(done + 24, len(ids))
-        window = [lm.prefix_token_id, *ids][max(0, end - 24) : end + 1]
-        table = logprobs(window[:-1])
-        tail = window[-(end - done) :]
-        expected += sum(float(r[t]) for r, t in zip(table[-len(tail) :], tail, strict=True))
-        done = end
-    assert lm.loglikelihood_rolling(asked("loglikelihood_rolling", (text,))) == [
-        pytest.approx(expected, abs=1e-3)
-    ]
-    assert math.isfinite(expected)
-    table = logprobs(ids[-25:-1])
-    expected = sum(float(row[token]) for row, token in zip(table, ids[-24:], strict=True))
-    found = lm._loglikelihood_tokens([(("", text), ids[:1], ids[1:]), (("a", ""), ids[:9], [])])
-    assert found[0][0] == pytest.approx(expected, abs=1e-3), "as much as fits, of a continuation"
-    assert found[1] == (0.0, True), "there is nothing to score"
+    ids = [lm.prefix_token_id, *lm.tok_encode(text)]
+    whole = len(ids) // 24  # windows of the whole context; the last one is full, too
+    starts = [24 * n for n in range(whole)]
+    windows = [score(ids[n : n + 1], ids[n + 1 : n + 25])[0].expected for n in starts]
+    tail = len(ids) - 1 - 24 * whole
+    windows.append(score(ids[-25:-tail], ids[-tail:])[0].expected)
+    (found,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
+    assert len(ids) > 48 and found == pytest.approx(sum(windows), abs=1e-3)
+    long, nothing = lm._loglikelihood_tokens([(("", text), ids[1:2], ids[2:]), (("a", ""), ids[1:10], [])])
+    assert long[0] == score(ids[-25:-24], ids[-24:])[0], "as much as fits, of a continuation"
+    assert nothing == (0.0, True), "there is nothing to score"
 
 
 def test_chats_and_settings_of_requests(tmp_path: Path) -> None:
-    from lm_eval.api.instance import Instance
-
     from llama_ssp import RunError
     from llama_ssp.tasks.harness import HarnessModel
 
@@ -165,10 +152,7 @@ def test_chats_and_settings_of_requests(tmp_path: Path) -> None:
     assert ids[0] == made.token_to_id(BEGIN) and ids == lm._tokens.chat(history[:1])
 
     def generate(**kwargs: Any) -> list[str]:
-        requests = [
-            Instance("generate_until", {}, (text, kwargs), n) for n, text in enumerate([asked, "def"])
-        ]
-        found: list[str] = lm.generate_until(requests)
+        found: list[str] = lm.generate_until(requests("generate_until", (asked, kwargs), ("def", kwargs)))
         return found
 
     greedy = generate(until=["q"], max_gen_toks=6)
@@ -178,13 +162,9 @@ def test_chats_and_settings_of_requests(tmp_path: Path) -> None:
     first = lm.tok_encode(greedy[0], add_special_tokens=False)[:1]
     lm = HarnessModel(str(folder), max_length=128, **{"sampling.bad_tokens": first})
     assert not generate(until=["q"], max_gen_toks=6)[0].startswith(lm._tokens.decode(first))
-    for wrong in (
-        {"max_gen_toks": 6, "num_beams": 4},
-        {"max_gen_toks": 128},
-        {"max_gen_toks": 6, "guess": 1},
-    ):
+    for wrong in ({"num_beams": 4}, {"max_gen_toks": 128}, {"guess": 1}):
         with pytest.raises(RunError):
-            generate(**wrong)
+            generate(**{"max_gen_toks": 6, **wrong})
     with pytest.raises(RunError, match="batch_size"):
         HarnessModel(str(folder), batch_size="auto")
 
@@ -192,16 +172,11 @@ def test_chats_and_settings_of_requests(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_documented_command_over_ranks(tasks: Path, tmp_path: Path) -> None:
     """One table, one file, and a score."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     model = "model=demo,draft=demo_draft,model.dtype=fp32,draft.dtype=fp32"
-    run = subprocess.run(
-        [sys.executable, "-m", *launcher, "llama_ssp.tasks.harness", "run", "--model", "llama_ssp",
-         "--model_args", model, "--tasks", "sums", "--include_path", str(tasks), "--batch_size", "8",
-         "--output_path", str(tmp_path / "out")],
-        cwd=tmp_path, capture_output=True, text=True, timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    words = ["--model", "llama_ssp", "--model_args", model, "--tasks", "sums", "--include_path", str(tasks)]
+    words += ["--batch_size", "8", "--output_path", str(tmp_path / "out")]
+    leader, other = ranks(2, ["-m", "llama_ssp.tasks.harness", "run", *words], tmp_path)
+    assert (leader.code, other.code) == (0, 0), leader.err + other.err
     (file,) = (tmp_path / "out").rglob("results_*.json")
     score = json.loads(file.read_text())["results"]["sums"]["exact_match,none"]
-    assert score > 0.8 and run.stdout.count("exact_match") == 1
+    assert score > 0.8 and (leader.out + other.out).count("exact_match") == 1
