@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -43,60 +44,44 @@ def prompts() -> list[Prompt]:
     return made
 
 
-def write(
-    family: str, drafter: str, rule: str, controls: str, adaptive: bool, batch: list[Prompt], seed: int = 5
-) -> Run:
+def write(family: str, drafter: str, batch: list[Prompt], **how: Any) -> Run:
     draft = {"model": lambda: model(family, True), "ngram": lambda: "ngram", "none": lambda: None}[drafter]()
+    k = 8 if how.get("adaptive") else 4
     return speculate(
-        model(family, False), batch, draft, k=8 if adaptive else 4, rule=rule, max_new=NEW,
-        ends=frozenset({END}), chunk=8, sampling=CONTROLS[controls], seed=seed, adaptive=adaptive,
+        model(family, False), batch, draft, k=k, max_new=NEW, ends=frozenset({END}), chunk=8,
+        **{"sampling": CONTROLS["plain"], "seed": 5, **how},
     )  # fmt: skip
 
 
-def check(family: str, drafter: str, rule: str, controls: str, adaptive: bool) -> None:
-    everyone = prompts()
-    alone = [write(family, drafter, rule, controls, adaptive, [prompt]) for prompt in everyone]
+# Of family, drafter, rule, controls, and K, fixed or adaptive: any two choices meet.
+MEETINGS = [
+    "llama-gqa model block penalised adaptive", "llama-gqa model token filtered fixed",
+    "llama-gqa ngram block plain adaptive", "llama-gqa none token penalised fixed",
+    "mistral-window model block penalised fixed", "mistral-window ngram token plain adaptive",
+    "mistral-window ngram block filtered fixed", "gpt_neo model token plain fixed",
+    "gpt_neo ngram block penalised adaptive", "gpt_neo model token filtered adaptive",
+]  # fmt: skip
+
+
+@pytest.mark.few(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_no_text_depends_on_its_batch(meeting: str) -> None:
+    family, drafter, rule, controls, drafts = meeting.split()
+    adaptive = drafts == "adaptive"
+    everyone, how = prompts(), {"rule": rule, "sampling": CONTROLS[controls], "adaptive": adaptive}
+    alone = [write(family, drafter, [prompt], **how) for prompt in everyone]
     texts = [run.texts[0] for run in alone]
     assert len({tuple(text) for text in texts}) == len(texts)
     if drafter == "model":
         assert 0 < sum(run.accepted for run in alone) < sum(run.drafted for run in alone)
     elif drafter == "ngram":
         assert sum(run.drafted for run in alone) > 0
-    if adaptive:
-        assert len({k for run in alone for k in run.longest}) > 1
+    assert not adaptive or len({k for run in alone for k in run.longest}) > 1
     for places in BATCHES:
-        run = write(family, drafter, rule, controls, adaptive, [everyone[i] for i in places])
+        run = write(family, drafter, [everyone[i] for i in places], **how)
         assert run.texts == [texts[i] for i in places]
         assert run.finish == [alone[i].finish[0] for i in places]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "drafter, rule, controls, adaptive",
-    [
-        ("model", "block", "penalised", True), ("model", "token", "filtered", False),
-        ("ngram", "block", "plain", True), ("none", "token", "penalised", False),
-    ],
-)  # fmt: skip
-def test_a_text_does_not_depend_on_its_batch(drafter: str, rule: str, controls: str, adaptive: bool) -> None:
-    check("llama-gqa", drafter, rule, controls, adaptive)
-
-
-# Of family, controls and drafter; rule and K, fixed or adaptive, follow. Any two choices of the five meet.
-MEETINGS = [
-    (0, 0, "model"), (0, 1, "model"), (0, 2, "ngram"), (1, 0, "ngram"), (1, 1, "ngram"), (1, 2, "model"),
-    (2, 0, "model"), (2, 0, "ngram"), (2, 1, "ngram"), (2, 2, "model"),
-]  # fmt: skip
-
-
-@pytest.mark.few(2)
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "controls", "drafter"), MEETINGS)
-def test_no_text_depends_on_its_batch(family: int, controls: int, drafter: str) -> None:
-    rule = ("token", "block")[(family + controls + (drafter == "ngram")) % 2]
-    adaptive = ((family + 2 * controls) % 3 == 0) != (drafter == "ngram")
-    name = ("llama-gqa", "mistral-window", "gpt_neo")[family]
-    check(name, drafter, rule, list(CONTROLS)[controls], adaptive)
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
@@ -104,10 +89,8 @@ def test_id_and_seed_name_the_text(drafter: str) -> None:
     """The id alone, and the seed alone, make another text; both again make the same."""
     ids = prompts()[0].token_ids
     batch = [Prompt(name, ids) for name in ("a", "b", "c")]
-    first = write("llama-gqa", drafter, "block", "plain", False, batch)
-    again = write("llama-gqa", drafter, "block", "plain", False, batch[::-1])
-    other = write("llama-gqa", drafter, "block", "plain", False, batch, seed=6)
+    first, again = write("llama-gqa", drafter, batch), write("llama-gqa", drafter, batch[::-1])
+    other = write("llama-gqa", drafter, batch, seed=6)
     assert again.texts == first.texts[::-1]
     assert len({tuple(text) for text in first.texts + other.texts}) == 6
-    twins = write("llama-gqa", drafter, "block", "plain", False, [batch[0], batch[0]])
-    assert twins.texts == [first.texts[0]] * 2
+    assert write("llama-gqa", drafter, [batch[0], batch[0]]).texts == [first.texts[0]] * 2

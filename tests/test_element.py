@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,22 @@ from llama_ssp.distributed.identity import INDEX, Element, own_element
 from llama_ssp.distributed.signals import CODE_FILE
 from tests.door import Door
 from tests.processes import wait_for
+from tests.slurm.jobs import executable
+from tests.warm import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 (JOB,) = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.S))
 (CONTAINER,) = JOB["spec"]["template"]["spec"]["containers"]
 (SCRIPT,) = CONTAINER["args"]
 
 
-def environment(index: int, uid: str) -> dict[str, str]:
-    """What the container of a pod gets from the manifest and from Kubernetes."""
-    fields = {"metadata.labels['batch.kubernetes.io/controller-uid']": "job-7", "metadata.uid": uid}
-    values = {
-        item["name"]: item["value"] if "value" in item else fields[item["valueFrom"]["fieldRef"]["fieldPath"]]
-        for item in CONTAINER["env"]
-    }
-    return {**values, INDEX: str(index)}
-
-
 def enter(monkeypatch: pytest.MonkeyPatch, index: int, uid: str) -> None:
-    for name, value in environment(index, uid).items():
-        monkeypatch.setenv(name, value)
+    """Sets what the container of a pod gets from the manifest and from Kubernetes."""
+    fields = {"metadata.labels['batch.kubernetes.io/controller-uid']": "job-7", "metadata.uid": uid}
+    monkeypatch.setenv(INDEX, str(index))
+    for item in CONTAINER["env"]:
+        value = item["value"] if "value" in item else fields[item["valueFrom"]["fieldRef"]["fieldPath"]]
+        monkeypatch.setenv(item["name"], value)
 
 
 def test_the_manifest_names_index_and_pod(monkeypatch: pytest.MonkeyPatch):
@@ -67,8 +63,8 @@ def test_a_claim_of_a_replaced_pod_is_free(tmp_path: Path, monkeypatch: pytest.M
 
 def test_which_element_replaces_which():
     assert Element("7", 2).replaces("7", 1) and not Element("7", 1).replaces("7", 2)
-    assert not Element("7", 2).replaces("8", 1) and not Element("j.0", "u").replaces("j.0", "u")
-    assert Element("j.0", "v").replaces("j.0", "u") and not Element("j.0", "v").replaces("j.1", "u")
+    assert Element("j.0", "v").replaces("j.0", "u") and not Element("j.0", "u").replaces("j.0", "u")
+    assert not Element("7", 2).replaces("8", 1) and not Element("j.0", "v").replaces("j.1", "u")
 
 
 def test_what_kubernetes_does_with_exit_codes():
@@ -81,27 +77,31 @@ def test_what_kubernetes_does_with_exit_codes():
     assert not re.search(r"\$[$(]", SCRIPT)  # Kubernetes would expand them
 
 
-def started(home: Path, torchrun: str) -> subprocess.Popen[bytes]:
-    """The container's command, with this shell line as torchrun."""
-    (home / "torchrun").write_text(f"#!/bin/sh\n{torchrun}\n")
-    (home / "torchrun").chmod(0o755)
-    env = {**os.environ, **environment(0, "u"), "PATH": f"{home}:{os.environ['PATH']}"}
-    return subprocess.Popen(
-        [*CONTAINER["command"], SCRIPT], cwd=home, env={**env, CODE_FILE: str(home / "code")}
-    )
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], subprocess.Popen[bytes]]:
+    """Starts the container's command, with a shell line as torchrun."""
+    enter(monkeypatch, 0, "u")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(CODE_FILE, str(tmp_path / "code"))
+
+    def started(torchrun: str) -> subprocess.Popen[bytes]:
+        executable(tmp_path, torchrun=torchrun)
+        return subprocess.Popen([*CONTAINER["command"], SCRIPT], cwd=tmp_path)
+
+    return started
 
 
 @pytest.mark.parametrize(
     ("torchrun", "code"),
     [("exit 0", 0), ("exit 1", 1), (f'echo 3 >"${CODE_FILE}"; exit 1', 3), ("kill -9 $$", 137)],
 )
-def test_a_pod_ends_with_the_code_of_its_ranks(tmp_path: Path, torchrun: str, code: int):
-    assert started(tmp_path, torchrun).wait(60) == code
+def test_a_pod_ends_with_the_code_of_its_ranks(start: Any, torchrun: str, code: int):
+    assert start(torchrun).wait(60) == code
 
 
-def test_a_pod_passes_term_on_and_waits(tmp_path: Path):
+def test_a_pod_passes_term_on_and_waits(start: Any, tmp_path: Path):
     left = f"trap 'sleep 0.2; echo 143 >\"${CODE_FILE}\"; exit 1' TERM"
-    pod = started(tmp_path, f"{left}\ntouch up\nwhile :; do sleep 0.05; done")
+    pod = start(f"{left}\ntouch up\nwhile :; do sleep 0.05; done")
     wait_for((tmp_path / "up").exists)
     status, caught = Path(f"/proc/{pod.pid}/status"), re.compile(r"SigCgt:\s*(\w+)")
     wait_for(lambda: int(*caught.findall(status.read_text()), 16) >> (signal.SIGTERM - 1) & 1)
