@@ -22,8 +22,8 @@ from llama_ssp.models.loader import load
 from llama_ssp.models.sharding import require_deepspeed
 from llama_ssp.planner.weights import parameters
 from tests.distributed.processes import on_ranks
-from tests.distributed.test_tensor import UNEVEN, randomised_biases, require_close, walked
-from tests.families import FAMILIES, build
+from tests.distributed.test_tensor import UNEVEN, require_close, walked
+from tests.families import FAMILIES, module_of
 
 CPU = torch.device("cpu")
 MADE = ModelConf(
@@ -67,7 +67,7 @@ def test_real_ranks_give_the_whole_models_logits(
     for name in NAMES[world]:
         family, changes = UNEVEN.get(name, (name, {}))
         folders[name] = tmp_path / name
-        randomised_biases(build(family, mild=True, **changes)).save_pretrained(folders[name])
+        module_of(family, **changes).save_pretrained(folders[name])
         expected[name] = walked(load(ModelConf(name="small"), folders[name], Dtype.fp32, CPU, "model"))
     whole = load(MADE, None, Dtype.fp32, CPU, "model")
     expected["synthetic"] = walked(whole)

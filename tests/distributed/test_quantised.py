@@ -20,9 +20,9 @@ from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import NF4_BLOCK, ROWS, Cut, Span, head_ranges, mlp_share, require_split
 from tests.distributed.test_tensor import SMALL as MODEL
-from tests.distributed.test_tensor import on_all, parts_of, randomised_biases, walked
+from tests.distributed.test_tensor import on_all, parts_of, walked
 from tests.distributed.threads import ranks_of
-from tests.families import build
+from tests.families import build, module_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, (family, changes) in CASES.items():
         made[name] = tmp_path_factory.mktemp(name)
-        randomised_biases(build(family, mild=True, **changes)).save_pretrained(made[name])
+        module_of(family, **changes).save_pretrained(made[name])
     return made
 
 
