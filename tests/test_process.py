@@ -26,7 +26,7 @@ try:
     cli.main()
 except SystemExit as left:
     code = left.code
-heavy = {"torch", "transformers", "accelerate", "huggingface_hub"}
+heavy = {"torch", "transformers", "accelerate", "huggingface_hub.hf_api"}  # its constants are light
 if "--help" in sys.argv:
     heavy |= {"hydra", "numpy"}  # half of what the command imports; safetensors reads a header by numpy
 heavy &= set(sys.modules)
