@@ -55,7 +55,7 @@ LIMIT_S = 100 if torch.cuda.is_available() else 400  # of a command
 
 def tests(how: How) -> Iterator[Bar]:
     """tests/gpu, four at a time; names and messages of those that fail."""
-    given = ["tests/test_bars.py"] if how.small else ["tests/gpu"]
+    given = ["tests/test_profiled.py"] if how.small else ["tests/gpu"]
     yield from _tested(given, how, "tests", "-n", "0" if how.small else "4")
 
 
