@@ -19,9 +19,10 @@ from llama_ssp.models.attention import Rotary
 from llama_ssp.models.checkpoint import inspect, with_shape
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.folder import fingerprint, gguf_in
+from llama_ssp.models.formats import gguf_source
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.formats.gguf_header import read_header
-from llama_ssp.models.formats.gguf_source import GgufSource, coded
+from llama_ssp.models.formats.gguf_source import GgufSource
 from llama_ssp.models.formats.kept import GGUF, GGUF_FORMATS
 from llama_ssp.models.loader import differences
 from llama_ssp.models.model_config import require_supported
@@ -162,7 +163,7 @@ def test_any_bytes_are_decoded_as_the_library_does(kind: str) -> None:
     raw = np.random.default_rng(1).integers(0, 256, (24, 4, size), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(raw.reshape(24, -1), number(kind)))
-    weight, (bits, group, scale, _) = coded(kind, torch.from_numpy(raw)), GGUF[kind]
+    weight, (bits, group, scale, _) = gguf_source.coded(kind, torch.from_numpy(raw)), GGUF[kind]
     assert weight.nbytes == 24 * 4 * (numbers * bits // 8 + numbers // group * scale)
     found = weight.decoded(torch.float32)
     assert found.shape == (24, 4 * numbers) and found.isfinite().float().mean() > 0.8
