@@ -21,7 +21,8 @@ def test_a_round_has_the_host_wait_once_launches_little_and_gives_the_same_texts
         [sys.executable, "-m", "tests.far"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    *cases, counted = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = done.stdout.splitlines()
+    *cases, counted = [json.loads(line) for line in lines if line.startswith("{")]  # libraries print, too
     assert counted["launches"] <= MOST
     assert len(cases) == 6
     for case in cases:
