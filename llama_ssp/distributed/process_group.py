@@ -72,15 +72,12 @@ class Group(Ranks):
     def _try(self) -> None:
         """The first sum connects the ranks: a link that is broken or wrong ends the start, not a step."""
         with self._watch.during("the first sum"):
-            one = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
-            dist.all_reduce(one, group=self._tensors)
-            summed = int(one)
-        if summed != self.world:
-            found = f"{summed} for {self.world} ranks"
-            fix = "check the links between the GPUs (nvidia-smi topo -m); NCCL_DEBUG=INFO says which are used"
-            raise DistributedError(
-                "ranks do not add up", f"rank {self._watch.rank}", found, str(self.world), fix
-            )
+            count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
+            dist.all_reduce(count, group=self._tensors)
+            total = int(count)
+        if total != self.world:
+            where, fix = f"rank {self._watch.rank}", "check the links between the GPUs: nvidia-smi topo -m"
+            raise DistributedError("a sum over the ranks is wrong", where, str(total), str(self.world), fix)
 
     def _join(self, members: tuple[int, ...]) -> None:
         self._members, self.world, self._sent = members, len(members), 0
@@ -228,8 +225,9 @@ class Group(Ranks):
         if self._closed:
             return
         self._closed = True
-        for free in filter(None, (reference() for reference in FREED)):
-            free()  # NCCL waits without end for graphs that hold its sums, whoever keeps them
+        while FREED:  # NCCL waits without end for graphs that hold its sums, whoever keeps them
+            if free := FREED.pop()():
+                free()
         gc.collect()
         self._watch.place, self._watch.closing = Place("end"), True
         self.barrier()
@@ -308,10 +306,9 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         torch.cuda.set_device(device)
         # Registered graphs may read memory that the allocator has moved (expandable segments).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    share = (os.cpu_count() or 1) // number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", str(min(max(share, 1), 32))
-    )  # each rank has its own
+    # Each rank has workers of its own that compile.
+    workers = (os.cpu_count() or 1) // number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(workers, 1), 32)))
     store, watch = meet(patience_s)
     try:
         # NCCL connects ranks at their first sum: all wait in the store for the first one, which may load.
