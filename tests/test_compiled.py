@@ -46,7 +46,7 @@ SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95)
 def ours(family: str, layers: int = 2, fast: bool = False, noise: float = 0.0, **changes) -> DecoderModel:
     """A model with few layers: each takes its seconds to compile. `fast`: compiled, with packed weights."""
     if fast:
-        assert steps.has_kernels("m", Dtype.bf16, CPU)
+        assert steps.has_kernels("m", Dtype.bf16, CPU, (4, 4, 16))
     kind, product = SteppedModel if fast else DecoderModel, Products(CPU, fast)
     return model_of(family, kind, noise, product=product, num_hidden_layers=layers, **changes)
 
@@ -126,7 +126,7 @@ def test_a_step_in_bf16(monkeypatch):
     padded = []
     monkeypatch.setattr(pad_mm, "check_device", lambda *tensors: bool(padded.append(tensors)))
     monkeypatch.setattr(programs, "load", lambda _: None)
-    assert steps.has_kernels("m", Dtype.bf16, CPU)
+    assert steps.has_kernels("m", Dtype.bf16, CPU, (4, 4, 16))
     wide, eager = (ours("llama-gqa", 1, dtype=kind, mild=True) for kind in (torch.float32, torch.bfloat16))
     packed = decoder_of(
         build("llama-gqa", num_hidden_layers=1, dtype=torch.bfloat16, mild=True),
@@ -289,7 +289,7 @@ def large(layers: int) -> ModelConf:
     return ModelConf(name="m", family="llama", n_layers=layers, context=4096, **sizes)
 
 
-HOW = CPU, Dtype.bf16, Splitting.tensor, 1
+HOW = CPU, Dtype.bf16, Splitting.tensor
 
 
 @pytest.mark.compiler
@@ -313,7 +313,7 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tm
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setattr(building, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(steps.linear, "operators", operators.__wrapped__)  # builds anew
-    assert not steps.has_kernels("m", Dtype.bf16, CPU)
+    assert not steps.has_kernels("m", Dtype.bf16, CPU, (4, 4, 16))
     assert len(caplog.messages) == 1 and "engine: m runs eagerly: " in caplog.text
     says = "a.cpp: In function 'f':\na.cpp:3: error: no\n 3 | x"
     errors = subprocess.CalledProcessError(1, "g++", stderr=says), OSError("full"), OSError()

@@ -217,7 +217,7 @@ def test_graphs_are_captured_before_they_are_needed_and_are_those_that_plans_cou
     """Of one row exactly; of rows that end one after the other the run captures no others."""
     models = llama(Replayed), llama(Replayed, 0.3)
     spec = SpeculationConfig(k=k, siblings=siblings)
-    pair: Any = SimpleNamespace(target=models[0], draft=models[1])
+    pair: Any = SimpleNamespace(target=models[0], draft=models[1], trials={})
     prepare(pair, spec, rows, 50)
     on = request("tiny", "tiny_draft", machine("p4d", gpus=1), rows=rows, k=k, siblings=siblings)
     (place,) = placements(1, True)

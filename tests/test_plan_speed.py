@@ -11,8 +11,7 @@ from statistics import mean
 import pytest
 
 from llama_ssp.batch.manifest import shards_of
-from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf, Splitting, Steps, TimesConf
-from llama_ssp.distributed.placement import resolve
+from llama_ssp.config import Dtype, ModelConf, Overlap, Splitting, Steps, TimesConf
 from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.planner import speed
 from llama_ssp.planner.efficiency import efficiency_of, of_plain
@@ -177,9 +176,7 @@ ENOUGH = 10**6  # tokens for which compiling pays
         (None, Steps.auto, {"dtype": Dtype.int8}),
         (None, Steps.compiled, {"dtype": Dtype.int8}),
         (None, Steps.compiled, {"dtype": Dtype.int8, "on_cpu": True}),
-        ("over several GPUs have to be asked for", Steps.auto, {"degree": 2}),
-        (None, Steps.compiled, {"degree": 2}),
-        (None, Steps.auto, {"degree": 2, "on_cpu": True, "tokens": ENOUGH}),
+        (None, Steps.auto, {"on_cpu": True, "tokens": ENOUGH}),
         ("1 tokens save less than compiling", Steps.auto, {"on_cpu": True, "tokens": 1}),
         (None, Steps.compiled, {"model": model("7B", head_dim=256), "on_cpu": True}),
         ("heads of 258 numbers", Steps.compiled, {"model": model("7B", head_dim=258), "on_cpu": True}),
@@ -189,7 +186,7 @@ ENOUGH = 10**6  # tokens for which compiling pays
 )
 def test_why_steps_run_eagerly(reason: str | None, engine: Steps, changes: dict[str, object]) -> None:
     usual = {"tokens": 0, "model": model("7B"), "dtype": Dtype.bf16, "splitting": Splitting.tensor}
-    found = why_eager(engine, **{**usual, "on_cpu": False, "degree": 1, **changes})
+    found = why_eager(engine, **{**usual, "on_cpu": False, **changes})
     assert found is None if reason is None else reason in str(found)
 
 
@@ -205,12 +202,9 @@ def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
     assert slow[1] == pytest.approx(max(fast[1], 59.7), rel=0.01)
     assert eager.band > graphs.band == auto.band
     assert "steps run eagerly: model, engine=eager" in drawn(eager)
-    assert auto.chosen.placement.world == 1 and not auto.eager
-    assert "over several GPUs steps are planned eager: engine=compiled" in drawn(auto)
+    assert auto.chosen.placement.world == 8 and not auto.eager
+    assert "are CUDA graphs if the first start's trial of them passes, else eager" in drawn(auto)
     assert "eager" not in drawn(graphs) and graphs.document()["best"]["eager_steps"] == {}
-    apart = resolve(PlacementConf(draft=DraftSeat.own), 3, drafts=True)  # whose draft has a GPU of its own
-    pair = replace(request("30B", "7B", H100), engine=Steps.auto)
-    assert [pair.why_eager(role, apart) is None for role in pair.roles] == [False, True]
 
 
 def test_compiled_steps_on_a_cpu_take_less_than_its_constants_say() -> None:

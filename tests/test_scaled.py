@@ -97,7 +97,7 @@ def test_siblings_of_texts_that_outgrow_the_first_scale() -> None:
 @pytest.mark.long
 @pytest.mark.compiler
 def test_scaled_positions_in_compiled_steps() -> None:
-    assert has_kernels("phi3", Dtype.fp32, torch.device("cpu"))
+    assert has_kernels("phi3", Dtype.fp32, torch.device("cpu"), (4, 4, 16))
     module = scaled("phi3")
     target = SteppedModel(decoder_of(module), module.config, "phi3", ALONE)
     prompt, text = next(iter(scaled_texts("phi3").items()))

@@ -288,7 +288,7 @@ def test_what_triton_cannot_compile_is_known_before_the_first_step(
     for function in (kept := (triton_runs, driver.library_dirs, driver.libcuda_dirs)):
         function.cache_clear()
     gpu = torch.device("cuda:0")
-    assert not any(has_kernels("m", dtype, gpu) for dtype in (Dtype.packed, Dtype.bf16))
+    assert not any(has_kernels("m", dtype, gpu, (4, 4, 16)) for dtype in (Dtype.packed, Dtype.bf16))
     assert not available(gpu)
     up, down, x_TH = torch.randn(4, 80, 72), torch.randn(4, 72, 40), torch.randn(3, 72)
     given = x_TH, torch.rand(3, 2), torch.tensor([[0, 3]] * 3), [up], [down], "", "", None, None

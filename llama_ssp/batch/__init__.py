@@ -6,6 +6,7 @@ responses.py      the line that answers it; every line of the input that is not 
 job.py            the input, and the run's settings
 journal.py        what is done, on disk: readable after any crash, and right at any moment
     run.json                  the job: input, settings, shards; written once
+    trials.json               whether steps over several GPUs are compiled; written once
     parts/00003.ATTEMPT.jsonl what one attempt at a shard has finished, a line a record (attempt_log.py)
     done/00003.jsonl          a whole shard, in input order; published once, by the first to finish it
     claims/00003              the process that works on it now

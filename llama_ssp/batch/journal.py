@@ -27,7 +27,7 @@ from llama_ssp.batch.manifest import Manifest, Shard
 from llama_ssp.distributed.identity import Identity, own_element, own_identity
 from llama_ssp.errors import DataError
 
-MANIFEST, PARTS, DONE, CLAIMS = "run.json", "parts", "done", "claims"
+MANIFEST, TRIALS, PARTS, DONE, CLAIMS = "run.json", "trials.json", "parts", "done", "claims"
 BEAT_S, STALE_S = 10.0, 60.0  # of a claim: a heartbeat keeps it, so that others take over from a dead process
 FINISHED_LINE = re.compile(rb'^[0-9a-f]{8} \{"finished":(\d+).*\n', re.MULTILINE)
 
@@ -90,6 +90,26 @@ class Journal:
         if manifest is None:
             raise DataError("there is no job in this folder", folder, fix="check task.output")
         return Journal(folder, manifest)
+
+    def keep_trials(self, engines: dict[str, str]) -> None:
+        """Keeps how steps that were on trial are run, by role; raises DataError if the job began otherwise.
+
+        In 16 bit, compiled and eager steps round differently: a text should not depend on which of several
+        machines of one kind, or which attempt, wrote it.
+        """
+        path, kinds = self.folder / TRIALS, {role: how.partition(":")[0] for role, how in engines.items()}
+        with storing(path):
+            if not kinds or write_once(path, (json.dumps(kinds) + "\n").encode()):
+                return
+            held = json.loads(path.read_bytes())
+        for role, how in kinds.items():
+            if held.get(role, how) != how:
+                now, then, fix = (
+                    f"{role}: {engines[role]}",
+                    f"{role}: {held[role]}",
+                    f"give engine={held[role]}",
+                )
+                raise DataError("the job has begun with other steps", path, now, then, fix)
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()

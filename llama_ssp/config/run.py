@@ -42,7 +42,7 @@ class RunConf:
     speculation: SpeculationConfig = key(SpeculationConfig, "How tokens are drafted and verified.")
     task: TaskConf = key(TaskConf, "What the run does.")
     plan: PlanningConf = key(PlanningConf, "The plan that the run is compared with.")
-    engine: Steps = key(Steps.auto, "Whether steps are compiled; auto: on one GPU, on a CPU where it pays.")
+    engine: Steps = key(Steps.auto, "Whether steps are compiled; auto: on GPUs, and on a CPU where it pays.")
     download: bool = key(False, "Fetch models from the Hugging Face hub that are not on this machine.")
     seed: int | None = number(None, 0, MAX_SEED, "The seed of all random numbers; null draws one.")
     output: Output = key(Output.text, "Standard output: text, one json document, or jsonl: a line a text.")

@@ -49,6 +49,10 @@ class Ranks:
         """A context for code that computes and also exchanges tensors: a broken exchange is a lost rank."""
         return nullcontext()
 
+    def within(self, seconds: float, what: str, late: Callable[[], None]) -> AbstractContextManager[None]:
+        """A context that ends all ranks, with a line, if it takes longer than this; calls `late` before."""
+        return nullcontext()
+
     def broadcast_ints(self, values: list[int]) -> list[int]:
         """The leader's integers, on every rank; what the other ranks pass is ignored."""
         return values
@@ -56,6 +60,14 @@ class Ranks:
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         """Every rank's integers; all ranks pass equally many."""
         return [values]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text."""
+        own = text.encode()
+        lengths = [length for (length,) in self.gather_ints([len(own)])]
+        padded = [*own, *[0] * (max(lengths) - len(own))]
+        every = zip(self.gather_ints(padded), lengths, strict=True)
+        return [bytes(values[:length]).decode() for values, length in every]
 
     def require_same(self, what: str, text: str) -> None:
         """Raises DistributedError on every rank if `text` differs; of JSON objects it names the keys."""

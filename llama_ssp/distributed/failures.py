@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -58,6 +58,16 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.phase}, round {self.round}" if self.round else self.phase
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The time until which a rank may do something, and what it calls before it ends because it is late."""
+
+    until: float
+    seconds: float
+    what: str
+    late: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -162,6 +172,7 @@ class Watch(threading.Thread):
         self._beats, self._said = 0, [b""] * world  # what each rank has written last
         self._heard = dict.fromkeys(range(world), time.monotonic())  # when each rank's last beat came
         self._cause: Cause | None = None
+        self._limit: Limit | None = None  # of what the main thread does
         self._found, self._stopped = threading.Event(), threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
         self._wake = threading.Event()
@@ -183,6 +194,15 @@ class Watch(threading.Thread):
             if computes and not _is_broken_collective(error):
                 raise
             raise self._lost_peer(error, what) from error
+
+    @contextmanager
+    def within(self, seconds: float, what: str, late: Callable[[], None]) -> Iterator[None]:
+        """Ends all ranks if this takes longer, whatever the main thread waits for; calls `late` before."""
+        before, self._limit = self._limit, Limit(time.monotonic() + seconds, seconds, what, late)
+        try:
+            yield
+        finally:
+            self._limit = before
 
     def _lost_peer(self, error: BaseException, what: str) -> LostPeer:
         GUARD.ending = True
@@ -323,6 +343,10 @@ class Watch(threading.Thread):
         self._said = said
         if cause := first_cause(self._thread_store):  # also of a rank that has died since
             return cause
+        if (limit := self._limit) is not None and now > limit.until:
+            limit.late()
+            line = f"rank {self.rank}: {limit.what}: no end after {limit.seconds:g} s, in {self.place}"
+            return first_cause(self._thread_store, self._cause_here(line))
         if self.rank in self.spare and self._thread_store.check([f"excused/{self.rank}"]):
             leave_within(LEAVE_S, OK)  # the main thread may be stuck
             self._stopped.set()

@@ -13,7 +13,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Group(Ranks):
         self._join(members)
         self._staying: dict[frozenset[int], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
-        self._closed = False
+        self._closed = self._loads = False
         # Messages and barriers use gloo also where tensors use NCCL: a stuck kernel is still reported.
         ranks, self._inner = list(members), list[Group]()
         patience = timedelta(seconds=self.patience_s)
@@ -102,8 +102,16 @@ class Group(Ranks):
     def through_host(self) -> bool:
         return self._backend != "nccl"
 
-    def during(self, what: str) -> AbstractContextManager[None]:
-        return self._watch.during(what, computes=True)
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        limit = self.within(self.patience_s, what) if self._loads else nullcontext()
+        with self._watch.during(what, computes=True), limit:
+            yield
+
+    def within(
+        self, seconds: float, what: str, late: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[None]:
+        return self._watch.within(seconds, what, late)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # in a compiled step, which is called in `during`
@@ -135,7 +143,7 @@ class Group(Ranks):
         """`other` listens, and gathers its address with a secret that only ranks know."""
         listener = Listener() if self.rank == other else None
         own = json.dumps([listener.host, listener.port, listener.secret] if listener else [])
-        host, port, secret = json.loads(self._gather_texts(own)[other])
+        host, port, secret = json.loads(self.gather_texts(own)[other])
         if listener is not None:
             return listener.accept(self.patience_s)
         return connect(host, port, secret, self.patience_s) if self.rank == one else None
@@ -183,7 +191,7 @@ class Group(Ranks):
         return [part.tolist() for part in self._gather(own, self._waiting, "comparing")]
 
     def require_same(self, what: str, text: str) -> None:
-        texts = self._gather_texts(text)
+        texts = self.gather_texts(text)
         unlike = [rank for rank, own in enumerate(texts) if own != texts[LEADER]]
         if unlike:
             numbers, leader = [self._members[rank] for rank in unlike], self._members[LEADER]
@@ -199,10 +207,12 @@ class Group(Ranks):
     @contextmanager
     def loading(self) -> Iterator[None]:
         for group in (self, *self._inner):
+            group._loads = True
             _set_pg_timeout(LOADING, group._tensors)
         yield
         self.barrier()
         for group in (self, *self._inner):
+            group._loads = False
             _set_pg_timeout(group._tensor_patience, group._tensors)
 
     def enter(self, phase: str, number: int = 0) -> None:
@@ -241,14 +251,6 @@ class Group(Ranks):
         alarm = leave_within(self.patience_s, late.code, str(late))
         dist.destroy_process_group()
         alarm.cancel()
-
-    def _gather_texts(self, text: str) -> list[str]:
-        """Every rank's text."""
-        own = text.encode()
-        lengths = [length for (length,) in self.gather_ints([len(own)])]
-        padded = [*own, *[0] * (max(lengths) - len(own))]
-        every = zip(self.gather_ints(padded), lengths, strict=True)
-        return [bytes(values[:length]).decode() for values, length in every]
 
     def _gather(self, own: Tensor, group: Any, what: str) -> list[Tensor]:
         """Every rank's tensor, in the members' order; torch orders them by their numbers in the run."""

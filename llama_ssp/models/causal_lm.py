@@ -97,6 +97,8 @@ class RaggedCache:
 class CausalModel:
     """A loaded model: `logits` is one forward pass."""
 
+    is_compiled = False
+
     def __init__(
         self, module: Any, name: str, vocab: int | None = None, device: torch.device | None = None
     ) -> None:

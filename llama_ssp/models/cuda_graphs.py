@@ -68,7 +68,7 @@ class GraphedModel(SteppedModel):
         for width in sorted(set(widths)):
             token_BW = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
             feed = Feed((0,) * rows, (width,) * rows, capacity, self.device)
-            self.logits(token_BW, feed, cache, last_only=False)
+            self._try(token_BW, feed, cache)
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         """In memory that no cache uses any more and that is large enough; smaller unused memory is freed."""
@@ -87,6 +87,11 @@ class GraphedModel(SteppedModel):
         memory.user = weakref.ref(cache)
         return cache
 
+    def give_up(self) -> None:
+        super().give_up()
+        for memory in self._memories:
+            memory.graphs.clear()
+
     @property
     def is_compiled(self) -> bool:
         """Whether steps are compiled, and graphs."""
@@ -104,11 +109,6 @@ class GraphedModel(SteppedModel):
                 memory.graphs.clear()
             self._pool = self._step = None
         super().tap(blocks)
-
-    def _made(self, arguments: Arguments) -> bool:
-        """False on all ranks if one cannot compile: steps without a program are not captured."""
-        self._failed = not self._on_all_ranks([super()._made(arguments)])[0]
-        return not self._failed
 
     def _call(self, arguments: Arguments) -> list[Tensor]:
         *given, layers = arguments
@@ -158,12 +158,13 @@ class GraphedModel(SteppedModel):
         """
         graph = Graph(size, memory.slots - 1, self.device)
         step = partial(super()._call, (*graph.buffer_4T, memory.layers))
-        self._warm(step)
-        try:
-            graph.replay = self._captured(step)
-            memory.graphs[size] = graph
-        except Exception as error:  # whatever CUDA and its libraries raise
-            log.warning("engine: %s runs without graphs: %s", self.name, first_line(error)[:200])
+        with self.ranks.during("a capture"):
+            self._warm(step)
+            try:
+                graph.replay = self._captured(step)
+                memory.graphs[size] = graph
+            except Exception as error:  # whatever CUDA and its libraries raise
+                log.warning("engine: %s runs without graphs: %s", self.name, first_line(error)[:200])
         self._refused = not self._on_all_ranks([size in memory.graphs])[0]
         if self._refused and self.ranks.world > 1:
             raise DistributedError("a step over ranks was not captured", self.name, fix="give engine=eager")
@@ -203,11 +204,6 @@ class GraphedModel(SteppedModel):
         """Gives the graphs back, also those that somebody still keeps; no step may follow."""
         for graph in self._graphs:
             graph.reset()
-
-    def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
-        """Which of the facts hold on every rank."""
-        every = self.ranks.gather_ints(list(map(int, facts))) if facts else []
-        return [all(column) for column in zip(*every, strict=True)]
 
 
 class Graph:

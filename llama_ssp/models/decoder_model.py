@@ -37,6 +37,10 @@ class DecoderModel:
         self.restart = self._limit if family_of(config.model_type).rereads else None
 
     @property
+    def is_compiled(self) -> bool:
+        return False
+
+    @property
     def weights_bytes(self) -> int:
         tensors = *self.decoder.parameters(), *self.decoder.buffers(), *scales_of(self.decoder)
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -35,6 +35,10 @@ class Model(Protocol):
     tapped_TX: Tensor | None  # the inputs of the tapped blocks in the last pass; None without taps
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether steps are compiled; known once one has run."""
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes of this rank's weights."""
 

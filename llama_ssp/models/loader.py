@@ -73,7 +73,8 @@ def _decoder(
     held, drafts = TORCH_DTYPES[dtype], role == DRAFT
     # Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
     coded = dtype in (Dtype.int4, Dtype.packed)
-    by_kernel = (fast or coded) and has_kernels(model.name, dtype, device)
+    heads = model.n_heads, model.n_kv_heads, model.head_dim
+    by_kernel = (fast or coded) and has_kernels(model.name, dtype, device, heads)
     fast = fast and by_kernel
     how = ranks, held, *formats(dtype, device, fast, by_kernel), device, drafts, dtype is Dtype.packed
     if path is None:
@@ -97,8 +98,12 @@ def _decoder(
         if codes.activations:
             line += f"; activations are not quantised: inputs stay in {str(held).removeprefix('torch.')}"
     log.info(line)
-    steps = GraphedModel if device.type == "cuda" else SteppedModel
-    return (steps if fast else DecoderModel)(made, config, model.name, ranks)
+    return (stepped(device) if fast else DecoderModel)(made, config, model.name, ranks)
+
+
+def stepped(device: torch.device) -> type[SteppedModel]:
+    """The class of models with compiled steps: CUDA graphs on a GPU."""
+    return GraphedModel if device.type == "cuda" else SteppedModel
 
 
 def opened(path: Path, config: Any, names: Mapping[str, Any]) -> Files:

@@ -154,13 +154,14 @@ def program_path(model: Named, spec: ProgramSpec) -> Path:
     config = model.config.to_json_string(use_diff=False)
     module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
     options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
-    words = *versions, config, *module, model.device, model.ranks.label, options, _code()
+    words = *versions, config, *module, model.device, model.ranks.label, options, source_text()
     name = hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()[:16]
     return cache_folder() / f"step-{name}.bin"
 
 
 @cache
-def _code() -> str:
+def source_text() -> str:
+    """The code that programs are made from."""
     files = [SUMS, *sorted(MODELS.rglob("*.py")), *sorted(MODELS.rglob("*.cpp"))]
     return "".join(file.read_text(encoding="utf-8") for file in files)
 

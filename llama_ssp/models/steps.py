@@ -10,10 +10,10 @@ that of the products. Programs are kept on disk: the next start loads them.
 from __future__ import annotations
 
 import logging
-import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.decoder import Decoder, KeysValues
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.kernels import attention as attention_kernel
-from llama_ssp.models.kernels import coded, linear
+from llama_ssp.models.kernels import coded, linear, probe
 from llama_ssp.models.kernels.build import complaint, triton_runs
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
 from llama_ssp.models.shape import shape_of
@@ -63,12 +64,31 @@ class SteppedModel(DecoderModel):
         cache = self.new_cache(1, 8)
         for start, count in ((0, 1), (1, 2)):
             token_BW = torch.zeros(1, count, dtype=torch.int64, device=self.device)
-            self.logits(token_BW, Feed((start,), (count,), 8, self.device), cache, last_only=False)
+            self._try(token_BW, Feed((start,), (count,), 8, self.device), cache)
+
+    def _try(self, token_BW: Tensor, feed: Feed, cache: SlotCache) -> None:
+        """Runs a step, and waits for the device."""
+        logit_BWV = self.logits(token_BW, feed, cache, last_only=False)
+        with self.ranks.during("a step"):
+            logit_BWV[0, 0, 0].item()
 
     @property
     def is_compiled(self) -> bool:
-        """Whether steps are compiled; known after `prepare`."""
+        """Also known after `prepare`."""
         return not self._failed
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Inside, steps are not compiled."""
+        before, self._failed = self._failed, True
+        try:
+            yield
+        finally:
+            self._failed = before
+
+    def give_up(self) -> None:
+        """From now on steps run eagerly."""
+        self._failed = True
 
     def tap(self, blocks: tuple[int, ...]) -> None:
         if blocks != self.taps:
@@ -93,15 +113,21 @@ class SteppedModel(DecoderModel):
             return self._step(*arguments)
 
     def _made(self, arguments: Arguments) -> bool:
-        """Loads or compiles the step; whether the model can be compiled."""
+        """Loads or compiles the step; returns whether it could be compiled on all ranks."""
         try:
             self._step = self._programs(arguments)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises in a module that it does not know
             log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, complaint(error))
-            self._failed = True
+        # One rank may compile for minutes where another has its program kept: the step waits for all.
+        self._failed = not self._on_all_ranks([self._step is not None])[0]
         return not self._failed
+
+    def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
+        """Which of the facts hold on every rank."""
+        every = self.ranks.gather_ints(list(map(int, facts))) if facts else []
+        return [all(column) for column in zip(*every, strict=True)]
 
     def _programs(self, arguments: Arguments) -> Step:
         began = time.perf_counter()
@@ -197,19 +223,27 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def has_kernels(name: str, dtype: Dtype, device: torch.device) -> bool:
-    """Whether steps can be compiled here: their kernels may have to be built. If not, the log says why."""
-    if device.type != "cpu" and not triton_runs():
+def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int, int, int]) -> bool:
+    """Whether steps can be compiled here: their kernels may have to be built. If not, the log says why.
+
+    `heads`: how many of queries, how many of keys, and their size. On a GPU the kernels are tried, too.
+    """
+    on_cpu = device.type == "cpu"
+    if not on_cpu and not triton_runs():
         return False
+    in_codes = dtype in (Dtype.int8, Dtype.int4, Dtype.packed) and coded.available(device)
     wanted: list[Callable[[], None]] = [partial(attention_kernel.operators, device.type)]
-    if device.type == "cpu":
-        wanted.append(linear.operators)
-    if dtype in (Dtype.int8, Dtype.int4, Dtype.packed) and coded.available(device):
-        wanted.append(partial(coded.operators, device.type))
+    wanted += [linear.operators] if on_cpu else []
+    wanted += [partial(coded.operators, device.type)] if in_codes else []
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda make: make(), wanted))
-    except (ImportError, OSError, subprocess.CalledProcessError) as error:
-        log.warning("engine: %s runs eagerly: its kernel was not built: %s", name, complaint(error))
+        if not on_cpu:
+            queries, keys, size = heads
+            probe.require_attention(queries // keys, size, TORCH_DTYPES[dtype], device)
+            if in_codes:
+                probe.require_coded(TORCH_DTYPES[dtype], device)
+    except Exception as error:  # whatever compilers, libraries and kernels raise
+        log.warning("engine: %s runs eagerly: its kernels fail: %s", name, complaint(error))
         return False
     return True

@@ -37,6 +37,7 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.pair.placements import ModelPlacement
+from llama_ssp.pair.trial import Trial
 from llama_ssp.planner.activations import widest_steps
 from llama_ssp.planner.workload import TARGET
 from llama_ssp.report.console import Progress, waiting
@@ -64,7 +65,8 @@ log = logging.getLogger(__name__)
 class RankModels:
     """This rank's models; None for a model that only other ranks hold, or that there is not.
 
-    `vocab` and `context` are the target's, `draft_context` and `draft_dtype` the draft model's.
+    `vocab` and `context` are the target's, `draft_context` and `draft_dtype` the draft model's. `trials` are
+    those that this rank's models had to pass before their steps were compiled, by role.
     """
 
     target: Model | None
@@ -75,6 +77,17 @@ class RankModels:
     context: int
     draft_context: int
     draft_dtype: torch.dtype
+    trials: dict[str, Trial]
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """How steps of this rank's models are run, for records; of a role on trial that failed also why."""
+        models = {TARGET: self.target, DRAFT: self.draft}
+        return {role: self._engine(role, model.is_compiled) for role, model in models.items() if model}
+
+    def _engine(self, role: str, is_compiled: bool) -> str:
+        reason = self.trials[role].verdict if role in self.trials else ""
+        return "compiled" if is_compiled else f"eager: {reason}" if reason else "eager"
 
     @property
     def held_bytes(self) -> int:
@@ -92,6 +105,7 @@ class ModelCache:
         self._roles: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
         self._held: list[tuple[ModelPlacement, Model]] = []
         self._head: tuple[list[ModelPlacement], HeadModel] | None = None  # a head, with its pair
+        self._trials: dict[str, Trial] = {}  # of the last pair, by role
 
     def open(self, found: list[ModelPlacement]) -> RankModels:
         """Loads this rank's part of the pair, after freeing the models that the pair does not need."""
@@ -124,7 +138,8 @@ class ModelCache:
         vocab, context, _, draft_context = map(max, *every, [0, 0, 0, 0])
         devices = {placed.role: placed.in_words() for placed in found}
         draft_dtype = TORCH_DTYPES[found[-1].dtype]
-        return RankModels(target, draft, devices, roles, vocab, context, draft_context, draft_dtype)
+        sizes_known = vocab, context, draft_context, draft_dtype
+        return RankModels(target, draft, devices, roles, *sizes_known, dict(self._trials))
 
     def _roles_of(self, found: list[ModelPlacement]) -> Roles:
         """Process groups are made once, as each costs connections; so is the connection to the draft."""
@@ -143,7 +158,12 @@ class ModelCache:
         for known, model in self._held:
             if known == placed:
                 return model
-        model = _loaded(placed, group)
+        compiled = _all_compile(placed, group)
+        self._trials.pop(placed.role, None)
+        if compiled and placed.on_trial:
+            trial = Trial(placed.model.name, placed.dtype, placed.device, group)
+            self._trials[placed.role], compiled = trial, trial.passes()
+        model = _loaded(placed, group, compiled)
         self._held.append((placed, model))
         return model
 
@@ -160,16 +180,21 @@ def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: 
         for model, columns in kinds
         if isinstance(model, SteppedModel)
     ]  # fmt: skip
-    if isinstance(pair.draft, HeadModel) and pair.draft.fast:
+    if isinstance(pair.draft, HeadModel) and pair.draft.is_compiled:
         wanted.append(pair.draft.prepare)
     if wanted:
         with Progress("compile", len(wanted), "models", ticks=True) as progress:
             for make in wanted:
                 make()
                 progress.advance(1)
+    for role, trial in pair.trials.items():
+        model = pair.target if role == TARGET else pair.draft
+        if isinstance(model, SteppedModel) and model.is_compiled:
+            widths = sorted({1, widest[role]})
+            trial.check(model, widths, rows, min(slots, model.context) + speculation.most_siblings)
 
 
-def _loaded(placed: ModelPlacement, group: Ranks) -> Model:
+def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
     """By the engine that the placement names."""
     # From Hopper on, torch prefers cuDNN's attention where there is a mask, and cuDNN plans each new shape
     # anew, for some 0.4 s. Prompts and eager steps have a new shape in every pass.
@@ -182,17 +207,19 @@ def _loaded(placed: ModelPlacement, group: Ranks) -> Model:
     if placed.splitting is Splitting.deepspeed and group.world > 1:
         with waiting(f"{name}: reading weights"):
             return load_deepspeed(*what, placed.device, placed.role, group)
-    return load(*what, placed.device, placed.role, group, _all_compile(placed, group), _reading)
+    return load(*what, placed.device, placed.role, group, compiled, _reading)
 
 
 def _all_compile(placed: ModelPlacement, group: Ranks) -> bool:
     """Whether every rank can compile: compiled steps run once while loading, with sums over the ranks."""
     if group.world == 1:
         return placed.compiled  # `load` sees to it
-    able = placed.compiled and has_kernels(placed.model.name, placed.dtype, placed.device)
+    model = placed.model
+    heads = model.n_heads, model.n_kv_heads, model.head_dim
+    able = placed.compiled and has_kernels(model.name, placed.dtype, placed.device, heads)
     every = all(own for (own,) in group.gather_ints([int(able)]))
     if able and not every:
-        log.warning("engine: %s runs eagerly: another rank cannot compile its steps", placed.model.name)
+        log.warning("engine: %s runs eagerly: another rank cannot compile its steps", model.name)
     return every
 
 

@@ -16,7 +16,7 @@ from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.loader import DRAFT
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned
-from llama_ssp.planner.engine import tokens_generated, why_eager
+from llama_ssp.planner.engine import needs_trial, tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec, require_whole
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit, warn_of_codes
@@ -43,6 +43,7 @@ class ModelPlacement:
     offload: str | None
     bridge: Bridging
     compiled: bool = False
+    on_trial: bool = False  # compiled if a trial of its steps over these ranks passes
 
     @property
     def degree(self) -> int:
@@ -81,10 +82,11 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
         splitting, degree = placement.splitting, len(placement.target)
         ranks, copies = placement.target, False
     memory = {str(key): size for key, size in conf.max_memory.items()}
-    compiled = compiles(run, role, model, device, dtype, splitting, degree)
+    compiled = compiles(run, role, model, device, dtype, splitting)
+    on_trial = compiled and needs_trial(run.engine, device.type == "cpu", degree)
     return ModelPlacement(
         role, model, path, device, dtype, splitting, ranks, copies, memory,
-        conf.offload_folder, run.speculation.bridge, compiled,
+        conf.offload_folder, run.speculation.bridge, compiled, on_trial,
     )  # fmt: skip
 
 
@@ -188,12 +190,11 @@ def _bytes(placed: ModelPlacement) -> int:
 
 
 def compiles(
-    run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting,
-    degree: int,
-) -> bool:  # fmt: skip
+    run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting
+) -> bool:
     """Whether this role's steps are compiled. Where that is asked for and cannot be, the log says why."""
     on_cpu = device.type == "cpu"
-    reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, on_cpu, degree)
+    reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, on_cpu)
     reason = reason or impossible(device)
     if reason is None and run.engine is Steps.auto:
         log.info("engine: %s %s has compiled steps", role, model.name)

@@ -63,6 +63,7 @@ class PairSession:
         paired = self.tokens.paired
         return {
             "devices": self._models.devices if self._models else {},
+            "engines": self._models.engines if self._models else {},
             "vocabulary": paired.record() if paired else None,
         }
 

@@ -25,13 +25,9 @@ LAUNCH_S, SUM_S = 22e-6, 22e-6
 
 
 def why_eager(
-    engine: Steps, tokens: int, model: ModelConf, dtype: Dtype, splitting: Splitting, on_cpu: bool,
-    degree: int,
-) -> str | None:  # fmt: skip
-    """Why the model's steps run eagerly; None if they are compiled.
-
-    `tokens`: what the task generates; `degree`: how many ranks the model is cut over.
-    """
+    engine: Steps, tokens: int, model: ModelConf, dtype: Dtype, splitting: Splitting, on_cpu: bool
+) -> str | None:
+    """Why the model's steps run eagerly; None if they are compiled. `tokens`: what the task generates."""
     if engine is Steps.eager:
         return "engine=eager"
     if splitting is not Splitting.tensor:
@@ -44,11 +40,14 @@ def why_eager(
         return f"steps are compiled in bf16, fp32, int8, int4 and packed, not in {dtype.value}"
     if on_cpu and (model.head_dim > WIDEST_HEAD or model.head_dim % 2):
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
-    if engine is Steps.auto and not on_cpu and degree > 1:  # graphs with sums of NCCL have not run yet
-        return "graphs over several GPUs have to be asked for: engine=compiled"
     if engine is Steps.auto and on_cpu and _is_unprofitable(model, dtype, tokens):
         return f"{tokens} tokens save less than compiling takes"
     return None
+
+
+def needs_trial(engine: Steps, on_cpu: bool, degree: int) -> bool:
+    """Whether compiled steps of a model over `degree` ranks have to pass a trial first (pair/trial.py)."""
+    return engine is Steps.auto and not on_cpu and degree > 1
 
 
 def of_constants(on_cpu: bool) -> Steps:

@@ -77,12 +77,6 @@ class Plan:
         return {role: reason for role, reason in reasons.items() if reason is not None}
 
     @property
-    def eager_elsewhere(self) -> bool:
-        """Whether other placements are planned with eager steps, and the chosen one is not."""
-        roles, places = self.request.roles, [one.placement for one in self.options]
-        return not self.eager and any(self.request.why_eager(role, one) for one in places for role in roles)
-
-    @property
     def slower(self) -> dict[str, float]:
         """By role how many times as long a step takes as in 16 bit, where being quantised makes it slower."""
         return slower_than_16_bit(self.request, self.chosen.placement, self.chosen.k)

@@ -221,8 +221,8 @@ def _words(plan: Plan) -> Iterator[str]:
         reasons = dict.fromkeys(plan.eager.values())  # often one for both roles
         roles = {why: " and ".join(role for role in plan.eager if plan.eager[role] == why) for why in reasons}
         yield f"steps run eagerly: {'; '.join(f'{who}, {why}' for why, who in roles.items())}"
-    elif plan.eager_elsewhere:
-        yield "over several GPUs steps are planned eager: engine=compiled plans CUDA graphs there"
+    if plan.request.needs_trial(plan.chosen.placement):
+        yield "steps over several GPUs are CUDA graphs if the first start's trial of them passes, else eager"
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
     yield f"times within {plan.band:.0%}, constants of {machine.times.source}"

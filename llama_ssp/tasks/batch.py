@@ -53,6 +53,9 @@ class BatchTask(Task[BatchConf]):
         longest, missing, shards = while_others_wait(self._ranks, partial(self._begin, pair))
         if missing:
             pair.load(min(self._task.batch_size, missing), longest)
+            if self._journal is not None:  # the leader's
+                engines = pair.models.engines
+                self._journal.keep_trials({role: engines[role] for role in pair.models.trials})
             engine, lookahead = pair.engine(self._inputs.seed), partial(lookahead_for, pair.run)
             sampled = self._task.logprobs_of is LogprobsOf.sampled
             self._rows = ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids, sampled)
@@ -75,7 +78,7 @@ class BatchTask(Task[BatchConf]):
             "records_answered_here": self._answered,
             "records_refused_here": self._refused,
             "records_set_aside_here": self._set_aside,
-            "devices": self._pair_figures()["devices"],
+            **{key: self._pair_figures()[key] for key in ("devices", "engines")},
             **(self._rows.figures() if self._rows else {**nothing_run(), "tokens_per_s": None}),
         }
 

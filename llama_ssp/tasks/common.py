@@ -80,7 +80,7 @@ class Task(Generic[Conf]):
 
     def _pair_figures(self) -> dict[str, Any]:
         """What the summary says of the pair and of its prompts."""
-        pair = self._pair.figures() if self._pair else {"devices": {}, "vocabulary": None}
+        pair = self._pair.figures() if self._pair else {"devices": {}, "engines": {}, "vocabulary": None}
         return {"rows_skipped": len(self._skipped), **pair}
 
     def _print(self, items: Iterable[Item]) -> None:

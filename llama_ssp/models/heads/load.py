@@ -45,7 +45,8 @@ def load_head(
     """
     settings = head_settings(path)
     config = block_config(path, settings)
-    fast = fast and not isinstance(settings, DFlashSettings) and has_kernels(name, dtype, device)
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    fast = fast and not isinstance(settings, DFlashSettings) and has_kernels(name, dtype, device, heads)
     product, head = formats(dtype, device, fast)
     names, taps = wanted(config, settings), settings.taps_of(layers)
     last = layers - isinstance(settings, DFlashSettings)  # what is there is normed for some

@@ -30,7 +30,7 @@ class HeadModel:
     """A head on one device. `vocab` and `context` are of the texts that it reads, in the target's tokens."""
 
     ranks = ALONE
-    fast = False
+    is_compiled = False
 
     def __init__(
         self, head: Eagle3 | DFlash, attentions: list[Attention], config: Any, taps: tuple[int, ...],
@@ -112,7 +112,7 @@ class Eagle3Model(HeadModel):
         self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any, fast: bool = False
     ) -> None:
         super().__init__(head, [head.attention], config, *how)
-        self.head, self.settings, self.fast = head, settings, fast
+        self.head, self.settings, self.is_compiled = head, settings, fast
         self.attend: attention.Attend = attention.attend_rows
         if fast and self.device.type == "cpu":
             self.attend = attention_kernel.attend
@@ -148,7 +148,7 @@ class Eagle3Model(HeadModel):
             last_R = cache.position_S[len(token_T) - 1 : len(token_T)]
         else:
             last_R = sent(_ends(rows), self.device)
-        if self.fast and max(count for _, _, count in rows) <= WIDEST:
+        if self.is_compiled and max(count for _, _, count in rows) <= WIDEST:
             given = token_T, g_TH, feed.position_T, feed.first_T, (last_R,), cache.layers
             program = self._program or self._compile(*given)
             if program is not None:
@@ -161,7 +161,7 @@ class Eagle3Model(HeadModel):
 
     def prepare(self) -> None:
         """Loads or compiles the step before it is needed."""
-        if self.fast:
+        if self.is_compiled:
             zero_T = torch.zeros(2, dtype=torch.int64, device=self.device)
             g_TH = torch.zeros(2, self.dim, dtype=self.dtype, device=self.device)
             self.step(zero_T, g_TH, [(0, 0, 2)], self.new_cache(1, 8))
@@ -175,7 +175,7 @@ class Eagle3Model(HeadModel):
             raise
         except Exception as error:  # whatever the compiler raises
             log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, complaint(error))
-            self.fast = False
+            self.is_compiled = False
         return self._program
 
 

@@ -1,0 +1,50 @@
+"""Tries our kernels for GPUs on small tensors, before a model relies on them.
+
+A kernel may not compile for a GPU that nobody has tried, ask for more memory than its processors have, or
+give wrong numbers. In a model's first step that would end the run, where torch's own operations would do.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.attention import Pass, Scores, attend_rows
+from llama_ssp.models.kernels.attention import attend
+from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
+from llama_ssp.models.quantization import in_groups
+
+TOLERANCE = 2.0**-5  # of the largest number: several roundings to bf16
+ROWS, INPUTS, OUTPUTS = 3, 256, 128
+
+
+@functools.cache
+def require_attention(group: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises what the kernel raises, or ArithmeticError, for `group` heads of `size` numbers to a KV head."""
+    drawn = _drawn(device, dtype)
+    query_THD, keys_GND, values_GND = drawn(ROWS, group, size), drawn(1, 64, size), drawn(1, 64, size)
+    feed = Pass.of([(0, 40, ROWS)], device)
+    tensors = query_THD, keys_GND, values_GND, Scores(size**-0.5), None
+    _compare("attention", attend(feed, *tensors), attend_rows(feed, *tensors))
+
+
+@functools.cache
+def require_coded(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises what the kernel for weights in codes raises, or ArithmeticError."""
+    drawn = _drawn(device, dtype)
+    weight, x_TK = in_groups(drawn(OUTPUTS, INPUTS)), drawn(ROWS, INPUTS)
+    plain = DecodedLinear(weight, None).to(device)
+    _compare("a product with codes", CodedLinear(weight, None, device)(x_TK), plain(x_TK))
+
+
+def _drawn(device: torch.device, dtype: torch.dtype) -> functools.partial[Tensor]:
+    numbers = torch.Generator(device).manual_seed(0)
+    return functools.partial(torch.randn, generator=numbers, dtype=dtype, device=device)
+
+
+def _compare(what: str, ours: Tensor, theirs: Tensor) -> None:
+    off = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+    if not off <= TOLERANCE:
+        raise ArithmeticError(f"{what} is off by {off:.2g} of the largest number, {TOLERANCE:.2g} is allowed")
