@@ -157,6 +157,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def is_fp16(path: Path) -> bool:
+    """Whether config.json says that the weights are fp16."""
+    config = {} if is_gguf(path) else read_json(path / "config.json")
+    return config.get("dtype", config.get("torch_dtype")) == "float16"
+
+
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
     """The model with the checkpoint's shape; a ModelError if a preset says another one."""
     found = sizes_of(checkpoint)

@@ -41,12 +41,17 @@ def device_of(name: str, key: str) -> torch.device:
     return device
 
 
-def dtype_of(dtype: Dtype, device: torch.device, key: str) -> Dtype:
-    """`auto` is bf16 if the device computes in it, else fp16 on a GPU and fp32 on a CPU."""
+def dtype_of(dtype: Dtype, device: torch.device, key: str, in_fp16: bool = False) -> Dtype:
+    """`auto` is bf16 if the device computes in it, else fp16 on a GPU and fp32 on a CPU.
+
+    `in_fp16`: the weights are fp16 on disk, which has more digits than bf16. A GPU keeps them so.
+    """
     if device.type == "cpu":
         modern, other = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), Dtype.fp32
     else:
         modern, other = torch.cuda.get_device_capability(device) >= (8, 0), Dtype.fp16
+    if dtype is Dtype.auto and in_fp16 and device.type != "cpu":
+        return Dtype.fp16
     if dtype is Dtype.auto:
         return Dtype.bf16 if modern else other
     if dtype is Dtype.bf16 and not modern and device.type != "cpu":

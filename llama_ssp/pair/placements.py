@@ -11,6 +11,7 @@ import torch
 
 from llama_ssp.config import Bridging, Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
 from llama_ssp.errors import UsageError
+from llama_ssp.models.checkpoint import is_fp16
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.loader import DRAFT
@@ -74,7 +75,11 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     run, conf, placement = spec.run, spec.run.placement, spec.placement
     key = "draft_device" if role == DRAFT else "target_device"
     device = device_of(getattr(conf, key), f"placement.{key}")
-    dtype = dtype_of(model.dtype, device, f"{role}.dtype")
+    files = spec.target_path if model.is_head else path  # a head is lent the target's tables
+    in_fp16 = files is not None and is_fp16(files)
+    dtype = dtype_of(model.dtype, device, f"{role}.dtype", in_fp16)
+    if in_fp16 and model.dtype is Dtype.auto and dtype is not Dtype.fp16:
+        log.info("%s %s: fp16 on disk, %s here: a CPU is faster in it", role, model.name, dtype.value)
     if role == DRAFT:  # accelerate and DeepSpeed split the target alone
         splitting, degree = Splitting.tensor, placement.draft_degree
         ranks, copies = placement.draft, placement.copies
