@@ -149,6 +149,11 @@ def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monke
     monkeypatch.setattr(cuda_graphs, "LARGEST", 4)
     assert model.replayed(torch.square, torch.arange(5.0)).tolist() == [0, 1, 4, 9, 16]
     assert model.captures == [3]
+    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 3 * number.nbytes)  # what is kept is bounded
+    assert torch.equal(model.replayed(torch.add, number[:2], number[1:]), torch.tensor([1.0, 3.0]))
+    assert len(model._functions) == 2
+    assert torch.equal(model.replayed(torch.sub, number[:2], number[1:]), torch.tensor([-1.0, -1.0]))
+    assert len(model._functions) == 1
     refusing = llama(Refusing)
     for factor in (1, 2):
         assert refusing.replayed(torch.add, number, torch.tensor(factor)).tolist() == [*(number + factor)]

@@ -27,7 +27,7 @@ from torch import Tensor
 from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.decoder import KeysValues
 from llama_ssp.models.feed import Feed, sent
-from llama_ssp.models.graph_sizes import MOST, padded
+from llama_ssp.models.graph_sizes import KEPT_BYTES, MOST, padded
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
@@ -53,6 +53,7 @@ class GraphedModel(SteppedModel):
         if self.ranks.through_host:
             log.warning("engine: %s runs without graphs: its sums go through the host", self.name)
         self._functions: dict[object, Callable[..., Tensor]] = {}
+        self._kept = 0  # bytes that these read
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ranks.before_close(self.free)
         shape = shape_of(self.config)
@@ -76,8 +77,7 @@ class GraphedModel(SteppedModel):
         unused = self._on_all_ranks([memory.user() is None for memory in self._memories])
         pairs = list(zip(self._memories, unused, strict=True))
         self._memories = [memory for memory, free in pairs if not free or memory.slots >= slots]
-        if not self._functions and not any(memory.graphs for memory in self._memories):
-            self._pool = None  # a pool without graphs cannot be used again
+        self._drop_unused_pool()
         memory = next((memory for memory, free in pairs if free and memory.slots >= slots), None)
         if memory is None:
             del pairs
@@ -107,8 +107,14 @@ class GraphedModel(SteppedModel):
         if not self._on_all_ranks([blocks == self.taps])[0]:
             for memory in self._memories:
                 memory.graphs.clear()
-            self._pool = self._step = None
+            self._step = None
+            self._drop_unused_pool()
         super().tap(blocks)
+
+    def _drop_unused_pool(self) -> None:
+        """A pool whose graphs are all gone cannot be used again."""
+        if not self._functions and not any(memory.graphs for memory in self._memories):
+            self._pool = None
 
     def _call(self, arguments: Arguments) -> list[Tensor]:
         *given, layers = arguments
@@ -131,6 +137,11 @@ class GraphedModel(SteppedModel):
         if sum(each.numel() for each in given) > LARGEST or self._refused:
             return function(*given)
         if key not in self._functions:
+            size = sum(each.nbytes for each in given)
+            if self._kept + size > KEPT_BYTES:  # of other numbers of rows and drafts
+                self._functions.clear()
+                self._kept = 0
+            self._kept += size
             self._functions[key] = self._function(function, given)
         return self._functions[key](*given)
 

@@ -9,6 +9,7 @@ from enum import Enum
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.errors import DistributedError
+from llama_ssp.models.graph_sizes import KEPT_BYTES
 from llama_ssp.planner.activations import RankWork
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
@@ -111,7 +112,8 @@ def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
     count = sum(len(own.graphs(role)) for role in own.roles)
     name, size = f"{count} CUDA graphs", count * machine.taken["graph"]
     kept = [MemoryLine(one.role, OUTPUTS, own.outputs_of_graphs(one), BOUND) for one in own.roles]
-    lines = (*kept, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
+    read = MemoryLine(LIBRARIES, "what graphs of decisions read", KEPT_BYTES if count else 0, BOUND)
+    lines = (*kept, read, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
     return tuple(line for line in lines if line.bytes)
 
 
