@@ -22,13 +22,18 @@ WRITTEN = {"gemma3_text": "gemma3", "mistral": "llama"}  # the file's names of a
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # the library reads these, and writes none
 
 
-def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
+def number(kind: str) -> Any:
+    """The library's name of a format."""
+    return gguf.GGMLQuantizationType[kind]
+
+
+def random_blocks(kind: str, rows: int, inputs: int, seed: int) -> np.ndarray:
     """A matrix in a format that the library does not write: random codes, with scales of usual size.
 
     Their mean is about 0, as of a trained model. Otherwise all outputs have a large common part, and where
     that cancels, errors of rounding become large.
     """
-    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    numbers, size = gguf.GGML_QUANT_SIZES[number(kind)]
     rng = np.random.default_rng([seed, rows, inputs])
     blocks = rng.integers(0, 256, (rows * inputs // numbers, size), dtype=np.uint8)
     places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
@@ -44,13 +49,7 @@ def stored(weight: Tensor, kind: str) -> np.ndarray:
     """The matrix in this format, as the library writes it."""
     if kind in K_QUANTS:
         return random_blocks(kind, *weight.shape, seed=int(weight[0, 0].view(torch.int32)) & 0xFFFF)
-    found: np.ndarray = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
-    return found
-
-
-def decoded(stored_NB: np.ndarray, kind: str) -> Tensor:
-    found = gguf.dequantize(stored_NB, gguf.GGMLQuantizationType[kind])
-    return torch.from_numpy(np.array(found, dtype=np.float32))
+    return gguf.quantize(weight.float().numpy(), number(kind))
 
 
 def interleaved(weight: Tensor, head_dim: int) -> Tensor:
@@ -62,15 +61,18 @@ def separated(weight: Tensor, head_dim: int) -> Tensor:
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-def write(path: Path, module: Any, kinds: dict[str, str], metadata: Any = None, **changes: Any) -> Path:
+def write(
+    path: Path, module: Any, kinds: dict[str, str], metadata: Any = None, split: int = 0, **changes: Any
+) -> Path:
     """Writes the module, and gives it the weights that the library reads from the file.
 
     `kinds` has the formats of matrices by the ends of their names in the file; "" is that of the others.
-    `metadata` may add to the writer; `changes` are keys of the architecture, or None to leave one out.
+    `metadata` may add to the writer; `split`: how many tensors a file has at most; `changes` are keys of the
+    architecture, or None to leave one out.
     """
     config = module.config
     architecture = WRITTEN.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
@@ -89,26 +91,20 @@ def write(path: Path, module: Any, kinds: dict[str, str], metadata: Any = None, 
             writer.add_uint32(f"{architecture}.{key}", value)
     if metadata:
         metadata(writer)
-    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    state = module.state_dict()
-    for name, weight in state.items():
+    kind_of_model = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind_of_model, config.num_hidden_layers)
+    for name, weight in module.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         turned = architecture == "llama" and (".attn_q." in theirs or ".attn_k." in theirs)
         plus = int(architecture.startswith("gemma") and name.endswith("norm.weight"))
         content = interleaved(weight, head_dim) if turned else weight + plus
-        kind = next(
-            kinds[end]
-            for end in sorted(kinds, key=len, reverse=True)
-            if theirs.removesuffix(".weight").endswith(end)
-        )
-        if content.dim() == 1:
-            kind = "F32"
+        ends = sorted((end for end in kinds if theirs.removesuffix(".weight").endswith(end)), key=len)
+        kind = "F32" if content.dim() == 1 else kinds[ends[-1]]
         raw = stored(content, kind)
-        writer.add_tensor(theirs, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
-        known = decoded(raw, kind) - plus
+        writer.add_tensor(theirs, raw, raw_dtype=number(kind))
+        known = torch.from_numpy(np.array(gguf.dequantize(raw, number(kind)), np.float32)) - plus
         weight.copy_(separated(known, head_dim) if turned else known)
     finish(writer)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from llama_ssp.text.vocabulary import read_vocabularies, read_vocabulary
 from tests import checkpoints
-from tests.gguf_files import gguf
+from tests.gguf_files import finish, gguf
 
 # The first one has letters that are not of the byte alphabet, as DeepSeek's.
 SPECIAL, PLAIN, PADDING = ["<｜begin｜>", "<|im_end|>", "<|end_of_text|>"], ["<think>"], 5
@@ -48,29 +49,17 @@ def trained(expression: str | None, composed: bool = False, whole: bool = False)
     return made
 
 
-def written(
-    path: Path, architecture: str, model: str, tokens: list[str], kinds: list[int], **more: Any
-) -> Path:
-    """A file with a tokenizer, and an embedding."""
-    writer = gguf.GGUFWriter(path, architecture)
-    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
-    for key, value in {**sizes, "attention.head_count": 2}.items():
-        writer.add_uint32(f"{architecture}.{key}", value)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+def add_tokens(writer: Any, model: str, tokens: list[str], kinds: list[int], **more: Any) -> int:
+    """Adds a tokenizer to a file, and returns how many tokens it has."""
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     for key, value in more.items():
         getattr(writer, f"add_{key}")(value)
-    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return len(tokens)
 
 
-def byte_level(folder: Path, pre: str, made: Tokenizer, padding: int = PADDING, **more: Any) -> Path:
+def add_byte_level(writer: Any, pre: str, made: Tokenizer, padding: int = PADDING, **more: Any) -> int:
     content = json.loads(made.to_str())
     merges = [" ".join(merge) for merge in content["model"]["merges"]]
     ids = made.get_vocab(with_added_tokens=True)
@@ -79,7 +68,29 @@ def byte_level(folder: Path, pre: str, made: Tokenizer, padding: int = PADDING, 
     kinds = [added.get(name, 5 if "[PAD" in name else 1) for name in tokens]
     begin, *_, end = [ids[name] for name, kind in added.items() if kind == 3]
     own = {"tokenizer_pre": pre, "token_merges": merges, "bos_token_id": begin, "eos_token_id": end}
-    return written(folder / f"{pre}.gguf", "llama", "gpt2", tokens, kinds, **own, **more)
+    return add_tokens(writer, "gpt2", tokens, kinds, **own, **more)
+
+
+def add_that_of_folders(writer: Any) -> int:
+    """The tokenizer of tests/checkpoints.py, whose ids are those of its tokenizer.json."""
+    return add_byte_level(writer, "gpt-2", checkpoints.tokenizer(), padding=0, add_bos_token=False)
+
+
+def written(path: Path, architecture: str, add: Callable[..., int], *how: Any, **more: Any) -> Path:
+    """A file with a tokenizer, and an embedding."""
+    writer = gguf.GGUFWriter(path, architecture)
+    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
+    for key, value in {**sizes, "attention.head_count": 2}.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    embedding = np.zeros((add(writer, *how, **more), 32), np.float32)
+    writer.add_tensor("token_embd.weight", embedding)
+    finish(writer)
+    return path
+
+
+def byte_level(folder: Path, pre: str, made: Tokenizer, **more: Any) -> Path:
+    return written(folder / f"{pre}.gguf", "llama", add_byte_level, pre, made, **more)
 
 
 ORIGINALS: dict[str, tuple[str | None, bool, bool]] = {
@@ -130,7 +141,7 @@ def test_sentencepiece_ids_are_those_of_transformers(architecture: str, tmp_path
         tokens, kinds = [*tokens, "\n\n", "    "], [*kinds, 4, 4]
     scores = [-float(number) for number in range(len(tokens))]
     special = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "token_scores": scores}
-    path = written(tmp_path / "m.gguf", architecture, "llama", tokens, kinds, **special)
+    path = written(tmp_path / "m.gguf", architecture, add_tokens, "llama", tokens, kinds, **special)
     ours, theirs = read_tokens(path, 1000), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     for text in TEXTS:
         if architecture == "llama" and text.startswith(" "):

@@ -6,29 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import checkpoints
 from tests.conftest import Command
 from tests.distributed.test_command import FP32, PROMPTS
-from tests.test_gguf import made, rewritten
-from tests.test_gguf_tokenizer import byte_level
+from tests.test_gguf import made
+from tests.test_gguf_tokenizer import add_that_of_folders
 from tests.warm import Answer, Started
 
 pytestmark = pytest.mark.slow
 
 
-@torch.inference_mode()
-def both(folder: Path, name: str = "llama") -> tuple[Path, Path]:
+def both(folder: Path) -> tuple[Path, Path]:
     """A folder with a GGUF file, with its tokenizer, and one with safetensors and a tokenizer.json."""
-    bare, module = made(name, folder)
-    tokenizer = checkpoints.tokenizer()
-    header = byte_level(folder, "gpt-2", tokenizer, padding=0, add_bos_token=False)
-    path = folder / "gguf" / "model.gguf"
-    path.parent.mkdir()
-    rewritten(bare, path, {}, also=header)
+    (folder / "gguf").mkdir()
+    path, module = made("llama", folder / "gguf", metadata=add_that_of_folders)
     module.save_pretrained(folder / "plain")
-    checkpoints.write_tokenizer(folder / "plain", tokenizer)
+    checkpoints.write_tokenizer(folder / "plain", checkpoints.tokenizer())
     return path, folder / "plain"
 
 
