@@ -1,19 +1,21 @@
-"""Small real model folders, as transformers saves them: whole, sharded, and broken in one way each."""
+"""Small real model folders, as transformers saves them, whole or in shards; and what changes them."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+Tensors = dict[str, Tensor]
 CONTEXT = 128
 TEXT = ["the quick brown fox jumps over the lazy dog", "def hello(name):\n    return name", "naïve café"]
 SPECIAL = ["<s>", "</s>"]
@@ -70,14 +72,9 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(content))
 
 
-def split(file: Path) -> tuple[dict[str, Any], bytes]:
-    """A safetensors file's header and data."""
-    content = file.read_bytes()
-    length = struct.unpack("<Q", content[:8])[0]
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
-
-
-def join(file: Path, header: dict[str, Any] | bytes, data: bytes) -> None:
-    """Writes a safetensors file from a header, whatever it claims, and data."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+def edit_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+    """Changes the tensors of a folder with one weights file."""
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})

@@ -1,12 +1,13 @@
-"""Small model folders that the library of each quantised format has made, and the weights that it reads back.
+"""Small model folders in each quantised format, and the weights that the format's library reads back.
 
-Of each format `write` gives the tensors of one matrix, and `read` the matrix as the library dequantises it.
-The libraries are optional: a format whose library is absent is skipped. GPTQ and AWQ need none: they are
-written and read here, as the layouts are published.
+`write` gives the tensors of one matrix in the format, `read` the matrix as the library dequantises it. What
+is quantised on GPUs only (GPTQ, AWQ, MXFP4) gets random codes, and scales of the size that the matrix needs;
+GPTQ and AWQ are read here, as the layouts are published.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -14,18 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from tests.checkpoints import edit
+from tests.checkpoints import WEIGHTS, Tensors, edit, edit_tensors
 from tests.families import build
 
-WEIGHTS = "model.safetensors"
-Tensors = dict[str, Tensor]
 # Sizes of which 2 and 3 ranks have unequal shares: 7 groups of 128 in the MLP; heads that end inside a group.
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 896,
@@ -35,9 +32,8 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Format:
-    """A quantised format: its library, its claim in config.json, and how it stores a matrix."""
+    """A quantised format: its claim in config.json, and how it stores a matrix."""
 
-    library: str
     claim: dict[str, Any]
     write: Callable[[Tensor], Tensors]  # a matrix -> its tensors, by the end of their names
     read: Callable[[Tensors], Tensor]  # as the library dequantises it
@@ -47,13 +43,10 @@ class Format:
 
 def compressed(
     bits: int, type_: str, strategy: str, symmetric: bool = True, dtype: Any = torch.bfloat16,
-    inputs: dict[str, Any] | None = None, **own: Any,
+    inputs: dict[str, Any] | None = None, **sizes: Any,
 ) -> Format:  # fmt: skip
-    """compressed-tensors: the format of its name, with scales of the given type.
-
-    `inputs`: how the folder wants inputs of layers quantised.
-    """
-    weights = {"num_bits": bits, "type": type_, "strategy": strategy, "symmetric": symmetric, **own}
+    """compressed-tensors: scales have the given type; `inputs`: how inputs of layers are to be quantised."""
+    weights = {"num_bits": bits, "type": type_, "strategy": strategy, "symmetric": symmetric, **sizes}
     packs = type_ == "int" and (bits == 4 or strategy == "group")
     kind = "pack-quantized" if packs else f"{type_}-quantized"
     claim = {
@@ -64,20 +57,24 @@ def compressed(
         "ignore": ["lm_head"],
     }  # fmt: skip
 
-    def scheme() -> Any:
+    def library() -> tuple[Any, Any]:
+        """What compresses a matrix, and the scheme by which it does."""
+        from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-        return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-
-    def library() -> Any:
-        from compressed_tensors.compressors import BaseCompressor
-
-        return BaseCompressor.get_value_from_registry(kind)
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+        return BaseCompressor.get_value_from_registry(kind), scheme
 
     def write(weight: Tensor) -> Tensors:
         from compressed_tensors.quantization.utils import calculate_qparams
 
-        scale, zero = calculate_qparams(*extremes(weight, strategy, own), scheme().weights)
+        compressor, scheme = library()
+        whole = weight.shape if strategy == "tensor" else (1, weight.shape[1])
+        rows, columns = sizes.get("block_structure") or (whole[0], sizes.get("group_size", whole[1]))
+        blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), scheme.weights)
+        if strategy == "tensor":
+            scale, zero = scale.flatten(), zero.flatten()
         tensors = {
             "weight": weight.to(dtype),
             "weight_scale": scale.to(dtype),
@@ -86,51 +83,32 @@ def compressed(
         if inputs and not inputs["dynamic"]:
             tensors["input_scale"] = torch.tensor([0.03])
             tensors["input_zero_point"] = torch.zeros(1, dtype=torch.int8)
-        return {f".{end}": tensor for end, tensor in library().compress(tensors, scheme()).items()}
+        return {f".{end}": tensor for end, tensor in compressor.compress(tensors, scheme).items()}
 
     def read(tensors: Tensors) -> Tensor:
-        own = {end.removeprefix("."): tensor for end, tensor in tensors.items()}
-        return library().decompress(own, scheme())["weight"]
+        compressor, scheme = library()
+        parts = {end.removeprefix("."): tensor for end, tensor in tensors.items()}
+        return compressor.decompress(parts, scheme)["weight"]
 
-    return Format("compressed_tensors", claim, write, read)
-
-
-def extremes(weight: Tensor, strategy: str, own: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The least and the greatest weight that share a scale."""
-    if strategy == "tensor":
-        return weight.min().reshape(1), weight.max().reshape(1)
-    if strategy == "block":
-        rows, columns = own["block_structure"]
-        blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        return blocks.amin((1, 3)), blocks.amax((1, 3))
-    groups = weight.unflatten(1, (-1, own.get("group_size", weight.shape[1])))
-    return groups.amin(2), groups.amax(2)
+    return Format(claim, write, read)
 
 
 def fine_grained(block: int = 128) -> Format:
-    """FP8 in square blocks, by transformers' own quantiser."""
+    """transformers' FP8 in square blocks. It stores what compressed-tensors does, under another name."""
     size = [block, block]
+    twin = compressed(8, "float", "block", dtype=torch.float32, block_structure=size)
 
     def write(weight: Tensor) -> Tensors:
-        from transformers.integrations.finegrained_fp8 import Fp8Quantize
-
-        class Quantizer:
-            quantization_config = type("Config", (), {"weight_block_size": size, "scale_fmt": None})
-
-        made = Fp8Quantize(Quantizer()).convert({"weight": weight.clone()})
-        return {
-            f".{name}": tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
-        }
+        return {end.replace("_scale", "_scale_inv"): tensor for end, tensor in twin.write(weight).items()}
 
     def read(tensors: Tensors) -> Tensor:
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-        return Fp8Dequantize(None)._dequantize_one(
-            tensors[".weight"], tensors[".weight_scale_inv"], torch.float32
-        )
+        stored = tensors[".weight"], tensors[".weight_scale_inv"]
+        return Fp8Dequantize(None)._dequantize_one(*stored, torch.float32)
 
     claim = {"quant_method": "fp8", "weight_block_size": size, "activation_scheme": "dynamic"}
-    return Format("transformers", claim, write, read)
+    return Format(claim, write, read)
 
 
 def gptq(
@@ -144,22 +122,19 @@ def gptq(
     less = int(version == 1)
 
     def write(weight: Tensor) -> Tensors:
-        outputs, inputs = weight.shape
-        group_K = torch.arange(inputs) // (group if group > 0 else inputs)
+        code_KN, zero_GN, scale_GN, group_K = random_codes(weight, bits, group, symmetric)
         if act_order:
-            group_K = group_K[torch.randperm(inputs, generator=torch.Generator().manual_seed(outputs))]
-        scale_NG, zero_NG = affine(weight, bits, group, symmetric)
-        code_NK = rounded(weight, scale_NG, zero_NG, group_K, bits)
+            group_K = group_K[torch.randperm(len(group_K), generator=torch.Generator().manual_seed(0))]
         return {
-            ".qweight": words(code_NK, bits).T, ".qzeros": words(zero_NG.T - less, bits),
-            ".scales": scale_NG.T.half(), ".g_idx": group_K.int(),
+            ".qweight": words(code_KN.T, bits).T, ".qzeros": words(zero_GN - less, bits),
+            ".scales": scale_GN, ".g_idx": group_K.int(),
         }  # fmt: skip
 
     def read(tensors: Tensors) -> Tensor:
         code_KN, zero_GN = codes(tensors[".qweight"].T, bits).T, codes(tensors[".qzeros"], bits) + less
         return scaled(code_KN, zero_GN, tensors[".scales"], tensors[".g_idx"].long())
 
-    return Format("torch", claim, write, read)
+    return Format(claim, write, read)
 
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the outputs whose codes a word has, from its lowest bits up
@@ -170,18 +145,29 @@ def awq(group: int = 128) -> Format:
     claim = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
 
     def write(weight: Tensor) -> Tensors:
-        scale_NG, zero_NG = affine(weight, 4, group, symmetric=False)
-        code_NK = rounded(weight, scale_NG, zero_NG, torch.arange(weight.shape[1]) // group, 4)
-        return {
-            ".qweight": words(code_NK.T, 4, AWQ_ORDER), ".qzeros": words(zero_NG.T, 4, AWQ_ORDER),
-            ".scales": scale_NG.T.half(),
-        }  # fmt: skip
+        code_KN, zero_GN, scale_GN, _ = random_codes(weight, 4, group, symmetric=False)
+        words_of = {".qweight": words(code_KN, 4, AWQ_ORDER), ".qzeros": words(zero_GN, 4, AWQ_ORDER)}
+        return {**words_of, ".scales": scale_GN}
 
     def read(tensors: Tensors) -> Tensor:
         code_KN, zero_GN = (codes(tensors[end], 4, AWQ_ORDER) for end in (".qweight", ".qzeros"))
         return scaled(code_KN, zero_GN, tensors[".scales"], torch.arange(len(code_KN)) // group)
 
-    return Format("torch", claim, write, read)
+    return Format(claim, write, read)
+
+
+def random_codes(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, ...]:
+    """Returns codes, and zeros and scales of groups of inputs, inputs first, and the group of each input."""
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(outputs)
+    group_K = torch.arange(inputs) // (group if group > 0 else inputs)
+    shape, middle = (int(group_K[-1]) + 1, outputs), 2 ** (bits - 1)
+    code_KN = torch.randint(2**bits, (inputs, outputs), generator=generator)
+    zero_GN = torch.full(shape, middle)
+    if not symmetric:
+        zero_GN += torch.randint(-2, 3, shape, generator=generator)
+    scale_GN = weight.std() / 2**bits * (2 + 3 * torch.rand(shape, generator=generator))
+    return code_KN, zero_GN, scale_GN.half(), group_K
 
 
 def words(code: Tensor, bits: int, order: Any = slice(None)) -> Tensor:
@@ -198,25 +184,9 @@ def codes(word: Tensor, bits: int, order: Any = slice(None)) -> Tensor:
     return result.flatten(-2)
 
 
-def rounded(weight: Tensor, scale_NG: Tensor, zero_NG: Tensor, group_K: Tensor, bits: int) -> Tensor:
-    """Returns the code of each weight; each input has a group."""
-    return (weight / scale_NG[:, group_K] + zero_NG[:, group_K]).round().clamp(0, 2**bits - 1)
-
-
 def scaled(code_KN: Tensor, zero_GN: Tensor, scale_GN: Tensor, group_K: Tensor) -> Tensor:
     """Returns the weights of such codes, outputs first."""
     return ((code_KN - zero_GN[group_K]) * scale_GN[group_K]).T
-
-
-def affine(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Scales and zeros of groups of inputs, as quantisers of weights give them."""
-    least, greatest = extremes(weight, "group", {"group_size": group} if group > 0 else {})
-    top = 2**bits - 1
-    if symmetric:
-        most = torch.maximum(greatest, -least)
-        return (2 * most / top).half().float(), torch.full_like(most, (top + 1) // 2)
-    scale = ((greatest.clamp(min=0) - least.clamp(max=0)) / top).half().float()
-    return scale, torch.round(-least.clamp(max=0) / scale).clamp(0, top)
 
 
 def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float32, block: int = 64) -> Format:
@@ -241,7 +211,7 @@ def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float3
         "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": table,
         "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": "bfloat16",
     }  # fmt: skip
-    return Format("bitsandbytes", claim, write, read)
+    return Format(claim, write, read)
 
 
 def eight_bit() -> Format:
@@ -258,28 +228,20 @@ def eight_bit() -> Format:
 
         return int8_vectorwise_dequant(tensors[".weight"], tensors[".SCB"])
 
-    return Format("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_8bit": True}, write, read)
+    return Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, write, read)
 
 
 def mxfp4() -> Format:
-    """Experts of gpt-oss: quantised by compressed-tensors, read by transformers."""
+    """Experts of gpt-oss: blocks of 32 inputs, each with the exponent of its scale."""
 
-    def write(weight: Tensor) -> Tensors:
-        from compressed_tensors.compressors import BaseCompressor
-        from compressed_tensors.quantization import preset_name_to_scheme
-
-        scheme, parts = preset_name_to_scheme("MXFP4A16", ["Linear"]), []
-        for inputs_first in weight:
-            own = inputs_first.T
-            most = own.unflatten(1, (-1, 32)).abs().amax(2)
-            tensors = {"weight": own.contiguous(), "weight_scale": (most.log2().floor() - 2).exp2()}
-            parts.append(
-                BaseCompressor.get_value_from_registry("mxfp4-pack-quantized").compress(tensors, scheme)
-            )
-        blocks, scales = (
-            torch.stack([part[name] for part in parts]) for name in ("weight_packed", "weight_scale")
-        )
-        return {"_blocks": blocks.unflatten(2, (-1, 16)), "_scales": scales.view(torch.uint8)}
+    def write(weight_EKN: Tensor) -> Tensors:
+        experts, inputs, outputs = weight_EKN.shape
+        shape, generator = (experts, outputs, inputs // 32), torch.Generator().manual_seed(outputs)
+        middle = 127 + round(math.log2(weight_EKN.std() / 3))  # 3 is the usual size of a code's number
+        return {
+            "_blocks": torch.randint(256, (*shape, 16), generator=generator).byte(),
+            "_scales": torch.randint(middle - 1, middle + 2, shape, generator=generator).byte(),
+        }
 
     def read(tensors: Tensors) -> Tensor:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -287,28 +249,24 @@ def mxfp4() -> Format:
         return convert_moe_packed_tensors(tensors["_blocks"], tensors["_scales"])
 
     changes = {"hidden_size": 64, "intermediate_size": 224, "head_dim": 8, "num_hidden_layers": 3}
-    return Format("compressed_tensors", {"quant_method": "mxfp4"}, write, read, changes, "gpt_oss")
+    return Format({"quant_method": "mxfp4"}, write, read, changes, "gpt_oss")
 
 
 TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-FP8_TOKEN, STATIC = {**TOKEN, "type": "float"}, {**TOKEN, "strategy": "tensor", "dynamic": False}
+STATIC = {**TOKEN, "strategy": "tensor", "dynamic": False, "symmetric": False}
 # Folders that want activations quantised, too: their weights alone count.
 WITH_ACTIVATIONS = {
     "w8a8": compressed(8, "int", "channel", inputs=TOKEN),
-    "w8a8-static": compressed(8, "int", "tensor", inputs={**STATIC, "symmetric": False}),
-    "w8a8-tensor": compressed(8, "int", "channel", inputs={**TOKEN, "strategy": "tensor"}),
-    "fp8-fp8": compressed(8, "float", "channel", inputs=FP8_TOKEN),
-    "fp8-fp8-static": compressed(8, "float", "tensor", inputs={**STATIC, "type": "float"}),
+    "w8a8-static": compressed(8, "int", "tensor", inputs=STATIC),
+    "fp8-fp8": compressed(8, "float", "channel", inputs={**TOKEN, "type": "float"}),
     "w4a8": compressed(4, "int", "group", group_size=128, inputs=TOKEN),
     "llm-int8": eight_bit(),
 }
 FORMATS = {
     "fp8-tensor": compressed(8, "float", "tensor"),
     "fp8-channel": compressed(8, "float", "channel"),
-    "fp8-channel-fp32": compressed(8, "float", "channel", dtype=torch.float32),
     "fp8-block": compressed(8, "float", "block", block_structure=[128, 128]),
     "int8-channel": compressed(8, "int", "channel"),
-    "int8-tensor": compressed(8, "int", "tensor"),
     "int8-zeros": compressed(8, "int", "channel", symmetric=False),
     "int4-groups": compressed(4, "int", "group", group_size=128),
     "int4-groups-of-32": compressed(4, "int", "group", group_size=32, dtype=torch.float16),
@@ -318,7 +276,6 @@ FORMATS = {
     "int8-groups-zeros": compressed(8, "int", "group", symmetric=False, group_size=64),
     "fine-grained": fine_grained(),
     "awq": awq(),
-    "awq-groups-of-64": awq(64),
     "gptq": gptq(),
     "gptq-zeros": gptq(symmetric=False),
     "gptq-v2": gptq(symmetric=False, version=2),
@@ -333,26 +290,22 @@ FORMATS = {
     **WITH_ACTIVATIONS,
 }
 
-
 # Experts with a tensor each: 7 groups of 32 over the ranks.
 EXPERTS = {
     "hidden_size": 128, "head_dim": 16, "intermediate_size": 224, "moe_intermediate_size": 224,
     "attention_bias": False,
 }  # fmt: skip
-IN_BLOCKS = {"head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 256}
-_MOE = {
-    "int4": compressed(4, "int", "group", group_size=32),
-    "fp8": compressed(8, "float", "channel"),
-    "blocks": fine_grained(),
-    "awq": awq(32),
-    "gptq": gptq(group=32, symmetric=False),
-}
+IN_BLOCKS = EXPERTS | {"head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 256}
 MOE = {
-    f"{family}-{name}": replace(
-        form, family=family, changes=EXPERTS | (IN_BLOCKS if name == "blocks" else {})
-    )
+    f"{family}-{name}": replace(form, family=family, changes=sizes)
     for family in ("mixtral", "qwen3_moe")
-    for name, form in _MOE.items()
+    for name, form, sizes in (
+        ("int4", compressed(4, "int", "group", group_size=32), EXPERTS),
+        ("fp8", compressed(8, "float", "channel"), EXPERTS),
+        ("blocks", fine_grained(), IN_BLOCKS),
+        ("awq", awq(32), EXPERTS),
+        ("gptq", gptq(group=32, symmetric=False), EXPERTS),
+    )
 }
 ALL = FORMATS | MOE
 
@@ -360,12 +313,11 @@ ALL = FORMATS | MOE
 def quantised(name: str, folder: Path, **sizes: int) -> Path:
     """Returns the folder of a random model in this format, once made, and keeps a plain one beside it."""
     form = ALL[name]
-    pytest.importorskip(form.library)
     if not (folder / "config.json").exists():
         module = build(form.family, mild=True, **{**SIZES, **form.changes, **sizes})
         module.save_pretrained(plain(folder))
         shutil.copytree(plain(folder), folder)
-        rewrite(form, folder)
+        rewrite(folder, form)
     return folder
 
 
@@ -374,25 +326,20 @@ def plain(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-plain")
 
 
-def shipped(name: str, folder: Path) -> Path:
-    """A copy of the shipped target in this format."""
-    pytest.importorskip(ALL[name].library)
-    shutil.copytree(SHIPPED_FOLDER / "demo", folder)
-    rewrite(ALL[name], folder)
-    return folder
-
-
-def rewrite(form: Format, folder: Path, **claim: Any) -> None:
+def rewrite(folder: Path, form: Format, **claim: Any) -> None:
     """Quantises a plain folder; `claim` are keys of quantization_config that say something else."""
     says = {"quantization_config": {**form.claim, **claim}}
     edit(folder / "config.json", lambda config: config.update(says))
     names = matrices(folder)
-    tensors = {key: tensor.bfloat16() for key, tensor in load_file(folder / WEIGHTS).items()}
-    for matrix in names:
-        stem = matrix.removesuffix(".weight")
-        parts = form.write(tensors.pop(matrix).float())
-        tensors |= {stem + end: tensor.contiguous() for end, tensor in parts.items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+    def change(tensors: Tensors) -> None:
+        for name, tensor in list(tensors.items()):
+            tensors[name] = tensor.bfloat16()
+        for name in names:
+            parts = form.write(tensors.pop(name).float())
+            tensors |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+
+    edit_tensors(folder, change)
 
 
 def matrices(folder: Path) -> list[str]:

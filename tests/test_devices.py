@@ -17,8 +17,8 @@ from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DISTRIBUTED, DistributedError, UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.pair.placements import model_placements
-from tests.bad_inputs import ILLEGAL
 from tests.distributed.pairs import entry_of
+from tests.refusals import ILLEGAL
 from tests.rig import engine_of
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.text import prompts
-from tests.fuzz.__main__ import faults
+from tests.fuzz import faults
 
 
 def test_files_of_prompts(tmp_path: Path) -> None:

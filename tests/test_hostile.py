@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Saved
-from tests.hostile.__main__ import INSTALLED, tried, wrong
-from tests.hostile.corpus import CORPUS, ESCAPES, Case, harmless
-from tests.hostile.damage import OUTSIDE, both, code, linked_outside, replaced
-from tests.hostile.trial import access_times_tell
+from tests.hostile import INSTALLED, access_times_tell, tried
+from tests.refusals import CORPUS, ESCAPES, Case, code, harmless, linked_outside
 
 pytestmark = pytest.mark.slow
 
@@ -30,19 +29,28 @@ ONE_PROCESS = [row for row in CORPUS if (not row.code or row in ESCAPES) and row
 )
 def test_nothing_is_run_or_read_elsewhere(row: Case, engine: str, saved: Saved, tmp_path: Path) -> None:
     """Some rows by each engine; what runs after all, and templates that want to escape, in one process."""
-    found = tried(row, engine, saved.whole, saved.sharded, tmp_path / "trial")
-    assert wrong(row, engine, found) == []
+    assert tried(row, engine, saved.whole, saved.sharded, tmp_path / "trial") == []
 
 
-def test_the_watch_sees_what_it_should(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def follow_links() -> None:
+    """Plants a fault: links are not looked at."""
+    from llama_ssp.models import folder
+
+    folder.require_inside = lambda *_: None
+
+
+def import_what_the_model_brings() -> None:
+    """Plants a fault."""
+    sys.path.insert(0, "model")
+    __import__("evil")
+
+
+def test_the_watch_sees_what_it_should(saved: Saved, tmp_path: Path) -> None:
     """Without the check of links a file outside is read, and the trial says so; so it does of code."""
     assert access_times_tell(tmp_path)
-    monkeypatch.setattr("llama_ssp.models.folder.require_inside", lambda *_: None)
-    row = harmless("link", linked_outside("tokenizer.json"))
-    found = tried(row, "own", saved.whole, saved.sharded, tmp_path / "trial")
-    assert wrong(row, "own", found) == ["read tokenizer.json outside"]
-    monkeypatch.setattr("llama_ssp.cli.main", lambda: __import__("evil"))
-    monkeypatch.syspath_prepend(tmp_path / "again" / "model")
-    row = harmless("code", both(code("evil.py"), replaced(f"{OUTSIDE}.txt", "")))
-    found = tried(row, "own", saved.whole, saved.sharded, tmp_path / "again")
-    assert "executed what the model brought" in found.misdeeds
+    for change, fault, says in (
+        (linked_outside("tokenizer.json"), follow_links, "read tokenizer.json outside"),
+        (code("evil.py"), import_what_the_model_brings, "executed what the model brought"),
+    ):
+        folder = tmp_path / fault.__name__
+        assert tried(harmless("x", change), "own", saved.whole, saved.sharded, folder, first=fault) == [says]

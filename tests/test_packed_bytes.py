@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.distributed.comm import ALONE
@@ -23,9 +20,10 @@ from llama_ssp.planner.storage import CPU, IN_LAYERS, Storage
 from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints
+from tests.checkpoints import WEIGHTS, Tensors, copied, edit, edit_tensors
 from tests.distributed.threads import ranks_of
 from tests.memory_trace import LiveBytes
-from tests.quantised_folders import FORMATS, quantised
+from tests.quantised_folders import FORMATS, quantised, weights_of
 from tests.test_gguf import made
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
@@ -85,51 +83,39 @@ def test_gguf(name: str, tmp_path: Path) -> None:
     same(made(name, tmp_path, kinds, intermediate_size=512)[0])
 
 
-def edited(folder: Path, to: Path, change: Any) -> Path:
-    """A copy with other tensors."""
-    shutil.copytree(folder, to)
-    save_file(change(load_file(folder / "model.safetensors")), to / "model.safetensors", {"format": "pt"})
+def some_plain(folder: Path, to: Path, *stems: str) -> Path:
+    """A copy of int4-groups in which the matrices with these names are plain numbers."""
+    weights = weights_of("int4-groups", folder)
+
+    def change(tensors: Tensors) -> None:
+        for name in weights:
+            if name.removesuffix(".weight").endswith(stems):
+                for key in [key for key in tensors if key.startswith(f"{name}_")]:
+                    del tensors[key]
+                tensors[name] = weights[name]
+
+    edit_tensors(copied(folder, to), change)
     return to
-
-
-def some_plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values of both layers, and the second layer's last matrix, as plain numbers."""
-    plain = ("0.self_attn.v_proj", "1.self_attn.v_proj", "1.mlp.down_proj")
-    kept = {}
-    for name, tensor in tensors.items():
-        stem, _, end = name.rpartition(".")
-        if not stem.endswith(plain) or end == "bias":
-            kept[name] = tensor
-        elif end == "weight_shape":
-            kept[f"{stem}.weight"] = torch.zeros(*tensor.tolist(), dtype=torch.bfloat16)
-    return kept
 
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_plain_matrices_among_coded_ones(fast: bool, folders: Path, tmp_path: Path) -> None:
-    same(
-        edited(quantised("int4-groups", folders / "int4-groups"), tmp_path / "mixed", some_plain),
-        fast,
-    )
+    """The values of both layers, and the second layer's last matrix."""
+    sound = quantised("int4-groups", folders / "int4-groups")
+    same(some_plain(sound, tmp_path / "mixed", "self_attn.v_proj", "1.mlp.down_proj"), fast)
 
 
 def test_several_kinds_of_codes(folders: Path, tmp_path: Path) -> None:
     """Keys of a layer in 8 bit, where queries and values have 4."""
-    wide = load_file(quantised("int8-groups", folders / "int8-groups") / "model.safetensors")
-    narrow = quantised("int4-groups", folders / "int4-groups")
+    wide = load_file(quantised("int8-groups", folders / "int8-groups") / WEIGHTS)
     keys = {name: tensor for name, tensor in wide.items() if "0.self_attn.k_proj" in name}
-    path = edited(narrow, tmp_path / "two", lambda tensors: tensors | keys)
-    config, groups = (
-        json.loads((path / "config.json").read_text()),
-        FORMATS["int8-groups"].claim["config_groups"],
-    )
-    config["quantization_config"]["config_groups"]["1"] = groups["0"]
-    (path / "config.json").write_text(json.dumps(config))
+    path = copied(quantised("int4-groups", folders / "int4-groups"), tmp_path / "two")
+    edit_tensors(path, lambda tensors: tensors.update(keys))
+    group = {"1": FORMATS["int8-groups"].claim["config_groups"]["0"]}
+    edit(path / "config.json", lambda c: c["quantization_config"]["config_groups"].update(group))
     model, folder = complete(ModelConf(name="x", path=str(path), dtype=Dtype.packed), "model")
-    kinds = [
-        type(each)
-        for each in load(model, folder, Dtype.packed, torch.device("cpu"), "model").decoder.modules()
-    ]
+    decoder = load(model, folder, Dtype.packed, torch.device("cpu"), "model").decoder
+    kinds = [type(layer) for layer in decoder.modules()]
     assert kinds.count(CodedLinear) == 4 + 2 + 4 and DecodedLinear not in kinds
     same(path)
 
@@ -139,18 +125,10 @@ def test_several_kinds_of_codes(folders: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fast", [False, True])
 def test_weights_that_were_plain(dtype: Dtype, tied: bool, fast: bool) -> None:
     """With compiled steps a CPU has a packed copy of a tied head."""
-    sizes: dict[str, Any] = {
-        "n_heads": 8,
-        "n_kv_heads": 4,
-        "head_dim": 20,
-        "dim": 200,
-        "ffn": 80,
-        "vocab": 300,
-    }
     model = ModelConf(
-        name="x", weights=Weights.synthetic, family="llama", n_layers=2, context=64, tied=tied, **sizes
-    )
-    model = replace(model, dtype=dtype)
+        name="x", weights=Weights.synthetic, family="llama", dtype=dtype, tied=tied, n_layers=2, n_heads=8,
+        n_kv_heads=4, head_dim=20, dim=200, ffn=80, vocab=300, context=64,
+    )  # fmt: skip
     assert [off(model, None, dtype, world, fast) for world in (1, 2, 3)] == [[0] * n for n in (1, 2, 3)]
 
 

@@ -18,7 +18,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER, inspect
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.experts import Experts, apply_on_gpu
@@ -33,13 +33,12 @@ from llama_ssp.models.loader import differences, load, read
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.models.steps import SteppedModel
-from tests.checkpoints import copied
+from tests.checkpoints import copied, edit_tensors
 from tests.conftest import Command, needs_transformers
 from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked as by_steps
 from tests.distributed.threads import ranks_of, together
 from tests.families import require_same, walked
-from tests.hostile.damage import reworked
 from tests.quantised_folders import (
     ALL,
     FORMATS,
@@ -48,11 +47,11 @@ from tests.quantised_folders import (
     plain,
     quantised,
     reference,
-    shipped,
+    rewrite,
     weights_of,
 )
 from tests.test_gguf import require_near, whole
-from tests.test_packed_bytes import same
+from tests.test_packed_bytes import same, some_plain
 
 IN_BF16 = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
 STACKED = None, Cut(2, ((6, 40),)), Cut(2, ((0, 8), (30, 64))), Cut(1, ((32, 64),)), Cut(1, ((16, 50),))
@@ -157,7 +156,8 @@ def test_a_packed_target_gives_its_own_distribution_with_a_draft(
     name: str, command: Command, tmp_path: Path
 ) -> None:
     """Of the shipped pair, certified; and its score is that without the draft."""
-    folder = shipped(name, tmp_path / name)
+    folder = copied(SHIPPED_FOLDER / "demo", tmp_path / name)
+    rewrite(folder, FORMATS[name])
     pair = f"model={folder}", "model.dtype=packed", "draft=demo_draft", "seed=1", "output=json", "out=null"
     sizes = "samples=100", "max_new_tokens=10", "law_tokens=12", "law_rounds=20", "greedy_tokens=12"
     prompts = 'task.prompts=["hello there", "def f"]'
@@ -172,16 +172,7 @@ def test_a_packed_target_gives_its_own_distribution_with_a_draft(
 def test_layers_of_other_formats_may_stand_beside_each_other(folders: Path, tmp_path: Path) -> None:
     """As values that are not quantised, next to queries and keys that are."""
     sound = quantised("int4-groups", folders / "int4-groups")
-    folder = copied(sound, tmp_path / "mixed")
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for name, weight in weights_of("int4-groups", sound).items():
-            if name.endswith("v_proj.weight"):
-                for key in [key for key in tensors if key.startswith(f"{name}_")]:
-                    del tensors[key]
-                tensors[name] = weight
-
-    reworked(change)(folder)
+    folder = some_plain(sound, tmp_path / "mixed", "v_proj")
     expected, _ = walked(loaded(folder))
     kept = loaded(folder, keeps_codes=True)
     assert isinstance(kept.blocks[0].attention.qkv, Concatenated)
@@ -220,25 +211,16 @@ def test_transformers_reads_the_same_weights(name: str, folders: Path) -> None:
             assert torch.equal(like(weight, read), weight.bfloat16()), key
 
 
-BROKEN_EXPERTS: dict[str, tuple[str, Any]] = {
-    "a block fewer": ("_blocks", lambda t: t[:, :, 1:]),
-    "an exponent fewer": ("_scales", lambda t: t[:, :, 1:]),
-    "half blocks": ("_blocks", lambda t: t[..., :8]), "flat": ("_blocks", lambda t: t.flatten(2)),
-    "numbers": ("_scales", lambda t: t.float()), "no exponents": ("_scales", None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN_EXPERTS)
-def test_broken_experts_are_refused(name: str, folders: Path, tmp_path: Path) -> None:
-    """Of MXFP4: the hostile corpus has no experts."""
+@pytest.mark.parametrize(
+    ("end", "change"),
+    [("blocks", lambda t: t[..., :8]), ("scales", lambda t: t[:, :, 1:]), ("scales", lambda t: t.float())],
+    ids=["half-blocks", "an-exponent-fewer", "numbers"],
+)
+def test_broken_experts_are_refused(end: str, change: Any, folders: Path, tmp_path: Path) -> None:
+    """MXFP4, of which the hostile corpus has none."""
     folder = copied(quantised("mxfp4", folders / "mxfp4"), tmp_path / "broken")
-    end, change = BROKEN_EXPERTS[name]
-
-    def broken(tensors: dict[str, Tensor]) -> None:
-        before = tensors.pop(key := f"model.layers.0.mlp.experts.down_proj{end}")
-        tensors |= {} if change is None else {key: change(before)}
-
-    reworked(broken)(folder)
+    name = f"model.layers.0.mlp.experts.down_proj_{end}"
+    edit_tensors(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
     with pytest.raises(ModelError, match=r"of a quantised matrix (is|are) .*down_proj_"):
         loaded(folder)
 
@@ -255,10 +237,8 @@ def test_chosen_experts_are_decoded_where_the_choice_is_not_waited_for(
     name: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in CUDA graphs; here on a CPU, for fewer pairs than are decoded at once, and for more."""
-    experts, x_TH = (
-        experts_of(loaded(quantised(name, folders / name), keeps_codes=True))[0],
-        torch.randn(5, 128),
-    )
+    experts = experts_of(loaded(quantised(name, folders / name), keeps_codes=True))[0]
+    x_TH = torch.randn(5, 128)
     expected = experts(x_TH)
     for pairs in (3, 16):
         monkeypatch.setattr(expert_stacks, "DECODED_PAIRS", pairs)
