@@ -45,7 +45,7 @@ EXPERTS: dict[str, Any] = {**GQA, "num_local_experts": 4, "num_experts_per_tok":
 GEMMA = {**GQA, "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
 
 
-def rope(kind: str, **more: float) -> dict[str, Any]:
+def rope(kind: str, **more: Any) -> dict[str, Any]:
     """What a config says of rotary positions."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}
 

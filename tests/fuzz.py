@@ -108,23 +108,23 @@ def problems(folder: Path, text: Text) -> list[str]:
     file.write_bytes(text.content)
     skipping, strict = read(text, str(file), OnBadRow.skip), read(text, str(file), OnBadRow.fail)
     errors = [answer for answer in (skipping, strict) if isinstance(answer, RunError)]
-    taken, bad = ([], []) if isinstance(skipping, RunError) else skipping
+    whole = isinstance(skipping, RunError)
+    taken, bad = ([], []) if whole else skipping
     said, ids = [*map(str, errors), *bad], [own_id for own_id, _ in taken]
     checks = {
         "another exit code": any(error.code not in (2, 3) for error in errors),
         "not one short line": any(len(line.splitlines()) != 1 or len(line) > LONGEST_LINE for line in said),
-        "refused whole": isinstance(skipping, RunError) and (len(errors) < 2 or bool(text.good)),
+        "refused whole": whole and (len(errors) < 2 or bool(text.good)),
         "an id is used twice": len(set(ids)) < len(ids),
         "an id cannot be used": any(not (0 < len(own) <= 256 and own.isprintable()) for own in ids),
         "a text cannot be used": any(
             "\0" in prompt or prompt.encode(errors="ignore").decode() != prompt for _, prompt in taken
         ),
+        "the policies tell other things": not whole and isinstance(strict, RunError) != bool(bad),
+        "the policies use other words": not whole and len(bad) == 1 and bad[0] != str(strict),
+        "other prompts": not whole and text.good not in (None, ids),
+        "a line is lost": not whole and text.good is not None and len(ids) + len(bad) != text.lines,
     }
-    if not isinstance(skipping, RunError):
-        known = text.good is not None
-        checks["other policies tell other things"] = isinstance(strict, RunError) != bool(bad)
-        checks["other words"] = len(bad) == 1 and bad[0] != str(strict)
-        checks["other prompts"] = known and (ids, len(ids) + len(bad)) != (text.good, text.lines)
     return [f"{problem}: {skipping}, {strict}" for problem, is_so in checks.items() if is_so]
 
 

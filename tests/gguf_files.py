@@ -52,13 +52,9 @@ def stored(weight: Tensor, kind: str) -> np.ndarray:
     return gguf.quantize(weight.float().numpy(), number(kind))
 
 
-def interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of queries or keys in the order of Llama's files."""
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(weight.shape)
-
-
-def separated(weight: Tensor, head_dim: int) -> Tensor:
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
+def turned(weight: Tensor, *sizes: int) -> Tensor:
+    """Rows of each head in another order: (2, n) interleaves halves, as Llama's files; (n, 2) undoes it."""
+    return weight.unflatten(0, (-1, *sizes)).transpose(1, 2).reshape(weight.shape)
 
 
 def write(
@@ -97,15 +93,15 @@ def write(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        turned = architecture == "llama" and (".attn_q." in theirs or ".attn_k." in theirs)
+        turns = architecture == "llama" and (".attn_q." in theirs or ".attn_k." in theirs)
         plus = int(architecture.startswith("gemma") and name.endswith("norm.weight"))
-        content = interleaved(weight, head_dim) if turned else weight + plus
+        content = turned(weight, 2, head_dim // 2) if turns else weight + plus
         ends = sorted((end for end in kinds if theirs.removesuffix(".weight").endswith(end)), key=len)
         kind = "F32" if content.dim() == 1 else kinds[ends[-1]]
         raw = stored(content, kind)
         writer.add_tensor(theirs, raw, raw_dtype=number(kind))
         known = torch.from_numpy(np.array(gguf.dequantize(raw, number(kind)), np.float32)) - plus
-        weight.copy_(separated(known, head_dim) if turned else known)
+        weight.copy_(turned(known, head_dim // 2, 2) if turns else known)
     finish(writer)
     return path
 

@@ -29,7 +29,7 @@ from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.shape import ALL
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
 from tests.distributed.threads import ranks_of, together
-from tests.families import TOLERANCE, require_same, walked
+from tests.families import TOLERANCE, require_same, rope, walked
 from tests.gguf_files import SIZES, gguf, number, write
 
 # As people have them: most matrices in one format, some in a finer one.
@@ -39,29 +39,23 @@ MIXED = {
 }  # fmt: skip
 SHARP = 3.0  # times the weights that transformers draws: even attention hides errors
 WINDOW = {"attention.sliding_window": 11}
-LLAMA_3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+LLAMA_3 = rope(
+    "llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
 GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 11, "tie_word_embeddings": True}
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-LONG = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
-    "short_factor": [1.0 + n / 8 for n in range(16)], "long_factor": [2.0 + n for n in range(16)],
-}  # fmt: skip
+LONG = rope(
+    "longrope", original_max_position_embeddings=64, short_factor=[1.0 + n / 8 for n in range(16)],
+    long_factor=[2.0 + n for n in range(16)],
+)  # fmt: skip
 # By name: the model, its own sizes, and keys of the file.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "llama-biased": ("llama", {"attention_bias": True, "tie_word_embeddings": True}, {}),
-    "llama-3": ("llama", {"rope_parameters": LLAMA_3}, {"rope.freq_base": 500000.0}),
+    "llama-3": ("llama", LLAMA_3, {"rope.freq_base": 500000.0}),
     "llama-yarn": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-        },
+        "llama", rope("yarn", factor=4.0, original_max_position_embeddings=32),
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
     ),
     "mistral": ("mistral", {"sliding_window": None}, {}),
@@ -80,11 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": 11}, WINDOW),
     "phi3-long": (
-        "phi3",
-        {
-            "pad_token_id": 0, "sliding_window": None, "rope_parameters": LONG,
-            "original_max_position_embeddings": 64,
-        },
+        "phi3", {**LONG, "pad_token_id": 0, "sliding_window": None, "original_max_position_embeddings": 64},
         {"rope.scaling.original_context_length": 64},
     ),
 }  # fmt: skip
