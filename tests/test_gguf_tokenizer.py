@@ -83,8 +83,7 @@ def written(path: Path, architecture: str, add: Callable[..., int], *how: Any, *
     for key, value in {**sizes, "attention.head_count": 2}.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
-    embedding = np.zeros((add(writer, *how, **more), 32), np.float32)
-    writer.add_tensor("token_embd.weight", embedding)
+    writer.add_tensor("token_embd.weight", np.zeros((add(writer, *how, **more), 32), np.float32))
     finish(writer)
     return path
 

@@ -1,4 +1,7 @@
-"""The hostile corpus in processes under watch; `python -m tests.hostile` does all rows by every engine."""
+"""The hostile corpus in processes under watch, and random files of prompts; each check can fail.
+
+`python -m tests.hostile` does all rows by every engine, `python -m tests.fuzz` thousands of files.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.text import prompts
 from tests.conftest import Saved
+from tests.fuzz import faults
 from tests.hostile import INSTALLED, access_times_tell, tried
 from tests.refusals import CORPUS, ESCAPES, Case, code, harmless, linked_outside
-
-pytestmark = pytest.mark.slow
 
 EACH_NAMES = (
     "armed-beside", "auto-map", "link", "missing-tensor", "pipe-model.safetensors", "plan-number",
@@ -21,6 +24,7 @@ EACH = [row for row in CORPUS if row.name in EACH_NAMES]
 ONE_PROCESS = [row for row in CORPUS if (not row.code or row in ESCAPES) and row not in EACH]
 
 
+@pytest.mark.slow
 @pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("row", "engine"),
@@ -45,6 +49,7 @@ def import_what_the_model_brings() -> None:
     __import__("evil")
 
 
+@pytest.mark.slow
 def test_the_watch_sees_what_it_should(saved: Saved, tmp_path: Path) -> None:
     """Without the check of links a file outside is read, and the trial says so; so it does of code."""
     assert access_times_tell(tmp_path)
@@ -54,3 +59,11 @@ def test_the_watch_sees_what_it_should(saved: Saved, tmp_path: Path) -> None:
     ):
         folder = tmp_path / fault.__name__
         assert tried(harmless("x", change), "own", saved.whole, saved.sharded, folder, first=fault) == [says]
+
+
+def test_files_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading that lets everything through meets a fault in some file."""
+    assert list(faults(7, range(300), tmp_path)) == []
+    monkeypatch.setattr(prompts, "problem_of", lambda *_: None)
+    monkeypatch.setattr("llama_ssp.batch.requests.problem_of", lambda *_: None)
+    assert list(faults(7, range(150), tmp_path))

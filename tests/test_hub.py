@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,15 +14,17 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, utils
 
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import find
-from llama_ssp.models.hub import hub_copy
+from llama_ssp.models.hub import commit_of, hub_copy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {"config.json": b"{}", "model.safetensors": b"w" * 100_000, "pytorch_model.bin": b"pickle"}
+KEPT = ["config.json", "merges.txt", "model.safetensors", "tokenizer.model"]
+OTHERS = ["pytorch_model.bin", "modeling.py", "consolidated.safetensors", "original/model.safetensors"]
+FILES = {name: name.encode() for name in [*KEPT, *OTHERS]}
 STATUS = {"gated/model": (403, "GatedRepo"), "no/model": (404, "RepoNotFound"), "busy/model": (451, "")}
 
 
@@ -89,20 +92,32 @@ def of(repo: str, revision: str | None = None) -> ModelConf:
     return ModelConf(name=repo, repo=repo, revision=revision)
 
 
-def test_a_repository_is_fetched_once_and_its_rest_later(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_repository_is_fetched_once_without_pickles_and_code(
+    hub: ThreadingHTTPServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its commit is said, and how to keep to it."""
+    caplog.set_level(logging.INFO)
     with pytest.raises(ModelError, match=r"model a/b is not at hand; .*add download=true, or give a folder"):
         find(of("a/b"), "model")
     path = find(of("a/b"), "model", download=True)
-    assert path.name == COMMIT and sorted(p.name for p in path.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    assert commit_of(path) == COMMIT and commit_of(path.parent) is None
+    assert {file.name for file in path.iterdir()} == set(KEPT)
+    assert caplog.messages[-1].endswith(f"a/b at commit {COMMIT}; model.revision={COMMIT} keeps to it")
     fetched = Counter(Hub.asked)
     assert find(of("a/b"), "model") == path == find(of("a/b"), "model", download=True)
-    assert Counter({k: v for k, v in Hub.asked.items() if k.startswith("GET")}) == Counter(
-        {k: v for k, v in fetched.items() if k.startswith("GET")}
-    )
-    assert "pytorch_model.bin" not in " ".join(Hub.asked)
+    assert all(Hub.asked[name] == fetched[name] for name in Hub.asked if name.startswith("GET"))
+    assert find(of("a/b", COMMIT), "model") == path and caplog.messages[-1].endswith(f"at commit {COMMIT}")
+    assert {name.partition(" ")[2] for name in Hub.asked} == set(KEPT)
+
+
+def test_the_leader_alone_shows_progress(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = list[str]()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(utils, "disable_progress_bars", lambda rank=rank: quiet.append(rank))
+        find(of("a/b"), "model", download=True)
+    assert quiet == ["1"]
 
 
 def test_an_interrupted_download_goes_on_with_the_files_that_lack(hub: ThreadingHTTPServer) -> None:
