@@ -45,8 +45,8 @@ def test_one_line_and_its_code(
     case: Case, command: Command, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command may come as far as the case says."""
-    for name, value in case.env.items():
-        monkeypatch.setenv(name, value)
+    for variable in case.env.items():
+        monkeypatch.setenv(*variable)
     if case.reach == refusals.CONFIG:  # it may not be imported yet
         monkeypatch.setattr("llama_ssp.tasks.runner", too_far, raising=False)
     if case.reach in (refusals.CONFIG, refusals.FILES):
@@ -146,8 +146,8 @@ def test_private_presets_are_taken(command: Command, monkeypatch: pytest.MonkeyP
         "- override /draft: tiny_draft\nseed: 5\nsampling: {min_p: 0.9}",
     }.items():
         refusals.replaced(name, content)(Path("mine"))
-    asked = "--config-dir=mine", "model=mine", "experiment=both", "out=done/${model.name}", "-n", "1", PROMPT
-    answer = command(*asked)
+    asked = "model=mine", "experiment=both", "out=done/${model.name}", "-n", "1", PROMPT
+    answer = command("--config-dir=mine", *asked)
     assert (answer.code, answer.errors) == (0, [])
     [record] = Path("done/hush").rglob("config.yaml")
     config = yaml.safe_load(record.read_text())
@@ -181,13 +181,8 @@ def test_bad_rows_are_skipped_and_counted(command: Command, caplog: pytest.LogCa
     """Both what cannot be read and what the model cannot take; no id becomes the name of a file."""
     ids = '{"id": "../../evil", "prompt": "x"}', "{", '{"id": "b", "prompt": ""}', '{"id": "b", "prompt": 1}'
     Path("prompts.jsonl").write_text("\n".join(ids))
-    words = (
-        "task.prompt_file=prompts.jsonl",
-        "task.on_bad_row=skip",
-        "task.max_new_tokens=2",
-        "task.trace=true",
-    )
-    answer = command(*words, "output=json", "seed=1")
+    words = "task.on_bad_row=skip", "task.max_new_tokens=2", "task.trace=true", "output=json", "seed=1"
+    answer = command("task.prompt_file=prompts.jsonl", *words)
     assert (answer.code, answer.errors) == (0, [])
     assert answer.document["rows_skipped"] == 3
     assert [o["id"] for o in answer.document["outputs"]] == ["../../evil"]
