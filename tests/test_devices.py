@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,65 +117,32 @@ def test_a_split_draft_is_on_the_targets_gpus(
             model_placements(spec)
 
 
-class Opened(Exception):
-    """The groups would be made now, by this backend."""
-
-
-class Board:
-    """A store in which rank 1 has written its GPU; and a watch without a thread."""
-
-    rank, world, during = 0, 2, Watch.during
-
-    def __init__(self) -> None:
-        self.said = {"gpu/1": b"b"}
-
-    def set(self, key: str, value: str) -> None:
-        self.said[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.said[key]
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return value.encode()
-
-    def clone(self) -> Board:
-        return Board()
-
-    def set_timeout(self, _: timedelta) -> None:
-        pass
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        return error
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """Rank 1's over 2 ranks, without its thread."""
+    monkeypatch.setattr(GUARD, "on_signal", [])
+    return Watch(torch.distributed.HashStore(), 1, 2, 1.0)
 
 
 @pytest.mark.parametrize(("own", "backend"), [("a", "nccl"), ("b", "gloo")])
 def test_ranks_say_once_how_they_exchange_tensors(
-    own: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own: str, backend: str, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the rank's GPU is the current one: what is not a device would make a context on GPU 0."""
     current: list[torch.device] = []
+    watch.rank = 0
+    watch._store.set("gpu/1", "b")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", own))
-    monkeypatch.setattr(process_group, "meet", lambda _: (Board(), Board()))
+    monkeypatch.setattr(process_group, "meet", lambda _: (watch._store, watch))
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
-
-    def opened(_members: Any, backend: str, _watch: Any, has_gpus: bool) -> None:
-        assert has_gpus
-        raise Opened(backend)
-
-    monkeypatch.setattr(process_group, "Group", opened)
-    with caplog.at_level("INFO"), pytest.raises(Opened, match=backend):
-        open_ranks(torch.device("cuda:1"))
+    monkeypatch.setattr(process_group, "Group", lambda *given: given)
+    with caplog.at_level("INFO"):
+        assert open_ranks(torch.device("cuda:1")) == ((0, 1), backend, watch, True)
     assert current == [torch.device("cuda:1")]
     assert [line for line in caplog.messages if f"by {backend}" in line] == caplog.messages
     assert len(caplog.messages) == 1
-
-
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    monkeypatch.setattr(GUARD, "on_signal", [])
-    return Watch(Board(), 1, 2, 1.0)
 
 
 @pytest.mark.parametrize(
