@@ -7,15 +7,15 @@ embedding of the last token, so that a text hangs on all of its prefix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from llama_ssp.config import ModelConf
 from llama_ssp.config import Weights as WeightsFrom
@@ -32,17 +32,25 @@ from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.speculative.state import Prompt
 from tests.rig import perturbed
 
-VOCAB, CONTEXT = 97, 160
+VOCAB, CONTEXT, WINDOW = 97, 160, 11
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+MHA = {"num_key_value_heads": 4}
+# Sizes under every name that architectures have for them; each takes those that it knows.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    "sliding_window": WINDOW, "attention_types": [[["global", "local", "global"], 1]],
+    "embedding_size": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "d_model": 32,
+    "num_layers": 3, "num_heads": 4, "ffn_dim": 48, "decoder_layers": 3, "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 4,
+    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0, "axial_pos_embds": False,
 }  # fmt: skip
-WINDOW = 11
-KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
-GQA: dict[str, Any] = {"num_key_value_heads": 2}
-EXPERTS: dict[str, Any] = {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2}
-GEMMA = {**GQA, "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -54,42 +62,34 @@ LLAMA_3 = rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
 )
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-mha": ("llama", {}),
-    "llama-gqa": ("llama", GQA),
+    "llama-mha": ("llama", MHA),
+    "llama-gqa": ("llama", {}),
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "mistral-window": ("mistral", {**GQA, "sliding_window": WINDOW}),
-    "qwen2": ("qwen2", GQA),
-    "qwen2-window": (
-        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    ),
-    "qwen3": ("qwen3", {**GQA, "head_dim": 12}),
-    "gemma2": ("gemma2", GEMMA),
+    "llama-tied": ("llama", {**MHA, "tie_word_embeddings": True}),
+    "mistral-window": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {**MHA, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "gemma2": ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8}),
     "gpt_neox": ("gpt_neox", {}),
-    "gpt_neo": (
-        "gpt_neo", {"window_size": WINDOW, "attention_types": [[["global", "local", "global"], 1]]},
-    ),
-    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}),
-    "phi3": ("phi3", {**GQA, "sliding_window": None}),
-    "llama3": ("llama", {**GQA, **LLAMA_3}),
+    "gpt_neo": ("gpt_neo", {"window_size": WINDOW}),
+    "opt": ("opt", {}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "llama3": ("llama", LLAMA_3),
     "falcon": ("falcon", {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True}),
     "falcon-gqa": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
-    "mixtral": ("mixtral", EXPERTS),
-    "qwen3_moe": (
-        "qwen3_moe", {
-            **GQA, "head_dim": 12, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
-        },
-    ),
-    "gemma3": ("gemma3_text", {**GEMMA, "layer_types": KINDS}),
-    "gpt_oss": ("gpt_oss", {**EXPERTS, "head_dim": 8, "sliding_window": WINDOW, "layer_types": KINDS}),
+    "mixtral": ("mixtral", {"sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 12}),
+    "gemma3": ("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": KINDS}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 8, "layer_types": KINDS}),
     "granite": (
         "granite", {
-            **GQA, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
+            "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
             "logits_scaling": 3.0,
         },
     ),
-    "olmo2": ("olmo2", GQA),
-    "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1]}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
 }  # fmt: skip
 
 # What the config of a family may say otherwise: the decoder is compared with transformers for these, too.
@@ -118,32 +118,37 @@ def ragged_prompts(*lengths: int) -> list[Prompt]:
 PROMPTS = ragged_prompts(9, 1, 6, 4, 12)
 
 
-def known(architecture: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Those sizes that the architecture's config has, under these names."""
+def config_of(architecture: str, own: dict[str, Any], sizes: dict[str, Any] = SIZES) -> Any:
+    """The architecture's config with its own values, and with those of `sizes` that it knows by a name."""
     kind = CONFIG_MAPPING[architecture]
-    names = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "attribute_map", ())}
-    return {key: size for key, size in sizes.items() if key in names}
+    aliases = kind.attribute_map
+    names = {*getattr(kind, "__dataclass_fields__", ()), *aliases}
+    said = {aliases.get(key, key) for key in own}
+    rest = {key: sizes[key] for key in sizes if key in names and aliases.get(key, key) not in said}
+    return kind(**own, **rest)
+
+
+def random_module(config: Any, mild: bool, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """Draws the weights as transformers does, and makes them larger.
+
+    A `mild` model attends evenly: its logits move little with rounding, its texts vary less.
+    """
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, **kernels_of(config, dtype))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            even = 8.0 if parameter.ndim > 1 else 1.0
+            parameter.mul_(even if mild else _factor(key, bool(config.tie_word_embeddings)))
+    return model.to(dtype).eval()
 
 
 def build(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, mild: bool = False, **changes: Any
 ) -> Any:
-    """A random model of a family or variant, with a distribution that is neither flat nor certain.
-
-    A `mild` one attends evenly: its logits move little with rounding, its texts vary less.
-    """
+    """A random model of a family or variant, with a distribution that is neither flat nor certain."""
     family, others = VARIANTS.get(name, (name, {}))
     architecture, sizes = FAMILIES[family]
-    sizes, names = sizes | others | changes, CONFIG_MAPPING[architecture].attribute_map
-    common = {key: size for key, size in known(architecture, SIZES).items() if names.get(key) not in sizes}
-    config = AutoConfig.for_model(architecture, **{**common, **sizes})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, **kernels_of(config, dtype))
-    tied = bool(config.tie_word_embeddings)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.mul_(8.0 if mild and parameter.ndim > 1 else 1.0 if mild else _factor(key, tied))
-    return model.to(dtype).eval()
+    return random_module(config_of(architecture, sizes | others | changes), mild, seed, dtype)
 
 
 def module_of(name: str, **changes: Any) -> Any:
@@ -173,91 +178,57 @@ def _factor(key: str, tied: bool) -> float:
     return 24.0 if any(part in key for part in ("q_proj", "k_proj", "qkv_proj")) else 16.0
 
 
-# Sizes of a tiny model, under every name that architectures have for them; each takes those that it knows.
-TINY: dict[str, Any] = {
-    **SIZES, "eos_token_id": None, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW,
-    "embedding_size": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "d_model": 32,
-    "num_layers": 3, "num_heads": 4, "ffn_dim": 48, "decoder_layers": 3, "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 48, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
-    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-}  # fmt: skip
-# What single architectures need beside them, or instead; encoders have to be told that they decode.
-NEEDS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"attention_types": [[["global", "local", "global"], 1]], "window_size": WINDOW}, "gpt_neo"),
-    ({"rotary_dim": 4}, "codegen gptj"),
-    (
-        {"num_key_value_heads": 4},
-        "axk1 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite longcat_flash minicpm3 youtu",
-    ),
-    ({"sliding_window": CONTEXT}, "moshi"),  # of no effect, as in its own config
-    (
-        {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
-        "gemma3n_text gemma4_text",
-    ),
-    ({"mamba_n_heads": 8, "mamba_d_head": 8}, "bamba granitemoehybrid"),
-    ({"num_heads": 8, "head_dim": 8}, "mamba2"),
-    ({"layer_types": ["conv", "full_attention", "conv"]}, "lfm2 lfm2_moe"),
-    ({"is_decoder": True, "axial_pos_embds": False}, "reformer"),
-    ({"num_experts_per_tok": 1}, "zaya"),
-    ({"sliding_window": None}, "doge"),
-    (
-        {"is_decoder": True},
-        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod",
-    ),
+LATENT = "axk1 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite longcat_flash minicpm3 youtu"
+ENCODERS = (
+    "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert "
+    "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
 )
-SPECIAL = {name: own for own, names in NEEDS for name in names.split()}
-MOST = 50_000_000  # parameters of what is still tiny
-
-
-def tiny_config(architecture: str, **changes: Any) -> Any:
-    """The config of a tiny model of any architecture that transformers can make causal."""
-    kind, sizes = CONFIG_MAPPING[architecture], known(architecture, TINY)
-    kinds = list(dict.fromkeys(getattr(kind(), "layer_types", None) or ()))
-    if len(kinds) > 1 and known(architecture, {"layer_types": kinds}):  # not only the first of them
-        sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(sizes["num_hidden_layers"])]
-    return kind(**{**sizes, **SPECIAL.get(architecture, {}), **changes})
+# What single architectures need instead of these sizes; encoders have to be told that they decode.
+NEEDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(LATENT.split(), MHA),
+    **{name: {"is_decoder": True} for name in ENCODERS.split()},
+    **{name: {"mamba_n_heads": 8, "mamba_d_head": 8} for name in ("bamba", "granitemoehybrid")},
+    **{name: {"layer_types": ["conv", "full_attention", "conv"]} for name in ("lfm2", "lfm2_moe")},
+    "gpt_neo": {"window_size": WINDOW},
+    "moshi": {"sliding_window": CONTEXT},  # of no effect, as in its own config
+    "doge": {"sliding_window": None},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}
+MAX_PARAMETERS = 50_000_000  # of what is still tiny
 
 
 def tiny(architecture: str, **changes: Any) -> Any:
-    """A random tiny model of any architecture; ValueError where its sizes are others."""
-    config = tiny_config(architecture, **changes)
+    """A random tiny model of any architecture that transformers can make causal.
+
+    Raises ValueError where its sizes are in nested configs.
+    """
+    kinds = list(dict.fromkeys(getattr(CONFIG_MAPPING[architecture](), "layer_types", None) or ()))
+    sizes = {**SIZES, "eos_token_id": None, "head_dim": 8}
+    if len(kinds) > 1:  # not only the first of them
+        sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(sizes["num_hidden_layers"])]
+    config = config_of(architecture, NEEDS.get(architecture, {}) | changes, sizes)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    if parameters > MOST:
+    if parameters > MAX_PARAMETERS:
         raise ValueError(f"{parameters:,} parameters: its sizes are in nested configs")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, **kernels_of(config, torch.float32))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(8.0)
-    return model.float().eval()
+    return random_module(config, mild=True)
 
 
-def greedy_text(module: Any, ids: list[int], new: int) -> list[int]:
-    """What transformers' own `generate` writes after a prompt."""
+def greedy_text(module: Any, ids: Sequence[int], new: int, end: int | None = None) -> list[int]:
+    """What transformers' `generate` writes after one prompt alone; `end` in place of its own end token."""
     prompt = torch.tensor([ids])
-    how = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
-    text: Tensor = module.generate(prompt, max_new_tokens=new, **how)
+    settings = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=end)
+    text: Tensor = module.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
     return text[0, len(ids) :].tolist()
 
 
-def saved(module: Any, folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
-    """The module as a decoder of our own, in fp32, by way of its files."""
-    if not (folder / "config.json").exists():
-        module.save_pretrained(folder)
-    with closing(FileSource(folder, wanted(module.config), module.base_model_prefix)) as source:
-        return decoder(module.config, source, ranks, **how)
-
-
 def decoder_of(module: Any, **how: Any) -> Decoder:
-    """The module as a decoder of our own, in the module's number format."""
+    """The module as a decoder of our own, in the module's number format, by way of its files."""
     with TemporaryDirectory() as folder:
-        return saved(module, Path(folder), **{"dtype": module.dtype, **how})
+        module.save_pretrained(folder)
+        with closing(FileSource(Path(folder), wanted(module.config), module.base_model_prefix)) as source:
+            return decoder(module.config, source, dtype=module.dtype, **how)
 
 
 def model_of(
@@ -288,12 +259,12 @@ CAPACITY = 48
 TOLERANCE = 1e-5  # of the largest logit
 
 
-def caches_of(model: Decoder, rows: int, capacity: int = CAPACITY) -> list[tuple[Tensor, Tensor]]:
+def caches_of(model: Decoder, rows: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values that are garbage where nothing has been written."""
     caches = []
     for block in model.blocks:
         size = block.attention.head_dim
-        shape = block.attention.sizes[1] // size, rows * capacity, size
+        shape = block.attention.sizes[1] // size, rows * CAPACITY, size
         keys, values = (torch.full(shape, 7.0, dtype=model.embedding.weight.dtype) for _ in "kv")
         caches.append((keys, values))
     return caches
@@ -322,19 +293,14 @@ def require_same(module: Any, logits: list[Tensor], prefixes: list[list[int]]) -
         assert worst <= TOLERANCE * scale, (worst, scale, len(text), len(logit_WV))
 
 
-SYNTHETIC = ModelConf(
-    name="made", weights=WeightsFrom.synthetic, n_layers=4, n_heads=6, n_kv_heads=3, head_dim=16, dim=96,
-    ffn=148, vocab=101, context=64,
-)  # fmt: skip
-
-
 def synthetic(family: str, **changes: Any) -> ModelConf:
     """Sizes of a small model with synthetic weights."""
-    row = family_of(family)
-    model = replace(
-        SYNTHETIC, family=family, n_kv_heads=3 if row.grouped or row.multi_query else 6, **changes
-    )
-    if not row.names.router:
-        return model
-    mixed: dict[str, Any] = {"expert_ffn": 36, "dense_layers": 1} if row.normed_top else {"expert_ffn": 148}
-    return replace(model, experts=4, experts_per_token=2, **mixed)
+    row, experts = family_of(family), {}
+    if row.names.router:
+        mixed = {"expert_ffn": 36, "dense_layers": 1} if row.normed_top else {"expert_ffn": 148}
+        experts = {"experts": 4, "experts_per_token": 2, **mixed}
+    return ModelConf(
+        name="made", weights=WeightsFrom.synthetic, family=family, n_layers=4, n_heads=6,
+        n_kv_heads=3 if row.grouped or row.multi_query else 6, head_dim=16, dim=96, ffn=148, vocab=101,
+        context=64, **experts, **changes,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
-from tests.families import FAMILIES, VOCAB, WINDOW, build, runnable, tiny
+from tests.families import FAMILIES, VOCAB, WINDOW, build, greedy_text, runnable
 from tests.rig import Run, contrary, perturbed, speculate
 
 EVERY = tuple(FAMILIES)
@@ -63,23 +63,13 @@ def model(family: str, draft: str = "always", context: int | None = None) -> Any
     return contrary(found) if draft == "never" else found
 
 
-def written(family: str, ids: tuple[int, ...], new: int, context: int | None, **how: Any) -> tuple[int, ...]:
-    """What transformers writes for one prompt alone."""
-    prompt = torch.tensor([ids])
-    text = plain(family, context).generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new, pad_token_id=0,
-        **how,
-    )  # fmt: skip
-    return tuple(text[0, len(ids) :].tolist())
-
-
 @cache
 def reference(
     family: str, ids: tuple[int, ...], new: int = NEW, end: int | None = None, context: int | None = None
 ) -> tuple[int, ...]:
-    """The same, up to the end token."""
+    """What transformers writes for one prompt alone, up to the end token."""
     if end is None:
-        return written(family, ids, new, context)
+        return tuple(greedy_text(plain(family, context), ids, new))
     text = reference(family, ids, new, None, context)
     return text[: text.index(end) + 1] if end in text else text
 
@@ -88,7 +78,8 @@ def test_transformers_itself_ends_where_the_reference_is_cut() -> None:
     family, ids = "llama-gqa", (3, 1, 4)
     free = reference(family, ids)
     end = free[len(free) // 2]
-    assert written(family, ids, NEW, None, eos_token_id=end) == reference(family, ids, end=end) != free
+    cut = reference(family, ids, end=end)
+    assert tuple(greedy_text(plain(family), ids, NEW, end)) == cut != free
 
 
 def clear(family: str, ids: tuple[int, ...], new: int, context: int | None) -> bool:
@@ -282,25 +273,3 @@ def test_windows_matter(family: str) -> None:
     batch = prompts(family, 3)
     run = speculate(module, batch, None, k=0)
     assert all(text != list(reference(family, p.token_ids)) for text, p in zip(run.texts, batch, strict=True))
-
-
-LEFTOVERS: dict[str, dict[str, Any]] = {
-    "window": {"sliding_window": 24},
-    "kinds": {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 24},
-}
-
-
-@pytest.mark.parametrize("left", LEFTOVERS)
-@pytest.mark.parametrize(
-    "architecture", ["llama", "falcon", "gpt_neo", "gpt_neox", "granite", "stablelm", "deepseek_v3"]
-)
-def test_keys_that_the_architecture_ignores_are_ignored(architecture: str, left: str) -> None:
-    """transformers' own pass over the same config sees the whole text; so does ours."""
-    text = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
-    changes = LEFTOVERS[left]
-    with torch.inference_mode():
-        expected = tiny(architecture, **changes)(text).logits[0]
-    runner = ModelRunner(runnable(tiny(architecture, **changes), architecture))
-    runner.start(1, 40)
-    logits = runner.logits(text, [40], [40])[0]
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +32,7 @@ from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
 from llama_ssp.models.kernels.coded import available  # noqa: E402
 from llama_ssp.models.steps import has_kernels  # noqa: E402
 from tests import test_attention  # noqa: E402
-from tests.families import module_of, require_same, saved, walked  # noqa: E402
+from tests.families import decoder_of, module_of, require_same, walked  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KiB that a program may have
@@ -240,9 +239,8 @@ def require_model() -> None:
     """Attention with windows and sinks of real layers; ragged rows, rollbacks, slots that are garbage."""
     small()
     attention_triton.UNIT = 16
-    with TemporaryDirectory() as folder:
-        module = module_of("gpt_oss")
-        require_same(module, *walked(saved(module, Path(folder)), attend=by_kernel))
+    module = module_of("gpt_oss")
+    require_same(module, *walked(decoder_of(module), attend=by_kernel))
 
 
 @patch.object(experts, "triton_runs", lambda: True)
