@@ -21,9 +21,9 @@ from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models import programs
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.heads import settings
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.planner.resolve import require_head
-from llama_ssp.planner.workload import Workload
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.engine import Engine
@@ -32,7 +32,7 @@ from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build, decoder_of, model_of, ragged_prompts
-from tests.heads import Reference, loaded, planned, save_dflash, save_head
+from tests.heads import Reference, loaded, save_dflash, save_head
 from tests.rig import drive, drive_refilled, engine_of, speculate, steps_of
 
 TAPS = (0, 1, 3)  # of three blocks: before the first, between, behind the last
@@ -228,10 +228,10 @@ def test_greedy_texts_are_the_targets(rule: str, save: Callable[..., Path], tmp_
 
 
 def test_damaged_logits_are_noticed(tmp_path: Path) -> None:
-    tensors = load_file(eagle(tmp_path) / "model.safetensors")
+    tensors = load_file(file := eagle(tmp_path) / "model.safetensors")
     tensors["lm_head.weight"][4] = torch.nan
-    folder = changed(tmp_path, **tensors)
-    assert drive(engine_with(folder), PROMPTS[:1], k=2, max_new=4).finish == ["error"]
+    save_file(tensors, file)
+    assert drive(engine_with(tmp_path), PROMPTS[:1], k=2, max_new=4).finish == ["error"]
 
 
 @pytest.mark.long  # the kernels and the programs are compiled
@@ -244,82 +244,51 @@ def test_compiled_steps_are_those_of_eager_ones(tmp_path: Path, monkeypatch: pyt
     assert len(list((tmp_path / "kept").rglob("step-*.bin"))) == 1
 
 
-def config_of(folder: Path, **changes: Any) -> None:
-    """Changes keys in config.json; None takes one away."""
-    file = folder / "config.json"
-    content = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-
-
-def changed(folder: Path, **changes: Tensor | None) -> Path:
-    """The folder with other tensors; None takes one away."""
-    file = folder / "model.safetensors"
-    tensors: dict[str, Any] = load_file(file) | changes
-    save_file({key: value for key, value in tensors.items() if value is not None}, file)
-    return folder
-
-
 MEDUSA = {"speculators_model_type": None, "architectures": ["MedusaModel"]}
 SHIFTED = torch.tensor(SOME) - torch.arange(len(SOME)) + 1
-
-
-def layers(*taps: Any) -> dict[str, Any]:
-    return {"eagle_aux_hidden_state_layer_ids": list(taps)}
-
-
-def blocks(**keys: Any) -> dict[str, Any]:
-    return {"transformer_layer_config": keys}
-
-
-# What is refused before weights are read: keys of the config, or tensors.
-EARLY: list[tuple[Callable[..., Path], dict[str, Any], str]] = [
+DEEP = {"transformer_layer_config": {"model_type": "llama", "num_hidden_layers": 2}}
+SLIDING = {"transformer_layer_config": {"layer_types": ["sliding_attention"]}}
+READS, BLOCK_READS = settings.TAPS, settings.BLOCK_TAPS
+# Keys of the config, or tensors, that are others; None takes one away.
+REFUSED: list[tuple[Callable[..., Path], dict[str, Any], str]] = [
     (eagle, {"speculators_model_type": "dspark"}, "found dspark, allowed EAGLE-3 or DFlash"),
     (eagle, MEDUSA, "not read; .*MedusaModel"),
     (eagle, {"norm_before_fc": True, "fc_norm": True}, "contradict"),
-    (eagle, layers("2"), "no usable layers"),
-    (eagle, blocks(model_type="llama", num_hidden_layers=2), "another kind; .*2 of llama"),
+    (eagle, {READS: ["2"]}, "no usable layers"),
+    (eagle, DEEP, "another kind; .*2 of llama"),
     (eagle, {"lm_head.weight": None}, "lacks tensors"),
-    (dflash, {"mask_token_id": None}, "no usable block"),
-    (dflash, {"mask_token_id": VOCAB}, "no usable block"),
-    (dflash, {"block_size": 1}, "no usable block"),
-    (dflash, {"aux_hidden_state_layer_ids": [1]}, "fc does not fit"),
-    (dflash, {"aux_hidden_state_layer_ids": None}, "fc does not fit"),
-    (dflash, blocks(layer_types=["sliding_attention"]), "another kind"),
-]
-LATE: list[tuple[Callable[..., Path], dict[str, Any], str]] = [
     (eagle, {"norm.weight": None}, "norm.weight is missing"),
     (eagle, {"norm.weight": torch.ones(3)}, "norm.weight is"),
     (eagle, {"mask.hidden": torch.ones(3)}, "mask.hidden is not"),
     (eagle, {"d2t": SHIFTED}, "do not agree"),
     (eagle, {"d2t": None, "t2d": None}, "do not agree"),
-    (eagle, layers(1, 2, 9), "cannot give.*found 9"),
-    (eagle, layers(1, 2, 2), "cannot give.*found 2, 2"),
-    (dflash, {"aux_hidden_state_layer_ids": [1, 3]}, "cannot give; .*found 3"),  # is normed in transformers
+    (eagle, {READS: [1, 2, 9]}, "cannot give.*found 9"),
+    (eagle, {READS: [1, 2, 2]}, "cannot give.*found 2, 2"),
+    (dflash, {"mask_token_id": None}, "no usable block"),
+    (dflash, {"mask_token_id": VOCAB}, "no usable block"),
+    (dflash, {"block_size": 1}, "no usable block"),
+    (dflash, {BLOCK_READS: [1]}, "fc does not fit"),
+    (dflash, {BLOCK_READS: None}, "fc does not fit"),
+    (dflash, SLIDING, "another kind"),
+    (dflash, {BLOCK_READS: [1, 3]}, "cannot give; .*found 3"),  # is normed in transformers
 ]
 
 
-def damaged(save: Callable[..., Path], changes: dict[str, Any], folder: Path) -> ModelConf:
-    save(folder, ids=SOME)
-    tensors = {name: value for name, value in changes.items() if "." in name or name in ("d2t", "t2d")}
-    changed(folder, **tensors)
-    config_of(folder, **{name: value for name, value in changes.items() if name not in tensors})
-    return local(folder)
-
-
-@pytest.mark.parametrize(("save", "changes", "words"), EARLY)
-def test_what_is_refused_before_weights_are_read(
+@pytest.mark.parametrize(("save", "changes", "words"), REFUSED)
+def test_what_is_refused(
     save: Callable[..., Path], changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
+    save(tmp_path, ids=SOME)
+    says, holds = tmp_path / "config.json", tmp_path / "model.safetensors"
+    content, tensors = json.loads(says.read_text()), load_file(holds)
+    for name, value in changes.items():
+        place = tensors if name in tensors or "." in name else content
+        place.pop(name, None)
+        place |= {} if value is None else {name: value}
+    says.write_text(json.dumps(content))
+    save_file(tensors, holds)
     with pytest.raises(ModelError, match=words):
-        complete(damaged(save, changes, tmp_path), "draft")
-
-
-@pytest.mark.parametrize(("save", "changes", "words"), LATE)
-def test_what_is_refused_when_weights_are_read(
-    save: Callable[..., Path], changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    damaged(save, changes, tmp_path)
-    with pytest.raises(ModelError, match=words):
+        complete(local(tmp_path), "draft")
         loaded(tmp_path, 3, *tables_of(build("llama-gqa")))
 
 
@@ -346,22 +315,3 @@ def test_where_a_head_may_sit(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pickled.*save_file"):
         complete(local(folder), "draft")
-
-
-@pytest.mark.parametrize(
-    ("save", "how"),
-    [
-        (eagle, {"ids": SOME, "dim": DIM}), (eagle, {"ids": SOME, "dim": DIM, "embeds": False}),
-        (dflash, {}), (dflash, {"ids": SOME}), (dflash, {"whole": True}),
-    ],
-)  # fmt: skip
-def test_the_plan_knows_what_a_head_holds(
-    save: Callable[..., Path], how: dict[str, Any], tmp_path: Path
-) -> None:
-    """Weights, cache and waiting states to the byte, but for the few norms that flags add."""
-    folder = save(tmp_path, **how)
-    conf, _ = complete(local(folder), "draft")
-    target = replace(conf, dim=DIM, n_layers=3, head_inputs=0, head_vocab=0, head_block=0, tied=False)
-    _, model, head = pair_of(folder)
-    engine_of(model, head, chunk=100).drafter.start(2, 30)
-    assert planned(target, conf, Workload(2, 20, 10, 3, 100)) == (head.weights_bytes, head.caches.most)

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConfig
+from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, SamplingConfig
 from llama_ssp.distributed.comm import ALONE
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.placements import model_placements
-from llama_ssp.planner.workload import Workload
+from llama_ssp.planner.memory import rank_work
+from llama_ssp.planner.weights import held
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from tests.distributed.pairs import Case, OverRanks, entry_of, load_one_at_a_time, opened, refilled, written
 from tests.families import VOCAB, build, ragged_prompts
-from tests.heads import planned, save_dflash, save_head
+from tests.heads import save_dflash, save_head
 
 LEADER = PlacementConf(draft=DraftSeat.leader)
 SAMPLED = Case(3, 4, SamplingConfig(temperature=4.0, top_p=0.95, repetition_penalty=1.1), overlap=Overlap.off)
@@ -23,9 +26,9 @@ RAGGED = ragged_prompts(*(1 + 5 * n % 11 for n in range(16)))
 SIZES: dict[str, Any] = {"vocab": VOCAB, "dim": 32, "ids": [token for token in range(VOCAB) if token % 4]}
 SAVED = {
     "EAGLE-3": (save_head, {"target_dim": 32, "taps": (0, 1, 3)}),
-    # Of which each rank holds a part.
+    # Of which each rank holds a part; and a DFlash head has no output matrix of its own, either.
     "the target's embedding": (save_head, {"target_dim": 32, "taps": (0, 1, 3), "embeds": False}),
-    "DFlash": (save_dflash, {"taps": (1, 2)}),
+    "DFlash": (save_dflash, {"taps": (1, 2), "ids": None}),
 }
 
 
@@ -33,7 +36,7 @@ def saved(folder: Path, kind: str) -> tuple[Path, Path]:
     """A target's folder and a head's."""
     build("llama-mha").save_pretrained(folder / "target")
     save, how = SAVED[kind]
-    return folder / "target", save(folder / "head", **SIZES, **how)
+    return folder / "target", save(folder / "head", **{**SIZES, **how})
 
 
 @pytest.mark.parametrize(("kind", "world"), [("EAGLE-3", 2), ("the target's embedding", 3), ("DFlash", 2)])
@@ -66,8 +69,10 @@ def test_a_head_on_the_leader_writes_what_one_process_writes(
     work = Workload(16, max(len(prompt.token_ids) for prompt in RAGGED), SAMPLED.max_new, SAMPLED.k, 512)
     for size, (pair, run) in ((1, alone), (world, pairs.held[0])):
         assert pair.draft is not None and run.draft is not None
-        bytes_ = planned(run.model, run.draft, work, size, LEADER)
-        assert bytes_ == (pair.draft.weights_bytes, pair.draft.caches.most)
+        roles = Role(TARGET, run.model, Dtype.fp32), Role(DRAFT, run.draft, Dtype.fp32)
+        planned = rank_work(*roles, resolve(LEADER, size, True), work, 0).draft
+        assert planned is not None and planned.caches_bytes(16) == pair.draft.caches.most
+        assert sum(held(planned.part, Dtype.fp32).values()) == pair.draft.weights_bytes
 
 
 def test_a_target_without_a_head_keeps_no_states(tmp_path: Path) -> None:

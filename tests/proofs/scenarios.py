@@ -30,7 +30,7 @@ from tests.heads import loaded, save_dflash, save_head
 from tests.proofs.choices import distance, every_branch
 from tests.proofs.reference import reference_law
 from tests.proofs.toy import WIDTH, toy
-from tests.rig import engine_of
+from tests.rig import GREEDY, engine_of
 from tests.tongues import PAIRS, bridge
 
 Text = tuple[tuple[int, ...], str | None]  # what a row has generated, and why it ended
@@ -181,7 +181,6 @@ CONTROLS = SamplingConfig(
     temperature=2.5, top_k=3, top_p=0.98, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.2,
     presence_penalty=0.3, logit_bias={0: 0.5}, bad_tokens=[3], min_new_tokens=2,
 )  # fmt: skip
-GREEDY = SamplingConfig(temperature=0.0)
 PENALTIES = SamplingConfig(repetition_penalty=2.0, frequency_penalty=0.7)
 EARLY = SamplingConfig(bad_tokens=[0], min_new_tokens=2)  # token 1 ends a text: early it is forbidden, too
 RAGGED, ENDING = ((1,), (0, 1, 1)), ((1, 1, 0), (0,))
