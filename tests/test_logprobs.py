@@ -23,17 +23,17 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.logprobs import TokenLogprob, completions
 from tests.conftest import Command
-from tests.families import VOCAB, build
+from tests.families import VOCAB, build, ragged_prompts
 from tests.proofs.toy import toy
 from tests.rig import engine_of, perturbed, steps_of
 from tests.test_bridged import PROMPTS as BRIDGED
 from tests.tongues import PAIRS, bridge
-from tests.warm import python, ranks
+from tests.warm import LAUNCH, python, ranks
 
 NEAR, NEAR_64 = 1e-5, 1e-10
 TOP = 3
 SAMPLED = SamplingConfig(temperature=0.8, top_k=20, repetition_penalty=1.2)
-PROMPTS = [Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(n))) for n in (9, 1, 5)]
+PROMPTS = ragged_prompts(9, 1, 5)
 KINDS = ("drafted", "corrected", "bonus")
 
 
@@ -242,13 +242,8 @@ def test_of_the_command_and_the_api(command: Command) -> None:
 
 def test_what_generates_nothing_has_no_least_length_and_needs_no_room(command: Command) -> None:
     """The tiny model has a context of 1024 tokens; the last token of a text is not read."""
-    line = {"prompt": "a" * 1025, "logprobs": 0, "echo": True, "max_new_tokens": 0, "min_new_tokens": 5}
-    Path("in.jsonl").write_text(json.dumps(line), encoding="utf-8")
-    assert command("task=batch", "task.input=in.jsonl", "task.output=out.jsonl", "draft=none").code == 0
-    (scored,) = map(json.loads, Path("out.jsonl").read_text(encoding="utf-8").splitlines())
-    assert len(scored["prompt_logprobs"]) == 1025
     words = ("task.max_new_tokens=0", "task.echo=true", "task.logprobs=0", "sampling.min_new_tokens=5")
-    found = command(f"prompt={line['prompt']}", *words, "draft=none", "output=json").document
+    found = command(f"prompt={'a' * 1025}", *words, "draft=none", "output=json").document
     assert len(found["outputs"][0]["prompt_logprobs"]) == 1025
 
 
@@ -331,24 +326,16 @@ def test_offsets_are_of_the_text() -> None:
 
 @pytest.mark.slow
 def test_over_ranks(tmp_path: Path) -> None:
-    """The leader has those of one process."""
-    (tmp_path / "script.py").write_text(
-        "import sys, json\n"
-        "from llama_ssp import load_pair\n"
-        "placement = ['placement=' + sys.argv[1]] if len(sys.argv) > 1 else []\n"
-        f"overrides = [*{FP32!r}, *placement]\n"
-        "with load_pair('tiny', draft='tiny_draft', batch_size=2, overrides=overrides) as pair:\n"
-        f"    found = pair.generate({TEXTS!r}, max_new_tokens=8, seed=3, logprobs=1)\n"
-        f"    scores = pair.score({TEXTS!r})\n"
-        "if found:\n"
-        "    rows = [one.logprobs for one in [*found, *scores]]\n"
-        "    print(json.dumps([[[token.token_id, token.logprob] for token in row] for row in rows]))\n",
-        encoding="utf-8",
-    )
+    """The leader has those of one process, of given texts and of generated ones."""
+    asked = "task.batch_size=2", "task.logprobs=1", "task.echo=true", "output=json"
+    words = [str(LAUNCH), *SMALL, f"task.prompts={json.dumps(TEXTS)}", *asked]
 
-    alone = json.loads(python(["script.py"], tmp_path).stdout)
+    def told_in(document: str) -> list[Any]:
+        return [[*one["prompt_logprobs"], *one["logprobs"]] for one in json.loads(document)["outputs"]]
+
+    alone = told_in(python(words, tmp_path).stdout)
     for placement in ("leader", "own"):
-        said = ranks(2, ["script.py", placement], tmp_path)
+        said = ranks(2, [*words, f"placement={placement}"], tmp_path)
         assert [code for code, _, _ in said] == [0, 0], said
-        for mine, other in zip(json.loads(said[0][1]), alone, strict=True):
+        for mine, other in zip(told_in(said[0][1]), alone, strict=True):
             alike(mine, other)
