@@ -62,10 +62,7 @@ class Mutant:
                 module, _, names = place.partition(":")
                 owner, _, name = names.rpartition(".")
                 owner = resolve_name(f"llama_ssp.{module}:{owner}")
-                if isinstance(owner, dict):
-                    stack.enter_context(patch.dict(owner, {name: partial(self.wrong, owner[name])}))
-                else:
-                    stack.enter_context(patch.object(owner, name, self._instead_of(owner, name)))
+                stack.enter_context(patch.object(owner, name, self._instead_of(owner, name)))
             yield
 
     def _instead_of(self, owner: Any, name: str) -> Any:
@@ -111,11 +108,6 @@ def walked(name: str, rule: str = "block") -> Proof:
 
 def tree(name: str) -> Proof:
     return proof("proofs.test_trees_exact", "test_joint_distribution_of_whole_texts", name)
-
-
-def planted(name: str) -> Any:
-    """The fault of this name, in place."""
-    return every()[name].planted()
 
 
 def every() -> dict[str, Mutant]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from llama_ssp.config import MAX_SIBLINGS
@@ -31,40 +30,44 @@ CHANCES = f"{RULES}TokenRule.accept_chances {RULES}BlockRule.accept_chances"
 CORRECTION = f"{RULES}TokenRule.correction_probs {RULES}BlockRule.correction_probs"
 BY_BLOCK = proof("proofs.test_verify_exact", "test_random_pairs", "block")
 EXACT = proof("proofs.test_verify_exact", "test_random_pairs", "token"), BY_BLOCK
-TREES = proof("proofs.test_trees_exact", "test_random_trees_give_the_targets_distribution", 1, "plain")
 
 
-def one_after_the_other(*parts):
-    return (np if isinstance(parts[0], np.ndarray) else torch).concatenate(parts, 1)
+@chosen
+def of_other_laws(laws, chances, rule, block):
+    """The chances of a block whose target and draft have the distributions `laws(block)`."""
+    target_BWV, draft_BKV = laws(block)
+    return chances(rule, replace(block, target_BWV=target_BWV, draft_BKV=draft_BKV))
 
 
 def within(block, chance_BK):
     return where(block.count_B[:, None] > order(chance_BK), chance_BK, 0)
 
 
-@fault("ratio swapped", CHANCES, *EXACT)
-def _(chances, rule, block):
-    target_BKV, bonus_B1V = block.target_BWV[:, : block.k], block.target_BWV[:, block.k :]
-    target_BWV = one_after_the_other(block.draft_BKV, bonus_B1V)
-    return chances(rule, replace(block, target_BWV=target_BWV, draft_BKV=target_BKV))
-
-
-@fault("draft's distribution of the position before", CHANCES, *EXACT)
-def _(chances, rule, block):
-    moved_BKV = one_after_the_other(block.draft_BKV[:, :1], block.draft_BKV[:, :-1])
-    return chances(rule, replace(block, draft_BKV=moved_BKV))
-
-
-@fault("lenience of 5 %", CHANCES, *EXACT)
-def _(chances, *given):
-    chance_BK = chances(*given) * 21 / 20
-    return smaller(chance_BK, chance_BK * 0 + 1)
-
-
+fault("ratio swapped", CHANCES, *EXACT)(
+    of_other_laws(lambda block: (block.draft_BKV[:, [*range(block.k), 0]], block.target_BWV[:, : block.k]))
+)
+fault("draft's distribution of the position before", CHANCES, *EXACT)(
+    of_other_laws(lambda block: (block.target_BWV, block.draft_BKV[:, [0, *range(block.k - 1)]]))
+)
+fault("lenience of 5 %", CHANCES, *EXACT)(
+    lambda chances, *of: smaller(chances(*of) * 21 / 20, chances(*of) * 0 + 1)
+)
 fault("accepts always", CHANCES, *EXACT)(
     lambda chances, rule, block: within(block, chances(rule, block) * 0 + 1)
 )
 fault("accepts only where the target is surer", CHANCES, *EXACT)(lambda chances, *of: chances(*of) // 1)
+fault("block: h = P everywhere", f"{RULES}BlockRule.accept_chances", BY_BLOCK)(
+    lambda _, rule, block: within(block, block.carried_BW[:, 1:])
+)
+fault("block: P forgets what came before", f"{RULES}DraftBlock.carried_BW", BY_BLOCK)(
+    lambda _, block: joined(block.target_BWV[:, :1, 0] * 0 + 1, TokenRule().accept_chances(block))
+)
+fault("block: stops at the first failure", f"{RULES}BlockRule.accepted", BY_BLOCK)(
+    lambda _, rule, passed_BK: TokenRule().accepted(passed_BK)
+)
+fault("block: the token rule's residual", f"{RULES}BlockRule.correction_probs", BY_BLOCK)(
+    lambda _, rule, *of: TokenRule().correction_probs(*of)
+)
 
 
 @chosen
@@ -99,18 +102,9 @@ def bonus(of, correction_probs, rule, block, accepted_B):
 
 fault("bonus token from the draft", CORRECTION, *EXACT)(bonus("draft_BKV"))
 fault("bonus token one position early", CORRECTION, *EXACT)(bonus("target_BWV"))
-fault("block: P forgets what came before", f"{RULES}DraftBlock.carried_BW", BY_BLOCK)(
-    lambda _, block: joined(block.target_BWV[:, :1, 0] * 0 + 1, TokenRule().accept_chances(block))
-)
-fault("block: h = P everywhere", f"{RULES}BlockRule.accept_chances", BY_BLOCK)(
-    lambda _, rule, block: within(block, block.carried_BW[:, 1:])
-)
-fault("block: the token rule's residual", f"{RULES}BlockRule.correction_probs", BY_BLOCK)(
-    lambda _, rule, *given: TokenRule().correction_probs(*given)
-)
-fault("block: stops at the first failure", f"{RULES}BlockRule.accepted", BY_BLOCK)(
-    lambda _, rule, passed_BK: TokenRule().accepted(passed_BK)
-)
+
+CLOSED = f"{RULES}closed"
+TREES = proof("proofs.test_trees_exact", "test_random_trees_give_the_targets_distribution", 1, "plain")
 
 
 @chosen
@@ -125,13 +119,13 @@ def child_by_child(change, closed, weight, target, draft, child_XC, count_X):
     return Closed(chances, weights, target)
 
 
-fault("tree: a node's weight lacks 1 - weight", f"{RULES}closed", TREES)(
+fault("tree: a node's weight lacks 1 - weight", CLOSED, TREES)(
     child_by_child(lambda weight, _, rest: (where(weight > 0, 1, 0), rest))
 )
-fault("tree: a sibling's distribution keeps its draft", f"{RULES}closed", TREES)(
+fault("tree: a sibling's distribution keeps its draft", CLOSED, TREES)(
     child_by_child(lambda weight, draft, _: (weight, draft))
 )
-fault("tree: a sibling's distribution is not renormalised", f"{RULES}closed", TREES)(
+fault("tree: a sibling's distribution is not renormalised", CLOSED, TREES)(
     child_by_child(lambda weight, _, rest: (weight / where(rest.any(-1), rest.sum(-1), 1), rest))
 )
 fault("tree: the sibling that stands is the wrong one", f"{RULES}TreeRule.outcome", tree("two siblings"))(
@@ -143,7 +137,7 @@ fault("tree: the sibling that stands is the wrong one", f"{RULES}TreeRule.outcom
 DRAFTERS = "speculative.drafters."
 MODEL, NGRAMS = f"{DRAFTERS}local:ModelDrafter.propose", f"{DRAFTERS}ngram:NgramDrafter.propose"
 BRIDGED = f"{DRAFTERS}cross_vocab:IntersectionDrafter.propose"
-OVERLAPPING = walked("Intersection, overlapping")
+OVERLAPPING, TWO_FOR_ONE = "overlapping", "two draft tokens for one"  # pairs of tokenizers
 
 
 @chosen
@@ -172,6 +166,9 @@ fault("declared distribution is 5 % uniform", MODEL, walked("plain"))(
 fault("looked-up draft declared uniform", NGRAMS, walked("n-gram drafts"))(
     declares(lambda q: torch.ones_like(q) / q.shape[-1])
 )
+fault("draft tokens that are one counted twice", BRIDGED, walked(f"Intersection, {TWO_FOR_ONE}"))(
+    declares(lambda q: q * torch.tensor(shared(TWO_FOR_ONE)).bincount(minlength=q.shape[-1]))
+)
 
 
 @fault("drops an unlikely draft after looking", MODEL, walked("plain", "token"))
@@ -188,25 +185,21 @@ def _(proposal):
     return [n if bool(ok) or n < 2 else 1 for n, ok in zip(proposal.count, certain_B, strict=True)]
 
 
-@fault("shared tokens scattered in the order of ids", BRIDGED, OVERLAPPING)
+@fault("shared tokens scattered in the order of ids", BRIDGED, walked(f"Intersection, {OVERLAPPING}"))
 @declares
 def _(probs):
-    tokens, wrong = shared("overlapping"), torch.zeros_like(probs)
+    tokens, wrong = shared(OVERLAPPING), torch.zeros_like(probs)
     wrong[..., sorted(tokens)] = probs[..., tokens]
     return wrong
 
 
-@fault("distribution over shared tokens not renormalised", BRIDGED, OVERLAPPING)
+@fault("distribution over shared tokens not renormalised", BRIDGED, walked(f"Intersection, {OVERLAPPING}"))
 @declares
 def _(probs):
-    alone, kept = set(range(probs.shape[-1])) - set(shared("overlapping")), 0.7 * probs
+    alone, kept = set(range(probs.shape[-1])) - set(shared(OVERLAPPING)), 0.7 * probs
     kept[..., min(alone)] += 0.3  # what the draft gave to tokens of its own
     return kept
 
-
-fault("draft tokens that are one counted twice", BRIDGED, walked("Intersection, two draft tokens for one"))(
-    declares(lambda q: q * torch.tensor(shared("two draft tokens for one")).bincount(minlength=q.shape[-1]))
-)
 
 # Trained heads.
 
@@ -267,25 +260,21 @@ SIBLINGS, ONE = "speculative.engine:with_siblings", tree("one sibling")
 
 
 @chosen
-def drawn_by(draw, with_siblings, proposal, state, draws, wanted):
-    """Siblings are drawn by `draw(draws, proposal, their probabilities, slot, their draft's place)`."""
+def drawn_from(change, with_siblings, proposal, state, draws, wanted):
+    """Siblings are drawn from `change(proposal, their probabilities, slot, their draft's place)`."""
 
     def categorical(probs, slot):
-        return draw(draws, proposal, probs, slot, slot.offset // MAX_SIBLINGS)
+        return draws.categorical(*change(proposal, probs, slot, slot.offset // MAX_SIBLINGS))
 
     return with_siblings(proposal, state, SimpleNamespace(categorical=categorical), wanted)
 
 
-@fault("a sibling is drawn with its draft's number", SIBLINGS, ONE)
-@drawn_by
-def _(draws, _, probs, slot, draft):
-    return draws.categorical(probs, replace(slot, purpose=Purpose.DRAFT, offset=draft))
-
-
-@fault("a sibling may be its draft again", SIBLINGS, ONE)
-@drawn_by
-def _(draws, proposal, _, slot, draft):
-    return draws.categorical(proposal.draft_BKV[:, draft], slot)
+fault("a sibling is drawn with its draft's number", SIBLINGS, ONE)(
+    drawn_from(lambda _, probs, slot, draft: (probs, replace(slot, purpose=Purpose.DRAFT, offset=draft)))
+)
+fault("a sibling may be its draft again", SIBLINGS, ONE)(
+    drawn_from(lambda proposal, _, slot, draft: (proposal.draft_BKV[:, draft], slot))
+)
 
 
 @fault("an unlikely sibling is dropped", SIBLINGS, ONE)

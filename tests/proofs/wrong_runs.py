@@ -148,10 +148,9 @@ def _(controls, width):
     return controls if width == 1 or controls.temperature == 0 else bare
 
 
-@fault("a bias lifts a ban", CONTROLS, proof(SAMPLING, "test_a_bias_does_not_lift_a_ban", 0.7))
-@under
-def _(controls, _):
-    return replace(controls, bad_tokens=[i for i in controls.bad_tokens if i not in controls.logit_bias])
+fault("a bias lifts a ban", CONTROLS, proof(SAMPLING, "test_a_bias_does_not_lift_a_ban", 0.7))(
+    under(lambda own, _: replace(own, bad_tokens=[i for i in own.bad_tokens if i not in own.logit_bias]))
+)
 
 
 @fault("controls of rows are merged", "speculative.sampling:SamplingTransform.assign", BY_ROW)
@@ -208,24 +207,15 @@ def named(change, draw, draws, given, slot):
     return draw(draws, given, replace(slot, **change(draws, slot)))
 
 
-@fault("all purposes have the same numbers", f"{COIN} {DRAW}", TWO_USES, TEXTS)
-@named
-def _(_, slot):
-    return {} if slot.purpose is Purpose.CORRECT else {"purpose": Purpose.DRAFT}
-
-
-@fault("clocks kept over rounds", DRAW, TWICE)
-@named
-def _(_, slot):
-    return {"bases": (0,) * len(slot.bases)} if slot.purpose is Purpose.CORRECT else {}
-
-
-@fault("prompts of one length share their numbers", f"{COIN} {DRAW}", ONE_LENGTH)
-@named
-def _(draws, slot):
-    return {"keys": vars(draws).setdefault("first", {}).setdefault(slot.bases, slot.keys)}
-
-
+fault("all purposes have the same numbers", f"{COIN} {DRAW}", TWO_USES, TEXTS)(
+    named(lambda _, slot: {} if slot.purpose is Purpose.CORRECT else {"purpose": Purpose.DRAFT})
+)
+fault("clocks kept over rounds", DRAW, TWICE)(
+    named(lambda _, slot: {"bases": (0,) * len(slot.bases)} if slot.purpose is Purpose.CORRECT else {})
+)
+fault("prompts of one length share their numbers", f"{COIN} {DRAW}", ONE_LENGTH)(
+    named(lambda draws, slot: {"keys": vars(draws).setdefault("first", {}).setdefault(slot.bases, slot.keys)})
+)
 fault("a coin is its draft's number", COIN, TWO_USES, TWICE, TEXTS)(
     named(lambda draws, slot: {"purpose": Purpose.DRAFT})
 )
