@@ -270,40 +270,34 @@ def test_half_a_kernel_is_none(monkeypatch, tmp_path):
 
 def test_one_thread_compiles_at_a_time():
     """torch says of no function that it may be traced in two: a pair may be loaded in each of two threads."""
-    inside, counts = [], []
 
-    def compiling(number: int) -> None:
+    def builds() -> bool:
         with quick_builds():
-            inside.append(number)
-            time.sleep(0.01)
-            counts.append(len(inside))
-            inside.remove(number)
+            return True
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(compiling, range(8)))
-    assert counts == [1] * 8
-
-
-def large(layers: int) -> ModelConf:
-    sizes = {"n_heads": 16, "n_kv_heads": 16, "head_dim": 64, "dim": 1024, "ffn": 2816, "vocab": 8192}
-    return ModelConf(name="m", family="llama", n_layers=layers, context=4096, **sizes)
+    with ThreadPoolExecutor() as pool:
+        with quick_builds():
+            other = pool.submit(builds)
+            with pytest.raises(TimeoutError):
+                other.result(timeout=0.1)
+        assert other.result()
 
 
-HOW = CPU, Dtype.bf16, Splitting.tensor
+LARGE = {"n_heads": 16, "n_kv_heads": 16, "head_dim": 64, "dim": 1024, "ffn": 2816, "vocab": 8192}
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(("layers", "new", "expected"), [(2, 64, False), (32, 2048, True)])
 def test_auto_compiles_where_it_pays(layers, new, expected, monkeypatch, caplog):
-    model = large(layers)
-    run = RunConf(model=model)
+    model = ModelConf(name="m", family="llama", n_layers=layers, context=4096, **LARGE)
+    run, how = RunConf(model=model), (CPU, Dtype.bf16, Splitting.tensor)
     run.task.max_new_tokens = new  # type: ignore[attr-defined]
-    assert compiles(run, "model", model, *HOW) is expected
-    assert not compiles(replace(run, engine=Steps.eager), "model", model, *HOW)
+    assert compiles(run, "model", model, *how) is expected
+    assert not compiles(replace(run, engine=Steps.eager), "model", model, *how)
     wanted = replace(run, engine=Steps.compiled)
-    assert compiles(wanted, "model", model, *HOW)
+    assert compiles(wanted, "model", model, *how)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not compiles(wanted, "model", model, *HOW)
+    assert not compiles(wanted, "model", model, *how)
     reason = "there is no C++ compiler (CXX=no-such-compiler)"
     assert caplog.messages == [f"engine: model m runs eagerly: {reason}"]
 

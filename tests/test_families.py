@@ -84,7 +84,6 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "changes", "kv", "experts"),
     [
-        ("llama-gqa", {}, 2, (0, 0, 0, 0)),
         ("falcon", {}, 1, (0, 0, 0, 0)),
         ("falcon-gqa", {}, 2, (0, 0, 0, 0)),
         ("mixtral", {}, 2, (4, 2, 48, 0)),

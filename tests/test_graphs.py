@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -308,23 +307,3 @@ def test_where_sums_go_through_the_host_nothing_is_captured(caplog, monkeypatch)
     model = llama(Replayed, ranks=ThreadRank(0, Meeting(1)))
     assert speculate(model, PROMPTS[:2], None, k=0).texts and not model.captures
     assert caplog.messages == ["engine: m runs without graphs: its sums go through the host"]
-
-
-def test_captures_of_a_model_share_a_stream_and_a_pool(monkeypatch):
-    """Warm-ups are on that stream, too; what was before them comes first."""
-    cuda = MagicMock()
-    for name in ("Stream", "current_stream", "set_stream", "stream", "device", "graph_pool_handle", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", cuda.CUDAGraph)
-    model, side, current = llama(GraphedModel), cuda.Stream.return_value, cuda.current_stream.return_value
-    for step in (lambda: torch.ones(1), lambda: torch.zeros(2)):
-        model._warm(step)
-        assert torch.equal(model._captured(step)(), step())
-    cuda.Stream.assert_called_once()
-    cuda.graph_pool_handle.assert_called_once()
-    how = {"pool": cuda.graph_pool_handle(), "stream": side, "capture_error_mode": "thread_local"}
-    assert [call.kwargs for call in cuda.graph.call_args_list] == [how, how]
-    assert cuda.stream.call_args_list == [call(side)] * 2
-    assert side.wait_stream.call_args_list == [call(current)] * 2
-    assert current.wait_stream.call_args_list == [call(side)] * 2
-    assert cuda.set_stream.call_args_list == [call(current)] * 2 and cuda.CUDAGraph().replay.call_count == 2

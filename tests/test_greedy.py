@@ -37,9 +37,6 @@ class Case:
     chunk: int
     end: str
 
-    def __str__(self) -> str:
-        return f"k{self.k}-rows{self.rows}-{self.draft}-{self.rule}-chunk{self.chunk}-eos_{self.end}"
-
 
 def module(family: str, context: int | None) -> Any:
     return build(family, **({} if context is None else {"max_position_embeddings": context}))

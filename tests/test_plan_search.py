@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import ClusterConf, Dtype, PlacementConf, Splitting
+from llama_ssp.config import ClusterConf, Dtype, PlacementConf
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models import host_memory
@@ -152,11 +152,6 @@ def test_splits_that_are_impossible_are_refused() -> None:
     assert found == {1, 2, 3, 4, 8}  # over 8, two ranks share the queries of each KV head
     with pytest.raises(DistributedError, match=r"cannot be split.*28 heads, 4 KV heads, 6 ranks"):
         option(on, alone(6))
-    with pytest.raises(DistributedError, match="cannot be split"):
-        search(on, [5, 7])
-    place = resolve(PlacementConf(splitting=Splitting.deepspeed), 2, drafts=False)
-    with pytest.raises(DistributedError, match="what DeepSpeed holds is not planned"):
-        option(request("7B", None, P4D), place)
     odd = request("65B", None, P4D, dtype=Dtype.nf4)
     odd = replace(odd, target=replace(odd.target, model=model("65B", dtype=Dtype.nf4, dim=8200)))
     for world in (1, 2):
@@ -278,10 +273,6 @@ def test_unknown_gpus_are_refused(driver: Driver) -> None:
     driver("NVIDIA GeForce RTX 4080, 16000")
     with pytest.raises(UsageError, match=r"not known; cluster local; found NVIDIA GeForce RTX 4080.*A100-40"):
         machine_of(ClusterConf())
-    with pytest.raises(UsageError, match="found H900"):
-        machine_of(ClusterConf(gpu="H900", gpus=4))
-    with pytest.raises(UsageError, match=r"not that cluster's; found H200, cluster p4d, allowed A100-40"):
-        machine_of(cluster("p4d", gpu="H200"))
     on = machine_of(ClusterConf(gpu="H200", gpus=2, gib=139.0, reserve=0.0))
     assert (on.world, on.capacity, on.link) == (2, machine("h200x8").capacity, "NVLink4")
     assert machine_of(replace(cluster("p4d"), name="mine", gpu="RTX 4080", gpus=1)).gpu == "RTX 4080"

@@ -52,7 +52,6 @@ def test_the_document_and_the_text(command: Command) -> None:
     answer = command(*PAIR)
     plan, said = document(answer), answer.out
     assert plan["task"] == "plan" and plan["status"] == "done" and plan["verdict"] == "fits"
-    assert len(plan["config_sha256"]) == 64 and "torch" in plan["versions"]
     assert [gpu["rank"] for gpu in plan["per_gpu"]] == list(range(8))
     for gpu in plan["per_gpu"]:
         assert gpu["total_bytes"] == sum(line["bytes"] for line in gpu["lines"].values())
@@ -72,8 +71,6 @@ def test_the_document_and_the_text(command: Command) -> None:
     assert "target 0-7, draft 0-7 (split)" in said and "GPU 0" in said
     assert "It fits, target 0-7" in said and "drafting does not pay" in said
     assert "fewest GPUs that it fits on: 4 (target 0-3, draft 0-3 (split))" in said
-    assert max(len(line) for line in said.splitlines()[:-1]) < 160
-    assert not any(line.endswith(" ") for line in said.splitlines())
     assert len(command(*PAIR, "output=json").out.splitlines()) == 1
 
 
