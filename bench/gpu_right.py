@@ -273,7 +273,7 @@ def faults(how: How) -> Iterator[Bar]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     fault = {"FAULT": "SIGKILL,verify,other rank", "PYTHONPATH": path}
     words = [*_words("eager"), "placement=leader"]
-    done = _ran([*TORCHRUN, "-m", "tests.distributed.faulty", *words], **fault)
+    done = _ran([*TORCHRUN, "-m", "tests.distributed.faults", *words], **fault)
     struck = float((done.folder / "struck").read_text()) if (done.folder / "struck").exists() else 0.0
     yield from _ended("a killed rank", done, "is gone")
     yield most("a killed rank: seconds until all have ended", done.ended - struck, 10)

@@ -17,9 +17,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.surroundings import surroundings, write
+from bench.surroundings import report
 from llama_ssp import cli
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.speculative.rng import PURPOSES, ROUNDS, Purpose, prompt_key
@@ -45,15 +46,30 @@ from tests.renumbered import renumber
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault, the check that must fail, and what else the run needs to show it."""
+    """One run of the table: what is planted, the check that must fail (none of sound code), and settings."""
 
     name: str
-    mutant: Mutant
-    check: str
+    check: str = ""
+    planted: Callable[[], AbstractContextManager[Any]] = nullcontext
     overrides: tuple[str, ...] = ()
 
-    def planted(self) -> AbstractContextManager[None]:
-        return self.mutant.planted()
+    def certified(self) -> tuple[bool, str]:
+        """Runs the command; whether the verdict is the one that is due, and a line of the table."""
+        torch.set_num_threads(1)
+        began, said = time.process_time(), io.StringIO()
+        words = ["task=certify", "out=null", "output=json", *self.overrides]
+        with (
+            self.planted(),
+            patch.object(sys, "argv", ["llama-ssp", *words]),
+            redirect_stdout(said),
+            suppress(SystemExit),
+        ):
+            cli.main()
+        found = json.loads(said.getvalue().splitlines()[-1])
+        failed = [f"{c['name']}: {c['says']}" for c in found["checks"] if c["outcome"] == "failed"]
+        told = f"{found['verdict']} | {'; '.join(failed) or '-'} | {time.process_time() - began:.0f}"
+        is_right = found["verdict"] == ("different" if self.check else "same")
+        return is_right, f"| {self.name} | {' '.join(self.overrides)} | {told} |"
 
 
 def _shared(raw: Any, _: int, stream: int, base: int, count: int) -> Any:
@@ -108,11 +124,11 @@ CACHE, DRAWS = "models.slot_cache:SlotCache.feed", "speculative.decision:StateDr
 
 def _listed(name: str, listed: str, check: str, *overrides: str) -> Fault:
     """A fault that the proofs have to show, too."""
-    return Fault(name, every()[listed], check, overrides)
+    return Fault(name, check, every()[listed].planted, overrides)
 
 
 def _own(name: str, places: str, check: str, wrong: Any, *overrides: str) -> Fault:
-    return Fault(name, Mutant(name, places, (), wrong), check, overrides)
+    return Fault(name, check, Mutant(name, places, (), wrong).planted, overrides)
 
 
 FAULTS = [
@@ -147,7 +163,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@dataclass
 class TransformersSampler:
     """transformers' `generate` with an assistant of another tokenizer, one text at a time.
 
@@ -155,19 +170,18 @@ class TransformersSampler:
     transformers 5.23 ends in an AttributeError. `generate` changes the assistant, hence the copies.
     """
 
-    name: str = "transformers"
-    _models: dict[str, Any] = field(default_factory=dict)
-    _place: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
+    name = "transformers"
 
-    def __post_init__(self) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        other = renumber(SHIPPED_FOLDER / "demo_draft", Path(self._place.name) / "other", tokens=600)
-        for role, folder in (("target", SHIPPED_FOLDER / "demo"), ("assistant", other)):
-            self._models[role] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            self._models[role + "_tokens"] = AutoTokenizer.from_pretrained(folder)
-        self._models["assistant_tokens"].add_tokens(["<the draft's alone>"])
-        settings = self._models["assistant"].generation_config
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as place:
+            other = renumber(SHIPPED_FOLDER / "demo_draft", Path(place) / "other", tokens=600)
+            folders = SHIPPED_FOLDER / "demo", other
+            self._tokens, self._draft_tokens = map(AutoTokenizer.from_pretrained, folders)
+            self._target, self._draft = (
+                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders
+            )
+        self._draft_tokens.add_tokens(["<the draft's alone>"])
+        settings = self._draft.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 3, "constant"
 
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
@@ -176,27 +190,13 @@ class TransformersSampler:
     def _text(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         torch.manual_seed(prompt_key(prompt.id) >> 1)
         ids = torch.tensor([prompt.token_ids])
-        text = self._models["target"].generate(
+        text = self._target.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
             top_p=1.0, max_new_tokens=max_new_tokens, pad_token_id=0,
-            assistant_model=copy.deepcopy(self._models["assistant"]), tokenizer=self._models["target_tokens"],
-            assistant_tokenizer=copy.copy(self._models["assistant_tokens"]),
+            assistant_model=copy.deepcopy(self._draft), tokenizer=self._tokens,
+            assistant_tokenizer=copy.copy(self._draft_tokens),
         )  # fmt: skip
-        new: list[int] = text[0, ids.shape[1] :].tolist()
-        return new
-
-
-def certified(*overrides: str) -> dict[str, Any]:
-    """The summary of a run of the command in this process, with its exit code."""
-    said = io.StringIO()
-    with patch.object(sys, "argv", ["llama-ssp", "task=certify", "out=null", "output=json", *overrides]):
-        code = 0
-        try:
-            with redirect_stdout(said):
-                cli.main()
-        except SystemExit as left:
-            code = int(left.code or 0)
-    return {**json.loads(said.getvalue().splitlines()[-1]), "exit_code": code}
+        return list(text[0, ids.shape[1] :].tolist())
 
 
 @contextmanager
@@ -207,62 +207,32 @@ def _another_library() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Row:
-    """One run of the table."""
-
-    name: str
-    due: str
-    overrides: tuple[str, ...] = ()
-    planted: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def line(self) -> tuple[bool, str]:
-        """Runs the command; whether the verdict is the one that is due, and a line of the table."""
-        torch.set_num_threads(1)
-        began = time.process_time()
-        with self.planted():
-            found = certified(*self.overrides)
-        failed = [f"{c['name']}: {c['says']}" for c in found["checks"] if c["outcome"] == "failed"]
-        seconds = time.process_time() - began
-        told = f"{found['verdict']} | {found['exit_code']} | {'; '.join(failed) or '-'} | {seconds:.0f}"
-        return found["verdict"] == self.due, f"| {self.name} | {' '.join(self.overrides)} | {told} |"
-
-
-def rows(seeds: int) -> list[Row]:
+def rows(seeds: int) -> list[Fault]:
     """The faults, another library, and the sound code on `seeds` seeds."""
-    found = [Row(fault.name, "different", ("seed=1", *fault.overrides), fault.planted) for fault in FAULTS]
-    other = Row("transformers, another tokenizer", "different", ("seed=1",), _another_library)
-    return [*found, other, *(Row("sound code", "same", (f"seed={seed}",)) for seed in range(seeds))]
+    faults = [*FAULTS, Fault("transformers, another tokenizer", "two samples", _another_library)]
+    seeded = [replace(fault, overrides=("seed=1", *fault.overrides)) for fault in faults]
+    return [*seeded, *(Fault("sound code", overrides=(f"seed={seed}",)) for seed in range(seeds))]
 
 
-def _line(number: int, seeds: int) -> tuple[bool, str]:
-    return rows(seeds)[number].line()
+def _certified(seeds: int, number: int) -> tuple[bool, str]:
+    return rows(seeds)[number].certified()
 
 
 def main() -> int:
     asked = dict(word.split("=", 1) for word in sys.argv[1:])
-    seeds, wanted = int(asked.get("seeds", "20")), [word for word in asked.get("only", "").split(",") if word]
-    numbers = [
-        number for number, row in enumerate(rows(seeds))
-        if not wanted or any(word in row.name for word in wanted)
-    ]  # fmt: skip
-    head = ["| fault | run with | verdict | exit | failed checks | CPU s |", "|---|---|---|---|---|---|"]
-    print(*head, sep="\n", flush=True)
-    by_number: dict[int, tuple[bool, str]] = {}
-    with ProcessPoolExecutor(int(asked.get("jobs", "1")), get_context("spawn")) as pool:
-        running = {pool.submit(_line, number, seeds): number for number in numbers}
-        for done in as_completed(running):
-            by_number[running[done]] = done.result()
-            print(done.result()[1], flush=True)
-    found = [by_number[number] for number in numbers]
-    right = sum(right for right, _ in found)
-    told = f"{right} of {len(found)} verdicts are those that are due: `different` of a fault, else `same`."
-    print(told)
-    if "write" in asked:
-        about = surroundings({"device": "cpu, one thread a run"})
-        lines = ["# certify: planted faults, and the sound code", "", *about, "", told, "", *head]
-        write(asked["write"], "\n".join([*lines, *(line for _, line in found), ""]))
-    return 0 if right == len(found) else 1
+    seeds, wanted = int(asked.get("seeds", "20")), asked.get("only", "").split(",")
+    numbers = [n for n, row in enumerate(rows(seeds)) if any(word in row.name for word in wanted)]
+    right, lines = 0, []
+    with get_context("spawn").Pool(int(asked.get("jobs", "1"))) as pool:
+        for is_right, line in pool.imap(partial(_certified, seeds), numbers):
+            right += is_right
+            lines.append(line)
+            print(line, file=sys.stderr, flush=True)
+    told = f"{right} of {len(lines)} verdicts are those that are due: `different` of a fault, else `same`."
+    head = ["| fault | run with | verdict | failed checks | CPU s |", "|---|---|---|---|---|"]
+    title, about = "certify: planted faults, and the sound code", {"device": "cpu, one thread a run"}
+    report(asked.get("write", ""), title, about, "", told, "", *head, *lines)
+    return int(right < len(lines))
 
 
 if __name__ == "__main__":

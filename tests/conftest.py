@@ -5,22 +5,18 @@ Loads no torch: the process that starts the workers has no use for it.
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
 import gc
 import io
 import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import NoReturn
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,10 +32,10 @@ pytest.register_assert_rewrite(
 )  # fmt: skip
 
 from llama_ssp import cli
-from tests.processes import ends_its_processes, note_starts
+from llama_ssp.config import RunConf, validation
+from llama_ssp.config.validation import check_sharing
+from tests.processes import ends_its_processes
 from tests.warm import Answer
-
-note_starts()
 
 gc.disable()  # while modules are imported and tests collected: what they make stays
 
@@ -62,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("compiler"):
                 item.add_marker(pytest.mark.skip(reason="there is no C++ compiler"))
     if seed := os.environ.get("LLAMA_SSP_TEST_ORDER"):
-        items[:] = shuffled(items, Random(seed))
+        shuffle(items, Random(seed))
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
@@ -87,14 +83,11 @@ def find_long(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def shuffled(items: list[pytest.Item], random: Random) -> list[pytest.Item]:
+def shuffle(items: list[pytest.Item], random: Random) -> None:
     """The files in another order, and the tests of each: does one need what another leaves?"""
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    order = [random.sample(own, len(own)) for own in files.values()]
-    random.shuffle(order)
-    return [item for own in order for item in own]
+    places: dict[Path, float] = {}
+    random.shuffle(items)
+    items.sort(key=lambda item: places.setdefault(item.path, random.random()))
 
 
 def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
@@ -103,19 +96,16 @@ def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     So the tests that run last are quick, and all workers end together. Tests on Slurm, which wait most,
     come first of all, on two workers, each with a cluster of its own.
     """
-    kinds: list[list[pytest.Item]] = [[], [], []]
-    on_slurm, slow, quick = kinds
+    kinds: dict[str, list[pytest.Item]] = {"slurm": [], "slow": [], "": []}
     for item in items:
-        marks = [item.get_closest_marker(name) is not None for name in ("slurm", "slow")]
-        kinds[marks.index(True) if any(marks) else 2].append(item)
+        kinds[next((name for name in ("slurm", "slow") if item.get_closest_marker(name)), "")].append(item)
+    on_slurm, slow, quick = kinds.values()
     order: list[pytest.Item] = []
     for worker in range(workers):
-        end = len(order) + (len(items) - len(order)) // (workers - worker)
         order += on_slurm[worker :: min(2, workers)] if worker < 2 else []
         order += slow[len(slow) * worker // workers : len(slow) * (worker + 1) // workers]
-        count = max(0, end - len(order)) if worker < workers - 1 else len(quick)
-        order += quick[:count]
-        del quick[:count]
+        room = max(0, len(items) * (worker + 1) // workers - len(order))
+        order, quick = order + quick[:room], quick[room:]
     return order
 
 
@@ -125,56 +115,8 @@ def no_process_outlives_its_test() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    call: pytest.CallInfo[None],
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure shows what the process said that took too long or did not end well."""
-    report = yield
-    error = call.excinfo and call.excinfo.value
-    if isinstance(error, subprocess.TimeoutExpired | subprocess.CalledProcessError):
-        for name, said in (("output", error.stdout), ("errors", error.stderr)):
-            text = said.decode(errors="replace") if isinstance(said, bytes) else said
-            report.sections.append((f"its {name}", (text or "")[-3000:]))
-    return report
-
-
-def crash_file(run: str, worker: str) -> Path:
-    return Path(tempfile.gettempdir(), f"crash-{run}-{worker}")
-
-
-@pytest.hookimpl(trylast=True)  # pytest sends it to stderr
-def pytest_configure(config: pytest.Config) -> None:
-    """A worker that crashes leaves a file that says where."""
-    if own := getattr(config, "workerinput", None):
-        place = crash_file(own["testrunuid"], own["workerid"])
-        faulthandler.enable(place.open("w"))
-        atexit.register(place.unlink)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_handlecrashitem(report: Any) -> None:
-    """The failure of a test that crashed its worker says by which signal, and where."""
-    worker = report.node
-    report.longrepr += f"\nIt ended with {worker.gateway._io.wait()}."
-    place = crash_file(worker.workerinput["testrunuid"], worker.gateway.id)
-    if place.exists():
-        report.longrepr += f"\n{place.read_text()[:6000]}"
-        place.unlink()
-
-
-RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Random weights, unless a test says otherwise: nothing to read, nothing to wait for.
 SMALL = {"model=": "model=tiny", "draft=": "draft=tiny_draft"}
-
-
-def needs_transformers(least: str) -> None:
-    """Skips a test that compares with what transformers does since that version."""
-    import transformers
-    from packaging.version import Version
-
-    if Version(transformers.__version__) < Version(least):
-        pytest.skip(f"compares with transformers {least} or later")
 
 
 class Command:
@@ -187,7 +129,11 @@ class Command:
         pairs = any(o.startswith("task.pairs=") for o in overrides)  # they name the models
         named = [group for group in SMALL if pairs or any(o.startswith(group) for o in overrides)]
         small = [name for group, name in SMALL.items() if group not in named]
-        self._monkeypatch.setattr(sys, "argv", ["llama-ssp", *small, *overrides])
+        return self.line(*small, *overrides, stdin=stdin)
+
+    def line(self, *words: str, stdin: bytes = b"") -> Answer:
+        """The words as they are."""
+        self._monkeypatch.setattr(sys, "argv", ["llama-ssp", *words])
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         self._capfd.readouterr()
         with pytest.raises(SystemExit) as left:
@@ -206,13 +152,28 @@ def command(
     monkeypatch.chdir(home)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # composes all again; the flags decide
-    for name in (*RANKS, "MASTER_ADDR", "MASTER_PORT", "LLAMA_SSP_DEBUG"):
+    ranks = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*ranks, "LLAMA_SSP_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     handler, log = signal.getsignal(signal.SIGTERM), logging.getLogger("llama_ssp")
     level = log.level
     yield Command(monkeypatch, capfd)
     log.setLevel(level)  # a run as another rank than the leader logs errors alone
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[RunConf]:
+    """Ends the command where its run would begin: the runs whose configuration it took."""
+    runs: list[RunConf] = []
+
+    def end(run: RunConf, words: list[str]) -> NoReturn:
+        check_sharing(run, words)
+        runs.append(run)
+        sys.exit(0)
+
+    monkeypatch.setattr(validation, "check_sharing", end)
+    return runs
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,10 @@ def request(
     target: str, draft: str | None, on: Machine, *, dtype: Dtype = Dtype.bf16, acceptance: float = 0.8,
     **work: int,
 ) -> PlanRequest:  # fmt: skip
-    workload = Workload(
-        **{"rows": 1, "prompt_tokens": 512, "new_tokens": 128, "k": 4, **work}  # type: ignore[arg-type]
-    )
-    roles = [Role(TARGET, model(target), dtype)]
-    if draft is not None:
-        roles.append(Role(DRAFT, model(draft), dtype))
-    return PlanRequest(on, roles[0], roles[1] if draft else None, workload, acceptance, engine=Steps.compiled)
+    usual: dict[str, Any] = {"rows": 1, "prompt_tokens": 512, "new_tokens": 128, "k": 4}
+    small = Role(DRAFT, model(draft), dtype) if draft else None
+    roles = Role(TARGET, model(target), dtype), small
+    return PlanRequest(on, *roles, Workload(**{**usual, **work}), acceptance, engine=Steps.compiled)
 
 
 def alone(world: int) -> Placement:

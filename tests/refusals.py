@@ -245,6 +245,8 @@ MACHINES = [
     ranks(f"WORLD_SIZE={'9' * 5000}", "WORLD_SIZE", "1..1048576"),
     ranks("WORLD_SIZE=2", "not by torchrun", "no store that a launcher keeps", "--nproc-per-node",
           reach=FILES),
+    ranks("WORLD_SIZE=2 TORCHELASTIC_USE_AGENT_STORE=True MASTER_PORT=many", "MASTER_PORT", "1..65535",
+          reach=FILES),
     ranks("WORLD_SIZE=8", "7 heads", "8 ranks", "1..7 ranks",
           command="model.n_heads=7 model.n_kv_heads=7 placement=leader"),
     refused("placement.target_device=cuda:99", "cuda:99", "placement=cpu", code=5, reach=FILES),

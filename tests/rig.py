@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -62,13 +63,12 @@ class Run:
 
     texts: list[list[int]]
     finish: list[str | None]
-    drafted: int = 0
-    accepted: int = 0
-    aside: int = 0  # siblings that stood
-    rounds: int = 0
-    longest: list[int] = field(default_factory=list)
-    target_forwards: int = 0
-    draft_forwards: int = 0
+    rounds: int
+    drafted: int
+    accepted: int
+    aside: int  # siblings that stood
+    longest: list[int]
+    target_forwards: int
 
 
 def engine_of(
@@ -98,33 +98,6 @@ def engine_of(
     return Engine(target_runner, drafter, transform, decides, source, siblings=siblings)
 
 
-def steps_of(
-    engine: RankEngine, prompts: list[Prompt], new: int, drafting: DraftLength | int = 0,
-    ends: frozenset[int] = frozenset(),
-) -> tuple[State, list[Step]]:  # fmt: skip
-    """One batch to its end: the state, and every round. `drafting` may be a fixed K."""
-    state = engine.prefill(prompts, new)
-    lookahead = FixedDraftLength(drafting, len(prompts)) if isinstance(drafting, int) else drafting
-    return state, list(generate(engine, state, Limits(new, ends), lookahead))
-
-
-def speculate(
-    target: Model, prompts: list[Prompt], draft: Model | str | None, *, k: int, max_new: int = 24,
-    ends: frozenset[int] = frozenset(), seed: int = 0, adaptive: bool = False, siblings: int = 0,
-    draws: Draws | None = None, sampling: SamplingConfig = GREEDY, **how: Any,
-) -> Run:  # fmt: skip
-    """One batch through an engine of its own; `how` as in `engine_of`."""
-    given: dict[str, Any] = {"ends": ends, "draws": draws or seed, "sampling": sampling, **how}
-    engine = engine_of(target, draft, siblings=k * siblings, **given)
-    return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive, siblings=siblings)
-
-
-def lookahead_of(k: int, rows: int, adaptive: bool, siblings: int) -> DraftLength:
-    if adaptive:
-        return AdaptiveDraftLength(Costs.of_ratio(0.1, k, siblings), rows)
-    return FixedDraftLength(k, rows, siblings)
-
-
 @dataclass
 class Queue:
     """Refills rows in order, and keeps what each prompt got."""
@@ -144,37 +117,57 @@ class Queue:
         return filled
 
 
-def drive_refilled(
-    engine: RankEngine, prompts: list[Prompt], rows: int, *, k: int, longest: int, max_new: int = 24,
-    ends: frozenset[int] = frozenset(), adaptive: bool = False, siblings: int = 0,
-) -> dict[str, list[int]]:  # fmt: skip
+def steps_of(
+    engine: RankEngine, prompts: list[Prompt], new: int, drafting: DraftLength | int = 0,
+    ends: frozenset[int] = frozenset(), most: int | None = None, queue: Queue | None = None, longest: int = 0,
+) -> tuple[State, list[Step]]:  # fmt: skip
+    """One batch to its end, or for `most` rounds: the state, and every round. `drafting` may be a fixed K.
+
+    A queue has texts of `longest` tokens at most.
+    """
+    state = engine.prefill(prompts, new, longest)
+    lookahead = FixedDraftLength(drafting, len(prompts)) if isinstance(drafting, int) else drafting
+    steps = list(islice(generate(engine, state, Limits(new, ends), lookahead, queue), most))
+    if len(steps) == most:
+        engine.flush()
+    return state, steps
+
+
+def speculate(
+    target: Model, prompts: list[Prompt], draft: Model | str | None, *, k: int, max_new: int = 24,
+    ends: frozenset[int] = frozenset(), seed: int = 0, adaptive: bool = False, siblings: int = 0,
+    draws: Draws | None = None, sampling: SamplingConfig = GREEDY, **how: Any,
+) -> Run:  # fmt: skip
+    """One batch through an engine of its own; `how` as in `engine_of`."""
+    given: dict[str, Any] = {"ends": ends, "draws": draws or seed, "sampling": sampling, **how}
+    engine = engine_of(target, draft, siblings=k * siblings, **given)
+    return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive, siblings=siblings)
+
+
+def drive_refilled(engine: RankEngine, prompts: list[Prompt], rows: int, **how: Any) -> dict[str, list[int]]:
     """All prompts through a few rows, each refilled as soon as its text ends; what each got."""
     queue = Queue(prompts[rows:])
-    state = engine.prefill(prompts[:rows], max_new, longest)
-    lookahead = lookahead_of(k, rows, adaptive, siblings)
-    for _ in generate(engine, state, Limits(max_new, ends), lookahead, queue):
-        pass
+    drive(engine, prompts[:rows], queue=queue, **how)
     return queue.texts
 
 
 def drive(
     engine: RankEngine, prompts: list[Prompt], *, k: int, max_new: int = 24,
-    ends: frozenset[int] = frozenset(), adaptive: bool = False, most: int | None = None, siblings: int = 0,
+    ends: frozenset[int] = frozenset(), adaptive: bool = False, siblings: int = 0, **how: Any,
 ) -> Run:  # fmt: skip
-    """One batch through any rank's engine; `most` rounds of it."""
-    state = engine.prefill(prompts, max_new)
-    lookahead = lookahead_of(k, len(prompts), adaptive, siblings)
-    run = Run([], [])
-    for step in generate(engine, state, Limits(max_new, ends), lookahead):
-        run.rounds += 1
-        run.drafted += sum(len(row.drafted) for row in step.rows)
-        run.accepted += sum(row.accepted for row in step.rows)
-        run.aside += sum(row.aside for row in step.rows)
-        run.longest.append(max(len(row.drafted) for row in step.rows))
-        if run.rounds == most:
-            engine.flush()
-            break
-    run.texts = [state.generated(row) for row in range(state.rows)]
-    run.finish = list(state.finished)
-    run.target_forwards, run.draft_forwards = engine.target_forwards, engine.draft_forwards
-    return run
+    """One batch through any rank's engine; `how` as in `steps_of`."""
+    lookahead: DraftLength = FixedDraftLength(k, len(prompts), siblings)
+    if adaptive:
+        lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, k, siblings), len(prompts))
+    state, steps = steps_of(engine, prompts, max_new, lookahead, ends, **how)
+    rows = [row for step in steps for row in step.rows]
+    return Run(
+        [state.generated(row) for row in range(state.rows)],
+        list(state.finished),
+        rounds=len(steps),
+        drafted=sum(len(row.drafted) for row in rows),
+        accepted=sum(row.accepted for row in rows),
+        aside=sum(row.aside for row in rows),
+        longest=[max(len(row.drafted) for row in step.rows) for step in steps],
+        target_forwards=engine.target_forwards,
+    )

@@ -31,7 +31,7 @@ from llama_ssp.pair.batches import usable
 from llama_ssp.text.prompts import TextPrompt
 from tests import checkpoints
 from tests.conftest import Command
-from tests.warm import ROOT, python, ranks
+from tests.warm import ROOT, Started, python
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
 PROMPTS = ["hello", "a longer prompt", "x"]
@@ -247,7 +247,7 @@ def test_names_are_there() -> None:
 def test_examples_of_the_guide(example: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(example, encoding="utf-8")
     run = python([tmp_path / "script.py"], tmp_path)
-    assert run.returncode == 0 and run.stdout, run.stderr
+    assert run.code == 0 and run.out, run.err
 
 
 SCRIPT = f"""
@@ -276,7 +276,7 @@ def test_over_ranks_the_leader_has_the_texts_and_an_error_ends_the_pair_alone(tm
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
         alone = [one.token_ids for one in pair.generate(PROMPTS, max_new_tokens=8, seed=3)]
-    for rank, (code, out, errors) in enumerate(ranks(2, ["script.py"], tmp_path)):
+    for rank, (code, out, errors) in enumerate(Started(tmp_path, 2, program="script.py").finish()):
         first, later, second, *texts = out.splitlines()
         assert (code, texts) == (0, ["[]" if rank else str(alone)] * 2), errors
         assert first.startswith("JointError: rank") and "the prompt is empty" in first

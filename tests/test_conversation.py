@@ -15,7 +15,7 @@ from llama_ssp.tasks.interactive import block_of
 from tests import checkpoints
 from tests.conftest import Command
 from tests.test_chat import tokens
-from tests.warm import LAUNCH, ranks
+from tests.warm import Started
 
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
 SMALL = ("task=chat", "seed=1", "out=null", "task.max_new_tokens=8", *FP32)
@@ -127,7 +127,7 @@ def test_over_ranks_the_leader_reads(command: Command, tmp_path: Path) -> None:
     words = [*SMALL, "model=tiny", "draft=tiny_draft", "output=json"]
     typed = "hello\n/system be brief\nagain\n/reset\nonce more\n"
     alone = command(*words, stdin=typed.encode()).document
-    leader, other = ranks(2, [LAUNCH, *words], tmp_path, typed)
+    leader, other = Started(tmp_path, 2, *words, stdin=typed).finish()
     assert (leader.code, other.code, other.out) == (0, 0, ""), leader.err + other.err
     found = leader.document
     assert found["messages"] == alone["messages"] and found["replies"] == alone["replies"]

@@ -1,4 +1,4 @@
-"""Every command of the README and the guides, as far as the door: its words are keys, options and values.
+"""Every command of the README and the guides, until its run begins: its words are keys, options and values.
 
 tests/test_packaging.py and tests/slurm/test_readme.py run those that need no files of the reader's.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.door import Door
+from llama_ssp.config import RunConf
+from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = re.compile(
@@ -34,22 +34,16 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def door() -> Iterator[Door]:
-    with Door().open() as opened:
-        yield opened
-
-
 @pytest.mark.few(12)
 @pytest.mark.parametrize(("file", "words"), commands())
 def test_a_command_is_taken_as_it_stands(
-    file: str, words: str, door: Door, monkeypatch: pytest.MonkeyPatch
+    file: str, words: str, command: Command, taken: list[RunConf], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader has models under /models."""
     is_folder = os.path.isdir
     monkeypatch.setattr(os.path, "isdir", lambda path: str(path).startswith("/models/") or is_folder(path))
-    code, errors, _ = door(shlex.split(words))
-    assert code == 0, errors
+    answer = command.line(*shlex.split(words))
+    assert answer.code == 0, answer.err
 
 
 def test_there_are_commands_in_each_guide() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.state import Prompt, State
-from tests.distributed.pairs import Known
 from tests.proofs.toy import toy
 
 
@@ -149,7 +149,7 @@ def test_engines_of_one_pair_leave_its_connection_as_it_was_made():
     """Its settings are those of the placement that it was opened with, whatever an engine's run says."""
     near, far = line()
     client, server = DraftClient(near, 7.0, essential=True), DraftServer(far, ALONE)
-    made, known = (dict(vars(client)), dict(vars(server))), Known(5)
+    made, known = (dict(vars(client)), dict(vars(server))), SimpleNamespace(size=5, paired=None)
     leads = Roles(ALONE, ALONE, None, client, apart=(1,))
     helps = Roles(ALONE, None, ALONE, server, apart=(1,))
     for lost, seconds in ((OnDraftLoss.stop, 1.0), (OnDraftLoss["continue"], 2.0)):

@@ -17,9 +17,10 @@ import yaml
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.workers import LASTING
+from llama_ssp.config import RunConf
 from llama_ssp.distributed.identity import INDEX, Element, own_element
 from llama_ssp.distributed.signals import CODE_FILE
-from tests.door import Door
+from tests.conftest import Command
 from tests.processes import wait_for
 from tests.slurm.jobs import executable
 from tests.warm import ROOT
@@ -109,11 +110,13 @@ def test_a_pod_passes_term_on_and_waits(start: Any, tmp_path: Path):
     assert pod.wait(60) == 143
 
 
-def test_the_command_of_a_pod_is_taken(monkeypatch: pytest.MonkeyPatch):
+def test_the_command_of_a_pod_is_taken(
+    command: Command, taken: list[RunConf], monkeypatch: pytest.MonkeyPatch
+):
     """The models are on the volume."""
     is_folder = os.path.isdir
     monkeypatch.setattr(os.path, "isdir", lambda path: str(path).startswith("/data/") or is_folder(path))
-    command = SCRIPT.partition("-m llama_ssp ")[2].partition(" &\n")[0].replace("\\\n", "")
-    with Door().open() as door:
-        code, errors, (run,) = door(shlex.split(command))
-    assert code == 0 and run.task.name == "batch" and run.seed is not None, errors
+    words = SCRIPT.partition("-m llama_ssp ")[2].partition(" &\n")[0].replace("\\\n", "")
+    answer = command.line(*shlex.split(words))
+    assert answer.code == 0, answer.err
+    assert taken[0].task.name == "batch" and taken[0].seed is not None

@@ -49,7 +49,7 @@ def test_the_code_of_a_part_runs(part: str, tmp_path: Path):
         f"write={tmp_path / 'gpu.md'}",
     ]
     done = python([SCRIPT, "small=true", f"parts={part}", *files], ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.code == 0, done.err[-2000:]
     machine, record = gpu.records_in(tmp_path / "run")
     assert (machine["part"], record["part"], record["state"]) == ("machine", part, "ended") and record["bars"]
     assert f"{part}: ended after" in (tmp_path / "gpu.md").read_text()

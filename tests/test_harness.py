@@ -13,7 +13,7 @@ import torch
 from llama_ssp.tasks.arithmetic import questions
 from tests import checkpoints
 from tests.test_chat import BEGIN, END, PLAIN
-from tests.warm import ranks
+from tests.warm import Started
 
 pytest.importorskip("lm_eval", reason="lm-eval is an extra")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -175,7 +175,7 @@ def test_the_documented_command_over_ranks(tasks: Path, tmp_path: Path) -> None:
     model = "model=demo,draft=demo_draft,model.dtype=fp32,draft.dtype=fp32"
     words = ["--model", "llama_ssp", "--model_args", model, "--tasks", "sums", "--include_path", str(tasks)]
     words += ["--batch_size", "8", "--output_path", str(tmp_path / "out")]
-    leader, other = ranks(2, ["-m", "llama_ssp.tasks.harness", "run", *words], tmp_path)
+    leader, other = Started(tmp_path, 2, "llama_ssp.tasks.harness", "run", *words, program="-m").finish()
     assert (leader.code, other.code) == (0, 0), leader.err + other.err
     (file,) = (tmp_path / "out").rglob("results_*.json")
     score = json.loads(file.read_text())["results"]["sums"]["exact_match,none"]

@@ -28,7 +28,7 @@ from tests.proofs.toy import toy
 from tests.rig import engine_of, perturbed, steps_of
 from tests.test_bridged import PROMPTS as BRIDGED
 from tests.tongues import PAIRS, bridge
-from tests.warm import LAUNCH, python, ranks
+from tests.warm import LAUNCH, Started, python
 
 NEAR, NEAR_64 = 1e-5, 1e-10
 TOP = 3
@@ -331,9 +331,9 @@ def test_over_ranks(tmp_path: Path) -> None:
     def told_in(document: str) -> list[Any]:
         return [[*one["prompt_logprobs"], *one["logprobs"]] for one in json.loads(document)["outputs"]]
 
-    alone = told_in(python(words, tmp_path).stdout)
+    alone = told_in(python(words, tmp_path).out)
     for placement in ("leader", "own"):
-        said = ranks(2, [*words, f"placement={placement}"], tmp_path)
+        said = Started(tmp_path, 2, *words[1:], f"placement={placement}").finish()
         assert [code for code, _, _ in said] == [0, 0], said
         for mine, other in zip(told_in(said[0][1]), alone, strict=True):
             alike(mine, other)

@@ -142,16 +142,16 @@ def test_readme_command(command, tmp_path):
     words = shlex.split(command)[1:]
     words += [word for task, smaller in SMALLER.items() if task in words for word in smaller]
     done = python([LAUNCH, *words], tmp_path, stdin="def hello\n")
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert done.code == 0 and done.out.strip(), done.err
 
 
 @pytest.mark.long
 def test_make_demo_shows_all_three_parts(tmp_path: Path) -> None:
     done = python([ROOT / "bench" / "demo.py", "small=true", "new=4", "questions=2"], tmp_path)
-    assert done.returncode == 0, done.stderr[-800:]
-    assert re.search(r"--- [0-9.]+ times as fast: ", done.stdout)
-    assert "prompt:     def __eq__" in done.stdout
-    assert "which holds zero" in done.stdout and "ours, K = 8" in done.stdout and "{" not in done.stdout
-    assert ("There is no C++ compiler" in done.stdout) == (compiler() is None)
-    regular, speculative = re.findall(r"\n--- .*\n((?:.*\n)+?)\(48 tokens", done.stdout)
+    assert done.code == 0, done.err[-800:]
+    assert re.search(r"--- [0-9.]+ times as fast: ", done.out)
+    assert "prompt:     def __eq__" in done.out
+    assert "which holds zero" in done.out and "ours, K = 8" in done.out and "{" not in done.out
+    assert ("There is no C++ compiler" in done.out) == (compiler() is None)
+    regular, speculative = re.findall(r"\n--- .*\n((?:.*\n)+?)\(48 tokens", done.out)
     assert regular == speculative and "return NotImplemented" in regular

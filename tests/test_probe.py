@@ -16,7 +16,6 @@ from llama_ssp.models.causal_lm import CausalModel, attention_of
 from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.speculative.state import Prompt
-from tests.conftest import needs_transformers
 from tests.families import CONTEXT, FAMILIES, VOCAB, tiny
 from tests.families import build as build_tested
 from tests.rig import contrary, speculate
@@ -171,7 +170,7 @@ def test_an_architecture_that_chooses_among_tokens_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With its key beyond the reach of the trial, too; up to the context there is nothing to choose."""
-    needs_transformers("5.18")
+    pytest.importorskip("transformers", minversion="5.18")
     require_faithful(CausalModel(tiny("doge", keep_window_size=CONTEXT), "whole"))
     for key in (24, CONTEXT - 1):
         with pytest.raises(ModelError, match="read together beyond keep_window_size; flawed \\(doge\\)"):

@@ -19,7 +19,7 @@ from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.speculative.state import Prompt
 from tests import checkpoints
-from tests.conftest import Command, needs_transformers
+from tests.conftest import Command
 from tests.families import VOCAB, decoder_of, tiny
 from tests.rig import GREEDY, contrary, drive_refilled, engine_of, perturbed, speculate
 
@@ -45,7 +45,7 @@ def scaled(name: str, **more: Any) -> Any:
 def scaled_texts(name: str) -> dict[Prompt, list[int]]:
     """Prompts on both sides of the limit, and what transformers writes after each, alone in a new module."""
     if name.startswith("phi3"):
-        needs_transformers("5.20")  # others keep keys of the first scale
+        pytest.importorskip("transformers", minversion="5.20")  # others keep keys of the first scale
     generator = torch.Generator().manual_seed(4)
     found = {}
     for number, length in enumerate((29, 50, 12, LIMIT, LIMIT + 1, 24)):

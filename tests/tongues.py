@@ -13,24 +13,17 @@ def tongue(
 ) -> Vocabulary:  # fmt: skip
     """Ids in the order given. A text is cut into the longest tokens first; `marks` reads <0x61> as a byte."""
     ids = {token: i for i, token in enumerate(tokens)}
-    made: list[Vocabulary] = []
-
-    def encode(text: str) -> list[int]:
-        return made[0].cut(text.encode())
-
     named = frozenset(ids[token] for token in special)
-    made.append(
-        Vocabulary(
-            ids=ids,
-            special=named,
-            added=named,
-            ends=frozenset(ids[token] for token in ends),
-            start=tuple(ids[token] for token in start),
-            notation=Notation.marks if marks else Notation.plain,
-            encode=encode,
-        )
+    vocabulary = Vocabulary(
+        ids=ids,
+        special=named,
+        added=named,
+        ends=frozenset(ids[token] for token in ends),
+        start=tuple(ids[token] for token in start),
+        notation=Notation.marks if marks else Notation.plain,
+        encode=lambda text: vocabulary.cut(text.encode()),
     )
-    return made[0]
+    return vocabulary
 
 
 PAIRS: dict[str, tuple[Vocabulary, Vocabulary]] = {

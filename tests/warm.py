@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,8 +18,9 @@ from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from tests.processes import note_start, outliving
+from tests.processes import MARK, STARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch" / "run.py"
@@ -35,9 +35,10 @@ def server() -> Any:
     """The multiprocessing context that forks from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    with outliving():
+    with patch.dict(os.environ):
+        os.environ.pop(MARK, None)  # the server does not end with the test that starts it
         forkserver.ensure_running()
-    note_start("forkserver")
+    STARTS.append("forkserver")
     return context
 
 
@@ -57,38 +58,6 @@ def start(
     return process
 
 
-def python(
-    words: Sequence[object], folder: Path, env: Mapping[str, str] | None = None, stdin: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, *words], text=True, capture_output=True)` returns."""
-    with tempfile.TemporaryDirectory() as scratch:
-        streams = [Path(scratch) / name for name in ("in", "out", "err")]
-        streams[0].write_text(stdin, encoding="utf-8")
-        process = start(words, folder, streams, env)
-        process.join(PATIENCE_S)
-        ended = process.exitcode is not None
-        process.kill()
-        out, err = (stream.read_text(encoding="utf-8", errors="replace") for stream in streams[1:])
-        assert ended, f"{words} had not ended after {PATIENCE_S:g} s: {out[-1000:]} {err[-2000:]}"
-        return subprocess.CompletedProcess(list(map(str, words)), process.exitcode, out, err)
-
-
-def launcher_store() -> Any:
-    """A store as torchrun keeps it, which outlives the ranks."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def as_launched(rank: int, world: int, port: int) -> dict[str, str]:
-    """The environment of a rank that torchrun starts on one machine."""
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # fmt: skip
-
-
 class Answer(NamedTuple):
     """What a process said, and its exit code; None if it had not ended."""
 
@@ -105,6 +74,46 @@ class Answer(NamedTuple):
         """The JSON document: the last line of standard output."""
         document: dict[str, Any] = json.loads(self.out.splitlines()[-1])
         return document
+
+
+def answers(processes: Sequence[Any], said: Sequence[Sequence[Path]], patience_s: float) -> list[Answer]:
+    """When all have ended: what they said. Who has not after this long gives None, and is killed."""
+    until = time.monotonic() + patience_s
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    texts = [[stream.read_text(encoding="utf-8", errors="replace") for stream in both] for both in said]
+    return [Answer(code, *both) for code, both in zip(codes, texts, strict=True)]
+
+
+def python(
+    words: Sequence[object], folder: Path, env: Mapping[str, str] | None = None, stdin: str = ""
+) -> Answer:
+    """Runs Python with these words, as `start` does, to its end."""
+    with tempfile.TemporaryDirectory() as scratch:
+        streams = [Path(scratch) / name for name in ("in", "out", "err")]
+        streams[0].write_text(stdin, encoding="utf-8")
+        (answer,) = answers([start(words, folder, streams, env)], [streams[1:]], PATIENCE_S)
+    assert answer.code is not None, f"{words} had not ended after {PATIENCE_S:g} s: {answer}"
+    return answer
+
+
+def launcher_store() -> Any:
+    """A store as torchrun keeps it, which outlives the ranks."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def as_launched(rank: int, world: int, port: int) -> dict[str, str]:
+    """The environment of a rank that torchrun starts on one machine."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
 
 
 class Started:
@@ -135,29 +144,11 @@ class Started:
         return bool(self._store.check([f"llama_ssp/0/0/rank/{rank}"]))
 
     def finish(self, patience_s: float = PATIENCE_S) -> list[Answer]:
-        """When all have ended. Who has not after this long gives None, and is killed."""
-        until = time.monotonic() + patience_s
-        for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
-        codes = [process.exitcode for process in self.processes]
-        for process in self.processes:
-            process.kill()
-        said = [[stream.read_text(encoding="utf-8") for stream in streams] for streams in self._said]
-        return [Answer(code, *texts) for code, texts in zip(codes, said, strict=True)]
-
-
-def ranks(world: int, words: Sequence[Path | str], folder: Path, stdin: str = "") -> list[Answer]:
-    """Starts `words` on so many ranks, and waits for them."""
-    program, *more = words
-    return Started(folder, world, *more, program=program, stdin=stdin).finish()
+        return answers(self.processes, self._said, patience_s)
 
 
 def _run(
-    words: list[str],
-    folder: Path,
-    streams: list[str],
-    env: dict[str, str],
-    first: Callable[[], object] | None,
+    words: list[str], folder: Path, streams: list[str], env: dict[str, str], first: Callable[[], Any] | None
 ) -> None:
     os.environ.clear()
     os.environ.update(env)

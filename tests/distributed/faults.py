@@ -16,12 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from bench.surroundings import surroundings, write
+from bench.surroundings import report
+from llama_ssp import cli
 from llama_ssp.distributed.signals import CODE_FILE
 from tests.processes import stands_still
 from tests.warm import ROOT, Started, start
@@ -38,8 +38,7 @@ RUN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Victim:
+class Victim(NamedTuple):
     """Which rank is broken, in which placement."""
 
     rank: int
@@ -62,8 +61,7 @@ def kill(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """What befalls a rank, its exit code, the others', and what is said; `tells`: by the rank itself."""
 
     strike: Callable[[], None]
@@ -99,16 +97,12 @@ def strike_at(victim: int, phase: str, strike: Callable[[], None], rank: int) ->
     Group.enter = entering  # type: ignore[method-assign]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One fault, in one phase, on one kind of rank."""
 
     fault: str
     phase: str
     victim: str
-
-    def __str__(self) -> str:
-        return f"{self.fault}, {self.phase}, {self.victim}"
 
     @property
     def words(self) -> list[str]:
@@ -117,15 +111,8 @@ class Cell:
 
 
 CELLS = [Cell(fault, phase, victim) for fault in FAULTS for phase in PHASES for victim in VICTIMS]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of it: seconds from the fault until the last process was gone, and what was wrong."""
-
-    seconds: float
-    line: str
-    wrong: list[str]
+# Seconds from the fault until the last process was gone, what was said, and what was wrong.
+Outcome = tuple[float, str, list[str]]
 
 
 def outcome(cell: Cell, folder: Path) -> Outcome:
@@ -139,10 +126,24 @@ def outcome(cell: Cell, folder: Path) -> Outcome:
     return _judged(cell, folder, "".join(answer.err for answer in answers), wrong)
 
 
+def as_rank(fault: str, phase: str, victim: str) -> NoReturn:
+    """The command on a rank that a launcher started with FAULT="SIGKILL,verify,other rank".
+
+    In phase "start" the fault is an override that only the victim has: FAULT="speculation.k=-1,start,leader".
+    """
+    rank = int(os.environ["RANK"])
+    Path(f"{rank}.pid").write_text(str(os.getpid()))
+    if phase == "start":
+        sys.argv += [fault] * (rank == VICTIMS[victim].rank)
+    elif fault:
+        strike_at(VICTIMS[victim].rank, phase, FAULTS[fault].strike, rank)
+    cli.main()
+
+
 def launched(folder: Path, world: int, fault: str, *words: str) -> Any:
-    """torchrun's process; its ranks run tests/distributed/faulty.py, and what they say is in ranks.err."""
+    """torchrun's process; its ranks run `as_rank`, and what they say is in ranks.err."""
     streams = [os.devnull, folder / "ranks.out", folder / "ranks.err"]
-    run = ["--standalone", "--nproc-per-node", str(world), "-m", "tests.distributed.faulty", *words]
+    run = ["--standalone", "--nproc-per-node", str(world), "-m", "tests.distributed.faults", *words]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT": fault}
     return start([*TORCHRUN, *run], folder, streams, {**os.environ, **own, CODE_FILE: str(folder / "code")})
 
@@ -150,7 +151,7 @@ def launched(folder: Path, world: int, fault: str, *words: str) -> Any:
 def by_torchrun(cell: Cell, folder: Path) -> Outcome:
     """The cell under torchrun itself. Its own exit code is always 1; ours is in the file for it."""
     world = VICTIMS[cell.victim].world
-    process = launched(folder, world, str(cell).replace(", ", ","), "-q", *cell.words)
+    process = launched(folder, world, ",".join(cell), "-q", *cell.words)
     process.join(PATIENCE_S)
     wrong = ["torchrun has not ended"] * (process.exitcode is None)
     process.kill()
@@ -180,7 +181,7 @@ def _judged(cell: Cell, folder: Path, said: str, wrong: list[str]) -> Outcome:
     wrong += [name for name in ("Traceback", "terminate called") if name in said]
     wrong += ["too late"] * (not seconds <= LIMIT_S)
     wrong += [f"records name {sorted(causes)}"] * (causes != {line})
-    return Outcome(seconds, line, wrong)
+    return seconds, line, wrong
 
 
 HEAD = f"""\
@@ -197,22 +198,20 @@ SIGTERM); and every record of a rank names that cause. torchrun's own summary is
 
 
 def main() -> None:
+    if "FAULT" in os.environ:
+        as_rank(*os.environ["FAULT"].split(","))
     own = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    cells = [cell for cell in CELLS if own.get("only", "") in str(cell)]
-    rows, bad = [], 0
-    for number, cell in enumerate(cells, start=1):
+    cells = [cell for cell in CELLS if own.get("only", "") in ", ".join(cell)]
+    rows, passed = [], 0
+    for cell in cells:
         with tempfile.TemporaryDirectory() as folder:
-            result = by_torchrun(cell, Path(folder))
-        bad += bool(result.wrong)
-        end = f"{result.seconds:.2f} | {result.line} | {'; '.join(result.wrong) or 'passed'}"
-        rows.append(f"| {str(cell).replace(', ', ' | ')} | {end} |")
-        print(f"{number}/{len(cells)} {rows[-1]}", file=sys.stderr, flush=True)
-    title = "# Faults: what ends, how soon, and what is said"
-    text = "\n".join([title, "", *surroundings({}), HEAD % (len(rows) - bad, len(rows)), *rows, ""])
-    print(text)
-    if "write" in own:
-        write(own["write"], text)
-    sys.exit(1 if bad else 0)
+            seconds, line, wrong = by_torchrun(cell, Path(folder))
+        passed += not wrong
+        rows.append(f"| {' | '.join(cell)} | {seconds:.2f} | {line} | {'; '.join(wrong) or 'passed'} |")
+        print(rows[-1], file=sys.stderr, flush=True)
+    title = "Faults: what ends, how soon, and what is said"
+    report(own.get("write", ""), title, {}, HEAD % (passed, len(cells)), *rows)
+    sys.exit(passed < len(cells))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import pytest
-import torch
+from unittest.mock import patch
 
 from llama_ssp.config import (
     Dtype,
@@ -32,21 +31,10 @@ from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.threads import ranks_of, together
-from tests.families import VOCAB
+from tests.families import VOCAB, ragged_prompts
 from tests.rig import GREEDY, Run, drive, drive_refilled
 
-TOKENS = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(4)).tolist()
-RAGGED = [
-    Prompt(str(row), tuple(ids[:n])) for row, (ids, n) in enumerate(zip(TOKENS, (9, 4, 1, 6), strict=True))
-]
-
-
-@dataclass(frozen=True)
-class Known:
-    """Stands for a tokenizer, of which an engine asks the size and the draft's bridge alone."""
-
-    size: int = VOCAB
-    paired: None = None
+RAGGED = ragged_prompts(9, 4, 1, 6)
 
 
 @dataclass(frozen=True)
@@ -71,18 +59,6 @@ class Case:
         return {name: getattr(self, name) for name in ("k", "max_new", "ends", "adaptive", "siblings")}
 
 
-def load_one_at_a_time(patch: pytest.MonkeyPatch) -> None:
-    """Building modules is not for threads."""
-    lock = threading.Lock()
-    for name in ("load", "load_head"):
-
-        def locked(load: Any, *args: Any) -> Any:
-            with lock:
-                return load(*args)
-
-        patch.setattr(assembly, name, partial(locked, getattr(assembly, name)))
-
-
 def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> PairSpec:
     model, small = (
         complete(ModelConf(name="local", path=str(path), dtype=Dtype.fp32), role)[0]
@@ -102,9 +78,16 @@ class OverRanks:
     """A pair under a placement, on ranks that are threads: `held` is each rank's part."""
 
     def __init__(self, target: Path, draft: Path, placement: PlacementConf, world: int) -> None:
-        self.ranks = ranks_of(world)
+        self.ranks, lock = ranks_of(world), threading.Lock()
+
+        def alone(load: Callable[..., Any], *args: Any) -> Any:
+            with lock:  # building modules is not for threads
+                return load(*args)
+
         jobs = [partial(opened, target, draft, placement, rank) for rank in self.ranks]
-        self.held: list[tuple[RankModels, RunConf]] = together(jobs, self.ranks)
+        loaders = {name: partial(alone, getattr(assembly, name)) for name in ("load", "load_head")}
+        with patch.multiple(assembly, **loaders):
+            self.held: list[tuple[RankModels, RunConf]] = together(jobs, self.ranks)
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """What `job(pair, run, *args)` returns on each rank."""
@@ -117,10 +100,11 @@ def written(pair: RankModels, run: RunConf, case: Case, prompts: list[Prompt] = 
     return drive(engine, prompts[: case.rows], most=case.rounds, **case.loop)
 
 
-def refilled(pair: RankModels, run: RunConf, case: Case) -> dict[str, list[int]]:
+def refilled(pair: RankModels, run: RunConf, case: Case) -> list[list[int]]:
     """The same prompts through two rows, each refilled as soon as its text ends."""
     engine = engine_of(pair, run, case)
-    return drive_refilled(engine, RAGGED, 2, longest=9 + case.max_new, **case.loop)
+    texts = drive_refilled(engine, RAGGED, 2, longest=9 + case.max_new, **case.loop)
+    return [texts[prompt.id] for prompt in RAGGED]
 
 
 def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
@@ -128,6 +112,6 @@ def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
         k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap,
         siblings=case.siblings,
     )  # fmt: skip
-    known: Any = Known()
+    tokens: Any = SimpleNamespace(size=VOCAB, paired=None)  # what an engine asks of a tokenizer
     how = replace(run, sampling=case.sampling, speculation=spec)
-    return engine_for(pair, how, known, case.ends, case.seed, 512)
+    return engine_for(pair, how, tokens, case.ends, case.seed, 512)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.process_group import WORKING_S, open_ranks
 from tests.warm import as_launched, launcher_store, server
 
@@ -24,36 +23,35 @@ def on_ranks(
 
     `patience_s` is how long the test waits for an answer, `ranks_patience_s` how long ranks wait.
     """
-    context = server()
+    context, store = server(), launcher_store()
     results = context.Queue()
-    store = launcher_store()
-    ranks = [
+    processes = [
         context.Process(
-            target=_rank, args=(rank, world, store.port, results, ranks_patience_s, job, args), daemon=True
+            target=_run, args=(as_launched(rank, world, store.port), results, ranks_patience_s, job, *args),
+            daemon=True,
         )
         for rank in range(world)
-    ]
-    for process in ranks:
+    ]  # fmt: skip
+    for process in processes:
         process.start()
     try:
-        return dict(results.get(timeout=patience_s) for _ in ranks)
+        return dict(results.get(timeout=patience_s) for _ in processes)
     finally:
-        for process in ranks:
+        for process in processes:
             process.join(5)
             process.kill()
 
 
-def _rank(
-    rank: int, world: int, port: int, results: Any, patience_s: float, job: Callable[..., Any], args: Any
-) -> None:
+def _run(variables: dict[str, str], results: Any, patience_s: float, job: Any, *args: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.update(as_launched(rank, world, port))
-    ranks: Ranks = open_ranks(torch.device("cpu"), patience_s)
+    os.environ.update(variables)
+    ranks = open_ranks(torch.device("cpu"), patience_s)
     try:
-        results.put((rank, job(ranks, *args)))
+        result = job(ranks, *args)
     except Exception as error:
         traceback.print_exc()
-        results.put((rank, RuntimeError(f"{type(error).__name__}: {error}")))
+        result = RuntimeError(f"{type(error).__name__}: {error}")
+    results.put((ranks.rank, result))
     results.close()
     results.join_thread()
     os._exit(0)  # a group that has failed aborts when it is taken down

@@ -18,7 +18,7 @@ from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.pair.assembly import RankModels
-from tests.distributed.pairs import RAGGED, Case, OverRanks, load_one_at_a_time, opened, refilled, written
+from tests.distributed.pairs import RAGGED, Case, OverRanks, opened, refilled, written
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ThreadRank
 from tests.families import build
@@ -83,13 +83,11 @@ class Models:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     build("llama-mha").save_pretrained(target)
     perturbed(build("llama-mha"), 0.05).save_pretrained(draft)
-    with pytest.MonkeyPatch.context() as patch:
-        load_one_at_a_time(patch)
-        yield Models(target, draft, opened(target, draft, PlacementConf(), ALONE))
+    return Models(target, draft, opened(target, draft, PlacementConf(), ALONE))
 
 
 def on_placement(models: Models, name: str, case: Case) -> list[Run]:
@@ -132,7 +130,7 @@ def test_every_placement_writes_what_one_process_writes(name: str, models: Model
 @pytest.mark.parametrize("name", ["3 leader", "3 split over 2", "2 copies", "2+2 own"])
 def test_rows_are_refilled_alike_on_every_rank(name: str, models: Models):
     case = ended(models)
-    expected = dict(zip("0123", models.expected(case).texts, strict=True))
+    expected = models.expected(case).texts
     assert all(found == expected for found in models.open(name).run(refilled, case))
 
 

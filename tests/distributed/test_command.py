@@ -1,4 +1,4 @@
-"""The command on two real ranks: the output of one process, one voice, and one cause when it fails."""
+"""The command on two real ranks: the figures of one process, one voice, and one cause when it fails."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.errors import FAILED_CHECK
 from tests.conftest import Command
 from tests.distributed.faults import fail
 from tests.warm import Answer, Started
@@ -33,15 +34,85 @@ def on_two(folder: Path, *run: str, stdin: str = "", fault: Any = None, code: in
     return leader
 
 
-def test_two_ranks_give_one_processes_output(command: Command, saved: Any, tmp_path: Path):
-    run = (*pair(saved), "task.max_new_tokens=16", "seed=5", "speculation.k=3")
-    stdin = "\n".join(PROMPTS)
+GIVEN = 'task.prompts=["hello","def f"]'
+CERTIFY = (
+    "task=certify", "speculation.k=3", GIVEN, "task.samples=24", "task.max_new_tokens=4",
+    "task.law_tokens=8", "task.law_rounds=6", "task.greedy_tokens=8",
+)  # fmt: skip
+COUNTS = ("outputs", "target_forwards", "draft_forwards", "tokens_committed", "config_sha256")
+
+
+def sides(found: Any) -> list[Any]:
+    return [found["target_alone"], found["draft_alone"], found["pair"][0]]
+
+
+# What is asked, and the figures that two ranks share with one process.
+TASKS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+    "generate": (
+        ("task.max_new_tokens=16", "speculation.k=3"),
+        lambda found: [found[name] for name in COUNTS],
+    ),
+    "compare": (
+        ("task=compare", "task.max_new_tokens=16"),
+        lambda found: [
+            [each[side]["token_ids"] for side in ("regular", "speculative")] for each in found["comparisons"]
+        ],
+    ),
+    "measure": (
+        ("task=measure", GIVEN, "task.max_new_tokens=8", "task.repeats=2", "task.ks=[2]"),
+        lambda found: (
+            found["alpha"],
+            found["pair"][0]["blocks_by_accepted"],
+            [(side["repeats"], side["tokens_committed"]) for side in sides(found)],
+        ),
+    ),
+    "certify": (
+        CERTIFY,
+        lambda found: (found["verdict"], [(check["name"], check["outcome"]) for check in found["checks"]]),
+    ),
+    "agree": (
+        ("task=agree", GIVEN, "task.max_new_tokens=16"),
+        lambda found: (
+            found["target_forwards"],
+            [(each["token_ids"], each["finish_reason"], each["fork"]) for each in found["prompts"]],
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_two_ranks_give_one_processes_figures(task: str, command: Command, saved: Any, tmp_path: Path):
+    """The leader shares the prompts; one rank prints. What ranks say to each other has its time."""
+    words, figures = TASKS[task]
+    run, stdin = (*pair(saved), "seed=5", *words), "" if GIVEN in words else "\n".join(PROMPTS)
     expected = command(*run, stdin=stdin.encode()).document
     found = on_two(tmp_path / "two", *run, stdin=stdin).document
-    assert found["outputs"] == expected["outputs"] and len(found["outputs"]) == len(PROMPTS)
-    for name in ("target_forwards", "draft_forwards", "tokens_committed", "config_sha256"):
-        assert found[name] == expected[name], name
-    assert "over 2 ranks" in found["devices"]["model"]
+    assert figures(found) == figures(expected)
+    if task == "generate":
+        assert len(found["outputs"]) == len(PROMPTS) and "over 2 ranks" in found["devices"]["model"]
+    if task == "measure":
+        speaks = [side["time_split_ms_per_token"]["communicate"] > 0 for side in sides(found)]
+        assert speaks == [True, False, True] and [rank["rank"] for rank in found["plan"]["memory"]] == [0, 1]
+    if task == "certify":
+        assert [check["outcome"] for check in found["checks"] if check["name"] == "law"] == ["passed"]
+
+
+def accept_all(rank: int) -> None:
+    """The rule is wrong, on the leader, which alone decides."""
+    from llama_ssp.speculative.verification import RULES, BlockRule
+
+    class AcceptsAll(BlockRule):
+        def accept_chances(self, block: Any) -> Any:
+            return (super().accept_chances(block) > 0).double()
+
+    if rank == 0:
+        RULES["block"] = AcceptsAll()
+
+
+def test_every_rank_leaves_with_the_verdict(saved: Any, tmp_path: Path):
+    run = (*pair(saved), "seed=5", *CERTIFY)
+    leader = on_two(tmp_path / "two", *run, fault=accept_all, code=FAILED_CHECK)
+    assert leader.document["verdict"] == "different"
 
 
 def in_the_fourth_pass(strike: Callable[[], object], rank: int) -> None:
@@ -163,28 +234,3 @@ def test_what_cannot_be_split_is_refused_by_one_voice(saved: Any, tmp_path: Path
     assert [(other.code, other.out, other.err) for other in others] == [(5, "", "")] * 2
     assert not any(started.has_come(rank) for rank in range(3))
     assert "4 heads, 2 KV heads, 3 ranks" in leader.err and "allowed 1, 2, 4 ranks" in leader.err
-
-
-def test_compared_on_two_ranks_as_in_one_process(command: Command, saved: Any, tmp_path: Path):
-    """The leader shares the prompts; one rank prints."""
-    run = (*pair(saved), "task=compare", "task.max_new_tokens=16", "seed=5")
-    stdin = "\n".join(PROMPTS[:2])
-    expected = command(*run, stdin=stdin.encode()).document["comparisons"]
-    found = on_two(tmp_path / "two", *run, stdin=stdin).document["comparisons"]
-    for side in ("regular", "speculative"):
-        texts = [[one[side]["token_ids"] for one in run] for run in (expected, found)]
-        assert texts[0] == texts[1] and len(texts[1]) == 2
-
-
-def test_measured_on_two_ranks(command: Command, saved: Any, tmp_path: Path):
-    """The same counts as in one process; what ranks say to each other has its time; one rank prints."""
-    run = (*pair(saved), "task=measure", "task.max_new_tokens=8", "task.repeats=2", "task.ks=[2]", "seed=5")
-    run = (*run, 'task.prompts=["hello","def f"]')
-    expected, found = command(*run).document, on_two(tmp_path / "two", *run).document
-    assert found["pair"][0]["blocks_by_accepted"] == expected["pair"][0]["blocks_by_accepted"]
-    assert found["alpha"] == expected["alpha"]
-    rows = found["target_alone"], found["draft_alone"], found["pair"][0]
-    for row, speaks in zip(rows, (True, False, True), strict=True):
-        assert row["repeats"] == 2 and row["tokens_committed"] == 2 * 2 * 8
-        assert (row["time_split_ms_per_token"]["communicate"] > 0) == speaks
-    assert [rank["rank"] for rank in found["plan"]["memory"]] == [0, 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from functools import partial
@@ -18,8 +19,8 @@ import pytest
 
 from tests.conftest import Command
 from tests.distributed.faults import RUN, TORCHRUN, Cell, launched, outcome, strike_at
-from tests.processes import free_port, stands_still, wait_for
-from tests.warm import LAUNCH, Started, as_launched, start
+from tests.processes import stands_still, wait_for
+from tests.warm import LAUNCH, Started, start
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +46,9 @@ SOME = [
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("cell", SOME, ids=str)
+@pytest.mark.parametrize("cell", SOME, ids=", ".join)
 def test_all_end_with_one_cause(cell: Cell, tmp_path: Path):
-    assert outcome(cell, tmp_path / "run").wrong == []
+    assert outcome(cell, tmp_path / "run")[-1] == []
 
 
 def stop_the_other_in_the_second_round(rank: int) -> None:
@@ -203,22 +204,6 @@ def test_a_cause_before_the_ranks_have_met_is_said_once(
     assert len(answers[by].errors) == 1 and not answers[1 - by].errors
 
 
-@pytest.mark.parametrize(
-    ("own", "said"),
-    [
-        ({"MASTER_PORT": "many"}, "MASTER_PORT is not a usable number"),
-        ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "several ranks were asked for, but not by torchrun"),
-    ],
-)
-def test_an_environment_that_torchrun_does_not_make(own: dict[str, str], said: str, tmp_path: Path):
-    streams = [os.devnull, tmp_path / "out", tmp_path / "err"]
-    env = {**os.environ, **as_launched(0, 2, free_port()), **own}
-    process = start([LAUNCH, *RUN, "out=null"], tmp_path, streams, env)
-    process.join(PATIENCE_S)
-    (line,) = streams[2].read_text().splitlines()
-    assert process.exitcode == 5 and line.startswith(f"error: {said}")
-
-
 def ended(launcher: Any, folder: Path) -> tuple[int, list[str]]:
     """torchrun's exit code, and the lines of errors, once no rank is left."""
     errors = folder / "ranks.err"
@@ -271,7 +256,9 @@ def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Pa
 def test_two_nodes_write_what_one_process_writes(command: Command, tmp_path: Path):
     """Two launchers that each start one rank, as on two machines."""
     run = (*RUN, "model.dtype=fp32", "draft.dtype=fp32", "out=null")
-    words = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {free_port()}".split()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    words = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port}".split()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     nodes, said = [], [[tmp_path / f"{node}.{stream}" for stream in ("out", "err")] for node in range(2)]
     for node, streams in enumerate(said):

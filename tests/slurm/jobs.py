@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from llama_ssp.batch.attempt_log import read_part
 from llama_ssp.batch.history import End, ends
 from llama_ssp.batch.journal import Journal, Standing, count_finished
-from tests.processes import stands_still, wait_for
+from tests.processes import kill, stands_still, wait_for
 from tests.slurm.lab import Lab
 from tests.warm import LAUNCH, Answer, python
 
@@ -23,6 +24,8 @@ COMMAND = (
     "task.ignore_eos=true", "task.batch_size=2", "placement.target_device=cpu", "placement.draft_device=cpu",
 )  # fmt: skip
 ON_SLURM = ("cluster=slurm", "cluster.gpu=cpu", "cluster.slurm.time=20", "task.submit=true")
+# What a job's processes run.
+RANK, TORCHRUN, SUPERVISOR = "llama_ssp", "torch.distributed.run", "llama_ssp.batch.slurm.supervisor"
 
 
 def executable(folder: Path, **scripts: str) -> None:
@@ -48,9 +51,9 @@ class Batches:
     def run(self, *overrides: str, command: Sequence[str] = COMMAND) -> Answer:
         """The command, in the job's folder."""
         env = {**(self.lab.env if self.lab else os.environ), "OMP_NUM_THREADS": "1"}
-        done = python([LAUNCH, *command, *overrides], self.home, env)
-        assert done.returncode == 0, done.stderr
-        return Answer(0, done.stdout, done.stderr)
+        answer = python([LAUNCH, *command, *overrides], self.home, env)
+        assert answer.code == 0, answer.err
+        return answer
 
     def alone(self) -> bytes:
         self.run()
@@ -95,44 +98,30 @@ class Batches:
         texts += [self.lab.logs()] if self.lab else []
         return f"{self.finished} records; {'|'.join(texts)}"
 
-    def processes(self, job: str, kind: str) -> list[int]:
-        """A job's processes of one kind: rank, torchrun, supervisor. Rank 0 is the first."""
+    def processes(self, job: str, module: str = RANK) -> list[int]:
+        """A job's processes that run a module of Python; ranks in their order."""
         assert self.lab is not None
-        return [pid for pid, command in self.lab.processes(job).items() if kind_of(command) == kind]
+        found = self.lab.processes(job)
+        return [each["pid"] for each in found if ("-m", module) in pairwise(each["cmdline"][:4])]
 
     @contextmanager
-    def paused(self, job: str, more: int = 3) -> Iterator[list[int]]:
-        """A few more records in, the ranks stand still: a fault finds the job at work, on any machine."""
-        self.wait_for_records(self.finished + more)
+    def paused(self, job: str) -> Iterator[list[int]]:
+        """Three more records in, the ranks stand still: a fault finds the job at work, on any machine."""
+        self.wait_for_records(self.finished + 3)
         wait_for(lambda: self._stops_at_work(job), self.logs)
-        ranks = self.processes(job, "rank")
+        ranks = self.processes(job)
         try:
             yield ranks
         finally:
-            _signal(ranks, signal.SIGCONT)
+            kill(*ranks, by=signal.SIGCONT)
 
     def _stops_at_work(self, job: str) -> bool:
         """Whether the ranks stand still with records under way; between two shards they go on."""
-        ranks = self.processes(job, "rank")
-        _signal(ranks, signal.SIGSTOP)
-        wait_for(lambda: all(stands_still(pid) for pid in ranks), self.logs)
+        ranks = self.processes(job)
+        kill(*ranks, by=signal.SIGSTOP)
+        wait_for(lambda: all(map(stands_still, ranks)), self.logs)
         newest = max((self.work / "parts").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
         if ranks and read_part(newest).failed_at:
             return True
-        _signal(ranks, signal.SIGCONT)
+        kill(*ranks, by=signal.SIGCONT)
         return False
-
-
-def _signal(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def kind_of(command: str) -> str:
-    """What a command line of ours is."""
-    if "llama_ssp.batch.slurm.supervisor" in command:
-        return "supervisor"
-    if "srun" in command.split(" ")[0]:
-        return "srun"
-    return "torchrun" if "torch.distributed.run" in command else "rank" if "-m llama_ssp" in command else ""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.processes import kill, wait_for
-from tests.slurm.jobs import RECORDS, Batches
+from tests.slurm.jobs import RECORDS, SUPERVISOR, TORCHRUN, Batches
 from tests.slurm.lab import NODES, Lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
@@ -54,7 +54,7 @@ def test_two_ranks_are_killed_then_preempted(batches: Batches, lab: Lab, expecte
     with batches.paused(job) as ranks:
         kill(ranks[0])
     with batches.paused(job):
-        kill(batches.processes(job, "torchrun")[0])
+        kill(batches.processes(job, TORCHRUN)[0])
     with batches.paused(job):
         options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
         lab.run("sbatch", *options, "--wrap=sleep 1")
@@ -89,7 +89,7 @@ def test_a_killed_rank_of_two_nodes(batches: Batches, lab: Lab, expected: bytes)
     go.touch()
     wait_for(lambda: "srun: error" in batches.logs(), batches.logs)
     lab.start_controller()
-    wait_for(lambda: len(batches.processes(job, "rank")) == 2, batches.logs)
+    wait_for(lambda: len(batches.processes(job)) == 2, batches.logs)
     with batches.paused(job) as ranks:
         kill(ranks[0])
     assert batches.whole() == expected
@@ -139,9 +139,9 @@ def test_slurm_itself_is_lost(batches: Batches, lab: Lab, expected: bytes):
         lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=True)
     with batches.paused(job) as ranks:  # so that they live, however long Slurm takes to notice
         lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=False)
-        wait_for(lambda: set(batches.processes(job, "rank")) - set(ranks), batches.logs)
+        wait_for(lambda: set(batches.processes(job)) - set(ranks), batches.logs)
     assert batches.whole() == expected
-    wait_for(lambda: not batches.processes(job, "supervisor"), batches.logs)
+    wait_for(lambda: not batches.processes(job, SUPERVISOR), batches.logs)
     assert batches.output.read_bytes() == expected
     restarts = [end.restart for end in batches.ends]
     assert restarts[0] == 0 and batches.ends[0].failed and not any(end.failed for end in batches.ends[1:])

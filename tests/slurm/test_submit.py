@@ -34,11 +34,6 @@ def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> N
 
 
 @pytest.fixture
-def without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
-
-
-@pytest.fixture
 def at_lab(lab: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, lab.env[name])
@@ -58,8 +53,11 @@ def test_what_the_cluster_could_never_start(at_lab: Lab, command: Command, here:
     assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
 
 
-def test_the_script_is_printed_and_nothing_happens(command: Command, here: Path, without_slurm: None):
+def test_the_script_is_printed_and_nothing_happens(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Also where there is no Slurm."""
+    monkeypatch.setenv("PATH", str(here / "nothing"))
     printed = [*JOB, *ON_SLURM[:-1], "cluster.groups=2"]
     answer = command(*printed)
     assert answer.code == 0 and answer.out.startswith("#!/bin/bash\n")
@@ -132,50 +130,33 @@ def test_hostile_names_go_through_slurm_unharmed(batches: Batches, lab: Lab, exp
     assert not list(batches.home.rglob("broken"))
 
 
-def test_without_slurm_nothing_is_submitted(command: Command, here: Path, without_slurm: None):
-    refused = command(*JOB, *ON_SLURM)
-    assert refused.code == 5 and "this machine has none of Slurm's commands" in refused.errors[0]
-    assert not (here / "answers.jsonl.work").exists()
+SILENT, DOWN = ({"scontrol": act, "sbatch": "echo 8"} for act in ("exec sleep 60", "echo Slurmctld is DOWN"))
+REFUSED = {
+    "no Slurm": ({}, [*JOB, *ON_SLURM], 5, "this machine has none of Slurm's commands"),
+    # The plan comes first: before Slurm is asked.
+    "too large": ({}, [*JOB, *ON_SLURM, "cluster.gpu=L4", "cluster.gib=0.01"], 5, "the models do not fit"),
+    "sweep": ({}, ["--multirun", *JOB, *ON_SLURM], 2, "sweep"),
+    "silence": (SILENT, [*JOB, *ON_SLURM], 5, "Slurm does not answer; found scontrol said nothing"),
+    "down": (DOWN, [*JOB, *ON_SLURM], 5, "Slurm does not answer; found Slurmctld is DOWN"),
+    "another task": ({}, ["task=generate", "cluster=slurm"], 2, "cluster.scheduler is for task=batch"),
+    "groups": ({}, ["task=generate", "cluster.groups=2"], 2, "cluster.groups is for task=batch"),
+    "no GPUs": ({}, ["task=batch", "cluster.scheduler=slurm"], 2, "cluster.gpus is missing"),
+    "no scheduler": ({}, [*JOB, "task.submit=true"], 2, "needs a scheduler"),
+    "no job": ({}, ["task=batch", "task.status=true", "task.output=x"], 3, "there is no job in this folder"),
+}
 
 
-@pytest.mark.parametrize(
-    ("ping", "said"),
-    [("exec sleep 60", "scontrol said nothing"), ("echo Slurmctld is DOWN", "Slurmctld is DOWN")],
-)
-def test_a_controller_that_is_silent(
-    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ping: str, said: str
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_writes_nothing(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ):
-    commands(tmp_path, monkeypatch, scontrol=ping, sbatch="echo 8")
+    scripts, words, code, said = REFUSED[name]
+    monkeypatch.setenv("PATH", "/usr/bin:/bin" if scripts else str(tmp_path / "nothing here"))
+    commands(tmp_path, monkeypatch, **scripts)
     monkeypatch.setattr(submit, "PATIENCE_S", 0.3)
-    answer = command(*JOB, *ON_SLURM)
-    assert answer.code == 5 and f"Slurm does not answer; found {said}" in answer.errors[0]
-
-
-def test_what_does_not_fit_is_not_queued(command: Command, here: Path, without_slurm: None):
-    """The plan comes first: before Slurm is asked, and before anything is written."""
-    answer = command(*JOB, *ON_SLURM, "cluster.gpu=L4", "cluster.gib=0.01")
-    assert answer.code == 5 and "the models do not fit" in answer.errors[0]
+    answer = command(*words)
+    assert answer.code == code and said in answer.errors[0]
     assert not (here / "answers.jsonl.work").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["task=generate", "cluster=slurm"], "cluster.scheduler is for task=batch"),
-        (["task=generate", "cluster.groups=2"], "cluster.groups is for task=batch"),
-        (["task=batch", "cluster.scheduler=slurm"], "cluster.gpus is missing"),
-        (["task=batch", "task.output=a", "task.input=b", "task.submit=true"], "needs a scheduler"),
-        (["task=batch", "task.status=true", "task.output=none.jsonl"], "there is no job in this folder"),
-    ],
-)
-def test_what_makes_no_sense(command: Command, overrides: list[str], said: str):
-    answer = command(*overrides)
-    assert answer.code in (2, 3) and said in answer.errors[0]
-
-
-def test_sweeps_are_not_submitted(command: Command, here: Path, without_slurm: None):
-    answer = command("--multirun", *JOB, *ON_SLURM)
-    assert answer.code == 2 and "sweep" in answer.errors[0]
 
 
 @pytest.mark.slow

@@ -84,22 +84,28 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_an_end_in_good_order(node: Node):
-    assert node.run("true")[0] == 0
-    assert node.asked == [] and [end.code for end in ends(node.work)] == [0]
+def leaves(code: int) -> str:
+    """A command whose ranks leave with a code; torchrun's own is 1."""
+    return f"echo {code} > ${CODE_FILE}; exit 1"
 
 
-def test_a_failure_is_requeued_and_kept(node: Node):
-    """Until Slurm takes the element away: the exit code of a job that it requeues is not read."""
-    code, _ = node.run(f"echo 5 > ${CODE_FILE}; exit 1")
-    assert code == -signal.SIGTERM and node.asked == ASKED
-    assert [(end.code, end.failed) for end in ends(node.work)] == [(5, True)]
-
-
-@pytest.mark.parametrize("code", [2, 3, 4])
-def test_what_would_fail_again_is_not_requeued(node: Node, code: int):
-    left, said = node.run(f"echo {code} > ${CODE_FILE}; exit 1")
-    assert left == code and node.asked == [] and "not started again" in said
+@pytest.mark.parametrize(
+    ("command", "restarts", "ended", "code", "asked", "said"),
+    [
+        ("true", 0, 0, 0, [], ""),
+        # It waits until Slurm takes it away: the exit code of a job that Slurm requeues is not read.
+        (leaves(5), 0, 5, -signal.SIGTERM, ASKED, "ended with 5"),
+        *((leaves(code), 0, code, code, [], "not started again") for code in (2, 3, 4)),
+        ("exit 1", 1, 1, 0, ASKED[:1], "superseded"),
+    ],
+)
+def test_an_end_is_kept_and_what_may_help_is_started_again(
+    node: Node, command: str, restarts: int, ended: int, code: int, asked: list[str], said: str
+):
+    node.restarts(restarts)
+    left, text = node.run(command)
+    assert left == code and node.asked == asked and said in text
+    assert [(end.code, end.failed) for end in ends(node.work)] == [(ended, ended > 0)]
 
 
 def test_a_broken_installation_is_not_requeued_for_ever(node: Node):
@@ -108,12 +114,6 @@ def test_a_broken_installation_is_not_requeued_for_ever(node: Node):
         requeued = [line for line in node.asked if "requeue" in line]
         assert len(requeued) == min(go + 1, 3)
     assert "not started again after 127" in node.run("exit 127", retries=2)[1]
-
-
-def test_a_successor_is_left_alone(node: Node):
-    node.restarts(1)
-    code, said = node.run("exit 1")
-    assert code == 0 and "superseded" in said and node.asked == ASKED[:1]
 
 
 def test_near_the_time_limit_ranks_stop_and_the_job_is_requeued(node: Node):
