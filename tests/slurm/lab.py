@@ -32,6 +32,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 SlurmctldPort={port}
 SlurmdPort={slurmd}
@@ -55,7 +56,7 @@ SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:4 S
 PartitionName=lab Nodes=ALL Default=YES MaxTime=60 DefaultTime=10 DefMemPerCPU=200 PriorityTier=1
 PartitionName=urgent Nodes=ALL MaxTime=60 DefaultTime=5 DefMemPerCPU=200 PriorityTier=9 PreemptMode=OFF
 """
-GPUS = "AutoDetect=off\nName=gpu Count=4 Flags=CountOnly\n"
+GPUS = "AutoDetect=off\nNodeName=127.0.0.[1-{nodes}] Name=gpu Flags=nvidia_gpu_env File={home}/gpu[0-3]\n"
 
 
 class Lab:
@@ -76,7 +77,9 @@ class Lab:
             "job": 10_000 + number,
         }  # fmt: skip
         (self.home / "slurm.conf").write_text(CONF.format(**names), encoding="utf-8")
-        (self.home / "gres.conf").write_text(GPUS, encoding="utf-8")
+        (self.home / "gres.conf").write_text(GPUS.format(**names), encoding="utf-8")
+        for gpu in range(4):  # fake GPUs: Slurm wants character devices
+            (self.home / f"gpu{gpu}").symlink_to("/dev/null")
         nodes = [f"127.0.0.{number + 1}" for number in range(NODES)]  # names that resolve
         for folder in ("state", *(f"spool-{node}" for node in nodes)):
             (self.home / folder).mkdir()
