@@ -164,15 +164,14 @@ def test_a_drawn_seed_is_kept(command: Command):
     assert command(*unseeded, "task.output=out.jsonl").document["seed"] == first
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [("speculation.k=2", "speculation.k=4 now 2"), ("seed=4", "seed=3 now 4"), ("", "input_sha256")],
-)
-def test_another_config_or_input_is_refused(change: str, said: str, command: Command, undisturbed: bytes):
-    write_input(RECORDS if change else RECORDS - 1)
-    refused = command(*SMALL, *filter(None, [change]), "task.output=calm.jsonl")
-    assert refused.code == 3 and said in refused.errors[0]
+def test_another_config_or_input_is_refused(command: Command, undisturbed: bytes):
+    changed = command(*SMALL, "seed=4", "task.output=calm.jsonl")
+    write_input(RECORDS - 1)
+    for refused, said in (
+        (changed, "seed=3 now 4"),
+        (command(*SMALL, "task.output=calm.jsonl"), "input_sha256"),
+    ):
+        assert refused.code == 3 and said in refused.errors[0]
     assert Path("calm.jsonl").read_bytes() == undisturbed
 
 
@@ -196,17 +195,13 @@ def test_an_empty_input_has_an_empty_output(command: Command, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    ("override", "code", "said"),
-    [
-        ("task.input=null", 2, "task.input is missing"),
-        ("task.output=null", 2, "task.output is missing"),
-        ("task.output=in.jsonl/out.jsonl", 6, "in.jsonl"),
-    ],
+    ("override", "said"),
+    [("task.input=null", "task.input is missing"), ("task.output=null", "task.output is missing")],
 )
-def test_bad_settings(override: str, code: int, said: str, command: Command):
+def test_bad_settings(override: str, said: str, command: Command):
     write_input(1)
     refused = command(*SMALL, "task.output=out.jsonl", override)
-    assert refused.code == code and len(refused.errors) == 1 and said in refused.errors[0]
+    assert refused.code == 2 and len(refused.errors) == 1 and said in refused.errors[0]
 
 
 LONG = {"id": "b", "prompt": "y" * 2000}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -105,11 +104,3 @@ def test_a_slow_draft_is_waited_for(world: int, command: Command, tmp_path: Path
     assert texts(found[0]) == texts(command(*RUN, "placement=auto"))
     assert LOST not in found[0].err and SLOWED in found[-1].err
     assert found[0].document["overlap"]["draft_lost"] is None
-
-
-@pytest.mark.slow
-def test_who_wants_it_stops_with_the_draft(tmp_path: Path):
-    strike = partial(strike_at, 1, "draft", partial(os._exit, 7))
-    found = Started(tmp_path, 2, *RUN, "placement.on_draft_loss=stop", fault=strike).finish()
-    assert [answer.code for answer in found] == [5, 7]
-    assert len(found[0].errors) == 1 and "rank 1 is gone" in found[0].errors[0]

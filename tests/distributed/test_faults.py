@@ -33,8 +33,8 @@ ENDLESS = (
 SOME = [
     Cell("SIGKILL", "load", "leader"),
     Cell("SIGKILL", "verify", "other rank"),
-    Cell("SIGKILL", "draft", "draft's rank"),
     Cell("SIGTERM", "prefill", "other rank"),
+    Cell("SIGKILL", "draft", "draft's rank"),
     Cell("SIGTERM", "verify", "leader"),
     Cell("SIGSTOP", "load", "other rank"),
     Cell("SIGSTOP", "draft", "leader"),
