@@ -36,11 +36,6 @@ def kill(*pids: int, by: int = signal.SIGKILL) -> None:
             os.kill(pid, by)
 
 
-def kill_all(**variables: str) -> None:
-    """Kills every process that has these environment variables."""
-    kill(*(each["pid"] for each in living(**variables)))
-
-
 def stands_still(pid: int) -> bool:
     """Whether the process has stopped, as a signal asked of it, or has gone."""
     try:
@@ -69,7 +64,7 @@ def ends_its_processes() -> Iterator[None]:
         for process in multiprocessing.active_children():  # of the server in tests/warm.py
             process.kill()
         if STARTS:
-            kill_all(**{MARK: mark})
+            kill(*(each["pid"] for each in living(**{MARK: mark})))
 
     limit = threading.Timer(LIMIT_S, end)
     limit.daemon = True

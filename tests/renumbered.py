@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
-def renumber(source: Path, folder: Path, seed: int = 0, tokens: int | None = None) -> Path:
+def renumber(source: Path, folder: Path, tokens: int | None = None) -> Path:
     """Copies the model; its tokens but the special ones get other ids, and their rows go with them.
 
     With `tokens`, only the first so many stay: the rest of a text is cut into shorter ones.
@@ -23,7 +23,7 @@ def renumber(source: Path, folder: Path, seed: int = 0, tokens: int | None = Non
     kept = sorted(vocabulary.values())[:tokens]
     special = {token["id"] for token in content["added_tokens"]}
     free = torch.tensor([i for i in kept if i not in special])
-    shuffled = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(seed))]
+    shuffled = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(0))]
     new = dict(zip(free.tolist(), shuffled.tolist(), strict=True)) | {i: i for i in special}
     content["model"]["vocab"] = {token: new[i] for token, i in vocabulary.items() if i in new}
     merges = content["model"]["merges"]

@@ -75,7 +75,6 @@ def engine_of(
     target: Model, draft: Model | HeadModel | str | None = None, rule: Rule | str = "block", *,
     sampling: SamplingConfig | None = None, ends: Iterable[int] = (), draws: Draws | int = 0,
     vocab: int | None = None, bridge: Intersection | None = None, chunk: int = 512, siblings: int = 0,
-    runner: type[ModelRunner] = ModelRunner,
 ) -> Engine:  # fmt: skip
     """The engine of one process. `draft` is a model, a trained head, "ngram", or None.
 
@@ -84,7 +83,7 @@ def engine_of(
     """
     transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab or target.vocab)
     source = CounterDraws(draws) if isinstance(draws, int) else draws
-    target_runner = runner(target, chunk)
+    target_runner = ModelRunner(target, chunk)
     drafter: Drafter = Drafter()
     if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
@@ -139,8 +138,8 @@ def speculate(
     draws: Draws | None = None, sampling: SamplingConfig = GREEDY, **how: Any,
 ) -> Run:  # fmt: skip
     """One batch through an engine of its own; `how` as in `engine_of`."""
-    given: dict[str, Any] = {"ends": ends, "draws": draws or seed, "sampling": sampling, **how}
-    engine = engine_of(target, draft, siblings=k * siblings, **given)
+    how = {"ends": ends, "draws": draws or seed, "sampling": sampling, "siblings": k * siblings, **how}
+    engine = engine_of(target, draft, **how)
     return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive, siblings=siblings)
 
 

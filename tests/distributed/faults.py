@@ -187,11 +187,10 @@ def _judged(cell: Cell, folder: Path, said: str, wrong: list[str]) -> Outcome:
 HEAD = f"""\
 gloo ranks on one machine, by torchrun. placement.timeout_s={TIMEOUT_S} for SIGSTOP.
 
-%d of %d cells passed. A cell passes when torchrun and all ranks are
-gone within {LIMIT_S:g} s of the fault; one line on standard error is ours, the first
-that is not torchrun's log; it names the rank and what happened (and the phase and round, where
-the rank itself says it); the exit code in LLAMA_SSP_CODE_FILE is the cause's (5, or 143 for
-SIGTERM); and every record of a rank names that cause. torchrun's own summary is not counted.
+%d of %d cells passed: torchrun and all ranks were gone within {LIMIT_S:g} s; the first line on standard
+error that is not torchrun's log is our only one, and names the rank and what happened (and the phase and
+round, where the rank itself says it); the code in LLAMA_SSP_CODE_FILE is the cause's (5, or 143 for SIGTERM),
+and every record of a rank names that cause. torchrun's own summary is not counted.
 
 | fault | phase | on | seconds | said | |
 |---|---|---|---|---|---|"""

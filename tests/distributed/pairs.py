@@ -48,7 +48,6 @@ class Case:
     adaptive: bool = False
     max_new: int = 16
     ends: frozenset[int] = frozenset()
-    seed: int = 7
     rounds: int | None = None  # stops after so many
     overlap: Overlap = Overlap.auto
     siblings: int = 0
@@ -114,4 +113,4 @@ def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
     )  # fmt: skip
     tokens: Any = SimpleNamespace(size=VOCAB, paired=None)  # what an engine asks of a tokenizer
     how = replace(run, sampling=case.sampling, speculation=spec)
-    return engine_for(pair, how, tokens, case.ends, case.seed, 512)
+    return engine_for(pair, how, tokens, case.ends, 7, 512)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.processes import kill, kill_all, living, wait_for
+from tests.processes import kill, living, wait_for
 
 # Daemons are where only root's search path looks.
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
@@ -166,7 +166,7 @@ class Lab:
         """Nothing is left behind, whatever state the cluster is in."""
         for name in self._daemons:  # no daemon starts a process any more
             self._kill(name)
-        kill_all(**self._mark)
+        kill(*(each["pid"] for each in living(**self._mark)))
         shutil.rmtree(self.home, ignore_errors=True)
 
     def _kill(self, name: str) -> None:
