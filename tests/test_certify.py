@@ -218,8 +218,6 @@ def one_more(filtered: Any, probs: Any, k: int, p: float, least: float) -> Any:
 
 ANOTHER_TOKEN = Mutant("another token", NGRAMS, (), declares(lambda probs: probs.roll(1, -1)))
 LENIENT = Mutant("trees are lenient", "speculative.verification:TreeRule.decide_tree", (), lenient)
-TOP_P = next(fault for fault in FAULTS if fault.name == "top-p 0.01 wider everywhere")
-OF_DECISIONS = [fault for fault in FAULTS if fault.check == "decisions"]
 SHOWN: list[tuple[Any, Callable[..., Check], tuple[Any, ...]]] = [
     (MUTANTS["a sibling is drawn with its draft's number"], decisions_check, ("tree", 120, 1e-3)),
     (MUTANTS["a sibling may be its draft again"], decisions_check, ("tree", 120, 1e-3)),
@@ -231,13 +229,13 @@ SHOWN: list[tuple[Any, Callable[..., Check], tuple[Any, ...]]] = [
     (MUTANTS["stale keys of rejected tokens"], law_check, ("block", "nucleus")),
     (MUTANTS["filters on the draft's side only"], filter_check, ("nucleus",)),
     (MUTANTS["filters on the draft's side only"], filter_check, ("top-k",)),
-    (TOP_P, filter_check, ("nucleus",)),
     (Mutant("one token more", FILTERS, (), one_more), filter_check, ("top-k",)),
     (MUTANTS["controls see the committed prefix only"], filter_check, ("penalties",)),
     (MUTANTS["temperature 0 as a small number"], filter_check, ("greedy",)),
     (LENIENT, decisions_check, ("tree", 50)),
     (MUTANTS["one row's correction for all rows"], decisions_check, ("block", 50)),
-    *((fault, decisions_check, ("block", 400)) for fault in OF_DECISIONS),  # also where few rounds have them
+    *((fault, filter_check, ("nucleus",)) for fault in FAULTS if fault.name.startswith("top-p")),
+    *((fault, decisions_check, ("block", 400)) for fault in FAULTS if fault.check == "decisions"),
 ]
 
 

@@ -46,7 +46,7 @@ def chat(**more: Any) -> str:
 
 def test_a_plain_line_has_the_runs_settings_or_its_own(tmp_path: Path):
     lines = [
-        {"id": "a/b", "prompt": "x", "column": 1},
+        {"id": "a/b", "prompt": "x", "body": "of a letter"},
         {"prompt": "y", "temperature": 0, "max_tokens": 5, "stop": "\n", "seed": 9, "logit_bias": {"3": -1}},
         {"id": 7, "messages": [{"role": "system", "content": "s"}, USER]},
     ]
@@ -142,11 +142,6 @@ def test_an_id_of_a_refused_line_is_used(lines: list[str], tmp_path: Path):
     for number, record in enumerate(others, start=2):
         assert isinstance(record, Refused) and record.id == first.id
         assert re.search(f"an id is used twice; .* line 1 and .* line {number};", record.error)
-
-
-def test_a_column_of_a_plain_line_may_be_named_body(tmp_path: Path):
-    (request,) = read(tmp_path, '{"id": "a", "prompt": "x", "body": "of a letter"}')
-    assert isinstance(request, Request) and (request.id, request.prompt) == ("a", "x")
 
 
 def test_many_bad_lines_are_said_at_once_and_shortly(tmp_path: Path):
