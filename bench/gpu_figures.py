@@ -223,9 +223,9 @@ def codes(how: How) -> Iterator[Bar]:
     """The kernel for weights in codes, and steps of 7B with them."""
     yield from safely("the kernel for codes", coded_products(how.small))
     taken: dict[str, list[float]] = {}
-    for dtype in ("bf16", "int8", "int4"):
+    for dtype in ("bf16", "fp16", "int8", "int4", "nf4"):
         yield from safely(dtype, _in(dtype, how.small, taken))
-    for dtype in sorted(taken.keys() & {"int8", "int4"}):
+    for dtype in sorted(taken.keys() - {"bf16"}):
         for width, sixteen, few in zip((1, K + 1), taken.get("bf16", []), taken[dtype], strict=False):
             limit = INT8_OVER_BF16 if dtype == "int8" and width == 1 else None
             yield Bar(f"a step of {width} tokens: {dtype} over bf16", sixteen / few, limit)

@@ -16,6 +16,7 @@ from llama_ssp.models.devices import device_of
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import load
+from llama_ssp.models.quantization import coded_of
 from llama_ssp.planner.storage import Storage
 from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.speculative.state import Prompt
@@ -116,6 +117,8 @@ def test_nf4_loads_and_speculates(tmp_path: Path) -> None:
         exact = opened(tmp_path, Dtype.fp32).decoder.get_submodule(name).weight.detach()
         held = dequantize_4bit(layer.weight.data, state)
         assert NF4_LOSS[0] < float((held - exact).norm() / exact.norm()) < NF4_LOSS[1], name
+        kernels = coded_of(layer).decoded(held.dtype)  # what a GPU's kernel multiplies
+        assert torch.equal(kernels, held), name
     speculates(opened(tmp_path, Dtype.nf4), opened(tmp_path, Dtype.bf16))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -27,8 +28,9 @@ from llama_ssp.planner.search import placements
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.speculative.decision import GraphedDraws, draws_for
 from llama_ssp.speculative.model_runner import ModelRunner
+from tests.distributed import threads
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
-from tests.families import PROMPTS, VOCAB, build, model_of
+from tests.families import PROMPTS, VOCAB, build, decoder_of, model_of
 from tests.plans import machine, request
 from tests.rig import eager_step, speculate
 
@@ -307,3 +309,98 @@ def test_where_sums_go_through_the_host_nothing_is_captured(caplog, monkeypatch)
     model = llama(Replayed, ranks=ThreadRank(0, Meeting(1)))
     assert speculate(model, PROMPTS[:2], None, k=0).texts and not model.captures
     assert caplog.messages == ["engine: m runs without graphs: its sums go through the host"]
+
+
+class Logged(ThreadRank):
+    """Keeps what this rank takes part in, in order: collectives with their sizes, captures, replays."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting)
+        self.log: list[tuple[str, Any]] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.log.append(("sum", tensor.shape))
+        return super().all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self.log.append(("gather", tensor.shape))
+        return super().all_gather(tensor)
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        self.log.append(("integers", len(values)))
+        return super().gather_ints(values)
+
+
+class LoggedModel(Replayed):
+    ranks: Logged
+    _made = GraphedModel._made
+
+    def _programs(self, arguments: Any) -> Any:
+        return eager_step(self)
+
+    def _captured(self, step: Call) -> Call:
+        replay = super()._captured(step)
+        self.ranks.log.append(("capture", self.captures[-1]))
+
+        def logged() -> Any:
+            self.ranks.log.append(("replay", self.captures[-1]))
+            return replay()
+
+        return logged
+
+
+class ColdOnRank1(LoggedModel):
+    def _warm(self, step: Call) -> None:
+        if self.ranks.rank == 0:
+            super()._warm(step)
+
+
+class ForgetfulOnRank1(LoggedModel):
+    """Rank 1 captures each step again."""
+
+    def _call(self, arguments: Any) -> list[Tensor]:
+        if self.ranks.rank == 1:
+            for memory in self._memories:
+                memory.graphs.clear()
+        return super()._call(arguments)
+
+
+class AloneOnRank1(LoggedModel):
+    """Rank 1 goes by its own facts."""
+
+    def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
+        return facts if self.ranks.rank == 1 else super()._on_all_ranks(facts)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", [LoggedModel, ColdOnRank1, ForgetfulOnRank1, AloneOnRank1])
+def test_ranks_take_part_in_the_same_collectives_in_the_same_order(
+    kind: type[LoggedModel], world: int, monkeypatch
+):
+    """Over caches that only one rank keeps, taps of one rank, padded steps; wrong models show.
+
+    NCCL would wait for ever, or add up what does not belong together.
+    """
+    monkeypatch.setattr(threads, "PATIENCE_S", 3)
+    meeting = Meeting(world)
+    ranks = [Logged(rank, meeting) for rank in range(world)]
+    module = build("llama-gqa")
+    models = [kind(decoder_of(module, ranks=rank), module.config, "m", rank) for rank in ranks]
+
+    def work(rank: int) -> None:
+        model, kept = models[rank], []
+        model.prepare([1, 2, 5], rows=1, capacity=40)
+        for end, taps in ((4, ()), (20, (0, 2) if rank == 0 else ()), (4, ())):
+            model.tap(taps)
+            runner, _ = stepping(model, (end, end), (end + 1, 1))
+            kept += [runner] if rank == 0 else []
+
+    wrong = False
+    try:
+        together([partial(work, rank) for rank in range(world)], ranks)
+    except (threading.BrokenBarrierError, RuntimeError, TypeError, AssertionError):  # out of step
+        wrong = True
+    same = all(rank.log == ranks[0].log for rank in ranks) and not wrong
+    assert same == (kind is LoggedModel)
+    if same:
+        assert {what for what, _ in ranks[0].log} == {"sum", "gather", "integers", "capture", "replay"}

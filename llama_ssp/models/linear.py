@@ -127,7 +127,7 @@ def formats(
         if dtype is Dtype.int4:
             return products(in_groups(weight_NK), bias_N)
         layer = quantised(dtype, weight_NK, bias_N, device)
-        ours = fast and dtype is Dtype.int8 and coded.available(device)
+        ours = fast and (dtype is Dtype.int8 or device.type == "cuda") and coded.available(device)
         return products(coded_of(layer), layer.bias) if ours else layer
 
     return small if dtype in QUANTISED else products, products

@@ -24,6 +24,7 @@ QUANTISED = (Dtype.int8, Dtype.int4, Dtype.nf4)
 LLM_INT8_THRESHOLD = 6.0  # bitsandbytes multiplies greater inputs in 16 bit
 LLM_INT8 = Codes("int8", unit=1 / 127)
 INT4 = Codes("int4", group=32)
+NF4 = Codes("nf4", group=NF4_BLOCK)
 
 
 def settings(dtype: Dtype) -> dict[str, Any]:
@@ -91,9 +92,13 @@ def scales_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def coded_of(layer: nn.Linear) -> Coded:
-    """The codes and scales of a layer in int8."""
-    codes_NK = layer.weight.data
-    return Coded(LLM_INT8, codes_NK.shape[1], codes_NK.view(torch.uint8), next(scales_of(layer))[:, None])
+    """The codes and scales of a layer of bitsandbytes, in int8 or nf4."""
+    scales, codes = next(scales_of(layer)), layer.weight.data.view(torch.uint8)
+    if codes.shape == (layer.out_features, layer.in_features):
+        return Coded(LLM_INT8, layer.in_features, codes, scales[:, None])
+    codes_NC = codes.view(layer.out_features, -1)
+    swapped_NC = codes_NC >> 4 | codes_NC << 4  # the first code is in the high half
+    return Coded(NF4, layer.in_features, swapped_NC, scales.view(layer.out_features, -1))
 
 
 def in_groups(weight_NK: Tensor) -> Coded:

@@ -32,6 +32,7 @@ from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear, probe
 from llama_ssp.models.kernels.build import complaint, triton_runs
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
+from llama_ssp.models.quantization import INT4, LLM_INT8, NF4, QUANTISED
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 
@@ -231,7 +232,7 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int,
     on_cpu = device.type == "cpu"
     if not on_cpu and not triton_runs():
         return False
-    in_codes = dtype in (Dtype.int8, Dtype.int4, Dtype.packed) and coded.available(device)
+    in_codes = dtype in (*QUANTISED, Dtype.packed) and coded.available(device)
     wanted: list[Callable[[], None]] = [partial(attention_kernel.operators, device.type)]
     wanted += [linear.operators] if on_cpu else []
     wanted += [partial(coded.operators, device.type)] if in_codes else []
@@ -242,7 +243,7 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int,
             queries, keys, size = heads
             probe.require_attention(queries // keys, size, TORCH_DTYPES[dtype], device)
             if in_codes:
-                probe.require_coded(TORCH_DTYPES[dtype], device)
+                probe.require_coded({Dtype.int8: LLM_INT8, Dtype.nf4: NF4}.get(dtype, INT4), device)
     except Exception as error:  # whatever compilers, libraries and kernels raise
         log.warning("engine: %s runs eagerly: its kernels fail: %s", name, complaint(error))
         return False

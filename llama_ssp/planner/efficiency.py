@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
-from llama_ssp.planner.storage import CPU, CUDA, Storage, Weight
+from llama_ssp.planner.storage import CPU, CUDA, Storage, Weight, by_bitsandbytes
 
 Points = tuple[tuple[int, float], ...]  # (tokens of a pass, a figure), as speed.between takes them
 
@@ -49,6 +49,9 @@ EFFICIENCY: dict[tuple[str, str], Efficiency] = {
     # our kernels have. One token of LLM.int8 took 0.57 of that in one file, and 0.87 in the other.
     (CPU, LLM_INT8): Efficiency(1.46, 0.8, moved=1.64, moves_from=2),
     (CPU, BITSANDBYTES_NF4): Efficiency(1.0, 0.6),
+    # A step of 7B with int4 in groups of 32 took 1.22 times as long as in bf16, where its kernel, too, reads
+    # few inputs at a time (bench/results/gpu_h200_second_202611.md); nf4 itself has not been measured.
+    (CUDA, CURVE): Efficiency(4.5, 0.5),
     # Estimates: these kernels have not been measured on a GPU.
     (CUDA, FOUR): Efficiency(1.3, 0.5),
     (CUDA, EIGHT): Efficiency(1.2, 0.5),
@@ -77,15 +80,13 @@ def of_plain(store: Storage) -> Points:
 
 def _kind(weight: Weight, dtype: Dtype, store: Storage) -> str:
     codes = weight.kept(dtype)
-    if weight.linear and dtype is Dtype.nf4:
-        return BITSANDBYTES_NF4
     if not codes.bits:
         return ""
-    if dtype is Dtype.int8 and not store.compiled:
-        return LLM_INT8
+    if by_bitsandbytes(dtype, store):
+        return LLM_INT8 if dtype is Dtype.int8 else BITSANDBYTES_NF4
     if not store.reads(codes, weight.inputs):
         return DECODED
-    if store.kernel == CPU and codes.table in ("nf4", "fp4"):
+    if codes.table in ("nf4", "fp4"):
         return CURVE
     if store.kernel == CPU and codes.table == "uint4":
         return SHIFTED

@@ -12,7 +12,8 @@ from llama_ssp.planner.speed import PassCost, Times
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.weights import parameters
 
-COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, Dtype.int4, Dtype.packed)  # on a GPU fp16, too
+COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, Dtype.int4, Dtype.packed)
+ON_GPUS_TOO = (Dtype.fp16, Dtype.nf4)
 # What compiled steps save, and what compiling costs, on two cores (bench/fast.py).
 SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
 COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
@@ -36,7 +37,7 @@ def why_eager(
         return f"architecture {model.family} has no row in models/families.py"
     if model.head_block:
         return "a DFlash head runs eagerly"
-    if dtype not in COMPILED_DTYPES and (on_cpu or dtype is not Dtype.fp16):
+    if dtype not in COMPILED_DTYPES and (on_cpu or dtype not in ON_GPUS_TOO):
         return f"steps in {dtype.value} are not compiled{' on a CPU' if on_cpu else ''}"
     if on_cpu and (model.head_dim > WIDEST_HEAD or model.head_dim % 2):
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"

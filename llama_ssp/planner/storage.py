@@ -15,9 +15,13 @@ BYTES = {
     Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5,
     Dtype.nf4: 0.5, Dtype.packed: 1,  # at most
 }  # fmt: skip
-# Of the formats that are made while loading; nf4 is bitsandbytes' own.
-MADE = {Dtype.int8: Kept(8, 0, 4, "int8"), Dtype.int4: Kept(4, 32, 2, "int4")}
-NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
+# Of the formats that are made while loading.
+MADE = {
+    Dtype.int8: Kept(8, 0, 4, "int8"),
+    Dtype.int4: Kept(4, 32, 2, "int4"),
+    Dtype.nf4: Kept(4, NF4_BLOCK, 4, "nf4"),
+}
+NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix of bitsandbytes
 
 # The groups of tensors.
 WEIGHTS = "embedding", "head", "layers", "experts", "norms", "quantisation scales", "positions", "buffers"
@@ -90,7 +94,7 @@ def width(dtype: Dtype) -> int:
 def sizes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iterator[tuple[str, int]]:
     """(group, bytes) of one such tensor, and of its scales where it is quantised."""
     codes, outputs = weight.kept(dtype), weight.outputs
-    if weight.linear and dtype is Dtype.nf4:
+    if weight.linear and dtype is Dtype.nf4 and by_bitsandbytes(dtype, store):
         yield weight.group, -(-weight.count // 2)
         yield SCALES, -(-weight.count // NF4_BLOCK) * 4
         yield SCALES, NF4_TABLE
@@ -108,10 +112,17 @@ def sizes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iter
         yield weight.group, outputs * weight.inputs * width(dtype)
 
 
+def by_bitsandbytes(dtype: Dtype, store: Storage) -> bool:
+    """Whether its layers multiply what it has quantised while loading, and not our kernel."""
+    if dtype is Dtype.nf4:
+        return not (store.compiled and store.kernel == CUDA)
+    return dtype is Dtype.int8 and not store.compiled
+
+
 def table_of(weight: Weight, dtype: Dtype, store: Storage) -> tuple[str, int] | None:
     """The table that the kernel reads the weight's codes by, and its bytes; all matrices share it."""
     codes = weight.kept(dtype)
-    by_kernel = store.reads(codes, weight.inputs) and (dtype is not Dtype.int8 or store.compiled)
+    by_kernel = store.reads(codes, weight.inputs) and not by_bitsandbytes(dtype, store)
     return (codes.table, 4 * 2**codes.bits) if by_kernel else None
 
 

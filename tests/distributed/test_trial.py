@@ -117,13 +117,13 @@ def run_of(saved: Any, *more: str, engine: str = "compiled") -> tuple[str, ...]:
     return f"model={saved.sharded}", *FP32, *RUN, f"engine={engine}", *more
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("small", "seconds", "line"),
     [
+        ("dies", 120.0, "rank 1 is gone (killed by a signal"),
         ("none", 120.0, ""),
         ("is wrong", 120.0, "logits are off by 0.01 of the largest, 0.0001 is allowed"),
-        ("dies", 120.0, "rank 1 is gone (killed by a signal"),
         ("hangs", 40.0, "no answer in 40 s"),
     ],
 )
@@ -143,6 +143,7 @@ def test_a_run_is_compiled_if_the_trial_passes(
     assert "trying compiled steps" in first.err and "trying compiled steps" not in again.err
 
 
+@pytest.mark.long
 def test_the_real_model_is_compared_too(command: Command, saved: Any, tmp_path: Path):
     """After a trial that has passed: where its steps differ, it runs eagerly and writes the right text."""
     run = on_two(tmp_path / "run", run_of(saved), real="is wrong")
@@ -150,6 +151,7 @@ def test_the_real_model_is_compared_too(command: Command, saved: Any, tmp_path: 
     assert run.document["outputs"] == command(*run_of(saved, engine="eager")).document["outputs"]
 
 
+@pytest.mark.long
 def test_a_check_that_hangs_ends_all_ranks_and_the_next_start_is_eager(saved: Any, tmp_path: Path):
     stuck = on_two(tmp_path / "stuck", run_of(saved), real="hangs", seconds=40.0)
     assert (stuck.code, len(stuck.errors)) == (DISTRIBUTED, 1), stuck.err
@@ -158,6 +160,7 @@ def test_a_check_that_hangs_ends_all_ranks_and_the_next_start_is_eager(saved: An
     assert again.code == 0 and "did not end in 40 s" in again.document["engines"]["model"], again.err
 
 
+@pytest.mark.long
 def test_a_step_that_hangs_while_loading_ends_all_ranks(saved: Any, tmp_path: Path):
     """Within the ranks' patience, and not after the half hour that reading weights may take."""
     began = time.monotonic()
@@ -222,6 +225,7 @@ def test_what_the_comparison_sees(monkeypatch: pytest.MonkeyPatch):
     assert "logits are off by nan" in difference(model, (1,), (1,), 2)
 
 
+@pytest.mark.long
 def test_a_batch_job_keeps_its_verdict(saved: Any, tmp_path: Path):
     """A start whose trial ends otherwise is refused; with the engine that the job began with it goes on."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GPU = torch.device("cuda:0")
-FORMATS = (Dtype.bf16, Dtype.fp16, Dtype.fp32, Dtype.int8, Dtype.int4)
+FORMATS = (Dtype.bf16, Dtype.fp16, Dtype.fp32, Dtype.int8, Dtype.int4, Dtype.nf4)
 
 
 class FirstOfTwo(Group):

@@ -85,7 +85,7 @@ def residual(shape, _, rule, block, accepted_B):
 
 fault("residual: the target's own distribution", CORRECTION, *EXACT)(residual(lambda p, q, _: p))
 fault("residual |p - q|", CORRECTION, *EXACT)(residual(lambda p, q, _: abs(p - q)))
-fault("residual p - q, not clamped at zero", CORRECTION, *EXACT)(residual(lambda p, q, _: p - q))
+fault("residual p - q, not clamped at zero", f"{RULES}excess", *EXACT)(lambda _, weight, p, q: weight * p - q)
 fault("residual max(q - p, 0)", CORRECTION, *EXACT)(residual(lambda p, q, _: (q - p).clip(0)))
 fault("residual masks the rejected token", CORRECTION, *EXACT)(
     residual(lambda p, _, rejected: where(order(p) == rejected, 0, p))

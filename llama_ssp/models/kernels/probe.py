@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.attention import Pass, Scores, attend_rows
+from llama_ssp.models.formats.coded import Coded, Codes
 from llama_ssp.models.kernels.attention import attend
 from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
-from llama_ssp.models.quantization import in_groups
 
 TOLERANCE = 2.0**-5  # of the largest number: several roundings to bf16
 ROWS, INPUTS, OUTPUTS = 3, 256, 128
@@ -31,10 +31,13 @@ def require_attention(group: int, size: int, dtype: torch.dtype, device: torch.d
 
 
 @functools.cache
-def require_coded(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises what the kernel for weights in codes raises, or ArithmeticError."""
-    drawn = _drawn(device, dtype)
-    weight, x_TK = in_groups(drawn(OUTPUTS, INPUTS)), drawn(ROWS, INPUTS)
+def require_coded(kind: Codes, device: torch.device) -> None:
+    """Raises what the kernel for weights in these codes raises, or ArithmeticError."""
+    drawn = _drawn(device, torch.bfloat16)
+    x_TK, scale_NG = drawn(ROWS, INPUTS), drawn(OUTPUTS, INPUTS // (kind.group or INPUTS))
+    count = OUTPUTS * INPUTS * kind.bits // 8
+    codes_NC = torch.arange(count, device=device).to(torch.uint8).view(OUTPUTS, -1)
+    weight = Coded(kind, INPUTS, codes_NC, scale_NG)
     plain = DecodedLinear(weight, None).to(device)
     _compare("a product with codes", CodedLinear(weight, None, device)(x_TK), plain(x_TK))
 
