@@ -25,11 +25,13 @@ from torch._inductor.utils import run_and_get_code
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.models import programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.kernels import attention, coded, probe
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.build import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators
 from llama_ssp.models.linear import Products, plain
 from llama_ssp.models.programs import quick_builds
+from llama_ssp.models.quantization import INT4, LLM_INT8, NF4
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair import assembly
 from llama_ssp.pair.placements import compiles
@@ -312,6 +314,33 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tm
     says = "a.cpp: In function 'f':\na.cpp:3: error: no\n 3 | x"
     errors = subprocess.CalledProcessError(1, "g++", stderr=says), OSError("full"), OSError()
     assert [*map(building.complaint, errors)] == ["a.cpp:3: error: no", "full", "OSError"]
+
+
+@pytest.mark.compiler
+def test_sound_kernels_pass_their_probe_and_wrong_ones_do_not(monkeypatch):
+    """What is asked of a GPU's kernels, here of a CPU's."""
+    asked = partial(probe.require_attention.__wrapped__, 2, 64, torch.bfloat16, CPU)
+    codes = [partial(probe.require_coded.__wrapped__, kind, CPU) for kind in (INT4, NF4, LLM_INT8)]
+    attention.operators("cpu")
+    coded.operators("cpu")
+    for sound in (asked, *codes):
+        sound()
+    monkeypatch.setattr(probe, "attend", lambda _, query, *__: query)
+    monkeypatch.setattr(probe.CodedLinear, "forward", lambda _, x: x[:, :128])
+    for wrong in (asked, *codes):
+        with pytest.raises(ArithmeticError, match="of the largest number"):
+            wrong()
+
+
+def test_a_gpu_whose_kernels_fail_runs_eagerly(monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of resource: shared memory, Required: 200000, Hardware limit: 101376")
+
+    monkeypatch.setattr(steps, "triton_runs", lambda: True)
+    monkeypatch.setattr(steps.attention_kernel, "operators", lambda _: None)
+    monkeypatch.setattr(probe, "require_attention", fail)
+    assert not steps.has_kernels("m", Dtype.bf16, torch.device("cuda:0"), (8, 4, 64))
+    assert caplog.messages[0].startswith("engine: m runs eagerly: its kernels fail: out of resource: shared")
 
 
 @pytest.mark.parametrize("able", [(True, False), (True, True)])

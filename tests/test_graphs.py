@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -336,6 +337,7 @@ class LoggedModel(Replayed):
     _made = GraphedModel._made
 
     def _programs(self, arguments: Any) -> Any:
+        time.sleep(0.1 * self.ranks.rank)  # one rank compiles what another loads
         return eager_step(self)
 
     def _captured(self, step: Call) -> Call:
