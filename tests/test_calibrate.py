@@ -86,7 +86,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     less_of_everything(put=monkeypatch.setattr)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
     started = Started(
         tmp_path / "run", 2, "task=calibrate", "task.repeats=1", "model=tiny", "draft=tiny_draft", "out=null",

@@ -24,7 +24,7 @@ NEED_MORE = ("races", "smollm2", "beside")  # a tool of CUDA; files that are bro
 SCRIPT = ROOT / "bench" / "gpu.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rehearsal_survives_every_failure():
     """A part that is killed, hangs, raises, has a full disk, lacks a name; and a call with a full disk."""
     done = subprocess.run([sys.executable, SCRIPT, "rehearse=true"], capture_output=True, text=True)

@@ -131,8 +131,7 @@ def test_two_groups_one_of_which_is_killed(tmp_path: Path):
     assert 0 < document["tokens_committed"] <= 48 * RECORDS and f"records     {RECORDS} of" in out
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_groups_end_with_the_command_and_go_on_with_the_next(number: int, tmp_path: Path):
     """A killed command takes its groups with it; they have stopped in good order."""

@@ -149,7 +149,7 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [Dtype.packed, Dtype.bf16])
 @pytest.mark.parametrize("name", SIZES)
 def test_loading_takes_at_most_a_layer_more(
