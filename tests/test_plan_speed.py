@@ -202,7 +202,7 @@ def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
     assert eager.band > graphs.band == auto.band
     assert "steps run eagerly: model, engine=eager" in drawn(eager)
     assert auto.chosen.placement.world == 8 and not auto.eager
-    assert "are CUDA graphs if the first start's trial of them passes, else eager" in drawn(auto)
+    assert "the first start tries CUDA graphs over several GPUs" in drawn(auto)
     assert "eager" not in drawn(graphs) and graphs.document()["best"]["eager_steps"] == {}
 
 

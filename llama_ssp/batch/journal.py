@@ -92,7 +92,7 @@ class Journal:
         return Journal(folder, manifest)
 
     def keep_trials(self, engines: dict[str, str]) -> None:
-        """Keeps how steps that were on trial are run, by role; raises DataError if the job began otherwise.
+        """Writes, by role, whether steps that were on trial are compiled; raises DataError if it differs.
 
         In 16 bit, compiled and eager steps round differently: a text should not depend on which of several
         machines of one kind, or which attempt, wrote it.
@@ -109,7 +109,7 @@ class Journal:
                     f"{role}: {held[role]}",
                     f"give engine={held[role]}",
                 )
-                raise DataError("the job has begun with other steps", path, now, then, fix)
+                raise DataError("the job has begun with another engine", path, now, then, fix)
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()

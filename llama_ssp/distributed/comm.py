@@ -15,6 +15,10 @@ from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import DistributedError
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
 class Ranks:
     """The ranks of a run, or some of them as a group. This base class is one process without others."""
 
@@ -22,6 +26,7 @@ class Ranks:
     world: int = 1
     patience_s: float = 0.0  # how long one rank waits for another
     ended = ""  # the error that has ended these ranks
+    on_timeout: Callable[[], None] = staticmethod(nothing)  # called before something late ends all ranks
 
     @property
     def is_leader(self) -> bool:
@@ -49,8 +54,8 @@ class Ranks:
         """A context for code that computes and also exchanges tensors: a broken exchange is a lost rank."""
         return nullcontext()
 
-    def within(self, seconds: float, what: str, late: Callable[[], None]) -> AbstractContextManager[None]:
-        """A context that ends all ranks, with a line, if it takes longer than this; calls `late` before."""
+    def within(self, seconds: float, what: str) -> AbstractContextManager[None]:
+        """A context. If its body takes longer, `on_timeout` is called, and all ranks end with a line."""
         return nullcontext()
 
     def broadcast_ints(self, values: list[int]) -> list[int]:

@@ -61,13 +61,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Limit:
-    """The time until which a rank may do something, and what it calls before it ends because it is late."""
+class Deadline:
+    """The time until which a rank may do something, and what is called when it is over."""
 
     until: float
     seconds: float
     what: str
-    late: Callable[[], None]
+    on_timeout: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Watch(threading.Thread):
         self._beats, self._said = 0, [b""] * world  # what each rank has written last
         self._heard = dict.fromkeys(range(world), time.monotonic())  # when each rank's last beat came
         self._cause: Cause | None = None
-        self._limit: Limit | None = None  # of what the main thread does
+        self._deadline: Deadline | None = None  # of what the main thread does
         self._found, self._stopped = threading.Event(), threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
         self._wake = threading.Event()
@@ -196,13 +196,14 @@ class Watch(threading.Thread):
             raise self._lost_peer(error, what) from error
 
     @contextmanager
-    def within(self, seconds: float, what: str, late: Callable[[], None]) -> Iterator[None]:
-        """Ends all ranks if this takes longer, whatever the main thread waits for; calls `late` before."""
-        before, self._limit = self._limit, Limit(time.monotonic() + seconds, seconds, what, late)
+    def within(self, seconds: float, what: str, on_timeout: Callable[[], None]) -> Iterator[None]:
+        """Ends all ranks if this takes longer, whatever the main thread waits for."""
+        outer, until = self._deadline, time.monotonic() + seconds
+        self._deadline = Deadline(until, seconds, what, on_timeout)
         try:
             yield
         finally:
-            self._limit = before
+            self._deadline = outer
 
     def _lost_peer(self, error: BaseException, what: str) -> LostPeer:
         GUARD.ending = True
@@ -343,9 +344,9 @@ class Watch(threading.Thread):
         self._said = said
         if cause := first_cause(self._thread_store):  # also of a rank that has died since
             return cause
-        if (limit := self._limit) is not None and now > limit.until:
-            limit.late()
-            line = f"rank {self.rank}: {limit.what}: no end after {limit.seconds:g} s, in {self.place}"
+        if (over := self._deadline) is not None and now > over.until:
+            over.on_timeout()
+            line = f"rank {self.rank}: {over.what}: no end after {over.seconds:g} s, in {self.place}"
             return first_cause(self._thread_store, self._cause_here(line))
         if self.rank in self.spare and self._thread_store.check([f"excused/{self.rank}"]):
             leave_within(LEAVE_S, OK)  # the main thread may be stuck

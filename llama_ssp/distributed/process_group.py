@@ -39,6 +39,7 @@ PACKET = 1024  # integers of a message's first broadcast: enough for a round; a 
 HEAD = 3  # number, length, checksum
 LOADING = timedelta(minutes=30)  # how long ranks wait for each other while they load
 WORKING_S = 120.0  # and within a round
+FIRST_STEP_S = 60.0  # at least, for a first step, which compiles kernels
 MAX_NAMED = 3  # differences that a message names
 FREED: list[WeakMethod[Callable[[], None]]] = []  # called before ranks part
 LATER_S = 10.0  # NCCL ends the process when it gives up: it does so this much later than the watch
@@ -104,14 +105,12 @@ class Group(Ranks):
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        limit = self.within(self.patience_s, what) if self._loads else nullcontext()
+        limit = self.within(max(self.patience_s, FIRST_STEP_S), what) if self._loads else nullcontext()
         with self._watch.during(what, computes=True), limit:
             yield
 
-    def within(
-        self, seconds: float, what: str, late: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[None]:
-        return self._watch.within(seconds, what, late)
+    def within(self, seconds: float, what: str) -> AbstractContextManager[None]:
+        return self._watch.within(seconds, what, self.on_timeout)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # in a compiled step, which is called in `during`

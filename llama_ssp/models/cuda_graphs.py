@@ -87,29 +87,16 @@ class GraphedModel(SteppedModel):
         memory.user = weakref.ref(cache)
         return cache
 
-    def give_up(self) -> None:
-        super().give_up()
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are captured; drawing and deciding are also where sums go through the host."""
+        return not (self._failed or self._refused or self.ranks.through_host)
+
+    def _drop_steps(self) -> None:
+        super()._drop_steps()
         for memory in self._memories:
             memory.graphs.clear()
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether steps are compiled, and graphs."""
-        return super().is_compiled and self._has_graphs
-
-    @property
-    def _has_graphs(self) -> bool:
-        """Whether steps are captured; drawing and deciding are also where sums go through the host."""
-        return not (self._refused or self.ranks.through_host)
-
-    def tap(self, blocks: tuple[int, ...]) -> None:
-        """A head taps the leader's part alone, but all ranks make their steps and graphs anew."""
-        if not self._on_all_ranks([blocks == self.taps])[0]:
-            for memory in self._memories:
-                memory.graphs.clear()
-            self._step = None
-            self._drop_unused_pool()
-        super().tap(blocks)
+        self._drop_unused_pool()
 
     def _drop_unused_pool(self) -> None:
         """A pool whose graphs are all gone cannot be used again."""
@@ -120,7 +107,7 @@ class GraphedModel(SteppedModel):
         *given, layers = arguments
         memory = next(memory for memory in self._memories if memory.layers is layers)
         size = padded(len(given[0]))
-        if size > self.most_tokens or not self._has_graphs:
+        if size > self.most_tokens or not self.has_graphs:
             return super()._call(arguments)
         if size not in memory.graphs:
             self._capture(size, memory)
@@ -137,11 +124,10 @@ class GraphedModel(SteppedModel):
         if sum(each.numel() for each in given) > LARGEST or self._refused:
             return function(*given)
         if key not in self._functions:
-            size = sum(each.nbytes for each in given)
-            if self._kept + size > KEPT_BYTES:  # of other numbers of rows and drafts
-                self._functions.clear()
-                self._kept = 0
-            self._kept += size
+            self._kept += (size := sum(each.nbytes for each in given))
+            if self._kept > KEPT_BYTES:  # there is no room for more numbers of rows and drafts
+                self._kept -= size
+                return function(*given)
             self._functions[key] = self._function(function, given)
         return self._functions[key](*given)
 

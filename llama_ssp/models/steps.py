@@ -90,11 +90,17 @@ class SteppedModel(DecoderModel):
     def give_up(self) -> None:
         """From now on steps run eagerly."""
         self._failed = True
+        self._drop_steps()
 
     def tap(self, blocks: tuple[int, ...]) -> None:
-        if blocks != self.taps:
-            self._step = None  # the next pass loads or compiles another
+        """A head taps the leader's part alone, but all ranks make their steps anew."""
+        if not self._on_all_ranks([blocks == self.taps])[0]:
+            self._drop_steps()
         super().tap(blocks)
+
+    def _drop_steps(self) -> None:
+        """The next step loads or compiles another program."""
+        self._step = None
 
     def _run(
         self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, last_only: bool

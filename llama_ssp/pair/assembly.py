@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ from llama_ssp.text.tokenizer import Tokens
 from llama_ssp.text.translation import Intersection
 
 log = logging.getLogger(__name__)
+COMPILED = "compiled"
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class RankModels:
         return {role: self._engine(role, model.is_compiled) for role, model in models.items() if model}
 
     def _engine(self, role: str, is_compiled: bool) -> str:
-        reason = self.trials[role].verdict if role in self.trials else ""
-        return "compiled" if is_compiled else f"eager: {reason}" if reason else "eager"
+        if is_compiled:
+            return COMPILED
+        return f"eager: {self.trials[role]}" if role in self.trials else "eager"
 
     @property
     def held_bytes(self) -> int:
@@ -105,7 +107,7 @@ class ModelCache:
         self._roles: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
         self._held: list[tuple[ModelPlacement, Model]] = []
         self._head: tuple[list[ModelPlacement], HeadModel] | None = None  # a head, with its pair
-        self._trials: dict[str, Trial] = {}  # of the last pair, by role
+        self._trials: list[tuple[ModelPlacement, Trial]] = []  # of the models that are held
 
     def open(self, found: list[ModelPlacement]) -> RankModels:
         """Loads this rank's part of the pair, after freeing the models that the pair does not need."""
@@ -122,7 +124,8 @@ class ModelCache:
             self._ranks.require_same("the models' files", json.dumps(prints))
         self._ranks.barrier()  # every rank has checked that the pair fits
         roles = self._roles_of(found)
-        target = self._model(found[0], roles)
+        compiled, trials = self._tried(found, roles)
+        target = self._model(found[0], roles, compiled)
         has_head = found[-1].model.is_head
         draft: Model | HeadModel | None = None
         if has_head and roles.draft is not None and target is not None:
@@ -130,7 +133,7 @@ class ModelCache:
                 self._head = found, _loaded_head(found, target)
             draft = self._head[1]
         elif len(found) > 1 and not has_head:
-            draft = self._model(found[1], roles)
+            draft = self._model(found[1], roles, compiled)
         if target is not None:
             target.tap(draft.taps if isinstance(draft, HeadModel) else ())
         sizes = [(model.vocab, model.context) if model else (0, 0) for model in (target, draft)]
@@ -139,7 +142,7 @@ class ModelCache:
         devices = {placed.role: placed.in_words() for placed in found}
         draft_dtype = TORCH_DTYPES[found[-1].dtype]
         sizes_known = vocab, context, draft_context, draft_dtype
-        return RankModels(target, draft, devices, roles, *sizes_known, dict(self._trials))
+        return RankModels(target, draft, devices, roles, *sizes_known, trials)
 
     def _roles_of(self, found: list[ModelPlacement]) -> Roles:
         """Process groups are made once, as each costs connections; so is the connection to the draft."""
@@ -150,20 +153,37 @@ class ModelCache:
         self._ranks.may_lose(() if self._essential else self._roles[key].apart)
         return self._roles[key]
 
-    def _model(self, placed: ModelPlacement, roles: Roles) -> Model | None:
+    def _tried(self, found: list[ModelPlacement], roles: Roles) -> tuple[dict[str, bool], dict[str, Trial]]:
+        """Whether the steps of each model are compiled, and the trials of those that need one, by role.
+
+        Before any weights are read: a trial needs memory on the GPU, too.
+        """
+        compiled, trials = {}, {}
+        self._trials = [(placed, trial) for placed, trial in self._trials if placed in found]
+        for placed in found:
+            group = _group(placed, roles)
+            if group is None or placed.model.is_head:
+                continue
+            trial = next((trial for known, trial in self._trials if known == placed), None)
+            if trial is None and not any(known == placed for known, _ in self._held):
+                compiled[placed.role], on_trial = _all_compile(placed, group)
+                if on_trial:
+                    trial = Trial(placed.model.name, placed.dtype, placed.device, group)
+                    compiled[placed.role] = trial.passes()
+                    self._trials.append((placed, trial))
+            if trial is not None:
+                trials[placed.role] = trial
+        return compiled, trials
+
+    def _model(self, placed: ModelPlacement, roles: Roles, compiled: dict[str, bool]) -> Model | None:
         """This rank's part of the model; None where it has none."""
-        group = roles.draft if placed.role == DRAFT else roles.target
+        group = _group(placed, roles)
         if group is None:
             return None
         for known, model in self._held:
             if known == placed:
                 return model
-        compiled = _all_compile(placed, group)
-        self._trials.pop(placed.role, None)
-        if compiled and placed.on_trial:
-            trial = Trial(placed.model.name, placed.dtype, placed.device, group)
-            self._trials[placed.role], compiled = trial, trial.passes()
-        model = _loaded(placed, group, compiled)
+        model = _loaded(placed, group, compiled[placed.role])
         self._held.append((placed, model))
         return model
 
@@ -171,13 +191,12 @@ class ModelCache:
 def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
     """Compiles the models' steps before anything is timed; graphs for steps of the widths that will come."""
     widest = widest_steps(speculation.longest, speculation.siblings)
-    kinds = ((pair.target, widest[TARGET]), (pair.draft, widest[DRAFT]))
     wanted: list[Callable[[], None]] = [
         partial(
-            model.prepare, range(1, columns + 1), rows,
+            _prepare, model, pair.trials.get(role), widest[role], rows,
             min(slots, model.context) + speculation.most_siblings,
         )
-        for model, columns in kinds
+        for role, model in ((TARGET, pair.target), (DRAFT, pair.draft))
         if isinstance(model, SteppedModel)
     ]  # fmt: skip
     if isinstance(pair.draft, HeadModel) and pair.draft.is_compiled:
@@ -187,11 +206,14 @@ def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: 
             for make in wanted:
                 make()
                 progress.advance(1)
-    for role, trial in pair.trials.items():
-        model = pair.target if role == TARGET else pair.draft
-        if isinstance(model, SteppedModel) and model.is_compiled:
-            widths = sorted({1, widest[role]})
-            trial.check(model, widths, rows, min(slots, model.context) + speculation.most_siblings)
+
+
+def _prepare(model: SteppedModel, trial: Trial | None, width: int, rows: int, capacity: int) -> None:
+    """Makes the model's steps of up to `width` tokens a row; those on trial are compared with eager ones."""
+    with trial.blamed() if trial else nullcontext():
+        model.prepare(range(1, width + 1), rows, capacity)
+    if trial and model.is_compiled:
+        trial.check(model, sorted({1, width}), rows, capacity)
 
 
 def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
@@ -210,17 +232,23 @@ def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
     return load(*what, placed.device, placed.role, group, compiled, _reading)
 
 
-def _all_compile(placed: ModelPlacement, group: Ranks) -> bool:
-    """Whether every rank can compile: compiled steps run once while loading, with sums over the ranks."""
+def _group(placed: ModelPlacement, roles: Roles) -> Ranks | None:
+    """The ranks that hold the model; None where this one does not."""
+    return roles.draft if placed.role == DRAFT else roles.target
+
+
+def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, bool]:
+    """Whether every rank can compile, and whether compiled steps have to pass a trial on all."""
     if group.world == 1:
-        return placed.compiled  # `load` sees to it
+        return placed.compiled, False  # `load` sees to it
     model = placed.model
     heads = model.n_heads, model.n_kv_heads, model.head_dim
     able = placed.compiled and has_kernels(model.name, placed.dtype, placed.device, heads)
-    every = all(own for (own,) in group.gather_ints([int(able)]))
+    facts = group.gather_ints([int(able), int(placed.on_trial)])
+    every = all(own for own, _ in facts)
     if able and not every:
         log.warning("engine: %s runs eagerly: another rank cannot compile its steps", model.name)
-    return every
+    return every, every and any(own for _, own in facts)
 
 
 def _loaded_head(found: list[ModelPlacement], target: Model) -> HeadModel:

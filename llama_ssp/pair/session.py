@@ -9,6 +9,7 @@ engine = session.engine(seed=0)             # as many as needed, each with KV ca
 from __future__ import annotations
 
 import gc
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.devices import device_of
-from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, lookahead_for, prepare
+from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, lookahead_for, prepare
 from llama_ssp.pair.batches import Batches, prompt_of
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
 from llama_ssp.planner.resolve import PairSpec
@@ -49,6 +50,7 @@ class PairSession:
         self.tokens = tokens_of(self.placements)
         self.end_ids = frozenset[int]() if spec.run.task.writes_past_end else self.tokens.end_ids
         self._models: RankModels | None = None
+        self.engines: dict[str, str] = {}  # how steps run, by role
         self.costs: Costs | None = None  # of rounds at each K, if they have been measured
 
     @property
@@ -63,7 +65,7 @@ class PairSession:
         paired = self.tokens.paired
         return {
             "devices": self._models.devices if self._models else {},
-            "engines": self._models.engines if self._models else {},
+            "engines": self.engines,
             "vocabulary": paired.record() if paired else None,
         }
 
@@ -109,7 +111,18 @@ class PairSession:
         self._models = cache.open(self.placements)
         with self.ranks.loading():
             prepare(self._models, self.run.speculation, self.rows, self._slots)
+        self.engines = self._engines_of_all()
         return self
+
+    def _engines_of_all(self) -> dict[str, str]:
+        """How each role's steps run, also those that other ranks hold; a failed trial is said."""
+        engines: dict[str, str] = {}
+        for text in self.ranks.gather_texts(json.dumps(self.models.engines)):
+            engines = json.loads(text) | engines
+        for placed in self.placements:
+            if placed.on_trial and self.ranks.is_leader and engines.get(placed.role, COMPILED) != COMPILED:
+                log.warning("engine: the steps of %s run %s", placed.model.name, engines[placed.role])
+        return engines
 
     def close(self) -> None:
         """Frees the models, but for those in a cache."""

@@ -112,7 +112,7 @@ def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
     count = sum(len(own.graphs(role)) for role in own.roles)
     name, size = f"{count} CUDA graphs", count * machine.taken["graph"]
     kept = [MemoryLine(one.role, OUTPUTS, own.outputs_of_graphs(one), BOUND) for one in own.roles]
-    read = MemoryLine(LIBRARIES, "what graphs of decisions read", KEPT_BYTES if count else 0, BOUND)
+    read = MemoryLine(LIBRARIES, "inputs of graphs that draw and decide", KEPT_BYTES if count else 0, BOUND)
     lines = (*kept, read, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
     return tuple(line for line in lines if line.bytes)
 

@@ -222,7 +222,7 @@ def _words(plan: Plan) -> Iterator[str]:
         roles = {why: " and ".join(role for role in plan.eager if plan.eager[role] == why) for why in reasons}
         yield f"steps run eagerly: {'; '.join(f'{who}, {why}' for why, who in roles.items())}"
     if plan.request.needs_trial(plan.chosen.placement):
-        yield "steps over several GPUs are CUDA graphs if the first start's trial of them passes, else eager"
+        yield "the first start tries CUDA graphs over several GPUs; if that fails, steps run eagerly"
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
     yield f"times within {plan.band:.0%}, constants of {machine.times.source}"

@@ -54,8 +54,8 @@ class BatchTask(Task[BatchConf]):
         if missing:
             pair.load(min(self._task.batch_size, missing), longest)
             if self._journal is not None:  # the leader's
-                engines = pair.models.engines
-                self._journal.keep_trials({role: engines[role] for role in pair.models.trials})
+                tried = [placed.role for placed in pair.placements if placed.on_trial]
+                self._journal.keep_trials({role: pair.engines[role] for role in tried})
             engine, lookahead = pair.engine(self._inputs.seed), partial(lookahead_for, pair.run)
             sampled = self._task.logprobs_of is LogprobsOf.sampled
             self._rows = ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids, sampled)
