@@ -50,7 +50,7 @@ class Calculator:
     """A model of bytes that knows multiplication; `knows` tells which questions it gets right."""
 
     vocab, context, device, dtype = 256, 1024, torch.device("cpu"), torch.float32
-    held_bytes, restart, tapped_TX = 0, None, None
+    held_bytes, restart, tapped_TX, is_compiled = 0, None, None, False
 
     def __init__(self, model: ModelConf, knows: Callable[[int, int], bool]) -> None:
         self.name, self._knows = model.name, knows

@@ -15,10 +15,6 @@ from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import DistributedError
 
 
-def nothing() -> None:
-    """Does nothing."""
-
-
 class Ranks:
     """The ranks of a run, or some of them as a group. This base class is one process without others."""
 
@@ -26,7 +22,7 @@ class Ranks:
     world: int = 1
     patience_s: float = 0.0  # how long one rank waits for another
     ended = ""  # the error that has ended these ranks
-    on_timeout: Callable[[], None] = staticmethod(nothing)  # called before something late ends all ranks
+    on_timeout: Callable[[], None] = staticmethod(lambda: None)  # called before something late ends all ranks
 
     @property
     def is_leader(self) -> bool:

@@ -62,11 +62,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Deadline:
-    """The time until which a rank may do something, and what is called when it is over."""
+    """The time until which a rank may do something; what is said, and called before, when it is over."""
 
     until: float
-    seconds: float
-    what: str
+    line: str
     on_timeout: Callable[[], None]
 
 
@@ -199,7 +198,7 @@ class Watch(threading.Thread):
     def within(self, seconds: float, what: str, on_timeout: Callable[[], None]) -> Iterator[None]:
         """Ends all ranks if this takes longer, whatever the main thread waits for."""
         outer, until = self._deadline, time.monotonic() + seconds
-        self._deadline = Deadline(until, seconds, what, on_timeout)
+        self._deadline = Deadline(until, f"{what}: no end after {seconds:g} s", on_timeout)
         try:
             yield
         finally:
@@ -346,7 +345,7 @@ class Watch(threading.Thread):
             return cause
         if (over := self._deadline) is not None and now > over.until:
             over.on_timeout()
-            line = f"rank {self.rank}: {over.what}: no end after {over.seconds:g} s, in {self.place}"
+            line = f"rank {self.rank}: {over.line}, in {self.place}"
             return first_cause(self._thread_store, self._cause_here(line))
         if self.rank in self.spare and self._thread_store.check([f"excused/{self.rank}"]):
             leave_within(LEAVE_S, OK)  # the main thread may be stuck

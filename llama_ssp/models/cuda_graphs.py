@@ -90,7 +90,7 @@ class GraphedModel(SteppedModel):
     @property
     def has_graphs(self) -> bool:
         """Whether steps are captured; drawing and deciding are also where sums go through the host."""
-        return not (self._failed or self._refused or self.ranks.through_host)
+        return self.is_compiled and not (self._refused or self.ranks.through_host)
 
     def _drop_steps(self) -> None:
         super()._drop_steps()

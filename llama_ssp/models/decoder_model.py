@@ -22,6 +22,8 @@ from llama_ssp.models.slot_cache import SlotCache, Tally
 class DecoderModel:
     """A decoder, eager. Texts that grow beyond `restart` are fed anew, with the second scale of positions."""
 
+    is_compiled = False
+
     def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks = ALONE) -> None:
         self.decoder, self.config, self.name, self.ranks = decoder, config, name, ranks
         self.vocab = int(config.vocab_size)
@@ -35,10 +37,6 @@ class DecoderModel:
         limit = longrope_limit(config)
         self._limit = limit if limit is not None and limit < self.context else None
         self.restart = self._limit if family_of(config.model_type).rereads else None
-
-    @property
-    def is_compiled(self) -> bool:
-        return False
 
     @property
     def weights_bytes(self) -> int:

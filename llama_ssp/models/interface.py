@@ -32,11 +32,8 @@ class Model(Protocol):
     restart: int | None  # texts that grow longer are fed anew
     device: torch.device
     dtype: torch.dtype
+    is_compiled: bool  # of its steps; known once one has run
     tapped_TX: Tensor | None  # the inputs of the tapped blocks in the last pass; None without taps
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether steps are compiled; known once one has run."""
 
     @property
     def weights_bytes(self) -> int:

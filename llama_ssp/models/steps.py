@@ -54,7 +54,7 @@ class SteppedModel(DecoderModel):
         if self.device.type == "cpu":
             self.attend = attention_kernel.attend
         self._step: Step | None = None
-        self._failed = False
+        self.is_compiled = True  # until compiling fails
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
@@ -73,23 +73,18 @@ class SteppedModel(DecoderModel):
         with self.ranks.during("a step"):
             logit_BWV[0, 0, 0].item()
 
-    @property
-    def is_compiled(self) -> bool:
-        """Also known after `prepare`."""
-        return not self._failed
-
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Inside, steps are not compiled."""
-        before, self._failed = self._failed, True
+        before, self.is_compiled = self.is_compiled, False
         try:
             yield
         finally:
-            self._failed = before
+            self.is_compiled = before
 
     def give_up(self) -> None:
         """From now on steps run eagerly."""
-        self._failed = True
+        self.is_compiled = False
         self._drop_steps()
 
     def tap(self, blocks: tuple[int, ...]) -> None:
@@ -106,7 +101,7 @@ class SteppedModel(DecoderModel):
         self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, last_only: bool
     ) -> tuple[Tensor, list[Tensor]]:
         width = max(feed.widths)
-        if last_only or width > WIDEST or feed.long_T is not None or self._failed:
+        if last_only or width > WIDEST or feed.long_T is not None or not self.is_compiled:
             return super()._run(token_T, feed, cache, last_only)
         arguments = token_T, feed.position_T, feed.first_T, feed.slot_T, cache.layers
         if self._step is not None or self._made(arguments):
@@ -128,8 +123,8 @@ class SteppedModel(DecoderModel):
         except Exception as error:  # whatever the compiler raises in a module that it does not know
             log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, complaint(error))
         # One rank may compile for minutes where another has its program kept: the step waits for all.
-        self._failed = not self._on_all_ranks([self._step is not None])[0]
-        return not self._failed
+        self.is_compiled = self._on_all_ranks([self._step is not None])[0]
+        return self.is_compiled
 
     def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
         """Which of the facts hold on every rank."""

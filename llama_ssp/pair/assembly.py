@@ -84,12 +84,10 @@ class RankModels:
     def engines(self) -> dict[str, str]:
         """How steps of this rank's models are run, for records; of a role on trial that failed also why."""
         models = {TARGET: self.target, DRAFT: self.draft}
-        return {role: self._engine(role, model.is_compiled) for role, model in models.items() if model}
-
-    def _engine(self, role: str, is_compiled: bool) -> str:
-        if is_compiled:
-            return COMPILED
-        return f"eager: {self.trials[role]}" if role in self.trials else "eager"
+        eager = {role: f"eager: {self.trials[role]}" if role in self.trials else "eager" for role in models}
+        return {
+            role: COMPILED if model.is_compiled else eager[role] for role, model in models.items() if model
+        }
 
     @property
     def held_bytes(self) -> int:

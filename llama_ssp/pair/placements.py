@@ -201,9 +201,7 @@ def compiles(
     on_cpu = device.type == "cpu"
     reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, on_cpu)
     reason = reason or impossible(device)
-    if reason is None and run.engine is Steps.auto:
-        log.info("engine: %s %s has compiled steps", role, model.name)
-    elif reason is not None and run.engine is not Steps.eager:
+    if reason is not None and run.engine is not Steps.eager:
         level = logging.DEBUG if run.engine is Steps.auto else logging.WARNING
         log.log(level, "engine: %s %s runs eagerly: %s", role, model.name, reason)
     return reason is None

@@ -14,7 +14,7 @@ from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split, require_transformers
-from llama_ssp.planner.engine import as_run, needs_trial, why_eager
+from llama_ssp.planner.engine import as_run, why_eager
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, forward_s, pass_cost
@@ -62,14 +62,6 @@ class PlanRequest:
         """Why the role's steps run eagerly with this placement; None if they are compiled."""
         splitting = placement.splitting if role.role == TARGET else Splitting.tensor
         return why_eager(self.engine, self.tokens, role.model, role.dtype, splitting, self.machine.is_cpu)
-
-    def needs_trial(self, placement: Placement) -> bool:
-        """Whether steps that are compiled with this placement have to pass a trial first."""
-        degrees = len(placement.target), placement.draft_degree
-        return any(
-            needs_trial(self.engine, self.machine.is_cpu, degree) and self.why_eager(role, placement) is None
-            for role, degree in zip(self.roles, degrees, strict=False)
-        )
 
     def memories(self, placement: Placement, work: Workload) -> tuple[RankMemory, ...]:
         """The memory of every rank, for this work."""

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from llama_ssp.config import MOST_ROWS
 from llama_ssp.distributed.placement import spans
+from llama_ssp.planner.engine import needs_trial
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
 from llama_ssp.planner.groups import JobPlan
 from llama_ssp.planner.plan import PARTS, Plan, parts
@@ -221,7 +222,9 @@ def _words(plan: Plan) -> Iterator[str]:
         reasons = dict.fromkeys(plan.eager.values())  # often one for both roles
         roles = {why: " and ".join(role for role in plan.eager if plan.eager[role] == why) for why in reasons}
         yield f"steps run eagerly: {'; '.join(f'{who}, {why}' for why, who in roles.items())}"
-    if plan.request.needs_trial(plan.chosen.placement):
+    request, place = plan.request, plan.chosen.placement
+    degree = max(len(place.target), place.draft_degree)
+    if not plan.eager and needs_trial(request.engine, request.machine.is_cpu, degree):
         yield "the first start tries CUDA graphs over several GPUs; if that fails, steps run eagerly"
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine

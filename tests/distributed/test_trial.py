@@ -23,9 +23,11 @@ from llama_ssp.config import Dtype
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DATA, DISTRIBUTED
+from llama_ssp.models import step_check
+from llama_ssp.models.step_check import PASSED, difference, small_model
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair import trial
-from llama_ssp.pair.trial import PASSED, Trial, difference, small_model
+from llama_ssp.pair.trial import Trial
 from tests.conftest import Command
 from tests.warm import ROOT, Answer, Started
 
@@ -119,7 +121,7 @@ def run_of(saved: Any, *more: str, engine: str = "compiled") -> tuple[str, ...]:
     return f"model={saved.sharded}", *FP32, *RUN, f"engine={engine}", *more
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("small", "seconds", "line"),
     [
@@ -176,25 +178,21 @@ def test_a_kept_verdict(
 ):
     """It counts if it is whole and about these versions, GPUs and ranks; else the trial is repeated."""
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(trial, "VERDICTS", {})
     monkeypatch.setattr(trial, "COMMAND", ["echo", trial.READY])
     if kept == "unwritten":
         monkeypatch.setattr(trial, "part_of", lambda _: Path("/dev/full"))
     first = Trial("m", Dtype.fp32, CPU, ALONE)
     assert first.passes()
     monkeypatch.setattr(trial, "COMMAND", [*FAILS, "echo ready; echo error: no >&2; exit 5"])
-    if kept == "unwritten":  # on a full disk the process itself remembers
-        assert not first.file.exists() and "the verdict is not kept: " in caplog.text
-    else:
-        trial.VERDICTS.clear()
+    assert first.file.exists() == (kept != "unwritten") == ("the verdict is not kept: " not in caplog.text)
     if kept in ("torn", "not a verdict"):
         first.file.write_text('{"verd' if kept == "torn" else "[1]")
     if kept == "of another GPU":
         monkeypatch.setattr(trial, "gpu_of", lambda _: "another")
     ranks: Any = ALONE if kept != "of another world" else Pretended()
     second = Trial("m", Dtype.fp32, CPU, ranks)
-    assert second.passes() == (kept in ("whole", "unwritten"))
-    assert second.verdict == (PASSED if kept in ("whole", "unwritten") else "no")
+    assert second.passes() == (kept == "whole")
+    assert second.verdict == (PASSED if kept == "whole" else "no")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +203,6 @@ def test_what_fails_before_the_first_step_is_not_kept(
 ):
     """Such as memory that is short, or a slow disk: the next start tries again."""
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(trial, "VERDICTS", {})
     monkeypatch.setattr(trial, "TRIAL_S", 1.0)
     monkeypatch.setattr(trial, "COMMAND", command)
     first = Trial("m", Dtype.fp32, CPU, ALONE)
@@ -221,7 +218,6 @@ def test_the_command_of_the_trial_runs_from_a_checkout_in_any_folder(
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(trial, "VERDICTS", {})
     monkeypatch.setattr(trial, "COMMAND", [*trial.COMMAND, "cpu", "no such format"])
     assert not (first := Trial("m", Dtype.fp32, CPU, ALONE)).passes()
     assert "'no such format' is not a valid Dtype" in first.verdict
@@ -248,7 +244,7 @@ def test_what_the_comparison_sees(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(SteppedModel, "_call", of_the_first_token)
     assert "step 2 of 1 tokens in 1 rows: logits are off" in difference(model, (1,), (1,), 2)
-    monkeypatch.setattr(trial, "TOLERANCE", {torch.float32: 10.0})
+    monkeypatch.setattr(step_check, "TOLERANCE", {torch.float32: 10.0})
     assert difference(model, (1,), (1,), 2) == "other tokens have the same logits"
     monkeypatch.setattr(SteppedModel, "_call", lambda *_: [torch.full((1, model.vocab), torch.nan)])
     assert "logits are off by nan" in difference(model, (1,), (1,), 2)

@@ -19,7 +19,8 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.distributed.failures import meet
 from llama_ssp.distributed.process_group import Group
 from llama_ssp.models.cuda_graphs import GraphedModel
-from llama_ssp.pair.trial import PASSED, ROWS, STEPS, WIDTHS, difference, small_model
+from llama_ssp.models.step_check import PASSED, difference, small_model
+from llama_ssp.pair.trial import ROWS, STEPS, WIDTHS
 from tests.warm import as_launched, launcher_store
 
 pytestmark = [

@@ -35,8 +35,7 @@ def require_coded(kind: Codes, device: torch.device) -> None:
     """Raises what the kernel for weights in these codes raises, or ArithmeticError."""
     drawn = _drawn(device, torch.bfloat16)
     x_TK, scale_NG = drawn(ROWS, INPUTS), drawn(OUTPUTS, INPUTS // (kind.group or INPUTS))
-    count = OUTPUTS * INPUTS * kind.bits // 8
-    codes_NC = torch.arange(count, device=device).to(torch.uint8).view(OUTPUTS, -1)
+    codes_NC = torch.arange(OUTPUTS * INPUTS * kind.bits // 8, device=device).byte().view(OUTPUTS, -1)
     weight = Coded(kind, INPUTS, codes_NC, scale_NG)
     plain = DecodedLinear(weight, None).to(device)
     _compare("a product with codes", CodedLinear(weight, None, device)(x_TK), plain(x_TK))

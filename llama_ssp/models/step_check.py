@@ -1,0 +1,101 @@
+"""Compares a model's compiled steps with its eager ones, and makes a small model to try that on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.errors import DistributedError
+from llama_ssp.models.assemble import decoder, wanted
+from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.models.feed import Feed
+from llama_ssp.models.formats.coded import taken
+from llama_ssp.models.linear import formats
+from llama_ssp.models.loader import stepped
+from llama_ssp.models.sharding import Cut
+from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.steps import SteppedModel, has_kernels
+from llama_ssp.models.synthetic import config_for
+
+# How far logits may be off, as a share of the largest: compiled steps round less often than eager ones.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
+PASSED = ""
+
+
+@torch.inference_mode()
+def difference(
+    model: SteppedModel, widths: Iterable[int], rows: Iterable[int], steps: int, slack: int = 1,
+    capacity: int = 0,
+) -> str:  # fmt: skip
+    """Why compiled steps give other logits than eager ones over the same tokens; PASSED if they do not.
+
+    Each has a cache of its own. Eager steps, with their sums over ranks, come between the compiled ones.
+    Caches of a `capacity` are those that a run will have, one after the other.
+    """
+    tolerance, caches, reason = slack * TOLERANCE[model.dtype], list[SlotCache](), PASSED
+    for count, width in itertools.product(rows, widths):
+        if capacity:
+            caches.clear()  # the next one takes its memory
+        caches.append(model.new_cache(count, max(capacity, steps * width)))
+        eager_cache = DecoderModel.new_cache(model, count, steps * width)
+        numbers, before_BWV = torch.Generator().manual_seed(width), None
+        for step in range(steps):  # all of them, whatever is found: other ranks wait in their sums
+            token_BW = torch.randint(model.vocab, (count, width), generator=numbers).to(model.device)
+            where = (step * width,) * count, (width,) * count
+            compiled_BWV = _logits(model, token_BW, where, caches[-1])
+            with model.eagerly():
+                eager_BWV = _logits(model, token_BW, where, eager_cache)
+            top = float(eager_BWV.abs().max())
+            off = float((compiled_BWV - eager_BWV).abs().max()) / top
+            if reason == PASSED and not off <= tolerance:
+                reason = f"step {step + 1} of {width} tokens in {count} rows: logits are off by {off:.2g} of "
+                reason += f"the largest, {tolerance:.2g} is allowed"
+            if before_BWV is not None and float((compiled_BWV - before_BWV).abs().max()) <= tolerance * top:
+                reason = reason or "other tokens have the same logits"
+            before_BWV = compiled_BWV
+    return reason
+
+
+def _logits(
+    model: SteppedModel, token_BW: Tensor, where: tuple[tuple[int, ...], tuple[int, ...]], cache: SlotCache
+) -> Tensor:
+    return model.logits(token_BW, Feed(*where, cache.capacity, model.device), cache, last_only=False).float()
+
+
+class RandomWeights:
+    """Weights by name, so that all that a layer writes reaches the logits."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self.shapes, self._dtype = shapes, dtype
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:  # a norm
+            whole = torch.ones(shape)
+        else:
+            numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            whole = torch.randn(shape, generator=numbers) / math.sqrt(shape[-1])
+        return taken(whole, cut).to(self._dtype)
+
+
+def small_model(dtype: Dtype, device: torch.device, ranks: Ranks) -> SteppedModel:
+    """This rank's part of a Llama of two layers with random weights; raises DistributedError if eager."""
+    heads = 2 * max(4, ranks.world), max(4, ranks.world), 64
+    shape = ModelConf(
+        name="trial", family="llama", n_layers=2, n_heads=heads[0], n_kv_heads=heads[1], head_dim=heads[2],
+        dim=1024, ffn=2048, vocab=4096, context=1024,
+    )  # fmt: skip
+    if not has_kernels(shape.name, dtype, device, heads):
+        raise DistributedError("there is no kernel for compiled steps", str(device))
+    config, held = config_for(shape), TORCH_DTYPES[dtype]
+    source = RandomWeights(wanted(config), held)
+    made = decoder(config, source, ranks, held, *formats(dtype, device, fast=True), device)
+    return stepped(device)(made, config, shape.name, ranks)
