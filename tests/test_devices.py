@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from llama_ssp.config import DraftSeat, PlacementConf
+from llama_ssp.config import DraftSeat, Dtype, PlacementConf
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.failures import LostPeer, Watch
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
@@ -115,6 +118,35 @@ def test_a_split_draft_is_on_the_targets_gpus(
             UsageError, match=r"draft over several ranks.*draft_device; found .*; leave it out"
         ):
             model_placements(spec)
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "asked", "expected"),
+    [
+        ("cuda:0", {"dtype": "float16"}, Dtype.auto, Dtype.fp16),
+        ("cuda:0", {"torch_dtype": "float16"}, Dtype.auto, Dtype.fp16),
+        ("cuda:0", {"dtype": "bfloat16"}, Dtype.auto, Dtype.bf16),
+        ("cuda:0", {"dtype": "float16"}, Dtype.bf16, Dtype.bf16),
+        ("cpu", {"dtype": "float16"}, Dtype.auto, None),
+    ],
+)
+@pytest.mark.usefixtures("synchronised")
+def test_weights_in_fp16_stay_so_on_a_gpu(
+    device: str, said: dict[str, str], asked: Dtype, expected: Dtype | None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
+    """A CPU computes in another format, and the log says so."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    (tmp_path / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    demo = SHIPPED_FOLDER / "demo"
+    spec = entry_of(demo, demo, PlacementConf(target_device=device), 1)
+    run = replace(spec.run, model=replace(spec.run.model, dtype=asked), draft=None)
+    (target,) = model_placements(replace(spec, run=run, target_path=tmp_path))
+    assert target.dtype is (expected or target.dtype) and (target.dtype is Dtype.fp16) == (
+        expected is Dtype.fp16
+    )
+    assert ("fp16 on disk" in caplog.text) == (device == "cpu")
 
 
 @pytest.fixture

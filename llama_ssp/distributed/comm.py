@@ -64,9 +64,9 @@ class Ranks:
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text."""
-        own = text.encode()
-        lengths = [length for (length,) in self.gather_ints([len(own)])]
-        padded = [*own, *[0] * (max(lengths) - len(own))]
+        encoded = text.encode()
+        lengths = [length for (length,) in self.gather_ints([len(encoded)])]
+        padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
         every = zip(self.gather_ints(padded), lengths, strict=True)
         return [bytes(values[:length]).decode() for values, length in every]
 

@@ -124,10 +124,10 @@ class GraphedModel(SteppedModel):
         if sum(each.numel() for each in given) > LARGEST or self._refused:
             return function(*given)
         if key not in self._functions:
-            self._kept += (size := sum(each.nbytes for each in given))
-            if self._kept > KEPT_BYTES:  # there is no room for more numbers of rows and drafts
-                self._kept -= size
+            size = sum(each.nbytes for each in given)
+            if self._kept + size > KEPT_BYTES:  # there is no room for more numbers of rows and drafts
                 return function(*given)
+            self._kept += size
             self._functions[key] = self._function(function, given)
         return self._functions[key](*given)
 

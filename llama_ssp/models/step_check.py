@@ -40,7 +40,7 @@ def difference(
     Each has a cache of its own. Eager steps, with their sums over ranks, come between the compiled ones.
     Caches of a `capacity` are those that a run will have, one after the other.
     """
-    tolerance, caches, reason = slack * TOLERANCE[model.dtype], list[SlotCache](), PASSED
+    rounding, caches, reason = TOLERANCE[model.dtype], list[SlotCache](), PASSED
     for count, width in itertools.product(rows, widths):
         if capacity:
             caches.clear()  # the next one takes its memory
@@ -55,10 +55,10 @@ def difference(
                 eager_BWV = _logits(model, token_BW, where, eager_cache)
             top = float(eager_BWV.abs().max())
             off = float((compiled_BWV - eager_BWV).abs().max()) / top
-            if reason == PASSED and not off <= tolerance:
+            if reason == PASSED and not off <= slack * rounding:
                 reason = f"step {step + 1} of {width} tokens in {count} rows: logits are off by {off:.2g} of "
-                reason += f"the largest, {tolerance:.2g} is allowed"
-            if before_BWV is not None and float((compiled_BWV - before_BWV).abs().max()) <= tolerance * top:
+                reason += f"the largest, {slack * rounding:.2g} is allowed"
+            if before_BWV is not None and float((compiled_BWV - before_BWV).abs().max()) <= rounding * top:
                 reason = reason or "other tokens have the same logits"
             before_BWV = compiled_BWV
     return reason
@@ -97,5 +97,5 @@ def small_model(dtype: Dtype, device: torch.device, ranks: Ranks) -> SteppedMode
         raise DistributedError("there is no kernel for compiled steps", str(device))
     config, held = config_for(shape), TORCH_DTYPES[dtype]
     source = RandomWeights(wanted(config), held)
-    made = decoder(config, source, ranks, held, *formats(dtype, device, fast=True), device)
-    return stepped(device)(made, config, shape.name, ranks)
+    part = decoder(config, source, ranks, held, *formats(dtype, device, fast=True), device)
+    return stepped(device)(part, config, shape.name, ranks)
