@@ -89,12 +89,13 @@ def small_process(fault: str) -> None:
 
 
 def trying(
-    _: int, verdicts: Path, small: str = "none", real: str = "none", seconds: float = 120.0,
-    stops: bool = False,
+    _: int, verdicts: Path, small: str = "none", real: str = "none", stops: bool = False,
+    small_s: float = 600.0, real_s: float = 600.0,
 ) -> None:  # fmt: skip
-    """The command on CPUs with a trial, and with faults in the small processes and in the real model.
+    """Run the command on CPUs with a trial, and with faults in the small processes and in the real model.
 
-    `stops`: a job dies after its first shard.
+    `small_s`, `real_s`: how long each may take; short only where it hangs. `stops`: a job dies after its
+    first shard.
     """
     from llama_ssp.pair import placements
 
@@ -102,7 +103,8 @@ def trying(
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
     code = f"{start}; from tests.distributed.test_trial import small_process; small_process({small!r})"
     trial.COMMAND = [sys.executable, "-c", code]
-    trial.TRIAL_S = trial.CHECK_S = process_group.FIRST_STEP_S = seconds
+    trial.TRIAL_S, trial.CHECK_S = small_s, real_s
+    process_group.FIRST_STEP_S = real_s
     trial.cache_folder = lambda: verdicts  # type: ignore[assignment]
     FAULTS[real]()
     if stops:
@@ -126,9 +128,9 @@ def run_of(saved: Any, *more: str, engine: str = "compiled") -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("small", "seconds", "line"),
     [
-        ("dies", 120.0, "rank 1 is gone (killed by a signal"),
-        ("none", 120.0, ""),
-        ("is wrong", 120.0, "logits are off by 0.01 of the largest, 0.0001 is allowed"),
+        ("dies", 600.0, "rank 1 is gone (killed by a signal"),
+        ("none", 600.0, ""),
+        ("is wrong", 600.0, "logits are off by 0.01 of the largest, 0.0001 is allowed"),
         ("hangs", 40.0, "no answer in 40 s"),
     ],
 )
@@ -137,7 +139,7 @@ def test_a_run_is_compiled_if_the_trial_passes(
 ):
     """Else it runs eagerly, with one line, and the verdict is kept for the next start."""
     expected = command(*run_of(saved, engine="eager"))
-    first = on_two(tmp_path / "first", run_of(saved), small=small, seconds=seconds)
+    first = on_two(tmp_path / "first", run_of(saved), small=small, small_s=seconds)
     again = on_two(tmp_path / "again", run_of(saved), small="dies")
     for run in (first, again):
         assert run.code == 0, run.err
@@ -162,7 +164,7 @@ def test_real_steps_that_hang_end_all_ranks_and_the_next_start_is_eager(
     fault: str, saved: Any, tmp_path: Path
 ):
     """In the check, and in the first step while loading: not after the half hour that reading may take."""
-    stuck = on_two(tmp_path / "stuck", run_of(saved, "placement.timeout_s=30"), real=fault, seconds=30.0)
+    stuck = on_two(tmp_path / "stuck", run_of(saved, "placement.timeout_s=30"), real=fault, real_s=30.0)
     assert (stuck.code, len(stuck.errors)) == (DISTRIBUTED, 1), stuck.err
     assert re.search("(a step|compiled steps): no end after 30 s, in load", stuck.errors[0]), stuck.err
     again = on_two(tmp_path / "again", run_of(saved))
