@@ -43,9 +43,9 @@ mutants: .venv/.installed-dev
 figures: .venv/.installed-dev
 	$(PY) bench/all.py $(FIGURES)
 
-# Ten thousand random files of prompts. `python -m tests.fuzz seed=N` for another seed.
+# Ten thousand random files of prompts; SEED= for others.
 fuzz: .venv/.installed-dev
-	$(PY) -m tests.fuzz inputs=10000
+	FUZZ_FILES=10000 FUZZ_SEED=$(or $(SEED),1) $(PY) -m pytest -q tests/test_fuzz.py
 
 # What the quick tier does not run, by lines and branches; PICK= for all tests (an hour).
 PICK ?= -m "not slow and not gpu"

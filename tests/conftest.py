@@ -27,8 +27,8 @@ from hydra._internal.hydra import Hydra
 
 # Their assertions are pytest's, too: under `python -O` Python's own are none.
 pytest.register_assert_rewrite(
-    "tests.distributed.threads", "tests.processes", "tests.proofs.choices", "tests.proofs.interleaved",
-    "tests.proofs.rational", "tests.slurm.jobs", "tests.slurm.lab", "tests.warm",
+    "tests.distributed.threads", "tests.processes", "tests.proofs.choices", "tests.proofs.rational",
+    "tests.slurm.jobs", "tests.slurm.lab", "tests.warm",
 )  # fmt: skip
 
 from llama_ssp import cli

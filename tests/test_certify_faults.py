@@ -1,4 +1,4 @@
-"""The command on the pair that ships, at its default size: one planted fault for each check, and none.
+"""The command on the pair that ships, at its default size: a planted fault, and none.
 
 `python -m tests.certify_faults` runs it on every fault; tests/test_certify.py has them on small models.
 """
@@ -10,10 +10,7 @@ import pytest
 from tests.certify_faults import rows
 
 ROWS = {row.name: row for row in rows(seeds=1)}
-SOME = [
-    "stale target cache", "coins are drafts' numbers in 1 % of rounds", "top-p 0.01 wider everywhere",
-    "transformers, another tokenizer", "sound code",
-]  # fmt: skip
+SOME = ["coins are drafts' numbers in 1 % of rounds", "sound code"]  # the fault that is hardest to see
 
 
 @pytest.mark.long

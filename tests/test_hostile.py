@@ -1,6 +1,6 @@
-"""The hostile corpus in processes under watch, and random files of prompts; each check can fail.
+"""The hostile corpus in processes under watch; each check can fail.
 
-`python -m tests.hostile` does all rows by every engine, `python -m tests.fuzz` thousands of files.
+`python -m tests.hostile` does all rows by every engine.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.text import prompts
 from tests.conftest import Saved
-from tests.fuzz import faults
 from tests.hostile import INSTALLED, access_times_tell, tried
 from tests.refusals import CORPUS, ESCAPES, Case, code, harmless, linked_outside
 
@@ -59,11 +57,3 @@ def test_the_watch_sees_what_it_should(saved: Saved, tmp_path: Path) -> None:
     ):
         folder = tmp_path / fault.__name__
         assert tried(harmless("x", change), "own", saved.whole, saved.sharded, folder, first=fault) == [says]
-
-
-def test_files_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading that lets everything through meets a fault in some file."""
-    assert list(faults(7, range(300), tmp_path)) == []
-    monkeypatch.setattr(prompts, "problem_of", lambda *_: None)
-    monkeypatch.setattr("llama_ssp.batch.requests.problem_of", lambda *_: None)
-    assert list(faults(7, range(150), tmp_path))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.profiled import WAITS, called, total
@@ -27,7 +29,6 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.families import build, decoder_of
-from tests.gpu.expected import near, near_by_norm, same_tokens
 from tests.rig import perturbed, speculate
 from tests.test_coded_linear import held, rows_of, wide
 from tests.test_triton import CASES, inputs
@@ -38,7 +39,53 @@ pytestmark = [
 ]
 LAST = max(torch.cuda.device_count() - 1, 0)  # not the current one, where there are several
 SAMPLED = SamplingConfig(temperature=0.9, top_k=20)
+SHOWN = 5  # values of those that missed: the GPU may not be there again
 PROMPTS = [Prompt(str(row), tuple(range(3, 9 - 2 * row))) for row in range(2)]
+
+
+def near(what: str, result: Tensor, exact: Tensor, bound: float) -> None:
+    """Expects each number to be off by at most `bound` times the largest exact one."""
+    result, exact = result.detach().cpu().double(), exact.detach().cpu().double()
+    if result.shape != exact.shape:
+        pytest.fail(f"{what}: expected the shape {tuple(exact.shape)}; it is {tuple(result.shape)}")
+    limit = bound * float(exact.abs().max())
+    missed = int((~((result - exact).abs() <= limit)).sum())  # NaN misses, too
+    if missed:
+        wanted = f"numbers at most {limit:g} off, {bound:g} of the largest"
+        pytest.fail(
+            f"{what}: expected {wanted}; {missed} of {exact.numel()} miss it: {_worst(result, exact)}"
+        )
+
+
+def near_by_norm(what: str, result: Tensor, exact: Tensor, bound: float) -> None:
+    """Expects the norm of the errors to be below `bound` times that of the exact numbers."""
+    result, exact = result.detach().cpu().double(), exact.detach().cpu().double()
+    off = float((result - exact).norm() / exact.norm())
+    if not off < bound:
+        pytest.fail(f"{what}: expected below {bound:g} of the norm; {off:g} is off: {_worst(result, exact)}")
+
+
+def same_tokens(what: str, result: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> None:
+    """Expects these texts, row by row."""
+    missed = []
+    for row, (tokens, others) in enumerate(zip(result, wanted, strict=True)):
+        pairs = enumerate(zip(tokens, others, strict=False))
+        at = next((i for i, (token, other) in pairs if token != other), min(len(tokens), len(others)))
+        rest, other_rest = (list(text[at : at + SHOWN]) for text in (tokens, others))
+        if rest or other_rest:
+            missed.append(f"row {row} from token {at} on: {rest}, not {other_rest}")
+    if missed:
+        differ = f"{len(missed)} of {len(wanted)} rows differ"
+        pytest.fail(f"{what}: expected the same tokens; {differ}: {'; '.join(missed)}")
+
+
+def _worst(result: Tensor, exact: Tensor) -> str:
+    """Returns the numbers that are furthest off, with their places."""
+    off = (result - exact).abs().nan_to_num(torch.inf).flatten()
+    places = [
+        tuple(map(int, torch.unravel_index(at, exact.shape))) for at in off.topk(min(SHOWN, len(off)))[1]
+    ]
+    return "; ".join(f"{list(place)} is {result[place]:g}, not {exact[place]:g}" for place in places)
 
 
 def on_gpu(graphs: bool, noise: float = 0.0) -> DecoderModel:

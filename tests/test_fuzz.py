@@ -1,9 +1,9 @@
 """Random files of prompts and of requests: lines whose worth is known, and files with bytes of them changed.
 
-    python -m tests.fuzz [inputs=2000] [seed=0] [only=NUMBER]
+    [FUZZ_FILES=300] [FUZZ_SEED=7] [FUZZ_ONLY=NUMBER] .venv/bin/python -m pytest tests/test_fuzz.py
 
-Prints each file that meets a fault: an exception, an answer other than documented. The exit code is 1 if
-there is one. A seed and a number always make the same file; what hangs ends the command, which shows where.
+Fails with each file that meets a fault: an exception, an answer other than documented. A seed and a number
+always make the same file; what hangs ends the tests and shows where.
 
 Where every line is known, the prompts that come out must be those of the good lines; where bytes were
 changed, what holds for any file must hold: no line is lost, the policies agree, what is taken can be used.
@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import logging
-import sys
-import tempfile
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from bench.words import Words
+import pytest
+
 from llama_ssp.batch.job import records_of
 from llama_ssp.batch.requests import CHAT, COMPLETIONS, Refused, Request
 from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf
 from llama_ssp.errors import RunError
+from llama_ssp.text import prompts
 from llama_ssp.text.prompts import file_bytes, read_prompts
 from tests.refusals import BAD_LINES, LONGEST_LINE
 
+FILES, SEED, ONLY = (
+    int(os.environ.get(f"FUZZ_{n}", d)) for n, d in (("FILES", 300), ("SEED", 7), ("ONLY", -1))
+)
 LIMIT_S = 60.0
 BAD = [line.encode() if isinstance(line, str) else line for line, *_ in BAD_LINES.values()]
 TEXTS = ("a", "a  b", " \t\r\n", "\"'\\/{}[]#$", "éж漢🙂\u0301\u200d\u202e\ufeff\ufffd", "\x1b[2J\x7f")
@@ -143,27 +145,10 @@ def faults(seed: int, numbers: range, folder: Path) -> Iterator[str]:
             yield f"{number} {'; '.join(wrong)} {text!r:.1000}"
 
 
-@dataclass
-class Fuzz(Words):
-    """The command line."""
-
-    inputs: int = 2000
-    seed: int = 0
-    only: int = -1
-
-
-def main() -> int:
-    asked = Fuzz.of(sys.argv[1:])
-    logging.disable(logging.ERROR)  # each skipped line is a warning
-    numbers = range(asked.only, asked.only + 1) if asked.only >= 0 else range(asked.inputs)
-    with tempfile.TemporaryDirectory() as folder:
-        count = 0
-        for fault in faults(asked.seed, numbers, Path(folder)):
-            print(fault, flush=True)
-            count += 1
-    print(f"{count} of {len(numbers)} files met a fault")
-    return int(count > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def test_files_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading that lets everything through meets a fault in some file."""
+    numbers = range(ONLY, ONLY + 1) if ONLY >= 0 else range(FILES)
+    assert list(faults(SEED, numbers, tmp_path)) == []
+    monkeypatch.setattr(prompts, "problem_of", lambda *_: None)
+    monkeypatch.setattr("llama_ssp.batch.requests.problem_of", lambda *_: None)
+    assert list(faults(7, range(150), tmp_path))
