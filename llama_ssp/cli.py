@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
-from llama_ssp.config.arguments import COMMANDS, HELP, QUIET, VERBOSE, VERSION
-from llama_ssp.config.environment import RankEnvironment, rank_environment
+from llama_ssp.config.arguments import COMMANDS, DRY, HELP, QUIET, VERBOSE, VERSION
+from llama_ssp.config.environment import RankEnvironment, rank_environment, refuse_copies
 from llama_ssp.config.help import help_for
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
@@ -40,8 +40,11 @@ from llama_ssp.report.console import Console, LogHandler, waiting
 
 if TYPE_CHECKING:
     from llama_ssp.config.compose import ComposedJob
+    from llama_ssp.planner.start import Start
 
 GRACE_S = 4.0  # for a rank to obey a signal
+JOB_OF_SWEEP = "LLAMA_SSP_JOB"  # for a rank: the job's number and its folder
+log = logging.getLogger(__name__)
 
 
 def load(words: list[str]) -> None:
@@ -116,10 +119,15 @@ def _run_job(began: datetime, job: ComposedJob) -> int:
     """Runs a job that Hydra has merged; returns its exit code. A sweep `began` at this time."""
     from llama_ssp.report.run_folder import sweep_folder
 
+    of_sweep, _, folder = os.environ.get(JOB_OF_SWEEP, "").partition(" ")
     if job.number is None:
         place = None
+    elif of_sweep:  # this process is a rank of one job
+        if str(job.number) != of_sweep:
+            return OK
+        place = Path(folder) if folder else None
     elif _environment().world > 1:
-        raise UsageError("--multirun needs one process", fix="loop over torchrun in the shell")
+        raise UsageError("--multirun needs one process", fix="write ranks=N in place of torchrun")
     else:
         place = sweep_folder(job.number, job.varied, job.cfg.out, began)
     return run(job, place)
@@ -204,24 +212,35 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
 
     `place` is a sweep's folder for the run.
     """
-    from llama_ssp.batch.job import chosen_seed, job_of
+    from llama_ssp.batch.job import chosen_seed, continued, job_of
     from llama_ssp.config import validation as checks
-    from llama_ssp.planner.resolve import pair_specs
+    from llama_ssp.planner.start import prepared
     from llama_ssp.report.plots import check_plot
+    from llama_ssp.tasks import plan as planning
     from llama_ssp.tasks.inputs import RunInputs
     from llama_ssp.text.prompts import Reading, read_prompts
 
     checked = checks.to_run(job.cfg)
     checks.check_sharing(checked, job.words)
-    task, leads = checked.task, _environment().is_leader
+    task, leads, world = checked.task, _environment().is_leader, rank_environment().world
     if isinstance(task, PlanConf):
-        from llama_ssp.tasks import plan as planning
-
-        return planning.execute(checked, rank_environment().world, leads, place)
-    if isinstance(task, BatchConf) and (code := _shared(checked, job)) is not None:
-        return code
+        return planning.execute(checked, world, leads, sys.argv[1:], place)
+    dry = not {*DRY}.isdisjoint(sys.argv)
+    if isinstance(task, BatchConf):
+        checked = continued(checked)
+        if not dry and (code := _shared(checked, job)) is not None:
+            return code
+    elif not dry:
+        refuse_copies()
     check_plot(getattr(task, "plot", None))
-    pairs = pair_specs(checked, job.folders, rank_environment().world)
+    pairs, start = prepared(checked, job.folders, world, dry)
+    for note in start.notes if leads else ():
+        log.info("%s", note)
+    if dry:
+        return planning.dry_run(pairs, start, leads, sys.argv[1:])
+    if world == 1 < start.ranks:
+        return _run_ranks(start, job, place)
+    os.environ.update(start.environment)
     recorded = checked if task.named_pairs else pairs[0].run
     # The leader reads prompts and draws the seed, and broadcasts both.
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
@@ -233,6 +252,15 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
         from llama_ssp.tasks.runner import execute
 
     return execute(inputs)
+
+
+def _run_ranks(start: Start, job: ComposedJob, place: Path | None) -> int:
+    """Runs the job as several ranks; each of them knows which of a sweep it is, and the folder for it."""
+    from llama_ssp.distributed.launcher import run_ranks
+
+    sweep = {} if job.number is None else {JOB_OF_SWEEP: f"{job.number} {place or ''}"}
+    with GUARD.aside():
+        return run_ranks(start.ranks, {**start.environment, **sweep})
 
 
 def _shared(run: RunConf, job: ComposedJob) -> int | None:

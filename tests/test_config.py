@@ -169,7 +169,7 @@ def test_every_key_has_its_type() -> None:
     types = config.key_types()
     for key, kind in {
         "model.path": str | None, "draft.dtype": config.Dtype, "sampling.top_k": int, "task.stop": list[str],
-        "speculation.k": int, "cluster.slurm.setup": list[str], "seed": int | None,
+        "speculation.k_max": int, "cluster.slurm.setup": list[str], "seed": int | None,
     }.items():  # fmt: skip
         assert types[key] == kind
 
@@ -191,7 +191,7 @@ def filled(**changes: Any) -> RunConf:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"speculation__k": 1.0}, {"speculation__k": True}, {"speculation__k": "1"}, {"speculation__k": None},
+        {"speculation__k": 1.0}, {"speculation__k": True}, {"speculation__k": "1"}, {"speculation__k_max": None},
         {"sampling__temperature": "1"}, {"sampling__temperature": True}, {"task__prompts": ["a", None]},
         {"task__prompts": [["a"]]}, {"task__prompts": "a"}, {"task__stop": None}, {"task__chat": 1},
         {"sampling__logit_bias": {"5": 1.0}}, {"sampling__logit_bias": {5: "x"}},

@@ -14,11 +14,11 @@ import yaml
 
 from llama_ssp.config import MAX_K, Dtype, PlacementConf, RunConf
 from llama_ssp.config.compose import composed
-from llama_ssp.distributed.placement import resolve
+from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.planner.advice import largest
-from llama_ssp.planner.resolve import choose_placement
+from llama_ssp.planner.resolve import PairFiles, choose
 from llama_ssp.planner.run_plan import (
     Bytes,
     Prediction,
@@ -112,7 +112,7 @@ def test_one_placement(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "k"), [(TARGET, 0), ((*PAIR, "speculation=none"), 0), ((*TARGET, "speculation=ngram"), 16)]
+    ("words", "k"), [(TARGET, 0), ((*PAIR, "speculation=none"), 0), ((*TARGET, "speculation=ngram"), 8)]
 )
 def test_without_a_draft_model(words: tuple[str, ...], k: int, command: Command) -> None:
     plan = document(command(*words))
@@ -220,8 +220,12 @@ def run(*words: str) -> RunConf:
     return composed([*task, "cluster=p4d", "model=65B", "draft=7B", *words])
 
 
+def place_of(conf: RunConf, world: int) -> Placement:
+    return choose(PairFiles(conf, None, None), [world], least_k=1)[0]
+
+
 def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
-    found = predict(conf, choose_placement(conf, world), slots=SLOTS, **what)
+    found = predict(conf, place_of(conf, world), slots=SLOTS, **what)
     assert found is not None
     return found
 
@@ -254,7 +258,7 @@ def test_the_request_is_the_runs_own() -> None:
 def test_auto_is_the_fastest_that_fits_and_what_was_asked_for_stays(
     words: list[str], world: int, place: str
 ) -> None:
-    assert choose_placement(run(*words), world).in_words() == place
+    assert place_of(run(*words), world).in_words() == place
 
 
 def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixture) -> None:
@@ -294,7 +298,7 @@ def test_what_is_not_known_is_not_planned(caplog: pytest.LogCaptureFixture) -> N
     family.model.family = "gptj"
     with caplog.at_level(logging.INFO):
         for conf in (family, run("placement=layers"), run(*UNKNOWN)):
-            assert predict(conf, choose_placement(conf, 1), slots=SLOTS) is None
+            assert predict(conf, place_of(conf, 1), slots=SLOTS) is None
     assert "not planned: the GPU's figures are not known" in caplog.text
     assert compare_with_plan([], []) is None
     assert compare_with_plan([RunMeasurement("regular", None, 1, 0, 1.0, None)], [{}]) is None

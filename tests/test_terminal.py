@@ -186,9 +186,13 @@ def test_a_prompt_from_the_config(open_terminal: Any, tmp_path: Path) -> None:
 CHAT = ("task=chat", *SESSION[1:4])
 
 
-def test_a_conversation(open_terminal: Any, tmp_path: Path) -> None:
-    """Ctrl-C stops the reply and not the program; a block of lines is one message; at the prompt it ends."""
-    terminal = open_terminal("task.max_new_tokens=900", session=CHAT, columns=100)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
+    """Ctrl-C stops the reply and not the program, nor a rank; a block of lines is one message; at the prompt
+    it ends.
+    """
+    words = "task.max_new_tokens=900", "task.context=1024", f"ranks={ranks}"
+    terminal = open_terminal(*words, session=CHAT, columns=100)
     terminal.until("/help lists the commands")
     for typed, stopped in (
         ("hello\n", "stopped by Ctrl-C]"),

@@ -53,6 +53,11 @@ class Job:
         return int(self.manifest.settings["seed"])
 
     @property
+    def drafts(self) -> str:
+        """The word that gives every group the same drafts a round, whatever its GPUs."""
+        return f"speculation.k={self.run.speculation.k}"
+
+    @property
     def journal(self) -> Journal:
         """The job's files; none is there before a process begins the job."""
         return Journal(self.work, self.manifest)
@@ -111,6 +116,19 @@ def chosen_seed(run: RunConf, is_job: bool) -> int:
     seed = secrets.randbelow(2**31)
     log.info("seed=%d (drawn; give it again to repeat this run)", seed)
     return seed
+
+
+def continued(run: RunConf) -> RunConf:
+    """The run with the drafts a round of the job that it continues, where it leaves them to the plan.
+
+    So a job goes on on another machine as it began.
+    """
+    spec, task = run.speculation, run.task
+    held = Journal.held(folders_of(run)[0]) if isinstance(task, BatchConf) and task.output else None
+    kept = {} if held is None else held.settings
+    names = [name for name in ("k", "cost_ratio") if getattr(spec, name) is None]
+    found = {name: kept[f"speculation.{name}"] for name in names if f"speculation.{name}" in kept}
+    return replace(run, speculation=replace(spec, **found))
 
 
 def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:

@@ -26,12 +26,12 @@ from llama_ssp.batch.job import Job
 from llama_ssp.batch.journal import count_finished
 from llama_ssp.batch.workers import LOGS
 from llama_ssp.config import BatchConf, Output, RunConf
-from llama_ssp.distributed.signals import CODE_FILE, end_with_parent
+from llama_ssp.distributed.launcher import import_path
+from llama_ssp.distributed.signals import end_with_parent
 from llama_ssp.errors import OK, UsageError
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.storage import CPU
 from llama_ssp.report.console import Console, Progress
-from llama_ssp.report.machine import SOURCES
 from llama_ssp.report.tables import figure
 from llama_ssp.speculative.stats import ratio
 
@@ -59,14 +59,11 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         logs = self.folder / LOGS
         self.log, self._output = logs / f"group-{self.number}.log", logs / f"group-{self.number}.out"
-        self._code_file = logs / f".group-{self.number}.code"
 
     def start(self, finished: int) -> None:
         """Starts the command; `finished` counts the job's finished records."""
         self.began = finished
-        self._code_file.unlink(missing_ok=True)
-        path = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
-        own = {CODE_FILE: str(self._code_file), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        own = import_path()
         if self.devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         with storing(self.log), self.log.open("ab") as log_, self._output.open("wb") as output:
@@ -84,8 +81,7 @@ class WorkerGroup:
         """True once, after the worker has ended; `finished` counts the job's finished records."""
         if self.process is None or (returned := self.process.poll()) is None:
             return False
-        self.process, self.code = None, workers.code_of(returned, self._code_file)
-        self._code_file.unlink(missing_ok=True)
+        self.process, self.code = None, workers.code_of(returned)
         self.figures.update(workers.counted([self._output]))
         self.fruitless = 0 if finished > self.began else self.fruitless + 1
         self.failures += self.code != OK
@@ -106,7 +102,8 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     work = job.work
     with storing(work):
         (work / LOGS).mkdir(parents=True, exist_ok=True)
-    command = _command(ranks, workers.words_of_one(words, job.seed, f"cluster.gpus={ranks}"))
+    own = workers.words_of_one(words, job.seed, job.drafts, f"cluster.gpus={ranks}", f"ranks={ranks}")
+    command = [sys.executable, "-m", "llama_ssp", *own]
     count = min(run.cluster.groups, max(job.missing, 1))
     groups = [WorkerGroup(number, command, devices[number], work) for number in range(count)]
     plural = "s" * (count > 1), ranks, "s" * (ranks > 1)
@@ -177,12 +174,6 @@ def _dealt(run: RunConf) -> list[list[str] | None]:
         where, fix = "cluster.groups, cluster.gpus", "ask for fewer or smaller groups"
         raise UsageError(what, where, found, f"{len(names)} GPUs in all", fix)
     return [names[number * each : (number + 1) * each] for number in range(cluster.groups)]
-
-
-def _command(ranks: int, words: tuple[str, ...]) -> list[str]:
-    options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
-    torchrun = ["-m", "torch.distributed.run", *options] if ranks > 1 else []
-    return [sys.executable, *torchrun, "-m", "llama_ssp", *words]
 
 
 @contextmanager

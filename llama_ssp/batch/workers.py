@@ -18,7 +18,7 @@ from llama_ssp.config import RunConf
 from llama_ssp.config.arguments import divided, each_key_once
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
-from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.planner.resolve import pair_files, placed
 from llama_ssp.planner.run_plan import predict, require_fit
 from llama_ssp.report.run_folder import config_sha256, versions
 from llama_ssp.report.tables import aligned, figure
@@ -35,7 +35,7 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
     if (ranks := rank_environment().world) > 1:
         what, where = "groups are started by the command itself", f"cluster.groups={run.cluster.groups}"
         raise UsageError(what, where, f"{ranks} ranks of torchrun", fix="start it without torchrun")
-    pair = pair_specs(run, folders, world)[0]
+    pair = placed(pair_files(run, folders)[0], [world])
     job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
     # By the figures of the cluster that is named; None where it says too little.
     prediction = predict(pair.run, pair.placement, slots=min(_slots(job), pair.run.model.context))
@@ -60,7 +60,8 @@ def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
         ["cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more]
     )
     given, flags = divided(words)
-    kept = {key: word for key, word in each_key_once(given).items() if not key.startswith("cluster.slurm.")}
+    left_out = ("cluster.slurm.", "ranks")
+    kept = {key: word for key, word in each_key_once(given).items() if not key.startswith(left_out)}
     return (*(kept | own).values(), *flags)
 
 
@@ -111,13 +112,13 @@ def is_given_up(code: int, fruitless: int, retries: int) -> bool:
     return code in LASTING or fruitless > retries + 1
 
 
-def code_of(returned: int, file: Path) -> int:
+def code_of(returned: int, file: Path | None = None) -> int:
     """How a group ended: 0, the code that a rank wrote, or that of the process that started the ranks.
 
     torchrun exits with 1 whatever its ranks exit with, so a rank writes its code into a file (`leave_code`).
     """
-    if returned == OK:
-        return OK
+    if returned == OK or file is None:
+        return 128 - returned if returned < 0 else returned
     with suppress(OSError, ValueError):
         return int(file.read_text(encoding="ascii"))
     return 128 - returned if returned < 0 else returned

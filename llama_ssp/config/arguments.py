@@ -27,7 +27,7 @@ from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import RunError, UsageError
 
 QUIET, VERBOSE = ("--quiet", "-q"), ("--verbose", "-v")
-HELP, VERSION = ("--help", "-h"), ("--version",)
+HELP, VERSION, DRY = ("--help", "-h"), ("--version",), ("--dry-run",)
 PROMPT, PROMPTS = "prompt", "task.prompts"
 SHORT_FLAGS = {"-p": PROMPT, "-n": "max_new_tokens"}  # Hydra's own -p is --package, too
 AS_WRITTEN = (PROMPTS, "task.system", "task.stop")  # ${...} stands for itself in them
@@ -66,7 +66,7 @@ class Override:
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     """The overrides and flags that these arguments mean, overrides first. Raises UsageError."""
     words, flags = divided(arguments)
-    flags = [flag for flag in flags if flag not in (*QUIET, *VERBOSE)]
+    flags = [flag for flag in flags if flag not in (*QUIET, *VERBOSE, *DRY)]
     parser = _hydra_parser()
     parser.error = _refuse_flags  # type: ignore[method-assign]
     given = parser.parse_args(flags)
@@ -89,7 +89,7 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             nargs, choices = of_hydra[flag].nargs, of_hydra[flag].choices or ()
             if waiting and not equals and (nargs is None or (nargs == "?" and waiting[0] in choices)):
                 flags.append(waiting.popleft())
-        elif flag in (*QUIET, *VERBOSE):
+        elif flag in (*QUIET, *VERBOSE, *DRY):
             flags.append(flag)
         else:
             key = _key_of(flag)
@@ -220,6 +220,8 @@ def _written(override: Override, several: Sequence[str], sweeps: bool) -> str:
     sign, key, value = override.sign, override.key, override.value or ""
     kinds = _kinds(key)
     origins = {get_origin(kind) for kind in kinds}
+    if NoneType in kinds and str not in kinds:  # such as ranks=auto
+        value = re.sub(r"\bauto\b", "null", value)
     if _is_null(key, value) or (value.startswith("[") and str not in kinds):
         pass
     elif key in GROUPS and value not in options(key) and not sweeps:

@@ -6,9 +6,9 @@ import os
 import re
 from dataclasses import dataclass
 
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, UsageError
 
-START = "start with torchrun --nproc-per-node N launch/run.py"
+START = "write ranks=N, or start with torchrun --nproc-per-node N -m llama_ssp"
 MAX_WORLD = 2**20  # as in a plan: 1024 nodes of 1024 GPUs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -31,6 +31,24 @@ def rank_environment() -> RankEnvironment:
     rank = number_of("RANK", 0, world - 1, default=0)
     number_of("LOCAL_RANK", 0, world - 1, default=0)  # for the device; refused before anything is read
     return RankEnvironment(rank, world)
+
+
+def refuse_copies() -> None:
+    """Raises UsageError, which the first task reports, where srun started this command several times.
+
+    Each would load the whole pair.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and "WORLD_SIZE" not in os.environ:
+        error = UsageError(
+            "srun started this command several times, and each would load the whole pair",
+            "SLURM_STEP_NUM_TASKS",
+            tasks,
+            "1",
+            f"srun --ntasks=1 --gpus={tasks} llama-ssp ... ranks={tasks}; several nodes: srun torchrun",
+        )
+        error.speaks = os.environ.get("SLURM_PROCID", "0") == "0"
+        raise error
 
 
 def number_of(name: str, least: int, most: int, default: int | None = None) -> int:

@@ -44,6 +44,11 @@ class RunConf:
     plan: PlanningConf = key(PlanningConf, "The plan that the run is compared with.")
     engine: Steps = key(Steps.auto, "Whether steps are compiled; auto: on GPUs, and on a CPU where it pays.")
     download: bool = key(False, "Fetch models from the Hugging Face hub that are not on this machine.")
+    ranks: int | None = number(
+        None, 1, 1024,
+        "Processes that the command starts on this machine, one a GPU; null, or auto, is as many as the pair "
+        "needs. Under torchrun its own number holds.",
+    )  # fmt: skip
     seed: int | None = number(None, 0, MAX_SEED, "The seed of all random numbers; null draws one.")
     output: Output = key(Output.text, "Standard output: text, one json document, or jsonl: a line a text.")
     out: str | None = not_empty("The folder for run folders; null writes none.", "outputs")

@@ -83,6 +83,8 @@ OF_THE_SCRIPT = (
 )  # fmt: skip
 SBATCH_OPTION = rf"--(?!({'|'.join(OF_THE_SCRIPT)})(=|$))[^'\\\0-\x1f]+"
 
+USUAL_K = 4  # drafts a round, where no plan can choose
+MAX_COST_RATIO = 10.0
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured
 
 
@@ -285,7 +287,13 @@ class SpeculationConfig:
     clock; in 16 bit and less only with the same batch and placement).
     """
 
-    k: int = number(4, 0, MAX_K, "Drafted tokens a round (K); 0 is regular sampling.")
+    k: int | None = number(
+        None,
+        0,
+        MAX_K,
+        "Drafted tokens a round (K); 0 is regular sampling; null, or auto, is the plan's best K at "
+        "plan.acceptance, and 4 where the machine has not been measured.",
+    )
     siblings: int = number(0, 0, MAX_SIBLINGS, "Further tokens at each draft's position; adaptive: at most.")
     drafter: Drafting = key(Drafting.model, "What drafts: the model, n-grams of the text so far, or nothing.")
     verification: Verification = key(Verification.block, "The exact rule: block accepts no less than token.")
@@ -294,9 +302,9 @@ class SpeculationConfig:
     cost_ratio: float | None = number(
         None,
         0.0,
-        10.0,
-        "The time of a draft step over a target step; null measures it, or takes 0.1: in eval, certify and "
-        "batch, over several ranks, with n-grams, and with a draft of another tokenizer.",
+        MAX_COST_RATIO,
+        "The time of a draft step over a target step; null measures it. Over several ranks, and in eval, "
+        "certify and batch, it is the plan's; where neither can be, and with n-grams, 0.1.",
     )
     ngram_min: int = number(1, 1, 32, "Tokens of the shortest n-gram that is looked up.")
     ngram_max: int = number(4, 1, 32, "Tokens of the longest n-gram that is looked up.")
@@ -310,12 +318,14 @@ class SpeculationConfig:
     @property
     def may_draft(self) -> bool:
         """Whether K may be more than 0."""
-        return self.k > 0 or self.adaptive
+        return self.k != 0 or self.adaptive
 
     @property
     def longest(self) -> int:
         """The most drafts of a round."""
-        return self.k_max if self.adaptive else self.k
+        if self.k is None and not self.adaptive:
+            return min(self.k_max, MAX_K // (1 + self.siblings))
+        return self.k_max if self.adaptive else self.k or 0
 
     @property
     def most_siblings(self) -> int:

@@ -48,6 +48,7 @@ class TaskConf:
 
     groups = "model draft sampling speculation placement cluster"  # of the run, that the task uses
     measures_costs = False  # whether an adaptive K goes by measured costs of rounds
+    may_not_draft = False  # whether the plan may choose K = 0
 
     name: str = key(MISSING, "The task's name.")
 
@@ -113,7 +114,7 @@ class TextConf(PromptedConf):
 class GenerateConf(TextConf):
     """Continue prompts: from the command line, a file, standard input."""
 
-    measures_costs = True
+    measures_costs = may_not_draft = True
 
     max_new_tokens: int = number(128, 0, MAX_INT, "Tokens of a continuation at most; 0 needs echo=true.")
     batch_size: int = number(8, 1, MOST_ROWS, "Prompts at a time.")
@@ -153,7 +154,7 @@ def check_drafts(task: str, key: str, spec: SpeculationConfig, has_draft: bool) 
 class ChatConf(TaskConf):
     """Talk with the model on a terminal; a pipe has a message a line."""
 
-    measures_costs = True
+    measures_costs = may_not_draft = True
 
     system: str | None = key(None, "The system message.")
     stop: list[str] = not_empty("Texts, or names of special tokens, that end a reply.", list)
@@ -266,7 +267,7 @@ class CertifyConf(PromptedConf):
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        key, most = ("k_max", spec.k_max) if spec.adaptive else ("k", spec.k)
+        key, most = ("k_max", spec.k_max) if spec.adaptive else ("k", spec.k or 0)
         if most > MOST_CERTIFIED:
             what, found = "task=certify looks at every way to decide a round", f"up to {most} drafts a round"
             fix = f"certify with speculation.{key}={MOST_CERTIFIED}: the rule is the same for any number"
@@ -329,6 +330,8 @@ class BatchConf(TaskConf):
     Records are committed one by one, and published by shards, which several processes may share: on this
     machine or on Slurm.
     """
+
+    may_not_draft = True
 
     input: str | None = not_empty("The prompts: JSONL, also of OpenAI's batches, or a prompt a line.")
     output: str | None = not_empty("The answers: JSONL, a line each, in the order of the prompts.")

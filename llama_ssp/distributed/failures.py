@@ -148,8 +148,16 @@ def _store(patience_s: float) -> Any:
         raise silent from error
     finally:
         alarm.cancel()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return stores.PrefixStore(f"llama_ssp/{attempt}/{len(MET)}", tcp)
+    return _meeting(tcp, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), len(MET))
+
+
+def first_meeting(store: Any) -> Any:
+    """The part of a store in which the ranks of a first start meet."""
+    return _meeting(store, "0", 0)
+
+
+def _meeting(store: Any, attempt: str, number: int) -> Any:
+    return stores.PrefixStore(f"llama_ssp/{attempt}/{number}", store)
 
 
 class Watch(threading.Thread):

@@ -15,7 +15,7 @@ from llama_ssp.config import DraftSeat, PlacementConf, Splitting
 from llama_ssp.errors import DistributedError
 
 LEADER = 0
-START = "torchrun --nproc-per-node {} launch/run.py"
+START = "start {0} ranks: ranks={0}"
 
 
 @dataclass(frozen=True)

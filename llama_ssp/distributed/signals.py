@@ -71,6 +71,16 @@ class Guard:
         self.signalled = 0
 
     @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Signals inside are not the guard's."""
+        grace_s = self._grace_s
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start(grace_s)
+
+    @contextlib.contextmanager
     def parting(self, line: str) -> Iterator[None]:
         """While nothing is begun, a signal ends a process without other ranks at once, with this line."""
         self._parting = line if self._grace_s is None else ""

@@ -16,7 +16,7 @@ from llama_ssp.models.shape import Shape
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = 64  # weights with one scale; bitsandbytes' CPU kernel needs rows of whole blocks
-OTHER_RANKS = "start another number of ranks (torchrun --nproc-per-node); for a draft, placement.draft_degree"
+OTHER_RANKS = "start another number of ranks (ranks=N); for a draft, placement.draft_degree"
 
 ROWS, COLUMNS = 0, 1  # of a weight: a layer's outputs, and its inputs
 Span = tuple[int, int]  # half-open

@@ -266,6 +266,8 @@ class Pair:
         task = replace(run.task, max_new_tokens=max_new_tokens, stop=listed("stop", stop), chat=chat)
         task = replace(task, system=system, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of))
         sampling, speculation = sampling or run.sampling, chosen(speculation or run.speculation)
+        if speculation.k is None:
+            speculation = replace(speculation, k=run.speculation.k)
         seed = run.seed if seed is None else seed
         run = replace(run, task=task, sampling=sampling, speculation=speculation, seed=seed)
         checks.check(run)

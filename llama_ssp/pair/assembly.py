@@ -356,7 +356,7 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     spec = run.speculation
     siblings = spec.siblings if run.sampling.temperature else 0
     if not spec.adaptive:
-        return FixedDraftLength(spec.k, rows, siblings)
+        return FixedDraftLength(spec.k or 0, rows, siblings)
     fits = costs is not None and costs.k_max <= spec.k_max and costs.max_siblings >= siblings
     if costs is None or not fits or spec.cost_ratio is not None or not run.has_draft_model:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio

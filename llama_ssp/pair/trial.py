@@ -32,6 +32,7 @@ import torch
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.failures import LostPeer
+from llama_ssp.distributed.launcher import import_path
 from llama_ssp.distributed.process_group import gpu_of, open_ranks
 from llama_ssp.distributed.signals import CODE_FILE, end_with_parent, leave
 from llama_ssp.errors import DISTRIBUTED, DistributedError, first_line
@@ -44,7 +45,6 @@ log = logging.getLogger(__name__)
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 COMMAND = [sys.executable, "-m", "llama_ssp.pair.trial"]
-SOURCES = Path(__file__).resolve().parents[2]  # the program may not be installed
 TRIAL_S = 120.0  # for the small processes, which import torch, meet and compile
 CHECK_S = 120.0  # for the steps of the real model, which are compiled by then
 WIDTHS, ROWS, STEPS = (1, 2, 5), (1, 2), 8
@@ -132,12 +132,10 @@ class Trial:
         """
         members = self.ranks.gather_texts(os.environ.get("RANK", "0"))
         rank, attempt = str(self.ranks.rank), os.environ.get(ATTEMPT, "0")
-        path = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {
+        environment = os.environ | import_path() | {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(self.ranks.world),
             # The small processes have keys of their own in the store.
             ATTEMPT: f"{attempt}/{self.file.stem}/{'-'.join(members)}",
-            "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
         }  # fmt: skip
         for name in (CODE_FILE, "LOCAL_WORLD_SIZE"):
             environment.pop(name, None)

@@ -15,7 +15,8 @@ from functools import cache
 from llama_ssp.planner.workload import MIB
 
 SMI = "nvidia-smi"
-FIGURES = [SMI, "--query-gpu=name,memory.free,uuid,mig.mode.current", "--format=csv,noheader,nounits"]
+QUERY = "--query-gpu=name,memory.free,uuid,mig.mode.current,memory.used"
+FIGURES = [SMI, QUERY, "--format=csv,noheader,nounits"]
 LIST = [SMI, "-L"]
 GPU_LINE = re.compile(r"GPU \d+: .*\(UUID: (\S+)\)")
 # A part's name has its slices of the units and its gigabytes: MIG 3g.20gb, 1c.3g.20gb, 1g.10gb+me.
@@ -25,13 +26,17 @@ SLICES = 7  # of a GPU's units
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU or a part of one: free bytes, None if not known; its parts; the slices of a part, else 0."""
+    """A GPU or a part of one: free bytes, None if not known; its parts; the slices of a part, else 0.
+
+    `used` are the bytes that programs hold, 0 if not known.
+    """
 
     name: str
     free: int | None = None
     uuid: str = ""
     parts: tuple[Gpu, ...] = ()
     slices: int = 0
+    used: int = 0
 
 
 @cache
@@ -47,10 +52,11 @@ def gpus_here() -> list[Gpu]:
 def _every_gpu() -> list[Gpu]:
     gpus, divided = [], False
     for line in _output(FIGURES):
-        name, free, *rest = (field.strip() for field in f"{line},".split(","))
+        name, free, uuid, mode, used, *_ = (field.strip() for field in f"{line},,,,".split(","))
         if free:
-            gpus.append(Gpu(name, int(free) * MIB if free.isdecimal() else None, rest[0]))
-            divided |= "Enabled" in rest
+            sizes = (int(size) * MIB if size.isdecimal() else None for size in (free, used))
+            gpus.append(Gpu(name, next(sizes), uuid, used=next(sizes) or 0))
+            divided |= mode == "Enabled"
     if not divided:
         return gpus
     parts = _parts({gpu.uuid: gpu.name for gpu in gpus})

@@ -180,7 +180,7 @@ class Plan:
 def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     """The plan of one placement, or of all that the cluster allows."""
     worlds, work = worlds_of(request.machine.world), request.work
-    options = search(request, worlds) if fixed is None else [option(request, fixed)]
+    options = search(request, worlds) if fixed is None else [option(request, fixed, request.k)]
     chosen = options[0]
     by_layers = chosen.placement.splitting is Splitting.layers  # then regular sampling is by layers, too
     regular = chosen.regular_ms if by_layers else regular_ms(request, options, worlds)

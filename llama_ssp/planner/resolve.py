@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from llama_ssp import config
 from llama_ssp.config import (
+    MAX_COST_RATIO,
+    USUAL_K,
     Drafting,
     DraftSeat,
     ModelConf,
     Overlap,
     PlacementConf,
     RunConf,
+    SpeculationConfig,
     Splitting,
 )
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
-from llama_ssp.errors import ModelError, UsageError
-from llama_ssp.models.checkpoint import complete
-from llama_ssp.models.sharding import require_deepspeed, require_split
+from llama_ssp.errors import DistributedError, ModelError, UsageError
+from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
+from llama_ssp.models.sharding import is_planned, require_deepspeed, require_split
 from llama_ssp.planner.run_plan import request_of
-from llama_ssp.planner.search import search
+from llama_ssp.planner.search import Option, PlanRequest, option, search
+from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.vocabulary import read_vocabularies
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,32 +65,55 @@ class PairSpec:
         return self.target if self.drafter is None else f"{self.target}/{self.drafter}"
 
 
+class PairFiles(NamedTuple):
+    """A pair's run with the shapes of its models, and the folders of their files."""
+
+    run: RunConf
+    target_path: Path | None
+    draft_path: Path | None
+
+
 def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec, ...]:
     """Every pair of the run on `world` ranks; `folders` are private ones that may hold presets, too."""
+    return tuple(placed(files, [world], least_k=1) for files in pair_files(run, folders))
+
+
+def pair_files(run: RunConf, folders: list[Path], dry: bool = False) -> list[PairFiles]:
+    """Every pair of the run, with the shapes of its models; `dry`: their files need not be here."""
     runs = [_with_presets(run, name, folders) for name in run.task.named_pairs] or [run]
-    return tuple(_completed(one, world) for one in runs)
+    return [_completed(one, dry) for one in runs]
 
 
-def _completed(run: RunConf, world: int) -> PairSpec:
-    model, target_path = complete(run.model, "model", run.download)
-    draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft", run.download)
-    whole = replace(run, model=model, draft=draft)
+def _completed(run: RunConf, dry: bool) -> PairFiles:
+    found = dict[str, tuple[ModelConf, Path | None]]()
+    for role, conf in ((TARGET, run.model), (DRAFT, run.draft)):
+        if conf is not None and dry:
+            found[role] = outlined(conf, role, run.download), folder_at_hand(conf)
+        elif conf is not None:
+            found[role] = complete(conf, role, run.download)
+    draft, draft_path = found.get(DRAFT, (None, None))
+    whole = replace(run, model=found[TARGET][0], draft=draft)
     checks.check_context(whole)
-    seat = run.placement.draft
-    if draft is not None and draft.is_head:
-        require_head(draft, model, run.placement, world)
-        seat = DraftSeat.leader  # every target rank has the hidden states; one head is enough
-    elif world > 1 and is_free(run.placement) and is_bridged(whole, target_path, draft_path):
-        seat = DraftSeat.leader  # which translates the text of a draft with another tokenizer
-    placement = choose_placement(replace(whole, placement=replace(run.placement, draft=seat)), world)
+    return PairFiles(whole, found[TARGET][1], draft_path)
+
+
+def placed(files: PairFiles, worlds: list[int], least_k: int = 0) -> PairSpec:
+    """The pair on one of these numbers of ranks: where each model is, and with how many drafts a round.
+
+    The plan does not choose a smaller K than `least_k`.
+    """
+    run, target_path, draft_path = files
+    if run.draft is not None and run.draft.is_head:
+        require_head(run.draft, run.model, run.placement, worlds[-1])
+    placement, speculation = choose(files, worlds, least_k)
     if placement.splitting is Splitting.deepspeed:
-        require_deepspeed(model, placement.world)
+        require_deepspeed(run.model, placement.world)
     elif len(placement.target) > 1:
-        require_split(model, len(placement.target))
-    if draft is not None and placement.draft_degree > 1:
-        require_split(draft, placement.draft_degree, "draft")
-    require_own_ranks(whole, placement)
-    return PairSpec(whole, target_path, draft_path, placement)
+        require_split(run.model, len(placement.target))
+    if run.draft is not None and placement.draft_degree > 1:
+        require_split(run.draft, placement.draft_degree, "draft")
+    require_own_ranks(run, placement)
+    return PairSpec(replace(run, speculation=speculation), target_path, draft_path, placement)
 
 
 def require_own_ranks(run: RunConf, placement: Placement) -> None:
@@ -136,18 +167,52 @@ def is_free(conf: PlacementConf) -> bool:
     return conf.splitting is Splitting.tensor and conf.draft is DraftSeat.auto and not any(named)
 
 
-def choose_placement(run: RunConf, world: int) -> Placement:
-    """Which ranks hold what: as configured, or where that is left open the fastest that fits.
+def choose(files: PairFiles, worlds: list[int], least_k: int) -> tuple[Placement, SpeculationConfig]:
+    """Which ranks hold what, and how many tokens are drafted: as configured, else what is planned fastest.
 
     The prompts are not read yet, so the plan is of prompts of a usual length.
     """
-    if world > 1 and run.has_draft_model and is_free(run.placement):
-        with suppress(UsageError):  # a GPU without known figures
-            request = request_of(run)
-            # Without a calibration the plan does not know what messages cost on a CPU, which is most.
-            if not request.machine.is_cpu or run.cluster.times.layer_us is not None:
-                return search(request, [world])[0].placement
-    return resolve(run.placement, world, run.has_draft_model)
+    run, spec, world, best = files.run, files.run.speculation, worlds[-1], None
+    with suppress(UsageError, DistributedError, ModelError):  # a GPU without known figures; DeepSpeed
+        request = plannable(files)
+        best = None if request is None else options(request, run.placement, worlds)[0]
+    placement = best.placement if best else resolve(run.placement, world, run.has_draft_model)
+    if spec.k is None:
+        spec = replace(spec, k=max(best.k, least_k) if best else USUAL_K)
+        if spec.k == 0 and not spec.adaptive and (run.has_draft_model or run.drafts_from_text):
+            log.info("drafting does not pay here, by the plan: K = 0; speculation.k=%d drafts", USUAL_K)
+            return choose(files._replace(run=replace(run, speculation=spec)), worlds, least_k)
+    measured = world == 1 and run.task.measures_costs
+    if best and spec.adaptive and run.has_draft_model and spec.cost_ratio is None and not measured:
+        ratio = best.times.proposal_s(1) / best.times.verify[0]
+        spec = replace(spec, cost_ratio=min(ratio, MAX_COST_RATIO))
+    return placement, spec
+
+
+def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None) -> PlanRequest | None:
+    """What to plan for the pair, on this many GPUs of these free bytes; None where nothing is known.
+
+    Without a calibration the plan does not know what messages cost on a CPU, which is most.
+    """
+    run = files.run
+    if not all(is_planned(model) for model in (run.model, run.draft) if model is not None):
+        return None
+    if gpus is not None:
+        run = replace(run, cluster=replace(run.cluster, gpus=gpus, nodes=1))
+    request = request_of(run, capacity=free)
+    if request.machine.is_cpu and run.cluster.times.layer_us is None:
+        return None
+    return replace(request, bridged=request.draft is not None and is_bridged(*files))
+
+
+def options(request: PlanRequest, conf: PlacementConf, worlds: list[int]) -> list[Option]:
+    """What the configuration allows on these numbers of ranks; the fastest that fits first.
+
+    A placement that it names is that of the last number.
+    """
+    if is_free(conf):
+        return search(request, worlds)
+    return [option(request, resolve(conf, worlds[-1], request.draft is not None), request.k)]
 
 
 def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama_ssp.config import Dtype, RunConf, Splitting
+from llama_ssp.config import USUAL_K, Dtype, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
@@ -83,14 +83,15 @@ def request_of(
     prompt = getattr(task, "prompt_tokens", min(USUAL_TOKENS, most - new)) if slots is None else slots - new
     rows = getattr(task, "batch_size", 1) if rows is None else rows
     chunk = getattr(task, "prefill_chunk", USUAL_TOKENS)
-    work = Workload(rows, prompt, new, spec.k, chunk, *caches, siblings=spec.siblings)
+    k = USUAL_K if spec.k is None else spec.k
+    work = Workload(rows, prompt, new, k, chunk, *caches, siblings=spec.siblings)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
     acceptance = getattr(task, "acceptance", run.plan.acceptance)
-    k_max = max(min(spec.k_max, work.most_k), spec.k)
+    k_max = max(min(spec.k_max, work.most_k), spec.k or 0)
     return PlanRequest(
         machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,
-        tokens_generated(run),
+        tokens_generated(run), k=None if spec.adaptive else spec.k,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class PlanRequest:
     """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model.
 
     `tokens` are those that the task generates: what compiled steps save depends on them. `bridged`: the draft
-    has another tokenizer.
+    has another tokenizer. `k` is the K that will run; None: the best.
     """
 
     machine: Machine
@@ -46,6 +46,7 @@ class PlanRequest:
     engine: Steps = Steps.auto
     tokens: int = 0
     bridged: bool = False
+    k: int | None = None
 
     @property
     def roles(self) -> list[Role]:
@@ -91,6 +92,14 @@ class Option:
     def runs(self) -> bool:
         """Whether it fits, or may fit."""
         return self.verdict is not FitVerdict.does_not_fit
+
+    @property
+    def order(self) -> tuple[int, float, int, int]:
+        """By which options are sorted: the fastest that fits is first."""
+        if not self.runs:  # its speed does not matter
+            return self.verdict.rank, float(-self.worst.margin), self.placement.world, 0
+        # Times that print alike are equal: then fewer ranks and less memory are better.
+        return self.verdict.rank, round(self.ms_per_token, 3), self.placement.world, self.worst.total
 
     @property
     def regular_ms(self) -> float:
@@ -166,14 +175,14 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
     for world in (one for one in worlds if one <= most):
         for placement in placements(world, request.draft is not None, every):
             try:
-                found.append(option(request, placement))
+                found.append(option(request, placement, request.k))
             except (DistributedError, ModelError) as error:
                 reason = error
     if not found and worlds[-1] > most:
         _refuse(request, worlds[-1])
     if not found and reason is not None:
         raise reason
-    return sorted(found, key=_order)
+    return sorted(found, key=lambda one: one.order)
 
 
 def cost_of(request: PlanRequest, role: Role, placement: Placement) -> PassCost:
@@ -256,16 +265,9 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
 
 def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -> float:
     """The best regular sampling on the cluster: the target alone where it fits, else in an option."""
-    alone = replace(request, draft=None, text_drafts=False)
+    alone = replace(request, draft=None, text_drafts=False, k=None)
     with suppress(DistributedError):
         best = search(alone, worlds)[0]
         if best.runs:
             return best.ms_per_token
     return min(one.regular_ms for one in options)
-
-
-def _order(one: Option) -> tuple[int, float, int, int]:
-    if not one.runs:  # its speed does not matter
-        return one.verdict.rank, float(-one.worst.margin), one.placement.world, 0
-    # Times that print alike are equal: then fewer ranks and less memory are better.
-    return one.verdict.rank, round(one.ms_per_token, 3), one.placement.world, one.worst.total

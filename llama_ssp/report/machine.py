@@ -8,7 +8,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[2]  # the folder that this package is imported from
+from llama_ssp.distributed.launcher import SOURCES
 
 
 @cache

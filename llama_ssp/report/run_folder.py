@@ -36,7 +36,7 @@ def config_sha256(run: RunConf) -> str:
 
 def deciding(run: RunConf) -> dict[str, Any]:
     """Returns the settings that decide the output: not where results go, nor what only the plan uses."""
-    others = ("out", "output", "download", "plan")
+    others = ("out", "output", "download", "plan", "ranks")
     return {key: value for key, value in resolved(run).items() if key not in others}
 
 

@@ -12,15 +12,23 @@ from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.errors import FAILED_CHECK, OK, ModelError, UsageError
+from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, UsageError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.groups import JobSize, plan_job
 from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
-from llama_ssp.planner.resolve import is_bridged, is_free, require_head, require_own_ranks, require_whole
+from llama_ssp.planner.resolve import (
+    PairSpec,
+    is_bridged,
+    is_free,
+    require_head,
+    require_own_ranks,
+    require_whole,
+)
 from llama_ssp.planner.run_plan import request_of
+from llama_ssp.planner.start import Start, command_line
 from llama_ssp.planner.table import drawing, job_drawing
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Console, rich_console
@@ -72,16 +80,35 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     return run, make_plan(request, placement)
 
 
-def execute(run: RunConf, ranks: int, is_leader: bool, place: Path | None = None) -> int:
+def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Sequence[str]) -> int:
+    """Prints what a run would start, pair by pair; exit code 5 if it does not fit."""
+    console, fits, gpus = Console(silent=not is_leader), True, 1
+    for spec in pairs:
+        request = request_of(spec.run)
+        gpus = -(-start.ranks // request.machine.nodes)
+        if not request.machine.is_cpu:
+            request = replace(request, machine=replace(request.machine, gpus=gpus))
+        plan = make_plan(request, spec.placement)
+        fits = fits and plan.runs
+        console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
+    if fits:
+        console.line(command_line(words, start.ranks, gpus))
+    return OK if fits else DISTRIBUTED
+
+
+def execute(
+    run: RunConf, ranks: int, is_leader: bool, words: Sequence[str], place: Path | None = None
+) -> int:
     """Prints and keeps the plan; exit code 1 if task.require_fit is set and the pair does not fit."""
     task = run.task
     assert isinstance(task, PlanConf)
     run, plan = planned(run, ranks)
-    vocabulary, words = vocabularies(run)
+    vocabulary, matching = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed, place)
     size, price = JobSize(task.records, task.shard_size), run.cluster.price_per_gpu_hour
     job = plan_job(plan.request, size, task.nodes, price) if task.nodes else None
-    own = {"vocabulary": vocabulary, "job": job and job.document()}
+    command = command_line(words, plan.chosen.placement.world, plan.request.machine.gpus)
+    own = {"vocabulary": vocabulary, "job": job and job.document(), "command": command if plan.runs else None}
     summary = folder.summary("done", {**plan.document(), **own})
     console, is_json = Console(silent=not is_leader), run.output is Output.json
     try:
@@ -90,11 +117,13 @@ def execute(run: RunConf, ranks: int, is_leader: bool, place: Path | None = None
             plot(summary, task.plot, folder.path)
     finally:  # a full disk must not cost the plan
         if not is_json:
-            if words:
-                console.line(words)
+            if matching:
+                console.line(matching)
             console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
             if job is not None:
                 console.show(job_drawing(job))
+            if plan.runs:
+                console.line(command)
         console.document(summary, is_json)
     failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from llama_ssp.config import Output
+from llama_ssp.config import Output, RunConf
 from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
@@ -40,11 +41,26 @@ TASKS: dict[str, type[Task[Any]]] = {
 }  # fmt: skip
 
 
+OF_PLAN = ("k", "cost_ratio")  # of speculation: what the leader's plan chose, if the user did not
+
+
 def execute(inputs: RunInputs) -> int:
     """Runs the task on this rank; the exit code. If several ranks fail, each raises what failed first."""
     ranks = ranks_of(inputs.run)
     with first_cause(ranks):
-        code = _run(shared(inputs, ranks), ranks)
+        inputs = shared(inputs, ranks)
+        used = max(pair.placement.world for pair in inputs.pairs)
+        if used < ranks.world:
+            is_idle = ranks.rank >= used
+            ranks.close()
+            if is_idle:
+                return OK
+    if used < ranks.world:  # the others meet again, without those that have nothing to do
+        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        os.environ |= {"WORLD_SIZE": str(used), "LOCAL_WORLD_SIZE": str(min(int(local), used))}
+        ranks = ranks_of(inputs.run)
+    with first_cause(ranks):
+        code = _run(inputs, ranks)
         ranks.close()
     return code
 
@@ -53,18 +69,24 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     """The inputs with the leader's seed, prompts and placements. Raises if configs or versions differ."""
     if ranks.world == 1:
         return inputs
-    compared = {**deciding(inputs.run), "versions": versions()}
+    drafts = [{key: getattr(pair.run.speculation, key) for key in OF_PLAN} for pair in inputs.pairs]
+    compared = {**deciding(_with(inputs.run, dict.fromkeys(OF_PLAN))), "versions": versions()}
     ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
     placements = [pair.placement.as_plain() for pair in inputs.pairs]
     own = {"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements}
-    sent = broadcast_json(own, ranks)
+    sent = broadcast_json({**own, "drafts": drafts}, ranks)
     prompts = [TextPrompt(**prompt) for prompt in sent["reading"]["prompts"]]
     pairs = tuple(
-        replace(pair, placement=Placement.of_plain(plain))
-        for pair, plain in zip(inputs.pairs, sent["placements"], strict=True)
+        replace(pair, placement=Placement.of_plain(plain), run=_with(pair.run, chosen))
+        for pair, plain, chosen in zip(inputs.pairs, sent["placements"], sent["drafts"], strict=True)
     )
     reading = Reading(prompts, sent["reading"]["skipped"])
-    return replace(inputs, seed=sent["seed"], pairs=pairs, reading=reading)
+    run = inputs.run if inputs.run.task.named_pairs else pairs[0].run
+    return replace(inputs, run=run, seed=sent["seed"], pairs=pairs, reading=reading)
+
+
+def _with(run: RunConf, speculation: dict[str, Any]) -> RunConf:
+    return replace(run, speculation=replace(run.speculation, **speculation))
 
 
 def _run(inputs: RunInputs, ranks: Ranks) -> int:

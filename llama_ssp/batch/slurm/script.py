@@ -11,8 +11,8 @@ from llama_ssp import __version__
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.workers import LOGS
 from llama_ssp.config import BatchConf, ClusterConf
+from llama_ssp.distributed.launcher import SOURCES
 from llama_ssp.planner.storage import CPU
-from llama_ssp.report.machine import SOURCES
 
 NO_TIME = "# No --time: the partition's own limit. cluster.slurm.time=4:00:00 sets another."
 ON_ERROR = """trap 'echo "error: line $LINENO failed with $?: $BASH_COMMAND" >&2; exit 2' ERR"""

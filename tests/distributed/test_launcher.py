@@ -1,0 +1,177 @@
+"""`ranks=N`: a process that starts its ranks, speaks with one voice, and ends with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llama_ssp.batch.journal import count_finished
+from llama_ssp.errors import DATA, DISTRIBUTED, INPUT_OUTPUT, MODEL, USAGE
+from tests.conftest import Command
+from tests.processes import kill, wait_for
+from tests.warm import Answer, answers, start
+
+pytestmark = pytest.mark.slow
+
+FP32 = ("model.dtype=fp32", "draft.dtype=fp32", "output=json", "out=null")
+TINY = ("generate", "model=tiny", "draft=tiny_draft", *FP32, "seed=5", "prompt=hello", "n=24")
+LONG = ("max_new_tokens=4000", "ignore_eos=true", "model.context=8192", "draft.context=8192")
+
+
+class Parent:
+    """The command, running; what it says goes to files."""
+
+    def __init__(self, folder: Path, *words: str, stdin: str = "", **variables: str) -> None:
+        self._said = [folder / "out", folder / "err"]
+        (folder / "in").write_text(stdin)
+        words = tuple("max_new_tokens=24" if word == "n=24" else word for word in words)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        self.process = start(["-m", "llama_ssp", *words], folder, [folder / "in", *self._said], env)
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The ranks' processes that live, by rank."""
+        found = {}
+        for child in psutil.Process(self.pid).children() if psutil.pid_exists(self.pid) else ():
+            if child.status() != psutil.STATUS_ZOMBIE and "RANK" in child.environ():
+                found[int(child.environ()["RANK"])] = child
+        return found
+
+    def until(self, said: str) -> None:
+        file = self._said[1]
+        wait_for(lambda: file.exists() and said in file.read_text(), lambda: file.read_text())
+
+    def finish(self) -> Answer:
+        (answer,) = answers([self.process], [self._said], 300.0)
+        return answer
+
+
+def run(folder: Path, *words: str, stdin: str = "", **variables: str) -> Answer:
+    return Parent(folder, *words, stdin=stdin, **variables).finish()
+
+
+def texts(answer: Answer) -> list[Any]:
+    assert answer.code == 0, answer.err
+    return [output["token_ids"] for output in answer.document["outputs"]]
+
+
+def test_the_text_is_that_of_one_process_and_one_rank_writes(command: Command, tmp_path: Path):
+    """From the command line and from a pipe; the document is the only line of standard output."""
+    for words, stdin in ((TINY, ""), ([word for word in TINY if word != "prompt=hello"], "hello\na b c\n")):
+        words = [*words[:-1], "max_new_tokens=24"]
+        expected = command("task=generate", *words[1:], stdin=stdin.encode())
+        for ranks in (2, 3) if not stdin else (2,):
+            answer = run(tmp_path, *words, f"ranks={ranks}", stdin=stdin)
+            assert texts(answer) == [output["token_ids"] for output in expected.document["outputs"]]
+            assert len(answer.out.splitlines()) == 1 and f"over {ranks} ranks" in answer.err
+
+
+# What is wrong, the code, and a part of the line. Some are found by this process, some by a rank with torch.
+MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "an unknown key": (("modle=x",), USAGE, "modle"),
+    "no such model": (("model=/no/such/folder",), MODEL, "no/such/folder"),
+    "too many ranks for the heads": (("ranks=5",), DISTRIBUTED, "heads"),
+    "by layers": (("placement=layers",), DISTRIBUTED, "layers"),
+    "a GPU that is not there": (("placement.target_device=cuda:7",), DISTRIBUTED, "cuda:7"),
+    "no number of ranks": (("ranks=0",), USAGE, "ranks"),
+    "no prompts": (("task.prompts=null", "prompt_file=/no/such/file"), DATA, "/no/such/file"),
+    "more new tokens than the context": (("max_new_tokens=99999",), USAGE, "prompt included"),
+    "a prompt that is longer than the context": (("prompt=" + "word " * 900,), DATA, "context"),
+    "no room for results": (("out=/proc/none",), INPUT_OUTPUT, "/proc/none"),
+}
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_its_own_code(mistake: str, tmp_path: Path):
+    words, code, said = MISTAKES[mistake]
+    given = [word for word in TINY if not (word == "prompt=hello" and any("prompt" in w for w in words))]
+    answer = run(tmp_path, *given, *(() if any("ranks" in w for w in words) else ("ranks=3",)), *words)
+    assert (answer.code, len(answer.errors), answer.out) == (code, 1, ""), answer.err
+    assert said in answer.errors[0] and "Traceback" not in answer.err
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("loaded", "victim", "by", "code", "line"),
+    [
+        (True, None, signal.SIGTERM, 143, "stopped by SIGTERM"),
+        (True, None, signal.SIGINT, 130, "stopped by SIGINT"),
+        (False, None, signal.SIGINT, 130, "SIGINT"),
+        (False, 1, signal.SIGKILL, DISTRIBUTED, "rank 1 was killed by SIGKILL during start"),
+        (True, 1, signal.SIGKILL, DISTRIBUTED, "rank 1 is gone"),
+        (True, 0, signal.SIGKILL, DISTRIBUTED, "rank 0 is gone"),
+        (True, None, signal.SIGKILL, -9, ""),
+        (False, None, signal.SIGKILL, -9, ""),
+    ],
+)
+def test_whoever_is_stopped_all_end(
+    loaded: bool, victim: int | None, by: signal.Signals, code: int, line: str, tmp_path: Path
+):
+    """With one line, if anybody is left to say it, and no process."""
+    parent = Parent(tmp_path, *TINY, *LONG, "ranks=3")
+    wait_for(lambda: len(parent.ranks()) == 3)
+    if loaded:
+        parent.until("over 3 ranks")
+    ranks = parent.ranks()
+    kill(parent.pid if victim is None else ranks[victim].pid, by=by)
+    answer = parent.finish()
+    assert (answer.code, len(answer.errors)) == (code, bool(line)), answer.err
+    assert line in answer.err and "Traceback" not in answer.err
+    wait_for(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks.values()))
+
+
+@pytest.mark.long
+def test_the_text_is_whole_where_the_drafts_rank_is_killed(command: Command, tmp_path: Path):
+    """torchrun would end all ranks with it."""
+    words = (*TINY[:-1], "max_new_tokens=1500", "ignore_eos=true", "sampling.temperature=0")
+    words = (*words, "placement=own", "model.context=2048", "draft.context=2048")
+    parent = Parent(tmp_path, *words, "ranks=3", "placement.draft_timeout_s=3", "trace=true", "out=runs")
+    wait_for(lambda: any(file.stat().st_size for file in (tmp_path / "runs").rglob("rounds*")))
+    kill(parent.ranks()[2].pid)
+    answer = parent.finish()
+    expected = command("task=generate", *words[1:], "placement=auto").document["outputs"]
+    assert texts(answer) == [output["token_ids"] for output in expected]
+    assert answer.document["overlap"]["draft_lost"] and not answer.errors
+
+
+@pytest.mark.long
+def test_a_sweep_and_a_batch_job(tmp_path: Path):
+    """Each job of a sweep has its folder; a job that is killed twice goes on, and its answers are whole."""
+    sweep = [word for word in TINY[:-1] if word not in ("out=null", "seed=5", "output=json")]
+    answer = run(tmp_path, *sweep, "max_new_tokens=8", "ranks=2", "--multirun", "seed=1,2", "out=runs")
+    assert answer.code == 0 and len(list((tmp_path / "runs").rglob("summary.json"))) == 2, answer.err
+    (tmp_path / "prompts.txt").write_text("".join(f"question {n}\n" for n in range(30)))
+    batch = (
+        "batch",
+        "model=tiny",
+        "draft=tiny_draft",
+        *FP32,
+        "seed=5",
+        "input=prompts.txt",
+        "ignore_eos=true",
+    )
+    batch = (*batch, "max_new_tokens=40", "task.batch_size=2", "shard_size=10", "ranks=2")
+    whole = (*batch, "task.output=whole.jsonl")
+    assert run(tmp_path, *whole).code == 0
+    for kills in (1, 2):
+        parent = Parent(tmp_path, *batch, "task.output=killed.jsonl")
+        wait_for(lambda kills=kills: count_finished(tmp_path / "killed.jsonl.work") >= 8 * kills)
+        kill(parent.pid if kills == 1 else parent.ranks()[1].pid)
+        assert parent.finish().code != 0
+    assert run(tmp_path, *batch, "task.output=killed.jsonl").code == 0
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_srun_that_starts_several_copies_is_refused_by_one_of_them(tmp_path: Path):
+    for number, said in ((0, 1), (1, 0)):
+        answer = run(tmp_path, *TINY, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID=str(number))
+        assert (answer.code, len(answer.errors)) == (USAGE, said) and answer.err.count("ranks=2") == said

@@ -1,0 +1,197 @@
+"""How many ranks a command starts, on which of eight pretended GPUs, with how many drafts; what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from llama_ssp.config import RunConf
+from llama_ssp.config.compose import composed
+from llama_ssp.config.environment import refuse_copies
+from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.planner import hardware, start
+from llama_ssp.planner.gpus import Gpu
+from llama_ssp.planner.plan import worlds_of
+from llama_ssp.planner.resolve import PairFiles, choose, plannable
+from llama_ssp.planner.search import option
+from llama_ssp.planner.start import Start, command_line, prepared
+from llama_ssp.planner.workload import MIB
+from tests.conftest import Command
+
+FREE, HELD = 81_000 * MIB, 40_000 * MIB
+
+
+def gpus(*held: int, name: str = "NVIDIA H100 80GB HBM3") -> list[Gpu]:
+    sizes = {True: {"free": FREE - HELD, "used": HELD}, False: {"free": FREE, "used": 4 * MIB}}
+    return [Gpu(name, uuid=f"GPU-{n}", **sizes[n in held]) for n in range(8)]
+
+
+def run(*words: str) -> RunConf:
+    return composed(["task=generate", *words])
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a command starts where these GPUs of eight are held by others; nothing is loaded."""
+
+    def of(*words: str, held: tuple[int, ...] = (), here: list[Gpu] | None = None) -> Start:
+        there = gpus(*held) if here is None else here
+        monkeypatch.setattr(start, "gpus_here", lambda: there)
+        monkeypatch.setattr(hardware, "gpus_here", lambda: there)
+        return prepared(run(*words), [], 1, dry=True)[1]
+
+    return of
+
+
+def shown(ranks: Start) -> list[int]:
+    return [int(name.removeprefix("GPU-")) for name in ranks.environment["CUDA_VISIBLE_DEVICES"].split(",")]
+
+
+def test_one_rank_where_all_fits_one_gpu_else_what_is_fastest(started: Any) -> None:
+    alone = started("model=7B", "draft=none")
+    assert alone.ranks == 1 and shown(alone) == [0]
+    assert alone.notes[0].startswith("7 more GPUs are idle: ranks=8 is planned ")
+    for pair in (("model=30B", "draft=7B"), ("model=65B", "draft=7B")):
+        both = started(*pair)
+        assert both.ranks == 8 and shown(both) == list(range(8)) and not both.notes
+
+
+def test_a_gpu_that_others_hold_is_left_out_and_named(started: Any) -> None:
+    """Unless as many ranks are asked for."""
+    pair = ("model=65B", "draft=7B")
+    six = started(*pair, held=(2, 5))
+    assert six.ranks == 6 and shown(six) == [0, 1, 3, 4, 6, 7] and six.notes[-1].startswith("GPU 2,5: held ")
+    assert shown(started(*pair, "ranks=8", held=(2, 5))) == [0, 1, 3, 4, 6, 7, 2, 5]
+    assert shown(started("model=7B", "draft=none", held=(0,))) == [1]
+
+
+def test_what_is_configured_counts(started: Any) -> None:
+    assert started("model=30B", "draft=7B", "ranks=4").ranks == 4
+    with pytest.raises(DistributedError, match=r"ranks; found 9, allowed 1\.\.8"):
+        started("model=30B", "draft=7B", "ranks=9")
+    assert started("model=30B", "draft=7B", "placement=layers").ranks == 1
+    assert started("model=7B", "draft=none", "placement=cpu") == Start(1)
+    assert started("model=7B", "draft=none", here=[]) == Start(1)
+    assert started("model=7B", "draft=none", "ranks=3", here=[]) == Start(3)
+    assert started("model=65B", "draft=7B", here=gpus(name="Unheard-of 9000")).ranks == 1
+    named = started("model=65B", "draft=7B", "placement=own", "placement.draft_degree=2")
+    assert named.ranks == 8 and started("model=65B", "draft=7B", "cluster=p4d", here=[]).ranks == 8
+    assert started("model=65B", "draft=7B", "cluster=p4d", "cluster.nodes=2", here=[]).ranks == 16
+
+
+def test_ranks_that_would_only_cost_time_are_not_started(started: Any) -> None:
+    few = started("model=demo", "draft=demo_draft", "ranks=8")
+    assert few.ranks < 8 and f"ranks={few.ranks} is as fast" in few.notes[-1]
+
+
+PAIRS = [
+    ("llama3.1-8b", "llama3.2-1b"), ("llama2-13b", "llama2-7b"), ("30B", "7B"), ("65B", "7B"),
+    ("llama3.1-70b", "llama3.2-1b"),
+]  # fmt: skip
+
+
+def times_by_ranks(model: str, draft: str, cluster: str) -> list[tuple[float, int]]:
+    """ms/token and K of what `auto` runs on 1 to 8 ranks, by the plan; infinite where nothing fits."""
+    task = "task.batch_size=1"
+    files = PairFiles(run(f"model={model}", f"draft={draft}", f"cluster={cluster}", task), None, None)
+    request, found = plannable(files), []
+    assert request is not None
+    for world in range(1, 9):
+        place, spec = choose(files, worlds_of(world), 0)
+        asked = request if place.draft else replace(request, draft=None)
+        one = option(asked, place, spec.k)
+        found.append((one.ms_per_token if one.runs else float("inf"), one.k))
+    return found
+
+
+@pytest.mark.parametrize("cluster", ["dgx_h100", "p4d"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_more_ranks_never_make_it_slower(pair: tuple[str, str], cluster: str) -> None:
+    times = [ms for ms, _ in times_by_ranks(*pair, cluster)]
+    assert all(later <= 1.02 * earlier for earlier, later in pairwise(times))
+    assert times[-1] < float("inf")
+
+
+def test_drafts_a_round_are_the_plans_best_unless_they_are_given(caplog: pytest.LogCaptureFixture) -> None:
+    """Where drafting does not pay the draft is not loaded, unless the task is about drafts."""
+
+    def chosen(*words: str, least: int = 0) -> tuple[Any, Any]:
+        return choose(PairFiles(run("cluster=dgx_h100", *words), None, None), [1], least)
+
+    place, spec = chosen("model=llama3.1-8b", "draft=llama3.2-1b", "task.batch_size=1")
+    assert spec.k > 1 and place.draft == (0,)
+    assert chosen("model=llama3.1-8b", "draft=llama3.2-1b", "speculation.k=7")[1].k == 7
+    assert chosen("model=llama3.1-8b", "draft=llama3.2-1b", "plan.acceptance=0.95")[1].k > spec.k
+    same = ("model=7B", "draft=7B", "task.batch_size=8")
+    with caplog.at_level("INFO"):
+        place, spec = chosen(*same)
+    assert (spec.k, place.draft) == (0, ()) and "drafting does not pay here" in caplog.text
+    place, spec = chosen(*same, least=1)
+    assert (spec.k, place.draft) == (1, (0,))
+    here = choose(PairFiles(run("placement=cpu", "model=7B", "draft=7B"), None, None), [1], 0)[1]
+    assert here.k == 4, "a machine that has not been measured"
+
+
+def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
+    words = ("model=llama3.1-70b", "draft=llama3.2-1b", "cluster=dgx_h100", "speculation=adaptive")
+    files = PairFiles(run(*words), None, None)
+    assert choose(files, [1], 0)[1].cost_ratio is None, "it is measured"
+    over_ranks = choose(files, worlds_of(8), 0)[1]
+    assert over_ranks.cost_ratio == pytest.approx(0.08, abs=0.06) and over_ranks.adaptive
+    batch = PairFiles(composed(["task=batch", *words]), None, None)
+    assert choose(batch, [8], 0)[1].cost_ratio is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "said"),
+    [
+        (
+            ["plan", "30B", "7B", "cluster=p4d", "acceptance=0.7", "k=3", "-n", "64", "--cluster.gpus", "8"],
+            8,
+            "run it: llama-ssp generate 30B 7B k=3 max_new_tokens=64 ranks=8",
+        ),
+        (
+            ["batch", "30B", "7B", "input=a b.jsonl", "ranks=2", "-q"], 4,
+            "run it: llama-ssp batch 30B 7B 'input=a b.jsonl' ranks=4",
+        ),
+        (["task=plan", "model=30B"], 1, "run it: llama-ssp generate model=30B ranks=1"),
+        (["model=30B"], 1, "run it: llama-ssp generate model=30B ranks=1"),
+        (
+            ["generate", "65B"], 16,
+            "on each node: torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-id=1 "
+            "--rdzv-endpoint=FIRST_NODE:29500 -m llama_ssp generate 65B",
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_to_paste(words: list[str], ranks: int, said: str) -> None:
+    assert command_line(words, ranks, 8) == said
+
+
+def test_a_dry_run_says_what_starts_and_loads_nothing(command: Command) -> None:
+    """Exit code 5 where it does not fit."""
+    words = ("model=65B", "draft=7B", "cluster=p4d")
+    answer = command("task=generate", *words, "--dry-run")
+    assert answer.code == 0 and answer.out.splitlines()[-1] == (
+        "run it: llama-ssp generate model=65B draft=7B ranks=8"
+    )
+    assert "target 0-7, draft 0-7 (split)" in answer.out and "GPU 0" in answer.out
+    lacking = command("task=generate", *words, "cluster.gpus=1", "--dry-run")
+    assert lacking.code == 5 and "It does not fit: " in lacking.out and "run it" not in lacking.out
+
+
+def test_copies_by_srun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one task is one process, and torchrun's ranks are no copies."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for tasks in ("1", ""):
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks or "1")
+        refuse_copies()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    with pytest.raises(UsageError, match="ranks=8") as refused:
+        refuse_copies()
+    assert refused.value.speaks is False
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    refuse_copies()
