@@ -191,7 +191,8 @@ def filled(**changes: Any) -> RunConf:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"speculation__k": 1.0}, {"speculation__k": True}, {"speculation__k": "1"}, {"speculation__k_max": None},
+        {"speculation__k": 1.0}, {"speculation__k": True}, {"speculation__k": "1"},
+        {"speculation__k_max": None},
         {"sampling__temperature": "1"}, {"sampling__temperature": True}, {"task__prompts": ["a", None]},
         {"task__prompts": [["a"]]}, {"task__prompts": "a"}, {"task__stop": None}, {"task__chat": 1},
         {"sampling__logit_bias": {"5": 1.0}}, {"sampling__logit_bias": {5: "x"}},

@@ -135,7 +135,7 @@ def test_more_ranks_are_advised_and_changes_are_combined_where_none_is_enough() 
     """70B on one GPU of 24 GB, of a node with four: each in nf4, over more of them."""
     pair = request("65B", "7B", machine("p4d", gpus=4), prompt_tokens=1536)
     said = advice(pair, option(pair, named("target 0-3, draft 0 (whole)", 4)), [1, 2, 3, 4])
-    assert said[0] == "draft split over 4 (placement=sharded on 4 ranks)"
+    assert said[0] == "draft split over 4 (placement=sharded ranks=4)"
     assert "draft=none: the target alone fits" in said
     assert not advice(pair, search(pair, [4])[0], [4])
     target = request("65B", None, P4D)

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from llama_ssp.config import MOST_ROWS, Dtype, Splitting
-from llama_ssp.distributed.placement import Placement
-from llama_ssp.errors import DistributedError
+from llama_ssp.config import MOST_ROWS, Dtype, PlacementConf, Splitting
+from llama_ssp.distributed.placement import Placement, resolve
+from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.planner.fit import FitVerdict, worst
 from llama_ssp.planner.search import Option, PlanRequest, search
 from llama_ssp.planner.storage import BYTES
@@ -88,6 +88,11 @@ def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[
     if request.draft is not None and _best(replace(request, draft=None), worlds):
         yield "draft=none: the target alone fits"
     yield from _first(_on_more_gpus(request))
+    if not request.machine.is_cpu and request.draft is None:
+        layers = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=False)
+        with suppress(DistributedError, ModelError):
+            if _fits(request, layers, replace(request.work, k=0)):
+                yield "placement=layers: one process, which spreads the layers over all GPUs, is slower"
 
 
 # Words, and what is planned with them.
@@ -171,8 +176,7 @@ def _moved(now: Placement, better: Placement) -> str:
     if better.draft and before != after:
         split = f"split over {better.draft_degree}" if better.draft_degree > 1 else "whole on the leader"
         words.append(f"draft {f'on {len(better.draft)} of its own' if better.draft_apart else split}")
-    ranks = f"{better.world} rank{'s' * (better.world > 1)}"
-    return f"{' and '.join(words) or better.in_words()} ({overrides(better)} on {ranks})"
+    return f"{' and '.join(words) or better.in_words()} ({overrides(better)} ranks={better.world})"
 
 
 def _most(holds: Callable[[int], bool], most: int) -> int:

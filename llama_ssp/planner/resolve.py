@@ -199,9 +199,13 @@ def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None
         return None
     if gpus is not None:
         run = replace(run, cluster=replace(run.cluster, gpus=gpus, nodes=1))
-    request = request_of(run, capacity=free)
-    if request.machine.is_cpu and run.cluster.times.layer_us is None:
-        return None
+    request = request_for(files._replace(run=run), free)
+    return None if request.machine.is_cpu and run.cluster.times.layer_us is None else request
+
+
+def request_for(files: PairFiles, free: int | None = None) -> PlanRequest:
+    """What to plan for the pair, also where its tokenizers differ; `free` are a GPU's bytes, as measured."""
+    request = request_of(files.run, capacity=free)
     return replace(request, bridged=request.draft is not None and is_bridged(*files))
 
 

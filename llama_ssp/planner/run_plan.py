@@ -20,6 +20,7 @@ from llama_ssp.planner.engine import tokens_generated
 from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
 from llama_ssp.planner.hardware import machine_of
 from llama_ssp.planner.memory import SEGMENTS
+from llama_ssp.planner.plan import worlds_of
 from llama_ssp.planner.search import Option, PlanRequest, option, round_times, warnings_of_codes
 from llama_ssp.planner.storage import CPU, WEIGHTS
 from llama_ssp.planner.weights import CACHE
@@ -121,7 +122,9 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     if chosen.verdict is FitVerdict.uncertain or not enforce:
         log.warning("it may not fit: %s: %s of %s", where, found, allowed)
         return
-    changes = advice(request, chosen, [chosen.placement.world]) or [SMALLER]
+    world = chosen.placement.world  # a GPU machine may have more
+    most = world if request.machine.is_cpu else max(world, request.machine.world)
+    changes = advice(request, chosen, worlds_of(most)) or [SMALLER]
     fix = "; or ".join([*changes, "plan.enforce=false to try all the same"])
     raise DistributedError("the models do not fit", where, found, allowed, fix)
 

@@ -49,7 +49,7 @@ def prepared(
     pairs = tuple(placed(one, worlds, 0 if run.task.may_not_draft else 1) for one in files)
     used = max(pair.placement.world for pair in pairs)
     if used < start.ranks:
-        idle = f"ranks {spans(range(used, start.ranks))} have nothing to do: ranks={used} is as fast"
+        idle = f"no work for ranks {spans(range(used, start.ranks))}: ranks={used} is as fast"
         start = replace(start, ranks=used, notes=(*start.notes, idle))
     return pairs if dry else tuple(replace(pair, run=replace(pair.run, task=task)) for pair in pairs), start
 

@@ -8,29 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import Output, PlanConf, RunConf, Splitting
-from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, UsageError
-from llama_ssp.models.checkpoint import folder_at_hand, outlined
+from llama_ssp.models.checkpoint import folder_at_hand
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.groups import JobSize, plan_job
 from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
 from llama_ssp.planner.resolve import (
+    PairFiles,
     PairSpec,
-    is_bridged,
     is_free,
+    pair_files,
+    request_for,
     require_head,
     require_own_ranks,
     require_whole,
 )
-from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.start import Start, command_line
 from llama_ssp.planner.table import drawing, job_drawing
-from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Console, rich_console
 from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
@@ -57,20 +56,14 @@ def plan(
 
 def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     """The run with its models' shapes, and its plan."""
-    draft = None if run.draft is None else outlined(run.draft, DRAFT, run.download)
-    run = replace(run, model=outlined(run.model, TARGET, run.download), draft=draft)
-    checks.check_context(run)
-    for role, model in ((TARGET, run.model), (DRAFT, run.draft)):
-        if model is not None:
-            require_planned(model, role)
-    request = request_of(run)
+    (files,) = pair_files(run, [], dry=True)
+    run, request = files.run, request_for(files)
+    for role in request.roles:
+        require_planned(role.model, role.role)
     require_world(request.machine, ranks)
     world = 1 if run.placement.splitting is Splitting.layers else request.machine.world
     if run.draft is not None and run.draft.is_head:
         require_head(run.draft, run.model, run.placement, world)
-    elif world > 1 and request.draft is not None and run.draft is not None:
-        folders = folder_at_hand(run.model), folder_at_hand(run.draft)
-        request = replace(request, bridged=is_bridged(run, *folders))
     if is_free(run.placement):
         return run, make_plan(request)
     placement = resolve(run.placement, world, drafts=request.draft is not None)
@@ -84,7 +77,7 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
     """Prints what a run would start, pair by pair; exit code 5 if it does not fit."""
     console, fits, gpus = Console(silent=not is_leader), True, 1
     for spec in pairs:
-        request = request_of(spec.run)
+        request = request_for(PairFiles(spec.run, spec.target_path, spec.draft_path))
         gpus = -(-start.ranks // request.machine.nodes)
         if not request.machine.is_cpu:
             request = replace(request, machine=replace(request.machine, gpus=gpus))
