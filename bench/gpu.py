@@ -108,6 +108,7 @@ PARTS = [
     Part("trees", FIGURES, 60, 80, 2, needs=("hydra", "triton")),
     Part("beside", BESIDE, 45, 90, 2, needs=("hydra", "triton", "file:before")),
     Part("ranks", RIGHT, 95, 95, 2, needs=("hydra", "triton", "bitsandbytes")),
+    Part("start", RIGHT, 60, 90, 2, needs=("hydra", "triton")),
     Part("faults", RIGHT, 90, 95, 2, needs=("hydra", "triton")),
 ]
 # They fail, each in another way: what a rehearsal survives.

@@ -268,6 +268,22 @@ def ranks(how: How) -> Iterator[Bar]:
     yield most(what, int(done.code != 0), 0, "; ".join(done.errors())[:160])
 
 
+def start(how: How) -> Iterator[Bar]:
+    """The command as it is typed: its GPU and its K are the plan's; more ranks than GPUs are refused."""
+    models = ["demo", "demo_draft"] if how.small else ["llama3.1-8b", "llama3.2-1b"]
+    words = [str(RUN), "generate", *models, "prompt=1 2", "seed=5", "out=null", "output=json"]
+    if not how.small:
+        words += ["model.weights=synthetic", "draft.weights=synthetic"]
+    dry = _ran([*words, "--dry-run"])
+    yield most("a dry run fails", int(dry.code != 0), 0, "; ".join(dry.errors()) or dry.last())
+    done = _ran(words)
+    yield most("the command fails", int(done.code != 0), 0, "; ".join(done.errors())[:160] or done.last())
+    if not torch.cuda.is_available():
+        yield needs("two ranks on one GPU: ends otherwise than with one line that says so")
+        return
+    yield from _ended("two ranks on one GPU", _ran([*words, "ranks=2"]), "a GPU for each rank")
+
+
 def faults(how: How) -> Iterator[Bar]:
     """A rank that is killed, and one that runs out of memory: all end, with one line that says why."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

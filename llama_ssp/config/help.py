@@ -26,7 +26,7 @@ OVERVIEW = """\
 llama-ssp: a large language model, faster with a small draft, same distribution.
 
   {usage}
-  torchrun --nproc-per-node N launch/run.py TASK ...     over N GPUs
+  llama-ssp TASK ... ranks=N       over N GPUs; --dry-run shows what would start
 
 {tasks}
   also: report RUN

@@ -13,8 +13,8 @@ import pytest
 from llama_ssp.batch.journal import count_finished
 from llama_ssp.errors import DATA, DISTRIBUTED, INPUT_OUTPUT, MODEL, USAGE
 from tests.conftest import Command
-from tests.processes import kill, wait_for
-from tests.warm import Answer, answers, start
+from tests.processes import kill, stands_still, wait_for
+from tests.warm import Answer, Started, answers, start
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +127,30 @@ def test_whoever_is_stopped_all_end(
     assert (answer.code, len(answer.errors)) == (code, bool(line)), answer.err
     assert line in answer.err and "Traceback" not in answer.err
     wait_for(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks.values()))
+
+
+def test_a_job_of_the_shell_stops_and_goes_on_whole(tmp_path: Path):
+    """Ctrl-Z, and fg."""
+    parent = Parent(tmp_path, *TINY[:-1], "max_new_tokens=400", "ignore_eos=true", "ranks=2")
+    parent.until("over 2 ranks")
+    ranks = parent.ranks().values()
+    kill(parent.pid, by=signal.SIGTSTP)
+    wait_for(lambda: all(stands_still(pid) for pid in (parent.pid, *(rank.pid for rank in ranks))))
+    kill(parent.pid, by=signal.SIGCONT)
+    assert parent.finish().code == 0
+
+
+@pytest.mark.parametrize(("message_us", "used"), [(0, 2), (10**6, 1)])
+def test_ranks_of_torchrun_without_work_leave_and_the_others_meet_again(
+    message_us: int, used: int, command: Command, tmp_path: Path
+):
+    """By a plan in which sums, or messages too, are dear."""
+    words = ("task=generate", *TINY[1:-1], "task.max_new_tokens=12", "cluster=cpu", "speculation.k=3")
+    times = "cluster.times.all_reduce_us={2: 90000, 3: 190000}", f"cluster.times.message_us={message_us}"
+    leader, *others = Started(tmp_path, 3, *words, *times).finish()
+    assert texts(leader) == texts(command(*words)), leader.err
+    assert f"ranks={used} is as fast" in leader.err
+    assert [(other.code, other.out, other.errors) for other in others] == [(0, "", [])] * 2
 
 
 @pytest.mark.long
