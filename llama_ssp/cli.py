@@ -21,7 +21,7 @@ from llama_ssp.config.arguments import COMMANDS, DRY, HELP, QUIET, VERBOSE, VERS
 from llama_ssp.config.environment import RankEnvironment, rank_environment, refuse_copies
 from llama_ssp.config.help import help_for
 from llama_ssp.distributed.placement import LEADER
-from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
+from llama_ssp.distributed.signals import GUARD, STOPPING, end_with_launcher, leave, leave_code
 from llama_ssp.errors import (
     DISTRIBUTED,
     INPUT_OUTPUT,
@@ -65,6 +65,7 @@ def main() -> NoReturn:
     GUARD.start(None if _environment().world == 1 else GRACE_S)
     try:
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # blocked by who started this rank
             code = _run_command()
         finally:
             GUARD.ending = True

@@ -124,7 +124,7 @@ class RankProcesses:
         if codes[LEADER] >= 0:
             return codes[LEADER]
         if all(code <= 0 for code in codes):
-            _say(f"the ranks were killed by {_name(codes[LEADER])}")
+            _say(f"the ranks were killed by {signal.Signals(-codes[LEADER]).name}")
         return next((code for code in codes if code > 0), 128 - codes[LEADER])
 
     def kill(self) -> None:
@@ -152,23 +152,21 @@ class RankProcesses:
         with suppress(RuntimeError):
             store = first_meeting(self._store)
             self._met = self._met or store.check([f"rank/{n}" for n in range(len(self._processes))])
-            how, ends = f"ended with {code}", DISTRIBUTED
-            if code < 0:
-                how, ends = f"was killed by {_name(code)}", 128 - code if -code in STOPPING else DISTRIBUTED
+            number = -code if code < 0 else code - 128
+            is_stop = number in STOPPING
+            how = f"ended with {code}"
+            if code < 0 or is_stop:
+                how = f"was {'stopped' if is_stop else 'killed'} by {signal.Signals(number).name}"
             line = f"rank {rank} {how} during start"
             if not self._met and first_cause(store) is None:
-                first_cause(store, Cause(line, ends, by=-1))
+                first_cause(store, Cause(line, 128 + number if is_stop else DISTRIBUTED, by=-1))
                 _say(line)
 
 
 def _begin(mask: set[Any]) -> None:
-    """In the new process: it ends with this one, and hears signals."""
+    """In the new process: it ends with this one, and its guard will hear what wants to stop it."""
     end_with_parent(signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _name(code: int) -> str:
-    return signal.Signals(-code).name
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, *STOPPING})
 
 
 def _say(line: str) -> None:

@@ -105,7 +105,7 @@ def test_a_mistake_is_one_line_and_its_own_code(mistake: str, tmp_path: Path):
     [
         (True, None, signal.SIGTERM, 143, "stopped by SIGTERM"),
         (True, None, signal.SIGINT, 130, "stopped by SIGINT"),
-        (False, None, signal.SIGINT, 130, "SIGINT"),
+        (False, None, signal.SIGINT, 130, "SIGINT during start"),
         (False, 1, signal.SIGKILL, DISTRIBUTED, "rank 1 was killed by SIGKILL during start"),
         (True, 1, signal.SIGKILL, DISTRIBUTED, "rank 1 is gone"),
         (True, 0, signal.SIGKILL, DISTRIBUTED, "rank 0 is gone"),
