@@ -123,9 +123,8 @@ def test_on_several_ranks_the_draft_of_another_tokenizer_sits_with_the_leader(ot
     (entry,) = pair_specs(run, [], 2)
     assert entry.placement.draft == (0,) and len(entry.placement.target) == 2
     assert tokens_of(model_placements(entry)).paired is not None
-    (entry,) = pair_specs(replace(run, placement=PlacementConf(draft=DraftSeat.sharded)), [], 2)
     with pytest.raises(UsageError, match=r"is on the leader.*placement=leader"):
-        tokens_of(model_placements(entry))
+        pair_specs(replace(run, placement=PlacementConf(draft=DraftSeat.sharded)), [], 2)
 
 
 @pytest.mark.few(1)

@@ -112,6 +112,8 @@ def placed(files: PairFiles, worlds: list[int], least_k: int = 0) -> PairSpec:
         require_split(run.model, len(placement.target))
     if run.draft is not None and placement.draft_degree > 1:
         require_split(run.draft, placement.draft_degree, "draft")
+    if placement.draft not in ((), (LEADER,)) and is_bridged(*files):
+        require_whole(placement.draft)
     require_own_ranks(run, placement)
     return PairSpec(replace(run, speculation=speculation), target_path, draft_path, placement)
 
