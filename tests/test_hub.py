@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -17,13 +18,21 @@ import pytest
 from huggingface_hub import constants, utils
 
 from llama_ssp.config import ModelConf
+from llama_ssp.config.presets import HUB_PAGE, model_words
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import find
 from llama_ssp.models.hub import commit_of, hub_copy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 KEPT = ["config.json", "merges.txt", "model.safetensors", "tokenizer.model"]
-OTHERS = ["pytorch_model.bin", "modeling.py", "consolidated.safetensors", "original/model.safetensors"]
+PACKED = ["m-Q4_K_M.gguf", "m-q8_0.gguf", "m.Q4_K-00001-of-00002.gguf", "m.Q4_K-00002-of-00002.gguf"]
+OTHERS = [
+    "pytorch_model.bin",
+    "modeling.py",
+    "consolidated.safetensors",
+    "original/model.safetensors",
+    *PACKED,
+]
 FILES = {name: name.encode() for name in [*KEPT, *OTHERS]}
 STATUS = {"gated/model": (403, "GatedRepo"), "no/model": (404, "RepoNotFound"), "busy/model": (451, "")}
 
@@ -108,6 +117,30 @@ def test_a_repository_is_fetched_once_without_pickles_and_code(
     assert all(Hub.asked[name] == fetched[name] for name in Hub.asked if name.startswith("GET"))
     assert find(of("a/b", COMMIT), "model") == path and caplog.messages[-1].endswith(f"at commit {COMMIT}")
     assert {name.partition(" ")[2] for name in Hub.asked} == set(KEPT)
+
+
+@pytest.mark.parametrize(
+    ("end", "files"), [("q4_k_m", PACKED[:1]), ("Q8_0", PACKED[1:2]), ("Q4_K", PACKED[2:]), ("Q5", [])]
+)
+def test_a_gguf_file_of_a_repository_is_fetched_by_its_end(
+    end: str, files: list[str], hub: ThreadingHTTPServer
+) -> None:
+    """Alone, with all its parts; what is at hand is named where it is another."""
+    words = dict(word.split("=", 1) for word in model_words("model", f"{HUB_PAGE}a/b:{end}"))
+    assert [words[f"model.{key}"].strip("'") for key in ("repo", "file")] == ["a/b", end]
+    model = replace(of("a/b"), file=end)
+    with pytest.raises(ModelError, match="add download=true"):
+        find(model, "model")
+    if not files:
+        with pytest.raises(ModelError, match=r"found no GGUF file, allowed \*Q5\.gguf"):
+            find(model, "model", download=True)
+        return
+    path = find(model, "model", download=True)
+    assert path.name == files[0] == find(model, "model").name
+    assert {file.name for file in path.parent.iterdir()} == set(files)
+    assert len(files) > 1 or find(of("a/b"), "model") == path, "the only file of a copy needs no end"
+    with pytest.raises(ModelError, match=files[0].replace(".", r"\.")):
+        find(replace(model, file="F16"), "model")
 
 
 def test_the_leader_alone_shows_progress(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,10 @@ CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
 ROLES = ("model", "draft")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_FILE = re.compile(rf"({HUB_ID.pattern}):([\w.-]+)")  # a GGUF file of a repository: ORG/NAME:Q4_K_M
+HUB_PAGE = "https://huggingface.co/"
 UNNAMED = "local"  # the preset behind every folder and id
-NAMES_OF_A_MODEL = "a preset, a folder, a GGUF file, or ORG/NAME on the Hugging Face hub"
+NAMES_OF_A_MODEL = "a preset, a folder, a GGUF file, or ORG/NAME[:Q4_K_M] on the Hugging Face hub"
 
 
 def options(group: str) -> list[str]:
@@ -33,6 +35,7 @@ def model_words(role: str, name: str) -> list[str]:
     """The overrides for a model by its name; `role` is model or draft. Raises ModelError for a wrong path."""
     if "${" in name:
         name = OmegaConf.create({role: name})[role]
+    name = name.removeprefix(HUB_PAGE).rstrip("/") if name.startswith(HUB_PAGE) else name
     path, is_place = home_expanded(name), "/" in name or name.startswith(".")
     if name in options(role):
         return [f"{role}={name}"]
@@ -42,6 +45,12 @@ def model_words(role: str, name: str) -> list[str]:
         source, shown = "path", path.name
     elif HUB_ID.fullmatch(name) and not name.startswith("."):
         source, shown = "repo", name
+    elif (of_hub := HUB_FILE.fullmatch(name)) and not name.startswith("."):
+        repo, file = of_hub.groups()
+        return [
+            f"{role}={UNNAMED}", f"{role}.name={quoted(name)}", f"{role}.repo={quoted(repo)}",
+            f"{role}.file={quoted(file)}",
+        ]  # fmt: skip
     elif os.path.isfile(path):
         what, fix = f"{role} is neither a model folder nor a GGUF file", "give the folder that holds the file"
         raise ModelError(what, path, fix=fix)

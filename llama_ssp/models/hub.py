@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,32 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
     try:
         if file is not None:
             return Path(hf_hub_download(model.repo, file, **how))
-        return Path(snapshot_download(model.repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, **how))
+        either = "".join(f"[{letter.lower()}{letter.upper()}]" for letter in model.file)
+        wanted = [f"*{either}.gguf", f"*{either}-0*-of-*.gguf"] if model.file else WANTED
+        return Path(snapshot_download(model.repo, allow_patterns=wanted, ignore_patterns=UNWANTED, **how))
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         raise _explained(error, model, role, download, file) from None
+
+
+def cached_gguf(model: ModelConf) -> Path | None:
+    """The folder of the local copy of a repository of GGUF files; None without one. Nothing is fetched."""
+    from huggingface_hub import constants
+
+    place = Path(constants.HF_HUB_CACHE, f"models--{(model.repo or '').replace('/', '--')}", "snapshots")
+    files = sorted(place.glob(f"{model.revision or '*'}/*.gguf"), key=lambda file: file.lstat().st_mtime)
+    return files[-1].parent if files else None
+
+
+def file_of(folder: Path, model: ModelConf, role: str) -> Path:
+    """The repository's GGUF file that the model names by its end; of one in several parts the first."""
+    ends = re.compile(rf"(.*[.-])?{re.escape(model.file)}(-0*1-of-\d+)?\.gguf", re.IGNORECASE)
+    every = sorted(folder.glob("*.gguf"))
+    for file in every:
+        if ends.fullmatch(file.name):
+            return file
+    found = ", ".join(file.name for file in every) or "no GGUF file"
+    what, fix = f"{role} {model.name} is not at hand", "add download=true, or correct what follows the colon"
+    raise ModelError(what, f"hub repository {model.repo}", found, f"*{model.file}.gguf", fix)
 
 
 def commit_of(path: Path) -> str | None:

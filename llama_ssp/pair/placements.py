@@ -78,6 +78,9 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     files = spec.target_path if model.is_head else path  # a head is lent the target's tables
     in_fp16 = files is not None and is_fp16(files)
     dtype = dtype_of(model.dtype, device, f"{role}.dtype", in_fp16)
+    if dtype is Dtype.packed and model.package and device.type == "cpu" and compiler() is None:
+        log.info("%s %s: fp32, as there is no C++ compiler for its codes", role, model.name)
+        dtype = Dtype.fp32
     if in_fp16 and model.dtype is Dtype.auto and dtype is not Dtype.fp16:
         log.info("%s %s: fp16 on disk, %s here: a CPU is faster in it", role, model.name, dtype.value)
     if role == DRAFT:  # accelerate and DeepSpeed split the target alone
@@ -182,6 +185,9 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
     if draft is None:
         if run.draft is None and run.speculation.drafter is Drafting.model and run.speculation.may_draft:
             log.info("no draft model: plain decoding")
+    elif draft.dtype is Dtype.int4 and 0 < target.model.code_bits <= 4:
+        bits = target.model.code_bits
+        log.warning("draft=int4: the target's file has codes of %d bits already, so it gains little", bits)
     elif draft.path and target.path and draft.dtype is target.dtype and draft.path.samefile(target.path):
         log.warning("the draft is the target itself: exact, but no gain is expected")
     elif _bytes(draft) >= _bytes(target):

@@ -226,7 +226,8 @@ def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
     target, _, draft = name.partition("/")
     preset = composed([f"model={target}", f"draft={draft or 'none'}"], folders)
     for role, model in (("model", preset.model), ("draft", preset.draft)):
-        if model and model.weights is config.Weights.checkpoint and model.path is None and model.repo is None:
+        is_read = model is not None and model.weights is config.Weights.checkpoint
+        if model is not None and is_read and not (model.path or model.repo or model.package):
             fix = f"leave out task.pairs and write {role}={model.name} {role}.path=FOLDER"
             raise UsageError(f"task.pairs: {model.name} has no files of its own", found=repr(name), fix=fix)
     spec = run.speculation
