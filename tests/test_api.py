@@ -141,6 +141,7 @@ def test_what_generate_refuses_is_one_line(asked: dict[str, Any], says: str, tin
         (lambda _: load_pair("7b"), "there is no model=7b.*did you mean model=7B?"),
         (lambda _: load_pair("no/such/folder"), "model: there is no such folder or file"),
         (lambda _: load_pair("tiny", overrides=["hydra.run.dir=x"]), "hydra"),
+        (lambda _: load_pair("tiny", overrides=["ranks=2"]), "a script does not start ranks"),
         (lambda _: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),
         (lambda _: load_pair("tiny", overrides=["measure"]), "task is among the overrides of a pair"),
         (lambda _: load_pair("tiny", overrides=["chat=true"]), "task.chat is among .* as an argument"),

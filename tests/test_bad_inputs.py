@@ -80,7 +80,7 @@ class OutOfMemoryError(RuntimeError):
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
-    "step", ["config.compose.register", "planner.resolve.pair_specs", "tasks.runner.execute"]
+    "step", ["config.compose.register", "planner.start.prepared", "tasks.runner.execute"]
 )
 @pytest.mark.parametrize(
     ("error", "says"),

