@@ -51,7 +51,7 @@ def load(words: list[str]) -> None:
     """Imports what a run needs before torch, unless --help or the like answers: before the guard is up."""
     if not (_asks_for_help(words) or {*VERSION} & set(words) or (words and words[0] in COMMANDS)):
         from llama_ssp.config import compose  # noqa: F401
-        from llama_ssp.planner import resolve  # noqa: F401
+        from llama_ssp.planner import start  # noqa: F401
         from llama_ssp.tasks import inputs  # noqa: F401
 
 
@@ -217,16 +217,17 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     from llama_ssp.config import validation as checks
     from llama_ssp.planner.start import prepared
     from llama_ssp.report.plots import check_plot
-    from llama_ssp.tasks import plan as planning
     from llama_ssp.tasks.inputs import RunInputs
     from llama_ssp.text.prompts import Reading, read_prompts
 
     checked = checks.to_run(job.cfg)
     checks.check_sharing(checked, job.words)
     task, leads, world = checked.task, _environment().is_leader, rank_environment().world
+    dry = not {*DRY}.isdisjoint(sys.argv)
+    if dry or isinstance(task, PlanConf):
+        from llama_ssp.tasks import plan as planning
     if isinstance(task, PlanConf):
         return planning.execute(checked, world, leads, sys.argv[1:], place)
-    dry = not {*DRY}.isdisjoint(sys.argv)
     if isinstance(task, BatchConf):
         checked = continued(checked)
         if not dry and (code := _shared(checked, job)) is not None:

@@ -87,6 +87,16 @@ def test_ranks_that_would_only_cost_time_are_not_started(started: Any) -> None:
     assert few.ranks < 8 and f"ranks={few.ranks} is as fast" in few.notes[-1]
 
 
+def test_a_calibration_measures_every_rank() -> None:
+    """By a plan in which one rank is the fastest."""
+    times = "+cluster.times.all_reduce_us={2: 90000}", "cluster.times.message_us=1000000"
+    used = [
+        prepared(composed([f"task={task}", "cluster=cpu", *times]), [], 2)[1].ranks
+        for task in ("generate", "calibrate")
+    ]
+    assert used == [1, 2]
+
+
 PAIRS = [
     ("llama3.1-8b", "llama3.2-1b"), ("llama2-13b", "llama2-7b"), ("30B", "7B"), ("65B", "7B"),
     ("llama3.1-70b", "llama3.2-1b"),

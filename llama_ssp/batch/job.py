@@ -53,9 +53,11 @@ class Job:
         return int(self.manifest.settings["seed"])
 
     @property
-    def drafts(self) -> str:
-        """The word that gives every group the same drafts a round, whatever its GPUs."""
-        return f"speculation.k={self.run.speculation.k}"
+    def drafts(self) -> list[str]:
+        """The words that give every group the same drafts a round, whatever its GPUs."""
+        spec = self.run.speculation
+        chosen = {"k": spec.k, "cost_ratio": spec.cost_ratio}
+        return [f"speculation.{name}={value}" for name, value in chosen.items() if value is not None]
 
     @property
     def journal(self) -> Journal:
@@ -127,8 +129,8 @@ def continued(run: RunConf) -> RunConf:
     held = Journal.held(folders_of(run)[0]) if isinstance(task, BatchConf) and task.output else None
     kept = {} if held is None else held.settings
     names = [name for name in ("k", "cost_ratio") if getattr(spec, name) is None]
-    found = {name: kept[f"speculation.{name}"] for name in names if f"speculation.{name}" in kept}
-    return replace(run, speculation=replace(spec, **found))
+    values = {name: kept[f"speculation.{name}"] for name in names if f"speculation.{name}" in kept}
+    return replace(run, speculation=replace(spec, **values))
 
 
 def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:

@@ -63,13 +63,13 @@ class WorkerGroup:
     def start(self, finished: int) -> None:
         """Starts the command; `finished` counts the job's finished records."""
         self.began = finished
-        own = import_path()
+        environment = import_path()
         if self.devices is not None:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         with storing(self.log), self.log.open("ab") as log_, self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 self.command,
-                env={**os.environ, **own},
+                env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=log_,
@@ -102,8 +102,10 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     work = job.work
     with storing(work):
         (work / LOGS).mkdir(parents=True, exist_ok=True)
-    own = workers.words_of_one(words, job.seed, job.drafts, f"cluster.gpus={ranks}", f"ranks={ranks}")
-    command = [sys.executable, "-m", "llama_ssp", *own]
+    size = f"cluster.gpus={ranks}", f"ranks={ranks}"
+    command = [
+        sys.executable, "-m", "llama_ssp", *workers.words_of_one(words, job.seed, *job.drafts, *size)
+    ]  # fmt: skip
     count = min(run.cluster.groups, max(job.missing, 1))
     groups = [WorkerGroup(number, command, devices[number], work) for number in range(count)]
     plural = "s" * (count > 1), ranks, "s" * (ranks > 1)

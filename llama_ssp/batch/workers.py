@@ -117,8 +117,7 @@ def code_of(returned: int, file: Path | None = None) -> int:
 
     torchrun exits with 1 whatever its ranks exit with, so a rank writes its code into a file (`leave_code`).
     """
-    if returned == OK or file is None:
-        return 128 - returned if returned < 0 else returned
-    with suppress(OSError, ValueError):
-        return int(file.read_text(encoding="ascii"))
+    if returned != OK and file is not None:
+        with suppress(OSError, ValueError):
+            return int(file.read_text(encoding="ascii"))
     return 128 - returned if returned < 0 else returned

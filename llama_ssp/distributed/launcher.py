@@ -80,12 +80,12 @@ class RankProcesses:
         self._has_terminal = sys.stdin is not None and sys.stdin.isatty()
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(world):
-            own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            variables = {**shared, "RANK": rank, "LOCAL_RANK": rank}
             leads = rank == LEADER
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "llama_ssp", *sys.argv[1:]],
-                    env=inherited | own,
+                    env=inherited | {name: str(value) for name, value in variables.items()},
                     stdin=None if leads else subprocess.DEVNULL,
                     stdout=None if leads else subprocess.DEVNULL,
                     process_group=None if leads and self._has_terminal else 0,

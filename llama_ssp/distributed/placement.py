@@ -15,7 +15,6 @@ from llama_ssp.config import DraftSeat, PlacementConf, Splitting
 from llama_ssp.errors import DistributedError
 
 LEADER = 0
-START = "start {0} ranks: ranks={0}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
     apart, usual = drafts and seat is DraftSeat.own, int(seat in (DraftSeat.leader, DraftSeat.own))
     degree = len(conf.draft_ranks or ()) or conf.draft_degree or usual  # 0 is all of the target's ranks
     if apart and conf.draft_ranks is None and degree >= world:
-        found, fix = f"{world} ranks, {degree} of them the draft's own", START.format(degree + 1)
+        found, fix = f"{world} ranks, {degree} of them the draft's own", f"write ranks={degree + 1}"
         allowed = f"at least {degree + 1} ranks"
         raise DistributedError("no rank is left for the target", "", found, allowed, fix)
     draft = _listed("draft_ranks", conf.draft_ranks, world)

@@ -56,9 +56,9 @@ def file_of(folder: Path, model: ModelConf, role: str) -> Path:
     for file in every:
         if ends.fullmatch(file.name):
             return file
-    found = ", ".join(file.name for file in every) or "no GGUF file"
+    names = ", ".join(file.name for file in every) or "no GGUF file"
     what, fix = f"{role} {model.name} is not at hand", "add download=true, or correct what follows the colon"
-    raise ModelError(what, f"hub repository {model.repo}", found, f"*{model.file}.gguf", fix)
+    raise ModelError(what, f"hub repository {model.repo}", names, f"*{model.file}.gguf", fix)
 
 
 def commit_of(path: Path) -> str | None:

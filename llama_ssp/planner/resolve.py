@@ -85,16 +85,16 @@ def pair_files(run: RunConf, folders: list[Path], dry: bool = False) -> list[Pai
 
 
 def _completed(run: RunConf, dry: bool) -> PairFiles:
-    found = dict[str, tuple[ModelConf, Path | None]]()
+    models = dict[str, tuple[ModelConf, Path | None]]()
     for role, conf in ((TARGET, run.model), (DRAFT, run.draft)):
         if conf is not None and dry:
-            found[role] = outlined(conf, role, run.download), folder_at_hand(conf)
+            models[role] = outlined(conf, role, run.download), folder_at_hand(conf)
         elif conf is not None:
-            found[role] = complete(conf, role, run.download)
-    draft, draft_path = found.get(DRAFT, (None, None))
-    whole = replace(run, model=found[TARGET][0], draft=draft)
+            models[role] = complete(conf, role, run.download)
+    draft, draft_path = models.get(DRAFT, (None, None))
+    whole = replace(run, model=models[TARGET][0], draft=draft)
     checks.check_context(whole)
-    return PairFiles(whole, found[TARGET][1], draft_path)
+    return PairFiles(whole, models[TARGET][1], draft_path)
 
 
 def placed(files: PairFiles, worlds: list[int], least_k: int = 0) -> PairSpec:

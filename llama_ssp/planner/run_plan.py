@@ -123,8 +123,8 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
         log.warning("it may not fit: %s: %s of %s", where, found, allowed)
         return
     world = chosen.placement.world  # a GPU machine may have more
-    most = world if request.machine.is_cpu else max(world, request.machine.world)
-    changes = advice(request, chosen, worlds_of(most)) or [SMALLER]
+    max_world = world if request.machine.is_cpu else max(world, request.machine.world)
+    changes = advice(request, chosen, worlds_of(max_world)) or [SMALLER]
     fix = "; or ".join([*changes, "plan.enforce=false to try all the same"])
     raise DistributedError("the models do not fit", where, found, allowed, fix)
 

@@ -98,7 +98,7 @@ class Option:
         """By which options are sorted: the fastest that fits is first."""
         if not self.runs:  # its speed does not matter
             return self.verdict.rank, float(-self.worst.margin), self.placement.world, 0
-        # Times that print alike are equal: then fewer ranks and less memory are better.
+        # Times are compared as they are printed; of equal ones fewer ranks and less memory are better.
         return self.verdict.rank, round(self.ms_per_token, 3), self.placement.world, self.worst.total
 
     @property

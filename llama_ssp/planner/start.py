@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llama_ssp.config import GenerateConf, RunConf, Splitting
+from llama_ssp.config import CalibrateConf, GenerateConf, RunConf, Splitting
 from llama_ssp.config.arguments import divided, each_key_once
 from llama_ssp.config.run import key_types
 from llama_ssp.distributed.placement import spans
@@ -45,7 +45,9 @@ def prepared(
         run = replace(run, task=replace(task, batch_size=min(task.batch_size, len(task.prompts or [""]))))
     files = pair_files(run, folders, dry)
     start = Start(world) if world > 1 else start_of(run, files, dry)
-    worlds = worlds_of(start.ranks) if len(files) == 1 else [start.ranks]
+    # Several pairs share the ranks; a calibration measures every one.
+    all_work = len(files) > 1 or isinstance(task, CalibrateConf)
+    worlds = [start.ranks] if all_work else worlds_of(start.ranks)
     pairs = tuple(placed(one, worlds, 0 if run.task.may_not_draft else 1) for one in files)
     used = max(pair.placement.world for pair in pairs)
     if used < start.ranks:

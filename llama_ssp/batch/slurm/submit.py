@@ -35,7 +35,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     if elements < cluster.groups:
         shards = "1 shard is" if job.missing == 1 else f"{job.missing} shards are"
         log.info("an array of %d, not of cluster.groups=%d: %s missing", elements, cluster.groups, shards)
-    script = sbatch_script(job, elements, words_of_one(words, job.seed, job.drafts))
+    script = sbatch_script(job, elements, words_of_one(words, job.seed, *job.drafts))
     if task.submit:
         number = _submit(job, script)
         log.info("submitted: job %s, array of %d, logs in %s", number, elements, job.work / LOGS)
