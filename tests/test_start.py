@@ -17,7 +17,7 @@ from llama_ssp.planner.gpus import Gpu
 from llama_ssp.planner.plan import worlds_of
 from llama_ssp.planner.resolve import PairFiles, choose, plannable
 from llama_ssp.planner.search import option
-from llama_ssp.planner.start import Start, command_line, prepared
+from llama_ssp.planner.start import Start, command_line, prepared, to_paste
 from llama_ssp.planner.workload import MIB
 from tests.conftest import Command
 
@@ -177,7 +177,7 @@ def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
     ],
 )  # fmt: skip
 def test_the_command_to_paste(words: list[str], ranks: int, said: str) -> None:
-    assert command_line(words, ranks, 8) == said
+    assert to_paste(command_line(words, ranks, 8)) == said
 
 
 def test_a_dry_run_says_what_starts_and_loads_nothing(command: Command) -> None:
@@ -188,6 +188,8 @@ def test_a_dry_run_says_what_starts_and_loads_nothing(command: Command) -> None:
         "run it: llama-ssp generate model=65B draft=7B ranks=8"
     )
     assert "target 0-7, draft 0-7 (split)" in answer.out and "GPU 0" in answer.out
+    planned = command("task=plan", *words, "output=json", "out=null").document["command"]
+    assert planned == "llama-ssp generate model=65B draft=7B output=json out=null ranks=8"
     lacking = command("task=generate", *words, "cluster.gpus=1", "--dry-run")
     assert lacking.code == 5 and "It does not fit: " in lacking.out and "run it" not in lacking.out
 

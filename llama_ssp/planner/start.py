@@ -128,7 +128,12 @@ def command_line(words: Sequence[str], ranks: int, gpus: int) -> str:
         keyed = {key: word for key, word in keyed.items() if key in known or not key.startswith("task.")}
     command = [task, *bare[1:], *keyed.values()]
     if ranks <= gpus:
-        return f"run it: {shlex.join(['llama-ssp', *command, f'ranks={ranks}'])}"
+        return shlex.join(["llama-ssp", *command, f"ranks={ranks}"])
     nodes = f"--nnodes={-(-ranks // gpus)} --nproc-per-node={gpus}"
     meeting = "--rdzv-backend=c10d --rdzv-id=1 --rdzv-endpoint=FIRST_NODE:29500"
-    return f"on each node: torchrun {nodes} {meeting} -m llama_ssp {shlex.join(command)}"
+    return f"torchrun {nodes} {meeting} -m llama_ssp {shlex.join(command)}"
+
+
+def to_paste(command: str) -> str:
+    """The last line of a plan."""
+    return f"{'on each node' if command.startswith('torchrun') else 'run it'}: {command}"

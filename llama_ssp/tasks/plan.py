@@ -28,7 +28,7 @@ from llama_ssp.planner.resolve import (
     require_own_ranks,
     require_whole,
 )
-from llama_ssp.planner.start import Start, command_line
+from llama_ssp.planner.start import Start, command_line, to_paste
 from llama_ssp.planner.table import drawing, job_drawing
 from llama_ssp.report.console import Console, rich_console
 from llama_ssp.report.plots import plot
@@ -85,7 +85,7 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
         fits = fits and plan.runs
         console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
     if fits:
-        console.line(command_line(words, start.ranks, gpus))
+        console.line(to_paste(command_line(words, start.ranks, gpus)))
     return OK if fits else DISTRIBUTED
 
 
@@ -116,7 +116,7 @@ def execute(
             if job is not None:
                 console.show(job_drawing(job))
             if plan.runs:
-                console.line(command)
+                console.line(to_paste(command))
         console.document(summary, is_json)
     failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
