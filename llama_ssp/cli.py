@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from llama_ssp.planner.start import Start
 
 GRACE_S = 4.0  # for a rank to obey a signal
+SPINS = "30000"  # of a thread that waits for others: ten times as many, as is usual, choke a busy machine
 JOB_OF_SWEEP = "LLAMA_SSP_JOB"  # for a rank: the job's number and its folder
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ def main() -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     if os.environ.get("LLAMA_SSP_DEBUG") != "1":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would log is raised, too
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is imported
     GUARD.start(None if _environment().world == 1 else GRACE_S)
     try:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import NoReturn
+from typing import Any, NoReturn
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,8 +33,9 @@ pytest.register_assert_rewrite(
 )  # fmt: skip
 
 from llama_ssp import cli
-from llama_ssp.config import RunConf, validation
+from llama_ssp.config import Output, RunConf, validation
 from llama_ssp.config.validation import check_sharing
+from llama_ssp.report.console import Console
 from tests.processes import ends_its_processes
 from tests.warm import Answer
 
@@ -46,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     from llama_ssp.models import programs
-    from llama_ssp.models.kernels.build import compiler
+    from llama_ssp.models.kernels.kept_files import compiler
 
     torch.set_num_threads(1)
     programs.HEADERS_FIRST = bool(shutil.which("openssl"))  # torch's way to tell headers apart
@@ -136,10 +138,18 @@ class Command:
         self._monkeypatch.setattr(sys, "argv", ["llama-ssp", *words])
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         self._capfd.readouterr()
+        ended, told = list[dict[str, Any]](), Console.document
+
+        def document(console: Console, summary: dict[str, Any], output: Output) -> None:
+            ended.append(json.loads(json.dumps(summary)))
+            told(console, summary, output)
+
+        self._monkeypatch.setattr(Console, "document", document)
         with pytest.raises(SystemExit) as left:
             cli.main()
+        self._monkeypatch.setattr(Console, "document", told)
         said = self._capfd.readouterr()
-        return Answer(int(left.value.code or 0), said.out, said.err)
+        return Answer(int(left.value.code or 0), said.out, said.err, ended[-1] if ended else None)
 
 
 @pytest.fixture

@@ -75,12 +75,12 @@ def tried(
 
 def watched(first: Callable[[], object] | None, _rank: int) -> None:
     """Bounds the memory of this process, and notes what it must not do."""
-    from llama_ssp.models.kernels import build
+    from llama_ssp.models.kernels import build, kept_files
     from llama_ssp.planner.gpus import gpus_here
     from llama_ssp.report.machine import commit
 
     # What starts other programs, and is kept: a trial must start none.
-    for source in Path(build.__file__).parent.glob("*.cpp") if build.compiler() else ():
+    for source in Path(build.__file__).parent.glob("*.cpp") if kept_files.compiler() else ():
         build.load_library(source)
     commit()
     gpus_here()

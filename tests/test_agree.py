@@ -124,7 +124,7 @@ def test_the_command(command: Command, tmp_path: Path) -> None:
     file.write_text('{"id": "one", "prompt": "hello"}\n{"id": "two", "prompt": "a longer prompt"}\n')
     answer = command("task=agree", "seed=1", f"task.prompt_file={file}", "task.max_new_tokens=12")
     assert (answer.code, answer.errors) == (0, [])
-    head, one, two, summary, _ = answer.out.splitlines()
+    head, one, two, summary = answer.out.splitlines()
     assert head.split()[:2] == ["prompt", "agreed"]
     found = answer.document
     assert (found["task"], found["status"]) == ("agree", "done")

@@ -185,7 +185,7 @@ def test_two_ranks_give_one_process_s_texts(other: str, command: Command, tmp_pa
     """The target is split, the draft of another tokenizer drafts on the leader, which alone translates."""
     run = (PROMPTS, *DEMO, *FP32, other, "sampling=greedy")
     alone = summary(command(*run))
-    leader, second = Started(tmp_path / "two", 2, *run).finish()
+    leader, second = Started(tmp_path / "two", 2, *run, "output=json").finish()
     assert (leader.code, second.code) == (0, 0), leader.err + second.err
     both = json.loads(leader.out.splitlines()[-1])
     assert texts(both) == texts(alone) and both["tokens_accepted"] == alone["tokens_accepted"]

@@ -277,7 +277,7 @@ def test_over_ranks_the_leader_has_the_texts_and_an_error_ends_the_pair_alone(tm
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
         alone = [one.token_ids for one in pair.generate(PROMPTS, max_new_tokens=8, seed=3)]
-    for rank, (code, out, errors) in enumerate(Started(tmp_path, 2, program="script.py").finish()):
+    for rank, (code, out, errors, _) in enumerate(Started(tmp_path, 2, program="script.py").finish()):
         first, later, second, *texts = out.splitlines()
         assert (code, texts) == (0, ["[]" if rank else str(alone)] * 2), errors
         assert first.startswith("JointError: rank") and "the prompt is empty" in first

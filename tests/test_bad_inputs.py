@@ -191,8 +191,7 @@ def test_bad_rows_are_skipped_and_counted(command: Command, caplog: pytest.LogCa
 
 
 def test_a_missing_seed_is_drawn_and_kept(command: Command, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    answer = command(PROMPT, "task.max_new_tokens=1", "output=json")
+    answer = command("-v", PROMPT, "task.max_new_tokens=1", "output=json")
     seed = answer.document["seed"]
     assert f"seed={seed} (drawn" in caplog.text
     folder = Path(answer.document["run_folder"])

@@ -27,7 +27,7 @@ from llama_ssp.models import programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention, coded, probe
 from llama_ssp.models.kernels import build as building
-from llama_ssp.models.kernels.build import is_ours
+from llama_ssp.models.kernels.kept_files import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators
 from llama_ssp.models.linear import Products, plain
 from llama_ssp.models.programs import quick_builds

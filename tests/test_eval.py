@@ -94,10 +94,10 @@ def calculators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_quick(command: Command) -> None:
-    """The synthetic pair: two modes of the same distribution on ten prompts, a table, then the document."""
+    """The synthetic pair: two modes of the same distribution on ten prompts, a table."""
     answer = command(*EVAL, "task.quick=true")
     assert (answer.code, answer.errors) == (0, [])
-    head, regular, speculative, difference, _ = answer.out.splitlines()
+    head, regular, speculative, difference = answer.out.splitlines()
     assert head.split()[:5] == ["pair", "sampling", "prompts", "right", "score"]
     assert regular.split()[:3] == ["tiny/tiny_draft", "regular", "10"]
     assert speculative.split()[:3] == ["tiny/tiny_draft", "speculative", "10"]

@@ -18,7 +18,7 @@ WRITE_UPS = {
     "llamassp2023_g5": ("measure", "g5_12xlarge"),
     "llamassp2023_score": ("eval", "p4d"),
 }  # the task of each, and the cluster that docs/compare.md plans it on
-OTHERS = {"chen2023": "generate", "demo": "compare", "demo_score": "eval"}
+OTHERS = {"chen2023": "generate"}
 
 
 def test_each_experiment_is_a_valid_run():

@@ -104,7 +104,7 @@ def test_what_groups_counted_is_summed_up(tmp_path: Path):
 def started(batches: Batches) -> tuple[Any, list[int]]:
     """The command with two groups, at work, and its ranks; what it says goes to two files."""
     home = batches.home
-    words = [LAUNCH, *COMMAND, "cluster.groups=2", "cluster.gpu=cpu"]
+    words = [LAUNCH, *COMMAND, "cluster.groups=2", "cluster.gpu=cpu", "output=json"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = start(words, home, [os.devnull, home / "out", home / "err"], env)
     batches.wait_for_records(2)
@@ -127,7 +127,7 @@ def test_two_groups_one_of_which_is_killed(tmp_path: Path):
     document = Answer(0, out, err).document
     assert document["status"] == "done" and document["failures"] == 1
     assert document["records_finished"] == RECORDS and "started again" in err
-    assert 0 < document["tokens_committed"] <= 48 * RECORDS and f"records     {RECORDS} of" in out
+    assert 0 < document["tokens_committed"] <= 48 * RECORDS
 
 
 @pytest.mark.long

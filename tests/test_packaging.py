@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.models.kernels.build import compiler
+from llama_ssp.models.kernels.kept_files import compiler
+from tests.test_real import file_of
 from tests.warm import LAUNCH, ROOT, python
 
 pytestmark = pytest.mark.slow
@@ -146,12 +147,21 @@ def test_readme_command(command, tmp_path):
 
 
 @pytest.mark.long
-def test_make_demo_shows_all_three_parts(tmp_path: Path) -> None:
-    done = python([ROOT / "bench" / "demo.py", "small=true", "new=4", "questions=2"], tmp_path)
+@pytest.mark.parametrize("model", [pytest.param("real", marks=pytest.mark.real), "shipped"])
+def test_make_demo_shows_all_three_parts(model: str, tmp_path: Path) -> None:
+    """Without the package index it shows the pair that ships, and says so."""
+    if model == "real":
+        file_of("smollm2")
+    offline = {"PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_RETRIES": "0", "XDG_CACHE_HOME": str(tmp_path)}
+    env = {**os.environ, **(offline if model == "shipped" else {})}
+    done = python([ROOT / "bench" / "demo.py", "new=48", "repeats=1", "samples=64"], tmp_path, env)
     assert done.code == 0, done.err[-800:]
+    assert ("cannot be fetched" in done.out) == (model == "shipped") and "{" not in done.out
     assert re.search(r"--- [0-9.]+ times as fast: ", done.out)
-    assert "prompt:     def __eq__" in done.out
-    assert "which holds zero" in done.out and "ours, K = 8" in done.out and "{" not in done.out
+    regular, speculative = re.findall(r"\n--- .*\n((?:.*\n)+?)\([0-9]+ tokens", done.out)
+    assert regular == speculative and ("NotImplemented" if model == "shipped" else "model fast") in regular
+    greedy = re.findall("greedy: same, ([0-9]+) of transformers' ([0-9]+) tokens", done.out)
+    assert len(greedy) == 2 and all(equal == length for equal, length in greedy)
+    assert "sampled: same, 64 texts" in done.out and "every draft is kept: different" in done.out
+    assert "times as fast as transformers with drafts" in done.out
     assert ("There is no C++ compiler" in done.out) == (compiler() is None)
-    regular, speculative = re.findall(r"\n--- .*\n((?:.*\n)+?)\(48 tokens", done.out)
-    assert regular == speculative and "return NotImplemented" in regular

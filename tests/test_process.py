@@ -59,7 +59,7 @@ def errors(text: str) -> list[str]:
         (["task=eval", "task.pairs=[tiny/7B]", "task.plot=a.doc"], 2, "task.plot"),
         (["task.prompt_file=/no/such"], 3, "does not exist"),
         ([PROMPT, "model=/no/such", "draft=none"], 4, "no such folder or file"),
-        (["task=plan", "model=65B", "draft=7B", "cluster=p4d", "out=null"], 0, '"verdict"'),
+        (["task=plan", "model=65B", "draft=7B", "cluster=p4d", "out=null"], 0, "run it: "),
     ],
     ids=["help", "task-help", "cfg", "version", "range", "key", "pair", "plot", "prompts", "folder", "plan"],
 )

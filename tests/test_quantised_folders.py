@@ -143,7 +143,7 @@ def test_one_line_says_that_activations_are_not_quantised(
 ) -> None:
     """The last format does not ask for it."""
     folder = quantised(name, folders / name)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         load(ModelConf(name="x"), folder, dtype, torch.device("cpu"), "model")
     end = f"; activations are not quantised: inputs stay in {str(TORCH_DTYPES[dtype]).removeprefix('torch.')}"
     (line,) = (text for text in caplog.messages if text.startswith(f"model x: {dtype.value} on cpu, from "))

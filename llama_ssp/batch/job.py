@@ -113,10 +113,10 @@ def chosen_seed(run: RunConf, is_job: bool) -> int:
     if is_job and run.cluster.scheduler is not Scheduler.none:
         folder = str(folders_of(run)[0].absolute())
         seed = int.from_bytes(hashlib.sha256(folder.encode(errors="surrogateescape")).digest()[:4]) >> 1
-        log.info("seed=%d (this folder's; seed=N is for another)", seed)
+        log.debug("seed=%d (this folder's; seed=N is for another)", seed)
         return seed
     seed = secrets.randbelow(2**31)
-    log.info("seed=%d (drawn; give it again to repeat this run)", seed)
+    log.debug("seed=%d (drawn; give it again to repeat this run)", seed)
     return seed
 
 

@@ -118,7 +118,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     if run.output is not Output.json:
         speed = f"{figure(summary['tokens_per_s'], 1)} a second"
         console.write("\n".join([*workers.table(summary, speed), ""]))
-    console.document(summary, run.output is Output.json)
+    console.document(summary, run.output)
     return code
 
 

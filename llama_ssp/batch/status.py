@@ -69,7 +69,7 @@ def execute(run: RunConf) -> int:
     if run.output is not Output.json:
         failed = [end for end in ended if end.failed][-5:]  # their logs say why
         console.write("\n".join([*_lines(summary, queued, failed), ""]))
-    console.document(summary, run.output is Output.json)
+    console.document(summary, run.output)
     return OK
 
 

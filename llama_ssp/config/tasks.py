@@ -49,6 +49,7 @@ class TaskConf:
     groups = "model draft sampling speculation placement cluster"  # of the run, that the task uses
     measures_costs = False  # whether an adaptive K goes by measured costs of rounds
     may_not_draft = False  # whether the plan may choose K = 0
+    usual_tokens = 0  # that the task writes in all, at least, where nothing says how many
 
     name: str = key(MISSING, "The task's name.")
 
@@ -155,6 +156,7 @@ class ChatConf(TaskConf):
     """Talk with the model on a terminal; a pipe has a message a line."""
 
     measures_costs = may_not_draft = True
+    usual_tokens = 4_000
 
     system: str | None = key(None, "The system message.")
     stop: list[str] = not_empty("Texts, or names of special tokens, that end a reply.", list)
@@ -332,6 +334,7 @@ class BatchConf(TaskConf):
     """
 
     may_not_draft = True
+    usual_tokens = 10_000
 
     input: str | None = not_empty("The prompts: JSONL, also of OpenAI's batches, or a prompt a line.")
     output: str | None = not_empty("The answers: JSONL, a line each, in the order of the prompts.")

@@ -88,7 +88,7 @@ def _decoder(
             with watch(f"{role} {model.name}", total) as report:
                 made = decoder(config, WatchedSource(files, total, report), *how)
     return_memory()
-    line = f"{role} {model.name}: {dtype.value} on {device}"
+    line, level = f"{role} {model.name}: {dtype.value} on {device}", logging.DEBUG
     if ranks.world > 1:
         line += f", over {ranks.world} ranks"
     if path is None and not drafts:
@@ -96,8 +96,9 @@ def _decoder(
     elif path is not None and (codes := quantised_config(read_config(path), path)):
         line += f", from {codes.name}"
         if codes.activations:
+            level = logging.INFO
             line += f"; activations are not quantised: inputs stay in {str(held).removeprefix('torch.')}"
-    log.info(line)
+    log.log(level, line)
     return (stepped(device) if fast else DecoderModel)(made, config, model.name, ranks)
 
 

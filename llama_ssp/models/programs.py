@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,14 @@ import transformers
 from torch import nn
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.models.kernels.build import cache_folder, compiler, is_ours, part_of, processor
+from llama_ssp.models.kernels.kept_files import (
+    cache_folder,
+    compiler,
+    is_ours,
+    part_of,
+    processor,
+    source_text,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +46,6 @@ OPTIONS_BY_DEVICE: dict[str, dict[str, Any]] = {
 # Whether torch's headers are compiled before the first program. It takes 8 s of a core once and 1 s in each
 # process; then a kernel takes 0.8 s instead of 2.9. A start compiles few kernels; tests compile hundreds.
 HEADERS_FIRST = False
-MODELS = Path(__file__).parent  # the code that programs are made from, with the sums over ranks below
-SUMS = MODELS.parent / "distributed" / "process_group.py"
 
 
 @dataclass(frozen=True)
@@ -157,13 +162,6 @@ def program_path(model: Named, spec: ProgramSpec) -> Path:
     words = *versions, config, *module, model.device, model.ranks.label, options, source_text()
     name = hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()[:16]
     return cache_folder() / f"step-{name}.bin"
-
-
-@cache
-def source_text() -> str:
-    """The code that programs are made from."""
-    files = [SUMS, *sorted(MODELS.rglob("*.py")), *sorted(MODELS.rglob("*.cpp"))]
-    return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def load(path: Path) -> Program | None:

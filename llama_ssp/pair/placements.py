@@ -13,11 +13,11 @@ from llama_ssp.config import Bridging, Drafting, Dtype, ModelConf, RunConf, Spli
 from llama_ssp.errors import UsageError
 from llama_ssp.models.checkpoint import is_fp16
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
-from llama_ssp.models.kernels.build import compiler
+from llama_ssp.models.kernels.kept_files import compiler
 from llama_ssp.models.loader import DRAFT
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned
-from llama_ssp.planner.engine import needs_trial, tokens_generated, why_eager
+from llama_ssp.planner.engine import COMPILES_ONCE, needs_trial, tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec, require_whole
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit, warn_of_codes
@@ -184,7 +184,7 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
             log.warning("%s.dtype=fp16 is several times slower than bf16 on a CPU", placed.role)
     if draft is None:
         if run.draft is None and run.speculation.drafter is Drafting.model and run.speculation.may_draft:
-            log.info("no draft model: plain decoding")
+            log.debug("no draft model: plain decoding")
     elif draft.dtype is Dtype.int4 and 0 < target.model.code_bits <= 4:
         bits = target.model.code_bits
         log.warning("draft=int4: the target's file has codes of %d bits already, so it gains little", bits)
@@ -209,6 +209,7 @@ def compiles(
     reason = reason or impossible(device)
     if reason is not None and run.engine is not Steps.eager:
         level = logging.DEBUG if run.engine is Steps.auto else logging.WARNING
+        level = logging.INFO if COMPILES_ONCE in reason and role != DRAFT else level
         log.log(level, "engine: %s %s runs eagerly: %s", role, model.name, reason)
     return reason is None
 

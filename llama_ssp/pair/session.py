@@ -27,6 +27,7 @@ from llama_ssp.models.devices import device_of
 from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, lookahead_for, prepare
 from llama_ssp.pair.batches import Batches, prompt_of
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
+from llama_ssp.planner.engine import compiled_before
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.speculative.draft_length import Costs
@@ -112,6 +113,9 @@ class PairSession:
         with self.ranks.loading():
             prepare(self._models, self.run.speculation, self.rows, self._slots)
         self.engines = self._engines_of_all()
+        for placed in self.placements:
+            if placed.device.type == "cpu" and self.models.engines.get(placed.role) == COMPILED:
+                compiled_before(placed.model, placed.dtype).touch()
         return self
 
     def _engines_of_all(self) -> dict[str, str]:

@@ -1,22 +1,30 @@
 """Which steps are compiled, for the plan and for the run alike, and what an eager step costs more. No torch.
 
-The configuration and the machine alone decide, never a clock: compiled and eager steps round differently in
-16 bit, and a text should not depend on how busy the machine was.
+The configuration, the machine and what has been compiled on it decide, never a clock: compiled and eager
+steps round differently in 16 bit, and a text should not depend on how busy the machine was.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 from llama_ssp.config import Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.models.kernels.kept_files import mark_of
 from llama_ssp.models.sharding import is_planned
+from llama_ssp.planner.hardware import threads_here
 from llama_ssp.planner.speed import PassCost, Times
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.weights import parameters
 
 COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, Dtype.int4, Dtype.packed)
 ON_GPUS_TOO = (Dtype.fp16, Dtype.nf4)
-# What compiled steps save, and what compiling costs, on two cores (bench/fast.py).
+# What compiled steps save, and what it takes to compile them, or to load them later, on two cores.
 SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
-COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
+COMPILING_S, LOADING_S = 25.0, 1.5
+FEW_TOKENS = 2000  # a longer run, a chat and a batch job go by their settings alone
+COMPILES_ONCE = "save less than compiling takes; engine=compiled does it once, for later runs, too"
+NAMES = ("name", "repo", "revision", "path", "package", "file", "sha256", "seed", "agreement", "dtype")
 # On a GPU the host launches each operation of an eager step. The numbers of operations were counted
 # (tests/far.py, Llama). A launch by Python was measured: a step of 7B on an H200 took 31.6 ms
 # (bench/results/gpu_h200_202611.md). A sum over ranks by torch.distributed is an estimate.
@@ -41,9 +49,18 @@ def why_eager(
         return f"steps in {dtype.value} are not compiled{' on a CPU' if on_cpu else ''}"
     if on_cpu and (model.head_dim > WIDEST_HEAD or model.head_dim % 2):
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
-    if engine is Steps.auto and on_cpu and _is_unprofitable(model, dtype, tokens):
+    saved_s = tokens * _saved_s(BYTES[dtype] * parameters(model), model.n_layers)
+    if engine is not Steps.auto or not on_cpu or saved_s >= COMPILING_S:
+        return None
+    if saved_s < LOADING_S or tokens >= FEW_TOKENS:
         return f"{tokens} tokens save less than compiling takes"
-    return None
+    return None if compiled_before(model, dtype).exists() else f"{tokens} tokens {COMPILES_ONCE}"
+
+
+def compiled_before(model: ModelConf, dtype: Dtype) -> Path:
+    """Returns the file that is there if steps of a model of these sizes were compiled on this machine."""
+    sizes = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in NAMES}
+    return mark_of(f"{sizes} {dtype.value} {threads_here()}")
 
 
 def needs_trial(engine: Steps, on_cpu: bool, degree: int) -> bool:
@@ -57,8 +74,9 @@ def of_constants(on_cpu: bool) -> Steps:
 
 
 def tokens_generated(run: RunConf) -> int:
-    """How many tokens the task generates at most for one prompt, as often as it does."""
-    return int(getattr(run.task, "repeats", 1) * getattr(run.task, "max_new_tokens", 0))
+    """How many tokens the task generates for one prompt, as often as it does; of a chat or a job, a guess."""
+    times = getattr(run.task, "repeats", 1) * getattr(run.task, "max_new_tokens", 0)
+    return max(int(times), run.task.usual_tokens)
 
 
 def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: bool) -> float:
@@ -78,11 +96,6 @@ def launching_s(cost: PassCost) -> float:
     """Seconds that the host takes to launch an eager pass on a GPU."""
     launches = cost.layers * LAYER_OPERATIONS + STEP_OPERATIONS
     return launches * LAUNCH_S + cost.sums * SUM_S
-
-
-def _is_unprofitable(model: ModelConf, dtype: Dtype, tokens: int) -> bool:
-    saved_s = tokens * _saved_s(BYTES[dtype] * parameters(model), model.n_layers)
-    return saved_s < COMPILING_S + COMPILING_S_PER_LAYER * model.n_layers
 
 
 def _saved_s(weights: float, layers: int) -> float:

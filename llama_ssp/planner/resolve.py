@@ -14,6 +14,7 @@ from llama_ssp.config import (
     USUAL_K,
     Drafting,
     DraftSeat,
+    Dtype,
     ModelConf,
     Overlap,
     PlacementConf,
@@ -26,9 +27,13 @@ from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError, UsageError
 from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
+from llama_ssp.models.folder import is_gguf
+from llama_ssp.models.kernels.kept_files import compiler
 from llama_ssp.models.sharding import is_planned, require_deepspeed, require_split
+from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.search import Option, PlanRequest, option, search
+from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.vocabulary import read_vocabularies
@@ -90,11 +95,23 @@ def _completed(run: RunConf, dry: bool) -> PairFiles:
         if conf is not None and dry:
             models[role] = outlined(conf, role, run.download), folder_at_hand(conf)
         elif conf is not None:
-            models[role] = complete(conf, role, run.download)
+            model, path = complete(conf, role, run.download)
+            models[role] = _in_codes(run, model, path), path
     draft, draft_path = models.get(DRAFT, (None, None))
     whole = replace(run, model=models[TARGET][0], draft=draft)
     checks.check_context(whole)
     return PairFiles(whole, models[TARGET][1], draft_path)
+
+
+def _in_codes(run: RunConf, model: ModelConf, path: Path | None) -> ModelConf:
+    """The model: by default a GGUF file keeps its codes on a CPU that has a compiler for their kernel."""
+    conf = run.placement
+    is_open = model.dtype is Dtype.auto and conf.splitting is Splitting.tensor and is_planned(model)
+    is_coded = path is not None and is_gguf(path) and model.code_bits and not model.experts
+    if not (is_open and is_coded and compiler()):
+        return model
+    has_gpu = conf.target_device != CPU and (run.cluster.gpu not in (None, CPU) or gpus_here())
+    return model if has_gpu else replace(model, dtype=Dtype.packed)
 
 
 def placed(files: PairFiles, worlds: list[int], least_k: int = 0) -> PairSpec:

@@ -154,7 +154,8 @@ def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
     chosen = part.experts_per_token / part.experts if part.expert_layers else 0.0
     shares = {**dict.fromkeys(not_read, 0.0), EXPERTS: chosen}  # of a group's numbers, for each token
     numbers = sum(weight.count * weight.times * shares.get(weight.group, 1.0) for weight in weights(part))
-    w, sums = width(role.dtype), _layer_sums(part) * part.layers + PASS_SUMS if ranks > 1 else 0
+    of_layer = 2 + part.family.whole_qk_norm  # after attention, after the MLP, in norms over all heads
+    w, sums = width(role.dtype), of_layer * part.layers + PASS_SUMS if ranks > 1 else 0
     slot = 2.0 * part.layers * part.key_width * w
     scores = 4.0 * part.layers * part.query_width  # products with keys, then with values
     own = sums, part.dim * w, part.whole_vocab, found.get(EXPERTS, 0), chosen, scores
@@ -172,11 +173,6 @@ def _coded(part: ModelPart, dtype: Dtype, store: Storage) -> tuple[CodedCost, ..
             size += weight.times * sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
             found[how] = size, numbers + weight.times * weight.count
     return tuple(CodedCost(*sizes, how) for how, sizes in found.items())
-
-
-def _layer_sums(part: ModelPart) -> int:
-    """All-reduces of a layer: behind attention, behind the MLP, and in norms over the heads of all ranks."""
-    return 2 + part.family.whole_qk_norm
 
 
 def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) -> float:

@@ -24,6 +24,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column as Cell
 from rich.text import Text
 
+from llama_ssp.config import Output
 from llama_ssp.errors import StorageError
 from llama_ssp.report.tables import Table, text_of
 
@@ -76,12 +77,12 @@ class Console:
                 screen.print(Text(item) if isinstance(item, str) else item)
         self.write(drawn.get())
 
-    def document(self, summary: dict[str, Any], is_json: bool) -> None:
-        """Ends a task: on a terminal with the run folder's path, else with the JSON document."""
-        if is_json or not self.is_terminal:
+    def document(self, summary: dict[str, Any], output: Output) -> None:
+        """Ends a task: with the JSON document where it is asked for; the log says where the run folder is."""
+        if output is Output.json:
             self.line(json.dumps(summary))
         elif summary.get("run_folder"):
-            self.line(f"run folder: {summary['run_folder']}")
+            log.debug("run folder: %s", summary["run_folder"])
 
 
 class Progress:

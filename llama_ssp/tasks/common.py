@@ -129,7 +129,7 @@ def pace_in_words(figures: dict[str, Any]) -> str:
     """A run's figures as one line for people."""
     words = [f"{figures['tokens_committed']} tokens"]
     if figures["ms_per_token"] is not None:
-        words.append(f"{figures['ms_per_token']:.2f} ms/token without prefill")
+        words.append(f"{figures['ms_per_token']:.2f} ms/token")
     if figures["acceptance_rate"] is not None:
         words.append(f"{figures['tokens_per_target_forward']:.2f} tokens a round")
         words.append(f"{figures['acceptance_rate']:.0%} accepted")

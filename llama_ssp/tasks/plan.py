@@ -103,13 +103,13 @@ def execute(
     command = command_line(words, plan.chosen.placement.world, plan.request.machine.gpus)
     own = {"vocabulary": vocabulary, "job": job and job.document(), "command": command if plan.runs else None}
     summary = folder.summary("done", {**plan.document(), **own})
-    console, is_json = Console(silent=not is_leader), run.output is Output.json
+    console = Console(silent=not is_leader)
     try:
         folder.close(summary)
         if job is not None and is_leader:
             plot(summary, task.plot, folder.path)
     finally:  # a full disk must not cost the plan
-        if not is_json:
+        if run.output is not Output.json:
             if matching:
                 console.line(matching)
             console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
@@ -117,7 +117,7 @@ def execute(
                 console.show(job_drawing(job))
             if plan.runs:
                 console.line(to_paste(command))
-        console.document(summary, is_json)
+        console.document(summary, run.output)
     failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
 

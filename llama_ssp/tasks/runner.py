@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from llama_ssp.config import Output, RunConf
+from llama_ssp.config import RunConf
 from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
@@ -117,14 +117,8 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
             folder.close(summary)
         finally:  # a full disk must not cost what was done
             compared = plan_against_actual(summary)
-            if compared and log.isEnabledFor(logging.INFO):
-                if run.output is Output.text and console.is_terminal:
-                    console.show([compared])
-                elif ranks.is_leader:
-                    log.info("%s", "\n".join(text_of([compared])))
-            is_json = run.output is Output.json
-            is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped
-            has_document = is_json or not (is_alone or run.output is Output.jsonl)
-            if has_document and (status in ("done", "failed", "partial") or task.has_output()):
-                console.document(summary, is_json)
+            if compared and ranks.is_leader:
+                log.debug("%s", "\n".join(text_of([compared])))
+            if status in ("done", "failed", "partial") or task.has_output():
+                console.document(summary, run.output)
     return FAILED_CHECK if status == "failed" else OK

@@ -61,7 +61,7 @@ class Batches:
 
     def submit(self, *overrides: str) -> str:
         """The number of the job."""
-        return str(self.run(*ON_SLURM, *overrides).document["job"])
+        return str(self.run(*ON_SLURM, *overrides, "output=json").document["job"])
 
     @property
     def finished(self) -> int:

@@ -18,7 +18,7 @@ def test_an_array_of_groups_shares_the_work(batches: Batches, expected: bytes):
     assert batches.whole() == expected
     assert {end.code for end in batches.ends} == {0} and len(batches.ends) == 3
     assert batches.computed() == RECORDS  # nobody did another's work
-    told = batches.run("task.status=true").document
+    told = batches.run("task.status=true", "output=json").document
     assert told["tokens_committed"] == 48 * RECORDS and 0 < told["acceptance_rate"] < 1
     logs = sorted(path.name for path in (batches.work / "logs").iterdir())
     assert logs == [f"llama-ssp-answers-{job}_{element}.out" for element in range(3)]

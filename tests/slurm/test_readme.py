@@ -28,12 +28,13 @@ def test_the_section_as_a_new_user_would(lab: Lab, tmp_path: Path):
     for line in lines:
         if "task.status" in line:
             lab.wait_empty()
+            line += " output=json"
         run = ["bash", "-c", line.replace("llama-ssp ", f"'{sys.executable}' '{LAUNCH}' ")]
         env = {**lab.env, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{line}: {done.stderr}"
         said = done.stdout
-    told = json.loads(said.splitlines()[-1])
+    told = json.loads(said)
     assert told["status"] == "done" and told["records_finished"] == told["records"] == 2
     answers = (tmp_path / "on_slurm.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(answer)["id"] for answer in answers] == ["a", "b"]

@@ -29,7 +29,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     if not job.missing:
         job.journal.merge(job.output)
         log.info("nothing is missing: %s is whole", job.output)
-        Console().document({**summary, "status": "done", "job": None}, run.output is Output.json)
+        Console().document({**summary, "status": "done", "job": None}, run.output)
         return OK
     elements = min(cluster.groups, job.missing)
     if elements < cluster.groups:
@@ -45,7 +45,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     else:
         Console().write(script)
         return OK
-    Console().document(summary, run.output is Output.json)
+    Console().document(summary, run.output)
     return OK
 
 

@@ -67,7 +67,7 @@ def load_head(
         made, ids_E = assembly.made(*lent), assembly.ids()
         _require_ids(path, settings, ids_E, source)
     kind = "a DFlash" if isinstance(made, DFlash) else "an EAGLE-3"
-    log.info("draft %s: %s head, %s on %s", name, kind, dtype.value, device)
+    log.debug("draft %s: %s head, %s on %s", name, kind, dtype.value, device)
     how = taps, name, ids_E, tuple(shared)
     if isinstance(made, DFlash):
         assert isinstance(settings, DFlashSettings)

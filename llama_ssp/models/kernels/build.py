@@ -7,49 +7,20 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import getpass
 import hashlib
 import logging
-import os
-import platform
-import shutil
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from llama_ssp.models.kernels.kept_files import cache_folder, compiler, is_ours, part_of, processor
+
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared")
-OTHERS_WRITE = 0o022
-COMPILERS = ("g++", "clang++")
-
-
-def cache_folder() -> Path:
-    """Where libraries and compiled steps are kept: in inductor's own folder.
-
-    inductor itself is not asked: to import it takes seconds, which eager runs do without.
-    """
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    folder = Path(named) if named else Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
-    return folder.absolute() / "llama_ssp"
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a number without a name
-        return f"uid_{os.getuid()}"
-
-
-def compiler() -> str | None:
-    """The C++ compiler that CXX names, or else the first of COMPILERS that is installed."""
-    own = os.environ.get("CXX")
-    found = map(shutil.which, [own] if own else COMPILERS)
-    return next(filter(None, found), None)
 
 
 def load_library(source: Path) -> None:
@@ -105,12 +76,6 @@ def complaint(error: Exception) -> str:
     return next((line for line in lines if "error:" in line), lines[0])[:200]
 
 
-def is_ours(file: Path) -> bool:
-    """Whether only this user may write the file and its folder: what is in the file is run."""
-    stats = [path.stat() for path in (file, file.parent)]
-    return all(one.st_uid == os.getuid() and not one.st_mode & OTHERS_WRITE for one in stats)
-
-
 def _compile(command: list[str], place: Path) -> None:
     """Compiles into a file of this process, which takes the place when it is whole."""
     log.info("engine: compiling %s for this processor", place.stem.partition("-")[0])
@@ -120,17 +85,3 @@ def _compile(command: list[str], place: Path) -> None:
     part.chmod(0o700)  # whatever the umask: a library that others may write is not loaded
     part.replace(place)
     log.info("engine: compiled in %.0f s, kept in %s", time.perf_counter() - began, place.parent)
-
-
-def part_of(place: Path) -> Path:
-    """Where this process writes what takes the place when it is whole."""
-    return place.with_name(f"{place.name}.{platform.node()}-{os.getpid()}.part")
-
-
-def processor() -> str:
-    """The features of the processor that decide which instructions it has."""
-    table = Path("/proc/cpuinfo")
-    if not table.exists():
-        return platform.platform() + platform.processor()
-    lines = table.read_text(encoding="utf-8").splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -177,18 +177,12 @@ class AheadDrafter(ModelDrafter):
         self._state, accepted = state, state.extended(drafted)
         count = tuple(self._worth(state, accepted, row, len(drafted[row])) for row in range(state.rows))
         if max(count):
-            guess = self._guess(state, accepted, count)
+            # The token after the drafts, drawn as the leader will draw it, but from the draft's distribution.
+            # The more alike the distributions, the more often both draws agree. The leader's is committed.
+            guess = self._drawn(accepted, 0, count, state.slot(Purpose.CORRECT))
             yield guess
             later = accepted.extended([[token] for token in guess.token_B.tolist()])
             yield from self._draft_for(state, later, count)
-
-    def _guess(self, state: State, accepted: State, count: tuple[int, ...]) -> Drawn:
-        """The token after the drafts: drawn as the leader will draw it, but from the draft's distribution.
-
-        With the same random numbers both draws agree the more often, the more alike the distributions are.
-        The leader does not know the guess: its own draw is committed.
-        """
-        return self._drawn(accepted, 0, count, state.slot(Purpose.CORRECT))
 
     def _draft_for(self, state: State, later: State, count: tuple[int, ...]) -> Iterator[Drawn]:
         """The drafts for the guessed batch."""

@@ -1,0 +1,75 @@
+"""Files of compiled code: where they are kept, and what they are named by. No torch: the plan asks, too."""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+MODELS = Path(__file__).parents[1]  # the code that programs are made from, with the sums over ranks below
+SUMS = MODELS.parent / "distributed" / "process_group.py"
+OTHERS_WRITE = 0o022
+COMPILERS = ("g++", "clang++")
+
+
+def cache_folder() -> Path:
+    """Where libraries and compiled steps are kept: in inductor's own folder.
+
+    inductor itself is not asked: to import it takes seconds, which eager runs do without.
+    """
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = Path(named) if named else Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
+    return folder.absolute() / "llama_ssp"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a number without a name
+        return f"uid_{os.getuid()}"
+
+
+def compiler() -> str | None:
+    """The C++ compiler that CXX names, or else the first of COMPILERS that is installed."""
+    own = os.environ.get("CXX")
+    found = map(shutil.which, [own] if own else COMPILERS)
+    return next(filter(None, found), None)
+
+
+def is_ours(file: Path) -> bool:
+    """Whether only this user may write the file and its folder: what is in the file is run."""
+    stats = [path.stat() for path in (file, file.parent)]
+    return all(one.st_uid == os.getuid() and not one.st_mode & OTHERS_WRITE for one in stats)
+
+
+def part_of(place: Path) -> Path:
+    """Where this process writes what takes the place when it is whole."""
+    return place.with_name(f"{place.name}.{platform.node()}-{os.getpid()}.part")
+
+
+def processor() -> str:
+    """The features of the processor that decide which instructions it has."""
+    table = Path("/proc/cpuinfo")
+    if not table.exists():
+        return platform.platform() + platform.processor()
+    lines = table.read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+@functools.cache
+def source_text() -> str:
+    """The code that programs are made from."""
+    files = [SUMS, *sorted(MODELS.rglob("*.py")), *sorted(MODELS.rglob("*.cpp"))]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def mark_of(sizes: str) -> Path:
+    """Returns the empty file that says that steps of a model of these sizes have been compiled here."""
+    facts = sizes, version("torch"), version("transformers"), processor(), source_text()
+    return cache_folder() / f"steps-of-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:16]}"
