@@ -113,7 +113,7 @@ def chosen(shipped: bool, console: Console) -> Shown:
             console.line(f"{error}\nThe small pair that ships takes its place")
     folders = SHIPPED_FOLDER / "demo", SHIPPED_FOLDER / "demo_draft"
     title, pair = "A small pair that ships", ("demo", "demo_draft", "model.dtype=fp32", "draft.dtype=fp32")
-    return Shown(title, pair, *folders, CODE, CODE)
+    return Shown(title, pair, *folders, CODE, "def hello")
 
 
 def run_command(*words: str) -> None:
