@@ -1,6 +1,6 @@
 """make demo, on one screen: a real model with and without drafts, that it is the same, and how fast it is.
 
-    python bench/demo.py [new=96] [repeats=2] [samples=128] [shipped=true]
+    python bench/demo.py [new=96] [repeats=2] [samples=128] [shipped=true] [write=FILE.md]
 
 The model is SmolLM2-135M-Instruct in codes of 4 bits, out of a package of the Python index. Its drafts are
 n-grams: what followed the last tokens where the text had them before. Where the index does not answer, or
@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # as the program does, for transformers, too
 
+from bench.surroundings import report  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config.arguments import in_full  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
@@ -36,7 +37,7 @@ from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
 from llama_ssp.models.kernels.kept_files import compiler  # noqa: E402
 from llama_ssp.models.packages import package_copy  # noqa: E402
 from llama_ssp.report.console import Console  # noqa: E402
-from llama_ssp.report.tables import Column, Table  # noqa: E402
+from llama_ssp.report.tables import Column, Table, text_of  # noqa: E402
 
 REAL = "smollm2-135m-instruct-q4"
 EDIT = (
@@ -62,6 +63,7 @@ class Asked(Words):
     repeats: int = 2
     samples: int = 128
     shipped: bool = False
+    write: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,11 @@ def main() -> int:
     console.line("\n2. Is it the same model? In fp32:")
     length = says_the_same(words, shown.open_prompt, asked.samples, theirs, console)
     console.line(f"\n3. How fast is it, here and now? {length} greedy tokens of this answer:")
-    console.show(speeds(compiled, length, theirs, assistant, asked.repeats))
+    table, verdict = speeds(compiled, length, theirs, assistant, asked.repeats)
+    console.show([table, verdict])
+    if asked.write:
+        what = f"{shown.title}; {length} greedy tokens, the median of {asked.repeats} turns.", f"{verdict}."
+        report(asked.write, "The demo's speeds", {}, *what, "", "```", *text_of([table]), "```")
     if compiler() is None:
         console.line("There is no C++ compiler (g++ 11 or later): all of this works, but more slowly")
     console.line("\nNext, your own models: source .venv/bin/activate; llama-ssp compare TARGET DRAFT")
@@ -208,7 +214,7 @@ def says_the_same(
     return len(answer)
 
 
-def speeds(words: Sequence[str], length: int, theirs: Any, assistant: Any, repeats: int) -> list[Any]:
+def speeds(words: Sequence[str], length: int, theirs: Any, assistant: Any, repeats: int) -> tuple[Table, str]:
     """Milliseconds a token, all in turn, and a verdict. Prefill is left out: of theirs, one token's time."""
     pair = opened(words, rows=1)
     prompt = prompt_of(pair)
@@ -242,7 +248,7 @@ def speeds(words: Sequence[str], length: int, theirs: Any, assistant: Any, repea
     verdict = (
         f"{over_regular:.1f} times as fast with drafts as without, and {over_theirs:.1f} times as fast as"
     )
-    return [Table("speeds", COLUMNS, rows), f"Ours is {verdict} {THEIR_DRAFTS}"]
+    return Table("speeds", COLUMNS, rows), f"Ours is {verdict} {THEIR_DRAFTS}"
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ SHIPPED = "demo"  # the default target, which has a default draft
 WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
 TEXT = r'"(?:[^"\\]|\\.)*"|' + r"'(?:[^'\\]|\\.)*'"
 TEXTS = re.compile(rf"\[\s*(?:(?:{TEXT})\s*(?:,\s*(?:{TEXT})\s*)*)?\]", re.DOTALL)
+MEANT = {"run": "generate", "serve": "batch", "bench": "measure"}  # as other programs have it
 USAGE = "llama-ssp TASK [TARGET [DRAFT]] [KEY=VALUE ...]"
 
 
@@ -206,7 +207,7 @@ def _named(words: Sequence[str]) -> list[Override]:
         return []
     first, others = words[0], words[1 + len(ROLES) :]
     if first not in TASKS:
-        near = nearest(first, [*TASKS, *COMMANDS])
+        near = MEANT.get(first) or nearest(first, [*TASKS, *COMMANDS])
         fix = f"write llama-ssp {near} ..." if near else f"write {USAGE}; a text is prompt='...'"
         raise UsageError("the first word is not a task", "", repr(first), ", ".join(TASKS), fix)
     if others:

@@ -57,5 +57,5 @@ def unknown_key(key: str, schema: str | None = None) -> UsageError:
 def _no_option(group: str, option: str) -> UsageError:
     known = options(group) if group in GROUPS else []
     near, allowed = nearest(option, known), NAMES_OF_A_MODEL if group in ROLES else ", ".join(known)
-    fix = f"did you mean {group}={near}?" if near else "see --help"
+    fix = f"did you mean {group}={near}?" if near else "see --help; a text is prompt='...'"
     return UsageError(f"there is no {group}={option}", allowed=allowed, fix=fix)
