@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp import load_pair
 from llama_ssp.batch.journal import count_finished
@@ -75,6 +75,20 @@ def test_greedy_is_what_transformers_writes(name: str) -> None:
     assert texts(name, None) == transformers_texts(name)
 
 
+def test_a_chat_is_written_as_transformers_writes_it() -> None:
+    """By the template in the file's header; a control has another message."""
+    file = file_of("smollm2")
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    said = [("system", "Be brief."), ("user", "hello"), ("assistant", "Hi."), ("user", "What is 2+2?")]
+    with load_pair(file, overrides=FP32) as pair:
+        for turns in (said[1:2], said):  # without a system message the template has its own
+            messages = [{"role": role, "content": content} for role, content in turns]
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+            assert pair.session.tokens.chat(messages) == expected
+            messages[-1]["content"] += "!"
+            assert pair.session.tokens.chat(messages) != expected
+
+
 WAYS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "smollm2, n-grams": ("smollm2", None, ("speculation=ngram",)),
     "smollm2, its own weights in 4 bit": ("smollm2", "int4", ()),
@@ -102,13 +116,18 @@ def test_ranks_change_nothing(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_codes_give_the_numbers_that_they_stand_for() -> None:
-    """In fp32 inputs the products of codes and of decoded weights differ by rounding alone."""
-    found = []
-    for words in (FP32, ("model.dtype=packed", "sampling=greedy")):
+    """In fp32 inputs the products of codes and of decoded weights differ by rounding alone: not by a text."""
+    found, longer = [], [f"{text} and so on" for text in TEXTS]
+    for words, texts_of_it in (
+        (FP32, longer),
+        (("model.dtype=packed", "sampling=greedy"), longer),
+        (FP32, TEXTS),
+    ):
         with load_pair(file_of("smollm2"), overrides=words) as pair:
-            found.append([one.total for one in pair.score([f"{text} and so on" for text in TEXTS])])
-    for decoded, packed in zip(*found, strict=True):
+            found.append([one.total for one in pair.score(texts_of_it)])
+    for decoded, packed, of_another in zip(*found, strict=True):
         assert packed == pytest.approx(decoded, rel=0.02)
+        assert of_another != pytest.approx(decoded, rel=0.02)
 
 
 @pytest.mark.long
