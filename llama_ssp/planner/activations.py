@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
-from llama_ssp.models.graph_sizes import sizes_up_to
+from llama_ssp.models.graph_sizes import DECODED, sizes_up_to
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
@@ -156,12 +156,26 @@ class Forward:
         if not part.expert_layers:
             return 0
         choice = part.experts * (FP32 + w) + part.experts_per_token * (2 * FP32 + 3 * INT)
-        return choice + w * (3 * part.dim + 5 * part.expert_ffn)
+        alike = w * (3 * part.dim + 5 * part.expert_ffn)
+        # A GPU's, of codes, run for all pairs of a token and an expert at once, up to MOST_PAIRS of them.
+        pairs = (
+            w * part.experts_per_token * (2 * part.dim + 6 * part.expert_ffn) if self._coded_experts else 0
+        )
+        return choice + max(alike, pairs)
+
+    @property
+    def _coded_experts(self) -> bool:
+        return self.own.dtype is Dtype.packed and not self.kernels.cpu and self.part.expert_layers > 0
 
     def _dequantised(self) -> int:
-        """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit."""
-        decodes = self.own.dtype in (Dtype.int4, Dtype.nf4, Dtype.packed)
-        return self.w * self.part.largest_matrix if decodes else 0
+        """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit; of experts a few."""
+        part, numbers = self.part, 0
+        if self.own.dtype in (Dtype.int4, Dtype.nf4, Dtype.packed):
+            numbers = part.largest_matrix
+        if self._coded_experts:
+            one = 2 * part.expert_ffn * part.dim
+            numbers = max(numbers, min(max(one, DECODED), one * self.tokens * part.experts_per_token))
+        return self.w * numbers
 
     def _head(self) -> int:
         """Logits; over several ranks: a part, its padded copy, all gathered parts, the whole.
