@@ -18,14 +18,15 @@ from llama_ssp.models.device_map import spread_of
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
+from llama_ssp.models.graph_sizes import DECODED
 from llama_ssp.models.sizes import LAYER
-from llama_ssp.planner.activations import GPU
+from llama_ssp.planner.activations import GPU, Forward, Kernels
 from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, FitVerdict, RankMemory, communicators, require_capacity
 from llama_ssp.planner.layers import layers_lines, stages
 from llama_ssp.planner.memory import peaks, rank_work, reserved, segments, tensor_lines
 from llama_ssp.planner.search import option
 from llama_ssp.planner.storage import WEIGHTS
-from llama_ssp.planner.weights import ModelPart, held, parameters
+from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
 from tests.distributed.test_large import part
 from tests.plans import CPU, P4D, alone, machine, model, named, request
@@ -135,11 +136,47 @@ def test_eight_bit_has_a_workspace() -> None:
 
 def test_weights_and_caches_are_refused_without_a_plan() -> None:
     """What is checked where nothing else can be planned: weights and caches of the whole models."""
-    roles = [role(TARGET, "7B"), SMALL]
+    roles = [(role(TARGET, "7B"), 1), (SMALL, 1)]
     whole = weight_bytes(ModelPart.of(SMALL.model), Dtype.fp16) + 2 * 32 * 4096 * 2 * WORK.slots
     require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole, 0.0)
     with pytest.raises(DistributedError, match=r"model 7B: weights 12\.6 GiB, cache 1\.0 GiB; draft 7B"):
         require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole - 1, 0.0)
+
+
+def test_what_deepspeed_splits_is_counted_by_its_part() -> None:
+    """70B over four GPUs of 80 GB: all of it was compared with one of them."""
+    large, gib = role(TARGET, "llama3.1-70b", Dtype.bf16), 79 * GIB
+    require_capacity([(large, 4)], 1, 2048, "cuda:0", gib, 0.1)
+    with pytest.raises(DistributedError, match=r"weights 131\.4 GiB.*found 132\.0 GiB needed"):
+        require_capacity([(large, 1)], 1, 2048, "cuda:0", gib, 0.1)
+    with pytest.raises(DistributedError, match=r"on the host; model llama3.1-70b: [^;]*; found 525\.7 GiB"):
+        require_capacity([(large, 1)] * 4, 0, 1, "the host", 512 * GIB, 0.1)
+
+
+def test_experts_in_codes_are_decoded_within_a_bound() -> None:
+    """All pairs of a token and an expert of a chunk, but few matrices at once, or one that is larger."""
+    dense = {"experts": 8, "experts_per_token": 2, "expert_ffn": 14336, "dense_layers": 0}
+    mix = "expert_gate+expert_up:32:4:128:3:uint4 expert_down:32:4:128:3:uint4"
+    mixtral = role(TARGET, "mistral-7b", Dtype.packed, family="mixtral", code_bits=4, code_mix=mix, **dense)
+    part = RolePart.of(mixtral, ModelPart.of(mixtral.model), 600)
+    one = 2 * 14336 * 4096 * 2
+    for tokens in (1, 18, 512):
+        coded, cpu = (
+            Forward(part, kernels, 1, tokens, 600)._dequantised() for kernels in (GPU, Kernels(cpu=True))
+        )
+        assert (coded, cpu) == (one, 6144 * 4096 * 2)
+    small = role(
+        TARGET,
+        "mistral-7b",
+        Dtype.packed,
+        family="mixtral",
+        code_bits=4,
+        code_mix=mix,
+        **{**dense, "expert_ffn": 256},
+    )
+    part = RolePart.of(small, ModelPart.of(small.model), 600)
+    assert Forward(part, GPU, 1, 512, 600)._dequantised() == 2 * DECODED
+    assert Forward(part, GPU, 1, 10, 600)._dequantised() == 2 * 20 * 512 * 4096
 
 
 def headers(layout: str, outputs: int, inputs: int) -> kept.Headers:

@@ -270,8 +270,8 @@ def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixtu
     assert "do not fit; rank 0 of target 0-3, draft 0 (whole)" in said
     assert "placement=sharded ranks=4" in said and "plan.enforce=false" in said and "\n" not in said
     free = run("cluster.gib=null", "model=7B", "draft=none")  # as measured when the run starts
-    with pytest.raises(DistributedError, match=r"allowed 10\.00 GiB"):
-        require_fit(predicted(free, 1, capacity=10 * GIB), enforce=True)
+    with pytest.raises(DistributedError, match=r"allowed 10\.20 GiB"):
+        require_fit(predicted(free, 1, measured=10 * GIB), enforce=True)
     with caplog.at_level(logging.WARNING):
         require_fit(predicted(run(), 8), enforce=True)
         require_fit(None, enforce=True)

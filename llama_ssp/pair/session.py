@@ -93,7 +93,7 @@ class PairSession:
     def check(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> None:
         """Raises DistributedError unless the pair fits; reads no weights. Arguments are those of `load`."""
         self.rows, self._slots = rows, min(max_tokens, self.run.model.context)
-        self._prediction = require_loadable(self.spec, self.placements, rows, self._slots, caches)
+        self._prediction = require_loadable(self.spec, self.placements, self.ranks, rows, self._slots, caches)
 
     def load(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> PairSession:
         """Loads the models, if they fit together with their KV caches; returns the session.

@@ -29,7 +29,7 @@ from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
 from llama_ssp.models.sharding import is_planned, require_deepspeed, require_split
 from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.search import Option, PlanRequest, option, search
-from llama_ssp.planner.workload import DRAFT, TARGET
+from llama_ssp.planner.workload import DRAFT, GIB, TARGET
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.vocabulary import read_vocabularies
 
@@ -200,14 +200,15 @@ def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None
     if not all(is_planned(model) for model in (run.model, run.draft) if model is not None):
         return None
     if gpus is not None:
-        run = replace(run, cluster=replace(run.cluster, gpus=gpus, nodes=1))
-    request = request_for(files._replace(run=run), free)
+        gib = min((size for size in (run.cluster.gib, free and free / GIB) if size), default=None)
+        run = replace(run, cluster=replace(run.cluster, gpus=gpus, nodes=1, gib=gib))
+    request = request_for(files._replace(run=run))
     return None if request.machine.is_cpu and run.cluster.times.layer_us is None else request
 
 
-def request_for(files: PairFiles, free: int | None = None) -> PlanRequest:
-    """What to plan for the pair, also where its tokenizers differ; `free` are a GPU's bytes, as measured."""
-    request = request_of(files.run, capacity=free)
+def request_for(files: PairFiles) -> PlanRequest:
+    """Returns what to plan for the pair, also where its tokenizers differ."""
+    request = request_of(files.run)
     return replace(request, bridged=request.draft is not None and is_bridged(*files))
 
 

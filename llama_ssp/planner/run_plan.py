@@ -64,19 +64,20 @@ def request_of(
     slots: int | None = None,
     dtypes: Sequence[Dtype] = (),
     caches: tuple[int, int] = (1, 1),
-    capacity: int | None = None,
+    measured: int | None = None,
+    connected: bool = False,
     on_cpu: bool = False,
 ) -> PlanRequest:
     """What to plan for a run: machine, models, workload. Raises UsageError for a GPU without known figures.
 
     `rows` and `slots` (the longest text with its new tokens) are the task's own where they are None; `dtypes`
     the resolved formats of target and draft, else what the machine makes of `auto`; `caches` how many of each
-    model's there are at once; `capacity` the device's free bytes, as measured (cluster.gib goes before it).
+    model's there are at once; `measured` and `connected` are those of `machine_of`.
     """
     task, spec = run.task, run.speculation
     on_cpu = on_cpu or run.placement.target_device == CPU
     cluster = replace(run.cluster, gpu=CPU) if on_cpu and run.cluster.gpu is None else run.cluster
-    machine = machine_of(cluster, capacity)
+    machine = machine_of(cluster, measured, connected)
     draft = run.draft if run.has_draft_model else None
     target_dtype, draft_dtype = dtypes if len(dtypes) == 2 else (*dtypes, None, None)[:2]
     most = run.model.context if slots is None else slots
@@ -103,7 +104,7 @@ def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | Non
     if placement.splitting is not Splitting.tensor or not all(map(is_planned, models)):
         return None
     try:
-        request = request_of(run, **what)
+        request = request_of(run, connected=placement.world > 1, **what)
     except UsageError as error:
         log.info("not planned: %s", error)
         return None

@@ -17,8 +17,10 @@ from llama_ssp.models.sharding import require_quantised, require_split, require_
 from llama_ssp.planner.engine import as_run, why_eager
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
+from llama_ssp.planner.layers import layers_lines
 from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, forward_s, pass_cost
-from llama_ssp.planner.storage import BYTES
+from llama_ssp.planner.storage import BYTES, WEIGHTS
+from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import TARGET, Role, Workload
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
@@ -68,6 +70,19 @@ class PlanRequest:
         """The memory of every rank, for this work."""
         compiled = tuple(role.role for role in self.roles if self.why_eager(role, placement) is None)
         return rank_memories(self.machine, self.target, self.draft, placement, work, compiled)
+
+    def beside_layers(self) -> tuple[int, int, int]:
+        """With placement=layers: a GPU's bytes beside weights and caches, the first's and another's, with the
+        draft on the first; and the bytes of the caches of a layer."""
+        work = replace(self.work, k=self.k_max if self.k is None else self.k)
+        found, caches = list[int](), 0
+        for draft in (self.draft, None):
+            lines = next(layers_lines(self.target, draft, work, 1, self.machine.kernels))
+            own = {line.name: line.bytes for line in lines if line.role == TARGET}
+            caches = own[CACHE]
+            weights = sum(own.get(name, 0) for name in WEIGHTS)
+            found.append(sum(line.bytes for line in lines) - weights - caches)
+        return found[0], found[1], -(-caches // self.target.model.n_layers)
 
 
 @dataclass(frozen=True)
