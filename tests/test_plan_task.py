@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from llama_ssp.planner.run_plan import (
     RunMeasurement,
     compare_with_plan,
     counted,
+    fitting,
     predict,
     request_of,
     require_fit,
@@ -396,3 +398,17 @@ def test_every_task_keeps_predicted_beside_measured(
     assert held["measured"] < everything["measured"]
     assert memory["tensor_bytes"]["measured"] is None, "a CPU does not tell"
     assert "plan against actual" in caplog.text and "rank 0, weights and caches, MiB" in caplog.text
+
+
+def test_what_would_have_fitted_counts_what_the_plan_did_not_know() -> None:
+    """Where as much was free as the plan needs, and more was taken, other plans are as far off."""
+    free = run("cluster.gib=null", "model=7B", "draft=none", "task.batch_size=16", "speculation.k=0")
+    prediction = predicted(free, 1, measured=34 * GIB, rows=16)
+    worst = prediction.option.worst
+    assert prediction.option.runs
+    rows = []
+    for beyond in (0, 4 * GIB, 8 * GIB):
+        planned, fix = fitting(prediction, 0, worst.total - 4 * GIB, worst.total - 4 * GIB + beyond)
+        assert planned == worst.total
+        rows.append(int(re.findall(r"(\d+) rows? instead of 16", fix)[0]))
+    assert 16 > rows[0] > rows[2] > 0

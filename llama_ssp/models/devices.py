@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 
 from llama_ssp.config import Dtype
@@ -70,6 +72,14 @@ def memory_of(device: torch.device, ranks: Ranks = ALONE) -> int:
         own = ""
     alike = ranks.gather_texts(own).count(own)
     return int(torch.cuda.mem_get_info(device)[0]) // alike if own else memory_here()
+
+
+def usage_of(device: torch.device) -> dict[str, int]:
+    """Returns a GPU's bytes: free, reserved by this process, of these for graphs, and held by all others."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, snapshot = torch.cuda.memory_reserved(device), cast(Any, torch.cuda.memory_snapshot)
+    graphs = sum(part["total_size"] for part in snapshot() if any(part.get("segment_pool_id", ())))
+    return {"free": free, "reserved": reserved, "graphs": graphs, "others": total - free - reserved}
 
 
 def every_device() -> list[torch.device]:

@@ -123,11 +123,29 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     if chosen.verdict is FitVerdict.uncertain or not enforce:
         log.warning("it may not fit: %s: %s of %s", where, found, allowed)
         return
+    fix = f"{_changes(request, chosen)}; or plan.enforce=false to try all the same"
+    raise DistributedError("the models do not fit", where, found, allowed, fix)
+
+
+def _changes(request: PlanRequest, chosen: Option) -> str:
+    """Returns what makes it fit, in words."""
     world = chosen.placement.world  # a GPU machine may have more
     max_world = world if request.machine.is_cpu else max(world, request.machine.world)
-    changes = advice(request, chosen, worlds_of(max_world)) or [SMALLER]
-    fix = "; or ".join([*changes, "plan.enforce=false to try all the same"])
-    raise DistributedError("the models do not fit", where, found, allowed, fix)
+    return "; or ".join(advice(request, chosen, worlds_of(max_world)) or [SMALLER])
+
+
+def fitting(prediction: Prediction, rank: int, available: int, needed: int) -> tuple[int, str]:
+    """Returns what was planned for a rank whose GPU is full, in bytes, and which changes would have fitted.
+
+    `available` are the bytes that its tensors could have, `needed` those that it would have taken at least:
+    where these exceed the plan, every other plan is taken to be as far off.
+    """
+    request, chosen = prediction.request, prediction.option
+    planned, taken = chosen.ranks[rank].total, request.machine.taken
+    there = taken["context"] + taken["nccl"] * (chosen.placement.world > 1)
+    capacity = available + there - max(0, needed + there - planned)
+    request = replace(request, machine=replace(request.machine, capacity=max(0, capacity)))
+    return planned, _changes(request, option(request, chosen.placement, chosen.k))
 
 
 def warn_of_codes(prediction: Prediction) -> None:
