@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.config import DraftSeat, Dtype, PlacementConf
+from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, RunConf
 from llama_ssp.distributed import process_group
-from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.failures import LostPeer, Watch
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
 from llama_ssp.distributed.signals import GUARD
@@ -21,6 +21,7 @@ from llama_ssp.errors import DISTRIBUTED, DistributedError, UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.models.devices import memory_of
 from llama_ssp.models.host_memory import memory_here
+from llama_ssp.pair import session
 from llama_ssp.pair.placements import model_placements
 from tests.distributed.pairs import entry_of
 from tests.refusals import ILLEGAL
@@ -264,3 +265,21 @@ def test_a_group_of_the_same_ranks_is_made_once(watch: Watch, monkeypatch: pytes
     assert made == [ranks for ranks in each for _ in range(3)]
     everyone.may_lose((3,))
     assert made[9:] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.usefixtures("synchronised")
+def test_segments_grow_unless_the_user_has_set_the_allocator(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the blocks of a prompt's chunks, each larger than the one before, fit nowhere."""
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    monkeypatch.setattr(session, "open_ranks", lambda *_: ALONE)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(own, "max_split_size_mb:128")
+    for target in ("cpu", "cuda:0"):
+        session.ranks_of(RunConf(model=ModelConf(name="m"), placement=PlacementConf(target_device=target)))
+    assert said == [] if own else ["expandable_segments:True"]

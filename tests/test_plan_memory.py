@@ -18,12 +18,21 @@ from llama_ssp.models.device_map import spread_of
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
-from llama_ssp.models.graph_sizes import DECODED
+from llama_ssp.models.graph_sizes import BUCKET, DECODED
 from llama_ssp.models.sizes import LAYER
-from llama_ssp.planner.activations import GPU, Forward, Kernels
-from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, FitVerdict, RankMemory, communicators, require_capacity
+from llama_ssp.planner.activations import GPU, PROBS, Forward, Kernels, RankWork
+from llama_ssp.planner.fit import (
+    LIBRARIES,
+    OUTPUTS,
+    SCRATCH,
+    FitVerdict,
+    RankMemory,
+    communicators,
+    require_capacity,
+)
 from llama_ssp.planner.layers import layers_lines, stages
 from llama_ssp.planner.memory import peaks, rank_work, reserved, segments, tensor_lines
+from llama_ssp.planner.run_plan import HOST_BYTES, Prediction, require_host
 from llama_ssp.planner.search import option
 from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
@@ -375,3 +384,59 @@ def test_by_layers_one_gpu_computes_at_a_time() -> None:
     assert option(many, BY_LAYERS).ms_per_token == option(many, alone(1)).ms_per_token
     single = replace(many, machine=ONE)
     assert option(single, BY_LAYERS).worst.total == option(single, alone(1)).worst.total
+
+
+def ranks_work(pair: tuple[str, str], rows: int, place: Placement, rank: int = 0) -> RankWork:
+    """A rank's work with compiled steps of both roles, K = 8."""
+    on = request(*pair, P4D, k=8, rows=rows)
+    return rank_work(on.target, on.draft, place, on.work, rank, GPU, (TARGET, DRAFT))
+
+
+@pytest.mark.parametrize(("rows", "mib"), [(1, 27), (8, 46), (56, 313)])
+def test_graphs_hold_their_scratch_for_good(rows: int, mib: int) -> None:
+    """Of both models; with one row that of a decision is larger. None where steps are eager."""
+    work = ranks_work(("llama3.1-8b", "llama3.2-1b"), rows, WHOLE)
+    found = sum(map(work.scratch_of_graphs, work.roles))
+    assert found / MIB == pytest.approx(mib, abs=1)
+    on = request("llama3.1-8b", "llama3.2-1b", ONE, k=8, rows=rows)
+    eager = replace(on, engine=Steps.eager)
+    said, unsaid = (
+        [line.bytes for line in each.memories(WHOLE, on.work)[0].lines if line.name == SCRATCH]
+        for each in (on, eager)
+    )
+    assert (sum(said), unsaid) == (found, [])
+
+
+@pytest.mark.parametrize(("rows", "prompt"), [(1, 127), (1, 383), (3, 500), (8, 512)])
+def test_caches_of_graphs_are_of_whole_buckets(rows: int, prompt: int) -> None:
+    """As `GraphedModel.new_cache` makes them; those of eager steps are not."""
+    on = request("7B", None, ONE, rows=rows, prompt_tokens=prompt, k=0)
+    for compiled in ((TARGET,), ()):
+        own = rank_work(on.target, None, alone(1), on.work, 0, GPU, compiled).target
+        slots = rows * (prompt + 128)
+        if compiled:
+            slots = -(-(slots + 1) // BUCKET) * BUCKET
+        assert own is not None and own.keys_bytes(rows) == slots * 4096 * 2
+
+
+@pytest.mark.parametrize(("rows", "mib"), [(1, 4), (8, 31), (64, 250)])
+def test_a_draft_on_ranks_of_its_own_holds_the_next_proposal(rows: int, mib: int) -> None:
+    """Beside the one that it sends; a draft with the target does not."""
+    pair = "llama3.1-70b", "llama3.2-1b"
+    apart = ranks_work(pair, rows, Placement(Splitting.tensor, 3, (0, 1), (2,)), 2)
+    found, other = (
+        max(moment.get(PROBS, 0) for moment in work._drafting(work.draft))  # type: ignore[arg-type]
+        for work in (apart, replace(apart, target=apart.draft))
+    )
+    assert (found - other) / MIB == pytest.approx(mib, abs=1)
+
+
+def test_the_hosts_memory_is_compared_too() -> None:
+    """What 64 rows send from a draft of its own is 753 MiB at each end; weights are staged twice."""
+    on = request("llama3.1-70b", "llama3.2-1b", machine("p4d", gpus=3, gib=90.0), k=8, rows=64)
+    apart = Placement(Splitting.tensor, 3, (0, 1), (2,))
+    needed = 3 * (HOST_BYTES + 2 * 2 * 128256 * 8192 // 2) + 3 * 4 * 64 * 8 * 128256
+    prediction = Prediction(on, option(on, apart, 8))
+    require_host(prediction, 3, needed)
+    with pytest.raises(DistributedError, match=r"memory of the host is short; 3 ranks; found \d\.\d GiB"):
+        require_host(prediction, 3, needed - 1)

@@ -27,7 +27,14 @@ from llama_ssp.planner.engine import needs_trial, tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.hardware import CPU_RESERVE
 from llama_ssp.planner.resolve import PairSpec, require_whole
-from llama_ssp.planner.run_plan import Prediction, predict, request_of, require_fit, warn_of_codes
+from llama_ssp.planner.run_plan import (
+    Prediction,
+    predict,
+    request_of,
+    require_fit,
+    require_host,
+    warn_of_codes,
+)
 from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.planner.workload import GIB, Role
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
@@ -162,10 +169,17 @@ def require_loadable(
         prediction = predict(run, spec.placement, **how)
     if prediction is not None:
         require_fit(prediction, run.plan.enforce)
+        if device.type == "cuda" and run.plan.enforce:
+            require_host(prediction, ranks_here(), memory_here())
         warn_of_codes(prediction)
     elif run.plan.enforce:
         _require_capacity(found, run, rows * max(caches), slots)
     return prediction
+
+
+def ranks_here() -> int:
+    """Returns how many ranks are on this machine."""
+    return number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
 
 
 def _require_capacity(found: list[ModelPlacement], run: RunConf, rows: int, slots: int) -> None:
@@ -183,8 +197,8 @@ def _require_capacity(found: list[ModelPlacement], run: RunConf, rows: int, slot
             place = None if spread else placed.device
             role, ranks = Role(placed.role, placed.model, placed.dtype), 1
             if placed.splitting is Splitting.deepspeed:
-                ranks, here = placed.degree, number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
-                require_capacity([(role, 1)] * here, 0, 1, "the host", memory_here(), CPU_RESERVE)
+                ranks = placed.degree
+                require_capacity([(role, 1)] * ranks_here(), 0, 1, "the host", memory_here(), CPU_RESERVE)
             by_device.setdefault(place, []).append((role, ranks))
     for device, roles in by_device.items():
         if device is None:

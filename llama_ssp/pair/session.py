@@ -11,12 +11,13 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -217,8 +218,13 @@ def regular(run: RunConf) -> RunConf:
 
 
 def ranks_of(run: RunConf) -> Ranks:
-    """The ranks that torchrun started, or this process alone."""
+    """The ranks that torchrun started, or this process alone.
+
+    On GPUs torch's allocator has segments that grow, unless the user has set it: prompts leave no gaps.
+    """
     device = device_of(run.placement.target_device, "placement.target_device")
+    if device.type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        cast(Any, torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     return open_ranks(device, run.placement.timeout_s)
 
 

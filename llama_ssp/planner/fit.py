@@ -19,7 +19,7 @@ from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import BOUND, CONSTANT, GIB, MIB, MemoryLine, Role, Workload
 
 LIBRARIES = "libraries"  # the role of lines that belong to no model
-OUTPUTS = "outputs of CUDA graphs"
+OUTPUTS, SCRATCH = "outputs of CUDA graphs", "scratch of CUDA graphs"
 # How far off an estimate may be: what is constant here differs by driver and version.
 UNCERTAIN_SHARE, UNCERTAIN_BYTES = 0.03, 300 * MIB
 
@@ -113,6 +113,7 @@ def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
     count = sum(len(own.graphs(role)) for role in own.roles)
     name, size = f"{count} CUDA graphs", count * machine.taken["graph"]
     kept = [MemoryLine(one.role, OUTPUTS, own.outputs_of_graphs(one), BOUND) for one in own.roles]
+    kept += [MemoryLine(one.role, SCRATCH, own.scratch_of_graphs(one), BOUND) for one in own.roles]
     read = MemoryLine(LIBRARIES, "inputs of graphs that draw and decide", KEPT_BYTES if count else 0, BOUND)
     lines = (*kept, read, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
     return tuple(line for line in lines if line.bytes)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.placement import Placement
+from llama_ssp.models.graph_sizes import BUCKET
 from llama_ssp.planner.activations import GPU, Kernels, Parts, RankWork, total
 from llama_ssp.planner.storage import BYTES, IN_LAYERS, UNIT
 from llama_ssp.planner.weights import CACHE, ModelPart, RolePart, held, tensors
@@ -52,7 +53,16 @@ def rank_work(
             drafted = replace(drafted, waiting=max(work.prefill_chunk, STEP))
     drafts = rank == (placement.draft[0] if draft is not None and placement.draft else placement.target[0])
     decides = rank == placement.target[0]
+    own, drafted = (
+        role and replace(role, spare=spare_slots(role, work.rows, kernels)) for role in (own, drafted)
+    )
     return RankWork(own, drafted, target.model.vocab, work, room, decides, drafts, kernels)
+
+
+def spare_slots(own: RolePart, rows: int, kernels: Kernels) -> int:
+    """Returns the slots of a cache with graphs beyond those of its rows: one for pads, in whole buckets."""
+    has_graphs = own.compiled and not kernels.cpu and not own.part.head_inputs
+    return 1 + -(rows * own.capacity + 1) % BUCKET if has_graphs else 0
 
 
 @lru_cache(maxsize=4096)

@@ -21,13 +21,14 @@ from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
 from llama_ssp.planner.hardware import machine_of
 from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.plan import worlds_of
-from llama_ssp.planner.search import Option, PlanRequest, option, round_times, warnings_of_codes
+from llama_ssp.planner.search import PROB_BYTES, Option, PlanRequest, option, round_times, warnings_of_codes
 from llama_ssp.planner.storage import CPU, WEIGHTS
-from llama_ssp.planner.weights import CACHE
+from llama_ssp.planner.weights import CACHE, ModelPart, tensors
 from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role, Workload
 
 log = logging.getLogger(__name__)
 
+HOST_BYTES = 2**29  # of a rank that has loaded torch: libraries of the GPU, tokenizers
 USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
 # What is counted of a rank's memory, each more than the one before.
@@ -125,6 +126,23 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
         return
     fix = f"{_changes(request, chosen)}; or plan.enforce=false to try all the same"
     raise DistributedError("the models do not fit", where, found, allowed, fix)
+
+
+def require_host(prediction: Prediction, ranks: int, free: int) -> None:
+    """Refuses a run of GPUs whose `ranks` on this machine need more of its memory than the `free` bytes.
+
+    Each stages a tensor of the weights twice; a draft apart writes its probabilities thrice.
+    """
+    request, place = prediction.request, prediction.option.placement
+    degrees = {TARGET: len(place.target), DRAFT: place.draft_degree}
+    parts = [(ModelPart.of(role.model, degrees[role.role]), role.dtype) for role in request.roles]
+    staged = 2 * max(size for part, dtype in parts for _, size, _ in tensors(part, dtype))
+    sent = 3 * PROB_BYTES * request.work.rows * prediction.option.k * request.target.model.vocab
+    needed = ranks * (HOST_BYTES + staged) + (sent if place.draft_apart else 0)
+    if needed > free:
+        what, found = "the memory of the host is short", f"{needed / GIB:.1f} GiB needed"
+        fix = "start fewer ranks on this machine, or take fewer rows (task.batch_size) or placement=leader"
+        raise DistributedError(what, f"{ranks} ranks", found, f"{free / GIB:.1f} GiB that are free", fix)
 
 
 def _changes(request: PlanRequest, chosen: Option) -> str:
