@@ -32,6 +32,8 @@ PUBLISHED = {
     "llama2-70b": {2: 21.32, 4: 38.01, 8: 62.50},
     "llama3.1-8b": {1: 94.19, 2: 150.48, 4: 219.77, 8: 274.65},
 }
+# Llama-2-7B of the same README gave the constants.
+CALIBRATION = {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}
 # A later version of the README. Nobody explains its row of 2 GPUs, which is slower than the older 70B's.
 LATER = {"llama3.1-70b": {2: 16.03, 4: 37.45, 8: 58.78}}
 # The same README, Llama-2-7B on one GCD of an MI250X: another GPU, so within the wide band only.
@@ -61,7 +63,7 @@ def test_the_page_has_every_published_row_by_both_formulas() -> None:
     """Rows that gave the constants are marked; how far off the others are is said."""
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     off: dict[str, list[float]] = {}
-    for name, rates in {"llama2-7b": speed.CALIBRATION, **PUBLISHED, **LATER}.items():
+    for name, rates in {"llama2-7b": CALIBRATION, **PUBLISHED, **LATER}.items():
         for ranks, published in rates.items():
             whole, ours = rate(name, ranks) / published - 1, planned_rate(name, ranks) / published - 1
             used = "yes" if name == "llama2-7b" else "no"
@@ -73,6 +75,14 @@ def test_the_page_has_every_published_row_by_both_formulas() -> None:
     assert max(off["llama2-7b"]) < 0.01
     other = machine("mi250x").times.band
     assert abs(rate("llama2-7b", 1, "mi250x") / OTHER_GPU - 1) < other
+
+
+def test_four_published_runs_determine_the_constants() -> None:
+    """Each takes the time of its bytes, and of 32 layers with two sums each."""
+    for ranks, rate in CALIBRATION.items():
+        read = 2 * 6_476_005_376 / ranks + 2 * 32_000 * 4096
+        sums = 64 * (speed.SUM_S + speed.SUM_S_PER_RANK * (ranks - 1)) * (ranks > 1)
+        assert read / speed.BYTES_PER_S + 32 * speed.LAYER_S + sums == pytest.approx(1 / rate, rel=1e-9)
 
 
 def test_own_constants_go_before_the_calibrated_ones() -> None:
