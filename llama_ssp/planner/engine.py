@@ -41,8 +41,10 @@ def why_eager(
         return f"steps in {dtype.value} are not compiled{' on a CPU' if on_cpu else ''}"
     if on_cpu and (model.head_dim > WIDEST_HEAD or model.head_dim % 2):
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
-    if engine is Steps.auto and on_cpu and _is_unprofitable(model, dtype, tokens):
-        return f"{tokens} tokens save less than compiling takes"
+    if engine is Steps.auto and on_cpu:
+        saved_s = tokens * _saved_s(BYTES[dtype] * parameters(model), model.n_layers)
+        if saved_s < COMPILING_S + COMPILING_S_PER_LAYER * model.n_layers:
+            return f"{tokens} tokens save less than compiling takes"
     return None
 
 
@@ -78,11 +80,6 @@ def launching_s(cost: PassCost) -> float:
     """Seconds that the host takes to launch an eager pass on a GPU."""
     launches = cost.layers * LAYER_OPERATIONS + STEP_OPERATIONS
     return launches * LAUNCH_S + cost.sums * SUM_S
-
-
-def _is_unprofitable(model: ModelConf, dtype: Dtype, tokens: int) -> bool:
-    saved_s = tokens * _saved_s(BYTES[dtype] * parameters(model), model.n_layers)
-    return saved_s < COMPILING_S + COMPILING_S_PER_LAYER * model.n_layers
 
 
 def _saved_s(weights: float, layers: int) -> float:

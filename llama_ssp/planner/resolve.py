@@ -136,22 +136,17 @@ def require_whole(ranks: tuple[int, ...]) -> None:
 
 def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, world: int) -> None:
     """Refuses a head of another target, and a place where it has no hidden states."""
-    require_head_of(target, draft)
+    if draft.head_inputs % target.dim:
+        what, where = "the head is not one of this target", f"draft {draft.name}"
+        found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
+        allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
+        raise ModelError(what, where, found, allowed, fix)
     if placement.splitting is not Splitting.tensor:
         what, found = "a head drafts only for a target that is split by tensors", placement.splitting.value
         raise UsageError(what, "placement.splitting", found, "tensor", "use placement=auto")
     if world > 1 and placement.draft not in (DraftSeat.auto, DraftSeat.leader):
         what, found = "a head reads the target's hidden states: it is on the leader", placement.draft.value
         raise UsageError(what, "placement.draft", found, "leader", "use placement=leader or placement=auto")
-
-
-def require_head_of(target: ModelConf, draft: ModelConf) -> None:
-    """Refuses a head of another target."""
-    if draft.is_head and draft.head_inputs % target.dim:
-        what, where = "the head is not one of this target", f"draft {draft.name}"
-        found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
-        allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
-        raise ModelError(what, where, found, allowed, fix)
 
 
 def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:

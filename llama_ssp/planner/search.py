@@ -171,14 +171,6 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
             require_quantised(role.model)
 
 
-def _refuse(request: PlanRequest, world: int) -> None:
-    """More ranks than any placement of these models could use."""
-    if world > sum(role.model.n_heads for role in request.roles):
-        require_split(request.target.model, world, request.target.role)
-    what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
-    raise DistributedError(what, "cluster", f"{world} ranks", allowed, "lower cluster.nodes or cluster.gpus")
-
-
 def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[Option]:
     """The placements over these numbers of ranks: fitting ones first, the fastest first, fewer ranks first.
 
@@ -186,7 +178,8 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
     """
     found: list[Option] = []
     reason: Exception | None = None
-    most = min(MOST_RANKS, sum(role.model.n_heads for role in request.roles))  # that a placement could use
+    heads = sum(role.model.n_heads for role in request.roles)
+    most = min(MOST_RANKS, heads)  # that a placement could use
     for world in (one for one in worlds if one <= most):
         for placement in placements(world, request.draft is not None, every):
             try:
@@ -194,7 +187,11 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
             except (DistributedError, ModelError) as error:
                 reason = error
     if not found and worlds[-1] > most:
-        _refuse(request, worlds[-1])
+        if worlds[-1] > heads:
+            require_split(request.target.model, worlds[-1], request.target.role)
+        what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
+        fix = "lower cluster.nodes or cluster.gpus"
+        raise DistributedError(what, "cluster", f"{worlds[-1]} ranks", allowed, fix)
     if not found and reason is not None:
         raise reason
     return sorted(found, key=lambda one: one.order)

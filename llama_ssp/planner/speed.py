@@ -265,24 +265,15 @@ class RoundTimes:
         return right * max(verify, ahead) + (1 - right) * (k * self.draft + verify + interrupted)
 
 
-@dataclass(frozen=True)
-class AcceptancePoint:
-    """At an acceptance: the best K, and its speed-up over regular sampling."""
-
-    acceptance: float
-    k: int
-    ms_per_token: float
-    speedup: float
-    tokens_per_round: float
-
-
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
-def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> AcceptancePoint:
+def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> dict[str, float]:
+    """Returns the best K at an acceptance, and its speed-up over regular sampling, named as in the JSON."""
     k = times.best_k(acceptance)
-    ms = times.ms_per_token(acceptance, k)
-    return AcceptancePoint(acceptance, k, ms, regular_ms / ms, times.tokens(acceptance, k))
+    ms, tokens = times.ms_per_token(acceptance, k), times.tokens(acceptance, k)
+    speeds = {"ms_per_token": ms, "speedup": regular_ms / ms, "tokens_per_round": tokens}
+    return {"acceptance": acceptance, "k": k, **speeds}
 
 
 def break_even(times: RoundTimes, regular_ms: float) -> float | None:
