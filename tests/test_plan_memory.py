@@ -34,7 +34,7 @@ from llama_ssp.planner.layers import layers_lines, stages
 from llama_ssp.planner.memory import peaks, rank_work, segments, tensor_lines
 from llama_ssp.planner.run_plan import HOST_BYTES, Prediction, require_host
 from llama_ssp.planner.search import option
-from llama_ssp.planner.storage import WEIGHTS
+from llama_ssp.planner.storage import HEAD, LAYERS, WEIGHTS
 from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
 from tests.distributed.test_large import part
@@ -317,8 +317,8 @@ def test_layers_are_dealt_out_as_accelerate_does(name: str, gpus: int, dtype: Dt
         layers[int(gpu)] += part_name.rpartition(".")[2].isdecimal()  # of model.layers.7
     head = next(gpu for part_name, gpu in spread.items() if part_name in ("lm_head", "embed_out"))
     found = stages(conf, dtype, gpus)
-    assert [stage.layers for stage in found] == list(layers.values())
-    assert [stage.head for stage in found].index(True) == head
+    assert [stage[LAYERS] for stage in found] == list(layers.values())
+    assert [stage[HEAD] > 0 for stage in found].index(True) == head
 
 
 @pytest.mark.parametrize("name", ["7B", "gemma2-2b", "gpt-neo-1.3b"])
@@ -420,3 +420,14 @@ def test_the_hosts_memory_is_compared_too() -> None:
     require_host(prediction, 3, needed)
     with pytest.raises(DistributedError, match=r"memory of the host is short; 3 ranks; found \d\.\d GiB"):
         require_host(prediction, 3, needed - 1)
+
+
+def test_what_gpus_need_beside_layers() -> None:
+    """70B by layers with a draft on 24 GB: the draft's 2.3 GiB, a pass, and 2.5 MiB of caches a layer."""
+    on = request("llama3.1-70b", "llama3.2-1b", machine("rtx_4090", gpus=1), k=8)
+    first, other, layer = on.beside_layers()
+    draft = weight_bytes(ModelPart.of(model("llama3.2-1b")), Dtype.bf16)
+    assert draft < first - other < draft + 64 * MIB and 0 < other < GIB
+    assert layer == 2 * on.work.slots * 8 * 128 * 2
+    alone_on = replace(on, draft=None)
+    assert alone_on.beside_layers()[:2] == (other, other)
