@@ -3,7 +3,8 @@
     python bench/gpu.py collect=true [piece_mib=40] [before=COMMIT]   # with a network: what has to be brought
     python bench/gpu.py plan=true                     # the parts of both calls, with the seconds of each
     python bench/gpu.py call=1 [archive=FILE.tar.gz] [write=bench/results/gpu_CARD_YYYYMM.md]
-    python bench/gpu.py call=2 [...]                  # what call 1 has left, then the parts of call 2; call=3
+    python bench/gpu.py call=2 [...]                  # what call 1 has left, then the parts of call 2
+    python bench/gpu.py call=3 [...]                  # planned memory beside measured
     python bench/gpu.py parts=steps,codes             # these parts
     python bench/gpu.py small=true                    # small models, on a CPU, too: the code of all parts
     python bench/gpu.py rehearse=true                 # without a GPU: parts that fail, on a pretended card
