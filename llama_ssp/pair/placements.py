@@ -154,13 +154,8 @@ def require_loadable(
     placement=layers the first of `found` is told what GPUs need beside its weights.
     """
     run, device, prediction = spec.run, found[0].device, None
-    how: dict[str, Any] = {
-        "rows": rows,
-        "slots": slots,
-        "dtypes": [placed.dtype for placed in found],
-        "caches": caches,
-    }
-    how |= {"measured": memory_of(device, ranks), "on_cpu": device.type == "cpu"}
+    how: dict[str, Any] = {"rows": rows, "slots": slots, "caches": caches, "on_cpu": device.type == "cpu"}
+    how |= {"dtypes": [placed.dtype for placed in found], "measured": memory_of(device, ranks)}
     if found[0].splitting is Splitting.layers and all(is_planned(placed.model) for placed in found):
         with suppress(UsageError):  # a GPU without known figures
             found[0] = replace(found[0], beside=request_of(run, **how).beside_layers())

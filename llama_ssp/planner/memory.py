@@ -49,16 +49,11 @@ def rank_work(
             drafted = replace(drafted, waiting=max(work.prefill_chunk, STEP))
     drafts = rank == (placement.draft[0] if draft is not None and placement.draft else placement.target[0])
     decides = rank == placement.target[0]
-    own, drafted = (
-        role and replace(role, spare=spare_slots(role, work.rows, kernels)) for role in (own, drafted)
-    )
-    return RankWork(own, drafted, target.model.vocab, work, room, decides, drafts, kernels)
-
-
-def spare_slots(own: RolePart, rows: int, kernels: Kernels) -> int:
-    """Returns the slots of a cache with graphs beyond those of its rows: one for pads, in whole buckets."""
-    has_graphs = own.compiled and not kernels.cpu and not own.part.head_inputs
-    return 1 + -(rows * own.capacity + 1) % BUCKET if has_graphs else 0
+    roles = [own, drafted]
+    for at, role in enumerate(roles):
+        if role and role.compiled and not kernels.cpu and not role.part.head_inputs:  # it has graphs
+            roles[at] = replace(role, spare=1 + -(work.rows * role.capacity + 1) % BUCKET)
+    return RankWork(roles[0], roles[1], target.model.vocab, work, room, decides, drafts, kernels)
 
 
 @lru_cache(maxsize=4096)

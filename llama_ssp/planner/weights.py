@@ -259,7 +259,7 @@ class RolePart:
     masks: int
     compiled: bool = False  # its steps
     waiting: int = 0
-    spare: int = 0  # slots of a cache beyond its rows, where graphs have memory of whole buckets
+    spare: int = 0  # slots of a cache with graphs beyond those of its rows: for pads, in whole buckets
 
     @staticmethod
     def of(role: Role, part: ModelPart, capacity: int, caches: int = 1, compiled: bool = False) -> RolePart:
