@@ -4,6 +4,7 @@
     python bench/gpu.py plan=true                     # the parts of both calls, with the seconds of each
     python bench/gpu.py call=1 [archive=FILE.tar.gz] [write=bench/results/gpu_CARD_YYYYMM.md]
     python bench/gpu.py call=2 [...]                  # what call 1 has left, then the parts of call 2
+    python bench/gpu.py call=3 [...]                  # planned memory beside measured
     python bench/gpu.py parts=steps,codes             # these parts
     python bench/gpu.py small=true                    # small models, on a CPU, too: the code of all parts
     python bench/gpu.py rehearse=true                 # without a GPU: parts that fail, on a pretended card
@@ -65,7 +66,7 @@ log = logging.getLogger("bench")
 RIGHT, KERNELS, FIGURES, BESIDE = "gpu_right", "gpu_kernels", "gpu_figures", "gpu_beside"
 REHEARSAL = "gpu_rehearsal"
 GGUF = "transformers.integrations.gguf:gguf_tokenizer_mapping"  # 5.18
-SECONDS = {1: 560, 2: 240}  # of a call
+SECONDS = {1: 560, 2: 240, 3: 90}  # of a call
 ENDING_S = 4  # of a call, for its archive
 SMALL_LIMIT_S = 600
 BROUGHT = ROOT / ".gpu"
@@ -110,6 +111,7 @@ PARTS = [
     Part("ranks", RIGHT, 95, 95, 2, needs=("hydra", "triton", "bitsandbytes")),
     Part("start", RIGHT, 60, 90, 2, needs=("hydra", "triton")),
     Part("faults", RIGHT, 90, 95, 2, needs=("hydra", "triton")),
+    Part("memory", FIGURES, 70, 80, 3, needs=("hydra", "triton")),
 ]
 # They fail, each in another way: what a rehearsal survives.
 FAULTY = [
@@ -498,9 +500,10 @@ def called(asked: Asked, parts: list[Part]) -> Call:
     except Exception as error:  # whatever a package that is not whole raises
         text = f"no report: {type(error).__name__}: {error}"
     print(text)
-    left = ", ".join(part.name for part in due(2, records)[1:])
+    left = due(max(SECONDS), records)[1:]
     folder = "" if asked.folder == Asked.folder else f" folder={asked.folder}"
-    print(f"next: python bench/gpu.py call=2{folder}: {left}" if left else "next: nothing is left")
+    what = f"call={max([2, *(part.call for part in left)])}{folder}: {', '.join(part.name for part in left)}"
+    print(f"next: python bench/gpu.py {what}" if left else "next: nothing is left")
     if asked.write:
         path = Path(asked.write)
         path.parent.mkdir(parents=True, exist_ok=True)

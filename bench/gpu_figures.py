@@ -25,7 +25,7 @@ from llama_ssp.models.loader import load_module
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession
-from llama_ssp.planner.run_plan import DEVICE, HELD_BYTES, compare_with_plan
+from llama_ssp.planner.run_plan import DEVICE, HELD_BYTES, RESERVED, TENSORS, compare_with_plan
 from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.generate import Limits
@@ -42,6 +42,7 @@ SLOTS = {False: (64, 2048, 32000), True: (16, 300)}  # tokens before it
 MAX_TOKENS = 512  # of a text, where steps after many tokens are not timed
 TURNS = {False: 11, True: 2}
 NEW = {False: 64, True: 8}  # tokens of a text
+MEMORY = {False: ((1, 448), (8, 448), (64, 448), (1, 32000)), True: ((1, 40), (8, 40), (1, 300))}
 SHARE_READ = 0.8  # of the best bandwidth, that a step reads
 OVER_PARTS = 1.05  # a round over its steps
 MAX_LAUNCHES, MAX_IDLE = 60, 0.1  # of a round, besides its graphs
@@ -217,6 +218,35 @@ def _plan(pair: PairSession, small: bool) -> Iterator[Bar]:
     for what, planned in (("weights and caches", held[HELD_BYTES]), ("bytes of the device", held[DEVICE])):
         yield most(f"{what}: measured over predicted", 1 / planned["predicted_over_measured"], 1.1)
     yield most("ms/token: measured over predicted", 1 / way["ms_per_token"]["predicted_over_measured"], 1.5)
+
+
+def memory(how: How) -> Iterator[Bar]:
+    """Bytes of 7B with 1B at several rows, and with a long prompt: what is held over what was planned."""
+    for rows, prompt in MEMORY[how.small]:
+        yield from safely(f"{rows} x {prompt}", _memory(how.small, rows, prompt))
+
+
+def _memory(small: bool, rows: int, prompt: int) -> Iterator[Bar]:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    words = [f"task.batch_size={rows}", *["engine=eager"] * small]
+    pair = session_of(small, "7B", "llama3.2-1b", *words, max_tokens=prompt + NEW[small])
+    prompts = [Prompt(str(row), tuple(3 + n % 1000 for n in range(prompt))) for row in range(rows)]
+    timed = TimedRun(pair.engine(0), prompts, NEW[small])
+    for _ in timed.rounds(Limits(NEW[small]), lookahead_for(pair.run, rows)):
+        pass
+    held = memory_of_ranks(pair.models.held_bytes, pair.placements[0].device, pair.ranks)
+    plan = compare_with_plan([pair.measurement("pair", timed.figures())], held)
+    pair.close()
+    for name in (HELD_BYTES, TENSORS, RESERVED, DEVICE):
+        both = plan["memory"][0][name] if plan else {"measured": None}
+        what = f"{rows} x {prompt}, {name}: measured over planned"
+        if both["measured"]:
+            note = f"{both['measured'] / 2**20:.0f} of {both['predicted'] / 2**20:.0f} MiB"
+            yield most(what, both["measured"] / both["predicted"], 1.0, note)
+        else:
+            yield needs(what)
 
 
 def codes(how: How) -> Iterator[Bar]:

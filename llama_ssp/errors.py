@@ -86,13 +86,18 @@ def is_gpu_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "HIP error"))
 
 
+def lacks_gpu_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory is full."""
+    return lacks_memory(error) and is_gpu_error(error)
+
+
 def machine_error(error: BaseException, where: object = "") -> DistributedError | None:
     """A lack of memory or an error of a GPU, as what it is, and what helps; None for other errors.
 
     Of torch's text the first line counts: it names the GPU and the error. What follows is the same for all.
     """
     found = first_line(error)
-    if lacks_memory(error) and is_gpu_error(error):
+    if lacks_gpu_memory(error):
         fix = "ask for less: a smaller batch, prompt or model; or use more ranks (task=plan says how many)"
         return DistributedError("the GPU's memory is full", where, found, fix=fix)
     if lacks_memory(error):  # of any library

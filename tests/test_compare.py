@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks import compare
-from llama_ssp.tasks.compare import Contestant
+from llama_ssp.tasks.compare import CompareTask, Contestant
 from llama_ssp.text.prompts import Reading
 from tests.conftest import Command, Saved
 
@@ -124,3 +126,18 @@ def test_a_typing_slip_is_said_and_asked_again(
     assert [one["id"] for one in answer.document["comparisons"]] == ["1", "4"]
     assert "fills the model's context" in caplog.text
     assert "not UTF-8, or half a surrogate pair" in caplog.text  # said of prompt 3
+
+
+def test_a_typed_prompt_is_no_longer_than_was_planned(monkeypatch, caplog) -> None:
+    """A longer one is refused in one line, and the next one is answered."""
+    monkeypatch.setattr(compare, "TYPED_TOKENS", 5)
+    monkeypatch.setattr(compare, "Terminal", lambda: None)
+    monkeypatch.setattr(compare, "typed_lines", lambda *_: iter(["12345", "123456", "1"]))
+    task: Any = SimpleNamespace(_ranks=ALONE)
+    pair: Any = SimpleNamespace(prompt=lambda text: Prompt(text.id, tuple(range(len(text.text)))))
+    given = [text.text for text, _ in CompareTask._typed_prompts(task, pair)]
+    assert given == ["12345", "1"]
+    assert [line for line in caplog.messages if "prompt 2" in line] == [
+        "a typed prompt is longer than memory was planned for; prompt 2; found 6 tokens, allowed at most 5; "
+        "use task.prompt_file"
+    ]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, cycle, pairwise
 from operator import mul
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from llama_ssp.config import USUAL_COST_RATIO, Drafting, ModelConf, RunConf, SpeculationConfig
+from llama_ssp.config import USUAL_COST_RATIO, Drafting, GenerateConf, ModelConf, RunConf, SpeculationConfig
+from llama_ssp.distributed.comm import ALONE
 from llama_ssp.pair import session
 from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.session import PairSession
 from llama_ssp.speculative import draft_length, measure_costs
 from llama_ssp.speculative.draft_length import (
     PAUSE,
@@ -230,3 +234,24 @@ def test_the_caches_of_a_measurement_are_freed_at_once() -> None:
         assert [model.caches.now for model in models] == [0, 0]
     finally:
         gc.enable()
+
+
+def test_costs_are_measured_in_the_runs_own_chunks(monkeypatch):
+    """64 rows of 8B and 1B take 615 MiB in chunks of 64 tokens, which the plan counts, and 4,912 in 512."""
+    chunks = []
+    given: Any = SimpleNamespace(draft=SimpleNamespace(context=64), target=None)
+    monkeypatch.setattr(session, "engine_for", lambda *what: chunks.append(what[5]))
+    monkeypatch.setattr(session, "measured", lambda *_: None)
+    run = replace(with_(), task=GenerateConf(prefill_chunk=64))
+    pair: Any = SimpleNamespace(
+        run=run,
+        models=given,
+        ranks=ALONE,
+        rows=64,
+        _slots=600,
+        end_ids=frozenset(),
+        tokens=SimpleNamespace(paired=None),
+    )
+    pair.engine = partial(PairSession.engine, pair)
+    PairSession.measure_costs(pair)
+    assert chunks == [64]

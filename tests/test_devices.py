@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.config import DraftSeat, Dtype, PlacementConf
+from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, RunConf
 from llama_ssp.distributed import process_group
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.failures import LostPeer, Watch
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DISTRIBUTED, DistributedError, UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from llama_ssp.models.devices import memory_of
+from llama_ssp.models.host_memory import memory_here
+from llama_ssp.pair import session
 from llama_ssp.pair.placements import model_placements
 from tests.distributed.pairs import entry_of
 from tests.refusals import ILLEGAL
@@ -224,3 +228,58 @@ def test_a_steps_own_error_is_no_lost_rank(error: Exception, broken: bool, watch
         assert watch._own(error).line.startswith("rank 1 failed during start: RuntimeError: ")
     with pytest.raises(LostPeer, match="another rank has gone"), watch.during("summing"):
         raise error
+
+
+class Together(Ranks):
+    """One of ranks with these GPUs."""
+
+    def __init__(self, *gpus: str) -> None:
+        self.gpus = gpus
+
+    def gather_texts(self, text: str) -> list[str]:
+        assert text == self.gpus[0]
+        return list(self.gpus)
+
+
+@pytest.mark.parametrize(("others", "part"), [((), 1), (("b", "c"), 1), (("a",), 2), (("a", "b", "a"), 3)])
+@pytest.mark.usefixtures("synchronised")
+def test_ranks_that_share_a_gpu_share_what_is_free(
+    others: tuple[str, ...], part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its UUID: each rank may see one GPU alone. On a CPU the plan shares the memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", "a"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (24 * 2**30, 80 * 2**30))
+    assert memory_of(torch.device("cuda:0"), Together("a", *others)) == 24 * 2**30 // part
+    assert memory_of(CPU, Together("", "")) == pytest.approx(memory_here(), rel=0.2)
+
+
+def test_a_group_of_the_same_ranks_is_made_once(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that go on without a draft are those of the target, which have a communicator already."""
+    made: list[list[int]] = []
+    monkeypatch.setattr(process_group.dist, "new_group", lambda ranks, **_: made.append(ranks))
+    watch.rank = 3
+    everyone = process_group.Group((0, 1, 2, 3), "gloo", watch)
+    assert everyone.among((0, 1)) is None and everyone.among((2, 3)) is not None
+    everyone.may_lose((2, 3))
+    each = [[0, 1, 2, 3], [0, 1], [2, 3]]
+    assert made == [ranks for ranks in each for _ in range(3)]
+    everyone.may_lose((3,))
+    assert made[9:] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.usefixtures("synchronised")
+def test_segments_grow_unless_the_user_has_set_the_allocator(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the blocks of a prompt's chunks, each larger than the one before, fit nowhere."""
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    monkeypatch.setattr(session, "open_ranks", lambda *_: ALONE)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(own, "max_split_size_mb:128")
+    for target in ("cpu", "cuda:0"):
+        session.ranks_of(RunConf(model=ModelConf(name="m"), placement=PlacementConf(target_device=target)))
+    assert said == [] if own else ["expandable_segments:True"]

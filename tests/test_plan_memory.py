@@ -18,14 +18,24 @@ from llama_ssp.models.device_map import spread_of
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
+from llama_ssp.models.graph_sizes import BUCKET, DECODED
 from llama_ssp.models.sizes import LAYER
-from llama_ssp.planner.activations import GPU
-from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, FitVerdict, RankMemory, communicators, require_capacity
+from llama_ssp.planner.activations import GPU, PROBS, Forward, Kernels, RankWork
+from llama_ssp.planner.fit import (
+    LIBRARIES,
+    OUTPUTS,
+    SCRATCH,
+    FitVerdict,
+    RankMemory,
+    communicators,
+    require_capacity,
+)
 from llama_ssp.planner.layers import layers_lines, stages
-from llama_ssp.planner.memory import peaks, rank_work, reserved, segments, tensor_lines
+from llama_ssp.planner.memory import peaks, rank_work, segments, tensor_lines
+from llama_ssp.planner.run_plan import HOST_BYTES, Prediction, require_host
 from llama_ssp.planner.search import option
-from llama_ssp.planner.storage import WEIGHTS
-from llama_ssp.planner.weights import ModelPart, held, parameters
+from llama_ssp.planner.storage import HEAD, LAYERS, WEIGHTS
+from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
 from tests.distributed.test_large import part
 from tests.plans import CPU, P4D, alone, machine, model, named, request
@@ -135,11 +145,47 @@ def test_eight_bit_has_a_workspace() -> None:
 
 def test_weights_and_caches_are_refused_without_a_plan() -> None:
     """What is checked where nothing else can be planned: weights and caches of the whole models."""
-    roles = [role(TARGET, "7B"), SMALL]
+    roles = [(role(TARGET, "7B"), 1), (SMALL, 1)]
     whole = weight_bytes(ModelPart.of(SMALL.model), Dtype.fp16) + 2 * 32 * 4096 * 2 * WORK.slots
     require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole, 0.0)
     with pytest.raises(DistributedError, match=r"model 7B: weights 12\.6 GiB, cache 1\.0 GiB; draft 7B"):
         require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole - 1, 0.0)
+
+
+def test_what_deepspeed_splits_is_counted_by_its_part() -> None:
+    """70B over four GPUs of 80 GB: all of it was compared with one of them."""
+    large, gib = role(TARGET, "llama3.1-70b", Dtype.bf16), 79 * GIB
+    require_capacity([(large, 4)], 1, 2048, "cuda:0", gib, 0.1)
+    with pytest.raises(DistributedError, match=r"weights 131\.4 GiB.*found 132\.0 GiB needed"):
+        require_capacity([(large, 1)], 1, 2048, "cuda:0", gib, 0.1)
+    with pytest.raises(DistributedError, match=r"on the host; model llama3.1-70b: [^;]*; found 525\.7 GiB"):
+        require_capacity([(large, 1)] * 4, 0, 1, "the host", 512 * GIB, 0.1)
+
+
+def test_experts_in_codes_are_decoded_within_a_bound() -> None:
+    """All pairs of a token and an expert of a chunk, but few matrices at once, or one that is larger."""
+    dense = {"experts": 8, "experts_per_token": 2, "expert_ffn": 14336, "dense_layers": 0}
+    mix = "expert_gate+expert_up:32:4:128:3:uint4 expert_down:32:4:128:3:uint4"
+    mixtral = role(TARGET, "mistral-7b", Dtype.packed, family="mixtral", code_bits=4, code_mix=mix, **dense)
+    part = RolePart.of(mixtral, ModelPart.of(mixtral.model), 600)
+    one = 2 * 14336 * 4096 * 2
+    for tokens in (1, 18, 512):
+        coded, cpu = (
+            Forward(part, kernels, 1, tokens, 600)._dequantised() for kernels in (GPU, Kernels(cpu=True))
+        )
+        assert (coded, cpu) == (one, 6144 * 4096 * 2)
+    small = role(
+        TARGET,
+        "mistral-7b",
+        Dtype.packed,
+        family="mixtral",
+        code_bits=4,
+        code_mix=mix,
+        **{**dense, "expert_ffn": 256},
+    )
+    part = RolePart.of(small, ModelPart.of(small.model), 600)
+    assert Forward(part, GPU, 1, 512, 600)._dequantised() == 2 * DECODED
+    assert Forward(part, GPU, 1, 10, 600)._dequantised() == 2 * 20 * 512 * 4096
 
 
 def headers(layout: str, outputs: int, inputs: int) -> kept.Headers:
@@ -185,31 +231,11 @@ def test_a_preset_has_the_bytes_of_its_repositorys_headers(name: str) -> None:
     assert found["code_mix"].count(f":{known.n_layers}:") == 4
 
 
-def test_segments_are_counted() -> None:
-    """43 MiB in segments of 44, whose rest of exactly 1 MiB stays: 65B over 8 loses 80 MiB to it."""
-    assert reserved([(43 * MIB, 80)]) == 80 * 44 * MIB
-    line = segments(rank_work(LARGE, None, placed(8), REGULAR, 0))
-    assert line.kind == BOUND
-    assert 80 * MIB < line.bytes < 240 * MIB
-
-
-@pytest.mark.parametrize("size", [300, 3 * MIB, 12 * MIB, 43 * MIB, 44 * MIB - 512, 41 * MIB - 512])
-def test_segments_of_many_are_those_of_one_after_the_other(size: int) -> None:
-    """Also where what is left over of a segment is used."""
-    before, after = [(29 * MIB + 512, 1), (17 * MIB, 2)], [(5 * MIB // 4, 3), (700 * 1024, 5)]
-    assert reserved([*before, (size, 30), *after]) == reserved([*before, *[(size, 1)] * 30, *after])
-
-
-def test_small_tensors_share_segments_and_large_ones_fill_what_is_free() -> None:
-    """Segments of 2 MiB, and of 20 MiB; from 10 MiB on of their own, in whole 2 MiB."""
-    small, large = [(100, 1), (700 * 1024, 1)], [(5 * MIB, 1), (9 * MIB, 1)]
-    assert reserved(small) == 2 * MIB
-    assert reserved([*small, *large]) == 22 * MIB, "both fit in one segment"
-    assert reserved([*small, *large, (6 * MIB, 1)]) == 22 * MIB
-    assert reserved([*small, *large, (6 * MIB + 1, 1)]) == 42 * MIB
-    assert reserved([(30 * MIB + 1, 1)]) == 32 * MIB
-    logits = 1024 * 201_088 * 4  # vLLM #27508: 785.5 MiB in fp32
-    assert reserved([(logits, 1)]) == 786 * MIB
+def test_pages_of_segments_are_counted() -> None:
+    """And a share of what passes through."""
+    work = rank_work(LARGE, None, placed(8), REGULAR, 0)
+    line, passing = segments(work), max(sum(parts.values()) for parts in peaks(work).values())
+    assert line.kind == BOUND and line.bytes == 22 * MIB + int(1.4 * passing) - passing
 
 
 def test_communicators_are_counted() -> None:
@@ -291,8 +317,8 @@ def test_layers_are_dealt_out_as_accelerate_does(name: str, gpus: int, dtype: Dt
         layers[int(gpu)] += part_name.rpartition(".")[2].isdecimal()  # of model.layers.7
     head = next(gpu for part_name, gpu in spread.items() if part_name in ("lm_head", "embed_out"))
     found = stages(conf, dtype, gpus)
-    assert [stage.layers for stage in found] == list(layers.values())
-    assert [stage.head for stage in found].index(True) == head
+    assert [stage[LAYERS] for stage in found] == list(layers.values())
+    assert [stage[HEAD] > 0 for stage in found].index(True) == head
 
 
 @pytest.mark.parametrize("name", ["7B", "gemma2-2b", "gpt-neo-1.3b"])
@@ -338,3 +364,70 @@ def test_by_layers_one_gpu_computes_at_a_time() -> None:
     assert option(many, BY_LAYERS).ms_per_token == option(many, alone(1)).ms_per_token
     single = replace(many, machine=ONE)
     assert option(single, BY_LAYERS).worst.total == option(single, alone(1)).worst.total
+
+
+def ranks_work(pair: tuple[str, str], rows: int, place: Placement, rank: int = 0) -> RankWork:
+    """A rank's work with compiled steps of both roles, K = 8."""
+    on = request(*pair, P4D, k=8, rows=rows)
+    return rank_work(on.target, on.draft, place, on.work, rank, GPU, (TARGET, DRAFT))
+
+
+@pytest.mark.parametrize(("rows", "mib"), [(1, 27), (8, 46), (56, 313)])
+def test_graphs_hold_their_scratch_for_good(rows: int, mib: int) -> None:
+    """Of both models; with one row that of a decision is larger. None where steps are eager."""
+    work = ranks_work(("llama3.1-8b", "llama3.2-1b"), rows, WHOLE)
+    found = sum(map(work.scratch_of_graphs, work.roles))
+    assert found / MIB == pytest.approx(mib, abs=1)
+    on = request("llama3.1-8b", "llama3.2-1b", ONE, k=8, rows=rows)
+    eager = replace(on, engine=Steps.eager)
+    said, unsaid = (
+        [line.bytes for line in each.memories(WHOLE, on.work)[0].lines if line.name == SCRATCH]
+        for each in (on, eager)
+    )
+    assert (sum(said), unsaid) == (found, [])
+
+
+@pytest.mark.parametrize(("rows", "prompt"), [(1, 127), (1, 383), (3, 500), (8, 512)])
+def test_caches_of_graphs_are_of_whole_buckets(rows: int, prompt: int) -> None:
+    """As `GraphedModel.new_cache` makes them; those of eager steps are not."""
+    on = request("7B", None, ONE, rows=rows, prompt_tokens=prompt, k=0)
+    for compiled in ((TARGET,), ()):
+        own = rank_work(on.target, None, alone(1), on.work, 0, GPU, compiled).target
+        slots = rows * (prompt + 128)
+        if compiled:
+            slots = -(-(slots + 1) // BUCKET) * BUCKET
+        assert own is not None and own.keys_bytes(rows) == slots * 4096 * 2
+
+
+@pytest.mark.parametrize(("rows", "mib"), [(1, 4), (8, 31), (64, 250)])
+def test_a_draft_on_ranks_of_its_own_holds_the_next_proposal(rows: int, mib: int) -> None:
+    """Beside the one that it sends; a draft with the target does not."""
+    pair = "llama3.1-70b", "llama3.2-1b"
+    apart = ranks_work(pair, rows, Placement(Splitting.tensor, 3, (0, 1), (2,)), 2)
+    found, other = (
+        max(moment.get(PROBS, 0) for moment in work._drafting(work.draft))  # type: ignore[arg-type]
+        for work in (apart, replace(apart, target=apart.draft))
+    )
+    assert (found - other) / MIB == pytest.approx(mib, abs=1)
+
+
+def test_the_hosts_memory_is_compared_too() -> None:
+    """What 64 rows send from a draft of its own is 753 MiB at each end; weights are staged twice."""
+    on = request("llama3.1-70b", "llama3.2-1b", machine("p4d", gpus=3, gib=90.0), k=8, rows=64)
+    apart = Placement(Splitting.tensor, 3, (0, 1), (2,))
+    needed = 3 * (HOST_BYTES + 2 * 2 * 128256 * 8192 // 2) + 3 * 4 * 64 * 8 * 128256
+    prediction = Prediction(on, option(on, apart, 8))
+    require_host(prediction, 3, needed)
+    with pytest.raises(DistributedError, match=r"memory of the host is short; 3 ranks; found \d\.\d GiB"):
+        require_host(prediction, 3, needed - 1)
+
+
+def test_what_gpus_need_beside_layers() -> None:
+    """70B by layers with a draft on 24 GB: the draft's 2.3 GiB, a pass, and 2.5 MiB of caches a layer."""
+    on = request("llama3.1-70b", "llama3.2-1b", machine("rtx_4090", gpus=1), k=8)
+    first, other, layer = on.beside_layers()
+    draft = weight_bytes(ModelPart.of(model("llama3.2-1b")), Dtype.bf16)
+    assert draft < first - other < draft + 64 * MIB and 0 < other < GIB
+    assert layer == 2 * on.work.slots * 8 * 128 * 2
+    alone_on = replace(on, draft=None)
+    assert alone_on.beside_layers()[:2] == (other, other)

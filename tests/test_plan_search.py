@@ -18,7 +18,7 @@ from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.advice import advice, largest, overrides
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.gpus import gpus_here
-from llama_ssp.planner.hardware import known, machine_of, matching
+from llama_ssp.planner.hardware import GPU_RESERVE, known, machine_of, matching
 from llama_ssp.planner.plan import worlds_of
 from llama_ssp.planner.search import option, placements, regular_ms, search
 from llama_ssp.planner.workload import GIB
@@ -236,12 +236,22 @@ def test_gpus_and_parts_of_them_are_found_by_number_and_uuid(
 
 
 def test_the_gpu_with_least_memory_decides_and_what_is_not_said_is_the_presets(driver: Driver) -> None:
-    """What was measured goes before what the driver said, and cluster.gib before both."""
+    """What was measured goes before what the driver said; cluster.gib is a limit of either.
+
+    A process that measures has its context, and perhaps a communicator: the plan counts them, so they are
+    added. Of a GPU a little stays free, of a CPU a tenth.
+    """
     driver("NVIDIA A100-SXM4-40GB, 40000\nNVIDIA A100-SXM4-40GB, 30000")
     on, here = machine_of(ClusterConf(reserve=0.0)), ClusterConf(reserve=0.0, gib=2.0)
     assert (on.world, on.capacity) == (2, 30000 * 2**20)
-    assert machine_of(ClusterConf(reserve=0.0), capacity=12345).capacity == 12345
-    assert machine_of(here, capacity=12345).capacity == 2 * GIB
+    assert machine_of(ClusterConf()).capacity == 30000 * 2**20 - GPU_RESERVE
+    for connected in (False, True):
+        own = 20 * GIB - GPU_RESERVE + P4D.taken["context"] + P4D.taken["nccl"] * connected
+        for conf in (ClusterConf(), cluster("p4d")):
+            assert machine_of(conf, 20 * GIB, connected).capacity == own
+        assert machine_of(here, 20 * GIB, connected).capacity == 2 * GIB
+    assert machine_of(cluster("p4d"), 80 * GIB).capacity == P4D.capacity
+    assert machine_of(ClusterConf(gpu="cpu"), 10 * GIB).capacity == 9 * GIB
     for mode in ("Disabled", "[N/A]"):
         driver(f"NVIDIA H200, [N/A], GPU-1, {mode}")
         assert machine_of(ClusterConf(reserve=0.0)).capacity == machine("h200x8").capacity

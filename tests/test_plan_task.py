@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from llama_ssp.planner.run_plan import (
     RunMeasurement,
     compare_with_plan,
     counted,
+    fitting,
     predict,
     request_of,
     require_fit,
@@ -78,7 +80,7 @@ def test_the_text_where_it_does_not_fit(command: Command) -> None:
     """What is lacking and what would help come last; how fast it would be is left out."""
     answer = command(*PAIR, "cluster.gpus=2")
     said, plan = answer.out.splitlines(), document(answer)
-    assert said[-1].startswith("It does not fit: 69.5 GiB needed where there are 39.4 (target 0,1, draft 0,1")
+    assert said[-1].startswith("It does not fit: 69.7 GiB needed where there are 39.4 (target 0,1, draft 0,1")
     assert said[-1].endswith("would make it fit.") and "model.dtype=nf4" in said[-1]
     assert not any(line.startswith(("acceptance ", "regular ", "times ")) for line in said)
     speeds = {name for name in plan["best"] if name.endswith("_ms") or name.startswith(("ms_", "speedup"))}
@@ -270,8 +272,8 @@ def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixtu
     assert "do not fit; rank 0 of target 0-3, draft 0 (whole)" in said
     assert "placement=sharded ranks=4" in said and "plan.enforce=false" in said and "\n" not in said
     free = run("cluster.gib=null", "model=7B", "draft=none")  # as measured when the run starts
-    with pytest.raises(DistributedError, match=r"allowed 10\.00 GiB"):
-        require_fit(predicted(free, 1, capacity=10 * GIB), enforce=True)
+    with pytest.raises(DistributedError, match=r"allowed 10\.20 GiB"):
+        require_fit(predicted(free, 1, measured=10 * GIB), enforce=True)
     with caplog.at_level(logging.WARNING):
         require_fit(predicted(run(), 8), enforce=True)
         require_fit(None, enforce=True)
@@ -343,7 +345,7 @@ def test_k_of_a_run() -> None:
 
 def test_siblings_follow_from_k() -> None:
     """The plan takes the best K, not the configured one, and no K that a run refuses."""
-    request = request_of(run("speculation.k=4", "speculation.siblings=8"), slots=SLOTS)
+    request = request_of(run("speculation.k=4", "speculation.siblings=8", "engine=eager"), slots=SLOTS)
     assert request.k_max == MAX_K // 9
     place = resolve(PlacementConf(), 8, drafts=True)
     held = [counted(option(request, place, k).ranks[0])["held_bytes"] for k in (1, 7)]
@@ -395,3 +397,17 @@ def test_every_task_keeps_predicted_beside_measured(
     assert held["measured"] < everything["measured"]
     assert memory["tensor_bytes"]["measured"] is None, "a CPU does not tell"
     assert "plan against actual" in caplog.text and "rank 0, weights and caches, MiB" in caplog.text
+
+
+def test_what_would_have_fitted_counts_what_the_plan_did_not_know() -> None:
+    """Where as much was free as the plan needs, and more was taken, other plans are as far off."""
+    free = run("cluster.gib=null", "model=7B", "draft=none", "task.batch_size=16", "speculation.k=0")
+    prediction = predicted(free, 1, measured=34 * GIB, rows=16)
+    worst = prediction.option.worst
+    assert prediction.option.runs
+    rows = []
+    for beyond in (0, 4 * GIB, 8 * GIB):
+        planned, fix = fitting(prediction, 0, worst.total - 4 * GIB, worst.total - 4 * GIB + beyond)
+        assert planned == worst.total
+        rows.append(int(re.findall(r"(\d+) rows? instead of 16", fix)[0]))
+    assert 16 > rows[0] > rows[2] > 0

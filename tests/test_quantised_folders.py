@@ -25,6 +25,7 @@ from llama_ssp.models.experts import Experts, apply_on_gpu
 from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
+from llama_ssp.models.graph_sizes import DECODED
 from llama_ssp.models.kernels import expert_stacks
 from llama_ssp.models.kernels.coded import DecodedLinear, operators
 from llama_ssp.models.kernels.expert_stacks import Stack
@@ -39,6 +40,7 @@ from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked as by_steps
 from tests.distributed.threads import ranks_of, together
 from tests.families import require_same, walked
+from tests.memory_trace import LiveBytes
 from tests.quantised_folders import (
     ALL,
     FORMATS,
@@ -236,12 +238,12 @@ def experts_of(part: Decoder) -> list[Experts]:
 def test_chosen_experts_are_decoded_where_the_choice_is_not_waited_for(
     name: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in CUDA graphs; here on a CPU, for fewer pairs than are decoded at once, and for more."""
+    """As in CUDA graphs; here on a CPU, one after the other, and several at once."""
     experts = experts_of(loaded(quantised(name, folders / name), keeps_codes=True))[0]
     x_TH = torch.randn(5, 128)
     expected = experts(x_TH)
-    for pairs in (3, 16):
-        monkeypatch.setattr(expert_stacks, "DECODED_PAIRS", pairs)
+    for numbers in (1, 3 * 128 * 1000):
+        monkeypatch.setattr(expert_stacks, "DECODED", numbers)
         monkeypatch.setattr("llama_ssp.models.experts.triton_runs", lambda: True)
         weights = list(experts.up), list(experts.down), *experts.hows
         found = apply_on_gpu(x_TH, *experts._chosen(x_TH), *weights, None, None, "silu", 0.0, 0.0)
@@ -270,6 +272,26 @@ def test_chosen_experts_are_decoded_without_copies_from_the_host() -> None:
     with Copies() as copies:
         assert expert_stacks.products(*given).shape == (10, 8)
     assert copies.count == 0
+
+
+@torch.inference_mode()
+def test_chosen_experts_are_decoded_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral's up layers, of no content: 16 matrices of 224 MiB at once, and the next 16, took 7.9 GiB."""
+    outputs, inputs, pairs = 28672, 4096, 36
+    codes_ENC = torch.empty(8, outputs, inputs // 2, dtype=torch.uint8, device="meta")
+    scale_ENG = torch.empty(8, outputs, inputs // 128, dtype=torch.bfloat16, device="meta")
+    stack = Stack([codes_ENC, scale_ENG], f"uint4 128 1.0 {outputs} False False")
+    x_TK = torch.empty(pairs // 2, inputs, dtype=torch.bfloat16, device="meta")
+    expert_P, one = torch.empty(pairs, dtype=torch.int64, device="meta"), 2 * outputs * inputs
+    peaks = []
+    for numbers in (DECODED, 16 * outputs * inputs):
+        monkeypatch.setattr(expert_stacks, "DECODED", numbers)
+        live = LiveBytes()
+        live.ignore([codes_ENC, scale_ENG, x_TK, expert_P])
+        with live.phase():
+            expert_stacks.products(x_TK, expert_P, stack, None)
+        peaks.append(live.peak)
+    assert one < peaks[0] < 1.5 * one and peaks[1] > 16 * one
 
 
 @pytest.mark.slow

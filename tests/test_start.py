@@ -54,7 +54,7 @@ def test_one_rank_where_all_fits_one_gpu_else_what_is_fastest(started: Any) -> N
     alone = started("model=7B", "draft=none")
     assert alone.ranks == 1 and shown(alone) == [0]
     assert alone.notes[0].startswith("7 more GPUs are idle: ranks=8 is planned ")
-    for pair in (("model=30B", "draft=7B"), ("model=65B", "draft=7B")):
+    for pair in (("model=30B", "draft=llama2-13b"), ("model=65B", "draft=7B")):
         both = started(*pair)
         assert both.ranks == 8 and shown(both) == list(range(8)) and not both.notes
 

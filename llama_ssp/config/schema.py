@@ -248,7 +248,9 @@ class ClusterConf:
     scheduler: Scheduler = key(Scheduler.none, "What starts the groups: none is this machine, or slurm.")
     slurm: SlurmConf = key(SlurmConf, "Slurm's options.")
     gib: float | None = figure("Memory of a GPU, in GiB.", True)
-    reserve: float = number(0.1, 0.0, 0.9, "Share of it that stays free.")
+    reserve: float | None = number(
+        None, 0.0, 0.9, "Share of it that stays free; null is a tenth of a CPU's memory, 256 MiB of a GPU's."
+    )
     bf16: bool | None = key(None, "The GPU computes in bf16.")
     gb_s: float | None = figure("Memory bandwidth of a GPU by its data sheet, in GB/s.", True)
     tflops: float | None = figure("Peak of a GPU in 16 bit without sparsity, in TFLOPS.", True)

@@ -59,8 +59,9 @@ class Group(Ranks):
         self._staying: dict[frozenset[int], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
         self._closed = self._loads = False
+        self._inner: dict[tuple[int, ...], Group] = {}  # by their members; each costs a communicator
         # Messages and barriers use gloo also where tensors use NCCL: a stuck kernel is still reported.
-        ranks, self._inner = list(members), list[Group]()
+        ranks = list(members)
         patience = timedelta(seconds=self.patience_s)
         self._tensor_patience = patience + timedelta(seconds=LATER_S if backend == "nccl" else 0)
         with self._watch.during("making groups"):
@@ -88,11 +89,14 @@ class Group(Ranks):
         chosen = tuple(self._members[member] for member in members)
         if chosen == self._members:
             return self
-        group = Group(chosen, self._backend, self._watch, self._has_gpus) if len(chosen) > 1 else ALONE
-        if self._watch.rank not in chosen:
-            return None
-        self._inner += [group] if isinstance(group, Group) else []
-        return group
+        group = self._of(chosen) if len(chosen) > 1 else ALONE
+        return group if self._watch.rank in chosen else None
+
+    def _of(self, chosen: tuple[int, ...]) -> Group:
+        """Returns the group of these ranks, which all ranks make once."""
+        if chosen not in self._inner:
+            self._inner[chosen] = Group(chosen, self._backend, self._watch, self._has_gpus)
+        return self._inner[chosen]
 
     @property
     def label(self) -> str:
@@ -151,7 +155,7 @@ class Group(Ranks):
         spare = frozenset(members)
         if spare and spare not in self._staying:
             staying = tuple(rank for rank in self._members if rank not in spare)
-            self._staying[spare] = Group(staying, self._backend, self._watch, self._has_gpus)
+            self._staying[spare] = self._of(staying)
         self._watch.spare = spare
 
     def drop_lost(self) -> None:
@@ -205,12 +209,13 @@ class Group(Ranks):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        for group in (self, *self._inner):
+        groups = [self, *(group for group in self._inner.values() if group.rank >= 0)]
+        for group in groups:
             group._loads = True
             _set_pg_timeout(LOADING, group._tensors)
         yield
         self.barrier()
-        for group in (self, *self._inner):
+        for group in groups:
             group._loads = False
             _set_pg_timeout(group._tensor_patience, group._tensors)
 

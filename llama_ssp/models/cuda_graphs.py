@@ -27,7 +27,7 @@ from torch import Tensor
 from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.decoder import KeysValues
 from llama_ssp.models.feed import Feed, sent
-from llama_ssp.models.graph_sizes import KEPT_BYTES, MOST, padded
+from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, padded
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
@@ -35,8 +35,6 @@ from llama_ssp.models.steps import Arguments, SteppedModel
 
 log = logging.getLogger(__name__)
 
-BUCKET = 256  # slots: memory of caches is made in multiples of it
-LARGEST = 2**22  # numbers given to a function; a graph keeps its memory
 WARM_UPS = 3  # what is made at first use (handles, workspaces, kernels) must be there before a capture
 Call = Callable[[], Any]  # gives a tensor, or a step's list of them
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 
 from llama_ssp.config import Dtype
 from llama_ssp.config.environment import MAX_WORLD, number_of
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.host_memory import memory_here
 
@@ -60,9 +63,23 @@ def dtype_of(dtype: Dtype, device: torch.device, key: str, in_fp16: bool = False
     return dtype
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes that are free on the device."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory_here()
+def memory_of(device: torch.device, ranks: Ranks = ALONE) -> int:
+    """Returns the bytes that are free on the device; ranks that share a GPU, each its part of them."""
+    if device.type == "cuda":
+        torch.cuda.mem_get_info(device)  # makes this rank's context: it is there when any rank measures
+        own = str(torch.cuda.get_device_properties(device).uuid)
+    else:
+        own = ""
+    alike = ranks.gather_texts(own).count(own)
+    return int(torch.cuda.mem_get_info(device)[0]) // alike if own else memory_here()
+
+
+def usage_of(device: torch.device) -> dict[str, int]:
+    """Returns a GPU's bytes: free, reserved by this process, of these for graphs, and held by all others."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, snapshot = torch.cuda.memory_reserved(device), cast(Any, torch.cuda.memory_snapshot)
+    graphs = sum(part["total_size"] for part in snapshot() if any(part.get("segment_pool_id", ())))
+    return {"free": free, "reserved": reserved, "graphs": graphs, "others": total - free - reserved}
 
 
 def every_device() -> list[torch.device]:

@@ -7,6 +7,9 @@ from functools import cache
 EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
 MOST = 512  # tokens of a graph, which keeps memory for their logits
 KEPT_BYTES = 2**27  # at most of what graphs that draw and decide read: probabilities, mostly
+BUCKET = 256  # slots: memory of caches is made in multiples of it
+LARGEST = 2**22  # numbers given to a function that draws or decides; a graph keeps its memory
+DECODED = 2**26  # numbers of experts in codes that are decoded at once, but one expert at least
 
 
 def padded(tokens: int) -> int:

@@ -162,7 +162,7 @@ class Pair:
         ModelError for logits that are not numbers.
         """
         done: list[Completion] = []
-        with first_cause(self._ranks):
+        with first_cause(self._ranks, self._session):
             prompts = listed("prompts", prompts)
             run = self._run(
                 max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
@@ -195,7 +195,7 @@ class Pair:
 
         On ranks other than the leader every list is empty.
         """
-        with first_cause(self._ranks):
+        with first_cause(self._ranks, self._session):
             run = self._run(
                 max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
             )
@@ -224,7 +224,7 @@ class Pair:
         plays no part. Raises as `generate`.
         """
         pair, found = self._session, list[ScoredText]()
-        with first_cause(self._ranks):
+        with first_cause(self._ranks, self._session):
             texts, of = listed("texts", texts), "target" if sampling is None else "sampled"
             least = max(1, (sampling or self._session.run.sampling).min_new_tokens)  # nothing is generated
             run = self._run(least, sampling, None, (), None, False, None, top, of)

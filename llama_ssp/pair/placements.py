@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llama_ssp.config import Bridging, Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.config.environment import MAX_WORLD, number_of
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
 from llama_ssp.models.checkpoint import is_fp16
+from llama_ssp.models.device_map import Beside
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
+from llama_ssp.models.host_memory import memory_here
 from llama_ssp.models.kernels.kept_files import compiler
 from llama_ssp.models.loader import DRAFT
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.engine import COMPILES_ONCE, needs_trial, tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
+from llama_ssp.planner.hardware import CPU_RESERVE
 from llama_ssp.planner.resolve import PairSpec, require_whole
-from llama_ssp.planner.run_plan import Prediction, predict, require_fit, warn_of_codes
+from llama_ssp.planner.run_plan import (
+    Prediction,
+    predict,
+    request_of,
+    require_fit,
+    require_host,
+    warn_of_codes,
+)
 from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.planner.workload import GIB, Role
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
@@ -43,6 +57,7 @@ class ModelPlacement:
     max_memory: dict[str, str]
     offload: str | None
     bridge: Bridging
+    beside: Beside = (0, 0, 0)  # with placement=layers
     compiled: bool = False
     on_trial: bool = False  # compiled if a trial of its steps over these ranks passes
 
@@ -94,7 +109,7 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     on_trial = compiled and needs_trial(run.engine, device.type == "cpu", degree)
     return ModelPlacement(
         role, model, path, device, dtype, splitting, ranks, copies, memory,
-        conf.offload_folder, run.speculation.bridge, compiled, on_trial,
+        conf.offload_folder, run.speculation.bridge, compiled=compiled, on_trial=on_trial,
     )  # fmt: skip
 
 
@@ -130,30 +145,44 @@ def tokens_of(found: list[ModelPlacement]) -> Tokens:
 
 
 def require_loadable(
-    spec: PairSpec, found: list[ModelPlacement], rows: int, slots: int, caches: tuple[int, int] = (1, 1)
-) -> Prediction | None:
+    spec: PairSpec, found: list[ModelPlacement], ranks: Ranks, rows: int, slots: int,
+    caches: tuple[int, int] = (1, 1),
+) -> Prediction | None:  # fmt: skip
     """The plan's prediction for this run, if it can be planned; raises DistributedError if it does not fit.
 
-    `caches` says how many KV caches of the target and of the draft there are at once.
+    `caches` says how many KV caches of the target and of the draft there are at once. All ranks call it. With
+    placement=layers the first of `found` is told what GPUs need beside its weights.
     """
     run, device, prediction = spec.run, found[0].device, None
+    how: dict[str, Any] = {"rows": rows, "slots": slots, "caches": caches, "on_cpu": device.type == "cpu"}
+    how |= {"dtypes": [placed.dtype for placed in found], "measured": memory_of(device, ranks)}
+    if found[0].splitting is Splitting.layers and all(is_planned(placed.model) for placed in found):
+        with suppress(UsageError):  # a GPU without known figures
+            found[0] = replace(found[0], beside=request_of(run, **how).beside_layers())
     # Plans are for devices of one kind.
     if spec.placement.world > 1 or all(placed.device == device for placed in found):
-        prediction = predict(
-            run, spec.placement, rows=rows, slots=slots, dtypes=[placed.dtype for placed in found],
-            caches=caches, capacity=memory_of(device), on_cpu=device.type == "cpu",
-        )  # fmt: skip
+        prediction = predict(run, spec.placement, **how)
     if prediction is not None:
         require_fit(prediction, run.plan.enforce)
+        if device.type == "cuda" and run.plan.enforce:
+            require_host(prediction, ranks_here(), memory_here())
         warn_of_codes(prediction)
     elif run.plan.enforce:
         _require_capacity(found, run, rows * max(caches), slots)
     return prediction
 
 
+def ranks_here() -> int:
+    """Returns how many ranks are on this machine."""
+    return number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
+
+
 def _require_capacity(found: list[ModelPlacement], run: RunConf, rows: int, slots: int) -> None:
-    """Checks weights and caches alone on each device; of a model that accelerate spreads, on all together."""
-    by_device: dict[torch.device | None, list[Role]] = {}
+    """Checks weights and caches alone on each device; of a model that accelerate spreads, on all together.
+
+    Of a model that DeepSpeed splits, a rank's part; each rank loads all of it on the host.
+    """
+    by_device: dict[torch.device | None, list[tuple[Role, int]]] = {}
     for placed in found:
         if not is_planned(placed.model):
             log.info("%s: what %s takes is not known beforehand", placed.role, placed.model.family)
@@ -161,14 +190,19 @@ def _require_capacity(found: list[ModelPlacement], run: RunConf, rows: int, slot
         spread = placed.splitting is Splitting.layers
         if not (spread and placed.offload):  # offloaded weights have the disk's room
             place = None if spread else placed.device
-            by_device.setdefault(place, []).append(Role(placed.role, placed.model, placed.dtype))
+            role, ranks = Role(placed.role, placed.model, placed.dtype), 1
+            if placed.splitting is Splitting.deepspeed:
+                ranks = placed.degree
+                require_capacity([(role, 1)] * ranks_here(), 0, 1, "the host", memory_here(), CPU_RESERVE)
+            by_device.setdefault(place, []).append((role, ranks))
     for device, roles in by_device.items():
         if device is None:
             name, capacity = "all devices together", sum(map(memory_of, every_device()))
         else:
-            name, gib = str(device), run.cluster.gib
-            capacity = memory_of(device) if gib is None else int(gib * GIB)
-        require_capacity(roles, rows, slots, name, capacity, run.cluster.reserve)
+            name, gib, free = str(device), run.cluster.gib, memory_of(device)
+            capacity = free if gib is None else min(free, int(gib * GIB))
+        reserve = CPU_RESERVE if run.cluster.reserve is None else run.cluster.reserve
+        require_capacity(roles, rows, slots, name, capacity, reserve)
 
 
 def _warn(found: list[ModelPlacement], run: RunConf) -> None:

@@ -11,25 +11,28 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from llama_ssp.config import Drafting, LogprobsOf, OnBadRow, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
-from llama_ssp.errors import DataError, UsageError
-from llama_ssp.models.devices import device_of
+from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
+from llama_ssp.models.devices import device_of, usage_of
 from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, lookahead_for, prepare
 from llama_ssp.pair.batches import Batches, prompt_of
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
 from llama_ssp.planner.engine import compiled_before
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.planner.run_plan import Prediction, RunMeasurement, fitting
+from llama_ssp.planner.workload import GIB, MIB
 from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.logprobs import LogprobReader
@@ -39,6 +42,7 @@ from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.prompts import CORRECT_PROMPTS, TextPrompt
 
 log = logging.getLogger(__name__)
+ASKED, UNITS = re.compile(r"allocate ([\d.]+) (GiB|MiB)"), {"GiB": GIB, "MiB": MIB}  # in torch's words
 
 
 class PairSession:
@@ -51,6 +55,7 @@ class PairSession:
         self.tokens = tokens_of(self.placements)
         self.end_ids = frozenset[int]() if spec.run.task.writes_past_end else self.tokens.end_ids
         self._models: RankModels | None = None
+        self._prediction: Prediction | None = None
         self.engines: dict[str, str] = {}  # how steps run, by role
         self.costs: Costs | None = None  # of rounds at each K, if they have been measured
 
@@ -94,7 +99,7 @@ class PairSession:
     def check(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> None:
         """Raises DistributedError unless the pair fits; reads no weights. Arguments are those of `load`."""
         self.rows, self._slots = rows, min(max_tokens, self.run.model.context)
-        self._prediction = require_loadable(self.spec, self.placements, rows, self._slots, caches)
+        self._prediction = require_loadable(self.spec, self.placements, self.ranks, rows, self._slots, caches)
 
     def load(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> PairSession:
         """Loads the models, if they fit together with their KV caches; returns the session.
@@ -103,8 +108,11 @@ class PairSession:
         of the target's and of the draft's there are at once.
         """
         self.check(rows, max_tokens, caches)
-        self.open(ModelCache(self.ranks, self.run.placement))
-        self.measure_costs()
+        try:
+            self.open(ModelCache(self.ranks, self.run.placement))
+            self.measure_costs()
+        except Exception as error:
+            raise self.full_gpu(error) or error from error.__cause__
         return self
 
     def open(self, cache: ModelCache) -> PairSession:
@@ -145,6 +153,29 @@ class PairSession:
         if wanted and self.ranks.world == 1 and run.has_draft_model and draft and not bridged:
             slots = min(self._slots, draft.context)
             self.costs = measured(self.engine(0, end_ids=frozenset()), run, self.rows, slots)
+
+    def full_gpu(self, error: BaseException) -> DistributedError | None:
+        """Returns the error of a full GPU with what was planned, who holds what, and what would have fitted.
+
+        None where the error is another.
+        """
+        full = next((one for one in (error, error.__cause__) if one and lacks_gpu_memory(one)), None)
+        if full is None or self._prediction is None:
+            return None
+        usage, models = usage_of(self.placements[0].device), self._models
+        own = [model for model in (models.target, models.draft) if model] if models else []
+        weights = sum(model.weights_bytes for model in own)
+        held = {"weights": weights, "caches": sum(model.held_bytes for model in own) - weights}
+        held["graphs"] = usage["graphs"]
+        held["other tensors"] = max(0, usage["reserved"] - sum(held.values()))
+        held["libraries and other programs"] = usage["others"]
+        said = ASKED.search(str(full))
+        needed = usage["reserved"] + int(float(said[1]) * UNITS[said[2]] if said else 0)
+        available = usage["reserved"] + usage["free"]
+        planned, fix = fitting(self._prediction, self.ranks.rank, available, needed)
+        words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in held.items() if size)
+        where = f"planned {planned / GIB:.2f} GiB, held {words}"
+        return DistributedError("the GPU's memory is full", where, first_line(full), fix=fix)
 
     def engine(
         self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None,
@@ -191,14 +222,22 @@ def regular(run: RunConf) -> RunConf:
 
 
 def ranks_of(run: RunConf) -> Ranks:
-    """The ranks that torchrun started, or this process alone."""
+    """The ranks that torchrun started, or this process alone.
+
+    On GPUs torch's allocator has segments that grow, unless the user has set it: prompts leave no gaps.
+    """
     device = device_of(run.placement.target_device, "placement.target_device")
+    if device.type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        cast(Any, torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     return open_ranks(device, run.placement.timeout_s)
 
 
 @contextmanager
-def first_cause(ranks: Ranks) -> Iterator[None]:
-    """Where several ranks fail, all raise what failed first. Raises UsageError once that has ended them."""
+def first_cause(ranks: Ranks, pair: PairSession | None = None) -> Iterator[None]:
+    """Where several ranks fail, all raise what failed first. Raises UsageError once that has ended them.
+
+    The error of a full GPU says what the `pair` has there.
+    """
     if ranks.ended:
         what, fix = "the pair has ended with an earlier error", "start the script again"
         raise UsageError(what, found=ranks.ended, fix=fix)
@@ -207,7 +246,7 @@ def first_cause(ranks: Ranks) -> Iterator[None]:
     except GeneratorExit:
         raise
     except BaseException as error:
-        cause = ranks.cause_of(error)
+        cause = ranks.cause_of((pair and pair.full_gpu(error)) or error)
         if cause is error:
             raise
         raise cause from error

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
-from llama_ssp.models.graph_sizes import sizes_up_to
+from llama_ssp.models.graph_sizes import DECODED, LARGEST, MOST, sizes_up_to
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
@@ -156,12 +156,26 @@ class Forward:
         if not part.expert_layers:
             return 0
         choice = part.experts * (FP32 + w) + part.experts_per_token * (2 * FP32 + 3 * INT)
-        return choice + w * (3 * part.dim + 5 * part.expert_ffn)
+        alike = w * (3 * part.dim + 5 * part.expert_ffn)
+        # A GPU's, of codes, run for all pairs of a token and an expert at once, up to MOST_PAIRS of them.
+        pairs = (
+            w * part.experts_per_token * (2 * part.dim + 6 * part.expert_ffn) if self._coded_experts else 0
+        )
+        return choice + max(alike, pairs)
+
+    @property
+    def _coded_experts(self) -> bool:
+        return self.own.dtype is Dtype.packed and not self.kernels.cpu and self.part.expert_layers > 0
 
     def _dequantised(self) -> int:
-        """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit."""
-        decodes = self.own.dtype in (Dtype.int4, Dtype.nf4, Dtype.packed)
-        return self.w * self.part.largest_matrix if decodes else 0
+        """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit; of experts a few."""
+        part, numbers = self.part, 0
+        if self.own.dtype in (Dtype.int4, Dtype.nf4, Dtype.packed):
+            numbers = part.largest_matrix
+        if self._coded_experts:
+            one = 2 * part.expert_ffn * part.dim
+            numbers = max(numbers, min(max(one, DECODED), one * self.tokens * part.experts_per_token))
+        return self.w * numbers
 
     def _head(self) -> int:
         """Logits; over several ranks: a part, its padded copy, all gathered parts, the whole.
@@ -230,7 +244,7 @@ class RankWork:
         There is one for every number of tokens that may come up: rows that have ended or draft less make a
         step shorter, and loading a model runs steps of one and two tokens.
         """
-        if self.kernels.cpu or not own.compiled or own.part.head_inputs:
+        if not own.spare:
             return ()
         widest = widest_steps(self.work.k, self.work.siblings)[own.role]
         return own.caches * sizes_up_to(max(self.work.rows * widest, 2))
@@ -239,6 +253,19 @@ class RankWork:
         """Bytes that a role's graphs keep: the logits of their tokens, and the states that a head reads."""
         shown = self.draft.part.head_inputs if own is self.target and self.draft is not None else 0
         return sum(self.graphs(own)) * (own.part.whole_vocab + shown) * width(own.dtype)
+
+    def scratch_of_graphs(self, own: RolePart) -> int:
+        """Bytes that a role's graphs share: those of the largest step, or of a decision that is a graph."""
+        if not own.spare:
+            return 0
+        columns = self.work.columns if own is self.target else LAG
+        rows = max(1, min(self.work.rows, MOST // columns))
+        step = Forward(own, self.kernels, rows, columns, 1, rows * columns)
+        given = self.work.rows * self.vocab * (2 * self.work.k + 1)
+        decides = own is self.target and self.decides and given <= LARGEST
+        steps = (moment[HIDDEN] + moment.get(LOGITS, 0) for moment in step.moments())
+        decoded = 0 if step._coded_experts else step._dequantised()  # kernels of graphs read other codes
+        return max(self._deciding() * decides, max(steps) - decoded)
 
     def _prefill(self, own: RolePart) -> Iterable[Parts]:
         """The moments of the widest chunk with the longest span; the last column has logits."""
@@ -278,14 +305,15 @@ class RankWork:
             yield _sum(moment, {PROBS: probs + small})
         if self.drafts:  # logits; their distribution, and its cumulative sums in fp64 to sample from
             yield {LOGITS: one * w, PROBS: probs + max(2 * FP64, wide) * one + small}
-            yield {LOGITS: one * w, PROBS: 2 * probs + small}
+            ahead = probs if self.target is None else 0  # on ranks of its own the next drafts are made
+            yield {LOGITS: one * w, PROBS: 2 * probs + ahead + small}
         elif self.decides:
             yield {PROBS: 2 * k * one * wide + small}
 
     def _verifying(self, target: RolePart) -> Iterator[Parts]:
         """The target over K + 1 positions; then its distributions, in fp32 and, with drafts, in fp64."""
         k, one, small = self.work.k, self.work.rows * self.vocab, self._small()
-        columns, aside = self.work.columns, self.work.aside
+        columns = self.work.columns
         model, wide = self._step(target, columns), max(width(target.dtype), FP32)
         own = wide if self.draft is None else max(width(self.draft.dtype), FP32)
         has_probs = self.decides or (self.drafts and self.draft is not None)
@@ -298,11 +326,15 @@ class RankWork:
         if self.draft is None:  # one-hot distributions of looked-up tokens, and a copy
             yield {PROBS: 2 * drafted}
         yield {LOGITS: logits, PROBS: drafted + 2 * probs + small}
-        # In fp64: both distributions; the residual or the minimum at the drafts; four distributions of one
-        # position. With siblings: those behind them, and what is left of both distributions at each draft.
-        double = (2 * k + 1 + max(k + 1, 4)) * one * FP64 if k else 2 * one * FP64
-        double += (aside + 4 * k) * one * FP64 if aside else 0
-        yield {LOGITS: logits, PROBS: drafted + probs + double + small}
+        yield {LOGITS: logits, PROBS: drafted + probs + self._deciding() + small}
+
+    def _deciding(self) -> int:
+        """Bytes of a decision in fp64: both distributions; the residual or the minimum at the drafts; four
+        distributions of one position. With siblings: those behind them, and what is left of both at each
+        draft."""
+        k, aside = self.work.k, self.work.aside
+        laws = 2 * k + 1 + max(k + 1, 4) if k else 2
+        return (laws + (aside + 4 * k) * (aside > 0)) * self.work.rows * self.vocab * FP64
 
     def _small(self) -> int:
         """Numbers a row and a position: tokens, probabilities, uniforms; the clocks of a race."""

@@ -14,11 +14,12 @@ from llama_ssp.planner.activations import RankWork
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
 from llama_ssp.planner.memory import rank_work, segments, tensor_lines
+from llama_ssp.planner.storage import IN_LAYERS
 from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import BOUND, CONSTANT, GIB, MIB, MemoryLine, Role, Workload
 
 LIBRARIES = "libraries"  # the role of lines that belong to no model
-OUTPUTS = "outputs of CUDA graphs"
+OUTPUTS, SCRATCH = "outputs of CUDA graphs", "scratch of CUDA graphs"
 # How far off an estimate may be: what is constant here differs by driver and version.
 UNCERTAIN_SHARE, UNCERTAIN_BYTES = 0.03, 300 * MIB
 
@@ -112,6 +113,7 @@ def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
     count = sum(len(own.graphs(role)) for role in own.roles)
     name, size = f"{count} CUDA graphs", count * machine.taken["graph"]
     kept = [MemoryLine(one.role, OUTPUTS, own.outputs_of_graphs(one), BOUND) for one in own.roles]
+    kept += [MemoryLine(one.role, SCRATCH, own.scratch_of_graphs(one), BOUND) for one in own.roles]
     read = MemoryLine(LIBRARIES, "inputs of graphs that draw and decide", KEPT_BYTES if count else 0, BOUND)
     lines = (*kept, read, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
     return tuple(line for line in lines if line.bytes)
@@ -126,19 +128,21 @@ def communicators(placement: Placement, rank: int) -> int:
 
 
 def require_capacity(
-    roles: Sequence[Role], rows: int, slots: int, device: str, capacity: int, reserve: float
+    roles: Sequence[tuple[Role, int]], rows: int, slots: int, device: str, capacity: int, reserve: float
 ) -> None:
     """For runs without a plan: refuses weights and caches that exceed the device's capacity.
 
-    int8 and nf4 keep embedding and head in 16 bit, and caches are 16 bit.
+    Of each role the layers and caches are divided by a number. int8 and nf4 keep embedding and head in 16
+    bit, and caches are 16 bit.
     """
-    needed, words = 0, []
-    for role in roles:
+    needed, words = 0, dict[str, None]()
+    for role, ranks in roles:
         own = RolePart.of(role, ModelPart.of(role.model), slots)
-        weights, cache = sum(held(own.part, role.dtype).values()), own.caches_bytes(rows)
+        groups, cache = held(own.part, role.dtype), own.caches_bytes(rows) // ranks
+        weights = sum(size // (ranks if group in IN_LAYERS else 1) for group, size in groups.items())
         needed += weights + cache
         sizes = f"weights {weights / GIB:.1f} GiB, cache {cache / GIB:.1f} GiB"
-        words.append(f"{role.role} {role.model.name}: {sizes}")
+        words[f"{role.role} {role.model.name}: {sizes}"] = None
     usable = int(capacity * (1 - reserve))
     if needed > usable:
         what, found = f"the models do not fit on {device}", f"{needed / GIB:.1f} GiB needed"

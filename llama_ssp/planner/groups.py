@@ -68,50 +68,23 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
-class NodesPlan:
-    """The job on some nodes, with the groups that end first. A price is in the currency of the cluster's."""
-
-    nodes: int
-    gpus: int
-    groups: int
-    group: GroupPlan
-    job_s: float
-    tokens: int
-    limit: str
-    price: float | None
-
-    def document(self) -> dict[str, Any]:
-        """The figures under the names of the JSON interface."""
-        rate = self.tokens / self.job_s
-        return {
-            "nodes": self.nodes,
-            "gpus": self.gpus,
-            "groups": self.groups,
-            "gpus_per_group": self.group.gpus,
-            "job_s": self.job_s,
-            "tokens_per_s": rate,
-            "tokens_per_s_per_gpu": rate / self.gpus,
-            "job_price": self.price,
-            "price_per_million_tokens": None if self.price is None else 1e6 * self.price / self.tokens,
-            "limited_by": self.limit,
-        }
-
-
-@dataclass(frozen=True)
 class JobPlan:
-    """A job on several numbers of nodes. `groups`: what one group of each width would do."""
+    """A job on several numbers of nodes, with the groups that end first; named as in the JSON interface.
+
+    `groups`: what one group of each width would do. A price is in the currency of the cluster's.
+    """
 
     size: JobSize
     request: PlanRequest
     price_per_gpu_hour: float | None
     groups: list[GroupPlan]
-    nodes: list[NodesPlan]
+    nodes: list[dict[str, Any]]
 
     def sentences(self) -> Iterator[str]:
         """Which groups are best on how many nodes."""
-        for gpus, those in groupby(self.nodes, key=lambda one: one.group.gpus):
+        for gpus, those in groupby(self.nodes, key=lambda one: one["gpus_per_group"]):
             found = list(those)
-            span = "-".join(str(n) for n in sorted({found[0].nodes, found[-1].nodes}))
+            span = "-".join(str(n) for n in sorted({found[0]["nodes"], found[-1]["nodes"]}))
             yield f"{span} node{'s' * (span != '1')}: groups of {gpus} GPU{'s' * (gpus > 1)} end first"
 
     def document(self) -> dict[str, Any]:
@@ -135,7 +108,7 @@ class JobPlan:
             "shards": self.size.shards,
             "price_per_gpu_hour": self.price_per_gpu_hour,
             "groups": groups,
-            "nodes": [one.document() for one in self.nodes],
+            "nodes": self.nodes,
         }
 
 
@@ -158,7 +131,7 @@ def job_s(shards: int, shard_s: float, groups: int) -> float:
 
 def _on_nodes(
     request: PlanRequest, size: JobSize, nodes: int, groups: list[GroupPlan], price: float | None
-) -> NodesPlan | None:
+) -> dict[str, Any] | None:
     """With the groups that end first; of equal ones the narrowest."""
     gpus, best = nodes * request.machine.gpus, None
     for group in groups:
@@ -174,7 +147,18 @@ def _on_nodes(
     _, count, group, spent = best
     cost = None if price is None else price * gpus * spent / 3600
     tokens = size.records * request.work.new_tokens
-    return NodesPlan(nodes, gpus, count, group, spent, tokens, _limit(size, count, group), cost)
+    return {
+        "nodes": nodes,
+        "gpus": gpus,
+        "groups": count,
+        "gpus_per_group": group.gpus,
+        "job_s": spent,
+        "tokens_per_s": tokens / spent,
+        "tokens_per_s_per_gpu": tokens / spent / gpus,
+        "job_price": cost,
+        "price_per_million_tokens": None if cost is None else 1e6 * cost / tokens,
+        "limited_by": _limit(size, count, group),
+    }
 
 
 def _limit(size: JobSize, groups: int, group: GroupPlan) -> str:

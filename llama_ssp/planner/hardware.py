@@ -28,6 +28,8 @@ from llama_ssp.planner.storage import CPU, CUDA, OLD, Storage
 from llama_ssp.planner.workload import GIB, MIB
 
 CPU_TABLE = Path("/proc/cpuinfo")
+CPU_RESERVE = 0.1  # of the memory of a CPU, which other programs use, too
+GPU_RESERVE = 256 * MIB  # of a GPU's free memory: kernels that are loaded later, and what others take
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,12 @@ class Machine:
         return f"{self.name}: {what}{f' on {self.nodes} nodes' if self.nodes > 1 else ''}"
 
 
-def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
-    """The cluster with every figure. Raises UsageError where a GPU's figures are not known.
+def machine_of(cluster: ClusterConf, measured: int | None = None, connected: bool = False) -> Machine:
+    """Completes the cluster's figures; returns the machine. Raises UsageError for a GPU without known ones.
 
-    `capacity` is the device's free bytes as measured; cluster.gib takes precedence.
+    `measured` are the bytes that are free for this process on its device. On a GPU it has its context by
+    then and, if it is `connected`, a communicator of all ranks: the plan counts both, so they are added.
+    cluster.gib is a further limit.
     """
     own = known().get(cluster.name, {}).get("gpu")
     if cluster.gpu is not None and own not in (None, cluster.gpu):  # the preset's figures are its own GPU's
@@ -96,12 +100,18 @@ def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
         what, fix = "the nodes' GPU is not known here", "name it with cluster.gpu="
         raise UsageError(what, "cluster.gpu", allowed=", ".join(sorted(_by_gpu())), fix=fix)
     whole = _completed(_this_machine(cluster) if cluster.gpu is None else cluster)
-    if cluster.gib is not None or capacity is None:
-        capacity = memory_here() if whole.gib is None else int(whole.gib * GIB)
-    capacity = int(capacity * (1 - whole.reserve))
     names = ("context", "cublas", "nccl", "graph")
     taken = {name: int((getattr(whole, f"{name}_mib") or 0) * MIB) for name in names}
-    borrowed = whole.gpu == CPU and cluster.times.layer_us is None
+    is_cpu, share = whole.gpu == CPU, whole.reserve
+    share = CPU_RESERVE if share is None and is_cpu else share
+    capacity = memory_here() if whole.gib is None else int(whole.gib * GIB)
+    capacity = max(0, capacity - (GPU_RESERVE if share is None else int(capacity * share)))
+    if measured is not None:
+        own = int(measured * (1 - (share or 0.0)))
+        if not is_cpu:
+            own = max(0, measured - GPU_RESERVE) + taken["context"] + taken["nccl"] * connected
+        capacity = own if cluster.gib is None else min(own, capacity)
+    borrowed = is_cpu and cluster.times.layer_us is None
     times = times_of(whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed)
     shape = whole.name, str(whole.gpu), whole.nodes, whole.gpus or 1
     of_node = int(known().get(cluster.name, {}).get("gpus") or whole.gpus or 1)

@@ -7,12 +7,13 @@ is on the first, where texts go in and distributions come out. One GPU computes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from llama_ssp.config import Dtype, ModelConf, Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
-from llama_ssp.planner.activations import LOGITS, PROBS, Kernels, Parts
+from llama_ssp.planner.activations import LOGITS, PROBS, Kernels
 from llama_ssp.planner.memory import peak_lines, peaks, rank_work, segments, tensor_lines
 from llama_ssp.planner.storage import EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS, SCALES, WEIGHTS
 from llama_ssp.planner.weights import CACHE, ModelPart, held
@@ -21,14 +22,7 @@ from llama_ssp.planner.workload import TARGET, MemoryLine, Role, Workload
 EXTRA_LAYERS = 1.25  # that a GPU may take beyond its even share
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What one GPU holds: some layers, and the modules before the first or after the last."""
-
-    layers: int
-    embedding: bool
-    norm: bool
-    head: bool
+Stage = Counter[str]  # how many modules of each kind a GPU holds
 
 
 def stages(model: ModelConf, dtype: Dtype, gpus: int) -> list[Stage]:
@@ -43,8 +37,8 @@ def stages(model: ModelConf, dtype: Dtype, gpus: int) -> list[Stage]:
         if len(assigned) < gpus and used + sizes[name] > limit - max(to_come, default=0):
             assigned.append([])
         assigned[-1].append(name)
-    head = EMBEDDING if model.tied else HEAD
-    return [Stage(own.count(LAYERS), EMBEDDING in own, NORMS in own, head in own) for own in assigned if own]
+    found = [Counter(own) for own in assigned if own]
+    return [own | Counter({HEAD: own[EMBEDDING]}) if model.tied else own for own in found]
 
 
 def layers_lines(
@@ -52,13 +46,19 @@ def layers_lines(
 ) -> Iterator[tuple[MemoryLine, ...]]:
     """The memory lines of every GPU, without those of libraries."""
     for at, stage in enumerate(stages(target.model, target.dtype, gpus)):
-        part = replace(target, model=_of_layers(target.model, max(stage.layers, 1)))
+        part = replace(target, model=_of_layers(target.model, max(stage[LAYERS], 1)))
         other = draft if at == 0 else None
         alone = Placement(Splitting.tensor, 1, (LEADER,), () if other is None else (LEADER,))
         own = rank_work(part, other, alone, work, LEADER, kernels)
+        # Distributions are made on the first GPU; logits on that with the head, then copied to the first.
+        elsewhere = {PROBS, *[LOGITS] * (not stage[HEAD])} if at else {}
+        here = {
+            phase: {name: size for name, size in parts.items() if name not in elsewhere}
+            for phase, parts in peaks(own).items()
+        }
         lines = [
             *_held(tensor_lines(own), part.model, target.dtype, stage),
-            *peak_lines({phase: _on_stage(parts, at, stage) for phase, parts in peaks(own).items()}),
+            *peak_lines(here),
             *([] if kernels.cpu else [segments(own)]),
         ]
         yield tuple(line for line in lines if line.bytes)
@@ -68,23 +68,14 @@ def _held(
     lines: tuple[MemoryLine, ...], model: ModelConf, dtype: Dtype, stage: Stage
 ) -> Iterator[MemoryLine]:
     """Weights and caches of a model with the stage's layers, without those of other stages."""
-    missing = {
-        *(() if stage.embedding else (EMBEDDING, POSITIONS)),
-        *(() if stage.head else (HEAD,)),
-        *(() if stage.layers else (LAYERS, EXPERTS, SCALES, CACHE, NORMS)),
-    }
+    groups = {EMBEDDING: [POSITIONS], HEAD: [], LAYERS: [EXPERTS, SCALES, CACHE, NORMS]}
+    missing = {name for kind in groups if not stage[kind] for name in (kind, *groups[kind])}
     for line in lines:
         if line.name not in (*WEIGHTS, CACHE) or (line.role == TARGET and line.name in missing):
             continue
-        if line.role == TARGET and line.name == NORMS and not stage.norm:
+        if line.role == TARGET and line.name == NORMS and not stage[NORMS]:
             line = replace(line, bytes=line.bytes - _module_bytes(model, dtype)[NORMS])
         yield line
-
-
-def _on_stage(parts: Parts, at: int, stage: Stage) -> Parts:
-    """Distributions are made on the first GPU; logits on the GPU with the head, then copied to the first."""
-    elsewhere = {*((PROBS,) if at else ()), *((LOGITS,) if at and not stage.head else ())}
-    return {name: size for name, size in parts.items() if name not in elsewhere}
 
 
 def _module_bytes(model: ModelConf, dtype: Dtype) -> dict[str, int]:

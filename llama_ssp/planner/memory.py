@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.placement import Placement
+from llama_ssp.models.graph_sizes import BUCKET
 from llama_ssp.planner.activations import GPU, Kernels, Parts, RankWork, total
-from llama_ssp.planner.storage import BYTES, IN_LAYERS, UNIT
-from llama_ssp.planner.weights import CACHE, ModelPart, RolePart, held, tensors
+from llama_ssp.planner.storage import BYTES, IN_LAYERS
+from llama_ssp.planner.weights import CACHE, ModelPart, RolePart, held
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
 LOADING = "load"
 STEP = 72  # models.steps.WIDEST: the longest step of a row
 SEGMENTS = "segments"
-ALLOCATOR = "torch's caching allocator: whole segments, and blocks between that fit nothing"
+ALLOCATOR = "torch's caching allocator: whole pages, and blocks between that fit nothing"
 FORMULA = "largest moment, by a formula from shapes"
-# torch's caching allocator (c10/core/AllocatorConfig.h): requests are rounded up to UNIT. Those up to
-# 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, larger ones have whole 2 MiB each.
-SMALL, SMALL_SEGMENT = MIB, 2 * MIB
-LARGE, LARGE_SEGMENT, LARGE_UNIT = 10 * MIB, 20 * MIB, 2 * MIB
+PAGES = 22 * MIB  # torch's expandable segments grow by 2 MiB for small requests, and by 20 MiB for others
 FRAGMENTS = 0.4  # of a round's activations: blocks that one phase frees and no other phase can use
 
 
@@ -52,7 +49,11 @@ def rank_work(
             drafted = replace(drafted, waiting=max(work.prefill_chunk, STEP))
     drafts = rank == (placement.draft[0] if draft is not None and placement.draft else placement.target[0])
     decides = rank == placement.target[0]
-    return RankWork(own, drafted, target.model.vocab, work, room, decides, drafts, kernels)
+    roles = [own, drafted]
+    for at, role in enumerate(roles):
+        if role and role.compiled and not kernels.cpu and not role.part.head_inputs:  # it has graphs
+            roles[at] = replace(role, spare=1 + -(work.rows * role.capacity + 1) % BUCKET)
+    return RankWork(roles[0], roles[1], target.model.vocab, work, room, decides, drafts, kernels)
 
 
 @lru_cache(maxsize=4096)
@@ -95,47 +96,8 @@ def loading_bytes(role: RolePart) -> int:
 
 
 def segments(own: RankWork) -> MemoryLine:
-    """What a GPU's allocator reserves beyond the bytes of `tensor_lines`.
-
-    Of weights and caches by their sizes; of a round's activations a share.
-    """
+    """What a GPU's allocator reserves beyond `tensor_lines`: pages, and a share of what passes through."""
     found = {phase: total(parts) for phase, parts in peaks(own).items()}
     passing = max(size for phase, size in found.items() if phase != LOADING)
-    reserved_bytes = _segments(own.roles, own.work.rows) + int((1 + FRAGMENTS) * passing)
-    excess = max(0, reserved_bytes - max(found.values()))
+    excess = max(0, PAGES + int((1 + FRAGMENTS) * passing) - max(found.values()))
     return MemoryLine(own.roles[0].role, SEGMENTS, excess, BOUND, ALLOCATOR)
-
-
-@lru_cache(maxsize=4096)
-def _segments(roles: tuple[RolePart, ...], rows: int) -> int:
-    """Bytes of the segments of weights and caches, beyond their own."""
-    kept = [
-        (size, times)
-        for role in roles
-        for _, size, times in tensors(role.part, role.dtype, role.store(cpu=False))
-    ]
-    kept += [(role.keys_bytes(rows), 2 * role.caches * role.part.layers) for role in roles]
-    return reserved(kept) - sum(-(-size // UNIT) * UNIT * times for size, times in kept)
-
-
-def reserved(tensors: list[tuple[int, int]]) -> int:
-    """Bytes of the segments of permanent tensors, each (bytes, how many), in free blocks or new ones."""
-    total, free = 0, {True: Counter[int](), False: Counter[int]()}
-    for bytes_, times in tensors:
-        size = -(-max(bytes_, 1) // UNIT) * UNIT
-        small = size <= SMALL
-        holes = free[small]
-        segment = SMALL_SEGMENT if small else LARGE_SEGMENT
-        if size >= LARGE:
-            segment = -(-size // LARGE_UNIT) * LARGE_UNIT
-        while times:
-            block = min((hole for hole in holes if hole >= size), default=segment)
-            there = holes.pop(block, 0)
-            each = min(block // size, times)  # the last block may have room for more
-            used = min(times // each, there or times)
-            total += 0 if there else used * block
-            times -= used * each
-            for rest, count in ((block, there - used), (block - each * size, used)):
-                if count > 0 and rest > (0 if small else SMALL):  # a smaller rest stays with the block
-                    holes[rest] += count
-    return total

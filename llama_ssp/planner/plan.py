@@ -22,7 +22,6 @@ from llama_ssp.planner.search import (
 )
 from llama_ssp.planner.speed import (
     ACCEPTANCES,
-    AcceptancePoint,
     at_acceptance,
     break_even,
     prefill_s,
@@ -44,7 +43,7 @@ class Plan:
     options: list[Option]
     regular_ms: float
     prefill_ms: float
-    acceptances: list[AcceptancePoint]
+    acceptances: list[dict[str, float]]
     pays_from: float | None
     largest: Largest
     advice: list[str]
@@ -143,7 +142,7 @@ class Plan:
             "per_gpu": [_gpu(one) for one in chosen.ranks],
             "placements": [self._ranked(one) for one in self.options],
             "best": best,
-            "by_acceptance": [asdict(one) for one in self.acceptances if self.runs],
+            "by_acceptance": self.acceptances if self.runs else [],
             "break_even_acceptance": self.pays_from if self.runs else None,
             "largest": asdict(self.largest),
             "advice": self.advice,

@@ -34,7 +34,7 @@ from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.search import Option, PlanRequest, option, search
 from llama_ssp.planner.storage import CPU
-from llama_ssp.planner.workload import DRAFT, TARGET
+from llama_ssp.planner.workload import DRAFT, GIB, TARGET
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.vocabulary import read_vocabularies
 
@@ -153,22 +153,17 @@ def require_whole(ranks: tuple[int, ...]) -> None:
 
 def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, world: int) -> None:
     """Refuses a head of another target, and a place where it has no hidden states."""
-    require_head_of(target, draft)
+    if draft.head_inputs % target.dim:
+        what, where = "the head is not one of this target", f"draft {draft.name}"
+        found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
+        allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
+        raise ModelError(what, where, found, allowed, fix)
     if placement.splitting is not Splitting.tensor:
         what, found = "a head drafts only for a target that is split by tensors", placement.splitting.value
         raise UsageError(what, "placement.splitting", found, "tensor", "use placement=auto")
     if world > 1 and placement.draft not in (DraftSeat.auto, DraftSeat.leader):
         what, found = "a head reads the target's hidden states: it is on the leader", placement.draft.value
         raise UsageError(what, "placement.draft", found, "leader", "use placement=leader or placement=auto")
-
-
-def require_head_of(target: ModelConf, draft: ModelConf) -> None:
-    """Refuses a head of another target."""
-    if draft.is_head and draft.head_inputs % target.dim:
-        what, where = "the head is not one of this target", f"draft {draft.name}"
-        found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
-        allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
-        raise ModelError(what, where, found, allowed, fix)
 
 
 def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:
@@ -217,14 +212,15 @@ def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None
     if not all(is_planned(model) for model in (run.model, run.draft) if model is not None):
         return None
     if gpus is not None:
-        run = replace(run, cluster=replace(run.cluster, gpus=gpus, nodes=1))
-    request = request_for(files._replace(run=run), free)
+        gib = min((size for size in (run.cluster.gib, free and free / GIB) if size), default=None)
+        run = replace(run, cluster=replace(run.cluster, gpus=gpus, nodes=1, gib=gib))
+    request = request_for(files._replace(run=run))
     return None if request.machine.is_cpu and run.cluster.times.layer_us is None else request
 
 
-def request_for(files: PairFiles, free: int | None = None) -> PlanRequest:
-    """What to plan for the pair, also where its tokenizers differ; `free` are a GPU's bytes, as measured."""
-    request = request_of(files.run, capacity=free)
+def request_for(files: PairFiles) -> PlanRequest:
+    """Returns what to plan for the pair, also where its tokenizers differ."""
+    request = request_of(files.run)
     return replace(request, bridged=request.draft is not None and is_bridged(*files))
 
 

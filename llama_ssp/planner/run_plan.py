@@ -21,13 +21,14 @@ from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
 from llama_ssp.planner.hardware import machine_of
 from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.plan import worlds_of
-from llama_ssp.planner.search import Option, PlanRequest, option, round_times, warnings_of_codes
+from llama_ssp.planner.search import PROB_BYTES, Option, PlanRequest, option, round_times, warnings_of_codes
 from llama_ssp.planner.storage import CPU, WEIGHTS
-from llama_ssp.planner.weights import CACHE
+from llama_ssp.planner.weights import CACHE, ModelPart, tensors
 from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role, Workload
 
 log = logging.getLogger(__name__)
 
+HOST_BYTES = 2**29  # of a rank that has loaded torch: libraries of the GPU, tokenizers
 USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
 # What is counted of a rank's memory, each more than the one before.
@@ -64,19 +65,20 @@ def request_of(
     slots: int | None = None,
     dtypes: Sequence[Dtype] = (),
     caches: tuple[int, int] = (1, 1),
-    capacity: int | None = None,
+    measured: int | None = None,
+    connected: bool = False,
     on_cpu: bool = False,
 ) -> PlanRequest:
     """What to plan for a run: machine, models, workload. Raises UsageError for a GPU without known figures.
 
     `rows` and `slots` (the longest text with its new tokens) are the task's own where they are None; `dtypes`
     the resolved formats of target and draft, else what the machine makes of `auto`; `caches` how many of each
-    model's there are at once; `capacity` the device's free bytes, as measured (cluster.gib goes before it).
+    model's there are at once; `measured` and `connected` are those of `machine_of`.
     """
     task, spec = run.task, run.speculation
     on_cpu = on_cpu or run.placement.target_device == CPU
     cluster = replace(run.cluster, gpu=CPU) if on_cpu and run.cluster.gpu is None else run.cluster
-    machine = machine_of(cluster, capacity)
+    machine = machine_of(cluster, measured, connected)
     draft = run.draft if run.has_draft_model else None
     target_dtype, draft_dtype = dtypes if len(dtypes) == 2 else (*dtypes, None, None)[:2]
     most = run.model.context if slots is None else slots
@@ -103,7 +105,7 @@ def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | Non
     if placement.splitting is not Splitting.tensor or not all(map(is_planned, models)):
         return None
     try:
-        request = request_of(run, **what)
+        request = request_of(run, connected=placement.world > 1, **what)
     except UsageError as error:
         log.info("not planned: %s", error)
         return None
@@ -122,11 +124,46 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     if chosen.verdict is FitVerdict.uncertain or not enforce:
         log.warning("it may not fit: %s: %s of %s", where, found, allowed)
         return
+    fix = f"{_changes(request, chosen)}; or plan.enforce=false to try all the same"
+    raise DistributedError("the models do not fit", where, found, allowed, fix)
+
+
+def require_host(prediction: Prediction, ranks: int, free: int) -> None:
+    """Refuses a run of GPUs whose `ranks` on this machine need more of its memory than the `free` bytes.
+
+    Each stages a tensor of the weights twice; a draft apart writes its probabilities thrice.
+    """
+    request, place = prediction.request, prediction.option.placement
+    degrees = {TARGET: len(place.target), DRAFT: place.draft_degree}
+    parts = [(ModelPart.of(role.model, degrees[role.role]), role.dtype) for role in request.roles]
+    staged = 2 * max(size for part, dtype in parts for _, size, _ in tensors(part, dtype))
+    sent = 3 * PROB_BYTES * request.work.rows * prediction.option.k * request.target.model.vocab
+    needed = ranks * (HOST_BYTES + staged) + (sent if place.draft_apart else 0)
+    if needed > free:
+        what, found = "the memory of the host is short", f"{needed / GIB:.1f} GiB needed"
+        fix = "start fewer ranks on this machine, or take fewer rows (task.batch_size) or placement=leader"
+        raise DistributedError(what, f"{ranks} ranks", found, f"{free / GIB:.1f} GiB that are free", fix)
+
+
+def _changes(request: PlanRequest, chosen: Option) -> str:
+    """Returns what makes it fit, in words."""
     world = chosen.placement.world  # a GPU machine may have more
     max_world = world if request.machine.is_cpu else max(world, request.machine.world)
-    changes = advice(request, chosen, worlds_of(max_world)) or [SMALLER]
-    fix = "; or ".join([*changes, "plan.enforce=false to try all the same"])
-    raise DistributedError("the models do not fit", where, found, allowed, fix)
+    return "; or ".join(advice(request, chosen, worlds_of(max_world)) or [SMALLER])
+
+
+def fitting(prediction: Prediction, rank: int, available: int, needed: int) -> tuple[int, str]:
+    """Returns what was planned for a rank whose GPU is full, in bytes, and which changes would have fitted.
+
+    `available` are the bytes that its tensors could have, `needed` those that it would have taken at least:
+    where these exceed the plan, every other plan is taken to be as far off.
+    """
+    request, chosen = prediction.request, prediction.option
+    planned, taken = chosen.ranks[rank].total, request.machine.taken
+    there = taken["context"] + taken["nccl"] * (chosen.placement.world > 1)
+    capacity = available + there - max(0, needed + there - planned)
+    request = replace(request, machine=replace(request.machine, capacity=max(0, capacity)))
+    return planned, _changes(request, option(request, chosen.placement, chosen.k))
 
 
 def warn_of_codes(prediction: Prediction) -> None:

@@ -17,8 +17,10 @@ from llama_ssp.models.sharding import require_quantised, require_split, require_
 from llama_ssp.planner.engine import as_run, why_eager
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
+from llama_ssp.planner.layers import layers_lines
 from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, forward_s, pass_cost
-from llama_ssp.planner.storage import BYTES
+from llama_ssp.planner.storage import BYTES, WEIGHTS
+from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import TARGET, Role, Workload
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
@@ -68,6 +70,19 @@ class PlanRequest:
         """The memory of every rank, for this work."""
         compiled = tuple(role.role for role in self.roles if self.why_eager(role, placement) is None)
         return rank_memories(self.machine, self.target, self.draft, placement, work, compiled)
+
+    def beside_layers(self) -> tuple[int, int, int]:
+        """With placement=layers: a GPU's bytes beside weights and caches, the first's and another's, with the
+        draft on the first; and the bytes of the caches of a layer."""
+        work = replace(self.work, k=self.k_max if self.k is None else self.k)
+        found, caches = list[int](), 0
+        for draft in (self.draft, None):
+            lines = next(layers_lines(self.target, draft, work, 1, self.machine.kernels))
+            own = {line.name: line.bytes for line in lines if line.role == TARGET}
+            caches = own[CACHE]
+            weights = sum(own.get(name, 0) for name in WEIGHTS)
+            found.append(sum(line.bytes for line in lines) - weights - caches)
+        return found[0], found[1], -(-caches // self.target.model.n_layers)
 
 
 @dataclass(frozen=True)
@@ -156,14 +171,6 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
             require_quantised(role.model)
 
 
-def _refuse(request: PlanRequest, world: int) -> None:
-    """More ranks than any placement of these models could use."""
-    if world > sum(role.model.n_heads for role in request.roles):
-        require_split(request.target.model, world, request.target.role)
-    what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
-    raise DistributedError(what, "cluster", f"{world} ranks", allowed, "lower cluster.nodes or cluster.gpus")
-
-
 def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[Option]:
     """The placements over these numbers of ranks: fitting ones first, the fastest first, fewer ranks first.
 
@@ -171,7 +178,8 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
     """
     found: list[Option] = []
     reason: Exception | None = None
-    most = min(MOST_RANKS, sum(role.model.n_heads for role in request.roles))  # that a placement could use
+    heads = sum(role.model.n_heads for role in request.roles)
+    most = min(MOST_RANKS, heads)  # that a placement could use
     for world in (one for one in worlds if one <= most):
         for placement in placements(world, request.draft is not None, every):
             try:
@@ -179,7 +187,11 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
             except (DistributedError, ModelError) as error:
                 reason = error
     if not found and worlds[-1] > most:
-        _refuse(request, worlds[-1])
+        if worlds[-1] > heads:
+            require_split(request.target.model, worlds[-1], request.target.role)
+        what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
+        fix = "lower cluster.nodes or cluster.gpus"
+        raise DistributedError(what, "cluster", f"{worlds[-1]} ranks", allowed, fix)
     if not found and reason is not None:
         raise reason
     return sorted(found, key=lambda one: one.order)

@@ -2,9 +2,9 @@
 
     t = bytes_rank / bandwidth + L*c + [ranks > 1] * (2L + 2) * (alpha + beta*(ranks - 1))
 
-of the rank that reads most. Four published runs (CALIBRATION) determine the four constants exactly; tests
-compare other published runs. The constants hold for bf16, one row, CUDA graphs and preallocated caches;
-elsewhere the band is wide, and task=calibrate measures.
+of the rank that reads most. Four published runs determine the four constants exactly; tests compare other
+published runs. The constants hold for bf16, one row, CUDA graphs and preallocated caches; elsewhere the band
+is wide, and task=calibrate measures.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from llama_ssp.planner.weights import ModelPart, held, weights
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
 
-# Tokens a second by ranks: gpt-fast README, Llama-2-7B bf16, A100-80 limited to 330 W, one row, 5 tokens
-# of prompt.
-CALIBRATION = {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}
-CALIBRATED_LAYERS, CALIBRATED_MATRICES, CALIBRATED_HEAD = 32, 2 * 6_476_005_376, 2 * 32_000 * 4096
+# The four constants that give the published runs (tests/test_plan_speed.py): gpt-fast README, Llama-2-7B
+# bf16 on 1, 2, 4 and 8 A100-80 limited to 330 W, one row, 5 tokens of prompt.
+BYTES_PER_S = 1576831925929.5686
+LAYER_S, SUM_S, SUM_S_PER_RANK = 3.602175540184374e-05, 7.236603830726217e-06, 5.266956020165437e-07
 CALIBRATED_GB_S = 2039.0  # the data sheet's bandwidth of that GPU
 # A pass of 16 rows of tokens reads its weights 3 % slower than one of a single row (A100, aiconfigurator).
 ROWS_COST = {1: 1.0, 16: 1.03}
@@ -109,29 +109,15 @@ class PassCost:
         return self.weights + self.experts * (1 - (1 - self.chosen) ** tokens)
 
 
-def calibrated() -> tuple[float, float, float, float]:
-    """Bytes a second, seconds a layer, and an all-reduce's seconds: constant, and for each further rank."""
-    total = 2 * CALIBRATED_LAYERS
-    spent = {ranks: 1 / rate for ranks, rate in CALIBRATION.items()}
-    read = {ranks: CALIBRATED_MATRICES / ranks + CALIBRATED_HEAD for ranks in CALIBRATION}
-    fewer, more = spent[2] - spent[4], spent[4] - spent[8]
-    inverse = (2 * fewer - more) / (2 * (read[2] - read[4]) - (read[4] - read[8]))
-    further = ((read[2] - read[4]) * inverse - fewer) / (2 * total)
-    layer = (spent[1] - read[1] * inverse) / CALIBRATED_LAYERS
-    constant = (spent[2] - read[2] * inverse - CALIBRATED_LAYERS * layer) / total - further
-    return 1 / inverse, layer, constant, further
-
-
 def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | None, borrowed: bool) -> Times:
     """The constants of a cluster; its own take precedence over the calibrated ones."""
-    speed, layer, constant, further = calibrated()
-    attained = speed / 1e9 / CALIBRATED_GB_S if conf.bandwidth_share is None else conf.bandwidth_share
-    reduce = conf.all_reduce_us or {n: 1e6 * (constant + further * (n - 1)) for n in (2, 4, 8, 16)}
+    attained = BYTES_PER_S / 1e9 / CALIBRATED_GB_S if conf.bandwidth_share is None else conf.bandwidth_share
+    reduce = conf.all_reduce_us or {n: 1e6 * (SUM_S + SUM_S_PER_RANK * (n - 1)) for n in (2, 4, 8, 16)}
     return Times(
         bytes_per_s=gb_s * 1e9 * attained,
         flops_per_s=tflops * 1e12 * (FLOPS_SHARE if conf.flops_share is None else conf.flops_share),
         rows_cost=tuple(sorted((conf.rows_cost or ROWS_COST).items())),
-        layer=layer if conf.layer_us is None else conf.layer_us / 1e6,
+        layer=LAYER_S if conf.layer_us is None else conf.layer_us / 1e6,
         step=(conf.step_us or 0.0) / 1e6,
         round=(conf.round_us or 0.0) / 1e6,
         check=(conf.check_us or 0.0) / 1e6,
@@ -154,8 +140,9 @@ def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
     chosen = part.experts_per_token / part.experts if part.expert_layers else 0.0
     shares = {**dict.fromkeys(not_read, 0.0), EXPERTS: chosen}  # of a group's numbers, for each token
     numbers = sum(weight.count * weight.times * shares.get(weight.group, 1.0) for weight in weights(part))
-    of_layer = 2 + part.family.whole_qk_norm  # after attention, after the MLP, in norms over all heads
-    w, sums = width(role.dtype), of_layer * part.layers + PASS_SUMS if ranks > 1 else 0
+    # All-reduces of a layer: after attention, after the MLP, and in norms over the heads of all ranks.
+    sums = (2 + part.family.whole_qk_norm) * part.layers + PASS_SUMS if ranks > 1 else 0
+    w = width(role.dtype)
     slot = 2.0 * part.layers * part.key_width * w
     scores = 4.0 * part.layers * part.query_width  # products with keys, then with values
     own = sums, part.dim * w, part.whole_vocab, found.get(EXPERTS, 0), chosen, scores
@@ -278,24 +265,15 @@ class RoundTimes:
         return right * max(verify, ahead) + (1 - right) * (k * self.draft + verify + interrupted)
 
 
-@dataclass(frozen=True)
-class AcceptancePoint:
-    """At an acceptance: the best K, and its speed-up over regular sampling."""
-
-    acceptance: float
-    k: int
-    ms_per_token: float
-    speedup: float
-    tokens_per_round: float
-
-
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
-def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> AcceptancePoint:
+def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> dict[str, float]:
+    """Returns the best K at an acceptance, and its speed-up over regular sampling, named as in the JSON."""
     k = times.best_k(acceptance)
-    ms = times.ms_per_token(acceptance, k)
-    return AcceptancePoint(acceptance, k, ms, regular_ms / ms, times.tokens(acceptance, k))
+    ms, tokens = times.ms_per_token(acceptance, k), times.tokens(acceptance, k)
+    speeds = {"ms_per_token": ms, "speedup": regular_ms / ms, "tokens_per_round": tokens}
+    return {"acceptance": acceptance, "k": k, **speeds}
 
 
 def break_even(times: RoundTimes, regular_ms: float) -> float | None:

@@ -63,7 +63,7 @@ def job_drawing(job: JobPlan) -> Iterator[Table | str]:
         return
     prices = ("price", "a million tokens") if price is not None else ()
     nodes = _right_table("nodes", "GPUs", "groups", "tokens/s", "time", *prices, "limited by")
-    for row in (one.document() for one in job.nodes):
+    for row in job.nodes:
         costs = [f"{row[name]:.2f}" for name in ("job_price", "price_per_million_tokens")] if prices else []
         groups_ = f"{row['groups']} x {row['gpus_per_group']}"
         spent = row["job_s"] / 3600
@@ -73,7 +73,7 @@ def job_drawing(job: JobPlan) -> Iterator[Table | str]:
     yield nodes
     yield from job.sentences()
     machine = job.request.machine
-    if not machine.is_cpu and job.nodes[-1].group.gpus > machine.gpus:
+    if not machine.is_cpu and job.nodes[-1]["gpus_per_group"] > machine.gpus:
         yield BETWEEN_NODES
 
 
@@ -189,11 +189,11 @@ def _acceptances(plan: Plan) -> Table:
     table, points = _empty_table(), plan.acceptances
     table.add_column("acceptance")
     for one in points:
-        table.add_column(f"{one.acceptance:g}", justify="right")
-    table.add_row("K", *(str(one.k) for one in points))
-    table.add_row("tokens a round", *(f"{one.tokens_per_round:.2f}" for one in points))
-    table.add_row("ms/token", *(f"{one.ms_per_token:.2f}" for one in points))
-    table.add_row("speed-up", *(f"{one.speedup:.2f}x" for one in points))
+        table.add_column(f"{one['acceptance']:g}", justify="right")
+    table.add_row("K", *(str(one["k"]) for one in points))
+    table.add_row("tokens a round", *(f"{one['tokens_per_round']:.2f}" for one in points))
+    table.add_row("ms/token", *(f"{one['ms_per_token']:.2f}" for one in points))
+    table.add_row("speed-up", *(f"{one['speedup']:.2f}x" for one in points))
     return table
 
 

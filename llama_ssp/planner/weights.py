@@ -259,6 +259,7 @@ class RolePart:
     masks: int
     compiled: bool = False  # its steps
     waiting: int = 0
+    spare: int = 0  # slots of a cache with graphs beyond those of its rows: for pads, in whole buckets
 
     @staticmethod
     def of(role: Role, part: ModelPart, capacity: int, caches: int = 1, compiled: bool = False) -> RolePart:
@@ -269,12 +270,9 @@ class RolePart:
         """How a CPU or a GPU keeps its tensors."""
         return Storage(1 if cpu else UNIT, CPU if cpu else CUDA, self.compiled)
 
-    def keys(self, rows: int) -> int:
-        """How many numbers the keys of one layer are, in one cache."""
-        return rows * self.part.key_width * self.capacity
-
     def keys_bytes(self, rows: int) -> int:
-        return self.keys(rows) * width(self.dtype)
+        """The bytes of the keys of one layer, in one cache."""
+        return (rows * self.capacity + self.spare) * self.part.key_width * width(self.dtype)
 
     def caches_bytes(self, rows: int, unit: int = 1) -> int:
         """Of all caches and layers, each layer's keys and values rounded up to `unit`."""

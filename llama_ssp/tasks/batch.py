@@ -22,10 +22,10 @@ from llama_ssp.batch.journal import BEAT_S, STALE_S, Journal
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
-from llama_ssp.config import BatchConf, LogprobsOf
+from llama_ssp.config import MOST_ROWS, BatchConf, LogprobsOf
 from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.errors import DataError, StorageError
+from llama_ssp.errors import DataError, StorageError, first_line, lacks_gpu_memory
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
 from llama_ssp.pair.session import PairSession
@@ -47,6 +47,7 @@ class BatchTask(Task[BatchConf]):
     _journal: Journal | None = None
     _rows: ContinuousBatch | None = None
     _answered = _refused = _set_aside = 0
+    _max_rows = MOST_ROWS  # fewer, where the GPU's memory was full
 
     def run(self) -> str:
         pair = self._open()
@@ -179,14 +180,28 @@ class BatchTask(Task[BatchConf]):
     def _write(
         self, works: list[TokenRequest], rows: int, attempt: Attempt, advance: Callable[[int], None]
     ) -> None:
-        """Writes texts on every rank, `rows` at a time, and commits each answer."""
-        if not works:
-            return
+        """Writes texts on every rank, `rows` at a time, and commits each answer.
+
+        Where a single GPU's memory is full, the rest is written half as many rows at a time.
+        """
         assert self._rows is not None
-        broadcast_json({"works": [asdict(work) for work in works], "rows": rows}, self._ranks)
-        for written in self._rows.write(works, rows, attempt.begin):
-            self._commit(attempt, written)
-            advance(1)
+        while works:
+            rows = min(rows, self._max_rows)
+            broadcast_json({"works": [asdict(work) for work in works], "rows": rows}, self._ranks)
+            left = {work.index: work for work in works}
+            try:
+                for written in self._rows.write(works, rows, attempt.begin):
+                    self._commit(attempt, written)
+                    del left[written.index]
+                    advance(1)
+            except RuntimeError as error:
+                # Other ranks do not know that one of them lacks memory, and wait.
+                if self._ranks.world > 1 or rows == 1 or not lacks_gpu_memory(error):
+                    raise
+                self._max_rows = rows // 2
+                said = self.full_gpu(error) or first_line(error)
+                log.warning("%d rows at a time from here on, as with %d: %s", self._max_rows, rows, said)
+            works = list(left.values())
 
     def _commit(self, attempt: Attempt, written: Reply) -> None:
         request = self._job.records[written.index]

@@ -9,6 +9,7 @@ import torch
 
 from llama_ssp.config import Output, PromptedConf, TaskConf
 from llama_ssp.distributed.comm import Ranks
+from llama_ssp.errors import DistributedError
 from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.gpus import gpus_here
@@ -60,6 +61,10 @@ class Task(Generic[Conf]):
     def measurements(self) -> list[RunMeasurement]:
         """How fast each way of generating was, for comparison with the plan."""
         return self._measured
+
+    def full_gpu(self, error: Exception) -> DistributedError | None:
+        """Returns the error of a full GPU with what is there; None where it is another."""
+        return self._pair.full_gpu(error) if self._pair else None
 
     def _open(self, spec: PairSpec | None = None) -> PairSession:
         """The run's pair, its models not yet loaded."""

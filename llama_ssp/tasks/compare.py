@@ -152,7 +152,11 @@ class CompareTask(Task[CompareConf]):
                 wrong = problem_of(text, {})  # what is read from a file was checked before
                 if wrong is not None:
                     raise wrong
-                yield text, pair.prompt(text)
+                prompt, allowed = pair.prompt(text), f"at most {TYPED_TOKENS}"
+                if (count := len(prompt.token_ids)) > TYPED_TOKENS:
+                    what, fix = "a typed prompt is longer than memory was planned for", "use task.prompt_file"
+                    raise DataError(what, text.where, f"{count} tokens", allowed, fix)
+                yield text, prompt
             except DataError as problem:  # a typing mistake does not end the run
                 log.warning("%s", problem)
 

@@ -103,6 +103,8 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         status = task.run()
         held = max((one.held_bytes for one in task.measurements()), default=0)
         memory = memory_of_ranks(held, device, ranks)
+    except Exception as error:
+        raise task.full_gpu(error) or error from error.__cause__
     except KeyboardInterrupt as stop:
         status = "interrupted"
         if folder.path is not None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, values
+from llama_ssp.models.graph_sizes import DECODED
 from llama_ssp.models.kernels.coded import CodedLinear, usable
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import WORD, packed, product_of_expert
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of numbers that the kernel for GPUs multiplies
 MOST_PAIRS = 1024  # of a token and an expert; where there are more, as in prompts, each expert runs alone
-DECODED_PAIRS = 16  # matrices that are decoded at once, where the choice of experts is not waited for
 NUMBERS = ""
 Words = tuple[str, int, float, int, bool, bool]
 
@@ -133,11 +133,13 @@ def products(x_MK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | Non
         return experts_triton.products(x_MK, expert_P, stack.parts[0], bias_EN)
     words, inputs = _read(stack.how), x_MK.shape[-1]
     x_PK = x_MK.repeat_interleave(len(expert_P) // len(x_MK), 0)
-    found = []
-    chunks = zip(torch.split(expert_P, DECODED_PAIRS), torch.split(x_PK, DECODED_PAIRS), strict=True)
-    for chosen, x_CK in chunks:
-        own = [part[chosen].flatten(0, 1) for part in stack.parts]
-        weight_CNK = _decoded(own, words, inputs, x_MK.dtype).view(len(chosen), -1, inputs)
-        found.append(torch.bmm(weight_CNK, x_CK[:, :, None])[:, :, 0])
-    y_PN = torch.cat(found)
-    return y_PN if bias_EN is None else y_PN + bias_EN[expert_P]
+    y_PN1, count = x_PK.new_empty(len(x_PK), words[3], 1), max(1, DECODED // (words[3] * inputs))
+
+    def multiply(few: slice) -> None:  # decoded weights end with it, before others are made
+        own = [part[expert_P[few]].flatten(0, 1) for part in stack.parts]
+        weight_CNK = _decoded(own, words, inputs, x_MK.dtype).view(-1, words[3], inputs)
+        torch.bmm(weight_CNK, x_PK[few, :, None], out=y_PN1[few])
+
+    for first in range(0, len(x_PK), count):
+        multiply(slice(first, first + count))
+    return y_PN1[..., 0] if bias_EN is None else y_PN1[..., 0] + bias_EN[expert_P]
