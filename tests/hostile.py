@@ -69,7 +69,7 @@ def tried(
         row = replace(row, code=5, says=says)
     elif engine in ("layers", "deepspeed") and row.modules:
         row = replace(row, code=4, says=row.modules)
-    codes, *said = zip(*answers, strict=True)
+    codes, *said = zip(*(answer[:3] for answer in answers), strict=True)
     return problems + row.problems(codes, *map("".join, said))
 
 

@@ -184,8 +184,8 @@ class BatchTask(Task[BatchConf]):
 
         Where a single GPU's memory is full, the rest is written half as many rows at a time.
         """
-        assert self._rows is not None
         while works:
+            assert self._rows is not None
             rows = min(rows, self._max_rows)
             broadcast_json({"works": [asdict(work) for work in works], "rows": rows}, self._ranks)
             left = {work.index: work for work in works}
