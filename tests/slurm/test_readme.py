@@ -28,7 +28,7 @@ def test_the_section_as_a_new_user_would(lab: Lab, tmp_path: Path):
     for line in lines:
         if "task.status" in line:
             lab.wait_empty()
-            line += " output=json"
+            line = line.replace("task.status=true", "task.status=true output=json")
         run = ["bash", "-c", line.replace("llama-ssp ", f"'{sys.executable}' '{LAUNCH}' ")]
         env = {**lab.env, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
