@@ -55,10 +55,10 @@ def main() -> None:
     rows = []
     for spins in counts:
         alone, busy = taken[spins, False], taken[spins, True]
-        spread = (f"{min(times):.1f}..{max(times):.1f}" for times in (alone, busy))
-        first, second = spread
-        rows.append([spins, f"{median(alone):.2f}", first, f"{median(busy):.1f}", second])
-        rows[-1].append(f"{median(busy) / median(alone):.1f}")
+        row = [spins]
+        for times in (alone, busy):
+            row += [f"{median(times):.2f}", f"{min(times):.1f}..{max(times):.1f}"]
+        rows.append([*row, f"{median(busy) / median(alone):.1f}"])
     report(
         own["write"], "A run next to busy loops, by how long waiting threads spin", {},
         f"{own['rounds']} rounds, in turn; {os.cpu_count()} loops.",

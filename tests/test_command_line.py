@@ -131,6 +131,9 @@ def test_interpolations_and_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp
     [
         ("30B", "the first word is not a task; found '30B'"),
         ("compar 30B", "write llama-ssp compare"),
+        ("run 30B", "write llama-ssp generate"),
+        ("serve", "write llama-ssp batch"),
+        ("generate hello,world", "a text is prompt='...'"),
         *((f"{name}x", f"write llama-ssp {name}") for name in COMMANDS),
         ("plan /no/such", "there is no such folder or file; /no/such"),
         ("plan nothing-like-it", "there is no model=nothing-like-it; allowed a preset, a folder"),

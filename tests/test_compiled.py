@@ -33,7 +33,7 @@ from llama_ssp.models.linear import Products, plain
 from llama_ssp.models.programs import quick_builds
 from llama_ssp.models.quantization import INT4, LLM_INT8, NF4
 from llama_ssp.models.steps import SteppedModel
-from llama_ssp.pair import assembly
+from llama_ssp.pair import assembly, session
 from llama_ssp.pair.placements import compiles
 from llama_ssp.speculative.model_runner import ModelRunner
 from tests.distributed.test_tensor import walked
@@ -371,8 +371,13 @@ def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_the_command_compiles_before_it_writes(command, caplog):
+def test_the_command_compiles_before_it_writes(command, caplog, monkeypatch, tmp_path):
+    """And marks that it has, for later runs; an eager run marks nothing."""
+    monkeypatch.setattr(session, "compiled_before", lambda model, _: tmp_path / model.name)
+    words = "model.n_layers=1", "draft=none", "prompt=a", "max_new_tokens=8"
+    assert command("engine=eager", *words).code == 0 and not list(tmp_path.glob("tiny*"))
     with caplog.at_level(logging.INFO, logger="llama_ssp"):
-        answer = command("engine=compiled", "model.n_layers=1", "draft=none", "prompt=a", "max_new_tokens=8")
+        answer = command("engine=compiled", *words)
     assert answer.code == 0 and not answer.errors
     assert "compile: 1 of 1 models" in caplog.text and "runs eagerly" not in caplog.text
+    assert [file.name for file in tmp_path.glob("tiny*")] == ["tiny"]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llama_ssp.config import ModelConf
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.config.arguments import in_full
+from llama_ssp.config.compose import composed
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
@@ -28,6 +30,8 @@ from llama_ssp.models.loader import differences
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.shape import ALL
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
+from llama_ssp.planner import resolve
+from llama_ssp.planner.resolve import pair_specs
 from tests.distributed.threads import ranks_of, together
 from tests.families import TOLERANCE, require_same, rope, walked
 from tests.gguf_files import SIZES, gguf, number, write
@@ -225,6 +229,27 @@ def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> 
     assert len(source.shapes) >= 2 + 9 * 2
     for name in source.shapes:
         assert torch.equal(whole(source.read(name, None), torch.bfloat16), lower[name]), name
+
+
+def test_a_file_keeps_its_codes_by_default_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, _ = made("llama", tmp_path, MIXED)
+    (tmp_path / "plain").mkdir()
+    plain = made("llama", tmp_path / "plain", dict.fromkeys(MIXED, "F16"))[0]
+
+    def format_of(file: Path, *words: str) -> Dtype:
+        run = composed(in_full([f"model={file}", "draft=none", "max_new_tokens=8", *words]))
+        return pair_specs(run, [], 1)[0].run.model.dtype
+
+    monkeypatch.setattr(resolve, "compiler", lambda: "g++")
+    assert format_of(path) is Dtype.packed
+    assert format_of(path, "model.dtype=bf16") is Dtype.bf16
+    assert format_of(plain) is format_of(path, "cluster=p4d") is Dtype.auto
+    assert format_of(path, "placement.splitting=layers") is Dtype.auto
+    monkeypatch.setattr(resolve, "gpus_here", lambda: ["a GPU"])
+    assert format_of(path) is Dtype.auto and format_of(path, "placement=cpu") is Dtype.packed
+    monkeypatch.setattr(resolve, "gpus_here", list)
+    monkeypatch.setattr(resolve, "compiler", lambda: None)
+    assert format_of(path) is Dtype.auto
 
 
 def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:

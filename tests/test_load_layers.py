@@ -14,7 +14,7 @@ from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, StorageError, UsageError
 from llama_ssp.models import device_map as layers
 from llama_ssp.models.causal_lm import CausalModel, RaggedCache
-from llama_ssp.models.device_map import load_layers, spread_beside, spread_of
+from llama_ssp.models.device_map import load_layers, spread_of, spread_with_room
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.loader import load_module, shaped
 from llama_ssp.models.slot_cache import Tally
@@ -159,32 +159,32 @@ def test_keys_sit_on_the_layers_device():
         assert keys.device.type == values.device.type == device and keys.shape == (1, 2, 3, 4)
 
 
-def test_gpus_have_room_for_what_they_need_beside_weights():
+def test_gpus_have_room_for_what_is_no_weight():
     """The first GPU's draft, activations, and the caches of its layers and of those that are on no GPU."""
     module = shaped(replace(MADE, n_layers=12), None, Dtype.fp32, "model")
     layer = 4 * sum(p.numel() for p in module.model.layers[0].parameters())
     ends = 4 * sum(p.numel() for p in module.parameters()) - 12 * layer
     limits: dict[int | str, int] = {0: 7 * layer, 1: 4 * layer, "cpu": 40 * layer}
 
-    def needed(beside: tuple[int, int, int]) -> dict[int, int]:
-        spread = spread_beside(module, Dtype.fp32, limits, beside)
+    def needed(room: tuple[int, int, int]) -> dict[int, int]:
+        spread = spread_with_room(module, Dtype.fp32, limits, room)
         at = [device for name, device in spread.items() if ".layers." in name]
         caches = {0: len(at) - at.count(1), 1: at.count(1)}
         return {
-            gpu: layer * at.count(gpu) + ends * (gpu == 0) + beside[gpu] + beside[2] * caches[gpu]
+            gpu: layer * at.count(gpu) + ends * (gpu == 0) + room[gpu] + room[2] * caches[gpu]
             for gpu in (0, 1)
         }
 
-    for beside in (
+    for room in (
         (2 * layer, layer, 0),
         (layer, layer // 2, layer // 5),
         (3 * layer, 2 * layer, layer // 4),
     ):
-        assert all(needed(beside)[gpu] <= limits[gpu] for gpu in (0, 1)), beside
+        assert all(needed(room)[gpu] <= limits[gpu] for gpu in (0, 1)), room
         full = spread_of(module, Dtype.fp32, limits)
         counts = [
             sum(device == gpu and ".layers." in name for name, device in full.items()) for gpu in (0, 1)
         ]
-        caches = beside[2] * (12 - counts[1])
-        assert layer * counts[0] + ends + beside[0] + caches > limits[0], "without, the first is too full"
-    assert spread_beside(module, Dtype.fp32, limits, (0, 0, 0)) == spread_of(module, Dtype.fp32, limits)
+        caches = room[2] * (12 - counts[1])
+        assert layer * counts[0] + ends + room[0] + caches > limits[0], "without, the first is too full"
+    assert spread_with_room(module, Dtype.fp32, limits, (0, 0, 0)) == spread_of(module, Dtype.fp32, limits)

@@ -422,12 +422,12 @@ def test_the_hosts_memory_is_compared_too() -> None:
         require_host(prediction, 3, needed - 1)
 
 
-def test_what_gpus_need_beside_layers() -> None:
+def test_what_weights_leave_free_by_layers() -> None:
     """70B by layers with a draft on 24 GB: the draft's 2.3 GiB, a pass, and 2.5 MiB of caches a layer."""
     on = request("llama3.1-70b", "llama3.2-1b", machine("rtx_4090", gpus=1), k=8)
-    first, other, layer = on.beside_layers()
+    first, other, layer = on.room_by_layers()
     draft = weight_bytes(ModelPart.of(model("llama3.2-1b")), Dtype.bf16)
     assert draft < first - other < draft + 64 * MIB and 0 < other < GIB
     assert layer == 2 * on.work.slots * 8 * 128 * 2
     alone_on = replace(on, draft=None)
-    assert alone_on.beside_layers()[:2] == (other, other)
+    assert alone_on.room_by_layers()[:2] == (other, other)

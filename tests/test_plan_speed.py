@@ -14,7 +14,7 @@ from llama_ssp.config import Dtype, ModelConf, Overlap, Splitting, Steps, TimesC
 from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.planner import speed
 from llama_ssp.planner.efficiency import efficiency_of, of_plain
-from llama_ssp.planner.engine import as_run, launching_s, why_eager
+from llama_ssp.planner.engine import FEW_TOKENS, as_run, compiled_before, launching_s, why_eager
 from llama_ssp.planner.groups import PROMPTS, JobSize, plan_job
 from llama_ssp.planner.plan import make_plan, target_prefill_s
 from llama_ssp.planner.search import NOTABLE, PlanRequest, option
@@ -200,6 +200,30 @@ def test_why_steps_run_eagerly(reason: str | None, engine: Steps, changes: dict[
     usual = {"tokens": 0, "model": model("7B"), "dtype": Dtype.bf16, "splitting": Splitting.tensor}
     found = why_eager(engine, **{**usual, "on_cpu": False, **changes})
     assert found is None if reason is None else reason in str(found)
+
+
+def test_what_was_compiled_once_is_compiled_for_fewer_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the model's sizes, the format and the threads; a long run goes by its settings alone."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    small, medium = model("smollm2-135m"), "save less than compiling takes; engine=compiled does it once"
+
+    def why(tokens: int, own: ModelConf = small, dtype: Dtype = Dtype.packed) -> str:
+        return str(why_eager(Steps.auto, tokens, own, dtype, Splitting.tensor, on_cpu=True))
+
+    assert medium in why(200) and medium not in why(20) and why(10_000) == "None"
+    tiny = replace(small, n_layers=10, vocab=1000)
+    assert medium in why(FEW_TOKENS - 1, tiny) and medium not in why(FEW_TOKENS, tiny) != "None"
+    mark = compiled_before(small, Dtype.packed)
+    mark.parent.mkdir()
+    mark.touch()
+    assert why(200) == why(200, replace(small, name="another", path="/x")) == "None" != why(20)
+    others = {"n_layers": 29}, {"vocab": 1000}, {"code_mix": "x"}
+    assert all(medium in why(200, replace(small, **other)) for other in others)
+    assert medium in why(200, dtype=Dtype.bf16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert medium in why(200)
 
 
 def on_gpus(engine: Steps) -> PlanRequest:

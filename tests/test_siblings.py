@@ -61,10 +61,8 @@ def test_the_plan_knows_siblings():
     plain, wide = (round_times(request, placement) for request in (chain, tree))
     assert wide.verify[0] == plain.verify[0] and plain.verify[4] < wide.verify[4]
     assert wide.tokens(0.7, 4) - plain.tokens(0.7, 4) == pytest.approx((1 - 0.7**4) * usual_gain(2))
-    caches = [
-        0,
-        0,
-    ]  # of texts of 32 lengths: memory comes in buckets of 256 slots, and 8 slots fill one of 32
+    # Of 32 lengths of a text: memory comes in buckets of 256 slots; for one of them 8 slots need another.
+    caches = [0, 0]
     for number, request in enumerate((chain, tree)):
         for longer in range(0, 256, 8):
             work = replace(request.work, prompt_tokens=request.work.prompt_tokens + longer)

@@ -25,22 +25,24 @@ from llama_ssp.models.sharding import require_quantised, require_transformers
 log = logging.getLogger(__name__)
 CPU, DISK = "cpu", "disk"
 Spread = dict[str, int | str]  # the device of each module by its name
-Beside = tuple[int, int, int]  # bytes of a GPU beside weights: the first's, another's, a layer's caches
+Room = tuple[
+    int, int, int
+]  # bytes that weights leave free on the first GPU, on another, and for a layer's caches
 
 
 def load_layers(
     model: ModelConf, path: Path | None, dtype: Dtype, limits: dict[str, str], offload: Path | None,
-    role: str, beside: Beside = (0, 0, 0),
+    role: str, room: Room = (0, 0, 0),
 ) -> CausalModel:  # fmt: skip
     """The model on all devices, or on those of `limits`; what does not fit goes to folder `offload`.
 
-    Without `limits` every GPU leaves free what it needs `beside` its layers.
+    Without `limits` the weights leave this `room` on every GPU.
     """
     require_quantised(model)
     require_transformers(model.name, dtype)
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # our own log line says it
     empty = shaped(model, path, dtype, role)
-    spread = spread_beside(empty, dtype, _limits(limits), (0, 0, 0) if limits else beside)
+    spread = spread_with_room(empty, dtype, _limits(limits), (0, 0, 0) if limits else room)
     _require_possible(spread, dtype, offload, f"{role} {model.name}")
     folder = _folder(offload) if offload and DISK in spread.values() else None
     if path is not None:
@@ -81,14 +83,14 @@ def spread_of(module: Any, dtype: Dtype, limits: dict[int | str, int]) -> Spread
     return spread
 
 
-def spread_beside(module: Any, dtype: Dtype, limits: dict[int | str, int], beside: Beside) -> Spread:
-    """The device of each module, where GPUs also have room for what they need beside the weights.
+def spread_with_room(module: Any, dtype: Dtype, limits: dict[int | str, int], room: Room) -> Spread:
+    """Returns the device of each module, where the weights leave room on every GPU.
 
     A layer that is on no GPU runs on the first: its caches are there.
     """
     layers, first = Counter[int | str](), min(limits, key=str)  # of each device; the first GPU, if any
     while True:
-        taken = {gpu: beside[gpu != first] + beside[2] * layers[gpu] for gpu in limits if gpu != CPU}
+        taken = {gpu: room[gpu != first] + room[2] * layers[gpu] for gpu in limits if gpu != CPU}
         left = {device: max(0, size - taken.get(device, 0)) for device, size in limits.items()}
         spread = spread_of(module, dtype, left)
         found = Counter(spread[name] for name in spread if name.rpartition(".")[2].isdecimal())

@@ -70,8 +70,8 @@ def memory_of(device: torch.device, ranks: Ranks = ALONE) -> int:
         own = str(torch.cuda.get_device_properties(device).uuid)
     else:
         own = ""
-    alike = ranks.gather_texts(own).count(own)
-    return int(torch.cuda.mem_get_info(device)[0]) // alike if own else memory_here()
+    sharing = ranks.gather_texts(own).count(own)
+    return int(torch.cuda.mem_get_info(device)[0]) // sharing if own else memory_here()
 
 
 def usage_of(device: torch.device) -> dict[str, int]:

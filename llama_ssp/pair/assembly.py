@@ -223,7 +223,7 @@ def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
     if placed.splitting is Splitting.layers:
         offload = home_expanded(placed.offload) if placed.offload else None
         with waiting(f"{name}: reading weights"):
-            return load_layers(*what, placed.max_memory, offload, placed.role, placed.beside)
+            return load_layers(*what, placed.max_memory, offload, placed.role, placed.room)
     if placed.splitting is Splitting.deepspeed and group.world > 1:
         with waiting(f"{name}: reading weights"):
             return load_deepspeed(*what, placed.device, placed.role, group)

@@ -16,7 +16,7 @@ from llama_ssp.config.environment import MAX_WORLD, number_of
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
 from llama_ssp.models.checkpoint import is_fp16
-from llama_ssp.models.device_map import Beside
+from llama_ssp.models.device_map import Room
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.models.kernels.kept_files import compiler
@@ -57,7 +57,7 @@ class ModelPlacement:
     max_memory: dict[str, str]
     offload: str | None
     bridge: Bridging
-    beside: Beside = (0, 0, 0)  # with placement=layers
+    room: Room = (0, 0, 0)  # that its weights leave on GPUs, with placement=layers
     compiled: bool = False
     on_trial: bool = False  # compiled if a trial of its steps over these ranks passes
 
@@ -151,14 +151,14 @@ def require_loadable(
     """The plan's prediction for this run, if it can be planned; raises DistributedError if it does not fit.
 
     `caches` says how many KV caches of the target and of the draft there are at once. All ranks call it. With
-    placement=layers the first of `found` is told what GPUs need beside its weights.
+    placement=layers the first of `found` is told what its weights have to leave free.
     """
     run, device, prediction = spec.run, found[0].device, None
     how: dict[str, Any] = {"rows": rows, "slots": slots, "caches": caches, "on_cpu": device.type == "cpu"}
     how |= {"dtypes": [placed.dtype for placed in found], "measured": memory_of(device, ranks)}
     if found[0].splitting is Splitting.layers and all(is_planned(placed.model) for placed in found):
         with suppress(UsageError):  # a GPU without known figures
-            found[0] = replace(found[0], beside=request_of(run, **how).beside_layers())
+            found[0] = replace(found[0], room=request_of(run, **how).room_by_layers())
     # Plans are for devices of one kind.
     if spec.placement.world > 1 or all(placed.device == device for placed in found):
         prediction = predict(run, spec.placement, **how)

@@ -71,7 +71,7 @@ class PlanRequest:
         compiled = tuple(role.role for role in self.roles if self.why_eager(role, placement) is None)
         return rank_memories(self.machine, self.target, self.draft, placement, work, compiled)
 
-    def beside_layers(self) -> tuple[int, int, int]:
+    def room_by_layers(self) -> tuple[int, int, int]:
         """With placement=layers: a GPU's bytes beside weights and caches, the first's and another's, with the
         draft on the first; and the bytes of the caches of a layer."""
         work = replace(self.work, k=self.k_max if self.k is None else self.k)
