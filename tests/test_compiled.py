@@ -379,5 +379,5 @@ def test_the_command_compiles_before_it_writes(command, caplog, monkeypatch, tmp
     with caplog.at_level(logging.INFO, logger="llama_ssp"):
         answer = command("engine=compiled", *words)
     assert answer.code == 0 and not answer.errors
-    assert "compile: 1 of 1 models" in caplog.text and "runs eagerly" not in caplog.text
+    assert answer.document["engines"] == {"model": "compiled"} and "runs eagerly" not in caplog.text
     assert [file.name for file in tmp_path.glob("tiny*")] == ["tiny"]

@@ -80,12 +80,13 @@ def counted(logs: Iterable[Path]) -> Counter[str]:
 
 def table(summary: dict[str, Any], speed: str) -> list[str]:
     """How far a job is, for people."""
+    accepted = summary["acceptance_rate"]
     share = f" ({100 * summary['records_finished'] // summary['records']} %)" if summary["records"] else ""
     rows = [
         ["status", summary["status"]],
         ["records", f"{summary['records_finished']} of {summary['records']}{share}"],
         ["tokens", f"{summary['tokens_committed']}, {speed}"],
-        ["acceptance", figure(summary["acceptance_rate"])],
+        *([] if accepted is None else [["acceptance", figure(accepted)]]),
         ["shards", f"{summary['shards_done']} of {summary['shards']}"],
         ["attempts", f"{summary['attempts']}, {summary['attempts_unended']} not ended"],
         ["failures", str(summary["failures"])],

@@ -141,7 +141,7 @@ class SteppedModel(DecoderModel):
             spec = ProgramSpec(run_section, section, (x, *where, caches[blocks]), kinds[blocks])
             calls.append((load_or_compile(self, spec, loaded), section, blocks))
             x = self.decoder.embedding.weight.new_empty(len(x), self.decoder.embedding.weight.shape[1])
-        log.info("engine: the step of %s is ready in %.1f s", self.name, time.perf_counter() - began)
+        log.debug("engine: the step of %s is ready in %.1f s", self.name, time.perf_counter() - began)
         return partial(run_programs, calls, sorted(self.taps))
 
 

@@ -200,7 +200,7 @@ def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: 
     if isinstance(pair.draft, HeadModel) and pair.draft.is_compiled:
         wanted.append(pair.draft.prepare)
     if wanted:
-        with Progress("compile", len(wanted), "models", ticks=True) as progress:
+        with Progress("compile", len(wanted), "models", ends_in_log=False, ticks=True) as progress:
             for make in wanted:
                 make()
                 progress.advance(1)

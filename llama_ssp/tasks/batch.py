@@ -224,12 +224,11 @@ class BatchTask(Task[BatchConf]):
         journal, job = self._journal, self._job
         assert journal is not None
         standing = journal.standing()
-        figures = self.figures()
-        log.info(
-            "%s; here: %d answered, %d refused, %d set aside, %d tokens, %s tokens/s, %s of drafts accepted",
-            standing.in_words(), self._answered, self._refused, self._set_aside, figures["tokens_committed"],
-            figure(figures["tokens_per_s"], 1), figure(figures["acceptance_rate"]),
-        )  # fmt: skip
+        accepted = (figures := self.figures())["acceptance_rate"]
+        told = f"{figures['tokens_committed']} tokens, {figure(figures['tokens_per_s'], 1)} tokens/s"
+        told += "" if accepted is None else f", {accepted:.0%} accepted"
+        counts = self._answered, self._refused, self._set_aside
+        log.info("%s; here: %d answered, %d refused, %d set aside, %s", standing.in_words(), *counts, told)
         if not standing.whole:
             log.info("others are at work on the rest; the last to end writes %s", job.output)
             return "partial"
