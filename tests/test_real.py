@@ -131,6 +131,17 @@ def test_codes_give_the_numbers_that_they_stand_for() -> None:
 
 
 @pytest.mark.long
+def test_certify_of_two_tokenizers(tmp_path: Path) -> None:
+    """At the smallest size at which its own wrong rule is told from a right one."""
+    words = ["certify", file_of("gemma"), file_of("smollm2"), "speculation.bridge=intersection"]
+    sizes = ["law_rounds=16", "law_tokens=48", "samples=32", "greedy_tokens=32", "output=json", "out=null"]
+    answer = python([LAUNCH, *words, f"prompt={TEXTS[0]}", *sizes], tmp_path)
+    assert answer.code == 0, answer.err
+    checks = {one["name"]: one["outcome"] for one in answer.document["checks"]}
+    assert answer.document["verdict"] == "same" and checks["negative control"] == "passed", checks
+
+
+@pytest.mark.long
 def test_a_batch_that_is_killed_twice_is_whole(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("".join(f"Say in one word: what is {n} times 2?\n" for n in range(50)))
     words = [LAUNCH, "batch", file_of("smollm2"), *FP32, "chat=true", "seed=1", "task.input=in.txt"]

@@ -99,17 +99,19 @@ class Decisions:
     tokens_wrong: int = 0
     places: list[float] = field(default_factory=list)  # of drafts in their distributions, likeliest first
 
-    def see(self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor) -> None:
+    def see(
+        self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor,
+        block: DraftBlock | None,
+    ) -> None:  # fmt: skip
         """Looks at one round of the batch, before it is committed. Ended and damaged rows decide nothing."""
         rows = [row for row, ended in enumerate(state.ended) if not (ended or result.damaged[row])]
         siblings = proposal.siblings.most if proposal.siblings else 0
         draws = RoundDraws.of(self.seed, state, proposal.k, siblings, probs_BWV.shape[-1])
         self.taken += len(rows)
-        if not proposal.k:
+        if block is None:
             token_B = draws.token(probs_BWV[:, 0]).tolist()
             self.tokens_wrong += sum(token_B[row] != result.token[row] for row in rows)
             return
-        block = block_of(proposal, probs_BWV)
         self._see_drafts(block, draws, rows)
         self._see_decision(block, draws, rows, result)
 
@@ -196,8 +198,9 @@ class Watch:
         logit_BWV: Tensor | None,
     ) -> None:  # fmt: skip
         """Looks at one round over the batch, before it is committed: an `engine.RoundWatch`."""
+        block = None if probs_BWV is None or not proposal.k else block_of(proposal, probs_BWV)
         if probs_BWV is not None:
-            self.decisions.see(state, proposal, result, probs_BWV)
+            self.decisions.see(state, proposal, result, probs_BWV, block)
         for row, count in enumerate(proposal.count):
             if not count or result.damaged[row]:
                 continue
@@ -205,15 +208,14 @@ class Watch:
             is_full = len(self.rounds) == self.room
             place = self._random.randrange(self._seen) if is_full else len(self.rounds)
             if place < self.room:  # a reservoir
-                self.rounds[place : place + 1] = [_round(state, proposal, result, row, probs_BWV, logit_BWV)]
+                self.rounds[place : place + 1] = [_round(state, proposal, result, row, block, logit_BWV)]
 
 
 def _round(
-    state: State, proposal: Proposal, result: RoundResult, row: int, probs_BWV: Tensor | None,
+    state: State, proposal: Proposal, result: RoundResult, row: int, block: DraftBlock | None,
     logit_BWV: Tensor | None,
 ) -> Round:  # fmt: skip
     count, siblings, text = proposal.count[row], proposal.siblings, tuple(state.texts[row])
-    block = None if probs_BWV is None else block_of(proposal, probs_BWV)
     logit_WV = None if logit_BWV is None else logit_BWV[row]
     numbers = siblings.numbers[row] if siblings else [CHAIN] * (count + 1)
 
