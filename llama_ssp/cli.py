@@ -5,11 +5,13 @@ What --help does not need is imported where it is used: Hydra and the planner ta
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from datetime import datetime
 from functools import partial
@@ -21,7 +23,7 @@ from llama_ssp.config.arguments import COMMANDS, DRY, HELP, QUIET, VERBOSE, VERS
 from llama_ssp.config.environment import RankEnvironment, rank_environment, refuse_copies
 from llama_ssp.config.help import help_for
 from llama_ssp.distributed.placement import LEADER
-from llama_ssp.distributed.signals import GUARD, STOPPING, end_with_launcher, leave, leave_code
+from llama_ssp.distributed.signals import GUARD, STOPPING, UNWAITED, end_with_launcher, leave, leave_code
 from llama_ssp.errors import (
     DISTRIBUTED,
     INPUT_OUTPUT,
@@ -58,6 +60,7 @@ def load(words: list[str]) -> None:
 
 def main() -> NoReturn:
     """Runs the command and leaves with its exit code."""
+    gc.disable()  # until the task runs: imports leave no garbage, and looking for it takes half a second
     _begin_log()
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -77,6 +80,8 @@ def main() -> NoReturn:
     finally:
         GUARD.stop()
     _forget_unwritable_output()
+    if any(thread.name == UNWAITED for thread in threading.enumerate()):
+        leave(code)
     leave_code(code)
     sys.exit(code)
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import select
+import shutil
 import struct
 import termios
 import time
@@ -17,7 +18,9 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from safetensors.torch import load_file, save_file
 
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from tests.warm import LAUNCH, start
 
 pytestmark = pytest.mark.slow
@@ -181,6 +184,34 @@ def test_a_prompt_from_the_config(open_terminal: Any, tmp_path: Path) -> None:
 
 
 CHAT = ("task=chat", *SESSION[1:4])
+
+
+@pytest.mark.parametrize(("typed", "code"), [(END, 0), (INTERRUPT, 130)])
+def test_a_chat_ends_while_its_model_gets_ready(
+    typed: str, code: int, open_terminal: Any, tmp_path: Path
+) -> None:
+    """Nothing is waited for, and nothing of it is shown."""
+    terminal = open_terminal("model=demo", "draft=none", "engine=compiled", session=CHAT[:1], columns=120)
+    terminal.until("The model gets ready while you type.")
+    terminal.until("> ")
+    terminal.type(typed)
+    assert terminal.leave() == code
+    assert "compil" not in terminal.seen and "Traceback" not in terminal.seen
+    assert summary(tmp_path)["replies"] == []
+
+
+def test_a_chat_says_what_ends_its_loading(open_terminal: Any, tmp_path: Path) -> None:
+    """After the line that was typed meanwhile."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(SHIPPED_FOLDER / "demo_draft", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, folder / "model.safetensors")
+    terminal = open_terminal(f"model.path={folder}", session=("task=chat", "model=local", "draft=none"))
+    terminal.until("> ")
+    terminal.type("hello\n")
+    assert terminal.leave() == 4
+    assert "error: " in terminal.seen and "Traceback" not in terminal.seen
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -23,6 +23,7 @@ AGAIN_S, REMINDER = 0.01, signal.SIGURG  # how a signal comes again that could n
 LOSING = {"<frozen importlib._bootstrap>", weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 PR_SET_PDEATHSIG = 1
+UNWAITED = "unwaited"  # the name of a thread that the process does not wait for when it ends
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 Call = Callable[[], None]
 

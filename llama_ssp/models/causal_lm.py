@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.families import TESTED, family_of
+from llama_ssp.models.families import FAMILIES, TESTED, family_of
 from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
@@ -212,13 +212,18 @@ def _at_positions(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_attention(config: Any) -> None:
-    """Refuses an architecture that keeps more than keys and values, as transformers says of it."""
+    """Refuses an architecture that keeps more than keys and values, as transformers says of it.
+
+    Its module is imported for architectures without a row in families.py alone: that takes most of a second.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     where, fix = f"layer_types of {config.model_type}", "choose a model with attention layers only"
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
-    if not kinds and getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False):
-        where, kinds = config.model_type, {"a recurrent state"}
+    if not kinds and config.model_type not in FAMILIES:
+        module = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if getattr(module, "_is_stateful", False):
+            where, kinds = config.model_type, {"a recurrent state"}
     if kinds:
         what, allowed = "the model has layers that this program cannot roll back", ", ".join(LAYER_KINDS)
         raise ModelError(what, where, ", ".join(sorted(kinds)), allowed, fix)

@@ -6,6 +6,8 @@ The leader reads what is typed; every rank gets it, and follows the same command
 from __future__ import annotations
 
 import logging
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from rich.text import Text
@@ -16,7 +18,7 @@ from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import nothing_run
 from llama_ssp.pair.conversation import STOPPED, Conversation
 from llama_ssp.tasks.common import Task, pace_in_words
-from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines
+from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines, typed_while
 from llama_ssp.text.detokenizer import visible
 
 log = logging.getLogger(__name__)
@@ -48,14 +50,23 @@ class ChatTask(Task[ChatConf]):
         task, pair = self._task, self._open()
         terminal = Terminal("> ", has_blocks=True) if self._ranks.is_leader else None
         limit = min(task.context, self._run.model.context)
-        pair.load(1, limit)
+        if not pair.tokens.has_template:
+            log.warning("%s", NO_TEMPLATE)
+        alone = self._ranks.world == 1 and pair.placements[0].device.type == "cpu"
+        lines, load = typed_lines(self._ranks, terminal), partial(pair.load, 1, limit)
+        if self._console.is_terminal:
+            ready = " The model gets ready while you type." if alone else ""
+            self._print([f"A conversation of at most {limit} tokens. /help lists the commands.{ready}"])
+        if self._console.is_terminal and alone:
+            first = typed_while(load, lines)
+            if not first:
+                return "done"
+            lines = chain(first, lines)
+        else:
+            load()
         talk = Conversation(pair, self._inputs.seed, limit, task.max_new_tokens, task.stop, task.system)
         self._talk = talk
-        if not talk.has_template:
-            log.warning("%s", NO_TEMPLATE)
-        if self._console.is_terminal:
-            self._print([f"A conversation of at most {limit} tokens. /help lists the commands."])
-        for text in typed_lines(self._ranks, terminal):
+        for text in lines:
             block = block_of(text)
             if block is not None or not text.startswith("/"):
                 self._answer(talk, text if block is None else block)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import _thread
 import io
+import logging
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import islice
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.signals import GUARD
+from llama_ssp.distributed.signals import GUARD, UNWAITED
 from llama_ssp.errors import RunError
+from llama_ssp.report.console import waiting
 
 ASK, MORE = "prompt> ", "... "
 FENCE = '"""'  # around a text of several lines
@@ -91,6 +94,37 @@ def typed_lines(ranks: Ranks, terminal: Terminal | None) -> Iterator[str]:
 
     while found := while_others_wait(ranks, typed):
         yield bytes(found).decode("utf-8", "surrogatepass")
+
+
+def typed_while(work: Callable[[], object], lines: Iterator[str]) -> list[str]:
+    """Runs `work` in a thread while the first line is typed, then waits for it; returns the line.
+
+    Raises what `work` raised. Where the input ends there is no line, and `work` is not waited for. Its log
+    and its bars would stand in the user's line: only warnings are shown until that is typed.
+    """
+    failed = list[BaseException]()
+    package = logging.getLogger("llama_ssp")
+    level = package.level
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=run, name=UNWAITED, daemon=True)
+    package.setLevel(max(level, logging.WARNING))
+    worker.start()
+    try:
+        first = list(islice(lines, 1))
+    finally:
+        package.setLevel(level)
+    if first:
+        with waiting("getting ready"):
+            worker.join()
+    if failed:
+        raise failed[0]
+    return first
 
 
 class Terminal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -99,6 +100,8 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     task = TASKS[run.task.name](inputs, console, folder, ranks)
     device = device_of(run.placement.target_device, "placement.target_device")
     status, memory = "error", list[Bytes]()
+    gc.freeze()
+    gc.enable()
     try:
         status = task.run()
         held = max((one.held_bytes for one in task.measurements()), default=0)
