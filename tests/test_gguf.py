@@ -238,7 +238,9 @@ def test_a_file_keeps_its_codes_by_default_on_a_cpu(monkeypatch: pytest.MonkeyPa
 
     def format_of(file: Path, *words: str) -> Dtype:
         run = composed(in_full([f"model={file}", "draft=none", "max_new_tokens=8", *words]))
-        return pair_specs(run, [], 1)[0].run.model.dtype
+        dtype = pair_specs(run, [], 1)[0].run.model.dtype
+        assert resolve.pair_files(run, [], dry=True)[0].run.model.dtype is dtype  # of a plan
+        return dtype
 
     monkeypatch.setattr(resolve, "compiler", lambda: "g++")
     assert format_of(path) is Dtype.packed

@@ -92,11 +92,13 @@ def pair_files(run: RunConf, folders: list[Path], dry: bool = False) -> list[Pai
 def _completed(run: RunConf, dry: bool) -> PairFiles:
     models = dict[str, tuple[ModelConf, Path | None]]()
     for role, conf in ((TARGET, run.model), (DRAFT, run.draft)):
-        if conf is not None and dry:
-            models[role] = outlined(conf, role, run.download), folder_at_hand(conf)
-        elif conf is not None:
+        if conf is None:
+            continue
+        if dry:
+            model, path = outlined(conf, role, run.download), folder_at_hand(conf)
+        else:
             model, path = complete(conf, role, run.download)
-            models[role] = _in_codes(run, model, path), path
+        models[role] = _in_codes(run, model, path), path
     draft, draft_path = models.get(DRAFT, (None, None))
     whole = replace(run, model=models[TARGET][0], draft=draft)
     checks.check_context(whole)
