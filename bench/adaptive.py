@@ -143,7 +143,7 @@ def main() -> None:
                     *(f"{middle:.3f} ({least:.2f}..{most:.2f})" for middle, least, most in (near, regular)),
                 ]
             )  # fmt: skip
-    spent = ", ".join(f"K = {k} {1000 * ready.costs.round(k):.2f}" for k in (0, 1, 4, 16))
+    spent = ", ".join(f"K = {k} {1000 * ready.costs.rounds[k]:.2f}" for k in (0, 1, 4, 16))
     report(
         asked.write, "Adaptive K beside every fixed K, ms a token", ready.models.devices,
         f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, {asked.threads} "

@@ -56,8 +56,6 @@ FIGURES = [
     Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
     Figure("adaptive", 5, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
     Figure("heads", 5, "bench/heads.py repeats=3 new=64"),
-    Figure("trees", 21, "bench/trees.py"),
-    Figure("trees_head", 4, "bench/trees.py drafts=demo_head"),
     Figure("batch_rows", 2, "bench/batch_rows.py"),
     Figure("overlap", 8, "bench/overlap.py"),
     Figure("coded", 1.5, "bench/coded.py repeats=30", of_bf16=True),

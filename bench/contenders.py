@@ -7,7 +7,7 @@ so its time for one token is subtracted. Tokens are counted the same for all: th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -22,8 +22,7 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.speculative.draft_length import Costs
-from llama_ssp.speculative.generate import Limits, Step
+from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.tasks.calibrate import shape
@@ -55,36 +54,20 @@ def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
     return PairSession(PairSpec(run, None, None, placement), ranks).load(1, slots)
 
 
-def begun(
-    opened: PairSession,
-    new: int,
-    seed: int,
-    k: int | None,
-    prompt: Prompt,
-    siblings: int = 0,
-    costs: Costs | None = None,
-) -> tuple[TimedRun, Iterator[tuple[Step, float]]]:
-    """A text, prefilled, and its rounds with their seconds, as they are asked for.
-
-    K null is adaptive, 0 is regular sampling. `siblings` of each draft; the most with an adaptive K, which
-    goes by `costs`, or by those of the pair.
-    """
-    drafting = Drafting.none if k == 0 else Drafting.model
-    spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None, siblings=siblings)
-    run = replace(opened.run, speculation=spec)
-    timed = TimedRun(opened.engine(seed, run, frozenset()), [prompt], new)
-    return timed, timed.rounds(Limits(new), lookahead_for(run, 1, costs or opened.costs))
-
-
 def by_us(
     opened: PairSession, new: int, seed: int, k: int | None,
     seen: Callable[[RowStep, float], None] = lambda step, spent: None,
 ) -> tuple[float, Counts]:  # fmt: skip
-    """Milliseconds a token, decoding only; `k` as `begun` has it. `seen` gets every round and its seconds."""
-    counts = Counts()
+    """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling.
+
+    `seen` gets every round and its seconds.
+    """
+    drafting = Drafting.none if k == 0 else Drafting.model
+    spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
+    run, counts = replace(opened.run, speculation=spec), Counts()
     for number, ids in enumerate(PROMPTS):
-        timed, rounds = begun(opened, new, seed, k, Prompt(str(number), ids))
-        for step, round_s in rounds:
+        timed = TimedRun(opened.engine(seed, run, frozenset()), [Prompt(str(number), ids)], new)
+        for step, round_s in timed.rounds(Limits(new), lookahead_for(run, 1, opened.costs)):
             seen(step.rows[0], round_s)
         counts.merge(timed.counts)
     return 1000 * counts.decode_s / (new * len(PROMPTS)), counts
@@ -209,14 +192,6 @@ def prefills_ms(pair: PairSession, module: Any, turns: int = 3) -> dict[int, dic
             return module(ids, use_cache=True, logits_to_keep=1)
 
         found[length] = in_turn({"ours": ours, "theirs": theirs}, turns)
-    return found
-
-
-def text_logits(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
-    """The logits at every position of one text, (T, V)."""
-    feed = Feed((0,), (len(ids),), len(ids), model.device)
-    ids_1T = torch.tensor([ids], device=model.device)
-    found: torch.Tensor = model.logits(ids_1T, feed, model.new_cache(1, len(ids)), False)[0]
     return found
 
 

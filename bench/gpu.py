@@ -106,7 +106,6 @@ PARTS = [
     Part("smollm2", FIGURES, 25, 45, needs=("hydra", GGUF, "file:SmolLM2")),
     Part("static_cache", FIGURES, 40, 60, needs=("hydra", "transformers.StaticCache")),
     Part("again", RIGHT, 30, 60, 2, needs=("hydra", "triton", "pytest")),
-    Part("trees", FIGURES, 60, 80, 2, needs=("hydra", "triton")),
     Part("beside", BESIDE, 45, 90, 2, needs=("hydra", "triton", "file:before")),
     Part("ranks", RIGHT, 95, 95, 2, needs=("hydra", "triton", "bitsandbytes")),
     Part("start", RIGHT, 60, 90, 2, needs=("hydra", "triton")),
@@ -140,8 +139,6 @@ EXPECTED: dict[str, tuple[float, float | None]] = {
     "large: the best K over regular": (1.8, None),
     "codes: a step of 1 tokens: int8 over bf16": (1.5, 1.4),
     "static_cache: ms/token": (5.13, 6.4),  # ours
-    "trees: 7B/llama3.2-1b, 0.6: adaptive trees over the best chain": (1.0, 1.0),
-    "trees: 7B/llama3.2-1b, 0.8: adaptive trees over the best chain": (1.0, 1.0),
 }
 
 

@@ -313,23 +313,3 @@ def static_cache(how: How) -> Iterator[Bar]:
 
     written(4)  # compiles
     yield Bar("ms/token", median((written(new) - written(1)) / (new - 1) for _ in range(3)))
-
-
-def trees(how: How) -> Iterator[Bar]:
-    """Draft trees beside chains, by bench/trees.py: 7B with 1B, and the shipped pair with its head."""
-    import trees as bench_trees
-
-    asked = bench_trees.Asked(
-        drafts="7B/llama3.2-1b,demo_head", agreements="0.6,0.8", temperatures="1.0", ks="2,4,6",
-        texts=2, more=6, new=NEW[how.small], small=how.small, device=device().type,
-    )  # fmt: skip
-    if how.small:
-        asked.agreements, asked.ks, asked.trees, asked.more = "0.6", "2", "2x1", 2
-    for cell in bench_trees.cells(asked):
-        lines, pair, _ = bench_trees.judged(cell, bench_trees.played(cell, asked))
-        name, _, _, best, clock, fair, *_ = pair
-        over, _, error = clock.partition(" +- ")
-        note = f"+- {error}; the best chain is {best}; without the luck of draws {fair}"
-        yield Bar(f"{name}: adaptive trees over the best chain", float(over), note=note)
-        for line in lines:
-            yield Bar(f"{name}, {line[1]}: ms/token", float(line[2]), note=f"{line[5]} tokens a round")

@@ -175,8 +175,8 @@ def texts(how: How) -> Iterator[Bar]:
     lengths = (5,) if how.small else (5, 40, 600)
     for rows in (3,) if how.small else (1, 3):
         yield from safely(f"texts of {rows} rows", _texts_of(rows, lengths))
-    for name in ("siblings",) if how.small else ("demo_head", "siblings"):
-        yield from safely(f"texts with {name}", _texts_with(name))
+    if not how.small:
+        yield from safely("texts with demo_head", _texts_with_head())
 
 
 def _texts_of(rows: int, lengths: tuple[int, ...]) -> Iterator[Bar]:
@@ -200,21 +200,18 @@ def _texts_of(rows: int, lengths: tuple[int, ...]) -> Iterator[Bar]:
         yield from captures.bars() if cuda else [needs("captures of the second and third prompt")]
 
 
-def _texts_with(name: str) -> Iterator[Bar]:
-    """With a trained head, with a draft of another tokenizer, and with siblings of drafts."""
-    draft, siblings = ("demo_draft", 2) if name == "siblings" else (name, 0)
+def _texts_with_head() -> Iterator[Bar]:
     found = []
     for engine in ENGINES:
-        words = [f"engine={engine}", *FP32, "draft.dtype=fp32", f"speculation.siblings={siblings}"]
-        with load_pair("demo", draft, max_tokens=200, overrides=words) as pair:
-            found.append([_text(pair, [prompt], 4, 40, siblings) for prompt in PROMPTS])
+        words = [f"engine={engine}", *FP32, "draft.dtype=fp32"]
+        with load_pair("demo", "demo_head", max_tokens=200, overrides=words) as pair:
+            found.append([_text(pair, [prompt], 4, 40) for prompt in PROMPTS])
     differing = sum(a != b for a, b in zip(*found, strict=True))
-    yield counted(differing, len(PROMPTS), f"{name}: texts that differ between engines")
+    yield counted(differing, len(PROMPTS), "demo_head: texts that differ between engines")
 
 
-def _text(pair: Any, prompts: list[str], k: int, length: int, siblings: int = 0) -> list[list[int]]:
-    speculation = SpeculationConfig(k=k, siblings=siblings)
-    how = {"sampling": SamplingConfig(), "speculation": speculation, "seed": 7}
+def _text(pair: Any, prompts: list[str], k: int, length: int) -> list[list[int]]:
+    how = {"sampling": SamplingConfig(), "speculation": SpeculationConfig(k=k), "seed": 7}
     return [one.token_ids for one in pair.generate(prompts, max_new_tokens=length, **how)]
 
 

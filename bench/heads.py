@@ -1,11 +1,11 @@
 """The shipped head beside the shipped draft model, n-grams and regular decoding, in one interleaved run.
 
-    python bench/heads.py [head=demo_head] [temperatures=0,0.5,1] [ks=2,4] [trees=4x1] [new=64] [prompts=24]
-                          [repeats=3] [threads=2] [write=FILE.md]
+    python bench/heads.py [head=demo_head] [temperatures=0,0.5,1] [ks=2,4] [new=64] [prompts=24] [repeats=3]
+                          [threads=2] [write=FILE.md]
 
 Every repeat runs each contender once, in turn, on the same prompts; the first repeat does not count. Prompts
-are openings of held-out documents: no shipped model has learned from these files. `trees` are drafts x
-siblings of the head. Times are decoding only, as of bench/side_by_side.py.
+are openings of held-out documents: no shipped model has learned from these files. Times are decoding only, as
+of bench/side_by_side.py.
 
 Tokens a round are all tokens over all rounds, with the standard error over prompts. The head and the draft
 model are also compared prompt by prompt, at the same K: what the head brings more, and how much longer it
@@ -47,7 +47,6 @@ class Asked(Words):
     head: str = "demo_head"
     temperatures: str = "0,0.5,1"
     ks: str = "2,4"
-    trees: str = "4x1"
     new: int = 64
     prompts: int = 24
     repeats: int = 3
@@ -57,13 +56,12 @@ class Asked(Words):
 
 @dataclass
 class Contender:
-    """A pair, a temperature, K and the siblings of each draft; the times and tokens of its rounds."""
+    """A pair, a temperature and K; the times and tokens of its rounds."""
 
     name: str
     heat: float
     pair: PairSession
     k: int
-    siblings: int
     ms: list[float] = field(default_factory=list)  # a token, of each repeat
     counts: dict[str, Counts] = field(default_factory=dict)  # by prompt
 
@@ -74,7 +72,7 @@ class Contender:
         spent = 0.0
         for number, text in enumerate(texts):
             seed = repeat * len(texts) + number
-            ms, seen = by_us(self.pair, run, new, seed, self.k, self.siblings, [text])
+            ms, seen = by_us(self.pair, run, new, seed, self.k, [text])
             spent += ms
             if repeat:
                 self.counts.setdefault(text, Counts()).merge(seen)
@@ -133,24 +131,16 @@ def openings(pair: PairSession, count: int) -> list[str]:
 
 def contenders(pairs: dict[str, PairSession], heat: float, asked: Asked) -> list[Contender]:
     """All contenders at a temperature, regular decoding first."""
-    found = [Contender(REGULAR, heat, pairs[DRAFT], 0, 0)]
+    found = [Contender(REGULAR, heat, pairs[DRAFT], 0)]
     ks = [int(k) for k in asked.ks.split(",")]
-    found += [Contender(f"{name}, K = {k}", heat, pairs[name], k, 0) for k in ks for name in pairs]
-    for k, s in trees_of(asked):
-        found.append(Contender(f"{HEAD}, K = {k}, s = {s}", heat, pairs[HEAD], k, s))
-    return found
-
-
-def trees_of(asked: Asked) -> list[list[int]]:
-    return [[int(n) for n in tree.split("x")] for tree in asked.trees.split(",") if tree]
+    return found + [Contender(f"{name}, K = {k}", heat, pairs[name], k) for k in ks for name in pairs]
 
 
 def main() -> None:
     asked = Asked.of(sys.argv[1:])
     torch.set_num_threads(asked.threads)
-    room = max([0, *(siblings for _, siblings in trees_of(asked))])
     pairs = {
-        HEAD: opened([f"draft={asked.head}", f"speculation.siblings={room}"], asked.new),
+        HEAD: opened([f"draft={asked.head}"], asked.new),
         DRAFT: opened(["draft=demo_draft"], asked.new),
         "n-grams": opened(["draft=none", "speculation=ngram"], asked.new),
     }
@@ -165,7 +155,7 @@ def main() -> None:
 def write_tables(asked: Asked, pairs: dict[str, PairSession], each: list[list[Contender]]) -> None:
     """Prints and writes the results file."""
     shares = [
-        f"{name} {pair.costs.round(1) / pair.costs.round(0) - 1:.3f}"
+        f"{name} {pair.costs.rounds[1] / pair.costs.rounds[0] - 1:.3f}"
         for name, pair in pairs.items()
         if pair.costs
     ]
@@ -174,7 +164,7 @@ def write_tables(asked: Asked, pairs: dict[str, PairSession], each: list[list[Co
     for own in each:
         rows += [one.line(own[0]) for one in own]
         drafts = {one.k: one for one in own if one.name.startswith(DRAFT)}
-        heads = [one for one in own if one.name.startswith(HEAD) and not one.siblings]
+        heads = [one for one in own if one.name.startswith(HEAD)]
         over += [compared(one, drafts[one.k]) for one in heads]
     report(
         asked.write, "The shipped head beside the shipped draft model and n-grams",
@@ -182,8 +172,7 @@ def write_tables(asked: Asked, pairs: dict[str, PairSession], each: list[list[Co
         f"Batch 1, openings of {asked.prompts} held-out documents, {OPENING} tokens each, {asked.new} new "
         f"tokens, {asked.threads} threads, {asked.repeats} interleaved repeats. Ratios of times are medians, "
         "with the least and the most; +-: one standard error over prompts.",
-        f"What a draft and its verification add to a target step: {', '.join(shares)}. s: siblings of each "
-        "draft.",
+        f"What a draft and its verification add to a target step: {', '.join(shares)}.",
         "", "The head over the draft model: what it brings more, and ratios of times (above 1: slower).",
         "", "```", *aligned(over, 2), "```", "", "All of them:", "", "```", *aligned(rows, 2), "```",
     )  # fmt: skip

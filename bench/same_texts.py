@@ -48,8 +48,8 @@ PROGRAMS = Path(tempfile.gettempdir(), f"same_texts_{os.getuid()}")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 SETTINGS = """
     model=demo model.dtype=fp32 draft=demo_draft draft.dtype=fp32
-    speculation.drafter=model speculation.verification=block speculation.k=4 speculation.siblings=0
-    speculation.adaptive=false speculation.bridge=auto speculation.overlap=off
+    speculation.drafter=model speculation.verification=block speculation.k=4 speculation.adaptive=false
+    speculation.bridge=auto speculation.overlap=off
     sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0 sampling.min_new_tokens=0
     sampling.repetition_penalty=1 sampling.frequency_penalty=0 sampling.presence_penalty=0
     placement.splitting=tensor placement.draft=leader placement.target_device=cpu placement.draft_device=cpu

@@ -115,17 +115,16 @@ def summed_up(name: str, taken: list[float], regular: list[float], counts: Count
 
 
 def by_us(
-    pair: PairSession, run: RunConf, new: int, seed: int, k: int, siblings: int = 0,
-    texts: Sequence[str] = PROMPTS,
-) -> tuple[float, Counts]:  # fmt: skip
-    """Milliseconds a token of our loop, one prompt after the other, no early end; siblings of each draft."""
+    pair: PairSession, run: RunConf, new: int, seed: int, k: int, texts: Sequence[str] = PROMPTS
+) -> tuple[float, Counts]:
+    """Milliseconds a token of our loop, one prompt after the other, no early end."""
     drafter = run.speculation.drafter if k else Drafting.none
-    spec = replace(run.speculation, k=k, drafter=drafter, siblings=siblings)
+    spec = replace(run.speculation, k=k, drafter=drafter)
     counts, spent = Counts(), 0.0
     for number, text in enumerate(texts):
         engine = pair.engine(seed, replace(run, speculation=spec), frozenset())
         timed = TimedRun(engine, [Prompt(str(number), tuple(pair.tokens.encode(text)))], new)
-        for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1, siblings)):
+        for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1)):
             pass
         counts.merge(timed.counts)
         spent += timed.counts.decode_s

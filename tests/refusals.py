@@ -320,8 +320,6 @@ TASKS = [
     refused("task=compare draft=none", "nothing drafts", "speculation=ngram"),
     refused("task=compare task.plot=a.gif", "task.plot", "'a.gif'", ".svg"),
     refused("task=compare task.plot=no/a.svg", "task.plot is in no folder"),
-    refused("measure speculation.siblings=8 task.ks=[8]", "drafts and siblings are 64 at most",
-            "task.ks", "72 with 8 siblings"),
     refused("task=measure task.lengths=[8]", "both task.prompts and task.lengths"),
     refused("measure task.lengths=[1024]", "fills the model's context", "task.lengths, 1024", code=3,
             reach=FILES),

@@ -26,7 +26,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Draws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.verification import Rule, rule_for
+from llama_ssp.speculative.verification import RULES, Rule
 from llama_ssp.text.translation import Intersection
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -66,7 +66,6 @@ class Run:
     rounds: int
     drafted: int
     accepted: int
-    aside: int  # siblings that stood
     longest: list[int]
     target_forwards: int
 
@@ -74,12 +73,11 @@ class Run:
 def engine_of(
     target: Model, draft: Model | HeadModel | str | None = None, rule: Rule | str = "block", *,
     sampling: SamplingConfig | None = None, ends: Iterable[int] = (), draws: Draws | int = 0,
-    vocab: int | None = None, bridge: Intersection | None = None, chunk: int = 512, siblings: int = 0,
+    vocab: int | None = None, bridge: Intersection | None = None, chunk: int = 512,
 ) -> Engine:  # fmt: skip
     """The engine of one process. `draft` is a model, a trained head, "ngram", or None.
 
-    `draws` may be a seed; `bridge` leads from the draft's tokenizer to the target's; a round has at most
-    `siblings`, and then the rule is the one for trees.
+    `draws` may be a seed; `bridge` leads from the draft's tokenizer to the target's.
     """
     transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab or target.vocab)
     source = CounterDraws(draws) if isinstance(draws, int) else draws
@@ -93,8 +91,8 @@ def engine_of(
         drafter = IntersectionDrafter(ModelRunner(draft, chunk), transform, source, bridge)
     elif draft is not None:
         drafter = ModelDrafter(ModelRunner(draft, chunk), transform, source)
-    decides = rule_for(rule, siblings) if isinstance(rule, str) else rule
-    return Engine(target_runner, drafter, transform, decides, source, siblings=siblings)
+    decides = RULES[rule] if isinstance(rule, str) else rule
+    return Engine(target_runner, drafter, transform, decides, source)
 
 
 @dataclass
@@ -134,13 +132,13 @@ def steps_of(
 
 def speculate(
     target: Model, prompts: list[Prompt], draft: Model | str | None, *, k: int, max_new: int = 24,
-    ends: frozenset[int] = frozenset(), seed: int = 0, adaptive: bool = False, siblings: int = 0,
+    ends: frozenset[int] = frozenset(), seed: int = 0, adaptive: bool = False,
     draws: Draws | None = None, sampling: SamplingConfig = GREEDY, **how: Any,
 ) -> Run:  # fmt: skip
     """One batch through an engine of its own; `how` as in `engine_of`."""
-    how = {"ends": ends, "draws": draws or seed, "sampling": sampling, "siblings": k * siblings, **how}
+    how = {"ends": ends, "draws": draws or seed, "sampling": sampling, **how}
     engine = engine_of(target, draft, **how)
-    return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive, siblings=siblings)
+    return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive)
 
 
 def drive_refilled(engine: RankEngine, prompts: list[Prompt], rows: int, **how: Any) -> dict[str, list[int]]:
@@ -152,12 +150,12 @@ def drive_refilled(engine: RankEngine, prompts: list[Prompt], rows: int, **how: 
 
 def drive(
     engine: RankEngine, prompts: list[Prompt], *, k: int, max_new: int = 24,
-    ends: frozenset[int] = frozenset(), adaptive: bool = False, siblings: int = 0, **how: Any,
+    ends: frozenset[int] = frozenset(), adaptive: bool = False, **how: Any,
 ) -> Run:  # fmt: skip
     """One batch through any rank's engine; `how` as in `steps_of`."""
-    lookahead: DraftLength = FixedDraftLength(k, len(prompts), siblings)
+    lookahead: DraftLength = FixedDraftLength(k, len(prompts))
     if adaptive:
-        lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, k, siblings), len(prompts))
+        lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, k), len(prompts))
     state, steps = steps_of(engine, prompts, max_new, lookahead, ends, **how)
     rows = [row for step in steps for row in step.rows]
     return Run(
@@ -166,7 +164,6 @@ def drive(
         rounds=len(steps),
         drafted=sum(len(row.drafted) for row in rows),
         accepted=sum(row.accepted for row in rows),
-        aside=sum(row.aside for row in rows),
         longest=[max(len(row.drafted) for row in step.rows) for step in steps],
         target_forwards=engine.target_forwards,
     )

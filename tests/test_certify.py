@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from llama_ssp.report.statistics import uniform_band
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES, TREE, Rule, TokenRule, TreeRule
+from llama_ssp.speculative.verification import RULES, BlockRule, Rule, TokenRule
 from llama_ssp.tasks.certify import decisions, law
 from llama_ssp.tasks.certify.decisions import Decisions, Round, Watch, check_decisions
 from llama_ssp.tasks.certify.filters import check_filters
@@ -38,7 +39,6 @@ from tests.rig import engine_of
 
 SURE = 1e-7  # false-alarm rate of a check in these tests
 VOCAB = 8
-WATCHED: dict[str, Rule] = {**RULES, "tree": TREE}  # drafts have two siblings
 PLAN = CertifyConf(
     samples=40, max_new_tokens=6, law_tokens=12, law_rounds=30, greedy_tokens=12, false_alarm=0.01,
     batch_size=16,
@@ -83,11 +83,7 @@ def test_the_exact_distribution_of_the_rules_is_the_targets(rule: str, rounds: l
         assert worst(rule, wide) > 0.01
 
 
-RULE_FAULTS = [
-    mutant
-    for mutant in MUTANTS.values()
-    if mutant.places.startswith("speculative.verification:") and not mutant.name.startswith("tree: ")
-]
+RULE_FAULTS = [mutant for mutant in MUTANTS.values() if mutant.places.startswith("speculative.verification:")]
 assert len(RULE_FAULTS) >= 15
 
 
@@ -100,16 +96,14 @@ def test_every_planted_fault_of_the_rules_shows(mutant: Mutant, rounds: list[Rou
 
 def sampler(
     name: str, rule: Rule, draft: Any, watch: Watch | None = None, *, target: Any = None, k: int = 3,
-    rows: int = 16, siblings: int = 0, ends: frozenset[int] = frozenset(),
-    sampling: SamplingConfig | None = None,
+    rows: int = 16, ends: frozenset[int] = frozenset(), sampling: SamplingConfig | None = None,
 ) -> Any:  # fmt: skip
     """Models behind the interface that certify judges: toys, or those given."""
     engine = engine_of(
         target or toy(VOCAB, 0, sharpness=0.8), draft, rule, sampling=sampling, ends=ends,
-        draws=watch.decisions.seed if watch else 11, siblings=k * siblings,
+        draws=watch.decisions.seed if watch else 11,
     )  # fmt: skip
-    lookahead = lambda count: FixedDraftLength(k if draft else 0, count, siblings)  # noqa: E731
-    return EngineSampler(name, engine, lookahead, ends, rows, watch=watch)
+    return EngineSampler(name, engine, partial(FixedDraftLength, k if draft else 0), ends, rows, watch=watch)
 
 
 def draft_model() -> CausalModel:
@@ -117,9 +111,8 @@ def draft_model() -> CausalModel:
 
 
 def watched_sampler(rule: str, draft: Any = None, sampling: SamplingConfig | None = None) -> Any:
-    watch = Watch(Decisions(WATCHED[rule], 3), PLAN.law_rounds)
-    how: dict[str, Any] = {"rows": 100, "siblings": 2 * (rule == "tree"), "sampling": sampling}
-    return sampler("ours", WATCHED[rule], draft or draft_model(), watch, **how)
+    watch = Watch(Decisions(RULES[rule], 3), PLAN.law_rounds)
+    return sampler("ours", RULES[rule], draft or draft_model(), watch, rows=100, sampling=sampling)
 
 
 def watched(rule: str, texts: int, draft: Any = None) -> Decisions:
@@ -155,7 +148,7 @@ def law_check(rule: str = "block", controls: str = "plain") -> Check:
     subject = watched_sampler(rule, sampling=SAMPLINGS[controls])
     subject.texts([replace(prompt, id=f"{prompt.id} {n}") for prompt in PROMPTS for n in range(8)], 12)
     found = check_law(
-        toy(VOCAB, 0, sharpness=0.8), WATCHED[rule], subject.watch.rounds, subject.watch.behind,
+        toy(VOCAB, 0, sharpness=0.8), RULES[rule], subject.watch.rounds,
         SAMPLINGS[controls].temperature, VOCAB, PLAN.batch_size, 512, True,
     )  # fmt: skip
     assert found is not None
@@ -163,14 +156,8 @@ def law_check(rule: str = "block", controls: str = "plain") -> Check:
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize(
-    ("rule", "controls"),
-    [
-        pytest.param(rule, name, marks=[pytest.mark.slow] * (rule == "tree" and name != "penalties"))
-        for rule in WATCHED
-        for name in SAMPLINGS
-    ],
-)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("controls", SAMPLINGS)
 def test_the_distributions_are_the_targets_own(rule: str, controls: str) -> None:
     found = law_check(rule, controls)
     assert found.outcome is Outcome.passed, found.says
@@ -196,7 +183,7 @@ def decisions_check(rule: str, texts: int, level: float = SURE, draft: Any = Non
     return check_decisions(watched(rule, texts, draft), level)
 
 
-@pytest.mark.parametrize(("rule", "draft"), [("token", 1), ("block", 1), ("block", 0), ("tree", 1)])
+@pytest.mark.parametrize(("rule", "draft"), [("token", 1), ("block", 1), ("block", 0)])
 def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
     """Also with a draft that is the target, where chances are quotients of rounding."""
     found = decisions_check(rule, 60, SURE, toy(VOCAB, draft, sharpness=0.8))
@@ -206,8 +193,8 @@ def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
 
 def lenient(decide: Any, *given: Any) -> Any:
     """While the engine decides, chances are greater; the rule itself is right, and replays call that."""
-    chances = TreeRule.tree_chances
-    with patch.object(TreeRule, "tree_chances", lambda *of: (2 * chances(*of)).clamp(max=1)):
+    chances = BlockRule.accept_chances
+    with patch.object(BlockRule, "accept_chances", lambda *of: (2 * chances(*of)).clamp(max=1)):
         return decide(*given)
 
 
@@ -217,13 +204,8 @@ def one_more(filtered: Any, probs: Any, k: int, p: float, least: float) -> Any:
 
 
 ANOTHER_TOKEN = Mutant("another token", NGRAMS, (), declares(lambda probs: probs.roll(1, -1)))
-LENIENT = Mutant("trees are lenient", "speculative.verification:TreeRule.decide_tree", (), lenient)
+LENIENT = Mutant("the engine is lenient", "speculative.verification:Rule.decide", (), lenient)
 SHOWN: list[tuple[Any, Callable[..., Check], tuple[Any, ...]]] = [
-    (MUTANTS["a sibling is drawn with its draft's number"], decisions_check, ("tree", 120, 1e-3)),
-    (MUTANTS["a sibling may be its draft again"], decisions_check, ("tree", 120, 1e-3)),
-    (MUTANTS["an unlikely sibling is dropped"], decisions_check, ("tree", 120, 1e-3)),
-    (MUTANTS["siblings see each other"], law_check, ("tree",)),
-    (MUTANTS["a sibling sees its draft"], law_check, ("tree",)),
     (ANOTHER_TOKEN, decisions_check, ("block", 20, SURE, "ngram")),
     (MUTANTS["stale keys of rejected tokens"], law_check, ("block", "plain")),
     (MUTANTS["stale keys of rejected tokens"], law_check, ("block", "nucleus")),
@@ -232,7 +214,7 @@ SHOWN: list[tuple[Any, Callable[..., Check], tuple[Any, ...]]] = [
     (Mutant("one token more", FILTERS, (), one_more), filter_check, ("top-k",)),
     (MUTANTS["controls see the committed prefix only"], filter_check, ("penalties",)),
     (MUTANTS["temperature 0 as a small number"], filter_check, ("greedy",)),
-    (LENIENT, decisions_check, ("tree", 50)),
+    (LENIENT, decisions_check, ("block", 50)),
     (MUTANTS["one row's correction for all rows"], decisions_check, ("block", 50)),
     *((fault, filter_check, ("nucleus",)) for fault in FAULTS if fault.name.startswith("top-p")),
     *((fault, decisions_check, ("block", 400)) for fault in FAULTS if fault.check == "decisions"),
@@ -409,10 +391,9 @@ BY_ROUNDS = ["law", "filters", "decisions"]
 CHECKS = [*BY_ROUNDS, "two samples", "negative control", "greedy"]
 
 
-@pytest.mark.parametrize("how", ["default", pytest.param("tree", marks=pytest.mark.slow)])
-def test_the_command(command: Command, how: str) -> None:
+def test_the_command(command: Command) -> None:
     """The synthetic pair, too few texts to tell a wrong rule: one line a check, a page, a document."""
-    answer = command("task=certify", "seed=1", f"speculation={how}", *SMALL)
+    answer = command("task=certify", "seed=1", *SMALL)
     assert (answer.code, answer.errors) == (0, [])
     found = answer.document
     assert (found["task"], found["status"]) == ("certify", "done")

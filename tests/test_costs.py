@@ -47,79 +47,68 @@ def with_(**changes: Any) -> RunConf:
     return replace(RUN, speculation=replace(RUN.speculation, **changes))
 
 
-def two_toys(siblings: int = 0) -> Engine:
+def two_toys() -> Engine:
     """As a run has them."""
-    return engine_of(toy(5, 0), toy(5, 1), sampling=RUN.sampling, siblings=8 * siblings)
+    return engine_of(toy(5, 0), toy(5, 1), sampling=RUN.sampling)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("siblings", [0, 2])
-def test_costs_are_measured_for_every_k(rows, siblings, caplog):
+def test_costs_are_measured_for_every_k(rows, caplog):
     """And the log says that a seed is not enough to repeat a run that goes by them."""
-    run = with_(siblings=siblings)
     with caplog.at_level(logging.INFO):
-        costs = measured(two_toys(siblings), run, rows, 40)
+        costs = measured(two_toys(), RUN, rows, 40)
     assert "another run of this seed may differ, unless speculation.cost_ratio=" in caplog.text
-    assert costs is not None and (costs.k_max, costs.max_siblings) == (8, siblings)
-    assert all(cost > 0 for shapes in costs.rounds for cost in shapes)
-    assert measured(two_toys(), run, rows, 3) is None, "texts are too short to draft"
+    assert costs is not None and costs.k_max == 8
+    assert all(cost > 0 for cost in costs.rounds)
+    assert measured(two_toys(), RUN, rows, 3) is None, "texts are too short to draft"
 
 
 def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
-    """Of K and of siblings. Of each the shortest round counts: two thirds of these are stalled."""
+    """Of each K the shortest round counts: two thirds of these are stalled."""
     stalls = cycle([100.0, 1.0, 3.0])
 
     def timed(_engine, lookahead, _half):
         while True:
-            yield next(stalls) * (10.0 + lookahead.k**2 + lookahead.k * lookahead.each)
+            yield next(stalls) * (10.0 + lookahead.k**2)
 
     monkeypatch.setattr(measure_costs, "timed_rounds", timed)
-    costs = measured(two_toys(2), with_(siblings=2), 1, 40)
+    costs = measured(two_toys(), RUN, 1, 40)
     assert costs is not None
-    assert [costs.round(k) for k in (0, 1, 2, 4, 6, 8)] == pytest.approx([10.0, 11.0, 16.0, 26.0, 50.0, 74.0])
-    assert [costs.round(4, s) for s in range(3)] == pytest.approx([26.0, 30.0, 34.0])
+    assert [costs.rounds[k] for k in (0, 1, 2, 4, 6, 8)] == pytest.approx(
+        [10.0, 11.0, 16.0, 26.0, 50.0, 74.0]
+    )
 
 
 def test_k_is_chosen_by_what_is_known_of_costs():
-    known, trees = Costs([[1 + 0.5 * k] for k in range(9)]), Costs([[1.0, 1.01, 1.02]] * 9)
-    usual, narrower = Costs.of_ratio(USUAL_COST_RATIO, 8), with_(siblings=1)
-    greedy = replace(narrower, sampling=replace(RUN.sampling, temperature=0.0))
+    known, usual = Costs([1 + 0.5 * k for k in range(9)]), Costs.of_ratio(USUAL_COST_RATIO, 8)
     for run, costs, expected in (
         (RUN, known, known),
         (RUN, None, usual),
-        (RUN, trees, trees),
         (with_(cost_ratio=0.25), None, Costs.of_ratio(0.25, 8)),
         (with_(cost_ratio=0.25), known, Costs.of_ratio(0.25, 8)),
         (with_(k_max=4), known, Costs.of_ratio(USUAL_COST_RATIO, 4)),  # measured for another k_max
         (with_(drafter=Drafting.ngram), known, usual),  # measured of a draft model
-        (narrower, trees, trees),
-        (narrower, known, Costs.of_ratio(USUAL_COST_RATIO, 8, 1)),  # measured without siblings
-        (greedy, None, usual),  # a greedy draft has no second token
     ):
         lookahead = lookahead_for(run, 2, costs)
         assert isinstance(lookahead, AdaptiveDraftLength) and lookahead.costs == expected
-    shapes = [lookahead_for(run, 1, trees).choose() for run in (narrower, RUN)]
-    assert [siblings for [(_, siblings)] in shapes] == [1, 0]
-    plain = lookahead_for(replace(greedy, speculation=SpeculationConfig(k=3, siblings=2)), 1)
-    assert plain.choose() == [(3, 0)]
     fixed = lookahead_for(with_(adaptive=False, k=3), 2, known)
     assert isinstance(fixed, FixedDraftLength) and fixed.k == 3
 
 
 def test_rounds_are_measured_as_a_run_plays_them():
-    """Each has the shape that was asked for and commits its tokens; where a text is full another begins."""
-    engine, lookahead = two_toys(siblings=1), FixedDraftLength(0, 2)
-    rounds, lengths, shapes = timed_rounds(engine, lookahead, 12), [], []
+    """Each has the K that was asked for and commits its tokens; where a text is full another begins."""
+    engine, lookahead = two_toys(), FixedDraftLength(0, 2)
+    rounds, lengths, ks = timed_rounds(engine, lookahead, 12), [], []
 
     def watch(state, proposal, *_):
         lengths.append(max(state.lengths))
-        shapes.append((proposal.k, int(proposal.siblings is not None)))
+        ks.append(proposal.k)
 
     engine.watch = watch
-    wanted = [(0, 0), (8, 1), (3, 0), (8, 0)] * 4
-    for lookahead.k, lookahead.each in wanted:
+    wanted = [0, 8, 3, 8] * 4
+    for lookahead.k in wanted:
         assert next(rounds) > 0
-    assert shapes == wanted
+    assert ks == wanted
     assert len(set(lengths)) > 3 and max(lengths) < 6 + 12
     assert any(later < sooner for sooner, later in pairwise(lengths))
 
@@ -140,12 +129,12 @@ class Machine:
         lookahead, missed, chosen = AdaptiveDraftLength(self.costs, 1), 0, []
         for rounds, kept in parts:
             for _ in range(rounds):
-                [(k, _)] = lookahead.choose()
+                [k] = lookahead.choose()
                 overlap = [self.random.betavariate(5 * kept, 5 * (1 - kept)) for _ in range(k)]
                 standing = [*pairwise(accumulate(overlap, mul, initial=1.0))]
                 step = RowStep(0, [0], [0] * k, 0, overlap, 0, None, standing=standing)
                 lookahead.observe([step])
-                seconds = self.costs.round(k) + (self.reading * missed if k else 0.0)
+                seconds = self.costs.rounds[k] + (self.reading * missed if k else 0.0)
                 lookahead.took([step], seconds)
                 self.seconds, self.tokens = (
                     self.seconds + seconds,
@@ -158,7 +147,7 @@ class Machine:
 
 def learning() -> Costs:
     """Costs as if measured: K = 1 pays from an acceptance of 0.35 on."""
-    return Costs([[1.0 + 0.35 * k] for k in range(9)], Acceptance())
+    return Costs([1.0 + 0.35 * k for k in range(9)], Acceptance())
 
 
 def test_a_text_drafts_again_where_drafting_begins_to_pay() -> None:

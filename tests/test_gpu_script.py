@@ -77,8 +77,8 @@ def test_a_second_call_runs_what_is_left_and_failures_last():
     records = [{"part": name, "state": state} for name, state in states.items()]
     names = [part.name for part in gpu.due(2, records)]
     assert names[0] == "machine" and names[-2:] == ["tests", "steps"] and "logits" not in names
-    assert names.index("products") < names.index("large") < names.index("trees")
-    assert "trees" not in [part.name for part in gpu.due(1, records)]
+    assert names.index("products") < names.index("large") < names.index("beside")
+    assert "beside" not in [part.name for part in gpu.due(1, records)]
 
 
 def test_what_is_brought_along_is_cut_and_joined(tmp_path: Path):

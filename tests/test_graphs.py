@@ -217,23 +217,19 @@ def test_sizes_of_graphs():
     assert len({size for size in sizes if 64 <= size < 128}) == 4
 
 
-@pytest.mark.parametrize(("rows", "k", "siblings"), [(1, 16, 0), (1, 3, 2), (3, 4, 0), (1, 0, 0)])
-def test_graphs_are_captured_before_they_are_needed_and_are_those_that_plans_count(
-    rows: int, k: int, siblings: int
-):
+@pytest.mark.parametrize(("rows", "k"), [(1, 16), (3, 4), (1, 0)])
+def test_graphs_are_captured_before_they_are_needed_and_are_those_that_plans_count(rows: int, k: int):
     """Of one row exactly; of rows that end one after the other the run captures no others."""
     models = llama(Replayed), llama(Replayed, 0.3)
-    spec = SpeculationConfig(k=k, siblings=siblings)
     pair: Any = SimpleNamespace(target=models[0], draft=models[1], trials={})
-    prepare(pair, spec, rows, 50)
-    on = request("tiny", "tiny_draft", machine("p4d", gpus=1), rows=rows, k=k, siblings=siblings)
+    prepare(pair, SpeculationConfig(k=k), rows, 50)
+    on = request("tiny", "tiny_draft", machine("p4d", gpus=1), rows=rows, k=k)
     (place,) = placements(1, True)
     planned = rank_work(on.target, on.draft, place, on.work, 0, compiled=(TARGET, DRAFT))
     counted = [planned.graphs(role) for role in planned.roles]
     if rows == 1:
         assert [tuple(sorted(model.captures)) for model in models] == counted
-    if not siblings:
-        speculate(models[0], PROMPTS[:rows], models[1], k=k, max_new=20)
+    speculate(models[0], PROMPTS[:rows], models[1], k=k, max_new=20)
     for model, sizes in zip(models, counted, strict=True):
         assert len(set(model.captures)) == len(model.captures) and set(model.captures) <= set(sizes)
 

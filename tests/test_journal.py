@@ -244,6 +244,15 @@ def test_another_job_is_refused_by_its_differences(tmp_path: Path):
     assert Journal.begin(tmp_path, regrouped).manifest == manifest()  # dealt out as it was begun
 
 
+def test_a_job_of_an_earlier_version_goes_on_unless_it_drafted_otherwise(tmp_path: Path):
+    """0.2 kept `speculation.siblings` of each job: 0 of chains of drafts."""
+    Journal.begin(tmp_path / "chains", manifest(**{"speculation.siblings": 0}))
+    assert Journal.begin(tmp_path / "chains", manifest()).manifest == manifest()
+    Journal.begin(tmp_path / "trees", manifest(**{"speculation.siblings": 2}))
+    with pytest.raises(DataError, match=r"another job.*found speculation\.siblings=2 now None"):
+        Journal.begin(tmp_path / "trees", manifest())
+
+
 def test_a_job_stands_where_its_files_say_and_is_merged_when_it_is_whole(tmp_path: Path):
     job, attempt = begun(tmp_path)
     attempt.begin([0])

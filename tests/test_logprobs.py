@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import SamplingConfig, SpeculationConfig, load_pair
+from llama_ssp import SamplingConfig, load_pair
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.engine import Engine
@@ -245,25 +245,6 @@ def test_what_generates_nothing_has_no_least_length_and_needs_no_room(command: C
     words = ("task.max_new_tokens=0", "task.echo=true", "task.logprobs=0", "sampling.min_new_tokens=5")
     found = command(f"prompt={'a' * 1025}", *words, "draft=none", "output=json").document
     assert len(found["outputs"][0]["prompt_logprobs"]) == 1025
-
-
-def test_of_trees_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that was a sibling of a draft has the target's log-probability at its own place."""
-    trees, read = SpeculationConfig(k=3, siblings=2), LogprobReader.read
-    words = (*FP32, "speculation.siblings=2")
-
-    def worst(pair: Any) -> float:
-        found = pair.generate(TEXTS, max_new_tokens=16, seed=3, speculation=trees, logprobs=1)
-        return max(
-            abs(mine.logprob - other.logprob)
-            for one, score in zip(found, scored(pair, found), strict=True)
-            for mine, other in zip(one.logprobs, score.logprobs[-len(one.token_ids) :], strict=True)
-        )
-
-    with load_pair("tiny", draft="tiny_draft", batch_size=3, overrides=words) as pair:
-        assert worst(pair) < NEAR
-        monkeypatch.setattr(LogprobReader, "read", lambda *given: read(*given[:5]))  # as if it were a chain
-        assert worst(pair) > NEAR
 
 
 def test_of_a_batch(command: Command) -> None:

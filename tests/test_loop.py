@@ -194,7 +194,7 @@ def test_counters_add_up(prompts, k, new, has_ends, rule, seed):
 
 def test_best_k_follows_acceptance_and_cost():
     for acceptance, ratio, k in ((0.0, 0.1, 0), (0.8, 0.1, 6), (0.6, 0.3, 1), (0.99, 0.01, 16)):
-        assert Costs.of_ratio(ratio, 16).best(acceptance, acceptance) == (k, 0)
+        assert Costs.of_ratio(ratio, 16).best(acceptance, acceptance) == k
 
 
 @dataclass
@@ -203,7 +203,6 @@ class Seen:
 
     overlap: list[float]
     row: int = 0
-    tree: None = None
 
     @property
     def standing(self) -> list[tuple[float, float]]:
@@ -213,20 +212,20 @@ class Seen:
 
 def test_adaptive_k_grows_shrinks_and_tries_again():
     lookahead = AdaptiveDraftLength(Costs.of_ratio(0.2, 16), 1)
-    [(start, _)] = lookahead.choose()
+    [start] = lookahead.choose()
     for _ in range(30):
         lookahead.observe([Seen([1.0] * 4)])
-    [(grown, _)] = lookahead.choose()
+    [grown] = lookahead.choose()
     for _ in range(200):
         lookahead.observe([Seen([0.0] * 4)])
-    chosen = [lookahead.choose()[0][0] for _ in range(300)]
+    chosen = [lookahead.choose()[0] for _ in range(300)]
     tries = [number for number, k in enumerate(chosen) if k]
     assert grown > start > 0
     assert [later - sooner for sooner, later in pairwise(tries)] == [1, 1, 62] * 3 + [1, 1]
     assert tries[0] == 61 and {chosen[number] for number in tries} == {1}
     for _ in range(200):
         lookahead.observe([Seen([1.0] * 4)])
-    assert lookahead.choose()[0][0] >= grown
+    assert lookahead.choose()[0] >= grown
 
 
 def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
@@ -236,7 +235,7 @@ def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
         sure = Seen([0.5, 1.0, 1.0, 1.0], row=0)
         useless = Seen([0.5, 0.0, 0.0, 0.0], row=1)
         lookahead.observe([sure, useless])
-    assert lookahead.choose() == [(8, 0), (1, 0)]
+    assert lookahead.choose() == [8, 1]
     first, second = lookahead.acceptance
     assert first.first.value == pytest.approx(second.first.value, abs=0.05)
     assert first.later.value > 0.95 and second.later.value < 0.1
@@ -261,11 +260,11 @@ def emulated(alpha: float, costs: Costs, tokens: int, seed: int) -> float:
     generator, lookahead = random.Random(seed), AdaptiveDraftLength(costs, 1)
     spent, made = 0.0, 0
     while made < tokens:
-        [(k, _)] = lookahead.choose()
+        [k] = lookahead.choose()
         overlap = [generator.betavariate(5 * alpha, 5 * (1 - alpha)) for _ in range(k)]
         stood = next((i for i in range(k) if generator.random() >= overlap[i]), k)
         lookahead.observe([Seen(overlap)])
-        spent, made = spent + costs.round(k), made + stood + 1
+        spent, made = spent + costs.rounds[k], made + stood + 1
     return spent / made
 
 
@@ -274,17 +273,17 @@ def emulated(alpha: float, costs: Costs, tokens: int, seed: int) -> float:
 @pytest.mark.parametrize("draft", [0.05, 0.3])
 def test_adaptive_k_is_near_the_best_fixed_k_and_no_slower_than_none(alpha, draft):
     """Emulated, costs known: within 3 % of the best fixed K, and of regular sampling, over 200 tokens."""
-    costs = Costs([[1 + (draft + 0.01) * k] for k in range(17)])
-    best = min(costs.round(k) / tokens_per_round(alpha, k) for k in range(17))
+    costs = Costs([1 + (draft + 0.01) * k for k in range(17)])
+    best = min(costs.rounds[k] / tokens_per_round(alpha, k) for k in range(17))
     adaptive = sum(emulated(alpha, costs, 200, seed) for seed in range(100)) / 100
     assert adaptive <= 1.03 * best
-    assert adaptive <= costs.round(0) / 0.97
+    assert adaptive <= costs.rounds[0] / 0.97
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.95])
 def test_a_k_that_learns_nothing_of_the_text_is_farther_from_the_best(alpha):
     """Control of the emulation."""
-    costs = Costs([[1 + 0.31 * k] for k in range(17)])
-    best = min(costs.round(k) / tokens_per_round(alpha, k) for k in range(17))
+    costs = Costs([1 + 0.31 * k for k in range(17)])
+    best = min(costs.rounds[k] / tokens_per_round(alpha, k) for k in range(17))
     with patch.object(Acceptance, "observe", lambda *_: None):
         assert sum(emulated(alpha, costs, 200, seed) for seed in range(10)) / 10 > 1.06 * best

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.config import MeasureConf
-from llama_ssp.config.compose import composed
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import host_memory
 from llama_ssp.planner.run_plan import DEVICE
@@ -131,9 +129,3 @@ def test_what_was_measured_remains_when_it_is_stopped(
 def test_fifteen_sentences() -> None:
     """The ancestor had as many, less those that a missing comma joined."""
     assert len(SENTENCES) == len(set(SENTENCES)) == 15 and all(3 < len(one) < 90 for one in SENTENCES)
-
-
-def test_ks_that_nobody_chose_leave_out_those_too_wide_for_the_siblings() -> None:
-    for siblings, ks in ((0, [1, 2, 4, 8]), (7, [1, 2, 4, 8]), (8, [1, 2, 4])):
-        run = composed(["task=measure", f"speculation.siblings={siblings}"])
-        assert isinstance(run.task, MeasureConf) and run.task.measured_ks(run.speculation) == ks

@@ -18,7 +18,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.stats import Counts, TreeResult
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.detokenizer import Writing
 from tests.proofs.toy import toy
@@ -35,13 +35,11 @@ TRACE = [
 ]
 
 
-def committed(rounds: list[tuple[list[int], int, int]], trees: list[TreeResult] | None = None) -> Any:
+def committed(rounds: list[tuple[list[int], int, int]]) -> Any:
     """One row after these rounds, and its counters' summary."""
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
     for number, (drafted, accepted, token) in enumerate(rounds):
-        tree = [trees[number]] if trees else []
-        chances = [[0.5] * len(drafted)]
-        result = RoundResult([drafted], [accepted], [token], chances, [False], [[]], tree)
+        result = RoundResult([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
         counts.add(commit(state, result, Limits(40, frozenset({EOS})), 50, number).rows[0])
     return state, counts.summary()
 
@@ -68,14 +66,6 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
         "tokens_per_target_forward": 10 / 4,
         "finish_reasons": {"eos": 1},
     }
-
-
-def test_an_accepted_sibling_is_an_origin_of_its_own() -> None:
-    both = [[5, 6], [7, 8]]
-    trees = [TreeResult(1, 8, both), TreeResult(2, None, both), TreeResult(0, 5, [[5]])]
-    state, summary = committed([([1, 2], 1, 3), ([1, 2], 2, 3), ([1], 0, 3)], trees)
-    assert state.generated(0) == [1, 8, 3, 1, 2, 3, 5, 3]
-    assert summary["tokens_committed_by_origin"] == {"bonus": 3, "drafted": 3, "sibling": 2}
 
 
 def test_a_bonus_behind_eos_is_cut_though_no_draft_is() -> None:

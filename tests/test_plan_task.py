@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from llama_ssp.config import MAX_K, Dtype, PlacementConf, RunConf
+from llama_ssp.config import Dtype, RunConf
 from llama_ssp.config.compose import composed
-from llama_ssp.distributed.placement import Placement, resolve
+from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.planner.advice import largest
 from llama_ssp.planner.resolve import PairFiles, choose
 from llama_ssp.planner.run_plan import (
     Bytes,
@@ -32,7 +31,7 @@ from llama_ssp.planner.run_plan import (
     require_fit,
     warn_of_codes,
 )
-from llama_ssp.planner.search import option, round_times
+from llama_ssp.planner.search import round_times
 from llama_ssp.planner.workload import GIB, Workload
 from llama_ssp.report.tables import text_of
 from llama_ssp.report.task_tables import plan_against_actual
@@ -341,17 +340,6 @@ def test_k_of_a_run() -> None:
     assert predicted(adaptive, 8).option.k == 6
     found = predicted(run("speculation=ngram", "speculation.k=8", "draft=none"), 8)
     assert found.request.text_drafts and found.option.times.draft == 0 and found.option.k == 8
-
-
-def test_siblings_follow_from_k() -> None:
-    """The plan takes the best K, not the configured one, and no K that a run refuses."""
-    request = request_of(run("speculation.k=4", "speculation.siblings=8", "engine=eager"), slots=SLOTS)
-    assert request.k_max == MAX_K // 9
-    place = resolve(PlacementConf(), 8, drafts=True)
-    held = [counted(option(request, place, k).ranks[0])["held_bytes"] for k in (1, 7)]
-    layers, heads, head_dim = 80, 8, 128
-    assert held[1] - held[0] == 2 * layers * heads * head_dim * 2 * 6 * 8  # 6 drafts more, 8 siblings each
-    assert largest(request, option(request, place)).k <= MAX_K // 9
 
 
 PROMPTS = """task.prompts=["a b c","d e f g"]"""

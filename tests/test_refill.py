@@ -29,21 +29,20 @@ def models() -> tuple[CausalModel, CausalModel]:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("drafting", "k", "adaptive"),
-    [("none", 0, False), ("model", 4, False), ("model", 6, True), ("ngram", 4, False), ("trees", 3, True)],
+    [("none", 0, False), ("model", 4, False), ("model", 6, True), ("ngram", 4, False)],
 )
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sampling, models):
     target, draft = models
-    chosen = {"none": None, "model": draft, "ngram": "ngram", "trees": draft}[drafting]
-    siblings = 2 if drafting == "trees" else 0
-    how = {"k": k, "adaptive": adaptive, "max_new": 20, "siblings": siblings}
+    chosen = {"none": None, "model": draft, "ngram": "ngram"}[drafting]
+    how = {"k": k, "adaptive": adaptive, "max_new": 20}
     free = speculate(target, PROMPTS[:2], chosen, sampling=sampling, **how)
     ends = frozenset({free.texts[0][5], free.texts[1][9]})
     alone = {
         prompt.id: speculate(target, [prompt], chosen, sampling=sampling, ends=ends, **how).texts[0]
         for prompt in PROMPTS
     }
-    engine = engine_of(target, chosen, sampling=sampling, ends=ends, siblings=k * siblings)
+    engine = engine_of(target, chosen, sampling=sampling, ends=ends)
     found = drive_refilled(engine, PROMPTS, rows, longest=max(LENGTHS) + 20, ends=ends, **how)
     assert found == alone
     assert len({len(text) for text in found.values()}) > 1  # rows ended at different times

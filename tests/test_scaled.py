@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.config import Dtype, SamplingConfig
+from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder_model import DecoderModel
@@ -83,15 +83,6 @@ def test_scaled_positions_go_on_as_in_transformers(name: str, draft: str) -> Non
     assert run.texts == list(expected.values())
     assert (run.accepted > 0) is (draft in ("sometimes", "always"))
     assert run.accepted < run.drafted or draft in ("always", "none")
-
-
-def test_siblings_of_texts_that_outgrow_the_first_scale() -> None:
-    """Almost greedy: tokens are certain, and drafts have siblings nevertheless."""
-    name = "phi3"
-    expected, almost = scaled_texts(name), SamplingConfig(temperature=0.002)
-    how: Any = {"k": 3, "siblings": 2, "sampling": almost}
-    run = speculate(model_of(name), list(expected), model_of(name, 0.02), **how)
-    assert run.texts == list(expected.values()) and run.aside > 0
 
 
 @pytest.mark.long

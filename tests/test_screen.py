@@ -99,7 +99,7 @@ def test_without_colours_the_marks_remain() -> None:
     """NO_COLOR: what was accepted is underlined, what was rejected struck through; the legend shows it."""
     record = {
         "id": "0", "round": 2, "position": 9, "drafted": [1, 2], "drafted_text": ["yes", "no"], "accepted": 1,
-        "last_origin": "corrected", "last_text": "so", "sibling_text": None, "siblings_text": [],
+        "last_origin": "corrected", "last_text": "so",
     }  # fmt: skip
     file = io.StringIO()
     console = Console(file=file, width=100, force_terminal=True, no_color=True, _environ={"TERM": "xterm"})
@@ -109,10 +109,6 @@ def test_without_colours_the_marks_remain() -> None:
         assert f"\x1b{marked}" in said
     assert not re.search(r"\x1b\[3\dm", said)
     assert trace_line(record).plain == "0 at 9: 'yes' ~'no'~ (1 of 2), corrected 'so'"
-    siblings = {"siblings_text": [["a", "b"], ["so"]], "sibling_text": "so", "last_text": "far"}
-    assert trace_line(record | siblings | {"last_origin": "bonus"}).plain == (
-        "0 at 9: 'yes' ['a' 'b'] ~'no'~ ['so'] (1 of 2), sibling 'so', bonus 'far'"
-    )
 
 
 def test_the_bar_of_accepted_lengths() -> None:

@@ -28,6 +28,9 @@ class Shard:
         return f"{self.number:05d}"
 
 
+GONE = (("speculation.siblings", 0),)  # settings of earlier versions that change nothing
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What run.json holds. `settings` is all that decides the output, flat; `facts` follow from the input."""
@@ -53,7 +56,8 @@ class Manifest:
         try:
             body = json.loads(data)
             shards = tuple(Shard(one["number"], one["first"], one["count"]) for one in body["shards"])
-            return Manifest(body["input_sha256"], body["records"], body["settings"], shards, body["facts"])
+            settings = {key: value for key, value in body["settings"].items() if (key, value) not in GONE}
+            return Manifest(body["input_sha256"], body["records"], settings, shards, body["facts"])
         except (ValueError, KeyError, TypeError) as error:
             found = f"{type(error).__name__}: {error}"
             fix = "it is not ours, or damaged: choose another folder"

@@ -9,7 +9,6 @@ from typing import Any
 from omegaconf import MISSING
 
 MAX_K = 64
-MAX_SIBLINGS = 8
 MAX_SEED = 2**63 - 1
 MAX_INT = 2**31 - 1
 
@@ -304,7 +303,6 @@ class SpeculationConfig:
         "Drafted tokens a round (K); 0 is regular sampling; null, or auto, is the plan's best K at "
         "plan.acceptance, and 4 where the machine has not been measured.",
     )
-    siblings: int = number(0, 0, MAX_SIBLINGS, "Further tokens at each draft's position; adaptive: at most.")
     drafter: Drafting = key(Drafting.model, "What drafts: the model, n-grams of the text so far, or nothing.")
     verification: Verification = key(Verification.block, "The exact rule: block accepts no less than token.")
     adaptive: bool = key(False, "Choose K for each row from measurements.")
@@ -333,11 +331,4 @@ class SpeculationConfig:
     @property
     def longest(self) -> int:
         """The most drafts of a round."""
-        if self.k is None and not self.adaptive:
-            return min(self.k_max, MAX_K // (1 + self.siblings))
-        return self.k_max if self.adaptive else self.k or 0
-
-    @property
-    def most_siblings(self) -> int:
-        """The most siblings of a round, of all its drafts."""
-        return self.longest * self.siblings
+        return self.k_max if self.adaptive or self.k is None else self.k

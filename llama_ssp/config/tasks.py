@@ -234,17 +234,9 @@ class MeasureConf(PromptedConf):
     def writes_past_end(self) -> bool:
         return self.suite is None if self.ignore_eos is None else self.ignore_eos
 
-    def measured_ks(self, spec: SpeculationConfig) -> list[int]:
-        """`ks`; of the default, only the K that a step has room for, with the siblings of each draft."""
-        fit = [k for k in self.ks if k * (spec.siblings + 1) <= MAX_K]
-        return fit if self.ks == MeasureConf(self.name).ks else self.ks
-
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
         check_pairs(self.pairs, spec)
-        if (most := max(self.measured_ks(spec), default=0) * (spec.siblings + 1)) > MAX_K:
-            what, found = f"drafts and siblings are {MAX_K} at most", f"{most} with {spec.siblings} siblings"
-            raise UsageError(what, "task.ks", found, fix="lower task.ks or speculation.siblings")
         check_drafts(self.name, "task.ks", spec, has_draft and bool(self.ks) and not self.pairs)
         if self.suite is not None and self.batch_size > 1:
             what, fix = "a suite's questions are answered one by one", "leave task.batch_size=1"

@@ -16,14 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from llama_ssp.config.run import SIZES, RunConf
 from llama_ssp.config.schema import (
     MAX_INT,
-    MAX_K,
-    Drafting,
     ModelConf,
     Output,
     Scheduler,
-    SpeculationConfig,
     Splitting,
-    Verification,
     Weights,
 )
 from llama_ssp.config.tasks import TASKS, BatchConf, PlanConf
@@ -55,8 +51,6 @@ def check(run: RunConf) -> None:
     if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
         between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
-    if spec.siblings:
-        _check_tree(spec)
     for role, model in (("model", run.model), ("draft", run.draft)):
         if model is not None:
             _check_model(role, model)
@@ -71,16 +65,6 @@ def check(run: RunConf) -> None:
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
         what = "placement.max_memory and offload_folder are for splitting by layers"
         raise UsageError(what, found=f"splitting={placement.splitting.value}", fix="use placement=layers")
-
-
-def _check_tree(spec: SpeculationConfig) -> None:
-    key = "speculation.siblings"
-    if spec.verification is not Verification.block or spec.drafter is not Drafting.model:
-        other = f"verification={spec.verification.value}, drafter={spec.drafter.value}"
-        fix = f"remove {key}, or use speculation.verification=block speculation.drafter=model"
-        raise UsageError("siblings are of a draft model's tokens, verified as a block", key, other, fix=fix)
-    limit = MAX_K // max(spec.longest, 1) - 1
-    between(key, spec.siblings, 0, limit, f"drafts and siblings are {MAX_K} at most")
 
 
 def _check_model(role: str, model: ModelConf) -> None:

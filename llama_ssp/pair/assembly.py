@@ -54,7 +54,7 @@ from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.verification import Rule, rule_for
+from llama_ssp.speculative.verification import RULES, Rule
 from llama_ssp.text.tokenizer import Tokens
 from llama_ssp.text.translation import Intersection
 
@@ -188,11 +188,10 @@ class ModelCache:
 
 def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
     """Compiles the models' steps before anything is timed; graphs for steps of the widths that will come."""
-    widest = widest_steps(speculation.longest, speculation.siblings)
+    widest = widest_steps(speculation.longest)
     wanted: list[Callable[[], None]] = [
         partial(
-            _prepare, model, pair.trials.get(role), widest[role], rows,
-            min(slots, model.context) + speculation.most_siblings,
+            _prepare, model, pair.trials.get(role), widest[role], rows, min(slots, model.context)
         )
         for role, model in ((TARGET, pair.target), (DRAFT, pair.draft))
         if isinstance(model, SteppedModel)
@@ -273,7 +272,7 @@ def _reading(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 def rule_of(run: RunConf) -> Rule:
     """The rule that accepts drafts, as configured."""
-    return rule_for(run.speculation.verification.value, run.speculation.siblings)
+    return RULES[run.speculation.verification.value]
 
 
 def engine_for(
@@ -294,11 +293,8 @@ def engine_for(
         roles = replace(roles, draft_channel=None)
     if target is not None and roles.leads:
         rule = rule or rule_of(run)
-        return Engine(
-            target, drafter or Drafter(), transform, rule, draws, roles, run.speculation.most_siblings
-        )
-    others = roles, pair.context, first.device, run.speculation.most_siblings
-    return Follower(target, drafter, transform, draws, *others)
+        return Engine(target, drafter or Drafter(), transform, rule, draws, roles)
+    return Follower(target, drafter, transform, draws, roles, pair.context, first.device)
 
 
 def _drafter(
@@ -349,17 +345,13 @@ def draft_alone(pair: RankModels) -> RankModels | None:
 
 
 def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftLength:
-    """How K is chosen for a batch of this many rows; an adaptive choice goes by `costs`, if known.
-
-    A greedy draft has no siblings: its distribution holds one token.
-    """
+    """How K is chosen for a batch of this many rows; an adaptive choice goes by `costs`, if known."""
     spec = run.speculation
-    siblings = spec.siblings if run.sampling.temperature else 0
     if not spec.adaptive:
-        return FixedDraftLength(spec.k or 0, rows, siblings)
-    fits = costs is not None and costs.k_max <= spec.k_max and costs.max_siblings >= siblings
+        return FixedDraftLength(spec.k or 0, rows)
+    fits = costs is not None and costs.k_max <= spec.k_max
     if costs is None or not fits or spec.cost_ratio is not None or not run.has_draft_model:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
         at_once = run.draft is not None and run.draft.head_block > 0
-        costs = Costs.of_ratio(ratio, spec.k_max, siblings, at_once)
-    return AdaptiveDraftLength(costs, rows, siblings)
+        costs = Costs.of_ratio(ratio, spec.k_max, at_once)
+    return AdaptiveDraftLength(costs, rows)

@@ -32,12 +32,9 @@ KERNEL_SCRATCH = 5 * MIB // 4  # a thread: tiles of a CPU's attention and matrix
 Parts = dict[str, int]
 
 
-def widest_steps(k: int, siblings: int) -> dict[str, int]:
-    """Tokens of a row in the widest step of each role.
-
-    An accepted sibling is fed once more, as its keys are not kept.
-    """
-    return {TARGET: k * (1 + siblings) + (LAG if siblings else 1), DRAFT: LAG}
+def widest_steps(k: int) -> dict[str, int]:
+    """Tokens of a row in the widest step of each role."""
+    return {TARGET: k + 1, DRAFT: LAG}
 
 
 @dataclass(frozen=True)
@@ -246,7 +243,7 @@ class RankWork:
         """
         if not own.spare:
             return ()
-        widest = widest_steps(self.work.k, self.work.siblings)[own.role]
+        widest = widest_steps(self.work.k)[own.role]
         return own.caches * sizes_up_to(max(self.work.rows * widest, 2))
 
     def outputs_of_graphs(self, own: RolePart) -> int:
@@ -330,11 +327,10 @@ class RankWork:
 
     def _deciding(self) -> int:
         """Bytes of a decision in fp64: both distributions; the residual or the minimum at the drafts; four
-        distributions of one position. With siblings: those behind them, and what is left of both at each
-        draft."""
-        k, aside = self.work.k, self.work.aside
+        distributions of one position."""
+        k = self.work.k
         laws = 2 * k + 1 + max(k + 1, 4) if k else 2
-        return (laws + (aside + 4 * k) * (aside > 0)) * self.work.rows * self.vocab * FP64
+        return laws * self.work.rows * self.vocab * FP64
 
     def _small(self) -> int:
         """Numbers a row and a position: tokens, probabilities, uniforms; the clocks of a race."""

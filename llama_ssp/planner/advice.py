@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from llama_ssp.config import MOST_ROWS, Dtype, PlacementConf, Splitting
+from llama_ssp.config import MAX_K, MOST_ROWS, Dtype, PlacementConf, Splitting
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.planner.fit import FitVerdict, worst
@@ -43,7 +43,7 @@ def largest(request: PlanRequest, chosen: Option) -> Largest:
         is_model_limit=0 < prompt == context - new,
         context_tokens=prompt + new if prompt else 0,
         rows=_most(lambda n: fits(rows=n), MOST_ROWS),
-        k=_most(lambda n: fits(k=n), work.most_k) if request.draft is not None or request.text_drafts else 0,
+        k=_most(lambda n: fits(k=n), MAX_K) if request.draft is not None or request.text_drafts else 0,
     )
 
 

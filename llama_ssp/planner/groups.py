@@ -20,6 +20,7 @@ from llama_ssp.planner.plan import target_prefill_s
 from llama_ssp.planner.search import Option, PlanRequest, cost_of, search, step_s
 from llama_ssp.planner.speed import LAUNCHING, forward_parts, prefill_s
 from llama_ssp.planner.workload import Role
+from llama_ssp.speculative.draft_length import tokens_per_round
 
 PROMPTS, DECIDING = "prompts", "probabilities"  # what time goes to, besides the parts of a pass
 MOST_NODES = 8  # of a group
@@ -198,9 +199,8 @@ def _group(request: PlanRequest, world: int) -> Iterator[GroupPlan]:
 def _spent(request: PlanRequest, found: Option) -> Spent:
     """Seconds of a record: its rounds, shared by all rows, and its prompt, which the others wait for."""
     work, times, place = request.work, found.times, found.placement
-    rounds = work.new_tokens / times.tokens(request.acceptance, found.k) / work.rows
-    columns = found.k * (1 + work.siblings) + 1
-    spent = _step(request, request.target, place, columns)
+    rounds = work.new_tokens / tokens_per_round(request.acceptance, found.k) / work.rows
+    spent = _step(request, request.target, place, found.k + 1)
     if request.draft is not None and found.k:
         width = request.draft.model.head_block
         each = _step(request, request.draft, place, width + 1)

@@ -35,7 +35,7 @@ def rank_work(
     own = drafted = None
     if rank in placement.target:
         part = ModelPart.of(target.model, len(placement.target), placement.target.index(rank))
-        own = RolePart.of(target, part, room + work.aside, work.target_caches, target.role in compiled)
+        own = RolePart.of(target, part, room, work.target_caches, target.role in compiled)
     if draft is not None and rank in placement.draft:
         degree = placement.draft_degree
         part = ModelPart.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)

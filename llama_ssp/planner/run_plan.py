@@ -87,11 +87,11 @@ def request_of(
     rows = getattr(task, "batch_size", 1) if rows is None else rows
     chunk = getattr(task, "prefill_chunk", USUAL_TOKENS)
     k = USUAL_K if spec.k is None else spec.k
-    work = Workload(rows, prompt, new, k, chunk, *caches, siblings=spec.siblings)
+    work = Workload(rows, prompt, new, k, chunk, *caches)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
     acceptance = getattr(task, "acceptance", run.plan.acceptance)
-    k_max = max(min(spec.k_max, work.most_k), spec.k or 0)
+    k_max = max(spec.k_max, spec.k or 0)
     return PlanRequest(
         machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,
         tokens_generated(run), k=None if spec.adaptive else spec.k,

@@ -260,7 +260,7 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     messages = 2 * times.message if placement.world > 1 else 0.0
 
     def verify_s(k: int) -> float:
-        columns = k * (1 + work.siblings) + 1
+        columns = k + 1
         probs = work.rows * columns * target.vocab
         spent = step_s(request, request.target, placement, target, columns) + probs * times.probs
         spent += times.round
@@ -272,7 +272,7 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
         most = min(most, draft.model.head_block)
     verify = tuple(map(verify_s, range(most * drafts + 1)))
     overlap = request.overlap if placement.draft_apart else Overlap.off
-    return RoundTimes(step, verify, work.rows, overlap, work.siblings, once)
+    return RoundTimes(step, verify, work.rows, overlap, once)
 
 
 def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -> float:

@@ -207,7 +207,7 @@ def between(points: tuple[tuple[int, float], ...], at: int) -> float:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Seconds of a draft step, and of verifying k drafts with their siblings (`verify[k]`), of `rows` rows.
+    """Seconds of a draft step, and of verifying k drafts (`verify[k]`), of `rows` rows.
 
     `once` is what drafts take however many there are: the pass of a head that gives all at once. `overlap` is
     what the draft does while the target verifies; `off` unless it has ranks of its own.
@@ -217,16 +217,11 @@ class RoundTimes:
     verify: tuple[float, ...]
     rows: int
     overlap: Overlap = Overlap.off
-    siblings: int = 0  # of each draft
     once: float = 0.0
 
     def proposal_s(self, k: int) -> float:
         """Seconds of K drafts."""
         return k * self.draft + (self.once if k else 0.0)
-
-    def tokens(self, acceptance: float, k: int) -> float:
-        """The tokens of a row's round."""
-        return tokens_per_round(acceptance, k, self.siblings)
 
     def round_s(self, k: int, acceptance: float) -> float:
         """Seconds of a round with K drafts."""
@@ -250,7 +245,7 @@ class RoundTimes:
 
     def ms_per_token(self, acceptance: float, k: int) -> float:
         """Of the batch: every row gets its tokens in the same round."""
-        return 1000 * self.round_s(k, acceptance) / (self.rows * self.tokens(acceptance, k))
+        return 1000 * self.round_s(k, acceptance) / (self.rows * tokens_per_round(acceptance, k))
 
     def best_k(self, acceptance: float) -> int:
         return min(range(len(self.verify)), key=lambda k: self.ms_per_token(acceptance, k))
@@ -271,7 +266,7 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> dict[str, float]:
     """Returns the best K at an acceptance, and its speed-up over regular sampling, named as in the JSON."""
     k = times.best_k(acceptance)
-    ms, tokens = times.ms_per_token(acceptance, k), times.tokens(acceptance, k)
+    ms, tokens = times.ms_per_token(acceptance, k), tokens_per_round(acceptance, k)
     speeds = {"ms_per_token": ms, "speedup": regular_ms / ms, "tokens_per_round": tokens}
     return {"acceptance": acceptance, "k": k, **speeds}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.config import MOST_ROWS
+from llama_ssp.config import MAX_K, MOST_ROWS
 from llama_ssp.distributed.placement import spans
 from llama_ssp.planner.engine import needs_trial
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
@@ -204,7 +204,7 @@ def _words(plan: Plan) -> Iterator[str]:
         rows = _at_least(room.rows, MOST_ROWS)
         limit = " (the model's own limit)" if room.is_model_limit else ""
         most = f"largest that fits here: context {room.context_tokens}{limit}, or {rows} rows"
-        yield most + (f", or K = {_at_least(room.k, plan.request.work.most_k)}" if plan.drafts else "")
+        yield most + (f", or K = {_at_least(room.k, MAX_K)}" if plan.drafts else "")
     else:
         yield from _changes(plan)
     if fewest is not None and fewest.placement.world < plan.chosen.placement.world:

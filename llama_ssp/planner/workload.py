@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llama_ssp.config import MAX_K, Dtype, ModelConf
+from llama_ssp.config import Dtype, ModelConf
 
 TARGET, DRAFT = "model", "draft"  # roles, by the names of their config groups
 MIB, GIB = 2**20, 2**30
@@ -23,8 +23,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch: rows of `prompt_tokens`, `new_tokens` each, K drafted a round (0: no drafting), and for each
-    draft `siblings` of it.
+    """One batch: rows of `prompt_tokens`, `new_tokens` each, K drafted a round (0: no drafting).
 
     `target_caches` and `draft_caches` are how many caches there are at once, one for each engine.
     """
@@ -36,22 +35,11 @@ class Workload:
     prefill_chunk: int = 512
     target_caches: int = 1
     draft_caches: int = 1
-    siblings: int = 0
-
-    @property
-    def aside(self) -> int:
-        """The siblings of a round, of all its drafts."""
-        return self.k * self.siblings
 
     @property
     def columns(self) -> int:
         """The positions of a row that the target verifies in a round."""
-        return self.k + 1 + self.aside
-
-    @property
-    def most_k(self) -> int:
-        """The largest K that a run takes: drafts and siblings are MAX_K at most."""
-        return MAX_K // (1 + self.siblings)
+        return self.k + 1
 
     @property
     def slots(self) -> int:

@@ -28,17 +28,15 @@ PROMPT_LINES = 3
 FIGURE_LINES = 4
 STYLES = {  # of a token by its origin: in colours, and with NO_COLOR
     "drafted": ("green", "underline"),
-    "sibling": ("bright_green", "underline"),
     "corrected": ("yellow", "reverse"),
     "bonus": ("cyan", "bold"),
     "sampled": ("", ""),
 }
-LEGEND = {"drafted": "drafted and accepted", "sibling": "sibling of a draft"}
 REJECTED = "red strike"
 TRACE_LEGEND = (
-    "prompt at the place of the round's first token: 'accepted' and ~'rejected'~ drafts, each with its "
-    "siblings in brackets (how many drafts were accepted), sibling taken in a draft's place, and the "
-    "target's token: corrected after a rejected draft, bonus after the last draft, sampled without drafts"
+    "prompt at the place of the round's first token: 'accepted' and ~'rejected'~ drafts (how many were "
+    "accepted), and the target's token: corrected after a rejected draft, bonus after the last draft, "
+    "sampled without drafts"
 )
 ONE_PROMPT = "one prompt, one seed: task=measure gives an interval"
 BARS = " ▁▂▃▄▅▆▇█"
@@ -119,7 +117,7 @@ class Scene:
             )
         )
         note = Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
-        yield Group(_legend(tracks, console.no_color), *prompt, grid, note)
+        yield Group(_legend(console.no_color), *prompt, grid, note)
         if self.whole and self.note:
             yield Text(ONE_PROMPT, style="dim")
 
@@ -206,14 +204,13 @@ def _pane(track: Track, body: Text, height: int, width: int) -> Panel:
     return Panel(content, title=title, title_align="left", subtitle=ended, subtitle_align="left", width=width)
 
 
-def _legend(tracks: tuple[Track, ...], is_plain: bool) -> Text:
-    """Returns what the marks mean; siblings only where there are some."""
-    shown = {origin for track in tracks for _, origin in track.pieces()}
+def _legend(is_plain: bool) -> Text:
+    """Returns what the marks mean."""
     marks = list[Text]()
     for origin, styles in STYLES.items():
-        if origin != "sibling" or origin in shown:
-            meaning, style = LEGEND.get(origin, origin), styles[is_plain]
-            marks.append(Text(meaning, style) if is_plain else Text("■ ", style).append(meaning, "dim"))
+        meaning = "drafted and accepted" if origin == "drafted" else origin
+        style = styles[is_plain]
+        marks.append(Text(meaning, style) if is_plain else Text("■ ", style).append(meaning, "dim"))
     return Text("  ", no_wrap=True, overflow="ellipsis").join(marks)
 
 
@@ -225,10 +222,5 @@ def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
         is_kept = number < accepted
         word, style = (f"{text!r}", STYLES["drafted"][is_plain]) if is_kept else (f"~{text!r}~", REJECTED)
         line.append(word, style).append(" ")
-        if number < len(record["siblings_text"]) and (siblings := record["siblings_text"][number]):
-            line.append(f"[{' '.join(map(repr, siblings))}] ", "dim")
     line.append(f"({accepted} of {len(record['drafted'])}), " if record["drafted"] else "")
-    if record["sibling_text"] is not None:
-        line.append("sibling ").append(repr(record["sibling_text"]), STYLES["sibling"][is_plain])
-        line.append(", ")
     return line.append(f"{origin} ").append(repr(record["last_text"]), STYLES.get(origin, ("", ""))[is_plain])

@@ -1,7 +1,7 @@
 """Decides a round by the rule: the definitions below, run call by call, or replayed as a CUDA graph.
 
 After a forward the launches of a decision cost more than what they compute. So on a GPU with CUDA graphs
-`decided` is a graph, too, one for each set of shapes. Rounds with siblings run call by call.
+`decided` is a graph, too, one for each set of shapes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.feed import sent
 from llama_ssp.models.heads.model import HeadModel
@@ -24,14 +22,7 @@ from llama_ssp.speculative.drafters.local import certain_where, resting
 from llama_ssp.speculative.rng import CounterDraws, Draws, Purpose, heat, inverse_cdf, race
 from llama_ssp.speculative.sampling import has_nan
 from llama_ssp.speculative.state import Proposal, State
-from llama_ssp.speculative.verification import (
-    Branches,
-    DraftBlock,
-    RoundDraws,
-    Rule,
-    TreeRule,
-    acceptance_prob,
-)
+from llama_ssp.speculative.verification import DraftBlock, RoundDraws, Rule, acceptance_prob
 
 Decide = Callable[[Rule, Draws, State, Proposal, Tensor], Tensor]
 
@@ -41,9 +32,9 @@ def draws_for(model: Model | HeadModel, seed: int) -> CounterDraws:
     return GraphedDraws(seed, model) if isinstance(model, GraphedModel) else CounterDraws(seed)
 
 
-def decide_for(rule: Rule, draws: Draws) -> tuple[Decide, Decide]:
-    """Returns how rounds with these draws are decided, and rounds with siblings."""
-    return decide_by_graph if isinstance(draws, GraphedDraws) else decide, decide_tree
+def decide_for(draws: Draws) -> Decide:
+    """Returns how rounds with these draws are decided."""
+    return decide_by_graph if isinstance(draws, GraphedDraws) else decide
 
 
 def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
@@ -73,47 +64,11 @@ def decided(
     return torch.cat([accepted_B[:, None], token_B[:, None], damaged_B1, drafted_BK, seen_BN.double()], 1)
 
 
-def decide_tree(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
-    """The same where drafts have siblings: `probs_BWV` has the columns that `Siblings` says.
-
-    The first column is an outcome of `TreeRule`. Behind the others: each sibling, the chance of its draw, the
-    weight of each node after its draft and after each sibling has failed, and the chance of the last draft.
-    """
-    assert isinstance(rule, TreeRule) and proposal.siblings is not None and proposal.draft_BKV is not None
-    block = block_of(proposal, probs_BWV)
-    branches = block.branches
-    assert branches is not None
-    outcome_B, token_B = rule.decide_tree(block, StateDraws(draws, state))
-    closed, count_B, token_BKS = rule.closed(block), block.count_B, branches.token_BKS
-    damaged_BW = has_nan(block.target_BWV)
-    damaged_BW[:, 1:] |= has_nan(block.draft_BKV)
-    real_BW = order(damaged_BW) <= count_B[:, None]
-    real_BKS = real_BW[:, 1:, None] & (order(token_BKS) < branches.count_BK[..., None])
-    damaged_BKS = has_nan(branches.target_BKSV) & real_BKS
-    damaged_B = (damaged_BW & real_BW).any(1) | damaged_BKS.flatten(1).any(1)
-    prob_BK = acceptance_prob(block)
-    chance_BKS = torch.stack(closed.chances[1:], 2)
-    weight_BKS = torch.stack(closed.weights, 2)
-    last_B1 = block.carried_BW.gather(1, count_B[:, None])
-    parts = outcome_B, token_B, damaged_B, proposal.drafted_BK, prob_BK, *rule.standing(block, prob_BK)
-    seen = (token_BKS, chance_BKS, weight_BKS, last_B1)
-    return torch.cat([part.view(len(part), -1).double() for part in (*parts, *seen)], 1)
-
-
 def block_of(proposal: Proposal, probs_BWV: Tensor) -> DraftBlock:
     """What a rule decides on, in fp64, normalised."""
     assert proposal.draft_BKV is not None
-    siblings, branches = proposal.siblings, None
-    if siblings:
-        main_BW, aside_BN = siblings.columns()
-        token_BKS, vocab = siblings.token_BKS, probs_BWV.shape[-1]
-        behind_BNV = probs_BWV.gather(1, aside_BN[..., None].expand(-1, -1, vocab))
-        count_BK = sent(siblings.each, probs_BWV.device)[:, None].expand(token_BKS.shape[:2])
-        branches = Branches(token_BKS, count_BK, _normalised(behind_BNV).view(*token_BKS.shape, vocab))
-        probs_BWV = probs_BWV.gather(1, main_BW[..., None].expand(-1, -1, vocab))
-    target_BWV, draft_BKV = _normalised(probs_BWV), _normalised(proposal.draft_BKV)
     count_B = sent(proposal.count, probs_BWV.device)
-    return DraftBlock(target_BWV, draft_BKV, proposal.drafted_BK, count_B, branches)
+    return DraftBlock(_normalised(probs_BWV), _normalised(proposal.draft_BKV), proposal.drafted_BK, count_B)
 
 
 def _normalised(probs: Tensor) -> Tensor:
@@ -130,12 +85,6 @@ class StateDraws:
 
     def coins(self, chance_BK: Tensor) -> Tensor:
         return self.draws.bernoulli(chance_BK, self.state.slot(Purpose.ACCEPT))
-
-    def side_coins(self, chance_BKS: Tensor) -> Tensor:
-        rows, drafts, each = chance_BKS.shape
-        spread_BKN = functional.pad(chance_BKS, (0, MAX_SIBLINGS - each)).flatten(1)
-        passed_BN = self.draws.bernoulli(spread_BKN, self.state.slot(Purpose.ACCEPT_SIBLING))
-        return passed_BN.view(rows, drafts, MAX_SIBLINGS)[..., :each]
 
     def token(self, probs_BV: Tensor) -> Tensor:
         probs_BV = resting(probs_BV, self.state.ended)

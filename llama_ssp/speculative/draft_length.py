@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llama_ssp.config import MAX_SIBLINGS
-from llama_ssp.speculative.stats import RowStep, Shape
+from llama_ssp.speculative.stats import RowStep
 
 
 @dataclass
@@ -20,11 +19,10 @@ class FixedDraftLength:
 
     k: int
     rows: int
-    each: int = 0  # siblings of each draft
 
-    def choose(self) -> list[Shape]:
-        """Returns how many tokens to draft, and how many siblings each of them has, by row."""
-        return [(self.k, self.each)] * self.rows
+    def choose(self) -> list[int]:
+        """Returns how many tokens to draft, by row."""
+        return [self.k] * self.rows
 
     def observe(self, rows: Sequence[RowStep]) -> None:
         """Learns from a round."""
@@ -42,7 +40,6 @@ MEMORY = 0.98  # the weight of earlier rounds shrinks by this factor with each r
 TRIES = 3  # rounds with one draft, when a text begins and after each pause
 PAUSE = 64  # rounds between tries, at least
 READING = 0.02  # of the time: the share that the draft model may read for tries
-GAIN = (0.25, 0.38, 0.44)  # tokens that 1, 2, 3 siblings are assumed to bring where a draft fails
 
 
 @dataclass
@@ -65,14 +62,13 @@ class Acceptance:
     The two differ. A first draft follows a token that the draft model may just have missed; a later one
     follows tokens that both models like, and the block rule makes up there for what it lost before. Both are
     computed from the distributions of every draft, accepted or not, so a few rounds tell as much as the
-    outcomes of many. `siblings` is what siblings bring, over what `usual_gain` assumes.
+    outcomes of many.
     """
 
     def __init__(self, usual: Acceptance | None = None) -> None:
         """Begins with what is `usual` in the run's texts so far."""
         self.first: Mean = Mean(usual.first.value if usual else FIRST)
         self.later: Mean = Mean(usual.later.value if usual else LATER)
-        self.siblings: Mean = Mean(usual.siblings.value if usual else 1.0)
 
     def observe(self, step: RowStep) -> None:
         """Takes in a row's round."""
@@ -80,20 +76,17 @@ class Acceptance:
             self.first.see(step.overlap[0], 1)
             later = step.standing[1:]
             self.later.see(sum(stands for _, stands in later), sum(before for before, _ in later))
-        if step.tree and step.tree.gain:
-            gain = usual_gain(len(step.tree.gain))
-            self.siblings.see(step.tree.gain[-1] / gain, step.tree.missed)
 
 
 @dataclass
 class Costs:
-    """What rounds cost, in any unit: `rounds[k][s]` is the cost of one of K drafts with s siblings each.
+    """What rounds cost, in any unit: `rounds[k]` is the cost of one of K drafts.
 
     A run that measures them is not repeatable, so its texts learn from each other: `usual` is how likely
     drafts stand, and `pause` after how many rounds without drafts a text tries some.
     """
 
-    rounds: list[list[float]]
+    rounds: list[float]
     usual: Acceptance | None = field(default=None, compare=False)
     pause: int = field(default=PAUSE, compare=False)
 
@@ -101,52 +94,39 @@ class Costs:
     def k_max(self) -> int:
         return len(self.rounds) - 1
 
-    @property
-    def max_siblings(self) -> int:
-        return len(self.rounds[-1]) - 1
-
-    def round(self, k: int, siblings: int = 0) -> float:
-        return self.rounds[k][siblings]
-
-    def best(self, first: float, later: float, gains: Sequence[float] = ()) -> Shape:
-        """Returns the K, and the siblings of each draft, with the most expected tokens per cost.
+    def best(self, first: float, later: float) -> int:
+        """Returns the K with the most expected tokens per cost.
 
         The first draft stands with probability `first`, each later one, if all before it do, with `later`.
-        If not all K stand, s siblings bring `gains[s - 1]` tokens.
         """
-        best, best_rate = (0, 0), 0.0
-        tokens, all_stand, next_stands = 1.0, 1.0, first
-        for k, costs in enumerate(self.rounds):
-            for siblings, (gain, cost) in enumerate(zip((0.0, *gains), costs, strict=False)):
-                rate = (tokens + (1 - all_stand) * gain) / cost
-                if rate > best_rate:
-                    best, best_rate = (k, siblings), rate
-            tokens, all_stand, next_stands = tokens + next_stands, next_stands, next_stands * later
+        best, best_rate, tokens, next_stands = 0, 0.0, 1.0, first
+        for k, cost in enumerate(self.rounds):
+            if tokens / cost > best_rate:
+                best, best_rate = k, tokens / cost
+            tokens, next_stands = tokens + next_stands, next_stands * later
         return best
 
     @staticmethod
-    def of_ratio(cost_ratio: float, k_max: int, siblings: int = 0, at_once: bool = False) -> Costs:
+    def of_ratio(cost_ratio: float, k_max: int, at_once: bool = False) -> Costs:
         """Assumes, as the papers do, that a target step costs 1 for any K, and a draft step `cost_ratio`.
 
         `at_once`: one draft step gives all drafts.
         """
         steps = [min(k, 1) if at_once else k for k in range(k_max + 1)]
-        return Costs([[1 + cost_ratio * n] * (1 + siblings) for n in steps])
+        return Costs([1 + cost_ratio * n for n in steps])
 
 
 class AdaptiveDraftLength:
-    """The K with the most tokens per cost, at the row's recent acceptance, and the siblings of its drafts.
+    """The K with the most tokens per cost, at the row's recent acceptance.
 
     A row whose best K is 0 tries one draft when its text begins and after each pause, to notice where
     drafting pays. The draft model first has to read what it has missed: where that takes long, pauses are
     longer.
     """
 
-    def __init__(self, costs: Costs, rows: int, siblings: int = MAX_SIBLINGS) -> None:
-        """Each draft has at most this many siblings, and no more than `costs` knows."""
+    def __init__(self, costs: Costs, rows: int) -> None:
         self.costs = costs
         self.acceptance = [Acceptance(costs.usual) for _ in range(rows)]
-        self._gains = [usual_gain(n) for n in range(1, siblings + 1)]
         self._idle = [0] * rows  # rounds of the pause, the tries before it included
         self._drafted = [1] * rows  # drafts of the last round
 
@@ -154,13 +134,12 @@ class AdaptiveDraftLength:
         self.acceptance[row] = Acceptance(self.costs.usual)
         self._idle[row], self._drafted[row] = 0, 1
 
-    def choose(self) -> list[Shape]:
-        return [self._shape(row) for row in range(len(self.acceptance))]
+    def choose(self) -> list[int]:
+        return [self._k(row) for row in range(len(self.acceptance))]
 
-    def _shape(self, row: int) -> Shape:
+    def _k(self, row: int) -> int:
         acceptance = self.acceptance[row]
-        gains = [acceptance.siblings.value * gain for gain in self._gains]
-        k, siblings = self.costs.best(acceptance.first.value, acceptance.later.value, gains)
+        k = self.costs.best(acceptance.first.value, acceptance.later.value)
         if k:
             self._idle[row] = TRIES
         else:
@@ -168,7 +147,7 @@ class AdaptiveDraftLength:
             acceptance.later.see(0, 0)
             k = int(self._idle[row] < TRIES)
             self._idle[row] = (self._idle[row] + 1) % self.costs.pause
-        return k, siblings
+        return k
 
     def observe(self, rows: Sequence[RowStep]) -> None:
         for step in rows:
@@ -177,22 +156,17 @@ class AdaptiveDraftLength:
                 self.costs.usual.observe(step)
 
     def took(self, rows: Sequence[RowStep], seconds: float) -> None:
-        catches_up = any(step.shape[0] and not self._drafted[step.row] for step in rows)
+        catches_up = any(step.k and not self._drafted[step.row] for step in rows)
         if catches_up and self.costs.usual:
-            usual_s = max(self.costs.round(*step.shape) for step in rows)
+            usual_s = max(self.costs.rounds[step.k] for step in rows)
             self.costs.pause = max(PAUSE, int((seconds / usual_s - 1) / READING))
         for step in rows:
-            self._drafted[step.row] = step.shape[0]
+            self._drafted[step.row] = step.k
 
 
 DraftLength = FixedDraftLength | AdaptiveDraftLength
 
 
-def tokens_per_round(rate: float, k: int, siblings: int = 0) -> float:
-    """Expected committed tokens: 1 + a + ... + a^K; with siblings, what they bring where a draft fails."""
-    return float(sum(rate**i for i in range(k + 1))) + (1 - rate**k) * usual_gain(siblings)
-
-
-def usual_gain(siblings: int) -> float:
-    """The tokens that siblings are assumed to bring where a draft fails."""
-    return GAIN[min(siblings, len(GAIN)) - 1] if siblings else 0.0
+def tokens_per_round(rate: float, k: int) -> float:
+    """Expected committed tokens: 1 + a + ... + a^K."""
+    return float(sum(rate**i for i in range(k + 1)))

@@ -16,14 +16,13 @@ from torch import Tensor
 from llama_ssp.distributed.process_group import checksum
 from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.speculative.decision import decide_for
-from llama_ssp.speculative.drafters.local import Drafter, with_siblings
+from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.logprobs import LogprobReader, scored
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol, RoundResult
 from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.siblings import Siblings
-from llama_ssp.speculative.state import Prompt, Proposal, State, TreePrefix
+from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.logprobs import ScoredToken
 
@@ -43,19 +42,16 @@ class RankEngine(ABC):
 
     def __init__(
         self, target: ModelRunner | None, drafter: Drafter | None, transform: SamplingTransform,
-        draws: Draws, roles: Roles, context: int, device: torch.device, siblings: int = 0,
+        draws: Draws, roles: Roles, context: int, device: torch.device,
     ) -> None:  # fmt: skip
-        """`target` and `drafter` are None where this rank has no part in them.
-
-        `siblings` is how many a round may have, of all drafts of a row together.
-        """
+        """`target` and `drafter` are None where this rank has no part in them."""
         self.transform, self.draws = transform, draws
         self.target, self.drafter, self.context = target, drafter, context
         self.part: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch's
         self.watch: RoundWatch | None = None
         self.logprobs: LogprobReader | None = None  # what the leader keeps of the target's distribution
         self._rounds, self._enter, self._device = self._protocol(roles), roles.everyone.enter, device
-        self._target_ranks, self._leads, self._siblings = roles.target, roles.leads, siblings
+        self._target_ranks, self._leads = roles.target, roles.leads
 
     @property
     def target_forwards(self) -> int:
@@ -79,7 +75,7 @@ class RankEngine(ABC):
         own = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
         state = State(prompts, min(max(own, longest), self.context), self._device)
         if self.target:
-            self.target.start(state.rows, state.capacity + self._siblings)
+            self.target.start(state.rows, state.capacity)
         if self.drafter:
             self.drafter.start(state.rows, state.capacity)  # before the target's pass, which a head reads
         if self.target:
@@ -143,8 +139,8 @@ class RankEngine(ABC):
             self._target_ranks.require_same("prompts", json.dumps(found))
 
     @abstractmethod
-    def draft(self, state: State, wanted: list[int], siblings: list[int] | None = None) -> Proposal:
-        """At most `wanted` tokens a row, fewer where the drafter cannot reach further; at each, `siblings`.
+    def draft(self, state: State, wanted: list[int]) -> Proposal:
+        """At most `wanted` tokens a row, fewer where the drafter cannot reach further.
 
         Only what the leader is given counts.
         """
@@ -157,7 +153,7 @@ class RankEngine(ABC):
         """Every cache drops what was not committed."""
         for model in (self.target, self.drafter):
             if model:
-                model.roll_back(state.cacheable)
+                model.roll_back(state.lengths)
 
     def flush(self) -> None:
         """Sends, or receives, the last decision where no round follows it."""
@@ -184,25 +180,21 @@ class Engine(RankEngine):
 
     def __init__(
         self, target: ModelRunner, drafter: Drafter, transform: SamplingTransform, rule: Rule, draws: Draws,
-        roles: Roles = SOLE, siblings: int = 0,
+        roles: Roles = SOLE,
     ) -> None:  # fmt: skip
         model = target.model
-        super().__init__(target, drafter, transform, draws, roles, model.context, model.device, siblings)
+        super().__init__(target, drafter, transform, draws, roles, model.context, model.device)
         self._rule = rule
-        self._decide, self._decide_tree = decide_for(rule, draws)
+        self._decide = decide_for(draws)
 
     @torch.inference_mode()
-    def draft(self, state: State, wanted: list[int], siblings: list[int] | None = None) -> Proposal:
+    def draft(self, state: State, wanted: list[int]) -> Proposal:
         with self.part(DRAFT):
             self._enter("draft", self._rounds.decided + 1)
             limits = map(self.drafter.limit, state.lengths)
             count = tuple(min(k, most) for k, most in zip(wanted, limits, strict=True))
             self._rounds.ask(state, count)
             proposal = self.drafter.propose(state, count)
-            if siblings and any(siblings):
-                over = map(self.target.crosses, state.lengths, proposal.count)
-                siblings = [0 if crosses else n for n, crosses in zip(siblings, over, strict=True)]
-                proposal = with_siblings(proposal, state, self.draws, siblings)
             self._rounds.submit(state, proposal)
             return proposal
 
@@ -211,43 +203,30 @@ class Engine(RankEngine):
         with self.part(DECIDE):
             self._enter("verify", self._rounds.decided + 1)
             with self.part(VERIFY):
-                logit_BWV = target_logits(self.target, state, proposal.count, proposal.siblings)
+                logit_BWV = target_logits(self.target, state, proposal.count)
             result = self.judge(state, proposal, logit_BWV)
-            for row, tree in enumerate(result.trees):
-                if proposal.siblings and tree and tree.aside is not None:
-                    number = proposal.siblings.numbers[row][tree.columns[-1]]
-                    self.target.adopt(state.token_BS, row, number, state.lengths[row] + tree.accepted)
             self._rounds.decide(state, result)
             self._enter("commit", self._rounds.decided)
             return result
 
     def judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:
         """What each row commits, given the target's logits over its drafts and the position after them."""
-        siblings = proposal.siblings
-        prefix = TreePrefix(state, siblings) if siblings else state.prefix(0, proposal.k + 1)
-        probs_BWV = self.transform(logit_BWV, prefix)
-        how = self._decide_tree if siblings else self._decide
-        decided_BN = how(self._rule, self.draws, state, proposal, probs_BWV)
+        probs_BWV = self.transform(logit_BWV, state.prefix(0, proposal.k + 1))
+        decided_BN = self._decide(self._rule, self.draws, state, proposal, probs_BWV)
         if proposal.damaged is not None:
             decided_BN[:, 2] += proposal.damaged
         result = RoundResult.of(decided_BN, proposal)
         if self.logprobs:
             blocks = [[] if ended else result.tokens(row) for row, ended in enumerate(state.ended)]
-            columns = [tree.columns if tree else [] for tree in result.trees]
-            found = self.logprobs.read(logit_BWV, probs_BWV, self.transform.vocab, blocks, columns)
+            found = self.logprobs.read(logit_BWV, probs_BWV, self.transform.vocab, blocks)
             result = replace(result, logprobs=found)
         if self.watch:
             self.watch(state, proposal, result, probs_BWV, logit_BWV)
         return result
 
 
-def target_logits(
-    target: ModelRunner, state: State, count: tuple[int, ...], siblings: Siblings | None = None
-) -> Tensor:
-    """The target's logits over each row's drafts and the position after them, (B, K+1, V).
-
-    With siblings, a draft's column is followed by theirs.
-    """
+def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> Tensor:
+    """The target's logits over each row's drafts and the position after them, (B, K+1, V)."""
     rows = zip(target.cached, state.ended, state.lengths, count, strict=True)
     ends = [cached if ended else length + drafted for cached, ended, length, drafted in rows]
-    return target.logits(state.token_BS, ends, [n + 1 for n in count], siblings)
+    return target.logits(state.token_BS, ends, [n + 1 for n in count])

@@ -13,7 +13,7 @@ class Follower(RankEngine):
     _rounds: FollowerProtocol
     _protocol = FollowerProtocol
 
-    def draft(self, state: State, wanted: list[int], siblings: list[int] | None = None) -> Proposal:
+    def draft(self, state: State, wanted: list[int]) -> Proposal:
         """Takes part in drafting, if this rank does, then receives the leader's drafts."""
         self._enter("draft", self._rounds.decided + 1)
         if self.drafter is None:
@@ -32,7 +32,7 @@ class Follower(RankEngine):
         """Takes part in the target's forward, or drafts ahead meanwhile; then receives the decision."""
         self._enter("verify", self._rounds.decided + 1)
         if self.target:
-            target_logits(self.target, state, proposal.count, proposal.siblings)
+            target_logits(self.target, state, proposal.count)
         if self.drafter:
             self.drafter.meanwhile(state, proposal)
         result = self._rounds.result(state)

@@ -95,9 +95,8 @@ def generate(
         if limits.reached(state):
             break
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
-        chosen, siblings = ([*column] for column in zip(*lookahead.choose(), strict=True))
-        wanted = [max(0, min(k, r - 1)) for k, r in zip(chosen, room, strict=True)]
-        proposal = engine.draft(state, wanted, siblings)
+        wanted = [max(0, min(k, r - 1)) for k, r in zip(lookahead.choose(), room, strict=True)]
+        proposal = engine.draft(state, wanted)
         result = engine.verify(state, proposal)
         del proposal  # frees its probabilities before the next ones are made
         step = commit(state, result, limits, engine.context, number)
@@ -122,8 +121,7 @@ def commit(state: State, result: RoundResult, limits: Limits, context: int, numb
         block = result.tokens(row)
         kept, finish = limits.trim(state, row, block, context)
         counted = drafted if kept == len(block) else drafted[:kept]
-        aside = result.aside(row) is not None
-        state.append(row, block[:kept], aside)
+        state.append(row, block[:kept])
         if result.logprobs:
             state.logprobs[row] += result.logprobs[row][:kept]
         state.finished[row] = finish
@@ -138,8 +136,6 @@ def commit(state: State, result: RoundResult, limits: Limits, context: int, numb
                 finish=finish,
                 cut=len(block) - kept,
                 standing=result.standing[row][: len(counted)],
-                aside=aside and kept > result.accepted[row],
-                tree=result.trees[row] if result.trees else None,
             )
         )
     return step

@@ -36,10 +36,9 @@ class LogprobReader:
         return self.by_row.get(row, self.top)
 
     def read(
-        self, logit_BWV: Tensor, probs_BWV: Tensor | None, vocab: int, blocks: list[list[int]],
-        columns: list[list[int]] | None = None,
-    ) -> list[list[ScoredToken]]:  # fmt: skip
-        """The log-probabilities of each row's tokens, which columns 0, 1, ... predict, or those given.
+        self, logit_BWV: Tensor, probs_BWV: Tensor | None, vocab: int, blocks: list[list[int]]
+    ) -> list[list[ScoredToken]]:
+        """The log-probabilities of each row's tokens, which columns 0, 1, ... predict.
 
         `probs_BWV` is what the sampling controls make of the logits; `vocab` is how many tokens there are:
         logits behind that are padding.
@@ -49,12 +48,11 @@ class LogprobReader:
         kept = [(row, i) for row in chosen for i in range(len(blocks[row]))]
         if not kept:
             return [[] for _ in blocks]
-        places = [columns[row][i] if columns and columns[row] else i for row, i in kept]
-        at = sent([[row for row, _ in kept], places], logit_BWV.device)
+        row_N, column_N = sent(list(zip(*kept, strict=True)), logit_BWV.device)
         if self.sampled and probs_BWV is not None:
-            logprob_NV = probs_BWV[at[0], at[1]].log()
+            logprob_NV = probs_BWV[row_N, column_N].log()
         else:
-            own_NV = logit_BWV[at[0], at[1]][:, :vocab]
+            own_NV = logit_BWV[row_N, column_N][:, :vocab]
             logprob_NV = own_NV.to(torch.promote_types(own_NV.dtype, torch.float32)).log_softmax(-1)
         token_N1 = sent([[blocks[row][i]] for row, i in kept], logit_BWV.device)
         most = min(logprob_NV.shape[-1], max(top or 0 for top in tops))

@@ -14,50 +14,43 @@ from llama_ssp.speculative.draft_length import Acceptance, Costs, FixedDraftLeng
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.stats import Shape
 
 log = logging.getLogger(__name__)
 
 MEASURED = (0, 1, 4, 16)  # K, and the largest; others lie on the lines between them
-TURNS, MAX_TURNS = 4, 25  # of all shapes
+TURNS, MAX_TURNS = 4, 25  # of all K
 ENOUGH_S = 1.5  # more than TURNS only until they have taken this together
 
 
 def measured(engine: RankEngine, run: RunConf, rows: int, slots: int) -> Costs | None:
     """Returns the seconds of whole rounds, from the choice to the commit; None where texts are too short.
 
-    Texts have at most `slots` tokens. Rounds of all shapes take turns, and the shortest counts: other
+    Texts have at most `slots` tokens. Rounds of all K take turns, and the shortest counts: other
     programs make rounds longer, never shorter.
     """
     half = slots // 2
     k_max = min(run.speculation.k_max, half - 1, engine.drafter.limit(half) if engine.drafter else 0)
     if k_max < 1:
         return None
-    max_siblings = run.speculation.siblings if run.sampling.temperature else 0
     ks = sorted({k_max, *(k for k in MEASURED if k < k_max)})
-    shapes = [(k, siblings) for k in reversed(ks) for siblings in sorted({0, max_siblings if k else 0})]
-    lookahead, seconds = FixedDraftLength(0, rows), defaultdict[Shape, list[float]](list)
+    lookahead, seconds = FixedDraftLength(0, rows), defaultdict[int, list[float]](list)
     rounds, began = timed_rounds(engine, lookahead, half), time.perf_counter()
     for turn in range(MAX_TURNS):
         if turn >= TURNS and time.perf_counter() - began > ENOUGH_S:
             break
-        lookahead.k, lookahead.each = 1, 0
+        lookahead.k = 1
         next(rounds)  # not counted: after a round without drafts the draft model reads more
-        for shape in shapes:
-            lookahead.k, lookahead.each = shape
-            seconds[shape].append(next(rounds))
-    chains, trees = (
-        np.interp(range(k_max + 1), ks, [min(seconds[k, siblings if k else 0]) for k in ks])
-        for siblings in (0, max_siblings)
-    )
-    costs = Costs(np.linspace(chains, trees, 1 + max_siblings, axis=1).tolist(), Acceptance())
+        for k in reversed(ks):
+            lookahead.k = k
+            seconds[k].append(next(rounds))
+    round_s = np.interp(range(k_max + 1), ks, [min(seconds[k]) for k in ks]).tolist()
     log.info(
         "adaptive: a round takes %.2f ms without drafts, %.2f ms with one, %.2f ms with %d; K depends on "
         "such times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
-        1000 * costs.round(0), 1000 * costs.round(1), 1000 * costs.round(k_max), k_max,
-        max(costs.round(1) / costs.round(0) - 1, 0.0),
+        1000 * round_s[0], 1000 * round_s[1], 1000 * round_s[k_max], k_max,
+        max(round_s[1] / round_s[0] - 1, 0.0),
     )  # fmt: skip
-    return costs
+    return Costs(round_s, Acceptance())
 
 
 def timed_rounds(engine: RankEngine, lookahead: FixedDraftLength, half: int) -> Iterator[float]:

@@ -8,14 +8,12 @@ after full acceptance is fed it next round.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.interface import Cache, Model
-from llama_ssp.speculative.siblings import CHAIN, Siblings
 
 Span = tuple[int, int, int]  # a row, a position, and how many tokens from there
 # Called after each pass with the texts, what was fed of them, and what the model's taps gave of these tokens.
@@ -72,42 +70,30 @@ class ModelRunner:
             self._observed(token_BS, [(row, start, count)])
         self.cached[row], self._given[row] = max(length - 1, 0), length
 
-    def logits(
-        self, token_BS: Tensor, ends: list[int], wanted: list[int], siblings: Siblings | None = None
-    ) -> Tensor:
+    def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).
 
         They begin at column 0; columns behind them are undefined. They come from one forward, however small
-        the prefill chunk is. A row's siblings, whose keys are not kept, have columns behind their drafts.
+        the prefill chunk is.
         """
         first = [max(e - w, 0) + 1 for e, w in zip(ends, wanted, strict=True)]
         self._begin(ends, first)
         if self.limit is None or not any(f <= self.limit < e for f, e in zip(first, ends, strict=True)):
-            return self._last(token_BS, ends, wanted, siblings)
-        return self._over(self.limit, token_BS, ends, wanted, siblings)
+            return self._last(token_BS, ends, wanted)
+        return self._over(self.limit, token_BS, ends, wanted)
 
-    def crosses(self, length: int, drafts: int) -> bool:
-        """Whether a text grows over the limit inside its drafts: they can have no siblings."""
-        return self.limit is not None and length <= self.limit < length + drafts
-
-    def _over(
-        self, limit: int, token_BS: Tensor, ends: list[int], wanted: list[int], siblings: Siblings | None
-    ) -> Tensor:
+    def _over(self, limit: int, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """The same where rows grow over the limit: up to it, then beyond it, for which they begin anew."""
         pairs = list(zip(ends, wanted, strict=True))
         before = [w if e <= limit or e - w >= limit else w - (e - limit) for e, w in pairs]
         behind = [w - b for w, b in zip(wanted, before, strict=True)]
         stops = [limit if n else e for e, n in zip(ends, behind, strict=True)]
-        columns = wanted
-        if siblings:
-            columns = [w + k * each for w, (k, each) in zip(wanted, siblings.shapes, strict=True)]
-            siblings = replace(siblings, drafts=tuple(b - 1 for b in before))
-        near_BWV = self._last(token_BS, stops, before, siblings)
+        near_BWV = self._last(token_BS, stops, before)
         self._begin(ends, [limit + 1] * len(ends))
         far_BWV = self._last(token_BS, ends, behind)
         rows = [
-            torch.cat([near_V[: c - n], far_V[:n], near_V.new_zeros(max(columns) - c, near_V.shape[1])])
-            for near_V, far_V, c, n in zip(near_BWV, far_BWV, columns, behind, strict=True)
+            torch.cat([near_WV[:b], far_WV[:n], near_WV.new_zeros(max(wanted) - b - n, near_WV.shape[1])])
+            for near_WV, far_WV, b, n in zip(near_BWV, far_BWV, before, behind, strict=True)
         ]
         return torch.stack(rows)
 
@@ -124,13 +110,11 @@ class ModelRunner:
             if not self.cached[row]:
                 self._given[row] = length
 
-    def _last(
-        self, token_BS: Tensor, ends: list[int], wanted: list[int], siblings: Siblings | None = None
-    ) -> Tensor:
+    def _last(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         self._prefill(token_BS, [max(e - w - LAG + 1, 0) for e, w in zip(ends, wanted, strict=True)])
-        feed, logit_BWV = self._forward(token_BS, ends, last_only=False, siblings=siblings)
+        feed, logit_BWV = self._forward(token_BS, ends, last_only=False)
         first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
-        width = max(n - skipped for n, skipped in zip(feed.columns, first, strict=True))
+        width = max(n - skipped for n, skipped in zip(feed.count, first, strict=True))
         if not any(first) and feed.width == width:
             return logit_BWV
         column_BW = torch.tensor(first)[:, None] + torch.arange(width)
@@ -141,38 +125,22 @@ class ModelRunner:
         """Keeps at most len-1 tokens of each row."""
         self.cached = [min(c, length - 1) for c, length in zip(self.cached, lengths, strict=True)]
 
-    def _forward(
-        self, token_BS: Tensor, ends: list[int], last_only: bool, siblings: Siblings | None = None
-    ) -> tuple[Feed, Tensor]:
+    def _forward(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
         assert self._cache is not None, "start() comes first"
         count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
         given = tuple(self._given)
-        sides = siblings.shapes if siblings else ()
-        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, given, sides)
-        token_BW = siblings.input(token_BS, feed) if siblings else self._input(token_BS, feed)
-        logits = self.model.logits(token_BW, feed, self._cache, last_only)
+        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, given)
+        logits = self.model.logits(self._input(token_BS, feed), feed, self._cache, last_only)
         self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
         fed = [(row, feed.start[row], n) for row, n in enumerate(count) if n]
-        self._observed(token_BS, fed, siblings.fed(feed) if siblings else None)
+        self._observed(token_BS, fed)
         return feed, logits
 
-    def _observed(self, token_BS: Tensor, fed: list[Span], numbers: list[list[int]] | None = None) -> None:
-        """Shows a pass to the observer, without siblings: `numbers` says which column has which."""
+    def _observed(self, token_BS: Tensor, fed: list[Span]) -> None:
+        """Counts a pass, and shows it to the observer."""
         self.forwards += 1
-        if self.observer is None or self.model.tapped_TX is None:
-            return
-        tapped_TX = self.model.tapped_TX
-        if numbers is not None:
-            places = [(row, number) for row, own in enumerate(numbers) for number in own]
-            self._beside = {place: tapped_TX[[t]] for t, place in enumerate(places) if place[1] != CHAIN}
-            chain = [t for t, (_, number) in enumerate(places) if number == CHAIN]
-            tapped_TX = tapped_TX[sent(chain, tapped_TX.device)]
-        self.observer(token_BS, fed, tapped_TX)
-
-    def adopt(self, token_BS: Tensor, row: int, number: int, position: int) -> None:
-        """Shows the observer a sibling of the last pass, which has become the row's token at `position`."""
-        if self.observer is not None and self._beside:
-            self.observer(token_BS, [(row, position, 1)], self._beside[row, number])
+        if self.observer is not None and self.model.tapped_TX is not None:
+            self.observer(token_BS, fed, self.model.tapped_TX)
 
     def _input(self, token_BS: Tensor, feed: Feed) -> Tensor:
         """The tokens of one forward, (B, W).

@@ -9,8 +9,7 @@ depends on measured times: the distribution stays the same, the text does not.
 
 No number has two uses. Each comes from Philox (Salmon et al. 2011) with the key (seed, prompt) and a counter
 of the words (block, 0, stream, base), four numbers a block. The streams are ROUNDS, with a number for each
-offset and purpose; SIDES, with those of siblings; and RACES, with a correction's clocks
-(tests/proofs/test_draws.py enumerates them).
+offset and purpose, and RACES, with a correction's clocks (tests/proofs/test_draws.py enumerates them).
 
 Tests replace this source by one that walks every branch (tests/proofs/choices.py).
 """
@@ -31,17 +30,15 @@ from llama_ssp.models.feed import sent
 
 
 class Purpose(IntEnum):
-    """What a draw decides. A stream has three purposes."""
+    """What a draw decides."""
 
     DRAFT = 0
     ACCEPT = 1
     CORRECT = 2
-    SIBLING = 3  # sibling j of draft i has the offset MAX_SIBLINGS * i + j
-    ACCEPT_SIBLING = 4
 
 
-PURPOSES = 3
-ROUNDS, RACES, SIDES = 0, 1, 3  # streams: a word of the counter, so that they never meet
+PURPOSES = len(Purpose)
+ROUNDS, RACES = 0, 1  # streams: a word of the counter, so that they never meet
 PREPARED = 96  # numbers a row that are made at once: enough for 32 drafts
 NOTHING = (None, torch.empty(0, 0))
 
@@ -106,10 +103,9 @@ class CounterDraws:
 
     def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """One number for each row and offset, (B, count)."""
-        first = PURPOSES * slot.offset + slot.purpose % PURPOSES
+        first = PURPOSES * slot.offset + slot.purpose
         end = first + PURPOSES * count
-        stream = SIDES if slot.purpose >= PURPOSES else ROUNDS
-        return self._table(stream, slot, end, device)[:, first:end:PURPOSES]
+        return self._table(ROUNDS, slot, end, device)[:, first:end:PURPOSES]
 
     def _table(self, stream: int, slot: Slot, width: int, device: torch.device) -> Tensor:
         """At least `width` of a round's numbers, (B, N), made and sent to the device when first needed.

@@ -22,26 +22,21 @@ from llama_ssp.distributed.failures import LostPeer
 from llama_ssp.distributed.process_group import checksum
 from llama_ssp.distributed.roles import LeaderChannel, Roles
 from llama_ssp.errors import DistributedError
-from llama_ssp.speculative.siblings import Siblings
 from llama_ssp.speculative.state import Proposal, State
-from llama_ssp.speculative.stats import TreeResult
 from llama_ssp.text.logprobs import ScoredToken
 
 log = logging.getLogger(__name__)
 
 Count = tuple[int, ...]
-NO_TOKEN = -1
 DECIDED, ALONE = 1, 2  # flags of a message: it holds a decision; the draft is lost
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A decision, on the host. Row b commits its first `accepted[b]` drafts, then `aside(b)`, if that is a
-    token, and `token[b]`.
+    """A decision, on the host. Row b commits its first `accepted[b]` drafts, then `token[b]`.
 
     `damaged` rows had logits that were not numbers. For each draft, accepted or not, `overlap` is
     sum(min(target, draft)), and `standing` the two chances of `Rule.standing`; followers have zeros instead.
-    `trees` says of rows with siblings what these brought.
     """
 
     drafted: list[list[int]]
@@ -50,18 +45,10 @@ class RoundResult:
     overlap: list[list[float]]
     damaged: list[bool]
     standing: list[list[tuple[float, float]]]
-    trees: list[TreeResult | None] = field(default_factory=list)
     logprobs: list[list[ScoredToken]] = field(default_factory=list)  # of the tokens; empty unless asked for
 
-    def aside(self, row: int) -> int | None:
-        """The sibling that the row commits, if it does."""
-        tree = self.trees[row] if self.trees else None
-        return tree.aside if tree else None
-
     def tokens(self, row: int) -> list[int]:
-        sibling = self.aside(row)
-        end = [self.token[row]] if sibling is None else [sibling, self.token[row]]
-        return [*self.drafted[row][: self.accepted[row]], *end]
+        return [*self.drafted[row][: self.accepted[row]], self.token[row]]
 
     @staticmethod
     def of(decided_BN: Tensor, proposal: Proposal) -> RoundResult:
@@ -74,39 +61,26 @@ class RoundResult:
             return [row[first : first + n] for row, n in zip(rows, proposal.count, strict=True)]
 
         before, standing = part(2), part(3)
-        trees: list[TreeResult | None] = [None] * len(rows)
-        if proposal.siblings:
-            trees = proposal.siblings.trees([row[:1] + row[3 + 4 * proposal.k :] for row in rows])
         return RoundResult(
             drafted=[[int(token) for token in row] for row in part(0)],
-            accepted=[tree.accepted if tree else int(row[0]) for row, tree in zip(rows, trees, strict=True)],
+            accepted=[int(row[0]) for row in rows],
             token=[int(row[1]) for row in rows],
             overlap=part(1),
             damaged=[bool(row[2]) for row in rows],
             standing=[list(zip(*both, strict=True)) for both in zip(before, standing, strict=True)],
-            trees=trees,
         )
 
     def to_ints(self) -> list[int]:
         """For a message, without `overlap` and `standing`, which only the leader's draft length needs."""
-        counts = map(len, self.drafted)
-        aside = [
-            tree.aside if tree and tree.aside is not None else NO_TOKEN
-            for tree in self.trees or [None] * len(self.token)
-        ]
-        damaged = map(int, self.damaged)
-        return [*counts, *self.accepted, *self.token, *damaged, *aside, *chain(*self.drafted)]
+        counts, damaged = map(len, self.drafted), map(int, self.damaged)
+        return [*counts, *self.accepted, *self.token, *damaged, *chain(*self.drafted)]
 
     @staticmethod
     def from_ints(values: Iterator[int], rows: int) -> RoundResult:
-        counts, accepted, token, damaged, aside = ([*islice(values, rows)] for _ in range(5))
+        counts, accepted, token, damaged = ([*islice(values, rows)] for _ in range(4))
         drafted = [[*islice(values, count)] for count in counts]
         overlap, standing = [[0.0] * count for count in counts], [[(0.0, 0.0)] * count for count in counts]
-        trees = [
-            None if sibling == NO_TOKEN else TreeResult(n, sibling)
-            for n, sibling in zip(accepted, aside, strict=True)
-        ]
-        return RoundResult(drafted, accepted, token, overlap, list(map(bool, damaged)), standing, trees)
+        return RoundResult(drafted, accepted, token, overlap, list(map(bool, damaged)), standing)
 
 
 class RoundProtocol(ABC):
@@ -144,11 +118,8 @@ class LeaderProtocol(RoundProtocol):
         """Sends the ranks of the target the last decision, and the drafts."""
         self._require_link()
         if self._target is not None:
-            each, drafted = [0] * state.rows, proposal.drafted_BK.flatten().tolist()
-            if proposal.siblings:
-                each = list(proposal.siblings.each)
-                drafted += proposal.siblings.token_BKS.flatten().tolist()
-            self._send(self._target, self._basis_of(state), [*proposal.count, *each, *drafted])
+            drafted = proposal.drafted_BK.flatten().tolist()
+            self._send(self._target, self._basis_of(state), [*proposal.count, *drafted])
         self._all_sent()
 
     def decide(self, state: State, result: RoundResult) -> None:
@@ -212,16 +183,11 @@ class FollowerProtocol(RoundProtocol):
             values = self._round_start(state)
         else:
             values = self._receive(self._target, self._basis_of(state), state.rows)[1]
-        rest = iter(values)
-        count, each = (tuple(islice(rest, state.rows)) for _ in range(2))
-        token_BN = torch.tensor([*rest], dtype=torch.int64, device=state.device).view(-1)
-        drafts = state.rows * max(count)
-        drafted_BK = token_BN[:drafts].view(state.rows, max(count))
+        count, drafted = tuple(values[: state.rows]), values[state.rows :]
+        token_N = torch.tensor(drafted, dtype=torch.int64, device=state.device)
+        drafted_BK = token_N.view(state.rows, max(count))
         state.write_drafts(drafted_BK, count)
-        siblings = None
-        if any(each):
-            siblings = Siblings(token_BN[drafts:].view(*drafted_BK.shape, max(each)), count, each)
-        return Proposal(drafted_BK, None, count, siblings=siblings)
+        return Proposal(drafted_BK, None, count)
 
     def result(self, state: State) -> RoundResult:
         """The decision. What comes with it starts the next round."""

@@ -26,16 +26,11 @@ FEW = (256, 4096)  # the nucleus is sought among this many of the likeliest toke
 
 @dataclass(frozen=True)
 class Prefix:
-    """The token buffer, how much of it each position continues, and where each prompt ends.
-
-    `last_BW`, if there, is the last token of prefixes that end with a sibling, which is not in the buffer;
-    -1 of others.
-    """
+    """The token buffer, how much of it each position continues, and where each prompt ends."""
 
     token_BS: Tensor
     length_BW: Tensor
     prompt_B: Tensor
-    last_BW: Tensor | None = None
 
 
 class SamplingTransform:
@@ -68,8 +63,7 @@ class SamplingTransform:
         parts = []
         for transform, rows in groups.items():
             chosen = sent(rows, logit_BWV.device)
-            last_BW = None if prefix.last_BW is None else prefix.last_BW[chosen]
-            own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen], last_BW)
+            own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
             parts.append(transform._alike(logit_BWV[chosen], own))
         order = [row for rows in groups.values() for row in rows]
         back = sorted(range(len(order)), key=order.__getitem__)
@@ -202,17 +196,11 @@ def token_counts(prefix: Prefix, width: int, generated_only: bool) -> Tensor:
     """How often each token stands in each position's prefix: (B, W, V)."""
     rows, positions = prefix.length_BW.shape
     slot_S = torch.arange(prefix.token_BS.shape[1], device=prefix.token_BS.device)
-    last_BW = prefix.last_BW
-    held_BW = prefix.length_BW if last_BW is None else prefix.length_BW - (last_BW >= 0).to(torch.int64)
-    inside_BWS = slot_S < held_BW[..., None]
+    inside_BWS = slot_S < prefix.length_BW[..., None]
     if generated_only:
         inside_BWS = inside_BWS & (slot_S >= prefix.prompt_B[:, None, None])
     known_BS = prefix.token_BS < width
     token_BWS = prefix.token_BS.clamp(max=width - 1)[:, None].expand(-1, positions, -1)
     counted_BWS = (inside_BWS & known_BS[:, None]).to(torch.int32)
     count_BWV = torch.zeros(rows, positions, width, dtype=torch.int32, device=token_BWS.device)
-    count_BWV.scatter_add_(2, token_BWS, counted_BWS)
-    if last_BW is not None:
-        counted_BW = ((last_BW >= 0) & (last_BW < width)).to(torch.int32)
-        count_BWV.scatter_add_(2, last_BW.clamp(0, width - 1)[..., None], counted_BW[..., None])
-    return count_BWV
+    return count_BWV.scatter_add_(2, token_BWS, counted_BWS)

@@ -1,14 +1,13 @@
 """The texts of a batch, and one round's proposal.
 
-Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer. A row holds one path of drafts:
-buffer slot t holds position t. Siblings of drafts are kept elsewhere (siblings.py).
+Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer. Slot t of a row's buffer holds the
+token at position t.
 """
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch import Tensor
 from llama_ssp.models.feed import sent
 from llama_ssp.speculative.rng import Purpose, Slot, prompt_key
 from llama_ssp.speculative.sampling import Prefix
-from llama_ssp.speculative.siblings import CHAIN, Siblings
 from llama_ssp.text.logprobs import ScoredToken
 
 
@@ -50,42 +48,6 @@ class StatePrefix(Prefix):
         return self._state.prefix_lengths(self._columns.stop)[1]
 
 
-class TreePrefix(Prefix):
-    """The prefix that each column of the target's pass continues, made when a control first reads it."""
-
-    def __init__(self, state: State, siblings: Siblings) -> None:
-        self._state, self._siblings = state, siblings
-
-    @property
-    def token_BS(self) -> Tensor:
-        return self._state.token_BS
-
-    @property
-    def prompt_B(self) -> Tensor:
-        return self._state.prefix_lengths(1)[1]
-
-    @cached_property
-    def length_BW(self) -> Tensor:
-        rows = []
-        for length, numbers in zip(self._state.lengths, self._siblings.numbers, strict=True):
-            own, end = [], length - 1
-            for number in numbers:
-                end += number == CHAIN
-                own.append(end)
-            rows.append(own)
-        return self._padded(rows)
-
-    @cached_property
-    def last_BW(self) -> Tensor:
-        number_BW = self._padded(self._siblings.numbers, CHAIN)
-        found_BW = torch.take_along_dim(self._siblings.token_BKS.flatten(1), number_BW.clamp(min=0), 1)
-        return torch.where(number_BW == CHAIN, CHAIN, found_BW)
-
-    def _padded(self, rows: list[list[int]], filler: int = 0) -> Tensor:
-        width = max(map(len, rows))
-        return sent([row + [filler] * (width - len(row)) for row in rows], self._state.device)
-
-
 @dataclass(frozen=True)
 class Proposal:
     """The drafts of a round: the first `count` of each row's K columns are real.
@@ -98,7 +60,6 @@ class Proposal:
     draft_BKV: Tensor | None
     count: tuple[int, ...]
     damaged: Tensor | None = None
-    siblings: Siblings | None = None
 
     @property
     def k(self) -> int:
@@ -120,7 +81,6 @@ class State:
         self.texts = [list(prompt.token_ids) for prompt in prompts]
         self.finished: list[str | None] = [None] * len(prompts)  # why each row ended
         self.logprobs: list[list[ScoredToken]] = [[] for _ in prompts]  # of generated tokens, if asked for
-        self.aside = [False] * len(prompts)  # whether the last round ended with a sibling: no cache holds it
         self.capacity = room
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
         self.token_BS = sent(padded, device)
@@ -140,11 +100,6 @@ class State:
         return [len(text) for text in self.texts]
 
     @property
-    def cacheable(self) -> list[int]:
-        """The lengths of texts as far as they went through the caches, and one token more."""
-        return [length - aside for length, aside in zip(self.lengths, self.aside, strict=True)]
-
-    @property
     def ended(self) -> list[bool]:
         return [reason is not None for reason in self.finished]
 
@@ -158,7 +113,6 @@ class State:
         self.keys[row], self.prompt_lengths[row] = prompt_key(prompt.id), len(prompt.token_ids)
         self.texts[row], self.finished[row] = list(prompt.token_ids), None
         self.logprobs[row] = []
-        self.aside[row] = False
         padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
         self.token_BS[row] = sent(padded, self.device)
         self._lengths_changed()
@@ -214,9 +168,9 @@ class State:
         tail = sent(self.texts[row][start:], self.device)
         self.token_BS[row, start : start + len(tail)] = tail
 
-    def append(self, row: int, tokens: list[int], aside: bool = False) -> None:
-        """Commits tokens to a row; `aside`: the last but one was a sibling."""
-        start, self.aside[row] = len(self.texts[row]), aside
+    def append(self, row: int, tokens: list[int]) -> None:
+        """Commits tokens to a row."""
+        start = len(self.texts[row])
         self.texts[row] += tokens
         self.write_text(row, start)
         self._lengths_changed()

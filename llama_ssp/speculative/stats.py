@@ -11,33 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-Shape = tuple[int, int]  # of a round: its drafts, and siblings of each
-
-
-@dataclass(frozen=True)
-class TreeResult:
-    """What a row with siblings commits besides its drafts, and what was expected of its siblings.
-
-    `gain[s]` is how many tokens more were expected of the first s + 1 siblings of each draft. `missed` is how
-    likely a draft failed: only then siblings can bring something. `columns` of the target's pass
-    predict the tokens.
-    """
-
-    accepted: int
-    aside: int | None
-    siblings: list[list[int]] = field(default_factory=list)
-    gain: list[float] = field(default_factory=list)
-    missed: float = 0.0
-    columns: list[int] = field(default_factory=list)
-
 
 @dataclass(frozen=True)
 class RowStep:
     """What one row got in one round, cut where the row ended.
 
     `drafted` are the drafts before the row's end, `discarded` the number behind it, and `cut` the number of
-    tokens of the verified block behind it. `overlap`, `standing` and `tree` are those of `RoundResult`.
-    `aside`: behind the accepted drafts is a sibling.
+    tokens of the verified block behind it. `overlap` and `standing` are those of `RoundResult`.
     """
 
     row: int
@@ -49,20 +29,16 @@ class RowStep:
     finish: str | None
     cut: int = 0
     standing: list[tuple[float, float]] = field(default_factory=list)
-    aside: bool = False
-    tree: TreeResult | None = None
 
     @property
-    def shape(self) -> Shape:
-        each = len(self.tree.siblings[0]) if self.tree and self.tree.siblings else 0
-        return len(self.drafted) + self.discarded, each
+    def k(self) -> int:
+        """How many tokens the round drafted."""
+        return len(self.drafted) + self.discarded
 
     def origin(self, position: int) -> str:
         """Where the token at this position of the block came from."""
         if position < self.accepted:
             return "drafted"
-        if self.aside:
-            return "sibling" if position == self.accepted else "bonus"
         if not self.drafted:
             return "sampled"
         return "bonus" if self.accepted == len(self.drafted) else "corrected"
@@ -153,21 +129,6 @@ class Counts:
             "decode_ms": decode_ms,
             "ms_per_token": ratio(decode_ms, self.committed),
         }
-
-
-def expected_tokens(chances: list[list[float]], weights: list[list[float]], last: float, each: int) -> float:
-    """How many drafts and siblings a row commits on average, of the first `each` siblings of each draft.
-
-    By draft: the chance of each sibling's draw, and the chance that the text before it stands after it and
-    its first siblings have failed; `last` is the chance of the last draft's draw.
-    """
-    drafts = len(chances)
-    mean, open_ = last * drafts, 1 - last
-    for i in reversed(range(drafts)):
-        for chance in chances[i][:each]:
-            mean, open_ = mean + open_ * chance * (i + 1), open_ * (1 - chance)
-        mean, open_ = mean + open_ * weights[i][each] * i, open_ * (1 - weights[i][each])
-    return mean
 
 
 def by_position(counter: Counter[int]) -> list[int]:

@@ -12,11 +12,10 @@ number of drafts that stand for an outcome of the draws, `correction_probs` the 
 token. `Rule.decide` puts them together; its caller makes the draws. K is at least 1. The functions run on
 torch tensors, and on numpy arrays of fractions, in which tests enumerate them.
 
-Three rules, all exact. `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) accepts each token by
+Two rules, both exact. `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) accepts each token by
 its own ratio. `block` (Sun et al. 2403.10444) decides over the whole block and accepts at least as many
 tokens. In both a uniform number must be strictly below the chance: a token that the target cannot produce is
-never accepted. `tree` is the block rule where each draft may have siblings: further tokens drawn at its
-position (traversal.py).
+never accepted.
 
 To add a rule: a subclass of `Rule` in `RULES`, its name in `config.Verification`, a preset in
 conf/speculation.
@@ -42,20 +41,6 @@ from llama_ssp.speculative.array_ops import (
     stack_last,
     where,
 )
-from llama_ssp.speculative.traversal import Closed, closed
-
-
-@dataclass(frozen=True)
-class Branches:
-    """Tokens drawn after each draft, at its position, from its distribution without those drawn before them.
-
-    A draft has the first `count_BK` of the S; fewer where the distribution has no more tokens. `target_BKSV`
-    is the target's distribution behind each: after the drafts before it, and itself.
-    """
-
-    token_BKS: Array
-    count_BK: Array
-    target_BKSV: Array
 
 
 @dataclass(frozen=True)
@@ -66,7 +51,6 @@ class DraftBlock:
     draft_BKV: Array
     drafted_BK: Array
     count_B: Array
-    branches: Branches | None = None
 
     @property
     def k(self) -> int:
@@ -85,20 +69,13 @@ class DraftBlock:
 
 
 class RoundDraws(Protocol):
-    """The random numbers of one round without siblings."""
+    """The random numbers of one round."""
 
     def coins(self, chance_BK: Array) -> Array:
         """An independent draw for each draft: True with the given chance."""
 
     def token(self, probs_BV: Array) -> Array:
         """Returns the token after those that stand, one a row."""
-
-
-class TreeDraws(RoundDraws, Protocol):
-    """The random numbers of a round with siblings."""
-
-    def side_coins(self, chance_BKS: Array) -> Array:
-        """An independent draw for each sibling."""
 
 
 class Rule(ABC):
@@ -176,70 +153,7 @@ class BlockRule(Rule):
         return before_BK, joined(prob_BK[:, :1], before_BK[:, 1:] - block.spare_BJ)
 
 
-class TreeRule(BlockRule):
-    """The block rule where drafts have siblings: what stands may end with a sibling of the next draft.
-
-    An outcome is one number, n * (S + 1) + place: the first n drafts stand, and, if place is not 0, sibling
-    S - place of the next draft. Outcomes are tried from the largest down, each by a draw of its own. A round
-    without siblings is the block rule's.
-    """
-
-    name = "tree"
-
-    def decide_tree(self, block: DraftBlock, draws: TreeDraws) -> tuple[Array, Array]:
-        """The outcome in each row, and the token that follows."""
-        chance_BKC = self.tree_chances(block)
-        outcome_B = self.outcome(draws.coins(chance_BKC[:, :, 0]), draws.side_coins(chance_BKC[:, :, 1:]))
-        return outcome_B, draws.token(self.probs_after(block, outcome_B))
-
-    def tree_chances(self, block: DraftBlock) -> Array:
-        """The chance of each draft's draw and of its siblings', (B, K, 1 + S)."""
-        children = self.closed(block)
-        ends_BK = joined(children.weights[-1][:, 1:], block.carried_BW[:, -1:])
-        last_BK = block.count_B[:, None] == order(ends_BK) + 1
-        chance_BK = where(last_BK, block.carried_BW[:, 1:], ends_BK)
-        return stack_last([_within_count(block, one) for one in (chance_BK, *children.chances[1:])])
-
-    def outcome(self, passed_BK: Array, passed_BKS: Array) -> Array:
-        """The largest outcome whose draw passed, (B,); 0 if none did."""
-        size = passed_BKS.shape[-1] + 1
-        number_K = order(passed_BK)
-        whole_BK = where(passed_BK, (number_K + 1) * size, 0)
-        side_BKS = where(passed_BKS, number_K[:, None] * size + size - 1 - order(passed_BKS), 0)
-        sides_B = side_BKS.reshape(len(side_BKS), -1)
-        return largest(joined(whole_BK, sides_B))[:, 0]
-
-    def probs_after(self, block: DraftBlock, outcome_B: Array) -> Array:
-        """The distribution of the token after what stands, (B, V)."""
-        branches = block.branches
-        assert branches is not None
-        size = branches.token_BKS.shape[-1] + 1
-        stand_B, place_B = outcome_B // size, outcome_B % size
-        last_B = where(stand_B < block.k, stand_B, block.k - 1)
-        own_BV = row_by_row(self.closed(block).probs_XV, last_B)
-        whole_B1 = (stand_B == block.count_B)[:, None]
-        chain_BV = where(whole_B1, row_by_row(block.target_BWV, stand_B), own_BV)
-        side_BSV = row_by_row(branches.target_BKSV, last_B)
-        side_BV = row_by_row(side_BSV, where(place_B > 0, size - 1 - place_B, 0))
-        return where(place_B[:, None] > 0, side_BV, chain_BV)
-
-    def closed(self, block: DraftBlock) -> Closed:
-        """The text and each draft but the last, when all that was drawn behind them has failed."""
-        branches = block.branches
-        assert branches is not None
-        child_BKC = joined(block.drafted_BK[:, :, None], branches.token_BKS)
-        here_BK = where(block.count_B[:, None] > order(block.drafted_BK), branches.count_BK + 1, 0)
-        target_BKV = block.target_BWV[:, : block.k]
-        return closed(block.carried_BW[:, :-1], target_BKV, block.draft_BKV, child_BKC, here_BK)
-
-
 RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule())}
-TREE = TreeRule()
-
-
-def rule_for(name: str, siblings: int) -> Rule:
-    """The rule of this name; of drafts with siblings, the block rule for trees."""
-    return TREE if siblings else RULES[name]
 
 
 def acceptance_prob(block: DraftBlock) -> Array:

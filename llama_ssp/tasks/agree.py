@@ -95,9 +95,7 @@ def _greedy(spec: PairSpec, chunk: int) -> PairSpec:
         found = f"drafter {run.speculation.drafter.value}" if run.draft else "no draft"
         what = "task=agree compares two models, but there is one"
         raise UsageError(what, "draft", found, fix="name the draft with draft=NAME")
-    speculation = replace(
-        run.speculation, k=chunk, siblings=0, adaptive=False, verification=Verification.token
-    )
+    speculation = replace(run.speculation, k=chunk, adaptive=False, verification=Verification.token)
     sampling = replace(run.sampling, temperature=0.0)
     return replace(spec, run=replace(run, speculation=speculation, sampling=sampling))
 

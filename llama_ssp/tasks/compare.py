@@ -111,7 +111,6 @@ class CompareTask(Task[CompareConf]):
         pair.load(1, length + task.max_new_tokens, caches=(2, 1))
         spec, seed = self._run.speculation, self._inputs.seed
         title = f"speculative, {pair.spec.drafter}, K {'adaptive' if spec.adaptive else f'= {spec.k}'}"
-        title += f", {'up to ' * spec.adaptive}{spec.siblings} siblings" * bool(spec.siblings)
         runs = ("regular", regular(self._run)), (title, self._run)
         self._sides = tuple(Contestant(name, pair, run, seed) for name, run in runs)
         warm_up = Prompt("warm-up", tuple(pair.tokens.encode("warm up") or [0]))

@@ -172,15 +172,12 @@ def scores_in_words(scores: list[dict[str, Any]]) -> str:
 def traced(number: int, name: str, position: int, row: RowStep, tokens: Tokens, text: str) -> dict[str, Any]:
     """One row's round, for people and for rounds.jsonl."""
     origins = [row.origin(i) for i in range(len(row.tokens))]
-    siblings = row.tree.siblings[: len(row.drafted)] if row.tree else []
     return {
         "round": number, "id": name, "position": position,
         **{key: value for key, value in asdict(row).items() if key != "row"},
         "drafted_text": [tokens.decode([token]) for token in row.drafted],
-        "siblings_text": [list(map(tokens.decode, ([one] for one in own))) for own in siblings],
         "origins": origins,
         "last_origin": origins[-1] if origins else None,
         "last_text": tokens.decode(row.tokens[-1:]),
-        "sibling_text": tokens.decode([row.tokens[row.accepted]]) if row.aside else None,
         "text": text,
     }  # fmt: skip

@@ -64,7 +64,7 @@ class MeasureTask(Task[MeasureConf]):
 
     def _checked(self, spec: PairSpec) -> MeasuredPair:
         speculation = spec.run.speculation
-        most_k = replace(speculation, k=max([speculation.k or 0, *self._task.measured_ks(speculation)]))
+        most_k = replace(speculation, k=max([speculation.k or 0, *self._task.ks]))
         pair = PairSession(replace(spec, run=replace(spec.run, speculation=most_k)), self._ranks)
         return MeasuredPair(pair, self._asked(pair), self._inputs.seed, self._ranks, self._watch)
 

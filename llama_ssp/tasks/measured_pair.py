@@ -71,7 +71,7 @@ class MeasuredPair:
         pair.measure_costs()
         self._about = pair.figures()
         alone = len(pair.placements) > 1 and self._most <= models.draft_context
-        ks = task.measured_ks(pair.run.speculation) if pair.spec.drafter else []
+        ks = task.ks if pair.spec.drafter else []
         self.contenders = contenders_of(models, pair.run, ks, alone)
         passes = task.repeats + (task.suite is None)
         with Progress(

@@ -50,12 +50,11 @@ class Case:
     ends: frozenset[int] = frozenset()
     rounds: int | None = None  # stops after so many
     overlap: Overlap = Overlap.auto
-    siblings: int = 0
 
     @property
     def loop(self) -> dict[str, Any]:
         """What the loop is told."""
-        return {name: getattr(self, name) for name in ("k", "max_new", "ends", "adaptive", "siblings")}
+        return {name: getattr(self, name) for name in ("k", "max_new", "ends", "adaptive")}
 
 
 def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> PairSpec:
@@ -108,9 +107,8 @@ def refilled(pair: RankModels, run: RunConf, case: Case) -> list[list[int]]:
 
 def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
     spec = SpeculationConfig(
-        k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap,
-        siblings=case.siblings,
-    )  # fmt: skip
+        k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap
+    )
     tokens: Any = SimpleNamespace(size=VOCAB, paired=None)  # what an engine asks of a tokenizer
     how = replace(run, sampling=case.sampling, speculation=spec)
     return engine_for(pair, how, tokens, case.ends, 7, 512)

@@ -53,8 +53,6 @@ CASES = [
         for sampling in (Case(0).sampling, SAMPLED)
     ),
     Case(6, 4, SAMPLED, adaptive=True),
-    Case(3, 4, SAMPLED, siblings=2),
-    Case(6, 4, SAMPLED, adaptive=True, siblings=1),
     Case(4, 4, SAMPLED, verification=Verification.token),
 ]
 MATRIX = 16  # of them are K x rows x sampling

@@ -106,10 +106,6 @@ def walked(name: str, rule: str = "block") -> Proof:
     return proof("proofs.test_loop_exact", "test_joint_distribution_of_whole_texts", name, rule)
 
 
-def tree(name: str) -> Proof:
-    return proof("proofs.test_trees_exact", "test_joint_distribution_of_whole_texts", name)
-
-
 def every() -> dict[str, Mutant]:
     for part in ("rules", "runs"):
         import_module(f"tests.proofs.wrong_{part}")

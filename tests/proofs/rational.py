@@ -1,12 +1,11 @@
 """One round of a verification rule, enumerated in exact rational arithmetic (`fractions.Fraction`).
 
-The functions are those that ship (verification.py, traversal.py), on numpy arrays of fractions in place of
+The functions are those that ship (verification.py), on numpy arrays of fractions in place of
 tensors. Given are random distributions p of the target and q of the draft that depend on the whole prefix,
-with zeros, K <= 3 drafts of up to 4 tokens. Followed are every path of drafts, every outcome of the K coins
-(or of the tree's), and every token after the accepted ones; the round is then continued by p up to K+1
-tokens. `total_variation` is the distance of that distribution from p's own over K+1 tokens: it must be 0, not
-small. The controls are the faults of the rules in mutants.py (ratio swapped, residual not clamped at zero,
-...).
+with zeros, K <= 3 drafts of up to 4 tokens. Followed are every path of drafts, every outcome of the K coins,
+and every token after the accepted ones; the round is then continued by p up to K+1 tokens. `total_variation`
+is the distance of that distribution from p's own over K+1 tokens: it must be 0, not small. The controls are
+the faults of the rules in mutants.py (ratio swapped, residual not clamped at zero, ...).
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
 import torch
 
 from llama_ssp.speculative.sampling import filtered
-from llama_ssp.speculative.verification import TREE, Branches, DraftBlock, Rule
+from llama_ssp.speculative.verification import DraftBlock, Rule
 
 Law = tuple[Fraction, ...]
 Prefix = tuple[int, ...]
@@ -82,40 +81,6 @@ def total_variation(rule: Rule, case: Case) -> Fraction:
     return _distance(case, probs)
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A draft with siblings at each of its tokens, and its probability."""
-
-    path: Prefix
-    siblings: tuple[Prefix, ...]
-    weight: Fraction
-
-
-def tree_variation(case: Case, most: int, found: list[Tree] | None = None) -> Fraction:
-    """The same where drafts have `most` siblings, or those of `found`.
-
-    Outcomes are tried from the largest down, each by its own draw.
-    """
-    found = trees(case, most) if found is None else found
-    block = as_tree_block(case, found, most)
-    chance_BKC, size = TREE.tree_chances(block), most + 1
-    left_B = np.array([tree.weight for tree in found], dtype=object)
-    probs: dict[Prefix, Fraction] = {}
-    for outcome in range(case.k * size, -1, -1):
-        drafted, place = divmod(outcome, size)
-        chance_B = left_B * 0 + 1
-        if outcome:
-            chance_B = chance_BKC[:, drafted, size - place] if place else chance_BKC[:, drafted - 1, 0]
-        taken_B, left_B = left_B * chance_B, left_B * (1 - chance_B)
-        reached_B = np.array([outcome if drafted <= len(tree.path) else 0 for tree in found])
-        after_BV = TREE.probs_after(block, reached_B)
-        for row, tree in enumerate(found):
-            if taken_B[row]:
-                aside = (tree.siblings[drafted][size - 1 - place],) if place else ()
-                _add(probs, tree.path[:drafted] + aside, taken_B[row], after_BV[row])
-    return _distance(case, probs)
-
-
 def _add(probs: dict[Prefix, Fraction], kept: Prefix, weight: Fraction, next_V: np.ndarray) -> None:
     for token, share in enumerate(next_V):
         if share:
@@ -136,50 +101,6 @@ def _distance(case: Case, probs: dict[Prefix, Fraction]) -> Fraction:
         distance += abs(mine - _continued(case.target, text, 0))
     assert isinstance(distance, Fraction)  # a float would mean that something was rounded
     return distance / 2
-
-
-def trees(case: Case, each: int | Callable[[Prefix, int], int]) -> list[Tree]:
-    """Every draft with every choice of siblings, drawn one after the other without replacement.
-
-    `each` says how many, also by the path and the draft's place in it.
-    """
-    found = []
-    for path, weight in drafts(case):
-        wanted = [each if isinstance(each, int) else each(path, i) for i in range(len(path))]
-        options = [_aside(case.draft(path[:i]), (token,), wanted[i]) for i, token in enumerate(path)]
-        for chosen in itertools.product(*options):
-            share = weight
-            for _, own in chosen:
-                share *= own
-            found.append(Tree(path, tuple(tokens for tokens, _ in chosen), share))
-    return found
-
-
-def _aside(law: Law, taken: Prefix, wanted: int) -> list[tuple[Prefix, Fraction]]:
-    left = sum(share for token, share in enumerate(law) if token not in taken)
-    if not wanted or not left:
-        return [((), Fraction(1))]
-    return [
-        ((token, *rest), share / left * own)
-        for token, share in enumerate(law)
-        if share and token not in taken
-        for rest, own in _aside(law, (*taken, token), wanted - 1)
-    ]
-
-
-def as_tree_block(case: Case, found: list[Tree], most: int) -> DraftBlock:
-    """Trees as the rows of one batch. Where there is no sibling: the first token, and no distribution."""
-    nobody = (Fraction(1),) + (Fraction(0),) * (case.target.vocab - 1)
-    block = as_block(case, [(tree.path, tree.weight) for tree in found])
-    tokens, behind, count = [], [], []
-    for tree in found:
-        rows = [*tree.siblings, *[()] * (case.k - len(tree.path))]
-        tokens.append([[*own, *[0] * (most - len(own))] for own in rows])
-        laws = [[case.target((*tree.path[:i], token)) for token in own] for i, own in enumerate(rows)]
-        behind.append([[*own, *[nobody] * (most - len(own))] for own in laws])
-        count.append([len(own) for own in rows])
-    branches = Branches(np.array(tokens), np.array(count), np.array(behind, dtype=object))
-    return replace(block, branches=branches)
 
 
 def drafts(case: Case) -> list[tuple[Prefix, Fraction]]:
@@ -219,12 +140,8 @@ def as_tensors(block: DraftBlock) -> DraftBlock:
     def real(probs: np.ndarray) -> torch.Tensor:
         return torch.tensor(probs.astype(float))
 
-    branches = block.branches
-    if branches is not None:
-        token_BKS, count_BK = (torch.tensor(part) for part in (branches.token_BKS, branches.count_BK))
-        branches = Branches(token_BKS, count_BK, real(branches.target_BKSV))
     drafted_BK, count_B = torch.tensor(block.drafted_BK), torch.tensor(block.count_B)
-    return DraftBlock(real(block.target_BWV), real(block.draft_BKV), drafted_BK, count_B, branches)
+    return DraftBlock(real(block.target_BWV), real(block.draft_BKV), drafted_BK, count_B)
 
 
 def filters(name: str) -> Callable[[np.ndarray], np.ndarray] | None:

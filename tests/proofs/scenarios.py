@@ -25,7 +25,6 @@ from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, Draft
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.stats import Shape
 from tests.heads import loaded, save_dflash, save_head
 from tests.proofs.choices import distance, every_branch
 from tests.proofs.reference import reference_law
@@ -61,18 +60,6 @@ class Scenario:
     bridge: str | None = None  # between two of tests.tongues
     head: tuple[int, ...] | None = None  # a trained head drafts, which has these of the target's tokens
     width: int = 0  # of its block, if it gives all drafts in one pass
-    siblings: tuple[int, ...] = (0,)  # of each draft, by row
-
-
-class Shapes(FixedDraftLength):
-    """Rows with other numbers of siblings each."""
-
-    def __init__(self, k: int, rows: int, each: tuple[int, ...]) -> None:
-        super().__init__(k, rows)
-        self.by_row = [(k, siblings) for siblings in [*each, *each[-1:] * rows][:rows]]
-
-    def choose(self) -> list[Shape]:
-        return self.by_row
 
 
 class StopAt:
@@ -125,7 +112,7 @@ def play(s: Scenario, target: CausalModel, draft: Any, draws: Any) -> Outcome:
     """One run of the shipping loop under the given draws."""
     engine = engine_of(
         target, draft, s.rule, sampling=s.sampling, ends=s.ends, draws=draws, chunk=s.chunk,
-        bridge=bridge(s.bridge) if s.bridge else None, siblings=s.k * max(s.siblings),
+        bridge=bridge(s.bridge) if s.bridge else None,
     )  # fmt: skip
     return written(s, engine)
 
@@ -133,9 +120,9 @@ def play(s: Scenario, target: CausalModel, draft: Any, draws: Any) -> Outcome:
 def written(s: Scenario, engine: RankEngine) -> Outcome:
     """What any rank's engine writes."""
     rows = len(s.prompts)
-    lookahead: DraftLength = Shapes(s.k, rows, s.siblings)
+    lookahead: DraftLength = FixedDraftLength(s.k, rows)
     if s.adaptive:
-        lookahead = AdaptiveDraftLength(Costs.of_ratio(0.3, s.k, max(s.siblings)), rows)
+        lookahead = AdaptiveDraftLength(Costs.of_ratio(0.3, s.k), rows)
     limits = Limits(s.new, s.ends, StopAt(s.stop, rows) if s.stop else None)
     state = engine.prefill([Prompt(str(row), ids) for row, ids in enumerate(s.prompts)], s.new)
     for _ in generate(engine, state, limits, lookahead):
@@ -276,38 +263,6 @@ HEADS: dict[str, Scenario] = {
         _HEADED, vocab=4, head=(0, 1, 3), width=4, sampling=CONTROLS, ends=THIRD
     ),
     "DFlash head, its context ends": replace(_OF_TWO, draft_context=5, width=3),
-}  # fmt: skip
-
-# Drafts with siblings. Those without are walked by the token rule and the block rule.
-_ONE = (1,)
-TREES: dict[str, Scenario] = {
-    "one sibling": Scenario(siblings=_ONE),
-    "two siblings": Scenario(siblings=(2,), k=1),
-    "long block": Scenario(siblings=_ONE, k=3, new=4, vocab=2),
-    "two siblings, long block": Scenario(siblings=(2,), draft_vocab=3),
-    "two ragged rows, one with siblings": Scenario(siblings=(0, 1), new=2, prompts=RAGGED, vocab=2),
-    "two ragged rows of other shapes": Scenario(siblings=(2, 1), k=1, new=2, prompts=RAGGED),
-    "two ragged rows of other shapes, EOS": Scenario(
-        siblings=(2, 1), k=1, new=2, prompts=RAGGED, ends=THIRD
-    ),
-    "EOS": Scenario(siblings=_ONE, ends=THIRD),
-    "stop across blocks": Scenario(siblings=_ONE, vocab=2, stop=(0, 1), new=4, k=3),
-    "every control": replace(BASE["every control"], siblings=_ONE),
-    "penalties": replace(BASE["penalties, long block"], siblings=_ONE),
-    "window": Scenario(siblings=_ONE, window=2),
-    "the context ends": replace(BASE["the context ends"], siblings=_ONE),
-    "narrower draft vocabulary": Scenario(siblings=(2,), draft_vocab=2),
-    "all that the draft has is forbidden": replace(
-        BASE["all that the draft has is forbidden"], siblings=_ONE
-    ),
-    "bridged": replace(BRIDGED["Intersection, overlapping"], siblings=_ONE),
-    "adaptive": Scenario(siblings=_ONE, adaptive=True, vocab=2, k=3, new=4),
-    "a head's": Scenario(siblings=_ONE, head=(0, 1, 2)),
-    "a head's, with few tokens": Scenario(siblings=_ONE, head=(0, 2)),
-    "a DFlash head's": Scenario(siblings=_ONE, head=(0, 1, 2), width=4),
-    "a DFlash head's, two ragged rows of other shapes, EOS": Scenario(
-        siblings=(2, 1), head=(0, 1, 2), width=3, k=1, new=2, prompts=RAGGED, ends=THIRD
-    ),
 }  # fmt: skip
 
 SCENARIOS = BASE | BRIDGED | HEADS

@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp.speculative.decision import block_of, decide, decide_tree
-from llama_ssp.speculative.drafters.local import with_siblings
+from llama_ssp.speculative.decision import block_of, decide
 from llama_ssp.speculative.rng import CounterDraws, heat, race
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.verification import RULES, TREE
+from llama_ssp.speculative.verification import RULES
 from tests.proofs import rational
 from tests.proofs.toy import toy
 from tests.rig import engine_of
@@ -224,15 +223,3 @@ def test_a_broken_draft_is_told_whatever_it_declares():
     case = replace(next(case for case in CASES if case.state.rows == 3 and case.k))
     case.damaged = torch.tensor([False, True, False])
     assert case.decided(CounterDraws(1)).damaged == [False, True, False]
-
-
-def test_broken_numbers_behind_a_sibling_are_told():
-    """Of a row that has the sibling; its neighbour has no such column."""
-    random, state, draws = torch.Generator().manual_seed(1), batch(1, 2), CounterDraws(1)
-    draft_BKV = torch.softmax(3 * torch.randn(2, 4, 17, generator=random), -1)
-    drafted_BK = draft_BKV.flatten(0, 1).multinomial(1, generator=random).view(2, 4)
-    proposal = with_siblings(Proposal(drafted_BK, draft_BKV, (2, 4)), state, draws, [0, 3])
-    numbers = proposal.siblings.numbers
-    probs_BWV = torch.softmax(torch.randn(2, max(map(len, numbers)), 17, generator=random), -1)
-    probs_BWV[1, numbers[1].index(max(numbers[1]))] = torch.nan
-    assert decide_tree(TREE, draws, state, proposal, probs_BWV)[:, 2].tolist() == [0, 1]

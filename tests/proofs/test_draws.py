@@ -167,10 +167,7 @@ def test_a_uniform_that_equals_the_chance_does_not_pass(raw, uniform):
 SEEDS, KEYS = (0, 1, 2**63, 2**64 - 1), (0, 1, 2**63 + 1, 2**64 - 1)  # floats would cut some of them
 TEXTS = [(key, base) for key in KEYS for base in (0, 1, 2, 3, 4, 2**20, 2**32)]
 KS, VOCABS = (1, 33, MAX_K), (1, 2, 5, 600, 300_000)
-STREAMS = {
-    Purpose.DRAFT: rng.ROUNDS, Purpose.ACCEPT: rng.ROUNDS, Purpose.CORRECT: rng.RACES,
-    Purpose.SIBLING: rng.SIDES, Purpose.ACCEPT_SIBLING: rng.SIDES,
-}  # fmt: skip
+STREAMS = {Purpose.DRAFT: rng.ROUNDS, Purpose.ACCEPT: rng.ROUNDS, Purpose.CORRECT: rng.RACES}
 
 
 class Place(NamedTuple):
@@ -219,7 +216,7 @@ def uniforms_behind(source: Any, slot: Slot, count: int) -> np.ndarray:
     low_BN = torch.zeros(len(slot.keys), count, dtype=torch.float64)
     for bit in range(1, 54):
         mark_BN = low_BN + 2.0**-bit
-        if slot.purpose in (Purpose.ACCEPT, Purpose.ACCEPT_SIBLING):
+        if slot.purpose is Purpose.ACCEPT:
             passed_BN = source.bernoulli(mark_BN, slot)
         else:
             pairs = torch.stack([mark_BN, 1 - mark_BN], -1).unbind(1)
@@ -286,13 +283,13 @@ def test_no_number_has_two_uses():
                 uniform = np.array([one for _, one in found])
                 for (use, _), place in zip(found, addresses.of(uniform), strict=True):
                     assert where.setdefault(use, place) == place
-    assert len(set(where.values())) == len(where) > 50_000
+    assert len(set(where.values())) == len(where) > 45_000
     inner = defaultdict(set)
     for use, place in where.items():
         assert place.key == (use.seed, use.key) and place.counter >> 192 == use.base
         assert place.counter >> 128 & 2**64 - 1 == STREAMS[use.purpose]
         inner[use.purpose, use.index].add((place.counter & 2**128 - 1, place.lane))
-    assert len(set(STREAMS.values())) == 3
+    assert rng.ROUNDS != rng.RACES
     assert all(len(places) == 1 for places in inner.values())
 
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from types import SimpleNamespace
 
 import torch
 
-from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.models.attention import attend_rows
 from llama_ssp.speculative.array_ops import joined, order, pick, row_by_row, smaller, where
 from llama_ssp.speculative.drafters.local import nothing
-from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.state import Proposal
-from llama_ssp.speculative.traversal import Closed
 from llama_ssp.speculative.verification import BlockRule, TokenRule
 from llama_ssp.text.translation import NONE
-from tests.proofs.mutants import chosen, fault, proof, tree, walked
+from tests.proofs.mutants import chosen, fault, proof, walked
 from tests.tongues import bridge
 
 RULES = "speculative.verification:"
@@ -102,35 +98,6 @@ def bonus(of, correction_probs, rule, block, accepted_B):
 
 fault("bonus token from the draft", CORRECTION, *EXACT)(bonus("draft_BKV"))
 fault("bonus token one position early", CORRECTION, *EXACT)(bonus("target_BWV"))
-
-CLOSED = f"{RULES}closed"
-TREES = proof("proofs.test_trees_exact", "test_random_trees_give_the_targets_distribution", 1, "plain")
-
-
-@chosen
-def child_by_child(change, closed, weight, target, draft, child_XC, count_X):
-    """Tries a node's children one by one; the next is given `change(weight, draft, draft without it)`."""
-    chances, weights = [], []
-    for c in range(child_XC.shape[-1]):
-        child_X1 = child_XC[..., c : c + 1]
-        node = closed(weight, target, draft, child_X1, where(count_X > c, 1, 0))
-        chances, weights, target = [*chances, *node.chances], [*weights, *node.weights], node.probs_XV
-        weight, draft = change(weights[-1], draft, where(order(draft) == child_X1, 0, draft))
-    return Closed(chances, weights, target)
-
-
-fault("tree: a node's weight lacks 1 - weight", CLOSED, TREES)(
-    child_by_child(lambda weight, _, rest: (where(weight > 0, 1, 0), rest))
-)
-fault("tree: a sibling's distribution keeps its draft", CLOSED, TREES)(
-    child_by_child(lambda weight, draft, _: (weight, draft))
-)
-fault("tree: a sibling's distribution is not renormalised", CLOSED, TREES)(
-    child_by_child(lambda weight, _, rest: (weight / where(rest.any(-1), rest.sum(-1), 1), rest))
-)
-fault("tree: the sibling that stands is the wrong one", f"{RULES}TreeRule.outcome", tree("two siblings"))(
-    lambda outcome, rule, passed_BK, passed_BKS: outcome(rule, passed_BK, passed_BKS.flip(-1))
-)
 
 # Drafters: what they declare is not what they drew from, or not all that was drawn is submitted.
 
@@ -253,39 +220,6 @@ fault("DFlash: the block is causal", "models.attention:attend_blocks", DFLASH)(
 fault("DFlash: drafts one place on", "models.heads.model:DFlashModel.logits", DFLASH)(
     lambda logits, *of: logits(*of).roll(1, 1)
 )
-
-# Siblings.
-
-SIBLINGS, ONE = "speculative.engine:with_siblings", tree("one sibling")
-
-
-@chosen
-def drawn_from(change, with_siblings, proposal, state, draws, wanted):
-    """Siblings are drawn from `change(proposal, their probabilities, slot, their draft's place)`."""
-
-    def categorical(probs, slot):
-        return draws.categorical(*change(proposal, probs, slot, slot.offset // MAX_SIBLINGS))
-
-    return with_siblings(proposal, state, SimpleNamespace(categorical=categorical), wanted)
-
-
-fault("a sibling is drawn with its draft's number", SIBLINGS, ONE)(
-    drawn_from(lambda _, probs, slot, draft: (probs, replace(slot, purpose=Purpose.DRAFT, offset=draft)))
-)
-fault("a sibling may be its draft again", SIBLINGS, ONE)(
-    drawn_from(lambda proposal, _, slot, draft: (proposal.draft_BKV[:, draft], slot))
-)
-
-
-@fault("an unlikely sibling is dropped", SIBLINGS, ONE)
-def _(with_siblings, proposal, *given):
-    siblings = with_siblings(proposal, *given).siblings
-    if siblings is None:
-        return proposal
-    share_B = pick(proposal.draft_BKV[:, 0], siblings.token_BKS[:, 0, :1], 1)[:, 0]
-    each = tuple(n if share > 0.3 else 0 for n, share in zip(siblings.each, share_B, strict=True))
-    return replace(proposal, siblings=replace(siblings, each=each) if any(each) else None)
-
 
 # Drafts of other ranks (drafting ahead).
 

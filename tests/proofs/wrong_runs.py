@@ -16,9 +16,9 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.sharding import COLUMNS, Cut
 from llama_ssp.speculative.rng import RACES, ROUNDS, Purpose
 from llama_ssp.speculative.sampling import FEW, Prefix, SamplingTransform
-from tests.proofs.mutants import chosen, fault, proof, tree, walked
+from tests.proofs.mutants import chosen, fault, proof, walked
 
-PLAIN, ONE, TWO = walked("plain"), tree("one sibling"), tree("two siblings")
+PLAIN = walked("plain")
 VISIBLE, STATE = "models.feed:Feed.visible", "speculative.state:State."
 
 
@@ -45,23 +45,6 @@ fault("mask sees one slot ahead", VISIBLE, PLAIN)(
     lambda visible, feed, rule, slot_S: visible(feed, lambda position: rule(position + 1), slot_S)
 )
 
-
-@chosen
-def siblings_see(more, visible, feed, rule, slot_S):
-    """Siblings see the slots of `more(feed, their position, slot)`, too."""
-    position, slot = (places_BW[:, None, :, None] for places_BW in (feed.positions(), feed.slots()))
-    is_sibling = (slot != position) & (slot < feed.capacity)
-    return visible(feed, rule, slot_S) | (is_sibling & more(feed, position, slot_S))
-
-
-fault("a sibling sees its draft", VISIBLE, ONE)(siblings_see(lambda feed, position, slot: slot == position))
-fault("siblings see each other", VISIBLE, TWO)(siblings_see(lambda feed, _, slot: slot >= feed.capacity - 2))
-fault("caches keep the draft beside the sibling that stands", f"{STATE}cacheable", ONE)(
-    lambda _, state: state.lengths
-)
-fault("controls take a sibling for its draft", "speculative.state:TreePrefix.last_BW", tree("penalties"))(
-    lambda *_: None
-)
 
 # Texts: what ends them, what is told of broken ones, what stays of those before.
 

@@ -3,9 +3,9 @@
 What a round must do follows from its recorded probabilities and from its random numbers. Their addresses are
 stated here once more (rng.py), without that code: number n of a round is word n of Philox with the key
 (seed, prompt) and the counter (0, 0, stream, length of the text). Stream 0 has the number of draft i at 3i,
-its acceptance coin at 3i + 1; stream 3 those of sibling j of draft i at 3(8i + j) and 3(8i + j) + 1;
-stream 1 the clocks of the race that draws the token after them. So every fault in what is drawn, compared or
-kept shows: also one that touches few rounds, as thousands are decided again.
+its acceptance coin at 3i + 1; stream 1 has the clocks of the race that draws the token after the drafts. So
+every fault in what is drawn, compared or kept shows: also one that touches few rounds, as thousands are
+decided again.
 
 Where a number is within rounding of its chance, both outcomes are right. law.py shows that the rule's own
 functions are right. A drafter that drops what it has drawn leaves no wrong draft, but a gap among the places
@@ -15,7 +15,6 @@ Probabilities are known on the leader alone; which texts were verified, on every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from random import Random
@@ -25,20 +24,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.report.statistics import uniform_band, uniform_distance
 from llama_ssp.speculative.decision import TableDraws, block_of
 from llama_ssp.speculative.rng import heat
 from llama_ssp.speculative.round_protocol import RoundResult
-from llama_ssp.speculative.siblings import CHAIN
 from llama_ssp.speculative.state import Proposal, State
-from llama_ssp.speculative.verification import DraftBlock, Rule, TreeRule
+from llama_ssp.speculative.verification import DraftBlock, Rule
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 TIE = 1e-9  # a number this close to its chance may pass or not
 ROUNDING = 1e-12  # of a probability; a chance that is a quotient of small differences may move by more
 BITS = 53  # of a number
-ROUNDS, RACES, SIDES = 0, 1, 3  # streams
+ROUNDS, RACES = 0, 1  # streams
 DRAFT, COIN, EACH = 0, 1, 3  # a stream has three numbers a token, of which these two are used
 
 UNKNOWN = torch.empty(0)
@@ -48,32 +45,22 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RoundDraws(TableDraws):
-    """A round's numbers, made anew: those of `TableDraws`, and those of siblings and of drafts' own draws."""
+    """A round's numbers, made anew: those of `TableDraws`, and those that drafts were drawn with."""
 
-    draft_BKC: Tensor
-    side_BKS: Tensor
+    draft_BK: Tensor
 
     @classmethod
-    def of(cls, seed: int, state: State, k: int, siblings: int, vocab: int) -> RoundDraws:
-        """Makes the numbers of a batch of K drafts with so many siblings each."""
-        shape = state.rows, k
+    def of(cls, seed: int, state: State, k: int, vocab: int) -> RoundDraws:
+        """Makes the numbers of a batch of K drafts."""
         texts = list(zip(state.keys, state.lengths, strict=True))
-        round_BKE = _table(seed, texts, ROUNDS, EACH * k).reshape(*shape, EACH)
-        side_BKSE = np.zeros((*shape, 0, EACH))
-        if siblings:
-            every_BKSE = _table(seed, texts, SIDES, EACH * MAX_SIBLINGS * k).reshape(*shape, -1, EACH)
-            side_BKSE = every_BKSE[:, :, :siblings]
+        round_BKE = _table(seed, texts, ROUNDS, EACH * k).reshape(state.rows, k, EACH)
         race_BN = _table(seed, texts, RACES, 2 * heat(vocab)) * 2.0 ** (BITS - 1)
         clock_BN = -np.log((np.floor(race_BN) + 0.5) * 2.0 ** (1 - BITS))
-        draft_BKC = np.concatenate([round_BKE[:, :, None, DRAFT], side_BKSE[..., DRAFT]], 2)
-        tables = round_BKE[..., COIN], clock_BN, np.array(state.ended), draft_BKC, side_BKSE[..., COIN]
+        tables = round_BKE[..., COIN], clock_BN, np.array(state.ended), round_BKE[..., DRAFT]
         return cls(*(torch.from_numpy(np.ascontiguousarray(table)).to(state.device) for table in tables))
 
-    def side_coins(self, chance_BKS: Tensor) -> Tensor:
-        return self.side_BKS < chance_BKS
-
     def moved(self, by: float) -> RoundDraws:
-        return replace(self, coin_BK=self.coin_BK - by, side_BKS=self.side_BKS - by)
+        return replace(self, coin_BK=self.coin_BK - by)
 
 
 def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> Numbers:
@@ -105,8 +92,7 @@ class Decisions:
     ) -> None:  # fmt: skip
         """Looks at one round of the batch, before it is committed. Ended and damaged rows decide nothing."""
         rows = [row for row, ended in enumerate(state.ended) if not (ended or result.damaged[row])]
-        siblings = proposal.siblings.most if proposal.siblings else 0
-        draws = RoundDraws.of(self.seed, state, proposal.k, siblings, probs_BWV.shape[-1])
+        draws = RoundDraws.of(self.seed, state, proposal.k, probs_BWV.shape[-1])
         self.taken += len(rows)
         if block is None:
             token_B = draws.token(probs_BWV[:, 0]).tolist()
@@ -117,28 +103,26 @@ class Decisions:
 
     def _see_drafts(self, block: DraftBlock, draws: RoundDraws, rows: list[int]) -> None:
         """A draft must be the token in whose part of the cumulated distribution its number lies."""
-        for c, (probs_BKV, token_BK, drawn_BK) in enumerate(children(block)):
-            token_BK1 = token_BK[..., None]
-            end_BK = probs_BKV.cumsum(-1).gather(2, token_BK1)[..., 0]
-            share_BK = probs_BKV.gather(2, token_BK1)[..., 0]
-            number_BK = draws.draft_BKC[..., c]
-            right_BK = (number_BK <= end_BK + TIE) & (number_BK >= end_BK - share_BK - TIE) & (share_BK > 0)
-            higher_BK, equal_BK = (
-                torch.where(which, probs_BKV, 0).sum(-1)
-                for which in (probs_BKV > share_BK[..., None], probs_BKV == share_BK[..., None])
-            )
-            place_BK = higher_BK + equal_BK * (number_BK - end_BK + share_BK) / share_BK.clamp(min=TIE)
-            placed_BK = drawn_BK & right_BK & (share_BK < 1 - TIE)
-            self.places += place_BK[rows][placed_BK[rows]].clamp(0, 1).tolist()
-            self.drafted += int(drawn_BK[rows].sum())
-            self.drafted_wrong += int((drawn_BK & ~right_BK)[rows].sum())
+        probs_BKV, token_BK1, number_BK = block.draft_BKV, block.drafted_BK[..., None], draws.draft_BK
+        drawn_BK = torch.arange(block.k, device=number_BK.device) < block.count_B[:, None]
+        end_BK = probs_BKV.cumsum(-1).gather(2, token_BK1)[..., 0]
+        share_BK = probs_BKV.gather(2, token_BK1)[..., 0]
+        right_BK = (number_BK <= end_BK + TIE) & (number_BK >= end_BK - share_BK - TIE) & (share_BK > 0)
+        higher_BK, equal_BK = (
+            torch.where(which, probs_BKV, 0).sum(-1)
+            for which in (probs_BKV > share_BK[..., None], probs_BKV == share_BK[..., None])
+        )
+        place_BK = higher_BK + equal_BK * (number_BK - end_BK + share_BK) / share_BK.clamp(min=TIE)
+        placed_BK = drawn_BK & right_BK & (share_BK < 1 - TIE)
+        self.places += place_BK[rows][placed_BK[rows]].clamp(0, 1).tolist()
+        self.drafted += int(drawn_BK[rows].sum())
+        self.drafted_wrong += int((drawn_BK & ~right_BK)[rows].sum())
 
     def _see_decision(
         self, block: DraftBlock, draws: RoundDraws, rows: list[int], result: RoundResult
     ) -> None:
         """Compares what stands, and the token after it; within rounding every outcome is right."""
-        asides = [result.aside(row) for row in range(len(result.token))]
-        kept = list(zip(result.accepted, asides, result.token, strict=True))
+        kept = list(zip(result.accepted, result.token, strict=True))
         decided_again = _decided(self.rule, block, draws)
         wrong = {row for row in rows if decided_again[row] != kept[row]}
         for by, more in product((TIE, -TIE), (ROUNDING, -ROUNDING)):
@@ -146,7 +130,7 @@ class Decisions:
                 near = replace(block, target_BWV=block.target_BWV * (1 + more))
                 others = _decided(self.rule, near, draws.moved(by))
                 wrong -= {row for row in wrong if others[row] == kept[row]}
-        lengths = {row for row in wrong if decided_again[row][:2] != kept[row][:2]}
+        lengths = {row for row in wrong if decided_again[row][0] != kept[row][0]}
         self.lengths_wrong += len(lengths)
         self.tokens_wrong += len(wrong - lengths)
 
@@ -157,8 +141,6 @@ class Round:
 
     `text` ends with the `count` drafts. `target_WV` (W = count + 1) are the distributions that verification
     used, `draft_KV` those declared for the drafts, both in fp64; `logit_WV` are the logits of `target_WV`.
-    `behind` has a round without drafts for each sibling: the target's distribution after the drafts before it
-    and itself.
     """
 
     prompt_length: int
@@ -167,7 +149,6 @@ class Round:
     target_WV: Tensor
     draft_KV: Tensor
     logit_WV: Tensor = UNKNOWN
-    behind: tuple[Round, ...] = ()
 
     @property
     def drafted(self) -> tuple[int, ...]:
@@ -187,11 +168,6 @@ class Watch:
     rounds: list[Round] = field(default_factory=list)
     _seen: int = 0
     _random: Random = field(default_factory=lambda: Random(0))
-
-    @property
-    def behind(self) -> list[Round]:
-        """The positions behind the siblings of the rounds kept."""
-        return [position for seen in self.rounds for position in seen.behind]
 
     def see(
         self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor | None,
@@ -215,74 +191,29 @@ def _round(
     state: State, proposal: Proposal, result: RoundResult, row: int, block: DraftBlock | None,
     logit_BWV: Tensor | None,
 ) -> Round:  # fmt: skip
-    count, siblings, text = proposal.count[row], proposal.siblings, tuple(state.texts[row])
-    logit_WV = None if logit_BWV is None else logit_BWV[row]
-    numbers = siblings.numbers[row] if siblings else [CHAIN] * (count + 1)
-
-    def behind(i: int, j: int) -> Round:
-        """The position after sibling j of draft i."""
-        assert siblings is not None
-        branches, column = block.branches if block else None, numbers.index(siblings.most * i + j)
-        return Round(
-            prompt_length=state.prompt_lengths[row],
-            text=(*text, *result.drafted[row][:i], int(siblings.token_BKS[row, i, j])),
-            count=0,
-            target_WV=_copied(branches.target_BKSV[row, i] if branches else None, [j]),
-            draft_KV=UNKNOWN,
-            logit_WV=_copied(logit_WV, [column]),
-        )
-
-    each = siblings.each[row] if siblings else 0
+    count = proposal.count[row]
     return Round(
         prompt_length=state.prompt_lengths[row],
-        text=(*text, *result.drafted[row]),
+        text=(*state.texts[row], *result.drafted[row]),
         count=count,
-        target_WV=_copied(block.target_BWV[row] if block else None, range(count + 1)),
-        draft_KV=_copied(block.draft_BKV[row] if block else None, range(count)),
-        logit_WV=_copied(logit_WV, [column for column, number in enumerate(numbers) if number == CHAIN]),
-        behind=tuple(behind(i, j) for i in range(count) for j in range(each)),
+        target_WV=_copied(block.target_BWV[row, : count + 1] if block else None),
+        draft_KV=_copied(block.draft_BKV[row, :count] if block else None),
+        logit_WV=_copied(None if logit_BWV is None else logit_BWV[row, : count + 1]),
     )
 
 
-def _copied(tensor_WV: Tensor | None, columns: Sequence[int]) -> Tensor:
-    return UNKNOWN if tensor_WV is None else tensor_WV[list(columns)].to("cpu", copy=True)
+def _copied(tensor_WV: Tensor | None) -> Tensor:
+    return UNKNOWN if tensor_WV is None else tensor_WV.to("cpu", copy=True)
 
 
-def children(block: DraftBlock) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Gives the drafts of all rows, then their first siblings, and so on: what each was drawn from,
-    (B, K, V), the tokens, and which were drawn, (B, K)."""
-    left_BKV, token_BK = block.draft_BKV, block.drafted_BK
-    drawn_BK = torch.arange(block.k, device=token_BK.device) < block.count_B[:, None]
-    yield left_BKV, token_BK, drawn_BK
-    branches = block.branches
-    for j in range(branches.token_BKS.shape[-1] if branches else 0):
-        assert branches is not None
-        left_BKV = left_BKV.scatter(2, token_BK[..., None], 0)
-        mass_BK1 = left_BKV.sum(-1, keepdim=True)
-        drawn_BK = drawn_BK & (branches.count_BK > j) & (mass_BK1[..., 0] > 0)
-        token_BK = branches.token_BKS[..., j]
-        yield left_BKV / torch.where(mass_BK1 > 0, mass_BK1, 1), token_BK, drawn_BK
-
-
-def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int, int | None, int]]:
-    """Returns how many drafts stand in each row, the sibling after them, and the token after these.
+def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int, int]]:
+    """Returns how many drafts stand in each row, and the token after them.
 
     Calls the functions that law.py has summed, and nothing of how the engine puts them together.
     """
-    branches, size, decided = block.branches, 1, []
-    if branches is None:
-        outcome_B = rule.accepted(draws.coins(rule.accept_chances(block)))
-        probs_BV = rule.correction_probs(block, outcome_B)
-    else:
-        assert isinstance(rule, TreeRule)
-        chance_BKC, size = rule.tree_chances(block), branches.token_BKS.shape[-1] + 1
-        outcome_B = rule.outcome(draws.coins(chance_BKC[..., 0]), draws.side_coins(chance_BKC[..., 1:]))
-        probs_BV = rule.probs_after(block, outcome_B)
-    for row, token in enumerate(draws.token(probs_BV).tolist()):
-        accepted, place = divmod(int(outcome_B[row]), size)
-        aside = int(branches.token_BKS[row, accepted, size - 1 - place]) if branches and place else None
-        decided.append((accepted, aside, token))
-    return decided
+    accepted_B = rule.accepted(draws.coins(rule.accept_chances(block)))
+    token_B = draws.token(rule.correction_probs(block, accepted_B))
+    return list(zip(accepted_B.tolist(), token_B.tolist(), strict=True))
 
 
 def check_decisions(seen: Decisions, level: float) -> Check:

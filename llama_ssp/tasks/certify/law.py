@@ -22,7 +22,7 @@ probabilities are what the sampling controls make of the logits.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from random import Random
 from typing import TypeVar
@@ -55,10 +55,10 @@ QUANTILE = 0.75  # of the positions: where "usual" is looked at
 
 
 def check_law(
-    model: Model | None, rule: Rule, rounds: Sequence[Round], behind: Sequence[Round], temperature: float,
-    vocab: int, rows: int, chunk: int, leads: bool,
+    model: Model | None, rule: Rule, rounds: Sequence[Round], temperature: float, vocab: int, rows: int,
+    chunk: int, leads: bool,
 ) -> Check | None:  # fmt: skip
-    """Makes both comparisons at the positions of the rounds, and the second at those behind siblings.
+    """Makes both comparisons at the positions of the rounds.
 
     Every rank takes part in the passes; None on ranks that do not judge.
     """
@@ -66,13 +66,10 @@ def check_law(
         return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
     if model is None:
         return None
-    positions = [*rounds, *spread(behind, len(rounds))]
-    own = own_logits(model, positions, max(seen.count for seen in rounds) + 1, rows, chunk)
+    own = own_logits(model, rounds, max(seen.count for seen in rounds) + 1, rows, chunk)
     if not leads:
         return None
-    noise, departures = compared(positions, own, temperature or 1.0, vocab)
-    if behind:  # a pass with siblings has a mask, and may take another kernel of attention
-        noise = replace(noise, usual=noise.largest)
+    noise, departures = compared(rounds, own, temperature or 1.0, vocab)
     places = spread([(seen, at) for seen in rounds for at in range(seen.count + 1)], 2 * len(rounds))
     errors = [rule_error(rule, *place) for place in places]
     return judge(noise, departures, [one for one in errors if one is not None])

@@ -25,7 +25,7 @@ from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.speculative.verification import DraftBlock, TreeRule
+from llama_ssp.speculative.verification import BlockRule, DraftBlock
 from llama_ssp.tasks.certify.decisions import Watch
 from llama_ssp.tasks.certify.verdict import Check, control, judged
 
@@ -85,18 +85,14 @@ class EngineSampler:
         return result
 
 
-class KeepsEveryDraft(TreeRule):
-    """Keeps every draft, siblings or not: the wrong rule that the negative control samples with."""
+class KeepsEveryDraft(BlockRule):
+    """Keeps every draft: the wrong rule that the negative control samples with."""
 
     name = "keeps every draft"
 
     def accept_chances(self, block: DraftBlock) -> Array:
         column_K = torch.arange(block.k, device=block.count_B.device)
         return (column_K < block.count_B[:, None]).to(torch.float64)
-
-    def tree_chances(self, block: DraftBlock) -> Array:
-        chance_BKC = super().tree_chances(block)
-        return torch.cat([self.accept_chances(block)[..., None], chance_BKC[..., 1:]], -1)
 
 
 def check_samples(

@@ -84,13 +84,12 @@ class CertifyTask(Task[CertifyConf]):
             subject = make("speculative", run, watch=watch)
             subject.texts(long_texts, task.law_tokens)
             watch.room = 0
-            rounds, behind = watch.rounds, watch.behind
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
             heat, rows, chunk = run.sampling.temperature, task.batch_size, task.prefill_chunk
-            self._add(check_law(target, rule, rounds, behind, heat, vocab, rows, chunk, leads))
+            self._add(check_law(target, rule, watch.rounds, heat, vocab, rows, chunk, leads))
             if leads:
                 transform = SamplingTransform(run.sampling, ends, vocab)
-                self._add(check_filters([*rounds, *behind], transform))
+                self._add(check_filters(watch.rounds, transform))
             if not greedy_only:
                 others = make("regular", regular(run)), make(WRONG.name, run, rule=WRONG)
                 drawn = check_samples(subject, *others, self._texts, task, seed, level, leads)
@@ -103,8 +102,7 @@ class CertifyTask(Task[CertifyConf]):
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
             wrong = make(WRONG.name, greedy, rule=WRONG) if greedy_only else None
             ours, plain = make("speculative, greedy", greedy), make("regular, greedy", regular(greedy))
-            widest = spec.longest * (1 + spec.siblings)
-            self._add(*check_greedy_texts(target, ours, plain, wrong, widest, self._texts, task))
+            self._add(*check_greedy_texts(target, ours, plain, wrong, spec.longest, self._texts, task))
             self._measure(pair, ours, greedy)
             self._measure(pair, plain, regular(greedy))
 
@@ -124,7 +122,5 @@ class CertifyTask(Task[CertifyConf]):
     def _sentence(self) -> str:
         entry, spec = self._inputs.pairs[0], self._run.speculation
         how = f"{spec.verification.value} verification, {'adaptive K' if spec.adaptive else f'K = {spec.k}'}"
-        if spec.siblings:
-            how += f", {'up to ' * spec.adaptive}{spec.siblings} siblings of each draft"
         subject = f"{entry.target} with {entry.drafter} ({how})"
         return sentence(subject, self._found, self._task.false_alarm)
