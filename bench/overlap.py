@@ -127,7 +127,7 @@ def job(ranks: Ranks, asked: Asked) -> list[Found]:
 
 def compared(ranks: Ranks, shelf: ModelCache, asked: Asked, agreement: float, ratio: float) -> Found:
     """Both modes in turn; the first repeat does not count."""
-    k = asked.k or Costs.of_ratio(ratio, 16).best(agreement, agreement)[0]
+    k = asked.k or Costs.of_ratio(ratio, 16).best(agreement, agreement)
     target, draft = sized(asked.layers), sized(draft_layers(ranks, asked, ratio, k), agreement)
     run = RunConf(model=target, draft=draft, placement=PlacementConf(draft=DraftSeat.own), engine=Steps.eager)
     entry = PairSpec(run, None, None, resolve(run.placement, ranks.world, drafts=True))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.models.attention import NO_SIDES, Pass, Row, Scores, Sides, attend_rows
+from llama_ssp.models.attention import Pass, Row, Scores, attend_rows
 from llama_ssp.models.kernels import attention as kernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
@@ -18,8 +16,6 @@ CAPACITY = 1200
 ROWS = [(0, 1021, 5), (CAPACITY, 0, 1), (2 * CAPACITY, 126, 3), (3 * CAPACITY, 520, 1), (4 * CAPACITY, 61, 5)]
 # Of prompts, one of which goes on behind a text. Results of the longest are merged in several turns.
 PROMPTS = [(0, 0, 600), (CAPACITY, 500, 90), (2 * CAPACITY, 63, 2), (3 * CAPACITY, 0, 73)]
-# Drafts and siblings of ROWS, in slots that no text has.
-SIDES = [Sides(3, 2, 4600), NO_SIDES, Sides(2, 1, 4650), NO_SIDES, Sides(4, 3, 4700)]
 STEPS = [  # heads of queries and of keys, the size of a head, and rows
     *((heads, 64, ROWS) for heads in ((1, 1), (4, 4), (6, 2), (8, 1), (16, 2), (11, 1))),
     *(((16, 2), size, ROWS) for size in (80, 96, 128, 256, 20)), ((4, 4), 80, ROWS), ((4, 4), 20, ROWS),
@@ -35,18 +31,16 @@ Given = tuple[Tensor, Tensor, Tensor, Scores, Tensor | None]
 
 
 def inputs(
-    heads: tuple[int, int], size: int, rows: list[Row], scores: Scores, sinks: bool,
-    sides: list[Sides] | None = None,
-) -> tuple[Pass, Given]:  # fmt: skip
+    heads: tuple[int, int], size: int, rows: list[Row], scores: Scores, sinks: bool
+) -> tuple[Pass, Given]:
     """Random arguments of `attend`; slots that no token sees are not numbers."""
     torch.manual_seed(sum(heads) + size)
-    feed = Pass.of(rows, CPU, sides=sides)
+    feed = Pass.of(rows, CPU)
     query_THD = torch.randn(len(feed.slot_T), heads[0], size)
     keys_GND, values_GND = (torch.full((heads[1], 5 * CAPACITY, size), torch.nan) for _ in "kv")
     for tensor in (keys_GND, values_GND):
         for first, start, count in rows:
             tensor[:, first : first + start + count] = torch.randn(heads[1], start + count, size)
-        tensor[:, feed.slot_T] = torch.randn(heads[1], len(feed.slot_T), size)
     return feed, (query_THD, keys_GND, values_GND, scores, torch.randn(heads[0]) if sinks else None)
 
 
@@ -101,29 +95,3 @@ def test_a_wrong_mask_and_a_wrong_value_are_noticed():
     given[2][:, first + start - 20] *= 1.5
     changed_T = (kernel.attend(feed, *given) != expected).flatten(1).any(1)
     assert changed_T.nonzero().flatten().tolist() == list(range(count))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "size"), [((16, 2), 128), ((11, 1), 64), ((4, 4), 20), ((3, 1), 80)])
-def test_a_sibling_sees_what_is_before_its_draft_and_itself(heads, size, kind):
-    """As if it stood in the draft's place; and drafts do not see it, to the bit."""
-    feed, given = inputs(heads, size, ROWS, *KINDS[kind], SIDES)
-    aside_T = feed.slot_T != feed.first_T + feed.position_T
-    result, by_torch = kernel.attend(feed, *given), attend_rows(feed, *given)
-    expected = torch.cat([in_place(feed, token, given) for token in range(len(aside_T))])
-    limit = TOLERANCE * expected.abs().max()
-    assert (result - expected).abs().max() <= limit and (by_torch - expected).abs().max() <= limit
-    assert torch.equal(result[~aside_T], kernel.attend(Pass.of(ROWS, CPU), *only(given, ~aside_T)))
-    given[2][:, feed.slot_T[aside_T][0]] += 1  # control: the first sibling's own value
-    changed_T = (kernel.attend(feed, *given) - result).abs().amax((1, 2)) > limit
-    assert changed_T.nonzero().tolist() == [[int(aside_T.nonzero()[0])]]
-
-
-def in_place(feed: Pass, token: int, given: Given) -> Any:
-    """A token's result when its key and value are at its position, in a pass of its own."""
-    first, position, slot = (int(each[token]) for each in (feed.first_T, feed.position_T, feed.slot_T))
-    query_THD, *caches, scores, sink_H = given
-    caches = [tensor.clone() for tensor in caches]
-    for tensor in caches:
-        tensor[:, first + position] = tensor[:, slot]
-    return attend_rows(Pass.of([(first, position, 1)], CPU), query_THD[[token]], *caches, scores, sink_H)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama_ssp.models.attention import Pass, Scores, Sides, attend_rows
+from llama_ssp.models.attention import Pass
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
 from llama_ssp.models.shape import reason_against, shape_of
@@ -114,24 +113,6 @@ def test_neighbours_do_not_change_a_row_by_a_bit():
 )
 def test_what_the_decoder_does_not_run(name: str, changes: dict[str, Any], reason: str):
     assert reason_against(build(name, **changes).config) == reason
-
-
-def test_masks_of_siblings_are_sent_without_waiting():
-    """To a device that is not the host, once in every layer."""
-    queued: list[bool] = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if op is torch.ops.aten._to_copy.default:
-                queued.append(bool(kwargs.get("non_blocking")))
-            return op(*args, **kwargs or {})
-
-    device = torch.device("meta")
-    feed = Pass.of([(0, 5, 3)], device, sides=[Sides(2, 1, 20)])
-    cache_GND = torch.empty(1, 24, 8, device=device)
-    with Copies():
-        attend_rows(feed, torch.empty(5, 2, 8, device=device), cache_GND, cache_GND, Scores(1.0), None)
-    assert queued == [True]
 
 
 def test_long_caches_begin_at_large_pages():

@@ -136,7 +136,7 @@ def paper(draft: float, verify: float, **changes: object) -> speed.RoundTimes:
 def test_best_k_and_speed_up_are_the_papers_where_verifying_costs_a_step() -> None:
     for ratio in (0.02, 0.1, 0.3, 0.6):
         for acceptance in (0.3, 0.6, 0.8, 0.95):
-            k, _ = Costs.of_ratio(ratio, 16).best(acceptance, acceptance)
+            k = Costs.of_ratio(ratio, 16).best(acceptance, acceptance)
             assert paper(ratio, 1.0).best_k(acceptance) == k
     times = paper(0.1, 1.03)
     speedup = 1000 / times.ms_per_token(0.8, 4)

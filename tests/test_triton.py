@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from llama_ssp.config import Dtype  # noqa: E402
 from llama_ssp.models import experts  # noqa: E402
-from llama_ssp.models.attention import NO_SIDES, Pass, Scores, Sides, attend_rows  # noqa: E402
+from llama_ssp.models.attention import Pass, Scores, attend_rows  # noqa: E402
 from llama_ssp.models.formats.coded import TABLES  # noqa: E402
 from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
 from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
@@ -94,7 +94,7 @@ def attends(
 ) -> Callable[[], object]:  # fmt: skip
     """Attention, whose parts are then merged."""
     cache, place = tensor(groups, 4096, size, dtype=dtype), tensor(tokens, dtype=torch.int64)
-    given = tensor(tokens, heads, size, dtype=dtype), cache, cache, place, place, place
+    given = tensor(tokens, heads, size, dtype=dtype), cache, cache, place, place
     return partial(attention_triton.attend, *given, 0.125, window, softcap, tensor(heads) if sinks else None)
 
 
@@ -151,14 +151,12 @@ CASES: list[tuple[tuple[int, int], int, Scores, bool, list[tuple[int, int, int]]
     ((8, 2), 16, Scores(0.5, window=20), False, [(40, 37, 40), (0, 3, 1)]),  # more tokens than a program has
     ((2, 1), 64, Scores(0.25), False, [(7, 0, 1)]),
 ]
-SIDES = [Sides(2, 2, 405), NO_SIDES, Sides(4, 1, 410), NO_SIDES]  # of RAGGED
 
 
-def inputs(case: int, siblings: bool = True) -> tuple[Pass, tuple[Any, ...]]:
+def inputs(case: int) -> tuple[Pass, tuple[Any, ...]]:
     """Random arguments of `attend`; what has not been written, or is stale, is NaN."""
     heads, size, scores, sinks, rows = CASES[case]
-    sides = SIDES if siblings and rows is RAGGED else None
-    return test_attention.inputs(heads, size, rows, scores, sinks, sides)
+    return test_attention.inputs(heads, size, rows, scores, sinks)
 
 
 def by_kernel(
@@ -166,9 +164,7 @@ def by_kernel(
 ) -> Tensor:
     """`Pass.attend` by the kernel for GPUs."""
     numbers = scores.scale, scores.window or 0, scores.softcap or 0.0
-    return attention_triton.attend(
-        query, keys, values, feed.first_T, feed.position_T, feed.slot_T, *numbers, sinks
-    )
+    return attention_triton.attend(query, keys, values, feed.first_T, feed.position_T, *numbers, sinks)
 
 
 @pytest.mark.long  # a minute in the interpreter
@@ -214,7 +210,7 @@ def require_one_reading() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     small()
-    feed, (*tensors, _, sinks) = inputs(2, siblings=False)
+    feed, (*tensors, _, sinks) = inputs(2)
     keys_GND = tensors[1]
     begin, end, loads = keys_GND.data_ptr(), keys_GND.data_ptr() + keys_GND.nbytes, []
     plain = InterpreterBuilder.create_masked_load
@@ -304,6 +300,6 @@ def test_the_operator_of_gpus():
     with FakeTensorMode():
         query_THD, cache_GND = torch.empty(5, 8, 64, device="cuda"), torch.empty(2, 100, 64, device="cuda")
         place_T = torch.empty(5, dtype=torch.int64, device="cuda")
-        feed = Pass(place_T, place_T, place_T, attention.attend)
+        feed = Pass(place_T, place_T, attention.attend)
         result = attention.attend(feed, query_THD, cache_GND, cache_GND, Scores(1.0), None)
     assert result.shape == query_THD.shape and result.device.type == "cuda"

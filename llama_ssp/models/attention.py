@@ -4,9 +4,6 @@ A pass has T tokens, of one row of the batch after the other. Of each, `position
 text and `first_T` the row's first slot: slot first + p holds the key of position p. A query sees the slots of
 its own row from its own position back, all of them or a window. Slots behind it are stale and are never read.
 
-A draft may have siblings: tokens at its position, each of which sees the slots before it, and itself. They
-stand behind the draft, and have slots of their own elsewhere: `slot_T`.
-
 `Pass.attend` is how: `attend_rows` by torch's own attention, for eager models, prompts on a GPU and as the
 reference, or `kernels.attention.attend`, which reads the cache once.
 """
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llama_ssp.models.feed import NO_SIDES, Row, Sides, placed, sent
+from llama_ssp.models.feed import Row, sent
 from llama_ssp.models.shape import ALL, rotary_parameters
 
 
@@ -41,37 +38,28 @@ Attend = Callable[["Pass", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Ten
 class Pass:
     """The tokens of one pass, and how they attend.
 
-    `slot_T` is where each token's key and value are written. The programs of compiled steps take neither
-    `rows` nor `sides`, of which there are some if any row has siblings. `long_T` says which tokens have the
-    second scale of positions; None: those at positions beyond its limit.
+    `slot_T` is where each token's key and value are written. The programs of compiled steps have no `rows`.
+    `long_T` says which tokens have the second scale of positions; None: those at positions beyond its limit.
     """
 
     position_T: Tensor
     first_T: Tensor
-    slot_T: Tensor
     attend: Attend
     rows: tuple[Row, ...] = ()
-    sides: tuple[Sides, ...] = ()
     long_T: Tensor | None = None
     masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
+    slot_T: Tensor = field(init=False)
 
-    @property
-    def widths(self) -> list[int]:
-        """The number of tokens of each row."""
-        sides = self.sides or [NO_SIDES] * len(self.rows)
-        return [n + own.drafts * own.each for (_, _, n), own in zip(self.rows, sides, strict=True)]
+    def __post_init__(self) -> None:
+        self.slot_T = self.first_T + self.position_T
 
     @staticmethod
-    def of(
-        rows: list[Row], device: torch.device, attend: Attend | None = None, sides: list[Sides] | None = None
-    ) -> Pass:
+    def of(rows: list[Row], device: torch.device, attend: Attend | None = None) -> Pass:
         """A row that is fed nothing is left out."""
-        alone = sides or [NO_SIDES] * len(rows)
-        fed = [(row, own) for row, own in zip(rows, alone, strict=True) if row[2]]
-        places = [(*place, row[0]) for row, own in fed for place in placed(row, own)]
-        position_T, slot_T, first_T = sent([[place[i] for place in places] for i in range(3)], device)
-        kept, aside = tuple(row for row, _ in fed), tuple(own for _, own in fed)
-        return Pass(position_T, first_T, slot_T, attend or attend_rows, kept, aside if sides else ())
+        positions = [position for _, start, count in rows for position in range(start, start + count)]
+        firsts = [first for first, _, count in rows for _ in range(count)]
+        position_T, first_T = sent([positions, firsts], device)
+        return Pass(position_T, first_T, attend or attend_rows, tuple(row for row in rows if row[2]))
 
 
 def attend_rows(
@@ -84,22 +72,15 @@ def attend_rows(
     """
     found, begin = [], 0
     plain = scores.softcap is None and sink_H is None
-    for row, sides in zip(feed.rows, feed.sides or [NO_SIDES] * len(feed.rows), strict=True):
-        (first, start, count), siblings = row, sides.drafts * sides.each
-        query_WHD = query_THD[begin : begin + count + siblings]
+    for first, start, count in feed.rows:
+        query_WHD = query_THD[begin : begin + count]
         keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
-        if siblings:
-            own = slice(sides.slot, sides.slot + siblings)
-            keys_GSD = torch.cat([keys_GSD, keys_GND[:, own]], 1)
-            values_GSD = torch.cat([values_GSD, values_GND[:, own]], 1)
-            tree_WS = sent(_tree_mask(row, sides, scores.window), query_THD.device)
-            found.append(_attend_row(query_WHD, keys_GSD, values_GSD, tree_WS, scores, sink_H))
-        elif plain and start == 0 and (scores.window is None or scores.window >= count):
+        if plain and start == 0 and (scores.window is None or scores.window >= count):
             found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale))
         else:
             mask_WS = _mask(feed, start, count, scores.window)
             found.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_WS, scores, sink_H))
-        begin += count + siblings
+        begin += count
     return torch.cat(found)
 
 
@@ -167,19 +148,6 @@ def _mask(feed: Pass, start: int, count: int, window: int | None) -> Tensor | No
                 mask_WS &= slot_S > position_W1 - window
             feed.masks[key] = mask_WS
     return feed.masks[key]
-
-
-def _tree_mask(row: Row, sides: Sides, window: int | None) -> Tensor:
-    """Which slots each token of a row with siblings sees: of the text, then of the siblings."""
-    first, start, count = row
-    position_T, slot_T = torch.tensor(placed(row, sides)).T[..., None]
-    in_place_T1 = slot_T == first + position_T
-    slot_S = torch.arange(start + count)
-    mask_TS = torch.where(in_place_T1, slot_S <= position_T, slot_S < position_T)
-    if window is not None:
-        mask_TS &= slot_S > position_T - window
-    own_S = sides.slot + torch.arange(sides.drafts * sides.each)
-    return torch.cat([mask_TS, ~in_place_T1 & (slot_T == own_S)], 1)
 
 
 class Rotary(nn.Module):

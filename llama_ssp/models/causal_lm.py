@@ -203,7 +203,7 @@ def _at_positions(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*places, mask_function=mask_function, **how)
 
         def visible(row: Tensor, head: Tensor, _column: Tensor, slot: Tensor) -> Tensor:
-            return feed.visible(lambda position: mask_function(row, head, position, slot), slot)
+            return feed.visible(lambda position: mask_function(row, head, position, slot))
 
         how |= {"attention_mask": None, "allow_is_causal_skip": False}
         return plain(*places, mask_function=visible, **how)

@@ -1,7 +1,7 @@
 """A decoder with CUDA graphs as steps: captured once for each number of tokens, then one launch a step.
 
 A graph reads and writes memory at fixed places: the cache of its capture, and buffers for a step's tokens,
-positions, first slots and slots. So the model keeps the memory of a cache that is no longer used, with its
+positions and first slots. So the model keeps the memory of a cache that is no longer used, with its
 graphs, for the next batch that fits. Lengths and slots are read on the device (kernels/attention_triton.py):
 a graph serves all contexts and all rows. Longer steps are padded to the next size that has a graph
 (graph_sizes.py); keys of pads go to a spare slot. A model's graphs share scratch memory, and so a stream.
@@ -152,7 +152,7 @@ class GraphedModel(SteppedModel):
         On several ranks it is an error: what connects them may be broken by half a capture.
         """
         graph = Graph(size, memory.slots - 1, self.device)
-        step = partial(super()._call, (*graph.buffer_4T, memory.layers))
+        step = partial(super()._call, (*graph.buffer_3T, memory.layers))
         with self.ranks.during("a capture"):
             self._warm(step)
             try:
@@ -202,21 +202,21 @@ class GraphedModel(SteppedModel):
 
 
 class Graph:
-    """A captured step and its buffers: tokens, positions, first slots and slots, (4, T)."""
+    """A captured step and its buffers: tokens, positions and first slots, (3, T)."""
 
     replay: Call
 
     def __init__(self, size: int, spare: int, device: torch.device) -> None:
-        pad_41 = sent([[0], [0], [spare], [spare]], device)
-        self._pad_4T = pad_41.expand(4, size)
+        pad_31 = sent([[0], [0], [spare]], device)
+        self._pad_3T = pad_31.expand(3, size)
         # Each begins at a multiple of 16 bytes, as kernels may have been compiled for.
-        self.buffer_4T = pad_41.repeat(1, size + size % 2)[:, :size]
+        self.buffer_3T = pad_31.repeat(1, size + size % 2)[:, :size]
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         count = len(given[0])
-        torch.stack(given, out=self.buffer_4T[:, :count])
-        if count < self.buffer_4T.shape[1]:
-            self.buffer_4T[:, count:] = self._pad_4T[:, count:]
+        torch.stack(given, out=self.buffer_3T[:, :count])
+        if count < self.buffer_3T.shape[1]:
+            self.buffer_3T[:, count:] = self._pad_3T[:, count:]
         # The caller may keep them beyond the next replay.
         return [made[:count].clone() for made in self.replay()]
 

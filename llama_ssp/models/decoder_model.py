@@ -13,7 +13,7 @@ from llama_ssp.models import attention
 from llama_ssp.models.causal_lm import context_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
-from llama_ssp.models.feed import Feed, Sides, sent
+from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
 from llama_ssp.models.slot_cache import SlotCache, Tally
@@ -63,7 +63,7 @@ class DecoderModel:
         rows, width = token_BW.shape
         # Padding is left out: the place of every token among the (B, W) columns.
         place_T, token_T = None, token_BW.flatten()
-        if min(feed.columns) < width:
+        if min(feed.count) < width:
             place_T = feed.token_places()
             token_T = token_T[place_T]
         logit_RV, kept = self._run(token_T, self._feed(feed, cache, place_T), cache, last_only)
@@ -92,15 +92,7 @@ class DecoderModel:
         rows = [
             (cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)
         ]
-        if feed.sides:
-            ends = [first + cache.capacity for first, _, _ in rows]
-            sides = [
-                Sides(drafts, each, end - drafts * each)
-                for end, (drafts, each) in zip(ends, feed.sides, strict=True)
-            ]
-            made = attention.Pass.of(rows, self.device, self.attend, sides)
-        else:
-            made = cache.feed(rows, self.attend)
+        made = cache.feed(rows, self.attend)
         # A token's position alone says its scale, but while a long text is first read.
         limit = self._limit
         if limit is not None and any(g > limit > s for g, s in zip(feed.given, feed.start, strict=False)):

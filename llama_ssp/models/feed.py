@@ -15,39 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Row = tuple[int, int, int]  # first slot, first position, number of tokens without siblings
-
-
-@dataclass(frozen=True)
-class Sides:
-    """Siblings of a row: each of its last `drafts` tokens has `each`, in slots from `slot` on."""
-
-    drafts: int
-    each: int
-    slot: int
-
-
-NO_SIDES = Sides(0, 0, 0)
-
-
-def placed(row: Row, sides: Sides) -> list[tuple[int, int]]:
-    """Returns position and slot of every token of a row: siblings follow their draft."""
-    (first, start, count), slot, places = row, sides.slot, []
-    for position in range(start, start + count):
-        places.append((position, first + position))
-        if position >= start + count - sides.drafts:
-            places += [(position, slot + i) for i in range(sides.each)]
-            slot += sides.each
-    return places
+Row = tuple[int, int, int]  # first slot, first position, number of tokens
 
 
 @dataclass(frozen=True)
 class Feed:
     """What one forward pass feeds: W columns a row, left-aligned; the rest of a short row is padding.
 
-    `count` is the number of tokens of each row, without siblings. `given` is the length of each row's text
-    when it was first read, for models that scale positions by it. `sides`, if any row has siblings, are the
-    number of drafts and of siblings of each; their keys go to the row's last slots.
+    `count` is the number of tokens of each row. `given` is the length of each row's text when it was first
+    read, for models that scale positions by it.
     """
 
     start: tuple[int, ...]
@@ -55,29 +31,19 @@ class Feed:
     capacity: int
     device: torch.device
     given: tuple[int, ...] = ()
-    sides: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """The columns of each row, siblings included."""
-        if not self.sides:
-            return self.count
-        return tuple(n + drafts * each for n, (drafts, each) in zip(self.count, self.sides, strict=True))
 
     @property
     def width(self) -> int:
-        return max(self.columns)
+        return max(self.count)
 
     @property
     def span(self) -> int:
         """How many slots the pass may look at."""
-        if self.sides:
-            return self.capacity
         return max(s + c for s, c in zip(self.start, self.count, strict=True))
 
     def token_places(self) -> Tensor:
         """Returns the columns that are no padding, counted through all rows."""
-        places = [row * self.width + i for row, count in enumerate(self.columns) for i in range(count)]
+        places = [row * self.width + i for row, count in enumerate(self.count) for i in range(count)]
         return sent(places, self.device)
 
     def positions(self) -> Tensor:
@@ -90,13 +56,11 @@ class Feed:
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
-        rows = []
-        sides = self.sides or ((0, 0),) * len(self.start)
-        for start, count, (drafts, each) in zip(self.start, self.count, sides, strict=True):
-            row = placed((0, start, count), Sides(drafts, each, self.capacity - drafts * each))
-            rows.append(row + [(0, self.capacity)] * (self.width - len(row)))
-        numbers = [[[place[i] for place in row] for row in rows] for i in range(2)]
-        position_BW, slot_BW = sent(numbers, self.device)
+        rows = [range(start, start + count) for start, count in zip(self.start, self.count, strict=True)]
+        padded = [
+            [[*row, *[filler] * (self.width - len(row))] for row in rows] for filler in (0, self.capacity)
+        ]
+        position_BW, slot_BW = sent(padded, self.device)
         return position_BW, slot_BW
 
     def beyond(self, length: int) -> Tensor:
@@ -104,16 +68,9 @@ class Feed:
         beyond_BW = self.positions() >= length
         return beyond_BW | (sent(self.given, self.device) > length)[:, None] if self.given else beyond_BW
 
-    def visible(self, rule: Callable[[Tensor], Tensor], slot_S: Tensor) -> Tensor:
-        """Returns which slots each column sees, (B, 1, W, S), by an architecture's rule of its position.
-
-        A sibling sees itself, and not the draft that has its position.
-        """
-        position_B1W1, slot_B1W1 = (places_BW[:, None, :, None] for places_BW in self._places)
-        visible_B1WS = rule(position_B1W1)
-        sibling_B1W1 = (slot_B1W1 != position_B1W1) & (slot_B1W1 < self.capacity)
-        by_sibling_B1WS = visible_B1WS & (slot_S != position_B1W1) | (slot_S == slot_B1W1)
-        return torch.where(sibling_B1W1, by_sibling_B1WS, visible_B1WS)
+    def visible(self, rule: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns which slots each column sees, (B, 1, W, S), by an architecture's rule of its position."""
+        return rule(self.positions()[:, None, :, None])
 
 
 def sent(numbers: Any, device: torch.device) -> Tensor:

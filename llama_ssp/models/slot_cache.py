@@ -71,11 +71,6 @@ class SlotCache:
         return torch.arange(self.capacity, device=self.layers[0][0].device)
 
     @cached_property
-    def slot_S(self) -> Tensor:
-        """The slot of each of the first row's positions."""
-        return self.position_S + self.first
-
-    @cached_property
     def first_S(self) -> Tensor:
         """The first row's first slot, for each of its positions."""
         return torch.full_like(self.position_S, self.first)
@@ -86,7 +81,7 @@ class SlotCache:
             return Pass.of(rows, self.layers[0][0].device, attend)
         _, start, count = rows[0]
         own = slice(start, start + count)
-        return Pass(self.position_S[own], self.first_S[:count], self.slot_S[own], attend, tuple(rows))
+        return Pass(self.position_S[own], self.first_S[:count], attend, tuple(rows))
 
     def row(self, index: int) -> SlotCache:
         """One row as a cache of its own, in the same memory."""

@@ -39,9 +39,9 @@ from llama_ssp.models.slot_cache import SlotCache
 log = logging.getLogger(__name__)
 
 # A step gives logits, then what the model's taps are given.
-Step = Callable[[Tensor, Tensor, Tensor, Tensor, list[KeysValues]], list[Tensor]]
-# Tokens, their positions, first slots and slots; caches.
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor, list[KeysValues]]
+Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], list[Tensor]]
+# Tokens, their positions and first slots; caches.
+Arguments = tuple[Tensor, Tensor, Tensor, list[KeysValues]]
 WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
 
@@ -100,10 +100,10 @@ class SteppedModel(DecoderModel):
     def _run(
         self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, last_only: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        width = max(feed.widths)
+        width = max(count for _, _, count in feed.rows)
         if last_only or width > WIDEST or feed.long_T is not None or not self.is_compiled:
             return super()._run(token_T, feed, cache, last_only)
-        arguments = token_T, feed.position_T, feed.first_T, feed.slot_T, cache.layers
+        arguments = token_T, feed.position_T, feed.first_T, cache.layers
         if self._step is not None or self._made(arguments):
             logit_TV, *kept = self._call(arguments)
             return logit_TV, kept
@@ -174,24 +174,24 @@ class Section(nn.Module):
 
 
 def run_section(
-    section: Section, x: Tensor, position_T: Tensor, first_T: Tensor, slot_T: Tensor, caches: list[KeysValues]
+    section: Section, x: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]
 ) -> list[Tensor]:
     """The function that torch traces: what differs from call to call is an argument, weights too."""
     check: Any = torch._check
     for tensor in (x, *(keys_GND[0] for keys_GND, _ in caches)):
         check(tensor.shape[0] >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
-    feed = attention.Pass(position_T, first_T, slot_T, attention_kernel.attend)
+    feed = attention.Pass(position_T, first_T, attention_kernel.attend)
     return section(x, feed, caches)  # type: ignore[no-any-return]
 
 
 def run_programs(
     calls: list[tuple[Program, Section, slice]], taps: list[int], token_T: Tensor, position_T: Tensor,
-    first_T: Tensor, slot_T: Tensor, caches: list[KeysValues],
+    first_T: Tensor, caches: list[KeysValues],
 ) -> list[Tensor]:  # fmt: skip
     """Returns the logits, then the states that are tapped."""
     x, states = token_T, list[Tensor]()
     for program, section, blocks in calls:
-        states += program(section, x, position_T, first_T, slot_T, caches[blocks])
+        states += program(section, x, position_T, first_T, caches[blocks])
         x = states[-1]
     return [x, *(states[number] for number in taps)]
 

@@ -80,7 +80,7 @@ class Acceptance:
 
 @dataclass
 class Costs:
-    """What rounds cost, in any unit: `rounds[k]` is the cost of one of K drafts.
+    """What rounds cost, in any unit: `rounds[k]` is the cost of a round of k drafts.
 
     A run that measures them is not repeatable, so its texts learn from each other: `usual` is how likely
     drafts stand, and `pause` after how many rounds without drafts a text tries some.

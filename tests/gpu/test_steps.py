@@ -15,7 +15,7 @@ from bench.profiled import WAITS, called, total
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import experts
-from llama_ssp.models.attention import attend_rows
+from llama_ssp.models.attention import Pass, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.formats.coded import TABLES
@@ -156,8 +156,7 @@ def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
     query, keys, values = (tensor.to(dtype) for tensor in tensors)
     exact = attend_rows(feed, query.double(), keys.double(), values.double(), scores, sinks)
     device = torch.device(f"cuda:{LAST}")
-    for name in ("position_T", "first_T", "slot_T"):
-        setattr(feed, name, getattr(feed, name).to(device))
+    feed = Pass(feed.position_T.to(device), feed.first_T.to(device), attention.attend)
     there = [each.to(device) for each in (query, keys, values)]
     result = attention.attend(feed, *there, scores, None if sinks is None else sinks.to(device))
     near(f"attention, case {case} {CASES[case][:6]}, {dtype}", result, exact, bound)

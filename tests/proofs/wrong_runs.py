@@ -42,7 +42,7 @@ def _(positions, feed):
 
 
 fault("mask sees one slot ahead", VISIBLE, PLAIN)(
-    lambda visible, feed, rule, slot_S: visible(feed, lambda position: rule(position + 1), slot_S)
+    lambda visible, feed, rule: visible(feed, lambda position: rule(position + 1))
 )
 
 

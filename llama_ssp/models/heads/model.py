@@ -187,5 +187,5 @@ def draft_step(
     check: Callable[..., None] = torch._check
     for tensor in (token_T, *last, caches[0][0][0]):
         check(tensor.shape[0] >= 1)
-    feed = attention.Pass(position_T, first_T, first_T + position_T, attention_kernel.attend)
+    feed = attention.Pass(position_T, first_T, attention_kernel.attend)
     return head.step(token_T, g_TH, *last, feed, *caches)

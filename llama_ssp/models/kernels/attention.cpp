@@ -11,9 +11,6 @@
 // phases: all work on weights is by lane. Values: a register has one word of LANES numbers, of two slots where a word
 // has two.
 //
-// A token sees the slots before its position, and its own slot. That of a sibling of a draft is elsewhere, because the
-// draft's is at its position: it is added when parts are merged.
-//
 // What a query gets does not depend on other rows, on the number of threads, on slots behind its position, or in a step
 // on other tokens: parts and tiles begin at fixed positions, and a slot that a query does not see adds nothing, to the
 // bit.
@@ -310,8 +307,7 @@ class alignas(64) Part {
   using Number = typename Kind::Number;
 
   // The queries of a chunk of tokens and of the KV head `group`.
-  void load(const Number* query, const int64_t* positions, const int64_t* seen, const Chunk& chunk, int64_t group,
-            const Model& model) {
+  void load(const Number* query, const int64_t* positions, const Chunk& chunk, int64_t group, const Model& model) {
     phases = chunk.phases;
     const int64_t per = model.heads / model.groups, words = model.words;
     steps = words / phases;
@@ -325,20 +321,17 @@ class alignas(64) Part {
     std::fill_n(pieces.end() - steps, steps, Words{});  // the last register may have lanes without queries
     for (int64_t at = 0, i = 0; i < count; at++) {
       Register& own = registers[at];
-      own.lowest = seen[numbers[i] / model.heads];
-      own.position = own.last = int32_t(own.lowest) - Words{};
+      own.lowest = positions[numbers[i] / model.heads];
+      own.position = int32_t(own.lowest) - Words{};
       for (int64_t lane = 0; lane < LANES && i < count; lane += phases, i++) {
         const int64_t token = numbers[i] / model.heads;
-        own.lowest = std::min(own.lowest, seen[token]);
+        own.lowest = std::min(own.lowest, positions[token]);
         own.highest = positions[token];
         const auto* from = reinterpret_cast<const int32_t*>(query + numbers[i] * model.size);
         auto* to = reinterpret_cast<int32_t*>(&pieces[at * steps]) + lane;
         for (int64_t step = 0; step < steps; step++, to += LANES)
           for (int64_t phase = 0; phase < phases; phase++) to[phase] = *from++;
-        for (int64_t phase = 0; phase < phases; phase++) {
-          own.position[lane + phase] = int32_t(positions[token]);
-          own.last[lane + phase] = int32_t(seen[token]);
-        }
+        for (int64_t phase = 0; phase < phases; phase++) own.position[lane + phase] = int32_t(positions[token]);
       }
     }
   }
@@ -368,9 +361,9 @@ class alignas(64) Part {
   static constexpr auto multiplies_values = values_for_counts<Kind>(std::make_integer_sequence<int, QUERIES>{});
 
   struct Register {
-    Words position, last;  // of each query: its own, and the last that it sees
+    Words position;  // of each query: the last slot that it sees
     Floats largest, total;
-    int64_t lowest, highest;  // of what is seen last, and of the positions
+    int64_t lowest, highest;  // of the positions
   };
 
   Words values[MOST / PANEL][TILE / PER][WIDE];  // by panel and word of slots
@@ -462,8 +455,8 @@ class alignas(64) Part {
       scale = 1;
     }
     if (own.lowest < first + TILE - 1 || (model.window && own.highest - model.window >= first)) {
-      const Words last = own.last - int32_t(first);
-      const Words behind = model.window ? own.position - int32_t(first + model.window) : Words{} - 1;
+      const Words last = own.position - int32_t(first);
+      const Words behind = model.window ? last - int32_t(model.window) : Words{} - 1;
       for (int64_t i = 0; i < all; i++) {
         const Words slot = (counted(EVERY) & int32_t(phases - 1)) + int32_t(i * phases);
         scores[i] = (slot > behind) & (slot <= last) ? scores[i] : all_lanes(-INFINITY);
@@ -509,30 +502,15 @@ class alignas(64) Part {
   }
 };
 
-// The score of one key, times log2(e).
-template <class Number>
-float score_of(const Number* query, const Number* key, const Model& model) {
-  float score = 0;
-  for (int64_t i = 0; i < model.size; i++) score += float(query[i]) * float(key[i]);
-  score *= model.scale;
-  return LOG2E * (model.softcap == 0.0f ? score : model.softcap * std::tanh(score / model.softcap));
-}
-
-// One query's result from those of its parts, which are `stride` registers apart, and from a slot of its own, if
-// `value` is not null.
+// One query's result from those of its parts, which are `stride` registers apart.
 template <class Kind>
-void merge(const Floats* parts, int64_t count, int64_t stride, const float* sink, float score,
-           const typename Kind::Number* value, int64_t size, typename Kind::Number* y) {
+void merge(const Floats* parts, int64_t count, int64_t stride, const float* sink, int64_t size,
+           typename Kind::Number* y) {
   const float sunk = sink ? *sink * LOG2E : LOWEST;
-  float most = std::max(sunk, value ? score : LOWEST);
+  float most = sunk;
   for (int64_t part = 0; part < count; part++) most = std::max(most, parts[part * stride][LARGEST]);
   Floats total = power(all_lanes(sunk - most)), sums[MOST / LANES];
   std::fill_n(sums, (size + LANES - 1) / LANES, Floats{});
-  if (value) {
-    const float weight = power(all_lanes(score - most))[0];
-    for (int64_t i = 0; i < size; i++) sums[i / LANES][i % LANES] = weight * float(value[i]);
-    total += weight;
-  }
   for (int64_t part = 0; part < count; part++) {
     const Floats* one = parts + part * stride;
     const Floats weight = power(all_lanes(one[0][LARGEST] - most));
@@ -556,8 +534,7 @@ template <class Kind>
 struct Pass {
   using Number = typename Kind::Number;
   const Number *query, *keys, *values;
-  const int64_t *firsts, *positions, *slots;
-  const int64_t* seen;  // the last position that each token sees of those in their places
+  const int64_t *firsts, *positions;
   const float* sinks;
   Number* y;
 
@@ -589,19 +566,15 @@ struct Pass {
         const auto [chunk, group, part] = items[at];
         const int64_t offset = (group * model.slots + firsts[chunk->begin]) * model.size;
         const int64_t first = chunk->first + part * chunk->length;
-        if (!loaded || part == 0) work.load(query, positions, seen, *chunk, group, model);
+        if (!loaded || part == 0) work.load(query, positions, *chunk, group, model);
         work.attend(keys + offset, values + offset, first, first + chunk->length, model, found + part * stride);
       }
     });
     torch::stable::parallel_for(0, all, 1 + 1024 / most, [&](int64_t at, int64_t to) {
       for (; at < to; at++) {
-        const int64_t number = from + at, token = number / model.heads, head = number % model.heads;
-        const int64_t group = head / (model.heads / model.groups);
-        const int64_t own = (group * model.slots + slots[token]) * model.size;
-        const Number* aside = seen[token] < positions[token] ? values + own : nullptr;
-        merge<Kind>(found + number * model.registers, parts[at], stride, sinks ? sinks + head : nullptr,
-                    aside ? score_of(query + number * model.size, keys + own, model) : 0, aside, model.size,
-                    y + number * model.size);
+        const int64_t number = from + at;
+        const float* sink = sinks ? sinks + number % model.heads : nullptr;
+        merge<Kind>(found + number * model.registers, parts[at], stride, sink, model.size, y + number * model.size);
       }
     });
   }
@@ -609,12 +582,10 @@ struct Pass {
 
 template <class Kind>
 void run(const Tensor& query, const Tensor& keys, const Tensor& values, const int64_t* firsts,
-         const int64_t* positions, const int64_t* slots, const float* sinks, const Model& model, Tensor& y) {
+         const int64_t* positions, const float* sinks, const Model& model, Tensor& y) {
   using Number = typename Kind::Number;
-  std::vector<int64_t> seen(positions, positions + query.size(0));
-  for (size_t i = 0; i < seen.size(); i++) seen[i] -= slots[i] != firsts[i] + positions[i];
   const Pass<Kind> pass{query.const_data_ptr<Number>(), keys.const_data_ptr<Number>(), values.const_data_ptr<Number>(),
-                        firsts, positions, slots, seen.data(), sinks, y.mutable_data_ptr<Number>()};
+                        firsts, positions, sinks, y.mutable_data_ptr<Number>()};
   const std::vector<Chunk> chunks = chunks_of(firsts, positions, query.size(0), model);
   const Chunk *begin = chunks.data(), *last = begin + chunks.size();
   for (const Chunk* end = begin; begin < last; begin = end) {
@@ -629,7 +600,7 @@ void run(const Tensor& query, const Tensor& keys, const Tensor& values, const in
 Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
 Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& first, const Tensor& position,
-              const Tensor& slot, double scale, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
+              double scale, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
   const ScalarType kind = query.scalar_type();
   STD_TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && query.size(2) <= MOST,
                   "not a cache of this program");
@@ -637,14 +608,14 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
   STD_TORCH_CHECK(kind == ScalarType::Float || (kind == ScalarType::BFloat16 && query.size(2) % 2 == 0),
                   "only float, and bfloat16 with heads of even size");
   STD_TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->scalar_type() == ScalarType::Float), "sinks are float");
-  const Tensor queries = dense(query), firsts = dense(first), positions = dense(position), own = dense(slot);
+  const Tensor queries = dense(query), firsts = dense(first), positions = dense(position);
   Tensor y = torch::stable::empty_like(queries);
   const int64_t size = query.size(2), words = size * query.element_size() / sizeof(int32_t);
   const Model model{query.size(1), keys.size(0),   size,  keys.size(1),                         window,
                     float(scale),  float(softcap), words, 1 + (size + PANEL - 1) / PANEL * WIDE};
   const auto go = kind == ScalarType::Float ? &run<Single> : &run<Brain>;
   go(queries, keys, values, firsts.const_data_ptr<int64_t>(), positions.const_data_ptr<int64_t>(),
-     own.const_data_ptr<int64_t>(), sinks ? sinks->const_data_ptr<float>() : nullptr, model, y);
+     sinks ? sinks->const_data_ptr<float>() : nullptr, model, y);
   return y;
 }
 

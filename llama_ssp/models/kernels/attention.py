@@ -22,7 +22,7 @@ def attend(
 ) -> Tensor:
     """As `models.attention.attend_rows`; the tokens of a row stand together, at positions that never fall."""
     y_THD: Tensor = torch.ops.llama_ssp.attend(
-        query_THD, keys_GND, values_GND, feed.first_T, feed.position_T, feed.slot_T, scores.scale,
+        query_THD, keys_GND, values_GND, feed.first_T, feed.position_T, scores.scale,
         scores.window or 0, scores.softcap or 0.0, None if sink_H is None else sink_H.float(),
     )  # fmt: skip
     return y_THD
@@ -42,7 +42,7 @@ def operators(device: str = "cpu") -> None:
 
 @functools.cache
 def _define() -> None:
-    tensors = "Tensor query, Tensor keys, Tensor values, Tensor first, Tensor position, Tensor slot"
+    tensors = "Tensor query, Tensor keys, Tensor values, Tensor first, Tensor position"
     numbers = "float scale, int window, float softcap"
     torch.library.define(OPERATOR, f"({tensors}, {numbers}, Tensor? sinks) -> Tensor")
     torch.library.register_fake(OPERATOR, lambda query, *_: query.new_empty(query.shape))

@@ -1,8 +1,7 @@
 """The kernels of attention.py for GPUs: the cache is read once, and long contexts are divided over a device.
 
 `attend_part` serves all tokens of a row and all heads of a KV head together, in one part of the row's
-context; `merge_parts` adds up what the parts give, and the own slot of a token that is not at its position
-(a sibling of a draft). Where a row's slots begin and end is read from tensors on
+context; `merge_parts` adds up what the parts give. Where a row's slots begin and end is read from tensors on
 the device, and the sizes of a launch depend only on the number of tokens: so one CUDA graph serves every
 context. Slots behind a row's last position are not read, because their values may be NaN. The number of
 parts depends on the number of tokens, so the last bits of a result may too.
@@ -45,7 +44,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 def attend(
     query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, first_T: Tensor, position_T: Tensor,
-    slot_T: Tensor, scale: float, window: int, softcap: float, sink_H: Tensor | None,
+    scale: float, window: int, softcap: float, sink_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """(T, H, D), as `models.attention.attend_rows`; T is not 0, and a `window` or `softcap` of 0 is none."""
     query_THD = query_THD.contiguous()
@@ -57,15 +56,13 @@ def attend(
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which may be another
     with device_of(query_THD):
         attend_part[(tokens, groups, parts)](
-            query_THD, keys_GND, values_GND, first_T, position_T, slot_T, *found, tokens, slots,
+            query_THD, keys_GND, values_GND, first_T, position_T, *found, tokens, slots,
             SCALE=scale, WINDOW=window, SOFTCAP=softcap, PARTS=parts, **sizes,
             num_warps=warps_of(sizes["ROWS"]), num_stages=STAGES,
         )  # fmt: skip
         merge_parts[(tokens * heads, triton.cdiv(size, CHUNK))](
-            *found, sink_H, y_THD, query_THD, keys_GND, values_GND, first_T, position_T, slot_T, heads, slots,
-            SCALE=scale, SOFTCAP=softcap, GROUP=sizes["GROUP"], SIZE=size, PADDED=sizes["PADDED"],
-            PARTS=parts, CHUNK=CHUNK, num_warps=WARPS,
-        )  # fmt: skip
+            *found, sink_H, y_THD, heads, SIZE=size, PARTS=parts, CHUNK=CHUNK, num_warps=WARPS
+        )
     return y_THD
 
 
@@ -91,8 +88,7 @@ def warps_of(rows: int) -> int:
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
 def _attend_part(
-    query_ptr, key_ptr, value_ptr, first_ptr, position_ptr, slot_ptr, sum_ptr, top_ptr, total_ptr,
-    tokens, slots,
+    query_ptr, key_ptr, value_ptr, first_ptr, position_ptr, sum_ptr, top_ptr, total_ptr, tokens, slots,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
@@ -117,8 +113,6 @@ def _attend_part(
     query_ptr_MD = query_ptr + place_M[:, None] * SIZE + size_D[None, :]
     query_MD = tl.load(query_ptr_MD, mask=real_M[:, None] & real_D[None, :], other=0.0)
     position_M = tl.load(position_ptr + token_M, mask=real_M, other=-1).to(tl.int32)
-    slot_M = tl.load(slot_ptr + token_M, mask=real_M, other=0) - first
-    last_M = tl.where(slot_M == position_M, position_M, position_M - 1)
     # Each slot from `lowest` to `highest` is seen by one of these tokens. Parts begin with whole tiles: what
     # a tile adds to a token does not depend on the tokens that are served with it.
     highest = tl.max(position_M)
@@ -142,7 +136,7 @@ def _attend_part(
         score_MN = tl.dot(query_MD, tl.trans(key_ND), input_precision="ieee") * SCALE
         if SOFTCAP > 0:
             score_MN = SOFTCAP * (2 * tl.sigmoid(2 * score_MN / SOFTCAP) - 1)  # tanh
-        seen_MN = slot_N[None, :] <= last_M[:, None]
+        seen_MN = slot_N[None, :] <= position_M[:, None]
         if WINDOW > 0:
             seen_MN &= slot_N[None, :] > position_M[:, None] - WINDOW
         score_MN = tl.where(seen_MN, score_MN * LOG2_E, float("-inf"))
@@ -164,43 +158,27 @@ def _attend_part(
 
 
 def _merge_parts(
-    sum_ptr, top_ptr, total_ptr, sink_ptr, y_ptr,
-    query_ptr, key_ptr, value_ptr, first_ptr, position_ptr, slot_ptr, heads, slots,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    sum_ptr, top_ptr, total_ptr, sink_ptr, y_ptr, heads,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     size_D = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    token, head = place // heads, place % heads
-    slot = tl.load(slot_ptr + token)
-    own = (head // GROUP * slots + slot) * SIZE
-    aside = slot != tl.load(first_ptr + token) + tl.load(position_ptr + token)
-    all_D = tl.arange(0, PADDED)
-    asked_D = aside & (all_D < SIZE)
-    query_D = tl.load(query_ptr + place * SIZE + all_D, mask=asked_D, other=0.0).to(tl.float32)
-    key_D = tl.load(key_ptr + own + all_D, mask=asked_D, other=0.0).to(tl.float32)
-    score = tl.sum(query_D * key_D) * SCALE
-    if SOFTCAP > 0:
-        score = SOFTCAP * (2 * tl.sigmoid(2 * score / SOFTCAP) - 1)  # tanh
-    score = tl.where(aside, score * LOG2_E, float("-inf"))
     part_P = place * PARTS + tl.arange(0, PARTS)
     top_P = tl.load(top_ptr + part_P)  # minus infinity where a part has nothing
-    top = tl.maximum(tl.max(top_P), score)
+    top = tl.max(top_P)
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + place % heads).to(tl.float32) * LOG2_E
         top = tl.maximum(top, sink)
     factor_P = tl.exp2(top_P - top)
-    weight = tl.exp2(score - top)  # of the token's own slot
-    total = tl.sum(factor_P * tl.load(total_ptr + part_P)) + weight
+    total = tl.sum(factor_P * tl.load(total_ptr + part_P))
     if sink_ptr is not None:
         total += tl.exp2(sink - top)
     full_PD = (top_P > float("-inf"))[:, None] & (size_D < SIZE)[None, :]
     sum_PD = tl.load(sum_ptr + part_P[:, None] * SIZE + size_D[None, :], mask=full_PD, other=0.0)
-    value_D = tl.load(value_ptr + own + size_D, mask=aside & (size_D < SIZE), other=0.0).to(tl.float32)
-    y_D = (tl.sum(sum_PD * factor_P[:, None], 0) + weight * value_D) / total
+    y_D = tl.sum(sum_PD * factor_P[:, None], 0) / total
     tl.store(y_ptr + place * SIZE + size_D, y_D.to(y_ptr.dtype.element_ty), mask=size_D < SIZE)
 
 
 # One program for all numbers of tokens with one power of two, and for all sizes of the cache.
 attend_part: Any = triton.jit(_attend_part, do_not_specialize=["tokens", "slots"])
-merge_parts: Any = triton.jit(_merge_parts, do_not_specialize=["slots"])
+merge_parts: Any = triton.jit(_merge_parts)
