@@ -1,11 +1,11 @@
 """One round of a verification rule, enumerated in exact rational arithmetic (`fractions.Fraction`).
 
-The functions are those that ship (verification.py), on numpy arrays of fractions in place of
-tensors. Given are random distributions p of the target and q of the draft that depend on the whole prefix,
-with zeros, K <= 3 drafts of up to 4 tokens. Followed are every path of drafts, every outcome of the K coins,
-and every token after the accepted ones; the round is then continued by p up to K+1 tokens. `total_variation`
-is the distance of that distribution from p's own over K+1 tokens: it must be 0, not small. The controls are
-the faults of the rules in mutants.py (ratio swapped, residual not clamped at zero, ...).
+The functions are those that ship (verification.py), on numpy arrays of fractions in place of tensors. Given
+are random distributions p of the target and q of the draft that depend on the whole prefix, with zeros, K <=
+3 drafts of up to 4 tokens. Followed are every path of drafts, every outcome of the K coins, and every token
+after the accepted ones; the round is then continued by p up to K+1 tokens. `total_variation` is the distance
+of that distribution from p's own over K+1 tokens: it must be 0, not small. The controls are the faults of the
+rules in mutants.py (ratio swapped, residual not clamped at zero, ...).
 """
 
 from __future__ import annotations
