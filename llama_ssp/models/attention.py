@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from llama_ssp.models.feed import Row, sent
 from llama_ssp.models.shape import ALL, rotary_parameters
@@ -67,16 +68,17 @@ def attend_rows(
 ) -> Tensor:
     """(T, H, D) of the rows of `feed.rows`, one after the other.
 
-    Of a text from its beginning on, torch leaves out the slots that a token does not see. Else there is a
-    mask, and keys are not repeated: the queries of a group of heads are further queries of its KV head.
+    Of a prompt torch's kernels know which slots a token does not see. Else there is a mask, and keys are not
+    repeated: the queries of a group of heads are further queries of its KV head.
     """
     found, begin = [], 0
-    plain = scores.softcap is None and sink_H is None
+    plain, has_groups = scores.softcap is None and sink_H is None, _kernel_has_groups(query_THD)
     for first, start, count in feed.rows:
         query_WHD = query_THD[begin : begin + count]
         keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
-        if plain and start == 0 and (scores.window is None or scores.window >= count):
-            found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale))
+        sees_all = scores.window is None or scores.window >= start + count
+        if plain and sees_all and count > 1 and (has_groups or start == 0):
+            found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale, has_groups))
         else:
             mask_WS = _mask(feed, start, count, scores.window)
             found.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_WS, scores, sink_H))
@@ -97,14 +99,29 @@ def attend_blocks(
     return torch.cat(found)
 
 
-def _attend_text(query_WHD: Tensor, keys_GWD: Tensor, values_GWD: Tensor, scale: float) -> Tensor:
-    group = query_WHD.shape[1] // keys_GWD.shape[0]
-    keys_1HWD, values_1HWD = (part.repeat_interleave(group, 0)[None] for part in (keys_GWD, values_GWD))
-    query_1HWD = query_WHD.transpose(0, 1)[None]
+def _attend_text(
+    query_WHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, scale: float, has_groups: bool
+) -> Tensor:
+    """Attention of the last W tokens of S, each to those up to itself.
+
+    On a GPU no mask of W x S cells is made, which would grow with each chunk of a prompt.
+    """
+    if not has_groups:
+        group = query_WHD.shape[1] // keys_GSD.shape[0]
+        keys_GSD, values_GSD = (part.repeat_interleave(group, 0) for part in (keys_GSD, values_GSD))
+    seen = causal_lower_right(len(query_WHD), keys_GSD.shape[1])
     y_1HWD = functional.scaled_dot_product_attention(
-        query_1HWD, keys_1HWD, values_1HWD, is_causal=True, scale=scale
-    )
+        query_WHD.transpose(0, 1)[None], keys_GSD[None], values_GSD[None], seen, scale=scale,
+        enable_gqa=has_groups,
+    )  # fmt: skip
     return y_1HWD[0].transpose(0, 1)
+
+
+def _kernel_has_groups(query_THD: Tensor) -> bool:
+    """Whether torch's causal kernel reads the keys of a group of heads once; on GPUs that of 16 bit does."""
+    if query_THD.device.type != "cuda":
+        return True
+    return query_THD.element_size() == 2 and torch.cuda.get_device_capability(query_THD.device) >= (8, 0)
 
 
 def _attend_row(
