@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.models import attention
 from llama_ssp.models.attention import Pass, Row, Scores, attend_rows
 from llama_ssp.models.kernels import attention as kernel
 
@@ -95,3 +96,17 @@ def test_a_wrong_mask_and_a_wrong_value_are_noticed():
     given[2][:, first + start - 20] *= 1.5
     changed_T = (kernel.attend(feed, *given) != expected).flatten(1).any(1)
     assert changed_T.nonzero().flatten().tolist() == list(range(count))
+
+
+def test_prompts_behind_a_text_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's kernel has no groups of heads there is one, with equal results; a window's is kept."""
+    feed, given = inputs((16, 2), 64, PROMPTS, *KINDS["plain"])
+    expected = attend_rows(feed, *given)
+    assert not feed.masks
+    monkeypatch.setattr(attention, "_kernel_has_groups", lambda _: False)
+    masked = attend_rows(feed, *given)
+    assert (masked - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert len(feed.masks) == 2  # of the rows that start behind a text
+    feed, given = inputs((16, 2), 64, PROMPTS, *KINDS["window"])
+    attend_rows(feed, *given)
+    assert feed.masks
