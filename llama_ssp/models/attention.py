@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,15 +104,20 @@ def _attend_text(
 ) -> Tensor:
     """Attention of the last W tokens of S, each to those up to itself.
 
-    On a GPU no mask of W x S cells is made, which would grow with each chunk of a prompt.
+    On a GPU there is no mask of W x S cells, which would grow with each chunk of a prompt.
     """
     if not has_groups:
         group = query_WHD.shape[1] // keys_GSD.shape[0]
         keys_GSD, values_GSD = (part.repeat_interleave(group, 0) for part in (keys_GSD, values_GSD))
-    seen = causal_lower_right(len(query_WHD), keys_GSD.shape[1])
+    width, slots = len(query_WHD), keys_GSD.shape[1]
+    seen: Tensor | None = None
+    if width < slots and query_WHD.device.type == "cuda":
+        seen = cast(Tensor, causal_lower_right(width, slots))  # a name for the mask, which its kernel knows
+    elif width < slots:
+        seen = query_WHD.new_ones(width, slots, dtype=torch.bool).tril(slots - width)
     y_1HWD = functional.scaled_dot_product_attention(
-        query_WHD.transpose(0, 1)[None], keys_GSD[None], values_GSD[None], seen, scale=scale,
-        enable_gqa=has_groups,
+        query_WHD.transpose(0, 1)[None], keys_GSD[None], values_GSD[None], seen, is_causal=seen is None,
+        scale=scale, enable_gqa=has_groups,
     )  # fmt: skip
     return y_1HWD[0].transpose(0, 1)
 
