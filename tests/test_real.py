@@ -69,6 +69,7 @@ def texts(name: str, draft: str | Path | None, *words: str) -> list[list[int]]:
         return [one.token_ids for one in pair.generate(TEXTS, max_new_tokens=NEW)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["smollm2", "gemma"])
 def test_greedy_is_what_transformers_writes(name: str) -> None:
     assert texts(name, None) == transformers_texts(name)
