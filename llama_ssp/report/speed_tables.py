@@ -44,7 +44,8 @@ def speeds(summary: Row) -> Items:
         items += _categories([("", summary)])
     else:
         items.append(_split(rows))
-    items.append(_positions(rows))
+    if any(row["acceptance_by_position"] for _, row in rows):
+        items.append(_positions(rows))
     return [*items, "", *_notes(summary)]
 
 
@@ -105,7 +106,7 @@ def _positions(rows: list[tuple[str, Row]]) -> Table:
     accepted = [(name, rates) for name, row in rows if (rates := row["acceptance_by_position"])]
     body = [{"contender": name, **_by_position(rates)} for name, rates in accepted]
     title = "accepted of the drafts at each position"
-    return _wide("acceptance_by_position", title, body, "(nothing was drafted)")
+    return _wide("acceptance_by_position", title, body)
 
 
 def _by_position(rates: list[float], prefix: str = "") -> Row:
