@@ -197,7 +197,7 @@ def useless(machine: Machine) -> float:
         (("generate", "prompt=Once"), 1),
         (("compare", "prompt=Once"), 1),
         (("agree", "prompt=Once"), 0),
-        (("certify", "prompt=Once", "samples=20", "law_rounds=4", "greedy_tokens=8"), 0),
+        (("certify", "prompt=Once", "samples=8", "law_rounds=2", "law_tokens=8", "greedy_tokens=4"), 0),
     ],
 )
 def test_costs_are_measured_where_a_task_goes_by_them(
