@@ -135,7 +135,7 @@ def main() -> int:
         rows.append(f"| {name} | {spread} | {median(over):.2f} | {median(whole):.1f} |")
     document = taken[-1]["default"][2]
     how = f"{asked.new} greedy tokens, {asked.threads} threads, {asked.rounds} rounds in turn."
-    ran = f"The default ran {document['engines']['target']}."
+    ran = f"The default ran {document['engines']['model']}."
     head = ["| | ms/token (least to most) | over best | command, s |", "|---|---|---|---|"]
     title = f"{Path(asked.file).name} beside llama.cpp and transformers"
     report(asked.write, title, document["devices"], how, ran, "", *head, *rows)
