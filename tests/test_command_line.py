@@ -311,3 +311,18 @@ def test_quiet_and_verbose_set_the_log(
         command("--version", flag)
         assert logging.getLevelName(logging.getLogger("llama_ssp").level) == level
     assert (os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1") == (flag == "--quiet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waited", [0.0, 1e3])
+def test_a_run_that_waits_for_cores_says_so(
+    waited: float, command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from llama_ssp.tasks import runner
+
+    seconds = iter([0.0, waited])
+    monkeypatch.setattr(runner, "BUSY_S", 0.0)
+    monkeypatch.setattr(runner, "_waited_s", lambda: next(seconds))
+    answer = command("generate", "prompt=Once", "max_new_tokens=2", "out=null")
+    assert answer.code == 0
+    assert ("others use the cores" in caplog.text) == (waited > 0)

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import RunConf
@@ -42,6 +43,7 @@ TASKS: dict[str, type[Task[Any]]] = {
 }  # fmt: skip
 
 
+BUSY, BUSY_S = 0.25, 10.0  # of the time without a core, in a run longer than this: then the user is told
 OF_PLAN = ("k", "cost_ratio")  # of speculation: what the leader's plan chose, if the user did not
 
 
@@ -86,6 +88,14 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     return replace(inputs, run=run, seed=sent["seed"], pairs=pairs, reading=reading)
 
 
+def _waited_s() -> float:
+    """Returns how many seconds the main thread has waited for a core; 0 where Linux does not say so."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def _with(run: RunConf, speculation: dict[str, Any]) -> RunConf:
     return replace(run, speculation=replace(run.speculation, **speculation))
 
@@ -102,8 +112,14 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     status, memory = "error", list[Bytes]()
     gc.freeze()
     gc.enable()
+    started_s, waited_s = time.perf_counter(), _waited_s()
     try:
         status = task.run()
+        ran_s, waited_s = time.perf_counter() - started_s, _waited_s() - waited_s
+        if device.type == "cpu" and ran_s > BUSY_S and waited_s > BUSY * ran_s:
+            log.warning(
+                "others use the cores: this run waited for one %.0f %% of its time", 100 * waited_s / ran_s
+            )
         held = max((one.held_bytes for one in task.measurements()), default=0)
         memory = memory_of_ranks(held, device, ranks)
     except Exception as error:
