@@ -39,8 +39,8 @@ Attend = Callable[["Pass", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Ten
 class Pass:
     """The tokens of one pass, and how they attend.
 
-    `slot_T` is where each token's key and value are written. The programs of compiled steps have no `rows`.
-    `long_T` says which tokens have the second scale of positions; None: those at positions beyond its limit.
+    The programs of compiled steps have no `rows`. `long_T` says which tokens have the second scale of
+    positions; None: those at positions beyond its limit.
     """
 
     position_T: Tensor
@@ -49,10 +49,14 @@ class Pass:
     rows: tuple[Row, ...] = ()
     long_T: Tensor | None = None
     masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
-    slot_T: Tensor = field(init=False)
+    _slot_T: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.slot_T = self.first_T + self.position_T
+    @property
+    def slot_T(self) -> Tensor:
+        """Where each token's key and value are written; who replays a graph does not ask for it."""
+        if self._slot_T is None:  # no cached_property: torch.compile cannot trace it
+            self._slot_T = self.first_T + self.position_T
+        return self._slot_T
 
     @staticmethod
     def of(rows: list[Row], device: torch.device, attend: Attend | None = None) -> Pass:
