@@ -60,7 +60,6 @@ def load(words: list[str]) -> None:
 
 def main() -> NoReturn:
     """Runs the command and leaves with its exit code."""
-    gc.disable()  # until the task runs: imports leave no garbage, and looking for it takes half a second
     _begin_log()
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -258,9 +257,10 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     seed = chosen_seed(checked, is_job)
     batch_job = job_of(recorded, pairs[0].files, seed) if is_job else None
     inputs = RunInputs(recorded, seed, pairs, reading, batch_job, place)
+    gc.disable()  # imports leave no garbage, and to look for it takes half a second
     with GUARD.parting("stopped by a signal before the run began"), waiting("loading torch and transformers"):
         from llama_ssp.tasks.runner import execute
-
+    gc.enable()
     return execute(inputs)
 
 

@@ -116,7 +116,7 @@ def _attend_text(
     width, slots = len(query_WHD), keys_GSD.shape[1]
     seen: Tensor | None = None
     if width < slots and query_WHD.device.type == "cuda":
-        seen = cast(Tensor, causal_lower_right(width, slots))  # a name for the mask, which its kernel knows
+        seen = cast(Tensor, causal_lower_right(width, slots))  # names the mask, and does not make it
     elif width < slots:
         seen = query_WHD.new_ones(width, slots, dtype=torch.bool).tril(slots - width)
     y_1HWD = functional.scaled_dot_product_attention(

@@ -218,8 +218,8 @@ class Engine(RankEngine):
         result = RoundResult.of(decided_BN, proposal)
         if self.logprobs:
             blocks = [[] if ended else result.tokens(row) for row, ended in enumerate(state.ended)]
-            found = self.logprobs.read(logit_BWV, probs_BWV, self.transform.vocab, blocks)
-            result = replace(result, logprobs=found)
+            logprobs = self.logprobs.read(logit_BWV, probs_BWV, self.transform.vocab, blocks)
+            result = replace(result, logprobs=logprobs)
         if self.watch:
             self.watch(state, proposal, result, probs_BWV, logit_BWV)
         return result

@@ -16,8 +16,8 @@ from typing import Any
 class RowStep:
     """What one row got in one round, cut where the row ended.
 
-    `drafted` are the drafts before the row's end, `discarded` the number behind it, and `cut` the number of
-    tokens of the verified block behind it. `overlap` and `standing` are those of `RoundResult`.
+    `drafted` are the drafts before the row's end, `discarded` the number after it, and `cut` the number of
+    tokens of the verified block after it. `overlap` and `standing` are those of `RoundResult`.
     """
 
     row: int

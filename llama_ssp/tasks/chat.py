@@ -52,12 +52,13 @@ class ChatTask(Task[ChatConf]):
         limit = min(task.context, self._run.model.context)
         if not pair.tokens.has_template:
             log.warning("%s", NO_TEMPLATE)
-        alone = self._ranks.world == 1 and pair.placements[0].device.type == "cpu"
         lines, load = typed_lines(self._ranks, terminal), partial(pair.load, 1, limit)
+        on_cpu = self._ranks.world == 1 and pair.placements[0].device.type == "cpu"
+        loads_while_typing = self._console.is_terminal and on_cpu
         if self._console.is_terminal:
-            ready = " The model gets ready while you type." if alone else ""
+            ready = " The model gets ready while you type." if loads_while_typing else ""
             self._print([f"A conversation of at most {limit} tokens. /help lists the commands.{ready}"])
-        if self._console.is_terminal and alone:
+        if loads_while_typing:
             first = typed_while(load, lines)
             if not first:
                 return "done"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -43,7 +42,8 @@ TASKS: dict[str, type[Task[Any]]] = {
 }  # fmt: skip
 
 
-BUSY, BUSY_S = 0.25, 10.0  # of the time without a core, in a run longer than this: then the user is told
+# A run of more than BUSY_S seconds warns if its main thread waited this share of the time for a core.
+BUSY, BUSY_S = 0.25, 10.0
 OF_PLAN = ("k", "cost_ratio")  # of speculation: what the leader's plan chose, if the user did not
 
 
@@ -110,8 +110,6 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     task = TASKS[run.task.name](inputs, console, folder, ranks)
     device = device_of(run.placement.target_device, "placement.target_device")
     status, memory = "error", list[Bytes]()
-    gc.freeze()
-    gc.enable()
     started_s, waited_s = time.perf_counter(), _waited_s()
     try:
         status = task.run()
