@@ -115,11 +115,8 @@ def typed_while(work: Callable[[], object], lines: Iterator[str]) -> list[str]:
     worker = threading.Thread(target=run, name=UNWAITED, daemon=True)
     package.setLevel(max(level, logging.WARNING))
     worker.start()
-    try:
-        first = list(islice(lines, 1))
-    finally:
+    if first := list(islice(lines, 1)):  # else the process ends, and shows nothing more of it
         package.setLevel(level)
-    if first:
         with waiting("getting ready"):
             worker.join()
     if failed:
