@@ -19,8 +19,10 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -35,6 +37,7 @@ from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.drafters.ngram import NgramIndex  # noqa: E402
+from llama_ssp.speculative.engine import Observer  # noqa: E402
 from llama_ssp.speculative.generate import Limits, generate  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.tasks.arithmetic import questions  # noqa: E402
@@ -77,6 +80,16 @@ def look_up(name: str, length: int, turns: int) -> dict:
     return {"text": name, "tokens": length, "round_ms": median(taken[1:]), "first_ms": taken[0]}
 
 
+@dataclass
+class Before(Observer):
+    """Keeps each text before a commit, and the target's distribution there."""
+
+    rows: list[tuple[list[int], torch.Tensor]]
+
+    def decided(self, state: Any, _: Any, __: Any, probs_BWV: Any, ___: Any) -> None:
+        self.rows.append((list(state.texts[0]), probs_BWV[0, 0].clone()))
+
+
 def acceptance(temperatures: list[float], new: int) -> list[dict]:
     """For each temperature, by three ways to draft; means over all positions of all texts."""
     words = ["model=demo", "draft=none", "speculation=none", "out=null"]
@@ -90,9 +103,7 @@ def acceptance(temperatures: list[float], new: int) -> list[dict]:
             engine = pair.engine(number)
             # The target's distribution at the end of the text, before each commit.
             rows: list[tuple[list[int], torch.Tensor]] = []
-            engine.watch = lambda state, _, __, probs, ___, rows=rows: rows.append(
-                (list(state.texts[0]), probs[0, 0].clone())
-            )
+            engine.observer = Before(rows)
             state = engine.prefill([Prompt(str(number), tuple(pair.tokens.encode(text)))], new)
             for _ in generate(engine, state, Limits(new, pair.end_ids), FixedDraftLength(0, 1)):
                 pass

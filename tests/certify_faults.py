@@ -40,7 +40,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify import task as certify
 from tests.proofs.mutants import Mutant, every
 from tests.proofs.wrong_rules import MODEL, declares
-from tests.proofs.wrong_runs import COIN, FILTERS, PHILOX, named, numbered
+from tests.proofs.wrong_runs import FILTERS, PHILOX, UNIFORMS, named, numbered
 from tests.renumbered import renumber
 
 
@@ -119,7 +119,7 @@ def _keeps_stale(feed: Any, cache: Any, rows: Any, attend: Any) -> Any:
 first_written = WeakIdKeyDictionary()  # of a cache's tensor: what its slots got first, and which have it
 NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
 PENALTY = ("sampling.repetition_penalty=1.3",)
-CACHE, DRAWS = "models.slot_cache:SlotCache.feed", "speculative.decision:StateDraws."
+CACHE, DRAWS = "models.slot_cache:SlotCache.feed", "speculative.rng:RoundNumbers."
 
 
 def _listed(name: str, listed: str, check: str, *overrides: str) -> Fault:
@@ -144,11 +144,11 @@ FAULTS = [
     _listed("coins are the drafts' uniforms", "a coin is its draft's number", "decisions"),
     _own("coins, uniforms and races share counters", PHILOX, "decisions", numbered(_shared)),
     _own(
-        "coins are the drafts' uniforms where row 0's length is a multiple of 8", COIN, "decisions",
+        "coins are the drafts' uniforms where row 0's length is a multiple of 8", UNIFORMS, "decisions",
         _reused_where(lambda lengths: lengths[0] % 8 == 0),
     ),
     _own(
-        "coins are the drafts' uniforms in one round of 8", COIN, "decisions",
+        "coins are the drafts' uniforms in one round of 8", UNIFORMS, "decisions",
         _reused_where(lambda lengths: _hashed(lengths, 8)),
     ),
     _own("coins are drafts' numbers in 1 % of rounds", PHILOX, "decisions", numbered(_coins_of_drafts)),
@@ -158,8 +158,10 @@ FAULTS = [
     ),
     _listed("penalties ignore the block", "controls see the committed prefix only", "filters", *PENALTY),
     _listed("bonus token from the draft", "bonus token from the draft", "law"),
-    _own("coins lenient by 2 %", f"{DRAWS}coins", "decisions", lambda coins, own, p: coins(own, 1.02 * p)),
-    _own("corrections: 2 % are the likeliest", f"{DRAWS}token", "decisions", _mixed_corrections),
+    _own(
+        "coins lenient by 2 %", f"{DRAWS}bernoulli", "decisions", lambda coins, own, p: coins(own, 1.02 * p)
+    ),
+    _own("corrections: 2 % are the likeliest", f"{DRAWS}categorical", "decisions", _mixed_corrections),
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from llama_ssp.models.attention import Pass, Scores  # noqa: E402
 from llama_ssp.models.cuda_graphs import Call, GraphedModel  # noqa: E402
 from llama_ssp.models.decoder import Decoder  # noqa: E402
 from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
-from llama_ssp.speculative.decision import draws_for  # noqa: E402
+from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.families import build, decoder_of  # noqa: E402
 from tests.rig import eager_step, perturbed, speculate  # noqa: E402
@@ -213,7 +213,7 @@ def main() -> None:
         with Watch() as watch:
             kind = Replayed if engine == "graphs" else DecoderModel
             pair = [kind(brought(one), config, "far", ALONE) for one in decoders]
-            draws = draws_for(pair[0], 0)
+            draws = CounterDraws(0, pair[0].replay)
             far = speculate(pair[0], prompts, pair[1], **how, draws=draws)
         said = {"same": far.texts == near.texts, "rounds": far.rounds, "seen": watch.seen}
         print(json.dumps({"case": case, **said}))
@@ -229,7 +229,7 @@ def launches_of_a_round(config: Any, decoders: list[Decoder]) -> float:
     with Watch() as watch:
         target, draft = (Replayed(brought(one), config, "far", ALONE) for one in decoders)
         for longest in (10, 40):
-            before, draws = watch.launches + watch.replays, draws_for(target, 0)
+            before, draws = watch.launches + watch.replays, CounterDraws(0, target.replay)
             how: Any = {"k": 4, "max_new": longest, "sampling": sampling, "draws": draws}
             run = speculate(target, [Prompt("0", (3, 4, 5))], draft, **how)
             found.append((watch.launches + watch.replays - before, run.rounds))

@@ -29,7 +29,7 @@ from llama_ssp.speculative.draft_length import (
     Costs,
     FixedDraftLength,
 )
-from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.engine import Engine, Observer
 from llama_ssp.speculative.measure_costs import measured, timed_rounds
 from llama_ssp.speculative.stats import RowStep
 from tests.conftest import Command
@@ -100,11 +100,12 @@ def test_rounds_are_measured_as_a_run_plays_them():
     engine, lookahead = two_toys(), FixedDraftLength(0, 2)
     rounds, lengths, ks = timed_rounds(engine, lookahead, 12), [], []
 
-    def watch(state, proposal, *_):
-        lengths.append(max(state.lengths))
-        ks.append(proposal.k)
+    class Lengths(Observer):
+        def decided(self, state, proposal, *_):
+            lengths.append(max(state.lengths))
+            ks.append(proposal.k)
 
-    engine.watch = watch
+    engine.observer = Lengths()
     wanted = [0, 8, 3, 8] * 4
     for lookahead.k in wanted:
         assert next(rounds) > 0

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.attention import Pass
+from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
 from llama_ssp.models.shape import reason_against, shape_of
-from llama_ssp.models.slot_cache import SlotCache, Tally
+from llama_ssp.models.slot_cache import SlotCache
 from tests.families import (
     CAPACITY,
     FAMILIES,

@@ -18,6 +18,7 @@ from torch import Tensor
 from llama_ssp.config import ModelConf
 from llama_ssp.config.compose import composed
 from llama_ssp.models.feed import Feed
+from llama_ssp.models.interface import Model
 from llama_ssp.pair import assembly as pair
 from llama_ssp.pair import batches
 from llama_ssp.planner.resolve import pair_specs
@@ -46,11 +47,11 @@ class Sheet:
     capacity: int
 
 
-class Calculator:
+class Calculator(Model):
     """A model of bytes that knows multiplication; `knows` tells which questions it gets right."""
 
     vocab, context, device, dtype = 256, 1024, torch.device("cpu"), torch.float32
-    held_bytes, restart, tapped_TX, is_compiled = 0, None, None, False
+    held_bytes = 0
 
     def __init__(self, model: ModelConf, knows: Callable[[int, int], bool]) -> None:
         self.name, self._knows = model.name, knows
@@ -66,9 +67,6 @@ class Calculator:
             for column in range(count):
                 logit_BWV[row, column, ord(self._next(text[: start + column + 1]))] = 50.0
         return logit_BWV
-
-    def tap(self, blocks: tuple[int, ...]) -> None:
-        assert not blocks
 
     def _next(self, text: str) -> str:
         found = OPEN_LINE.search(text)

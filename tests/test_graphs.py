@@ -27,8 +27,8 @@ from llama_ssp.pair.assembly import prepare
 from llama_ssp.planner.memory import rank_work
 from llama_ssp.planner.search import placements
 from llama_ssp.planner.workload import DRAFT, TARGET
-from llama_ssp.speculative.decision import GraphedDraws, draws_for
 from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import CounterDraws
 from tests.distributed import threads
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
 from tests.families import PROMPTS, VOCAB, build, decoder_of, model_of
@@ -116,12 +116,11 @@ def test_rounds_decided_by_graphs_are_those_of_the_definitions(rule: str, rows: 
     graphed, draft = llama(Replayed), llama(Replayed, 0.3)
     for seed in (0, 1, 2):
         plain = speculate(graphed, PROMPTS[:rows], draft, **how, seed=seed)
-        draws = draws_for(graphed, seed)
-        assert isinstance(draws, GraphedDraws)
+        draws = CounterDraws(seed, graphed.replay)
         assert speculate(graphed, PROMPTS[:rows], draft, **how, draws=draws).texts == plain.texts
     captured = len(graphed._functions)
     assert len({function for function, *_ in graphed._functions}) == 2
-    speculate(graphed, PROMPTS[:rows], draft, **how, draws=draws_for(graphed, 0))
+    speculate(graphed, PROMPTS[:rows], draft, **how, draws=CounterDraws(0, graphed.replay))
     assert len(graphed._functions) == captured
 
 
@@ -147,18 +146,18 @@ def test_states_of_named_layers_are_those_of_eager_steps():
 def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monkeypatch, caplog):
     model, number = llama(Replayed), torch.arange(3.0)
     for offset in (0, 1):
-        assert torch.equal(model.replayed(torch.square, number + offset), (number + offset).square())
+        assert torch.equal(model.replay(torch.square, number + offset), (number + offset).square())
     monkeypatch.setattr(cuda_graphs, "LARGEST", 4)
-    assert model.replayed(torch.square, torch.arange(5.0)).tolist() == [0, 1, 4, 9, 16]
+    assert model.replay(torch.square, torch.arange(5.0)).tolist() == [0, 1, 4, 9, 16]
     assert model.captures == [3]
     monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 3 * number.nbytes)  # what is kept is bounded
-    assert torch.equal(model.replayed(torch.add, number[:2], number[1:]), torch.tensor([1.0, 3.0]))
+    assert torch.equal(model.replay(torch.add, number[:2], number[1:]), torch.tensor([1.0, 3.0]))
     assert len(model._functions) == 2
-    assert torch.equal(model.replayed(torch.sub, number[:2], number[1:]), torch.tensor([-1.0, -1.0]))
+    assert torch.equal(model.replay(torch.sub, number[:2], number[1:]), torch.tensor([-1.0, -1.0]))
     assert len(model._functions) == 2
     refusing = llama(Refusing)
     for factor in (1, 2):
-        assert refusing.replayed(torch.add, number, torch.tensor(factor)).tolist() == [*(number + factor)]
+        assert refusing.replay(torch.add, number, torch.tensor(factor)).tolist() == [*(number + factor)]
     assert caplog.text.count("without graphs: RuntimeError: CUDA error") == 1
 
 

@@ -194,7 +194,8 @@ def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
     watched = Compared(build("llama-gqa"), Reference(folder), engine, TAPS)
     state = engine.prefill(PROMPTS[:1], 40)
     first = list(PROMPTS[0].token_ids)
-    on, anew = engine.go_on, partial(engine.admit, row=0)
+    anew = partial(engine.admit, row=0)
+    on = partial(anew, reuse=True)
     turns = [first, [*first, 9, 9], [*first[:6], 7, 8, 9, 10], first[:4], [11, 12], [13], [13, 14, 15]]
     for begin, text in [*((on, turn) for turn in turns), (anew, [*range(1, 21)]), (anew, [5]), (anew, first)]:
         before = watched.count

@@ -16,8 +16,8 @@ from llama_ssp.models import device_map as layers
 from llama_ssp.models.causal_lm import CausalModel, RaggedCache
 from llama_ssp.models.device_map import load_layers, spread_of, spread_with_room
 from llama_ssp.models.feed import Feed
+from llama_ssp.models.interface import Tally
 from llama_ssp.models.loader import load_module, shaped
-from llama_ssp.models.slot_cache import Tally
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_tensor import walked
 from tests.families import FAMILIES, build

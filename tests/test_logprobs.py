@@ -133,7 +133,7 @@ def test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys(same: int)
     list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
     first = state.texts[0]
     other = Prompt("other", (*first[:same], *((token + 1) % VOCAB for token in first[same:])))
-    assert engine.go_on(state, other) == same - 1
+    assert engine.admit(state, 0, other, reuse=True) == same - 1
     list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
     assert off(state, models()[0], VOCAB) < NEAR_64
 

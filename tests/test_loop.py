@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
@@ -24,7 +25,6 @@ from llama_ssp.speculative.draft_length import (
     tokens_per_round,
 )
 from llama_ssp.speculative.generate import Limits, commit, generate
-from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.speculative.verification import RULES
@@ -35,11 +35,11 @@ from tests.rig import engine_of, speculate, steps_of
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
 
-def result_of(drafted: list[int], accepted: int, token: int) -> RoundResult:
-    return RoundResult([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
+def result_of(drafted: list[int], accepted: int, token: int) -> Decision:
+    return Decision([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
 
 
-def committed(*results: RoundResult, limits: Limits, context: int = 50) -> tuple[State, list[RowStep]]:
+def committed(*results: Decision, limits: Limits, context: int = 50) -> tuple[State, list[RowStep]]:
     """A prompt of two tokens, and what it gets of these rounds."""
     state = State([Prompt("a", (1, 2))], 50, torch.device("cpu"))
     steps = [commit(state, result, limits, context, n) for n, result in enumerate(results)]

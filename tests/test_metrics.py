@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConfig
+from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, commit, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.stats import Counts
@@ -39,7 +39,7 @@ def committed(rounds: list[tuple[list[int], int, int]]) -> Any:
     """One row after these rounds, and its counters' summary."""
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
     for number, (drafted, accepted, token) in enumerate(rounds):
-        result = RoundResult([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
+        result = Decision([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
         counts.add(commit(state, result, Limits(40, frozenset({EOS})), 50, number).rows[0])
     return state, counts.summary()
 
@@ -79,7 +79,7 @@ class Submissions(Engine):
 
     submitted = verified = 0
 
-    def verify(self, state: State, proposal: Proposal) -> RoundResult:
+    def verify(self, state: State, proposal: Proposal) -> Decision:
         verdict = super().verify(state, proposal)
         live = [row for row, finish in enumerate(state.finished) if finish is None]
         self.submitted += sum(len(verdict.drafted[row]) for row in live)

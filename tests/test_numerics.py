@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llama_ssp.models.causal_lm import CausalModel, RaggedCache
 from llama_ssp.models.feed import Feed
-from llama_ssp.models.slot_cache import Tally
+from llama_ssp.models.interface import Tally
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.greedy import Finding, GreedyReport, check_greedy
 from tests.families import FAMILIES, VOCAB, build

@@ -70,7 +70,7 @@ def test_a_timed_engine_gives_the_same_texts_and_its_parts_add_up() -> None:
     state = plain.prefill(PROMPTS, 20)
     list(generate(plain, state, Limits(20), FixedDraftLength(3, 2)))
     watch, measured = Stopwatch(), engine()
-    measured.part = watch.part
+    measured.observer = watch
     timed = TimedRun(measured, PROMPTS, 20)
     with watch.running(lambda: None):
         list(timed.rounds(Limits(20), FixedDraftLength(3, 2)))

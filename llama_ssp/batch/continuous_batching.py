@@ -97,8 +97,7 @@ class ContinuousBatch:
         if not requests:
             return
         began, first = time.perf_counter(), requests[:rows]
-        asked = any(request.logprobs is not None for request in requests)
-        self.engine.logprobs = LogprobReader(None, self.sampled) if asked else None
+        self.engine.logprobs = LogprobReader(None, self.sampled)
         prompts = [request.prompt for request in first]
         self._waiting, self._begin = deque(requests[rows:]), begin
         self._in_row = dict[int, TokenRequest]()
@@ -134,8 +133,7 @@ class ContinuousBatch:
         self._limits.by_row[row] = request.max_new_tokens
         self._writing.begin(row, request.prompt.token_ids, request.stop)
         self.engine.transform.assign(row, request.sampling)
-        if self.engine.logprobs:
-            self.engine.logprobs.by_row[row] = request.logprobs
+        self.engine.logprobs.by_row[row] = request.logprobs
         if request.seed is not None:
             self.engine.draws.own[prompt_key(request.prompt.id)] = request.seed
 

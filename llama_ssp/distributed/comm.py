@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,31 @@ from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import DistributedError
 
 
-class Ranks:
+class LostPeer(DistributedError):
+    """Another rank has ended, or is stuck: the cause is there, not here."""
+
+
+def checksum(values: Iterable[int]) -> int:
+    """Tells lists of integers apart; ranks compare it instead of the lists."""
+    return zlib.crc32(",".join(map(str, values)).encode())
+
+
+class LeaderChannel:
+    """Brings the leader's messages to some ranks."""
+
+    lost: str | None = None  # why these ranks have gone, where the run may go on without them
+    essential = True  # whether the run ends when they have gone
+    loss_logged = False
+
+    def broadcast_ints(self, values: list[int]) -> list[int]:
+        """The leader's integers, on every rank; what the other ranks pass is ignored."""
+        return values
+
+    def flush(self) -> None:
+        """Waits until every message has been taken up."""
+
+
+class Ranks(LeaderChannel):
     """The ranks of a run, or some of them as a group. This base class is one process without others."""
 
     rank: int = LEADER
@@ -53,10 +78,6 @@ class Ranks:
     def within(self, seconds: float, what: str) -> AbstractContextManager[None]:
         """A context. If its body takes longer, `on_timeout` is called, and all ranks end with a line."""
         return nullcontext()
-
-    def broadcast_ints(self, values: list[int]) -> list[int]:
-        """The leader's integers, on every rank; what the other ranks pass is ignored."""
-        return values
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         """Every rank's integers; all ranks pass equally many."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.comm import LeaderChannel, Ranks
 from llama_ssp.distributed.draft_link import Link, LinkLost
 
 HEAD = struct.Struct("<BQQ")  # kind, number, how many integers
@@ -48,7 +48,7 @@ class Message:
 
 
 @dataclass
-class DraftClient:
+class DraftClient(LeaderChannel):
     """The leader's end. When the link is lost, `lost` says why, and nothing is sent from then on.
 
     It has `broadcast_ints` as groups of ranks have, so that decisions go through it as through them.
@@ -119,7 +119,7 @@ class DraftClient:
 
 
 @dataclass
-class DraftServer:
+class DraftServer(LeaderChannel):
     """The draft's end. It receives every request once, in order; only its first rank has it.
 
     The other ranks that hold the draft get each request from the first, through `group`.

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from llama_ssp.config.environment import START, number_of, rank_environment
+from llama_ssp.distributed.comm import LostPeer
 from llama_ssp.distributed.draft_link import LinkLost
 from llama_ssp.distributed.identity import Identity, own_identity
 from llama_ssp.distributed.placement import LEADER
@@ -43,10 +44,6 @@ LOOK_S = 0.05
 CAUSE, LOOPBACK = "cause", "lo"
 MET: list[Any] = []  # torch's store, once for each meeting of this process: each has keys of its own
 stores: Any = dist  # has them, though its type does not say so
-
-
-class LostPeer(DistributedError):
-    """Another rank has ended, or is stuck: the cause is there, not here."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import gc
 import json
 import logging
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ssp.config.environment import MAX_WORLD, number_of, rank_environment
-from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.distributed.comm import ALONE, Ranks, checksum
 from llama_ssp.distributed.draft_link import Link, Listener, connect
 from llama_ssp.distributed.failures import Place, Watch, meet
 from llama_ssp.distributed.placement import LEADER
@@ -287,10 +286,6 @@ def flat(node: Any, prefix: str = "") -> dict[str, str]:
         return {prefix.rstrip("."): json.dumps(node)}
     inner = [flat(value, f"{prefix}{name}.").items() for name, value in node.items()]
     return {key: text for items in inner for key, text in items}
-
-
-def checksum(values: Iterable[int]) -> int:
-    return zlib.crc32(",".join(map(str, values)).encode())
 
 
 def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.distributed.comm import ALONE, LeaderChannel, Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.placement import LEADER
-
-LeaderChannel = Ranks | DraftClient | DraftServer  # brings the leader's messages to some ranks
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class Assembly:
         return Experts(router, *stacks, up_bias, down_bias, gate, routing, self.reduce)
 
     def _stacks(self, read: ReadExperts, prefix: str, share: Span) -> tuple[Stack, Stack]:
-        """Of numbers, if not all weights are in the same codes."""
+        """Falls back to plain numbers unless all experts share one code format."""
         products = self.head if isinstance(self.head, Products) else Products(self.device, fast=False)
         for keeps in (self.keeps_codes, False):
             up, down = (products.stacking(self.shape.experts) for _ in range(2))
@@ -217,7 +217,7 @@ class Assembly:
         return up.made(), down.made()
 
     def _one_by_one(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
-        """Of experts with tensors of their own."""
+        """Stacks experts that have tensors of their own."""
         rows, columns = Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
         whole = self.shape.expert_ffn, self.shape.dim
         for number in range(self.shape.experts):
@@ -230,7 +230,7 @@ class Assembly:
             yield up, self._kept(self._part(down, whole[::-1], columns), keeps)
 
     def _stacked(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
-        """Of all experts in one tensor: inputs first, and of each output a gate, then what it multiplies."""
+        """Reads all experts from one tensor: inputs first; an output has a gate, then what it multiplies."""
         up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
         experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
         for number in range(experts):

@@ -93,7 +93,7 @@ def attend_rows(
 def attend_blocks(
     feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
-    """As `attend_rows`, but each token also sees those behind it in its row."""
+    """Attends as `attend_rows` does, but each token also sees the later ones of its row."""
     found, begin = [], 0
     for first, start, count in feed.rows:
         keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))

@@ -21,9 +21,9 @@ from torch import Tensor
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import FAMILIES, TESTED, family_of
 from llama_ssp.models.feed import Feed, sent
+from llama_ssp.models.interface import Model, Tally
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
-from llama_ssp.models.slot_cache import Tally
 
 LAYER_KINDS = ("full_attention", "sliding_attention")  # whose keys can be forgotten from any position on
 RUNNING: ContextVar[Feed | None] = ContextVar("feed", default=None)  # of the pass that makes its masks now
@@ -94,10 +94,8 @@ class RaggedCache:
         return empty
 
 
-class CausalModel:
+class CausalModel(Model):
     """A loaded model: `logits` is one forward pass."""
-
-    is_compiled = False
 
     def __init__(
         self, module: Any, name: str, vocab: int | None = None, device: torch.device | None = None
@@ -123,9 +121,6 @@ class CausalModel:
         self.device: torch.device = device or embedding.weight.device
         self.dtype: torch.dtype = embedding.weight.dtype
         self.caches = Tally()
-        self.taps: tuple[int, ...] = ()
-        self.tapped_TX: Tensor | None = None
-        self.restart: int | None = None
         takes = inspect.signature(module.forward).parameters
         self._cache_name = "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
         _register_masks()
@@ -140,13 +135,8 @@ class CausalModel:
         tensors = [t for t in everything if not t.is_meta]
         return sum({t.data_ptr(): min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors}.values())
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the weights, and of the caches at most so far."""
-        return self.weights_bytes + self.caches.most
-
     def tap(self, blocks: tuple[int, ...]) -> None:
-        """Does as `DecoderModel.tap`; what the last block gives has no tap: transformers norms it first.
+        """Does as `Model.tap`; what the last block gives has no tap: transformers norms it first.
 
         Raises ModelError for a block that the model does not have.
         """
@@ -154,7 +144,7 @@ class CausalModel:
         if blocks and max(blocks) >= layers:
             what, allowed = "the head reads layers that the target cannot give", f"0..{layers - 1}"
             raise ModelError(what, self.name, max(blocks), allowed, "use a head of this target")
-        self.taps, self.tapped_TX = blocks, None
+        super().tap(blocks)
 
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
         return RaggedCache(rows, capacity, self.caches)

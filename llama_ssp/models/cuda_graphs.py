@@ -40,7 +40,7 @@ Call = Callable[[], Any]  # gives a tensor, or a step's list of them
 
 
 class GraphedModel(SteppedModel):
-    """The same logits, with one launch a step."""
+    """A decoder that gives the logits of `SteppedModel` with one launch a step."""
 
     def __init__(self, *what: Any) -> None:
         super().__init__(*what)
@@ -113,8 +113,8 @@ class GraphedModel(SteppedModel):
                 return super()._call(arguments)
         return memory.graphs[size](*given)
 
-    def replayed(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        """What a function gives of these tensors, by a graph for each set of shapes.
+    def replay(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        """Calls a function of these tensors by a graph for each set of shapes.
 
         The function must not have the host wait. Its result is valid until the next graph of the model runs.
         """

@@ -14,15 +14,14 @@ from llama_ssp.models.causal_lm import context_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
 from llama_ssp.models.feed import Feed, sent
+from llama_ssp.models.interface import Model, Tally
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
-from llama_ssp.models.slot_cache import SlotCache, Tally
+from llama_ssp.models.slot_cache import SlotCache
 
 
-class DecoderModel:
+class DecoderModel(Model):
     """A decoder, eager. Texts that grow beyond `restart` are fed anew, with the second scale of positions."""
-
-    is_compiled = False
 
     def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks = ALONE) -> None:
         self.decoder, self.config, self.name, self.ranks = decoder, config, name, ranks
@@ -32,8 +31,6 @@ class DecoderModel:
         self.device, self.dtype = table.device, table.dtype
         self.caches = Tally()
         self.attend: attention.Attend = attention.attend_rows  # of passes that are not steps
-        self.taps: tuple[int, ...] = ()
-        self.tapped_TX: Tensor | None = None
         limit = longrope_limit(config)
         self._limit = limit if limit is not None and limit < self.context else None
         self.restart = self._limit if family_of(config.model_type).rereads else None
@@ -42,17 +39,6 @@ class DecoderModel:
     def weights_bytes(self) -> int:
         tensors = *self.decoder.parameters(), *self.decoder.buffers(), *scales_of(self.decoder)
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-
-    @property
-    def held_bytes(self) -> int:
-        return self.weights_bytes + self.caches.most
-
-    def tap(self, blocks: tuple[int, ...]) -> None:
-        """From now on a pass leaves what these blocks are given in `tapped_TX`, as `Decoder.forward` says.
-
-        Token after token as it is fed, the blocks' states one after the other.
-        """
-        self.taps, self.tapped_TX = blocks, None
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         return SlotCache.of(rows, capacity, self.decoder.cache_shapes, self.dtype, self.device, self.caches)
@@ -66,7 +52,14 @@ class DecoderModel:
         if min(feed.count) < width:
             place_T = feed.token_places()
             token_T = token_T[place_T]
-        logit_RV, kept = self._run(token_T, self._feed(feed, cache, place_T), cache, last_only)
+        tokens, wanted_R = self._feed(feed, cache, place_T), None
+        if last_only:
+            ends = accumulate(count for _, _, count in tokens.rows)
+            wanted_R = sent([end - 1 for end in ends], self.device)
+        stepped = None if last_only else self._stepped(token_T, tokens, cache)
+        if stepped is None:
+            stepped = self.decoder(token_T, tokens, cache.layers, wanted_R, self.taps)
+        logit_RV, kept = stepped
         self.tapped_TX = torch.cat(kept, -1) if kept else None
         if last_only:
             width, place_T = 1, None
@@ -76,16 +69,11 @@ class DecoderModel:
             logit_RV = logit_RV.new_zeros(rows * width, self.vocab).index_copy_(0, place_T, logit_RV)
         return logit_RV.view(rows, width, self.vocab)
 
-    def _run(
-        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, last_only: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Logits of all tokens, or of each row's last one; and what the taps are given."""
-        wanted_R = None
-        if last_only:
-            ends = list(accumulate(count for _, _, count in feed.rows))
-            wanted_R = sent([end - 1 for end in ends], self.device)
-        found: tuple[Tensor, list[Tensor]] = self.decoder(token_T, feed, cache.layers, wanted_R, self.taps)
-        return found
+    def _stepped(
+        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """What `decoder` would return, from a compiled step; None where there is none for these tokens."""
+        return None
 
     def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Pass:
         starts = zip(feed.start, feed.count, strict=True)

@@ -76,7 +76,7 @@ def apply_on_gpu(
     down_how: str, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float,
     limit: float,
 ) -> Tensor:  # fmt: skip
-    """Of a step: without waiting for the choice, so that it can be part of a graph."""
+    """Computes a step without waiting for the choice of experts, so that it can be part of a graph."""
     gated, stacks = Gate(activation, alpha, limit), (Stack(up, up_how), Stack(down, down_how))
     if not triton_runs() or expert_TK.numel() > MOST_PAIRS or x_TH.dtype not in DTYPES:
         return _one_by_one(x_TH, weight_TK, expert_TK, *stacks, up_bias, down_bias, gated)

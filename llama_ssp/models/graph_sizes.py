@@ -1,9 +1,13 @@
-"""The numbers of tokens that CUDA graphs of steps have. No torch: plans count them, too."""
+"""Sizes of passes, of their CUDA graphs and of what kernels take. No torch: plans count them, too."""
 
 from __future__ import annotations
 
 from functools import cache
 
+LAG = 2  # tokens that a model lacks at most after a round; they are fed in one forward
+WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
+WIDEST_HEAD = 256  # numbers of a head that attention.cpp takes
+BLOCK = 32  # outputs that linear.cpp and coded.cpp store together
 EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
 MOST = 512  # tokens of a graph, which keeps memory for their logits
 KEPT_BYTES = 2**27  # at most of what graphs that draw and decide read: probabilities, mostly

@@ -1,13 +1,33 @@
-"""What a model offers to those that run it: CausalModel and DecoderModel are models."""
+"""What a model offers to those that run it: DecoderModel and CausalModel are models, HeadModel is loaded."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from llama_ssp.models.feed import Feed
+
+
+@dataclass
+class Tally:
+    """Bytes of the caches of one model, now and at most."""
+
+    now: int = 0
+    most: int = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Counts it until it is freed."""
+        self.now += tensor.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(tensor, self._end, tensor.nbytes).atexit = False
+
+    def _end(self, size: int) -> None:
+        self.now -= size
 
 
 class Cache(Protocol):
@@ -23,17 +43,16 @@ class Cache(Protocol):
         """Forgets a row, before another text takes its place."""
 
 
-class Model(Protocol):
-    """Tokens and a cache in, logits out; over ranks, all ranks call it at the same time."""
+class Loaded(Protocol):
+    """A target, a draft model or a head in memory."""
 
     name: str
     vocab: int
     context: int
-    restart: int | None  # texts that grow longer are fed anew
     device: torch.device
     dtype: torch.dtype
-    is_compiled: bool  # of its steps; known once one has run
-    tapped_TX: Tensor | None  # the inputs of the tapped blocks in the last pass; None without taps
+    caches: Tally
+    is_compiled: bool = False  # of its steps; known once one has run
 
     @property
     def weights_bytes(self) -> int:
@@ -42,9 +61,29 @@ class Model(Protocol):
     @property
     def held_bytes(self) -> int:
         """Bytes of the weights, and of the caches at most so far."""
+        return self.weights_bytes + self.caches.most
+
+    def replay(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        """Calls a function of tensors; a model with CUDA graphs runs it as one.
+
+        The function must not make the host wait. Its result is valid until the next call.
+        """
+        return function(*given)
+
+
+class Model(Loaded, Protocol):
+    """Tokens and a cache in, logits out; over ranks, all ranks call it at the same time."""
+
+    restart: int | None = None  # texts that grow longer are fed anew
+    taps: tuple[int, ...] = ()
+    tapped_TX: Tensor | None = None  # the inputs of the tapped blocks in the last pass; None without taps
 
     def tap(self, blocks: tuple[int, ...]) -> None:
-        """Sets the taps: the blocks whose inputs (hidden states) each pass from now on keeps for a head."""
+        """Sets the taps: the blocks whose inputs (hidden states) each pass from now on keeps for a head.
+
+        They stand token after token as they are fed, the blocks' states one after the other.
+        """
+        self.taps, self.tapped_TX = blocks, None
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         """A Cache of the model's own kind."""

@@ -51,7 +51,7 @@ def shifted(span: Span, by: int) -> Span:
 
 
 def qkv_rows(shape: Shape, heads: Heads) -> list[tuple[int, list[Span]]]:
-    """Of each weight on disk, in the order of queries, keys, values: its outputs, and this rank's."""
+    """Returns, for each weight on disk (queries, keys, values), its outputs and this rank's spans."""
     size, family = shape.head_dim, shape.family
     queries, keys = shape.n_heads * size, shape.n_kv * size
     query, kv = times(heads.query, size), times(heads.kv, size)
@@ -168,7 +168,7 @@ def unsplit(where: str, family: str, fix: str = "run it in one process") -> Mode
 
 
 def _dense_widths(model: ModelConf) -> list[int]:
-    """Of MLPs, which a model has unless all of its layers have experts; experts are not quantised."""
+    """Returns the widths of MLPs, of which a model whose layers all have experts has none."""
     return [] if model.experts and not model.dense_layers else [model.ffn]
 
 

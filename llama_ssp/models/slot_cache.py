@@ -7,7 +7,6 @@ positions come again.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,24 +15,8 @@ from torch import Tensor
 
 from llama_ssp.models.attention import Attend, Pass
 from llama_ssp.models.feed import Row
+from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import large_pages
-
-
-@dataclass
-class Tally:
-    """Bytes of the caches of one model, now and at most."""
-
-    now: int = 0
-    most: int = 0
-
-    def add(self, tensor: Tensor) -> None:
-        """Counts it until it is freed."""
-        self.now += tensor.nbytes
-        self.most = max(self.most, self.now)
-        weakref.finalize(tensor, self._end, tensor.nbytes).atexit = False
-
-    def _end(self, size: int) -> None:
-        self.now -= size
 
 
 @dataclass(eq=False)

@@ -28,6 +28,7 @@ from llama_ssp.models.decoder import Decoder, KeysValues
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.feed import Feed
+from llama_ssp.models.graph_sizes import WIDEST
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear, probe
 from llama_ssp.models.kernels.build import complaint, triton_runs
@@ -42,12 +43,11 @@ log = logging.getLogger(__name__)
 Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], list[Tensor]]
 # Tokens, their positions and first slots; caches.
 Arguments = tuple[Tensor, Tensor, Tensor, list[KeysValues]]
-WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
 
 
 class SteppedModel(DecoderModel):
-    """The same logits, up to rounding in 16 bit, in less time."""
+    """A decoder with compiled steps: the eager logits, up to rounding in 16 bit, in less time."""
 
     def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks) -> None:
         super().__init__(decoder, config, name, ranks)
@@ -97,17 +97,17 @@ class SteppedModel(DecoderModel):
         """The next step loads or compiles another program."""
         self._step = None
 
-    def _run(
-        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, last_only: bool
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _stepped(
+        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache
+    ) -> tuple[Tensor, list[Tensor]] | None:
         width = max(count for _, _, count in feed.rows)
-        if last_only or width > WIDEST or feed.long_T is not None or not self.is_compiled:
-            return super()._run(token_T, feed, cache, last_only)
+        if width > WIDEST or feed.long_T is not None or not self.is_compiled:
+            return None
         arguments = token_T, feed.position_T, feed.first_T, cache.layers
-        if self._step is not None or self._made(arguments):
-            logit_TV, *kept = self._call(arguments)
-            return logit_TV, kept
-        return super()._run(token_T, feed, cache, last_only)
+        if self._step is None and not self._made(arguments):
+            return None
+        logit_TV, *kept = self._call(arguments)
+        return logit_TV, kept
 
     def _call(self, arguments: Arguments) -> list[Tensor]:
         assert self._step is not None

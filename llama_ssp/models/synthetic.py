@@ -156,7 +156,7 @@ class SyntheticSource:
         return torch.cat([self._part(name, span, None) for span in cut.spans])
 
     def _part(self, name: str, rows: Span, columns: Span | None) -> Tensor:
-        """Of a matrix; a tensor of more dimensions is one with the last one's columns."""
+        """Fills a matrix; a tensor of more dimensions counts as one with its last dimension as columns."""
         width = self.shapes[name][-1]
         count, (first, last) = rows[1] - rows[0], columns or (0, width)
         if name in self._tables:

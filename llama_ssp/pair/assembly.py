@@ -41,7 +41,6 @@ from llama_ssp.pair.trial import Trial
 from llama_ssp.planner.activations import widest_steps
 from llama_ssp.planner.workload import TARGET
 from llama_ssp.report.console import Progress, waiting
-from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
@@ -52,7 +51,7 @@ from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws
+from llama_ssp.speculative.rng import CounterDraws, Draws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES, Rule
 from llama_ssp.text.tokenizer import Tokens
@@ -285,7 +284,7 @@ def engine_for(
         what, where = "no token is allowed", "sampling.bad_tokens, sampling.min_new_tokens"
         raise UsageError(what, where, f"all {transform.vocab} are forbidden", fix="leave at least one")
     first = next(model for model in (pair.target, pair.draft) if model)
-    draws = draws_for(first, seed)
+    draws = CounterDraws(seed, first.replay)
     roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None
     target = ModelRunner(pair.target, chunk) if pair.target else None
     drafter = _drafter(pair, run, transform, draws, target, chunk, bridge)

@@ -30,8 +30,7 @@ from typing import Any
 import torch
 
 from llama_ssp.config import Dtype
-from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.failures import LostPeer
+from llama_ssp.distributed.comm import LostPeer, Ranks
 from llama_ssp.distributed.launcher import import_path
 from llama_ssp.distributed.process_group import gpu_of, open_ranks
 from llama_ssp.distributed.signals import CODE_FILE, end_with_parent, leave

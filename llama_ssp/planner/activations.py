@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
-from llama_ssp.models.graph_sizes import DECODED, LARGEST, MOST, sizes_up_to
+from llama_ssp.models.graph_sizes import DECODED, LAG, LARGEST, MOST, sizes_up_to
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
@@ -23,7 +23,6 @@ STATES = "hidden states"  # that a head reads
 PREFILL, DRAFT_PREFILL, DRAFT_STEPS, VERIFY = "prefill", "draft prefill", "draft", "verify"
 
 INT, FP32, FP64 = 8, 4, 8
-LAG = 2  # model_runner.LAG: columns of a draft step after a fully accepted block
 GPU_ALIGNMENT = 16  # of a mask's rows in torch's memory-efficient attention
 INTEGERS = 24  # int64 numbers a token: ids, positions, slots, and what they are made of
 ROUNDING = 2**15  # of small tensors to whole blocks

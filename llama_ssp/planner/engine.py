@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.models.graph_sizes import WIDEST_HEAD
 from llama_ssp.models.kernels.kept_files import mark_of
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.hardware import threads_here
@@ -29,7 +30,6 @@ NAMES = ("name", "repo", "revision", "path", "package", "file", "sha256", "seed"
 # (tests/far.py, Llama). A launch by Python was measured: a step of 7B on an H200 took 31.6 ms
 # (bench/results/gpu_h200_202611.md). A sum over ranks by torch.distributed is an estimate.
 LAYER_OPERATIONS, STEP_OPERATIONS = 45, 15
-WIDEST_HEAD = 256  # MOST of models/kernels/attention.cpp
 LAUNCH_S, SUM_S = 22e-6, 22e-6
 
 

@@ -8,14 +8,13 @@ from functools import lru_cache
 
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.placement import Placement
-from llama_ssp.models.graph_sizes import BUCKET
+from llama_ssp.models.graph_sizes import BUCKET, WIDEST
 from llama_ssp.planner.activations import GPU, Kernels, Parts, RankWork, total
 from llama_ssp.planner.storage import BYTES, IN_LAYERS
 from llama_ssp.planner.weights import CACHE, ModelPart, RolePart, held
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
 LOADING = "load"
-STEP = 72  # models.steps.WIDEST: the longest step of a row
 SEGMENTS = "segments"
 ALLOCATOR = "torch's caching allocator: whole pages, and blocks between that fit nothing"
 FORMULA = "largest moment, by a formula from shapes"
@@ -46,7 +45,7 @@ def rank_work(
         room_of_draft = min(room + block, draft.model.context)
         drafted = RolePart.of(draft, part, room_of_draft, work.draft_caches, draft.role in compiled)
         if draft.model.is_head and not block:
-            drafted = replace(drafted, waiting=max(work.prefill_chunk, STEP))
+            drafted = replace(drafted, waiting=max(work.prefill_chunk, WIDEST))
     drafts = rank == (placement.draft[0] if draft is not None and placement.draft else placement.target[0])
     decides = rank == placement.target[0]
     roles = [own, drafted]

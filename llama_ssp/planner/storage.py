@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
 from llama_ssp.models.formats.kept import PLAIN, Kept
+from llama_ssp.models.graph_sizes import BLOCK
 from llama_ssp.models.sharding import NF4_BLOCK
 
 # Bytes of a layer's weight, without scales.
@@ -30,7 +31,6 @@ IN_LAYERS = LAYERS, EXPERTS, SCALES
 
 UNIT = 512  # bytes to which torch rounds requests on a GPU
 CPU, CUDA, OLD = "cpu", "cuda", "a GPU without bf16"  # which has no kernel for codes
-BLOCK = 32  # outputs that a CPU's kernels store together (models/kernels/linear.py)
 WORD = {CPU: 4, CUDA: 16}  # bytes of codes of a group that a kernel reads at once (models/kernels/coded.py)
 
 

@@ -1,144 +1,108 @@
-"""Decides a round by the rule: the definitions below, run call by call, or replayed as a CUDA graph.
+"""Decides a round by the rule, and carries what was decided from the device to the host and to other ranks.
 
-After a forward the launches of a decision cost more than what they compute. So on a GPU with CUDA graphs
-`decided` is a graph, too, one for each set of shapes.
+`decide` is a function of tensors alone, so that a model can run it as a CUDA graph: after a forward, kernel
+launches cost more than what a decision computes (`Draws.round`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cuda_graphs import GraphedModel
-from llama_ssp.models.feed import sent
-from llama_ssp.models.heads.model import HeadModel
-from llama_ssp.models.interface import Model
 from llama_ssp.speculative.array_ops import order
-from llama_ssp.speculative.drafters.local import certain_where, resting
-from llama_ssp.speculative.rng import CounterDraws, Draws, Purpose, heat, inverse_cdf, race
 from llama_ssp.speculative.sampling import has_nan
-from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import DraftBlock, RoundDraws, Rule, acceptance_prob
-
-Decide = Callable[[Rule, Draws, State, Proposal, Tensor], Tensor]
-
-
-def draws_for(model: Model | HeadModel, seed: int) -> CounterDraws:
-    """Returns the draws of a rank that has this model; where it has graphs, a draw is one."""
-    return GraphedDraws(seed, model) if isinstance(model, GraphedModel) else CounterDraws(seed)
+from llama_ssp.text.logprobs import ScoredToken
 
 
-def decide_for(draws: Draws) -> Decide:
-    """Returns how rounds with these draws are decided."""
-    return decide_by_graph if isinstance(draws, GraphedDraws) else decide
+@dataclass(frozen=True)
+class Decision:
+    """What a round decided, on the host. Row b commits its first `accepted[b]` drafts, then `token[b]`.
+
+    `damaged` rows had logits that were not numbers. For each draft, accepted or not, `overlap` is
+    sum(min(target, draft)), and `standing` the two chances of `Rule.standing`. Followers have zeros instead.
+    """
+
+    drafted: list[list[int]]
+    accepted: list[int]
+    token: list[int]
+    overlap: list[list[float]]
+    damaged: list[bool]
+    standing: list[list[tuple[float, float]]]
+    logprobs: list[list[ScoredToken]] = field(default_factory=list)  # of the tokens; empty unless asked for
+
+    def tokens(self, row: int) -> list[int]:
+        return [*self.drafted[row][: self.accepted[row]], self.token[row]]
+
+    @staticmethod
+    def pack(
+        accepted_B: Tensor, token_B: Tensor, damaged_B: Tensor, drafted_BK: Tensor, overlap_BK: Tensor,
+        before_BK: Tensor, standing_BK: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Joins a decision's parts for one transfer to the host, as fp64, which is exact below 2**53:
+
+            | accepted | token | damaged | drafted, K | overlap, K | before, K | standing, K |
+        """  # fmt: skip
+        chances = (part.double() for part in (overlap_BK, before_BK, standing_BK))
+        heads = (part_B[:, None] for part_B in (accepted_B, token_B, damaged_B))
+        return torch.cat([*heads, drafted_BK, *chances], 1)
+
+    @staticmethod
+    def unpack(packed_BN: Tensor, count: Sequence[int]) -> Decision:
+        """Reads what `pack` wrote; the first `count` drafts of each row are real."""
+        head_BN, *parts_BK = packed_BN.cpu().split_with_sizes([3, *[(packed_BN.shape[1] - 3) // 4] * 4], 1)
+        (accepted, token, damaged), drafted, overlap, before, standing = (
+            head_BN.long().T.tolist(),
+            *([row[:n] for row, n in zip(part.tolist(), count, strict=True)] for part in parts_BK),
+        )
+        return Decision(
+            [[int(token) for token in row] for row in drafted], accepted, token, overlap,
+            list(map(bool, damaged)),
+            [list(zip(*chances, strict=True)) for chances in zip(before, standing, strict=True)],
+        )  # fmt: skip
+
+    def to_ints(self) -> list[int]:
+        """For a message, without `overlap` and `standing`, which only the leader's draft length needs."""
+        counts, damaged = map(len, self.drafted), map(int, self.damaged)
+        return [*counts, *self.accepted, *self.token, *damaged, *chain(*self.drafted)]
+
+    @staticmethod
+    def from_ints(values: Iterator[int], rows: int) -> Decision:
+        """Reads what `to_ints` wrote."""
+        counts, accepted, token, damaged = ([*islice(values, rows)] for _ in range(4))
+        drafted = [[*islice(values, count)] for count in counts]
+        overlap, standing = [[0.0] * count for count in counts], [[(0.0, 0.0)] * count for count in counts]
+        return Decision(drafted, accepted, token, overlap, list(map(bool, damaged)), standing)
 
 
-def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
-    """A round's decision by the rule, as `RoundResult.of` reads it. `probs_BWV` is the target's."""
-    count_B = sent(proposal.count, probs_BWV.device)
-    given = probs_BWV, proposal.draft_BKV, proposal.drafted_BK, count_B
-    return decided(rule, StateDraws(draws, state), *given)
+def decide(
+    rule: Rule, draws: RoundDraws, probs_BWV: Tensor, draft_BKV: Tensor, drafted_BK: Tensor, count_B: Tensor
+) -> Tensor:
+    """Decides a round by the rule; `Decision.unpack` reads the result. `probs_BWV` is the target's.
 
-
-def decided(
-    rule: Rule, draws: RoundDraws, probs_BWV: Tensor, draft_BKV: Tensor | None, drafted_BK: Tensor,
-    count_B: Tensor,
-) -> Tensor:  # fmt: skip
-    """The same of tensors alone. Rows are damaged where probabilities that count are NaN."""
+    Without drafts (K = 0) the token is drawn from the target's probabilities: regular sampling.
+    A row is damaged if a distribution that counts is NaN.
+    """
     damaged_BW = has_nan(probs_BWV)
     if drafted_BK.shape[1]:
-        assert draft_BKV is not None
         damaged_BW[:, 1:] |= has_nan(draft_BKV)
-        block = DraftBlock(_normalised(probs_BWV), _normalised(draft_BKV), drafted_BK, count_B)
+        block = block_of(probs_BWV, draft_BKV, drafted_BK, count_B)
         accepted_B, token_B = rule.decide(block, draws)
-        prob_BK = acceptance_prob(block)
-        seen_BN = torch.cat([prob_BK, *rule.standing(block, prob_BK)], 1)
+        overlap_BK = acceptance_prob(block)
+        seen_BK = overlap_BK, *rule.standing(block, overlap_BK)
     else:
-        accepted_B, token_B = torch.zeros_like(count_B), draws.token(probs_BWV[:, 0])
-        seen_BN = probs_BWV[:, 0, :0]
-    damaged_B1 = (damaged_BW & (order(damaged_BW) <= count_B[:, None])).any(1, keepdim=True)
-    return torch.cat([accepted_B[:, None], token_B[:, None], damaged_B1, drafted_BK, seen_BN.double()], 1)
+        accepted_B, token_B = torch.zeros_like(count_B), draws.categorical(probs_BWV[:, 0])
+        seen_BK = (probs_BWV[:, 0, :0],) * 3
+    damaged_B = (damaged_BW & (order(damaged_BW) <= count_B[:, None])).any(1)
+    return Decision.pack(accepted_B, token_B, damaged_B, drafted_BK, *seen_BK)
 
 
-def block_of(proposal: Proposal, probs_BWV: Tensor) -> DraftBlock:
-    """What a rule decides on, in fp64, normalised."""
-    assert proposal.draft_BKV is not None
-    count_B = sent(proposal.count, probs_BWV.device)
-    return DraftBlock(_normalised(probs_BWV), _normalised(proposal.draft_BKV), proposal.drafted_BK, count_B)
-
-
-def _normalised(probs: Tensor) -> Tensor:
-    wide = probs.to(torch.float64, copy=True)
-    return wide.div_(wide.sum(-1, keepdim=True))
-
-
-@dataclass(frozen=True)
-class StateDraws:
-    """A round's draws for a batch. Nothing random happens in rows that have ended."""
-
-    draws: Draws
-    state: State
-
-    def coins(self, chance_BK: Tensor) -> Tensor:
-        return self.draws.bernoulli(chance_BK, self.state.slot(Purpose.ACCEPT))
-
-    def token(self, probs_BV: Tensor) -> Tensor:
-        probs_BV = resting(probs_BV, self.state.ended)
-        return self.draws.categorical(probs_BV, self.state.slot(Purpose.CORRECT))
-
-
-class GraphedDraws(CounterDraws):
-    """The draws of `CounterDraws` on a GPU, by graphs that the model keeps."""
-
-    def __init__(self, seed: int, model: GraphedModel) -> None:
-        super().__init__(seed)
-        self.model = model
-
-    def _by_cdf(self, probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-        return self.model.replayed(inverse_cdf, probs_BV, uniform_B1).clone()
-
-
-@dataclass(frozen=True)
-class TableDraws:
-    """A round's draws by numbers that are there: coins, a race's clocks; and which rows have ended."""
-
-    coin_BK: Tensor
-    clock_BN: Tensor
-    ended_B: Tensor
-
-    def coins(self, chance_BK: Tensor) -> Tensor:
-        return self.coin_BK < chance_BK
-
-    def token(self, probs_BV: Tensor) -> Tensor:
-        return race(certain_where(self.ended_B, probs_BV), self.clock_BN)
-
-
-def decide_by_graph(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
-    """The same as `decide`; the next round overwrites it."""
-    assert isinstance(draws, GraphedDraws)
-    device, vocab = probs_BWV.device, probs_BWV.shape[-1]
-    draft_BKV = probs_BWV[:, :0] if proposal.draft_BKV is None else proposal.draft_BKV
-    row_2B = sent([proposal.count, state.ended], device)
-    coin_BK = draws._uniforms(state.slot(Purpose.ACCEPT), proposal.k, device)
-    clock_BN = draws._clocks(state.slot(Purpose.CORRECT), 2 * heat(vocab), device)
-    given = probs_BWV, draft_BKV, proposal.drafted_BK, row_2B, coin_BK, clock_BN
-    return draws.model.replayed(_of_tensors(rule), *given)
-
-
-@cache
-def _of_tensors(rule: Rule) -> Callable[..., Tensor]:
-    """The rule's decision as one function: graphs are kept by function."""
-
-    def of_tensors(
-        probs_BWV: Tensor, draft_BKV: Tensor, drafted_BK: Tensor, row_2B: Tensor, coin_BK: Tensor,
-        clock_BN: Tensor,
-    ) -> Tensor:  # fmt: skip
-        count_B, ended_B = row_2B
-        draws = TableDraws(coin_BK, clock_BN, ended_B.bool())
-        return decided(rule, draws, probs_BWV, draft_BKV, drafted_BK, count_B)
-
-    return of_tensors
+def block_of(probs_BWV: Tensor, draft_BKV: Tensor, drafted_BK: Tensor, count_B: Tensor) -> DraftBlock:
+    """Returns what a rule decides on, in fp64, normalised."""
+    wide = (probs.to(torch.float64, copy=True) for probs in (probs_BWV, draft_BKV))
+    target_BWV, draft_BKV = (probs.div_(probs.sum(-1, keepdim=True)) for probs in wide)
+    return DraftBlock(target_BWV, draft_BKV, drafted_BK, count_B)

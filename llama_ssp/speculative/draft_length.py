@@ -15,7 +15,7 @@ from llama_ssp.speculative.stats import RowStep
 
 @dataclass
 class FixedDraftLength:
-    """The same K always."""
+    """Drafts the same number of tokens in every round."""
 
     k: int
     rows: int

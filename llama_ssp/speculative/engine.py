@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
@@ -13,23 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.distributed.process_group import checksum
+from llama_ssp.distributed.comm import checksum
 from llama_ssp.distributed.roles import SOLE, Roles
-from llama_ssp.speculative.decision import decide_for
+from llama_ssp.models.feed import sent
+from llama_ssp.speculative.decision import Decision, decide
 from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.logprobs import LogprobReader, scored
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws
-from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol, RoundResult
+from llama_ssp.speculative.rng import Draws, Purpose
+from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.logprobs import ScoredToken
 
 DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round that a stopwatch tells apart
-# Called with each decided round: the state before the commit, the proposal, the result, and on the leader
-# the target's probabilities and logits.
-RoundWatch = Callable[[State, Proposal, RoundResult, Tensor | None, Tensor | None], None]
+
+
+class Observer:
+    """Sees an engine's rounds, and changes nothing. This base does nothing."""
+
+    def part(self, name: str) -> AbstractContextManager[Any]:
+        """A context in which this part of a round runs: a stopwatch tells the parts apart."""
+        return nullcontext()
+
+    def decided(
+        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: Tensor | None,
+        logit_BWV: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Sees a decided round before the commit; only the leader has the target's logits, and their
+        probabilities under the sampling controls."""
 
 
 class RankEngine(ABC):
@@ -47,9 +59,8 @@ class RankEngine(ABC):
         """`target` and `drafter` are None where this rank has no part in them."""
         self.transform, self.draws = transform, draws
         self.target, self.drafter, self.context = target, drafter, context
-        self.part: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch's
-        self.watch: RoundWatch | None = None
-        self.logprobs: LogprobReader | None = None  # what the leader keeps of the target's distribution
+        self.observer = Observer()
+        self.logprobs = LogprobReader()  # what the leader keeps of the target's distribution: here nothing
         self._rounds, self._enter, self._device = self._protocol(roles), roles.everyone.enter, device
         self._target_ranks, self._leads = roles.target, roles.leads
 
@@ -84,31 +95,22 @@ class RankEngine(ABC):
             self.drafter.prefill(state)
         return state
 
-    def admit(self, state: State, row: int, prompt: Prompt) -> None:
-        """Replaces an ended row by a new prompt, and prefills it."""
-        self._begin_prefill([prompt])
-        state.replace(row, prompt)
-        if self.target:
-            self.target.refill(state.token_BS, row, state.lengths[row])
-        if self.drafter:
-            self.drafter.refill(state, row)
+    def admit(self, state: State, row: int, prompt: Prompt, reuse: bool = False) -> int:
+        """Replaces the text of a row that has ended, and prefills it.
 
-    def go_on(self, state: State, prompt: Prompt) -> int:
-        """Replaces the text of a batch of one row; how many tokens are kept of the target's cache.
-
-        These are the tokens that both texts begin with, but for the last one: a head that drafts reads its
-        states with the token behind it. A draft is small, and is prefilled anew.
+        With `reuse` the target's cache keeps the tokens that both texts begin with; returns their number.
+        (The last of them is fed again: a head that drafts reads its hidden state with the token after it.)
+        A draft is small, and is prefilled anew.
         """
         self._begin_prefill([prompt])
-        pairs = zip(state.texts[0], prompt.token_ids, strict=False)
-        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        state.replace(0, prompt)
+        pairs = zip(state.texts[row], prompt.token_ids[:-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) if reuse else 0
+        state.replace(row, prompt)
         kept = 0
         if self.target:
-            self.target.roll_back([max(1, min(alike, state.lengths[0] - 1))])
-            [kept] = self.target.prefill(state.token_BS, [state.lengths[0] - 1])
+            kept = self.target.refill(state.token_BS, row, state.lengths[row], max(0, shared - 1))
         if self.drafter:
-            self.drafter.refill(state, 0)
+            self.drafter.refill(state, row)
         return kept
 
     @torch.inference_mode()
@@ -146,7 +148,7 @@ class RankEngine(ABC):
         """
 
     @abstractmethod
-    def verify(self, state: State, proposal: Proposal) -> RoundResult:
+    def verify(self, state: State, proposal: Proposal) -> Decision:
         """One target forward over K+1 positions, and the decision. Ended rows are fed nothing."""
 
     def roll_back(self, state: State) -> None:
@@ -185,44 +187,44 @@ class Engine(RankEngine):
         model = target.model
         super().__init__(target, drafter, transform, draws, roles, model.context, model.device)
         self._rule = rule
-        self._decide = decide_for(draws)
 
     @torch.inference_mode()
     def draft(self, state: State, wanted: list[int]) -> Proposal:
-        with self.part(DRAFT):
+        with self.observer.part(DRAFT):
             self._enter("draft", self._rounds.decided + 1)
-            limits = map(self.drafter.limit, state.lengths)
-            count = tuple(min(k, most) for k, most in zip(wanted, limits, strict=True))
+            count = tuple(
+                min(k, self.drafter.limit(length), self.target.room(length))
+                for k, length in zip(wanted, state.lengths, strict=True)
+            )
             self._rounds.ask(state, count)
             proposal = self.drafter.propose(state, count)
             self._rounds.submit(state, proposal)
             return proposal
 
     @torch.inference_mode()
-    def verify(self, state: State, proposal: Proposal) -> RoundResult:
-        with self.part(DECIDE):
+    def verify(self, state: State, proposal: Proposal) -> Decision:
+        with self.observer.part(DECIDE):
             self._enter("verify", self._rounds.decided + 1)
-            with self.part(VERIFY):
+            with self.observer.part(VERIFY):
                 logit_BWV = target_logits(self.target, state, proposal.count)
-            result = self.judge(state, proposal, logit_BWV)
-            self._rounds.decide(state, result)
+            decision = self.judge(state, proposal, logit_BWV)
+            self._rounds.decide(state, decision)
             self._enter("commit", self._rounds.decided)
-            return result
+            return decision
 
-    def judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:
-        """What each row commits, given the target's logits over its drafts and the position after them."""
+    def judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Decision:
+        """Decides what each row commits, given the target's logits over its drafts and the next position."""
         probs_BWV = self.transform(logit_BWV, state.prefix(0, proposal.k + 1))
-        decided_BN = self._decide(self._rule, self.draws, state, proposal, probs_BWV)
-        if proposal.damaged is not None:
-            decided_BN[:, 2] += proposal.damaged
-        result = RoundResult.of(decided_BN, proposal)
-        if self.logprobs:
-            blocks = [[] if ended else result.tokens(row) for row, ended in enumerate(state.ended)]
+        draft_BKV = probs_BWV[:, :0] if proposal.draft_BKV is None else proposal.draft_BKV
+        given = probs_BWV, draft_BKV, proposal.drafted_BK, sent(proposal.count, probs_BWV.device)
+        packed_BN = self.draws.round(decide, self._rule, state.slot(Purpose.ACCEPT), *given)
+        decision = Decision.unpack(packed_BN, proposal.count)
+        if self.logprobs.reads:
+            blocks = [[] if ended else decision.tokens(row) for row, ended in enumerate(state.ended)]
             logprobs = self.logprobs.read(logit_BWV, probs_BWV, self.transform.vocab, blocks)
-            result = replace(result, logprobs=logprobs)
-        if self.watch:
-            self.watch(state, proposal, result, probs_BWV, logit_BWV)
-        return result
+            decision = replace(decision, logprobs=logprobs)
+        self.observer.decided(state, proposal, decision, probs_BWV, logit_BWV)
+        return decision
 
 
 def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.engine import RankEngine, target_logits
-from llama_ssp.speculative.round_protocol import FollowerProtocol, RoundResult
+from llama_ssp.speculative.round_protocol import FollowerProtocol
 from llama_ssp.speculative.state import Proposal, State
 
 
@@ -28,18 +29,17 @@ class Follower(RankEngine):
             self.drafter.roll_back([length + n + 1 for length, n in zip(state.lengths, alike, strict=True)])
         return proposal
 
-    def verify(self, state: State, proposal: Proposal) -> RoundResult:
+    def verify(self, state: State, proposal: Proposal) -> Decision:
         """Takes part in the target's forward, or drafts ahead meanwhile; then receives the decision."""
         self._enter("verify", self._rounds.decided + 1)
         if self.target:
             target_logits(self.target, state, proposal.count)
         if self.drafter:
             self.drafter.meanwhile(state, proposal)
-        result = self._rounds.result(state)
-        if self.watch:
-            self.watch(state, proposal, result, None, None)
+        decision = self._rounds.result(state)
+        self.observer.decided(state, proposal, decision, None, None)
         self._enter("commit", self._rounds.decided)
-        return result
+        return decision
 
     def synchronize(self) -> None:
         """Followers have no clocks."""

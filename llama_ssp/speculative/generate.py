@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import RankEngine
-from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import State
 from llama_ssp.speculative.stats import RowStep
 
@@ -107,7 +107,7 @@ def generate(
     engine.flush()
 
 
-def commit(state: State, result: RoundResult, limits: Limits, context: int, number: int) -> Step:
+def commit(state: State, result: Decision, limits: Limits, context: int, number: int) -> Step:
     """Cuts each row's block where the row ends, then appends it: trim before counting."""
     step = Step(number)
     for row in range(state.rows):

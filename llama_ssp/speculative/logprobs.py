@@ -32,6 +32,11 @@ class LogprobReader:
     sampled: bool = False
     by_row: dict[int, int | None] = field(default_factory=dict)
 
+    @property
+    def reads(self) -> bool:
+        """Whether any row's tokens get log-probabilities."""
+        return any(top is not None for top in (self.top, *self.by_row.values()))
+
     def of_row(self, row: int) -> int | None:
         return self.by_row.get(row, self.top)
 
@@ -81,7 +86,10 @@ def scored(
     last = [length - 1 for length in state.lengths]
     while target.cached != last:
         starts = target.cached
-        ends = [min(start + width, end) for start, end in zip(starts, last, strict=True)]
+        ends = [
+            min(start + width, end, start + 1 + target.room(start + 1))
+            for start, end in zip(starts, last, strict=True)
+        ]
         wanted = [end - start for start, end in zip(starts, ends, strict=True)]
         logit_BWV = target.logits(state.token_BS, ends, wanted)
         if leads:

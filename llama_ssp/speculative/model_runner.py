@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.feed import Feed, sent
+from llama_ssp.models.graph_sizes import LAG
 from llama_ssp.models.interface import Cache, Model
 
 Span = tuple[int, int, int]  # a row, a position, and how many tokens from there
 # Called after each pass with the texts, what was fed of them, and what the model's taps gave of these tokens.
 Observer = Callable[[Tensor, list[Span], Tensor], None]
-LAG = 2  # tokens that a model lacks at most after a round; they are fed in one forward
+UNLIMITED = 2**31  # drafts
 
 
 class ModelRunner:
@@ -42,12 +43,10 @@ class ModelRunner:
         self._cache = None  # first: its memory may be needed
         self._cache = self.model.new_cache(rows, capacity)
 
-    def prefill(self, token_BS: Tensor, ends: list[int]) -> list[int]:
-        """Feeds up to `ends`; the texts have one token more. How many tokens of each the cache had kept."""
+    def prefill(self, token_BS: Tensor, ends: list[int]) -> None:
+        """Feeds each row up to its end, in chunks; the texts have one token more."""
         self._begin(ends, [end + 1 for end in ends])
-        kept = list(self.cached)
         self._prefill(token_BS, ends)
-        return kept
 
     def _prefill(self, token_BS: Tensor, ends: list[int]) -> None:
         while any(c < e for c, e in zip(self.cached, ends, strict=True)):
@@ -55,62 +54,44 @@ class ModelRunner:
             self._forward(token_BS, chunk_ends, last_only=True)
 
     @torch.inference_mode()
-    def refill(self, token_BS: Tensor, row: int, length: int) -> None:
-        """Clears the row for another text of this length, and feeds all but its last token, in chunks.
+    def refill(self, token_BS: Tensor, row: int, length: int, kept: int = 0) -> int:
+        """Gives the row another text of this length, and feeds all but its last token, in chunks.
 
-        The other rows are fed nothing. No NaN of a damaged text may stay, as 0 times NaN is NaN.
+        The other rows are fed nothing. At most `kept` tokens stay in the cache; returns how many did. If none
+        do, the row is cleared: no NaN of a damaged text may stay, as 0 times NaN is NaN.
         """
         assert self._cache is not None, "start() comes first"
-        self._cache.clear(row)
-        for start in range(0, length - 1, self.prefill_chunk):
+        kept = min(kept, self.cached[row]) if self._is_long(length) == self._is_long(self._given[row]) else 0
+        self._given[row] = length
+        if not kept:
+            self._cache.clear(row)
+        for start in range(kept, length - 1, self.prefill_chunk):
             count = min(self.prefill_chunk, length - 1 - start)
             feed = Feed((start,), (count,), self._cache.capacity, self.model.device, (length,))
             token_1W = self._input(token_BS[row : row + 1], feed)
             self.model.logits(token_1W, feed, self._cache.row(row), last_only=True)
             self._observed(token_BS, [(row, start, count)])
-        self.cached[row], self._given[row] = max(length - 1, 0), length
+        self.cached[row] = max(length - 1, 0)
+        return kept
+
+    def room(self, length: int) -> int:
+        """How many drafts of a text of this length the model can verify in one pass.
+
+        Positions up to `limit` and those beyond it have two scales, and cannot share a pass.
+        """
+        return self.limit - length if self.limit is not None and length <= self.limit else UNLIMITED
 
     def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
-        """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).
+        """Feeds up to `ends`; returns the logits of each row's last `wanted` positions, (B, W, V).
 
-        They begin at column 0; columns behind them are undefined. They come from one forward, however small
-        the prefill chunk is.
+        They begin at column 0; columns after them are undefined. They come from one forward, however small
+        the prefill chunk is:
+
+            text     0 1 2 3 4 5 6 | drafts           ends = 10, wanted = 4
+            cached   - - - - -                        the cache may lack `LAG` tokens and more
+            fed                5 6 7 8 9              one pass; column 0 of the result is position 6
         """
-        first = [max(e - w, 0) + 1 for e, w in zip(ends, wanted, strict=True)]
-        self._begin(ends, first)
-        if self.limit is None or not any(f <= self.limit < e for f, e in zip(first, ends, strict=True)):
-            return self._last(token_BS, ends, wanted)
-        return self._over(self.limit, token_BS, ends, wanted)
-
-    def _over(self, limit: int, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
-        """The same where rows grow over the limit: up to it, then beyond it, for which they begin anew."""
-        pairs = list(zip(ends, wanted, strict=True))
-        before = [w if e <= limit or e - w >= limit else w - (e - limit) for e, w in pairs]
-        behind = [w - b for w, b in zip(wanted, before, strict=True)]
-        stops = [limit if n else e for e, n in zip(ends, behind, strict=True)]
-        near_BWV = self._last(token_BS, stops, before)
-        self._begin(ends, [limit + 1] * len(ends))
-        far_BWV = self._last(token_BS, ends, behind)
-        rows = [
-            torch.cat([near_WV[:b], far_WV[:n], near_WV.new_zeros(max(wanted) - b - n, near_WV.shape[1])])
-            for near_WV, far_WV, b, n in zip(near_BWV, far_BWV, before, behind, strict=True)
-        ]
-        return torch.stack(rows)
-
-    def _begin(self, ends: list[int], lengths: list[int]) -> None:
-        """Fixes the scale of rows that are about to be fed, by the lengths of their texts.
-
-        A row whose keys have the other scale begins anew.
-        """
-        for row, (end, length) in enumerate(zip(ends, lengths, strict=True)):
-            if end <= self.cached[row]:
-                continue
-            if self.limit is not None and (length > self.limit) != (self._given[row] > self.limit):
-                self.cached[row] = 0
-            if not self.cached[row]:
-                self._given[row] = length
-
-    def _last(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
+        self._begin(ends, [max(e - w, 0) + 1 for e, w in zip(ends, wanted, strict=True)])
         self._prefill(token_BS, [max(e - w - LAG + 1, 0) for e, w in zip(ends, wanted, strict=True)])
         feed, logit_BWV = self._forward(token_BS, ends, last_only=False)
         first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
@@ -120,6 +101,23 @@ class ModelRunner:
         column_BW = torch.tensor(first)[:, None] + torch.arange(width)
         column_BW = sent(column_BW.clamp(max=feed.width - 1), logit_BWV.device)
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
+
+    def _begin(self, ends: list[int], lengths: list[int]) -> None:
+        """Fixes the scale of rows that are about to be fed, by the lengths of their texts.
+
+        A row whose keys have the other scale begins anew.
+        """
+        for row, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+            if end <= self.cached[row]:
+                continue
+            if self._is_long(length) != self._is_long(self._given[row]):
+                self.cached[row] = 0
+            if not self.cached[row]:
+                self._given[row] = length
+
+    def _is_long(self, length: int) -> bool:
+        """Whether positions of a text of this length have the second scale."""
+        return self.limit is not None and length > self.limit
 
     def roll_back(self, lengths: list[int]) -> None:
         """Keeps at most len-1 tokens of each row."""

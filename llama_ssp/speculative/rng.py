@@ -1,4 +1,4 @@
-"""All randomness: `bernoulli` and `categorical`, keyed by what is drawn, not by when.
+"""All randomness: `bernoulli` and `categorical`, keyed by what is drawn, not by when it is drawn.
 
 A draw depends only on (run seed, prompt id, base, purpose, offset). `base` is the length of the text when the
 round began. It grows every round, so no key is used twice, although block verification may discard a drafted
@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -45,24 +47,33 @@ NOTHING = (None, torch.empty(0, 0))
 
 @dataclass(frozen=True)
 class Slot:
-    """Names one draw per row: the prompts' keys, the texts' lengths, the purpose and the offset."""
+    """Names one draw per row: the prompts' keys, the texts' lengths, the purpose and the offset.
 
-    keys: tuple[int, ...]
+    A row without a key draws nothing: its numbers are 0.
+    """
+
+    keys: tuple[int | None, ...]
     bases: tuple[int, ...]
     purpose: Purpose
     offset: int = 0
 
 
+Decide = Callable[..., Tensor]  # decides a round, of a rule, `RoundDraws` and tensors
+
+
 class Draws(Protocol):
-    """Everything random in a run goes through these two calls."""
+    """The source of all randomness: drafts are drawn by `categorical`, the rest of a round by `round`."""
 
     own: dict[int, int]  # seeds of prompts that have one, by prompt key
 
-    def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
-        """Independent coins; column n of the result belongs to offset `slot.offset + n`."""
-
     def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
-        """One token a row from its distribution; the distribution need not be normalised."""
+        """Draws one token a row from its distribution, which need not be normalised."""
+
+    def round(self, decide: Decide, rule: Hashable, slot: Slot, probs_BWV: Tensor, *given: Tensor) -> Tensor:
+        """Returns `decide(rule, draws, probs_BWV, *given)`, with the `RoundDraws` of a round of W - 1 drafts.
+
+        `slot` names the texts; each draft has a coin, and the row a draw for the token after its drafts.
+        """
 
 
 def prompt_key(prompt_id: str) -> int:
@@ -70,17 +81,46 @@ def prompt_key(prompt_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(prompt_id.encode(), digest_size=8).digest(), "big")
 
 
+def call(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """Calls a function of tensors: the plain form of `Model.replay`."""
+    return function(*given)
+
+
+@dataclass(frozen=True)
+class RoundNumbers:
+    """One round's `RoundDraws`, made of its random numbers: a uniform for each draft, and a race's clocks."""
+
+    uniform_BK: Tensor
+    clock_BN: Tensor
+
+    def bernoulli(self, chance_BK: Tensor) -> Tensor:
+        return self.uniform_BK < chance_BK  # strictly: a chance of 0 never passes, of 1 always does
+
+    def categorical(self, probs_BV: Tensor) -> Tensor:
+        return race(probs_BV, self.clock_BN)
+
+
+@cache
+def _by_numbers(decide: Decide, rule: Hashable) -> Callable[..., Tensor]:
+    """Returns `decide` as a function of tensors, one function a rule: graphs are kept by function."""
+
+    def by_numbers(uniform_BK: Tensor, clock_BN: Tensor, *given: Tensor) -> Tensor:
+        return decide(rule, RoundNumbers(uniform_BK, clock_BN), *given)
+
+    return by_numbers
+
+
 @dataclass
 class CounterDraws:
-    """Philox, addressed by counter: (seed, prompt) is its key, the base its counter."""
+    """Philox, addressed by counter: (seed, prompt) is its key, the base its counter.
+
+    `replay` runs functions of tensors: a model's, which may have them as CUDA graphs, or `call`.
+    """
 
     seed: int
+    replay: Callable[..., Tensor] = call
     own: dict[int, int] = field(default_factory=dict)
     _held: dict[int, tuple[object, Tensor]] = field(default_factory=dict, repr=False)  # tables by stream
-
-    def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
-        uniform_BN = self._uniforms(slot, chance_BN.shape[1], chance_BN.device)
-        return uniform_BN < chance_BN  # strictly: a chance of 0 never passes, of 1 always does
 
     def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
         """Corrections are drawn by a race, so that drafting ahead guesses them best (drafters/ahead.py).
@@ -89,19 +129,23 @@ class CounterDraws:
         caches, making them takes many times as long.
         """
         if slot.purpose is Purpose.CORRECT or not slot.offset:
-            clock_BN = self._clocks(slot, 2 * heat(probs_BV.shape[1]), probs_BV.device)
+            clock_BN = self.clocks(slot, 2 * heat(probs_BV.shape[1]), probs_BV.device)
         if slot.purpose is Purpose.CORRECT:
             return race(probs_BV, clock_BN)
-        return self._by_cdf(probs_BV, self._uniforms(slot, 1, probs_BV.device))
+        # A copy: the next replay overwrites what this one gave.
+        return self.replay(inverse_cdf, probs_BV, self.uniforms(slot, 1, probs_BV.device)).clone()
 
-    def _by_cdf(self, probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-        return inverse_cdf(probs_BV, uniform_B1)
+    def round(self, decide: Decide, rule: Hashable, slot: Slot, probs_BWV: Tensor, *given: Tensor) -> Tensor:
+        _, width, vocab = probs_BWV.shape
+        uniform_BK = self.uniforms(replace(slot, purpose=Purpose.ACCEPT), width - 1, probs_BWV.device)
+        clock_BN = self.clocks(slot, 2 * heat(vocab), probs_BWV.device)
+        return self.replay(_by_numbers(decide, rule), uniform_BK, clock_BN, probs_BWV, *given)
 
-    def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
+    def clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """A round's exponentials, (B, count)."""
         return self._table(RACES, slot, count, device)[:, :count]
 
-    def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
+    def uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """One number for each row and offset, (B, count)."""
         first = PURPOSES * slot.offset + slot.purpose
         end = first + PURPOSES * count
@@ -128,8 +172,10 @@ class CounterDraws:
             return torch.from_numpy(whole_BN * 2.0**-53)
         return torch.from_numpy(-np.log(((whole_BN >> np.uint64(1)) + 0.5) * 2.0**-52))
 
-    def _row(self, key: int, base: int, width: int, stream: int) -> np.ndarray:
+    def _row(self, key: int | None, base: int, width: int, stream: int) -> np.ndarray:
         """Numbers of 53 bits."""
+        if key is None:
+            return np.zeros(width, dtype=np.uint64)
         # As an array: from a list with a number beyond 2**63 numpy makes floats, which cut both keys.
         keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)
         return np.random.Philox(key=keys, counter=[0, 0, stream, base]).random_raw(width) >> np.uint64(11)

@@ -10,77 +10,19 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import chain, islice
 
 import torch
-from torch import Tensor
 
-from llama_ssp.distributed.draft_messages import DraftClient
-from llama_ssp.distributed.failures import LostPeer
-from llama_ssp.distributed.process_group import checksum
-from llama_ssp.distributed.roles import LeaderChannel, Roles
+from llama_ssp.distributed.comm import LeaderChannel, LostPeer, checksum
+from llama_ssp.distributed.roles import Roles
 from llama_ssp.errors import DistributedError
+from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.state import Proposal, State
-from llama_ssp.text.logprobs import ScoredToken
 
 log = logging.getLogger(__name__)
 
 Count = tuple[int, ...]
 DECIDED, ALONE = 1, 2  # flags of a message: it holds a decision; the draft is lost
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """A decision, on the host. Row b commits its first `accepted[b]` drafts, then `token[b]`.
-
-    `damaged` rows had logits that were not numbers. For each draft, accepted or not, `overlap` is
-    sum(min(target, draft)), and `standing` the two chances of `Rule.standing`; followers have zeros instead.
-    """
-
-    drafted: list[list[int]]
-    accepted: list[int]
-    token: list[int]
-    overlap: list[list[float]]
-    damaged: list[bool]
-    standing: list[list[tuple[float, float]]]
-    logprobs: list[list[ScoredToken]] = field(default_factory=list)  # of the tokens; empty unless asked for
-
-    def tokens(self, row: int) -> list[int]:
-        return [*self.drafted[row][: self.accepted[row]], self.token[row]]
-
-    @staticmethod
-    def of(decided_BN: Tensor, proposal: Proposal) -> RoundResult:
-        """From one tensor (B, 3 + 4K): accepted, token, damaged; then per draft token, overlap, standing."""
-        rows = decided_BN.cpu().tolist()
-
-        def part(number: int) -> list[list[float]]:
-            """Each row's share of a part that has a column for each draft."""
-            first = 3 + number * proposal.k
-            return [row[first : first + n] for row, n in zip(rows, proposal.count, strict=True)]
-
-        before, standing = part(2), part(3)
-        return RoundResult(
-            drafted=[[int(token) for token in row] for row in part(0)],
-            accepted=[int(row[0]) for row in rows],
-            token=[int(row[1]) for row in rows],
-            overlap=part(1),
-            damaged=[bool(row[2]) for row in rows],
-            standing=[list(zip(*both, strict=True)) for both in zip(before, standing, strict=True)],
-        )
-
-    def to_ints(self) -> list[int]:
-        """For a message, without `overlap` and `standing`, which only the leader's draft length needs."""
-        counts, damaged = map(len, self.drafted), map(int, self.damaged)
-        return [*counts, *self.accepted, *self.token, *damaged, *chain(*self.drafted)]
-
-    @staticmethod
-    def from_ints(values: Iterator[int], rows: int) -> RoundResult:
-        counts, accepted, token, damaged = ([*islice(values, rows)] for _ in range(4))
-        drafted = [[*islice(values, count)] for count in counts]
-        overlap, standing = [[0.0] * count for count in counts], [[(0.0, 0.0)] * count for count in counts]
-        return RoundResult(drafted, accepted, token, overlap, list(map(bool, damaged)), standing)
 
 
 class RoundProtocol(ABC):
@@ -107,7 +49,6 @@ class LeaderProtocol(RoundProtocol):
         super().__init__(roles)
         if self._target is not None and self._target.world == 1:
             self._target = None
-        self._link = roles.draft_channel if isinstance(roles.draft_channel, DraftClient) else None
         self._unsent: list[int] = []  # the last decision
 
     def ask(self, state: State, count: Count) -> None:
@@ -116,13 +57,13 @@ class LeaderProtocol(RoundProtocol):
 
     def submit(self, state: State, proposal: Proposal) -> None:
         """Sends the ranks of the target the last decision, and the drafts."""
-        self._require_link()
+        self._require_draft()
         if self._target is not None:
             drafted = proposal.drafted_BK.flatten().tolist()
             self._send(self._target, self._basis_of(state), [*proposal.count, *drafted])
         self._all_sent()
 
-    def decide(self, state: State, result: RoundResult) -> None:
+    def decide(self, state: State, result: Decision) -> None:
         """Keeps the decision for the next messages."""
         self.decided += 1
         if self._target is not None or self._draft_channel is not None:
@@ -131,9 +72,9 @@ class LeaderProtocol(RoundProtocol):
     def flush(self) -> None:
         if self._basis is not None:
             self._send(self._draft_channel, self._basis, [])
-            if self._link is not None:
-                self._link.flush()
-                self._require_link()
+            if self._draft_channel is not None:
+                self._draft_channel.flush()
+                self._require_draft()
             self._send(self._target, self._basis, [])
             self._all_sent()
 
@@ -150,20 +91,20 @@ class LeaderProtocol(RoundProtocol):
     @property
     def _is_alone(self) -> bool:
         """Whether the draft, on ranks of its own, is lost."""
-        return self._link is not None and self._link.lost is not None
+        return self._draft_channel is not None and self._draft_channel.lost is not None
 
-    def _require_link(self) -> None:
+    def _require_draft(self) -> None:
         """Raises LostPeer if a draft on other ranks is lost and the run may not continue without it."""
-        link = self._link
-        if link is None or link.lost is None or link.loss_logged:
+        channel = self._draft_channel
+        if channel is None or channel.lost is None or channel.loss_logged:
             return
-        if link.essential:
+        if channel.essential:
             raise LostPeer(
-                "the draft has gone or does not answer", "its first rank", link.lost,
+                "the draft has gone or does not answer", "its first rank", channel.lost,
                 fix="look there for the first error; placement.on_draft_loss=continue lets the target go on",
             )  # fmt: skip
-        log.warning("the draft is lost (%s): the target continues alone", link.lost)
-        link.loss_logged = True
+        log.warning("the draft is lost (%s): the target continues alone", channel.lost)
+        channel.loss_logged = True
 
 
 class FollowerProtocol(RoundProtocol):
@@ -189,7 +130,7 @@ class FollowerProtocol(RoundProtocol):
         state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, None, count)
 
-    def result(self, state: State) -> RoundResult:
+    def result(self, state: State) -> Decision:
         """The decision. What comes with it starts the next round."""
         self._basis = checksum(state.lengths)
         self.decided += 1
@@ -215,7 +156,7 @@ class FollowerProtocol(RoundProtocol):
 
     def _receive(
         self, ranks: LeaderChannel | None, basis: int, rows: int
-    ) -> tuple[RoundResult | None, list[int]]:
+    ) -> tuple[Decision | None, list[int]]:
         """A message's decision on this many rows, if it has one, and what follows it."""
         assert ranks is not None, "this rank has no channel to receive from"
         number, theirs, kind, *values = ranks.broadcast_ints([])
@@ -226,7 +167,7 @@ class FollowerProtocol(RoundProtocol):
         if kind & ALONE:
             self._everyone.drop_lost()
         rest = iter(values)
-        return RoundResult.from_ints(rest, rows) if kind & DECIDED else None, list(rest)
+        return Decision.from_ints(rest, rows) if kind & DECIDED else None, list(rest)
 
     def _out_of_step(self, how: str) -> DistributedError:
         return DistributedError(

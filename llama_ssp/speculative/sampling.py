@@ -56,7 +56,7 @@ class SamplingTransform:
         return self._row_by_row(logit_BWV, prefix) if self._by_row else self._alike(logit_BWV, prefix)
 
     def _row_by_row(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
-        """The same, where rows have controls of their own."""
+        """Computes rows in groups that share their controls, and puts them back in order."""
         groups: dict[SamplingTransform, list[int]] = {}
         for row in range(len(logit_BWV)):
             groups.setdefault(self._by_row.get(row, self), []).append(row)

@@ -53,13 +53,11 @@ class Proposal:
     """The drafts of a round: the first `count` of each row's K columns are real.
 
     `draft_BKV` is the very tensor each token was drawn from: NaN where the draft's logits were not numbers.
-    `damaged` rows had such logits; it is needed where `draft_BKV` does not show that.
     """
 
     drafted_BK: Tensor
     draft_BKV: Tensor | None
     count: tuple[int, ...]
-    damaged: Tensor | None = None
 
     @property
     def k(self) -> int:
@@ -122,7 +120,10 @@ class State:
         return self.texts[row][self.prompt_lengths[row] :]
 
     def slot(self, purpose: Purpose, offset: int = 0) -> Slot:
-        return Slot(tuple(self.keys), tuple(self.lengths), purpose, offset)
+        """Names a draw of each row; rows that have ended draw nothing."""
+        pairs = zip(self.keys, self.finished, strict=True)
+        keys = tuple(key if reason is None else None for key, reason in pairs)
+        return Slot(keys, tuple(self.lengths), purpose, offset)
 
     def prefix(self, first: int, width: int) -> Prefix:
         """The prefixes of `width` positions a row, the first of them `first` drafts past its length."""

@@ -17,7 +17,7 @@ class RowStep:
     """What one row got in one round, cut where the row ended.
 
     `drafted` are the drafts before the row's end, `discarded` the number after it, and `cut` the number of
-    tokens of the verified block after it. `overlap` and `standing` are those of `RoundResult`.
+    tokens of the verified block after it. `overlap` and `standing` are those of `Decision`.
     """
 
     row: int

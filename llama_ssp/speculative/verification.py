@@ -69,13 +69,13 @@ class DraftBlock:
 
 
 class RoundDraws(Protocol):
-    """The random numbers of one round."""
+    """The draws of one round."""
 
-    def coins(self, chance_BK: Array) -> Array:
-        """An independent draw for each draft: True with the given chance."""
+    def bernoulli(self, chance_BK: Array) -> Array:
+        """Tosses a coin for each draft, independent of the others: True with the given chance."""
 
-    def token(self, probs_BV: Array) -> Array:
-        """Returns the token after those that stand, one a row."""
+    def categorical(self, probs_BV: Array) -> Array:
+        """Draws one token a row from its distribution: the one after those that stand."""
 
 
 class Rule(ABC):
@@ -85,9 +85,9 @@ class Rule(ABC):
 
     def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
         """How many drafts stand in each row, and the token that follows them."""
-        passed_BK = draws.coins(self.accept_chances(block))
+        passed_BK = draws.bernoulli(self.accept_chances(block))
         accepted_B = self.accepted(passed_BK)
-        return accepted_B, draws.token(self.correction_probs(block, accepted_B))
+        return accepted_B, draws.categorical(self.correction_probs(block, accepted_B))
 
     @abstractmethod
     def accept_chances(self, block: DraftBlock) -> Array:

@@ -211,7 +211,7 @@ class MeasuredPair:
         if contender.models is not None:
             engine, made = self._engine(contender, 0), 0
             if isinstance(engine, Engine):  # the leader's clocks are those that are shown
-                engine.part = self._watch.part
+                engine.observer = self._watch
             self._watch.spent.clear()
             for batch in self.batches:
                 timed = TimedRun(engine, [prompt for _, prompt in batch], self._task.max_new_tokens)

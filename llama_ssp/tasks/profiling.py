@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.speculative.engine import DECIDE, DRAFT, VERIFY
+from llama_ssp.speculative.engine import DECIDE, DRAFT, VERIFY, Observer
 
 COMMUNICATE, HOST = "communicate", "host"
 MESSAGES = ("all_reduce", "all_gather", "broadcast_ints")
@@ -21,7 +21,7 @@ MESSAGES = ("all_reduce", "all_gather", "broadcast_ints")
 PARTS = (DRAFT, VERIFY, DECIDE, COMMUNICATE, HOST)
 
 
-class Stopwatch:
+class Stopwatch(Observer):
     """Divides time among parts. Off until `running`; then time in no part is the host's."""
 
     def __init__(self) -> None:

@@ -10,17 +10,42 @@ have different numbers. Control: two of the planted faults reuse a key (mutants.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama_ssp.speculative.rng import Slot
+from llama_ssp.speculative.drafters.local import certain_where
+from llama_ssp.speculative.rng import Purpose, Slot
+
+
+@dataclass(frozen=True)
+class RoundBySlot:
+    """A round's draws, each asked of a source by its slot. Rows without a key have ended: they draw none."""
+
+    source: Any
+    slot: Slot
+
+    def bernoulli(self, chance_BK: Tensor) -> Tensor:
+        return self.source.bernoulli(chance_BK, self.slot)
+
+    def categorical(self, probs_BV: Tensor) -> Tensor:
+        ended_B = torch.tensor([key is None for key in self.slot.keys])
+        return self.source.categorical(
+            certain_where(ended_B, probs_BV), replace(self.slot, purpose=Purpose.CORRECT)
+        )
+
+
+class BySlot:
+    """A source whose draws are all `bernoulli` or `categorical` of a slot."""
+
+    def round(self, decide: Any, rule: Any, slot: Slot, *given: Tensor) -> Tensor:
+        return decide(rule, RoundBySlot(self, slot), *given)
 
 
 @dataclass
-class ReplayDraws:
+class ReplayDraws(BySlot):
     """Takes the given choices, then always the first; notes what there was to choose from."""
 
     choices: list[int]

@@ -26,7 +26,7 @@ from llama_ssp.config.schema import MAX_K
 from llama_ssp.speculative import rng
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf, prompt_key, race
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES
+from llama_ssp.speculative.verification import RULES, RoundDraws
 from tests.proofs import scenarios
 from tests.proofs.toy import toy
 from tests.rig import drive_refilled, engine_of
@@ -40,6 +40,20 @@ def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
     seen = probs > 0
     due = probs[seen] * counts.sum()
     return float(stats.power_divergence(counts[seen], due, lambda_="log-likelihood")[1])
+
+
+def coins(source: Any, chance_BN: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The coins of a round of N drafts."""
+    rows, count = chance_BN.shape
+    return source.round(_coins, None, slot, torch.ones(rows, count + 1, 1), chance_BN)
+
+
+def _coins(_rule: None, draws: RoundDraws, _probs: torch.Tensor, chance_BN: torch.Tensor) -> torch.Tensor:
+    return draws.bernoulli(chance_BN)
+
+
+def _correction(_rule: None, draws: RoundDraws, probs_BWV: torch.Tensor) -> torch.Tensor:
+    return draws.categorical(probs_BWV[:, 0])
 
 
 def draws_of(probs: torch.Tensor, purpose: Purpose = Purpose.CORRECT) -> np.ndarray:
@@ -84,7 +98,7 @@ def test_a_distribution_3_percent_away_is_rejected():
 def test_bernoulli_passes_at_its_chance(chance):
     source, passed = CounterDraws(1), 0
     for base in range(DRAWS // 8):
-        passed += int(source.bernoulli(torch.full((1, 8), chance), Slot((3,), (base,), Purpose.ACCEPT)).sum())
+        passed += int(coins(source, torch.full((1, 8), chance), Slot((3,), (base,), Purpose.ACCEPT)).sum())
     other = chance * 0.97 if chance > 0.5 else chance + 0.03  # control
     right, wrong = (stats.binomtest(passed, DRAWS // 8 * 8, p).pvalue for p in (chance, other))
     assert wrong < FALSE_ALARM < right
@@ -107,10 +121,10 @@ def test_prompts_of_one_length_have_numbers_of_their_own():
     for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CORRECT):
         slots, shared = [Slot((key,), (9,), purpose) for key in range(40)], CounterDraws(1)
         tokens = [int(shared.categorical(probs, slot)) for slot in slots]
-        coins = [shared.bernoulli(chance, slot).tolist() for slot in slots]
+        tossed = [coins(shared, chance, slot).tolist() for slot in slots]
         assert tokens == [int(CounterDraws(1).categorical(probs, slot)) for slot in slots]
-        assert coins == [CounterDraws(1).bernoulli(chance, slot).tolist() for slot in slots]
-        assert len(set(tokens)) > 10 and len(set(map(str, coins))) > 10
+        assert tossed == [coins(CounterDraws(1), chance, slot).tolist() for slot in slots]
+        assert len(set(tokens)) > 10 and len(set(map(str, tossed))) > 10
 
 
 def test_a_draw_depends_on_its_key_alone():
@@ -119,7 +133,7 @@ def test_a_draw_depends_on_its_key_alone():
     slots = [Slot((key,), (5,), Purpose.DRAFT, 2) for key in range(6)]
     alone = [int(CounterDraws(9).categorical(probs[None], slot)) for slot in slots]
     source = CounterDraws(9)
-    source.bernoulli(torch.rand(6, 40), Slot(tuple(range(6)), (5,) * 6, Purpose.ACCEPT))
+    coins(source, torch.rand(6, 40), Slot(tuple(range(6)), (5,) * 6, Purpose.ACCEPT))
     together = source.categorical(probs.expand(6, -1), Slot(tuple(range(6)), (5,) * 6, Purpose.DRAFT, 2))
     assert together.tolist() == alone
     assert len(set(alone)) > 1
@@ -159,7 +173,7 @@ def test_a_uniform_that_equals_the_chance_does_not_pass(raw, uniform):
     chance_BK = torch.tensor([[uniform, uniform + 2.0**-53]], dtype=torch.float64)
     always = SimpleNamespace(random_raw=lambda count: np.full(count, raw, np.uint64))
     with patch.object(np.random, "Philox", lambda **_: always):
-        passed = CounterDraws(0).bernoulli(chance_BK, Slot((0,), (0,), Purpose.ACCEPT))
+        passed = coins(CounterDraws(0), chance_BK, Slot((0,), (0,), Purpose.ACCEPT))
     assert passed.tolist() == [[False, True]]
 
 
@@ -217,7 +231,7 @@ def uniforms_behind(source: Any, slot: Slot, count: int) -> np.ndarray:
     for bit in range(1, 54):
         mark_BN = low_BN + 2.0**-bit
         if slot.purpose is Purpose.ACCEPT:
-            passed_BN = source.bernoulli(mark_BN, slot)
+            passed_BN = coins(source, mark_BN, slot)
         else:
             pairs = torch.stack([mark_BN, 1 - mark_BN], -1).unbind(1)
             slots = [replace(slot, offset=slot.offset + n) for n in range(count)]
@@ -236,7 +250,7 @@ def clocks_behind(source: Any, slot: Slot, vocab: int) -> np.ndarray:
         return torch.zeros(len(probs_BV), dtype=torch.int64)
 
     with patch.object(rng, "race", noted):
-        source.categorical(torch.ones(1).expand(len(slot.keys), vocab), slot)
+        source.round(_correction, None, slot, torch.ones(1).expand(len(slot.keys), 1, vocab))
     assert found, "a correction is no race"
     return found[0][:, : 2 * heat(vocab)].numpy()
 
@@ -300,15 +314,14 @@ class Noted:
         self.own, self._source = source.own, source
         self.uniforms, self.clocks = Counter[float](), Counter[float]()
 
-    def bernoulli(self, chance_BN: torch.Tensor, slot: Slot) -> torch.Tensor:
-        self.uniforms.update(uniforms_behind(self._source, slot, chance_BN.shape[1]).ravel().tolist())
-        return self._source.bernoulli(chance_BN, slot)
+    def round(self, decide: Any, rule: Any, slot: Slot, probs_BWV: torch.Tensor, *given: Any) -> torch.Tensor:
+        _, width, vocab = probs_BWV.shape
+        self.uniforms.update(uniforms_behind(self._source, slot, width - 1).ravel().tolist())
+        self.clocks.update(clocks_behind(self._source, slot, vocab).ravel().tolist())
+        return self._source.round(decide, rule, slot, probs_BWV, *given)
 
     def categorical(self, probs_BV: torch.Tensor, slot: Slot) -> torch.Tensor:
-        if slot.purpose is Purpose.CORRECT:
-            self.clocks.update(clocks_behind(self._source, slot, probs_BV.shape[1]).ravel().tolist())
-        else:
-            self.uniforms.update(uniforms_behind(self._source, slot, 1).ravel().tolist())
+        self.uniforms.update(uniforms_behind(self._source, slot, 1).ravel().tolist())
         return self._source.categorical(probs_BV, slot)
 
 

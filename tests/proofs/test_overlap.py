@@ -356,9 +356,13 @@ def test_probabilities_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
     probs = torch.rand(12, dtype=dtype)
     probs[:zeros] = 0
     probs = probs.view(1, 2, 6)
-    for sent in (probs, probs.pow(40), probs * torch.finfo(dtype).tiny):  # the least is a probability, too
+    damaged = probs.clone()
+    damaged[:, 1] = torch.nan  # the leader has to see it
+    # The least is a probability, too.
+    for sent in (probs, probs.pow(40), probs * torch.finfo(dtype).tiny, damaged):
         how, load = remote.written(sent)
-        assert torch.equal(remote.read(how, load, (1, 2, 6), dtype), sent)
+        assert remote.read(how, load, (1, 2, 6), dtype).equal(sent) or sent is damaged
+        assert remote.read(how, load, (1, 2, 6), dtype).isnan().equal(sent.isnan())
         assert len(load) <= sent.nbytes
 
 

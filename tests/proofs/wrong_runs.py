@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
 
@@ -51,7 +50,9 @@ fault("mask sees one slot ahead", VISIBLE, PLAIN)(
 TRIM, BLOCK_END = "speculative.generate:Limits.trim", walked("EOS inside the block")
 STOP_AT_END = proof("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")
 DAMAGED = proof("test_loop", "test_damaged_logits_stop_their_row_only", "draft", "token")
-BROKEN = proof("proofs.test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")
+DRAFTERS = "speculative.drafters."
+MENDED = proof("test_bridged", "test_damaged_logits_are_noticed_and_padding_is_no_text", True)
+ARRIVED = proof("proofs.test_overlap", "test_probabilities_arrive_to_the_last_bit", 0, torch.float32)
 REFILLED = proof("test_logprobs", "test_a_refilled_row_has_those_of_its_own_text")
 PADDING = proof("test_logprobs", "test_padding_of_the_vocabulary_takes_no_part")
 STALE = proof("test_logprobs", "test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys", 5)
@@ -71,9 +72,9 @@ def _(trim, limits, state, row, tokens, context):
     return trim(bare, state, row, tokens, context) if stopped is None else (stopped, "stop")
 
 
-@fault("a damaged draft is not reported", "speculative.decision:decided", DAMAGED)
-def _(decided, rule, draws, target, draft, *given):
-    return decided(rule, draws, target, None if draft is None else draft.nan_to_num(1.0), *given)
+@fault("a damaged draft is not reported", "speculative.engine:decide", DAMAGED)
+def _(decide, rule, draws, target, draft, *given):
+    return decide(rule, draws, target, draft.nan_to_num(1.0), *given)
 
 
 @fault("a refilled row keeps the log-probabilities before", f"{STATE}replace", REFILLED)
@@ -83,15 +84,16 @@ def _(replaced, state, row, prompt):
     state.logprobs[row] = before
 
 
-@fault("a conversation keeps one cached token too many", "speculative.engine:RankEngine.go_on", STALE)
-def _(go_on, engine, *given):
-    roll_back = engine.target.roll_back
-    with patch.object(engine.target, "roll_back", lambda lengths: roll_back([n + 1 for n in lengths])):
-        return go_on(engine, *given)
+@fault("a conversation keeps one cached token too many", "speculative.model_runner:ModelRunner.refill", STALE)
+def _(refill, runner, token_BS, row, length, kept=0):
+    return refill(runner, token_BS, row, length, kept + 1 if kept else 0)
 
 
-fault("broken drafts are forgotten", "speculative.engine:Engine.judge", BROKEN)(
-    lambda judge, own, state, proposal, logits: judge(own, state, replace(proposal, damaged=None), logits)
+fault("broken drafts of another tokenizer are mended", f"{DRAFTERS}cross_vocab:probs_of_some", MENDED)(
+    lambda probs_of_some, *given: probs_of_some(*given).nan_to_num(1.0)
+)
+fault("broken drafts of other ranks are mended", f"{DRAFTERS}remote:written", ARRIVED)(
+    lambda written, probs_BKV: written(probs_BKV.nan_to_num(1.0))
 )
 fault("padding of the vocabulary has log-probabilities", "speculative.logprobs:LogprobReader.read", PADDING)(
     lambda read, reader, logits, probs, _, *of: read(reader, logits, probs, logits.shape[-1], *of)
@@ -162,7 +164,7 @@ fault("rows of a batch are not put back in order", CONTROLS, BY_ROW)(lambda call
 
 # Random numbers, by what a draw is called (`Slot`), or by the words of Philox's counter.
 
-COIN, DRAW = "speculative.rng:CounterDraws.bernoulli", "speculative.rng:CounterDraws.categorical"
+UNIFORMS, CLOCKS = "speculative.rng:CounterDraws.uniforms", "speculative.rng:CounterDraws.clocks"
 PHILOX, NUMBERS = "speculative.rng:np", "proofs.test_draws"
 TWO_USES = proof(NUMBERS, "test_no_number_has_two_uses")
 TWICE = proof(NUMBERS, "test_a_run_asks_for_no_number_twice", "block")
@@ -177,33 +179,32 @@ fault("draws not keyed by length", f"{STATE}slot", PLAIN)(
     lambda slot, state, *of: replace(slot(state, *of), bases=tuple(state.prompt_lengths))
 )
 fault(
-    "one row's correction for all rows", "speculative.decision:StateDraws.token", walked("two ragged rows")
-)(lambda token, draws, probs_BV: token(draws, probs_BV[:1].expand_as(probs_BV)))
-fault("accepts at u = ratio = 0", COIN, STRICT)(
-    lambda coins, draws, chance, slot: coins(draws, chance.nextafter(torch.ones_like(chance)), slot)
+    "one row's correction for all rows", "speculative.verification:BlockRule.correction_probs",
+    walked("two ragged rows"),
+)(lambda probs, *given: (lambda probs_BV: probs_BV[:1].expand_as(probs_BV))(probs(*given)))  # fmt: skip
+fault("accepts at u = ratio = 0", "speculative.rng:RoundNumbers.bernoulli", STRICT)(
+    lambda coins, draws, chance: coins(draws, chance.nextafter(torch.ones_like(chance)))
 )
 
 
 @chosen
-def named(change, draw, draws, given, slot):
-    """The draw has the numbers of another one: `change(draws, slot)` says what differs."""
-    return draw(draws, given, replace(slot, **change(draws, slot)))
+def named(change, numbers, draws, slot, *given):
+    """A draw has the numbers of another one: `change(draws, slot)` says what differs."""
+    return numbers(draws, replace(slot, **change(draws, slot)), *given)
 
 
-fault("all purposes have the same numbers", f"{COIN} {DRAW}", TWO_USES, TEXTS)(
-    named(lambda _, slot: {} if slot.purpose is Purpose.CORRECT else {"purpose": Purpose.DRAFT})
+fault("drafts and coins have the coins' numbers", UNIFORMS, TWO_USES, TEXTS)(
+    named(lambda _, slot: {"purpose": Purpose.ACCEPT})
 )
-fault("clocks kept over rounds", DRAW, TWICE)(
-    named(lambda _, slot: {"bases": (0,) * len(slot.bases)} if slot.purpose is Purpose.CORRECT else {})
-)
-fault("prompts of one length share their numbers", f"{COIN} {DRAW}", ONE_LENGTH)(
+fault("clocks kept over rounds", CLOCKS, TWICE)(named(lambda _, slot: {"bases": (0,) * len(slot.bases)}))
+fault("prompts of one length share their numbers", f"{UNIFORMS} {CLOCKS}", ONE_LENGTH)(
     named(lambda draws, slot: {"keys": vars(draws).setdefault("first", {}).setdefault(slot.bases, slot.keys)})
 )
-fault("a coin is its draft's number", COIN, TWO_USES, TWICE, TEXTS)(
+fault("a coin is its draft's number", UNIFORMS, TWO_USES, TWICE, TEXTS)(
     named(lambda draws, slot: {"purpose": Purpose.DRAFT})
 )
-fault("a coin is the next draft's number", COIN, TWO_USES)(
-    named(lambda draws, slot: {"purpose": Purpose.DRAFT, "offset": slot.offset + 1})
+fault("a coin is the next draft's number", UNIFORMS, TWO_USES)(
+    named(lambda _, slot: {"purpose": Purpose.DRAFT, "offset": slot.offset + slot.purpose})  # 1 of coins
 )
 
 

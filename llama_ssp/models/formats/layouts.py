@@ -39,7 +39,7 @@ class Stored:
 
     @property
     def dtype(self) -> str:
-        """As safetensors writes it: F32, I8, F8_E4M3."""
+        """The name that safetensors has for it: F32, I8, F8_E4M3."""
         return str(self.handle.get_slice(self.key).get_dtype())
 
     def read(self, *spans: Span) -> Tensor:

@@ -65,7 +65,7 @@ class Eagle3(nn.Module):
         return self.logits(z_RH), z_RH
 
     def logits(self, z_RH: Tensor) -> Tensor:
-        """Of the head's own tokens, (R, E)."""
+        """Returns logits of the head's own tokens, (R, E)."""
         found: Tensor = self.head(z_RH if self.normed_output else self.norms["output"](z_RH))
         return found
 

@@ -144,7 +144,7 @@ def table_of(target: Model, output: bool) -> Tensor | None:
 
 
 def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
-    """The same, read whole; for the leader of several ranks, each of which holds a part."""
+    """Reads the table whole, for the leader of several ranks, each of which holds a part."""
     if path is None:
         what, fix = "the head has no embedding, and the target none on disk", "use a head with embed_tokens"
         raise ModelError(what, model.name, "a synthetic target", fix=fix)

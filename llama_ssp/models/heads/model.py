@@ -14,23 +14,23 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
 from llama_ssp.models.decoder import Attention, KeysValues
 from llama_ssp.models.feed import sent
+from llama_ssp.models.graph_sizes import WIDEST
 from llama_ssp.models.heads.layers import DFlash, Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
+from llama_ssp.models.interface import Loaded, Tally
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
-from llama_ssp.models.slot_cache import SlotCache, Tally
-from llama_ssp.models.steps import WIDEST
+from llama_ssp.models.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
 
 
-class HeadModel:
+class HeadModel(Loaded):
     """A head on one device. `vocab` and `context` are of the texts that it reads, in the target's tokens."""
 
     ranks = ALONE
-    is_compiled = False
 
     def __init__(
         self, head: Eagle3 | DFlash, attentions: list[Attention], config: Any, taps: tuple[int, ...],
@@ -54,10 +54,6 @@ class HeadModel:
         if self.ids_E is not None:
             tensors.append(self.ids_E)
         return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in self._shared}.values())
-
-    @property
-    def held_bytes(self) -> int:
-        return self.weights_bytes + self.caches.most
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         return SlotCache.of(rows, capacity, self._cache_shapes, self.dtype, self.device, self.caches)
@@ -137,7 +133,7 @@ class Eagle3Model(HeadModel):
 
     @torch.inference_mode()
     def logits(self, z_RH: Tensor) -> Tensor:
-        """Of the head's own tokens, (R, E)."""
+        """Returns logits of the head's own tokens, (R, E)."""
         return self.head.logits(z_RH)
 
     @torch.inference_mode()

@@ -54,7 +54,7 @@ class HeadSettings:
 
     @property
     def drafts(self) -> int:
-        """Of one pass; 0: one after the other."""
+        """Returns how many drafts one pass gives; 0: they come one after the other."""
         return 0
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ def _layers(path: Path, key: str, found: Any) -> tuple[int, ...] | None:
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of every tensor; a ModelError with the way to convert them for pickled weights."""
+    """Returns every tensor's shape. Raises ModelError for pickled weights, with the way to convert them."""
     pickled = sorted(file.name for file in path.iterdir() if file.suffix in PICKLED)
     if pickled and not any((path / name).exists() for name in (SINGLE, INDEX)):
         load = f"torch.load({pickled[0]!r}, map_location='cpu', weights_only=True)"

@@ -73,7 +73,7 @@ def parts_of(tokens: int, groups: int) -> int:
 
 
 def constants(tokens: int, group: int, size: int, bytes_: int) -> dict[str, int]:
-    """Of `attend_part`, for heads of `size` numbers of `bytes_` bytes, `group` of them to a KV head."""
+    """Returns `attend_part`'s constants for heads of `size` numbers of `bytes_` bytes, `group` a KV head."""
     padded = max(triton.next_power_of_2(size), 16)
     rows = max(LEAST_ROWS, min(triton.next_power_of_2(tokens * group), ROWS), triton.next_power_of_2(group))
     tile = min(max(TILE_BYTES // (padded * bytes_), 16), UNIT)
@@ -82,7 +82,7 @@ def constants(tokens: int, group: int, size: int, bytes_: int) -> dict[str, int]
 
 
 def warps_of(rows: int) -> int:
-    """Of `attend_part`: more rows need more registers."""
+    """Returns the number of warps of `attend_part`: more rows need more registers."""
     return max(WARPS, rows // LEAST_ROWS)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, values
+from llama_ssp.models.graph_sizes import BLOCK
 from llama_ssp.models.kernels.build import load_library, triton_runs
 from llama_ssp.models.kernels.large_pages import LargePages
-from llama_ssp.models.kernels.linear import BLOCK
 
 OPERATOR = "llama_ssp::linear_coded"
 WORD = 4  # bytes of codes of an output that stand together, as in coded.cpp
@@ -60,7 +60,7 @@ def _(x: Tensor, codes: Tensor, *_: object) -> Tensor:
 
 
 class CodedLinear(nn.Module):
-    """The same by the kernel, whose operator is registered; on a CPU of blocks, in `memory` if given."""
+    """A linear layer whose weight stays in its codes; on a CPU in blocks of outputs, in `memory` if given."""
 
     def __init__(
         self, weight: Coded, bias: Tensor | None, device: torch.device, memory: LargePages | None = None
@@ -81,7 +81,7 @@ class CodedLinear(nn.Module):
         self.register_buffer("table", values(weight.kind.table, device), persistent=False)
 
     def extra_repr(self) -> str:
-        """As above."""
+        """Describes the layer, as torch prints modules."""
         return f"{self.in_features}, {self.out_features}, {self.group}, {self.table_number}"
 
     def forward(self, x: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def _portable(
     code, offset, table_ptr, half: tl.constexpr, HAS_ZERO: tl.constexpr,
     BITS: tl.constexpr, FRACTION: tl.constexpr, FLIP: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """The same of one half, in 32 bits, of any table."""
+    """Decodes one half of a pair of codes, in 32 bits, by any table."""
     SIGN: tl.constexpr = 1 << (BITS - 1)
     TIMES: tl.constexpr = 2.0 ** (128 - 2 ** (BITS - 2 - FRACTION))
     LARGE: tl.constexpr = 2.0 ** (23 - 4 * half)

@@ -98,7 +98,7 @@ def _decoded(parts: list[Tensor], how: Words, inputs: int, dtype: torch.dtype) -
 
 
 def outputs_of(up: Stack, down: Stack) -> int:
-    """Of an expert's first layer."""
+    """Returns how many outputs an expert's first layer has."""
     if up.how != NUMBERS:
         return _read(up.how)[3]
     weight = down.parts[0]  # (E, H, F), or packed

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from llama_ssp.models.graph_sizes import BLOCK
 from llama_ssp.models.kernels.build import load_library
 from llama_ssp.models.kernels.large_pages import LargePages
 
-BLOCK = 32  # outputs that are stored together, as in linear.cpp
 WORD = {torch.float32: 1, torch.bfloat16: 2}  # numbers in a word of 32 bits
 
 
 class PackedLinear(nn.Module):
-    """The same product as the nn.Linear that it is made of, from a packed weight."""
+    """Computes the product of the nn.Linear that it is made of, from a packed weight."""
 
     def __init__(self, linear: nn.Linear, memory: LargePages | None = None) -> None:
         super().__init__()

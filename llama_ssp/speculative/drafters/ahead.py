@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
 import torch
-from torch import Tensor
 
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
@@ -27,8 +26,8 @@ from llama_ssp.models.feed import sent
 from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, nothing
 from llama_ssp.speculative.drafters.remote import AheadCounts, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws, Purpose
-from llama_ssp.speculative.sampling import SamplingTransform, has_nan
+from llama_ssp.speculative.rng import Draws, Purpose, Slot
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
 
 HALF = 0.5  # of a forward: the expected wait of a request that arrives during one
@@ -114,12 +113,10 @@ class AheadDrafter(ModelDrafter):
         """Sends the leader the drafts, and the probabilities that each was drawn from."""
         assert proposal.draft_BKV is not None
         how, load = written(proposal.draft_BKV)
-        nan_BK = has_nan(proposal.draft_BKV)
         waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
         head = [how, self.forwards, *astuple(self.counts), waited_us]
-        damaged = [any(row[:n]) for row, n in zip(nan_BK.tolist(), proposal.count, strict=True)]
-        drafts = [*map(int, damaged), *proposal.drafted_BK.flatten().tolist()]
-        self._link.send_reply([*tags(state, proposal.count), *head, *drafts], load)
+        drafted = proposal.drafted_BK.flatten().tolist()
+        self._link.send_reply([*tags(state, proposal.count), *head, *drafted], load)
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
         """Drafts for the next round until its request comes, which is checked between forwards."""
@@ -157,7 +154,7 @@ class AheadDrafter(ModelDrafter):
     def _drop_memo(self, rows: int) -> None:
         self._memo, self._ready = None, [0] * rows
 
-    def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
+    def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
         """Draft number `offset`: from the memo where it is there, drawn where it is not."""
         held = tuple(min(n, ready) for n, ready in zip(count, self._ready, strict=True))
         drawn: Drawn | None = None
@@ -166,7 +163,7 @@ class AheadDrafter(ModelDrafter):
             state.write_draft(drawn.token_B, offset, held)
         missing = tuple(0 if offset < h else n for n, h in zip(count, held, strict=True))
         if offset < max(missing) or drawn is None:
-            made = super()._step(state, offset, missing)
+            made = super()._step(state, offset, missing, slot)
             drawn = made if drawn is None else merged([offset < h for h in held], drawn, made)
         return drawn
 
@@ -179,7 +176,7 @@ class AheadDrafter(ModelDrafter):
         if max(count):
             # The token after the drafts, drawn as the leader will draw it, but from the draft's distribution.
             # The more alike the distributions, the more often both draws agree. The leader's is committed.
-            guess = self._drawn(accepted, 0, count, state.slot(Purpose.CORRECT))
+            guess = super()._step(accepted, 0, count, state.slot(Purpose.CORRECT))
             yield guess
             later = accepted.extended([[token] for token in guess.token_B.tolist()])
             yield from self._draft_for(state, later, count)
@@ -193,7 +190,7 @@ class AheadDrafter(ModelDrafter):
             if count[row]:
                 later.write_text(row, len(state.texts[row]))
         for offset in range(max(count)):
-            drawn = super()._step(later, offset, count)
+            drawn = super()._step(later, offset, count, later.slot(Purpose.DRAFT, offset))
             memo.drawn.append(drawn)
             self.counts.drafted += sum(offset < n for n in count)
             yield drawn
@@ -205,11 +202,12 @@ class AheadDrafter(ModelDrafter):
             return 0
         return max(0, min(wanted, self.limit(length), accepted.capacity - length - 1))
 
-    def _forward(self, state: State, offset: int, count: tuple[int, ...]) -> Tensor:
+    def _next_ends(self, state: State, offset: int, count: tuple[int, ...]) -> list[int]:
+        """Also tells the other ranks that hold the draft, which take part in the pass."""
+        ends = super()._next_ends(state, offset, count)
         if self._group.world > 1:
-            ends = self._ends(state, offset, count)
             self._group.broadcast_ints([*self._runner.cached, *ends])
-        return super()._forward(state, offset, count)
+        return ends
 
     def _end_of_forwards(self) -> None:
         if self._group.world > 1:

@@ -136,13 +136,14 @@ class IntersectionDrafter(DraftModel):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         room = self._follow(state, count)
         count = tuple(min(n, r) for n, r in zip(count, room, strict=True))
-        if not max(count):
-            return nothing(state)
-        return proposal_of([self._step(state, offset, count) for offset in range(max(count))], count)
+        drawn = [self._step(state, offset, count) for offset in range(max(count))]
+        return proposal_of(drawn, count) if drawn else nothing(state)
 
     def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
         """Draft number `offset` of each row that has one, written behind its text in both vocabularies."""
-        logit_BV = self._in_target(self._forward(self._own, offset, count)[:, 0].to(state.device))
+        ends = self._next_ends(self._own, offset, count)
+        logit_BD = self._runner.logits(self._own.token_BS, ends, [1] * state.rows)[:, 0]
+        logit_BV = self._in_target(logit_BD.to(state.device))
         probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
         idle = [offset >= n for n in count]
         token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))

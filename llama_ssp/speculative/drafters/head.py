@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.feed import sent
+from llama_ssp.models.graph_sizes import WIDEST
 from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
 from llama_ssp.models.slot_cache import SlotCache
-from llama_ssp.models.steps import WIDEST
 from llama_ssp.speculative.drafters.local import (
     Drafter,
     Drawn,

@@ -99,12 +99,8 @@ class DraftModel(Drafter):
     def roll_back(self, lengths: list[int]) -> None:
         self._runner.roll_back(lengths)
 
-    def _forward(self, state: State, offset: int, count: tuple[int, ...]) -> Tensor:
-        """Logits for draft number `offset` of each row that has one; other rows are fed nothing."""
-        return self._runner.logits(state.token_BS, self._ends(state, offset, count), [1] * state.rows)
-
-    def _ends(self, state: State, offset: int, count: tuple[int, ...]) -> list[int]:
-        """Up to where that forward feeds each row."""
+    def _next_ends(self, state: State, offset: int, count: tuple[int, ...]) -> list[int]:
+        """Returns where the pass for draft number `offset` ends; rows without that draft are fed nothing."""
         return [
             length + offset if offset < wanted else cached
             for length, wanted, cached in zip(state.lengths, count, self._runner.cached, strict=True)
@@ -119,17 +115,16 @@ class ModelDrafter(DraftModel):
         self._transform, self._draws = transform, draws
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        if not max(count):
-            return nothing(state)
-        return proposal_of([self._step(state, offset, count) for offset in range(max(count))], count)
+        drawn: list[Drawn] = []
+        for offset in range(max(count)):
+            drawn.append(self._step(state, offset, count, state.slot(Purpose.DRAFT, offset)))
+        return proposal_of(drawn, count) if drawn else nothing(state)
 
-    def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
-        """Draft number `offset` of each row that has one, written behind its text."""
-        return self._drawn(state, offset, count, state.slot(Purpose.DRAFT, offset))
-
-    def _drawn(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
-        logit_BV = self._forward(state, offset, count)[:, 0].to(state.device)
-        probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
+    def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
+        """Draws draft number `offset` of each row that has one, and writes it after the text."""
+        ends = self._next_ends(state, offset, count)
+        logit_BV = self._runner.logits(state.token_BS, ends, [1] * state.rows)[:, 0]
+        probs_BV = probs_of_some(self._transform, logit_BV.to(state.device), state, offset)
         token_B = self._draws.categorical(resting(probs_BV, [offset >= n for n in count]), slot)
         state.write_draft(token_B, offset, count)
         return Drawn(token_B, probs_BV)
@@ -144,7 +139,8 @@ class DraftShard(DraftModel):
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         for offset in range(max(count)):
-            self._forward(state, offset, count)
+            ends = self._next_ends(state, offset, count)
+            self._runner.logits(state.token_BS, ends, [1] * state.rows)
         return Proposal(nothing(state).drafted_BK, None, count)
 
 
@@ -167,9 +163,7 @@ def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
     return Proposal(torch.stack([one.token_B for one in drawn], 1), probs_BKV, count)
 
 
-def certain(
-    state: State, tokens: list[list[int]], vocab: int, dtype: torch.dtype, damaged_B: Tensor | None = None
-) -> Proposal:
+def certain(state: State, tokens: list[list[int]], vocab: int, dtype: torch.dtype) -> Proposal:
     """Proposes each row's tokens, written behind its text, with one-hot probabilities."""
     count = tuple(map(len, tokens))
     if not max(count):
@@ -177,7 +171,7 @@ def certain(
     drafted_BK = sent([row + [0] * (max(count) - len(row)) for row in tokens], state.device)
     state.write_drafts(drafted_BK, count)
     like = torch.empty(*drafted_BK.shape, vocab, dtype=dtype, device=state.device)
-    return Proposal(drafted_BK, one_hot(drafted_BK, like), count, damaged_B)
+    return Proposal(drafted_BK, one_hot(drafted_BK, like), count)
 
 
 def reach(context: int, length: int) -> int:
@@ -197,7 +191,7 @@ def resting(probs_BV: Tensor, idle: list[bool]) -> Tensor:
 
 
 def certain_where(condition: Tensor, probs: Tensor) -> Tensor:
-    """The same probabilities, but certain of token 0 where the condition holds."""
+    """Returns the probabilities, made certain of token 0 where the condition holds."""
     probs = probs.masked_fill(condition[..., None], 0)
     probs[..., 0] += condition
     return probs

@@ -86,11 +86,10 @@ class RemoteDrafter(Drafter):
         start = len(own) + HEAD
         how, self._forwards, *counts, self._drafts_waited_us = reply.values[len(own) : start]
         self._counts = AheadCounts(*counts)
-        drafts = sent(reply.values[start:], state.device)
-        drafted_BK = drafts[rows:].view(rows, k)
+        drafted_BK = sent(reply.values[start:], state.device).view(rows, k)
         draft_BKV = sent(read(how, reply.payload, (rows, k, self._vocab), self._dtype), state.device)
         state.write_drafts(drafted_BK, count)
-        return Proposal(drafted_BK, draft_BKV, count, drafts[:rows].bool())
+        return Proposal(drafted_BK, draft_BKV, count)
 
 
 def tags(state: State, count: tuple[int, ...]) -> list[int]:

@@ -24,10 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llama_ssp.models.feed import sent
 from llama_ssp.report.statistics import uniform_band, uniform_distance
-from llama_ssp.speculative.decision import TableDraws, block_of
-from llama_ssp.speculative.rng import heat
-from llama_ssp.speculative.round_protocol import RoundResult
+from llama_ssp.speculative.decision import Decision, block_of
+from llama_ssp.speculative.engine import Observer
+from llama_ssp.speculative.rng import heat, race
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import DraftBlock, Rule
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
@@ -44,9 +45,11 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class RoundDraws(TableDraws):
-    """A round's numbers, made anew: those of `TableDraws`, and those that drafts were drawn with."""
+class RoundDraws:
+    """A round's numbers, made anew: each draft's coin and what it was drawn with, and a race's clocks."""
 
+    uniform_BK: Tensor
+    clock_BN: Tensor
     draft_BK: Tensor
 
     @classmethod
@@ -56,11 +59,11 @@ class RoundDraws(TableDraws):
         round_BKE = _table(seed, texts, ROUNDS, EACH * k).reshape(state.rows, k, EACH)
         race_BN = _table(seed, texts, RACES, 2 * heat(vocab)) * 2.0 ** (BITS - 1)
         clock_BN = -np.log((np.floor(race_BN) + 0.5) * 2.0 ** (1 - BITS))
-        tables = round_BKE[..., COIN], clock_BN, np.array(state.ended), round_BKE[..., DRAFT]
+        tables = round_BKE[..., COIN], clock_BN, round_BKE[..., DRAFT]
         return cls(*(torch.from_numpy(np.ascontiguousarray(table)).to(state.device) for table in tables))
 
     def moved(self, by: float) -> RoundDraws:
-        return replace(self, coin_BK=self.coin_BK - by)
+        return replace(self, uniform_BK=self.uniform_BK - by)
 
 
 def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> Numbers:
@@ -87,19 +90,19 @@ class Decisions:
     places: list[float] = field(default_factory=list)  # of drafts in their distributions, likeliest first
 
     def see(
-        self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor,
+        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: Tensor,
         block: DraftBlock | None,
     ) -> None:  # fmt: skip
         """Looks at one round of the batch, before it is committed. Ended and damaged rows decide nothing."""
-        rows = [row for row, ended in enumerate(state.ended) if not (ended or result.damaged[row])]
+        rows = [row for row, ended in enumerate(state.ended) if not (ended or decision.damaged[row])]
         draws = RoundDraws.of(self.seed, state, proposal.k, probs_BWV.shape[-1])
         self.taken += len(rows)
         if block is None:
-            token_B = draws.token(probs_BWV[:, 0]).tolist()
-            self.tokens_wrong += sum(token_B[row] != result.token[row] for row in rows)
+            token_B = race(probs_BWV[:, 0], draws.clock_BN).tolist()
+            self.tokens_wrong += sum(token_B[row] != decision.token[row] for row in rows)
             return
         self._see_drafts(block, draws, rows)
-        self._see_decision(block, draws, rows, result)
+        self._see_decision(block, draws, rows, decision)
 
     def _see_drafts(self, block: DraftBlock, draws: RoundDraws, rows: list[int]) -> None:
         """A draft must be the token in whose part of the cumulated distribution its number lies."""
@@ -119,10 +122,10 @@ class Decisions:
         self.drafted_wrong += int((drawn_BK & ~right_BK)[rows].sum())
 
     def _see_decision(
-        self, block: DraftBlock, draws: RoundDraws, rows: list[int], result: RoundResult
+        self, block: DraftBlock, draws: RoundDraws, rows: list[int], decision: Decision
     ) -> None:
         """Compares what stands, and the token after it; within rounding every outcome is right."""
-        kept = list(zip(result.accepted, result.token, strict=True))
+        kept = list(zip(decision.accepted, decision.token, strict=True))
         decided_again = _decided(self.rule, block, draws)
         wrong = {row for row in rows if decided_again[row] != kept[row]}
         for by, more in product((TIE, -TIE), (ROUNDING, -ROUNDING)):
@@ -160,7 +163,7 @@ class Round:
 
 
 @dataclass
-class Watch:
+class Watch(Observer):
     """Keeps `room` rounds, a random choice of all that had drafts, the same on every rank."""
 
     decisions: Decisions
@@ -169,32 +172,35 @@ class Watch:
     _seen: int = 0
     _random: Random = field(default_factory=lambda: Random(0))
 
-    def see(
-        self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor | None,
+    def decided(
+        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: Tensor | None,
         logit_BWV: Tensor | None,
     ) -> None:  # fmt: skip
-        """Looks at one round over the batch, before it is committed: an `engine.RoundWatch`."""
-        block = None if probs_BWV is None or not proposal.k else block_of(proposal, probs_BWV)
+        """Looks at one round over the batch, before it is committed."""
+        block = None
+        if probs_BWV is not None and proposal.draft_BKV is not None and proposal.k:
+            count_B = sent(proposal.count, probs_BWV.device)
+            block = block_of(probs_BWV, proposal.draft_BKV, proposal.drafted_BK, count_B)
         if probs_BWV is not None:
-            self.decisions.see(state, proposal, result, probs_BWV, block)
+            self.decisions.see(state, proposal, decision, probs_BWV, block)
         for row, count in enumerate(proposal.count):
-            if not count or result.damaged[row]:
+            if not count or decision.damaged[row]:
                 continue
             self._seen += 1
             is_full = len(self.rounds) == self.room
             place = self._random.randrange(self._seen) if is_full else len(self.rounds)
             if place < self.room:  # a reservoir
-                self.rounds[place : place + 1] = [_round(state, proposal, result, row, block, logit_BWV)]
+                self.rounds[place : place + 1] = [_round(state, proposal, decision, row, block, logit_BWV)]
 
 
 def _round(
-    state: State, proposal: Proposal, result: RoundResult, row: int, block: DraftBlock | None,
+    state: State, proposal: Proposal, decision: Decision, row: int, block: DraftBlock | None,
     logit_BWV: Tensor | None,
 ) -> Round:  # fmt: skip
     count = proposal.count[row]
     return Round(
         prompt_length=state.prompt_lengths[row],
-        text=(*state.texts[row], *result.drafted[row]),
+        text=(*state.texts[row], *decision.drafted[row]),
         count=count,
         target_WV=_copied(block.target_BWV[row, : count + 1] if block else None),
         draft_KV=_copied(block.draft_BKV[row, :count] if block else None),
@@ -211,8 +217,8 @@ def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int
 
     Calls the functions that law.py has summed, and nothing of how the engine puts them together.
     """
-    accepted_B = rule.accepted(draws.coins(rule.accept_chances(block)))
-    token_B = draws.token(rule.correction_probs(block, accepted_B))
+    accepted_B = rule.accepted(draws.uniform_BK < rule.accept_chances(block))
+    token_B = race(rule.correction_probs(block, accepted_B), draws.clock_BN)
     return list(zip(accepted_B.tolist(), token_B.tolist(), strict=True))
 
 

@@ -21,7 +21,7 @@ from llama_ssp.config import CertifyConf
 from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
 from llama_ssp.speculative.array_ops import Array
 from llama_ssp.speculative.draft_length import DraftLength
-from llama_ssp.speculative.engine import RankEngine
+from llama_ssp.speculative.engine import Observer, RankEngine
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -68,7 +68,7 @@ class EngineSampler:
     rows: int = 0
 
     def __post_init__(self) -> None:
-        self.engine.watch = self.watch.see if self.watch else None
+        self.engine.observer = self.watch or Observer()
 
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
         result: list[list[int]] = []
