@@ -79,9 +79,9 @@ def slowly(victim: int, rank: int) -> None:
     """In mid-run that rank's passes begin to take ten times as long."""
     if rank != victim:
         return
-    from llama_ssp.speculative.drafters.local import DraftModel
+    from llama_ssp.speculative.model_runner import ModelRunner
 
-    swift, passes = DraftModel._forward, iter(range(10**9))
+    swift, passes = ModelRunner.logits, iter(range(10**9))
 
     def slow(*args: Any) -> Any:
         began, number = time.perf_counter(), next(passes)
@@ -92,7 +92,7 @@ def slowly(victim: int, rank: int) -> None:
             time.sleep(9 * (time.perf_counter() - began))
         return made
 
-    DraftModel._forward = slow  # type: ignore[method-assign]
+    ModelRunner.logits = slow  # type: ignore[method-assign]
 
 
 @pytest.mark.few(1)

@@ -178,10 +178,17 @@ fault("one random number for accept and correct", f"{STATE}slot", PLAIN)(
 fault("draws not keyed by length", f"{STATE}slot", PLAIN)(
     lambda slot, state, *of: replace(slot(state, *of), bases=tuple(state.prompt_lengths))
 )
-fault(
-    "one row's correction for all rows", "speculative.verification:BlockRule.correction_probs",
-    walked("two ragged rows"),
-)(lambda probs, *given: (lambda probs_BV: probs_BV[:1].expand_as(probs_BV))(probs(*given)))  # fmt: skip
+
+
+@fault("one row's correction for all rows", "speculative.engine:decide", walked("two ragged rows"))
+def _(decide, rule, draws, *given):
+    token = draws.categorical
+    same = SimpleNamespace(
+        bernoulli=draws.bernoulli, categorical=lambda probs_BV: token(probs_BV[:1].expand_as(probs_BV))
+    )
+    return decide(rule, same, *given)
+
+
 fault("accepts at u = ratio = 0", "speculative.rng:RoundNumbers.bernoulli", STRICT)(
     lambda coins, draws, chance: coins(draws, chance.nextafter(torch.ones_like(chance)))
 )
