@@ -109,7 +109,9 @@ def test_drafts_change_nothing(way: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_change_nothing(ranks: int, tmp_path: Path) -> None:
     words = ["generate", file_of("smollm2"), *FP32, *(f"prompt={text}" for text in TEXTS), "output=json"]
-    answer = python([LAUNCH, *words, f"max_new_tokens={NEW}", f"ranks={ranks}", "out=null"], tmp_path)
+    answer = python(
+        [LAUNCH, *words, f"max_new_tokens={NEW}", f"ranks={ranks}", "out=null"], tmp_path, spares=ranks
+    )
     assert answer.code == 0, answer.err
     assert [one["token_ids"] for one in answer.document["outputs"]] == transformers_texts("smollm2")
 
