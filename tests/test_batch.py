@@ -8,11 +8,13 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,7 @@ def test_each_text_is_what_generate_gives_it(command: Command, undisturbed: byte
 
 
 def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyPatch):
-    """As long as texts wait, no row rests: a round has fewer than the ones before it at the end alone."""
+    """As long as texts wait, of any shard, no row rests: a round has fewer rows at the job's end alone."""
     write_input(9)
     busy: list[int] = []
     whole = ModelRunner.logits
@@ -140,8 +142,7 @@ def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyP
         return whole(self, token_BS, ends, wanted, *more)
 
     monkeypatch.setattr(ModelRunner, "logits", watched)
-    one_shard = [o for o in SMALL if not o.startswith("task.shard_size")]
-    command(*one_shard, "task.output=out.jsonl", "speculation=none")
+    command(*SMALL, "task.output=out.jsonl", "speculation=none")
     assert sum(busy) == sum(line["output_tokens"] for line in lines("out.jsonl"))
     assert busy[0] == 3 and busy == sorted(busy, reverse=True)
 
@@ -259,8 +260,8 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, index: int, act: Any) -> None:
         made = whole(self, *args)
         begin = made.begin
 
-        def begun(indices: list[int]) -> None:
-            begin(indices)
+        def begun(indices: list[int], among: int) -> None:
+            begin(indices, among)
             if index in indices:
                 act()
 
@@ -276,12 +277,54 @@ def test_a_record_that_kills_is_set_aside_and_no_other(
 ):
     with monkeypatch.context() as patch:
         stopped_at(patch, 5, lambda: os._exit(KILLED))
-        for _ in range(4):  # once in company, three times alone
-            assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == KILLED
-        assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == 0
+        kills = 0  # once among others, once with those of its shard again, three times alone
+        while in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == KILLED:
+            kills += 1
+        assert 4 <= kills <= 5
     told, calm = lines("out.jsonl"), lines("calm.jsonl")
     assert "set aside" in told[5]["error"]["message"]
     assert [*told[:5], *told[6:]] == [*calm[:5], *calm[6:]]
+
+
+def test_a_device_that_gives_no_numbers_stops_and_its_records_stay_open(
+    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    """Between sound texts one without numbers is an error of its record; three in a row are the device's."""
+    whole, broken = ModelRunner.logits, list[int]()
+
+    def logits(self: ModelRunner, *args: Any) -> Any:
+        found = whole(self, *args)
+        broken.append(0)
+        return found * float("nan") if self.model.name == "tiny" and len(broken) > 12 else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "logits", logits)
+        stopped = command(*SMALL, "task.output=out.jsonl")
+    assert stopped.code == 5 and "3 texts one after another" in stopped.errors[0]
+    assert f"; {socket.gethostname()}, " in stopped.errors[0] and "stay open" in stopped.errors[0]
+    assert command(*SMALL, "task.output=out.jsonl").code == 0
+    assert Path("out.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_record_without_numbers_is_to_blame_alone_or_on_two_nodes(
+    nodes: int, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    ids = ["r/4"] if nodes == 1 else ["r/0", "r/1", "r/2", "r/3"]
+    whole = ContinuousBatch._reply
+
+    def reply(self: ContinuousBatch, *args: Any) -> Any:
+        said = whole(self, *args)
+        return replace(said, finish_reason="error") if f"r/{said.index}" in ids else said
+
+    monkeypatch.setattr(ContinuousBatch, "_reply", reply)
+    for node in range(nodes):
+        monkeypatch.setattr(batch.socket, "gethostname", lambda node=node: f"node{node}")
+        done = command(*SMALL, "task.output=out.jsonl")
+        assert done.code == (0 if node == nodes - 1 else 5)
+    told, calm = lines("out.jsonl"), lines("calm.jsonl")
+    assert [line["id"] for line in told if "error" in line] == ids
+    assert [one for one in told if "error" not in one] == [one for one in calm if one["id"] not in ids]
 
 
 @pytest.mark.slow
@@ -368,19 +411,22 @@ def test_claims_from_elsewhere_are_waited_for(
     with monkeypatch.context() as patch:
         stopped_at(patch, 5, lambda: os._exit(KILLED))
         assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == KILLED
-    (claim,) = Path("out.jsonl.work/claims").glob("[!.]*")
-    claim.write_text(json.dumps({**json.loads(claim.read_bytes()), "machine": "another"}))
+    claims = list(Path("out.jsonl.work/claims").glob("[!.]*"))
+    for claim in claims:
+        claim.write_text(json.dumps({**json.loads(claim.read_bytes()), "machine": "another"}))
     done = threading.Event()
 
     def beat() -> None:
         while lives and not done.wait(0.1):
-            claim.touch()
+            for claim in claims:
+                claim.touch()
 
     for name, value in (("LOOK_S", 0.5), ("STALE_S", 3.0), ("BEAT_S", 0.0)):
         monkeypatch.setattr(batch, name, value)
     monkeypatch.setattr(journal, "STALE_S", 3.0)
     if lives is None:
-        os.utime(claim, (time.time() + 3600,) * 2)
+        for claim in claims:
+            os.utime(claim, (time.time() + 3600,) * 2)
     thread = threading.Thread(target=beat)
     thread.start()
     said = command(*SMALL, "task.output=out.jsonl").document

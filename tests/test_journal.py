@@ -53,7 +53,7 @@ def work(folder: Path, output: Path) -> int:
             continue
         attempt = journal.attempt(shard)
         while waiting := attempt.missing[:2]:
-            attempt.begin(waiting)
+            attempt.begin(waiting, 2)
             for index in waiting:
                 attempt.finish(index, answer(index))
                 computed += 1
@@ -152,7 +152,7 @@ def test_what_any_earlier_attempt_finished_is_not_computed_again(tmp_path: Path)
     for index in range(3):
         attempt = begun(tmp_path / "job")[1]
         assert attempt.missing == list(range(index, SHARD))
-        attempt.begin(attempt.missing[:2])
+        attempt.begin(attempt.missing[:2], 2)
         attempt.finish(index, answer(index))
     assert work(tmp_path / "job", tmp_path / "out.jsonl") == RECORDS - 3
     assert (tmp_path / "out.jsonl").read_bytes() == undisturbed(tmp_path)
@@ -161,12 +161,12 @@ def test_what_any_earlier_attempt_finished_is_not_computed_again(tmp_path: Path)
 def test_failures_are_counted_by_record_and_orderly_ends_are_none(tmp_path: Path):
     for finished, orderly in (((), False), ((), True), ((1,), False)):
         attempt = begun(tmp_path)[1]
-        attempt.begin([0, 1])
+        attempt.begin([0, 1], 2)
         for index in finished:
             attempt.finish(index, answer(index))
         if orderly:
             attempt.leave()
-    assert begun(tmp_path)[1].failures == {0: 2, 1: 1}
+    assert begun(tmp_path)[1].deaths == {0: 2, 1: 1}
 
 
 def test_the_first_attempt_to_end_publishes(tmp_path: Path):
@@ -255,7 +255,7 @@ def test_a_job_of_an_earlier_version_goes_on_unless_it_drafted_otherwise(tmp_pat
 
 def test_a_job_stands_where_its_files_say_and_is_merged_when_it_is_whole(tmp_path: Path):
     job, attempt = begun(tmp_path)
-    attempt.begin([0])
+    attempt.begin([0], 2)
     attempt.finish(0, answer(0))
     found = job.standing()
     assert (found.records_finished, found.shards_done, found.attempts, found.attempts_unended) == (1, 0, 1, 1)
@@ -272,7 +272,7 @@ def test_a_job_stands_where_its_files_say_and_is_merged_when_it_is_whole(tmp_pat
 def test_a_full_disk_keeps_what_was_finished(says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Room comes back: the attempt leaves in good order, twice, as a signal and the end of a task do."""
     job, attempt = begun(tmp_path)
-    attempt.begin([0, 1])
+    attempt.begin([0, 1], 2)
     attempt.finish(0, answer(0))
     file = attempt._file
 

@@ -27,7 +27,7 @@ def test_it_grows_with_the_files(journal: Journal, tmp_path: Path):
     shard = journal.manifest.shards[0]
     attempt = journal.attempt(shard)
     for count, index in enumerate(shard.indices, start=1):
-        attempt.begin([index])
+        attempt.begin([index], 2)
         attempt.finish(index, {"id": str(index), "text": '\n{"finished":6'})
         assert count_finished(journal.folder) == count
     attempt.publish()
@@ -64,9 +64,9 @@ def test_the_pace_is_that_of_the_last_minutes(journal: Journal, monkeypatch: pyt
     monkeypatch.setattr(attempt_log, "time", clock)
     first, second = (journal.attempt(shard) for shard in journal.manifest.shards)
     again = journal.attempt(journal.manifest.shards[0], "again")
-    first.begin([0, 1])
+    first.begin([0, 1], 2)
     now += 2 * RECENT_S  # a pause, as between two submissions
-    second.begin([4])
+    second.begin([4], 2)
     now += 10
     body = {"usage": {"completion_tokens": 40}}
     again.finish(0, {"id": "0", "output_tokens": 20})

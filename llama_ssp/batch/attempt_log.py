@@ -10,7 +10,7 @@ import json
 import os
 import time
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,8 @@ from llama_ssp.batch.atomic_files import storing, sync_folder, write_once
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.errors import DataError
 
-BEGUN, FINISHED, LEFT, AT = "begun", "finished", "left", "at"
+BEGUN, FINISHED, LEFT, AT, AMONG = "begun", "finished", "left", "at", "among"
+DAMAGED, NODE = "damaged", "node"
 SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
 SYNC_S = 5.0
 
@@ -31,14 +32,21 @@ class PastAttempt:
 
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
+    among: int = 1  # texts that the process had under way when the last ones were begun
     left: bool = False
     began_at: float | None = None  # when its first record was begun
+    damaged: dict[int, str] = field(default_factory=dict)  # by record: the node whose device gave no numbers
     times: dict[int, float] = field(default_factory=dict)  # when each record was finished
 
     @property
     def failed_at(self) -> set[int]:
         """Records that were under way when the attempt was killed."""
         return set() if self.left else self.begun - self.finished.keys()
+
+    @property
+    def alone(self) -> bool:
+        """Whether the process was killed during one record alone."""
+        return self.among == 1 and len(self.failed_at) == 1
 
 
 class Attempt:
@@ -50,9 +58,12 @@ class Attempt:
         self._finished: dict[int, dict[str, Any]] = {}
         for past in earlier:
             self._finished = past.finished | self._finished
-        failed = [past.failed_at for past in earlier]
-        self.failures = Counter(index for indices in failed for index in indices)
-        self.failures_alone = Counter(index for indices in failed if len(indices) == 1 for index in indices)
+        self.deaths = Counter(index for past in earlier for index in past.failed_at)
+        self.deaths_alone = Counter(index for past in earlier if past.alone for index in past.failed_at)
+        self.damaged_on = defaultdict[int, set[str]](set)
+        for past in earlier:
+            for index, node in past.damaged.items():
+                self.damaged_on[index].add(node)
         self._unsynced, self._synced_at = 0, time.monotonic()
         self._torn = False  # the last write failed and may have left part of a line
         with storing(path):
@@ -60,17 +71,25 @@ class Attempt:
             sync_folder(path.parent)
 
     @property
+    def is_whole(self) -> bool:
+        return len(self._finished) == self.shard.count
+
+    @property
     def missing(self) -> list[int]:
         """The records still to be done, in input order."""
         return [index for index in self.shard.indices if index not in self._finished]
 
-    def begin(self, indices: list[int]) -> None:
-        """Says what is under way, before it is."""
-        self._append({BEGUN: indices, AT: round(time.time(), 1)})
+    def begin(self, indices: list[int], among: int) -> None:
+        """Says what is under way, before it is, and how many texts the process then has under way."""
+        self._append({BEGUN: indices, AMONG: among, AT: round(time.time(), 1)})
 
     def finish(self, index: int, record: dict[str, Any]) -> None:
         self._append({FINISHED: index, "record": record, AT: round(time.time(), 1)})
         self._finished[index] = record
+
+    def keep_damaged(self, index: int, node: str) -> None:
+        """Says that a text had no numbers on a node that then stopped; the record stays open."""
+        self._append({DAMAGED: index, NODE: node})
 
     def excuse(self) -> None:
         """Says that the attempt is being ended from outside: no record is to blame. From any thread."""
@@ -134,10 +153,13 @@ def read_part(path: Path) -> PastAttempt:
             fix = "check the disk; then delete this file: what it holds will be computed again"
             raise DataError(what, f"{path} line {number}", found, "damage at the end only", fix)
         past.begun.update(entry.get(BEGUN, ()))
+        past.among = entry.get(AMONG, past.among)
         past.began_at = entry.get(AT) if past.began_at is None else past.began_at
         if FINISHED in entry:
             past.finished[int(entry[FINISHED])] = entry["record"]
             past.times[int(entry[FINISHED])] = entry.get(AT, 0.0)
+        if DAMAGED in entry:
+            past.damaged[int(entry[DAMAGED])] = entry[NODE]
         past.left = past.left or LEFT in entry
     return past
 

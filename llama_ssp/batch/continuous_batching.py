@@ -59,13 +59,19 @@ class ContinuousBatch:
     _counts: Counts = field(default_factory=Counts)
 
     def write(
-        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
+        self,
+        requests: list[TokenRequest],
+        rows: int,
+        begin: Callable[[list[int]], None],
+        more: Callable[[], list[TokenRequest]] = list,
+        longest: int = 0,
     ) -> Iterator[Reply]:
-        """Each reply when its text ends; `begin` is called with the indices that are about to begin.
+        """Yields each reply when its text ends; `begin` is called with the indices that are about to begin.
 
-        Prompts that are echoed come first, `rows` at a time: they are scored by a pass of their own, then
-        continued, so that few are under way at once.
-        """
+        `more` gives further requests, the same on every rank, whenever a row would wait; none is the end.
+        `longest` is the length that they may have. Prompts that are echoed come first, `rows` at a time: they
+        are scored by a pass of their own, then continued, so that few are under way at once.
+        """  # fmt: skip
         echoed = [request for request in requests if request.echo]
         for start in range(0, len(echoed), rows):
             batch = echoed[start : start + rows]
@@ -74,9 +80,9 @@ class ContinuousBatch:
                 if not request.max_new_tokens:
                     length, scores = len(request.prompt.token_ids), self._echoed[request.index]
                     yield Reply(request.index, "", [], "length", length, [], scores)
-            yield from self._write([request for request in batch if request.max_new_tokens], rows, begin)
+            yield from self._write([one for one in batch if one.max_new_tokens], rows, begin, list, 0)
         self._echoed = {}
-        yield from self._write([request for request in requests if not request.echo], rows, begin)
+        yield from self._write([one for one in requests if not one.echo], rows, begin, more, longest)
 
     def _scored(
         self, batch: list[TokenRequest], begin: Callable[[list[int]], None]
@@ -91,22 +97,27 @@ class ContinuousBatch:
         return {request.index: scores for request, scores in zip(batch, found, strict=True)}
 
     def _write(
-        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
-    ) -> Iterator[Reply]:
+        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None],
+        more: Callable[[], list[TokenRequest]], longest: int,
+    ) -> Iterator[Reply]:  # fmt: skip
         """Continues the prompts, if there are any, `rows` at a time."""
-        if not requests:
-            return
-        began, first = time.perf_counter(), requests[:rows]
+        began = time.perf_counter()
         self.engine.logprobs = LogprobReader(None, self.sampled)
+        self._waiting, self._begin, self._more = deque(requests), begin, more
+        self._fill(rows)
+        first = [self._waiting.popleft() for _ in range(min(rows, len(self._waiting)))]
+        if not first:
+            return
         prompts = [request.prompt for request in first]
-        self._waiting, self._begin = deque(requests[rows:]), begin
         self._in_row = dict[int, TokenRequest]()
         self._writing = Writing(self.decode, [prompt.token_ids for prompt in prompts], [])
         self._limits = Limits(0, self.ends, self._writing)
         begin([request.index for request in first])
         for row, request in enumerate(first):
             self._assign(row, request)
-        state = self.engine.prefill(prompts, 0, max(request.longest for request in requests))
+        state = self.engine.prefill(
+            prompts, 0, max([longest, *(one.longest for one in [*first, *self._waiting])])
+        )
         for step in generate(self.engine, state, self._limits, self.lookahead(state.rows), self):
             for taken in step.rows:
                 self._counts.add(taken)
@@ -119,6 +130,7 @@ class ContinuousBatch:
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""
         free = [row for row, reason in enumerate(state.finished) if reason is not None]
+        self._fill(len(free))
         taken = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
         if taken:
             self._begin([request.index for _, request in taken])
@@ -126,6 +138,13 @@ class ContinuousBatch:
             engine.admit(state, row, request.prompt)
             self._assign(row, request)
         return [row for row, _ in taken]
+
+    def _fill(self, count: int) -> None:
+        """Has at least so many requests wait, if there are more."""
+        while len(self._waiting) < count and (new := self._more()):
+            self._waiting.extend(new)
+        if len(self._waiting) < count:
+            self._more = list  # it is not asked again: other ranks no longer answer
 
     def _assign(self, row: int, request: TokenRequest) -> None:
         """Sets everything that a row has of its own request."""

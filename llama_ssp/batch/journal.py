@@ -128,6 +128,11 @@ class Journal:
                 return shard, claimed
         return None
 
+    def has_free(self) -> bool:
+        """Whether `claim` may find a shard: one that is not done, and that no living process has claimed."""
+        claims = ((shard, self.folder / CLAIMS / shard.name) for shard in self.manifest.shards)
+        return any(not self.is_done(s) and (not p.exists() or _is_abandoned(p)) for s, p in claims)
+
     def silent(self) -> set[tuple[str, float]]:
         """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
         found = set()

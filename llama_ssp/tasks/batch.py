@@ -8,9 +8,11 @@ rounding, too: equal batches give equal bytes; others, in fp32, equal bytes up t
 from __future__ import annotations
 
 import logging
+import socket
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -19,13 +21,12 @@ from llama_ssp.batch.attempt_log import Attempt
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import Job, longest_in, require_good
 from llama_ssp.batch.journal import BEAT_S, STALE_S, Journal
-from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
 from llama_ssp.config import MOST_ROWS, BatchConf, LogprobsOf
 from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.errors import DataError, StorageError, first_line, lacks_gpu_memory
+from llama_ssp.errors import DataError, DistributedError, StorageError, first_line, lacks_gpu_memory
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
 from llama_ssp.pair.session import PairSession
@@ -39,6 +40,7 @@ from llama_ssp.text.prompts import TextPrompt
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0  # between looks at claims that may lapse
+DAMAGED_IN_ROW = 3  # texts one after another without numbers show a broken device, not broken records
 
 
 class BatchTask(Task[BatchConf]):
@@ -48,6 +50,15 @@ class BatchTask(Task[BatchConf]):
     _rows: ContinuousBatch | None = None
     _answered = _refused = _set_aside = 0
     _max_rows = MOST_ROWS  # fewer, where the GPU's memory was full
+    _damaged_in_row = 0
+
+    def __init__(self, *of_task: Any) -> None:
+        super().__init__(*of_task)
+        self._claims: dict[Attempt, ExitStack] = {}  # the shards that are being worked on
+        self._texts: dict[int, tuple[Attempt, Request]] = {}  # their texts, by index
+        self._under_way: set[int] = set()  # those in a row
+        self._apart: deque[list[TokenRequest]] = deque()  # texts that are not written among others
+        self._damaged: list[int] = []  # texts without numbers that are not committed yet
 
     def run(self) -> str:
         pair = self._open()
@@ -104,67 +115,98 @@ class BatchTask(Task[BatchConf]):
         return self._inputs.job
 
     def _lead(self, pair: PairSession) -> None:
-        """Shard by shard, until each is done or another process works on it."""
+        """Claims shards and writes their texts until each shard is done or another process works on it."""
         journal = self._journal
         assert journal is not None
-        with Progress("batch", journal.manifest.records, "records") as progress:
-            progress.start(journal.standing().records_finished)
-            while (taken := self._claimed(journal)) is not None:
-                shard, claim = taken
-                with claim:
-                    self._shard(journal, shard, pair, progress.advance)
+        GUARD.on_signal.append(self._excuse)
+        try:
+            with Progress("batch", journal.manifest.records, "records") as self._progress:
+                self._progress.start(journal.standing().records_finished)
+                while True:
+                    if works := self._next_texts(pair):
+                        self._write(works, partial(self._next_texts, pair))
+                    elif self._apart:
+                        self._write(self._apart.popleft())
+                    else:
+                        self._refuse_damaged()
+                        if not self._await_claims(journal):
+                            break
+        except (KeyboardInterrupt, StorageError):
+            self._excuse()
+            raise
+        finally:
+            GUARD.on_signal.remove(self._excuse)
+            for claim in self._claims.values():
+                claim.close()
         broadcast_json([], self._ranks)
 
-    def _claimed(self, journal: Journal) -> tuple[Shard, AbstractContextManager[None]] | None:
-        """A shard, and the claim on it; None when each one left is a living process's.
+    def _excuse(self) -> None:
+        """Says of every shard that the process is being ended from outside. From any thread."""
+        for attempt in list(self._claims):
+            attempt.excuse()
+
+    def _await_claims(self, journal: Journal) -> bool:
+        """Whether a claim of another process has lapsed; False when each shard left is a living process's.
 
         Whether a process of another machine lives shows within a minute: it renews its claims, or they lapse.
         """
-        if (taken := journal.claim()) is None and (silent := journal.silent()):
+        if silent := journal.silent():
             log.info("the rest is claimed: at most %.0f s until it shows whether others work on it", STALE_S)
-            until = time.monotonic() + STALE_S + BEAT_S  # whatever the clock of the claims says
-            while taken is None and silent and time.monotonic() < until:
-                broadcast_json({"works": [], "rows": 1}, self._ranks)  # else they give the leader up
-                time.sleep(LOOK_S)
-                taken, silent = journal.claim(), silent & journal.silent()
-        return taken
+        until = time.monotonic() + STALE_S + BEAT_S  # whatever the clock of the claims says
+        while silent and time.monotonic() < until:
+            broadcast_json({"works": []}, self._ranks)  # else they give the leader up
+            time.sleep(LOOK_S)
+            if journal.has_free():
+                return True
+            silent &= journal.silent()
+        return False
 
     def _follow(self) -> None:
         """Takes part in the leader's batches until it broadcasts an empty list."""
+
+        def more() -> list[TokenRequest]:
+            return [TokenRequest.of_plain(one) for one in broadcast_json([], self._ranks)]
+
         while plain := broadcast_json([], self._ranks):
             if not plain["works"]:
                 continue  # the leader waits
             assert self._rows is not None
             works = [TokenRequest.of_plain(one) for one in plain["works"]]
-            for _ in self._rows.write(works, plain["rows"], lambda _: None):
+            further = more if plain["goes_on"] else list
+            for _ in self._rows.write(works, plain["rows"], lambda _: None, further, plain["longest"]):
                 pass
 
-    def _shard(
-        self, journal: Journal, shard: Shard, pair: PairSession, advance: Callable[[int], None]
-    ) -> None:
-        """One attempt at a shard's missing records; each during which an attempt died is written alone."""
-        attempt = journal.attempt(shard)
-        GUARD.on_signal.append(attempt.excuse)
-        try:
-            missing = len(attempt.missing)
-            ready = self._ready(attempt, pair)
-            advance(missing - len(ready))
-            alone = [work for work in ready if attempt.failures[work.index]]
-            others = [work for work in ready if not attempt.failures[work.index]]
-            for works, rows in [*(([work], 1) for work in alone), (others, self._task.batch_size)]:
-                self._write(works, rows, attempt, advance)
-            attempt.publish()
-        except (KeyboardInterrupt, StorageError):
-            attempt.excuse()
-            raise
-        finally:
-            GUARD.on_signal.remove(attempt.excuse)
+    def _next_texts(self, pair: PairSession) -> list[TokenRequest]:
+        """The texts of the next shard that has some; none while there are texts to be written apart.
+
+        So the rows go from one shard to the next without a break. Lines that make no request are answered
+        here. Apart are texts with `echo`, and those during which an attempt died.
+        """
+        journal, rows = self._journal, self._task.batch_size
+        assert journal is not None
+        while not self._apart and (taken := journal.claim()) is not None:
+            attempt = journal.attempt(taken[0])
+            self._claims[attempt] = ExitStack()
+            self._claims[attempt].enter_context(taken[1])
+            usual, echoed, suspects = list[TokenRequest](), list[TokenRequest](), list[TokenRequest]()
+            for work in self._ready(attempt, pair):
+                kind = suspects if attempt.deaths[work.index] else echoed if work.echo else usual
+                kind.append(work)
+            self._apart += [echoed] if echoed else []
+            for count in sorted({attempt.deaths[work.index] for work in suspects}):
+                size = max(1, rows >> (count - 1))  # rows that died run together again, then halves of them
+                again = [work for work in suspects if attempt.deaths[work.index] == count]
+                self._apart += [again[start : start + size] for start in range(0, len(again), size)]
+            self._publish(attempt)
+            if usual:
+                return usual
+        return []
 
     def _ready(self, attempt: Attempt, pair: PairSession) -> list[TokenRequest]:
-        """The shard's missing texts, the longest first. Lines that make no request are answered here."""
+        """The shard's missing texts, the longest first; answers lines that make no request."""
         ready = []
         for index in attempt.missing:
-            record, deaths = self._job.records[index], attempt.failures_alone[index]
+            record, deaths = self._job.records[index], attempt.deaths_alone[index]
             work = tokenised(record, pair)
             if isinstance(work, Refused):
                 self._refuse(attempt, work, refusal(work, work.error))
@@ -174,26 +216,34 @@ class BatchTask(Task[BatchConf]):
                 said = f"set aside: {deaths} attempts died while they worked on this record alone"
                 self._refuse(attempt, record, refusal(record, said, BROKEN))
             else:
+                assert isinstance(record, Request)
+                self._texts[index] = attempt, record
                 ready.append(work)
         return sorted(ready, key=lambda work: -work.longest)
 
-    def _write(
-        self, works: list[TokenRequest], rows: int, attempt: Attempt, advance: Callable[[int], None]
-    ) -> None:
-        """Writes texts on every rank, `rows` at a time, and commits each answer.
+    def _write(self, works: list[TokenRequest], more: Callable[[], list[TokenRequest]] | None = None) -> None:
+        """Writes texts, and `more` of them, on every rank and commits each answer.
 
         Where a single GPU's memory is full, the rest is written half as many rows at a time.
         """
-        while works:
-            assert self._rows is not None
-            rows = min(rows, self._max_rows)
-            broadcast_json({"works": [asdict(work) for work in works], "rows": rows}, self._ranks)
-            left = {work.index: work for work in works}
+        assert self._rows is not None and self._journal is not None
+        left = {work.index: work for work in works}
+
+        def further() -> list[TokenRequest]:
+            new = more() if more else []
+            left.update({work.index: work for work in new})
+            broadcast_json([asdict(work) for work in new], self._ranks)
+            return new
+
+        while works := list(left.values()):
+            rows = min(self._task.batch_size, self._max_rows)
+            longest = max(longest_in(self._journal), *(work.longest for work in works), 2) if more else 0
+            sent = {"works": [asdict(work) for work in works], "rows": rows, "longest": longest}
+            broadcast_json({**sent, "goes_on": more is not None}, self._ranks)
             try:
-                for written in self._rows.write(works, rows, attempt.begin):
-                    self._commit(attempt, written)
+                for written in self._rows.write(works, rows, self._begun, further if more else list, longest):
+                    self._commit(written)
                     del left[written.index]
-                    advance(1)
             except RuntimeError as error:
                 # Other ranks do not know that one of them lacks memory, and wait.
                 if self._ranks.world > 1 or rows == 1 or not lacks_gpu_memory(error):
@@ -201,23 +251,79 @@ class BatchTask(Task[BatchConf]):
                 self._max_rows = rows // 2
                 said = self.full_gpu(error) or first_line(error)
                 log.warning("%d rows at a time from here on, as with %d: %s", self._max_rows, rows, said)
-            works = list(left.values())
+                self._under_way.clear()
 
-    def _commit(self, attempt: Attempt, written: Reply) -> None:
-        request = self._job.records[written.index]
-        assert isinstance(request, Request)
+    def _begun(self, indices: list[int]) -> None:
+        """Says in the journal of each shard which of its texts are about to begin, and among how many."""
+        self._under_way.update(indices)
+        for attempt in {self._texts[index][0]: None for index in indices}:
+            attempt.begin([i for i in indices if self._texts[i][0] is attempt], len(self._under_way))
+
+    def _commit(self, written: Reply) -> None:
+        attempt, request = self._texts[written.index]
+        self._under_way.discard(written.index)
         if written.finish_reason == "error":
-            log.warning("%s: %s", request.where, NOT_NUMBERS)
-            self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))
+            self._keep_damaged(attempt, request)
             return
+        self._damaged_in_row = 0
+        self._refuse_damaged()
         assert self._pair is not None
         model, spell = self._inputs.pairs[0].target, self._pair.tokens.spell
         attempt.finish(request.index, answer(request, written, model, spell))
         self._answered += 1
+        self._done(attempt, request.index)
+        self._publish(attempt)
+
+    def _keep_damaged(self, attempt: Attempt, request: Request) -> None:
+        """Keeps a text that ended on logits that are not numbers until it shows whether the device is sound.
+
+        Raises DistributedError after three of them one after another: their records stay open, for a device
+        that computes. A record that was among such texts on another node is to blame itself.
+        """
+        log.warning("%s: %s", request.where, NOT_NUMBERS)
+        node = socket.gethostname()
+        if attempt.damaged_on[request.index] - {node}:
+            self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))
+            self._publish(attempt)
+            return
+        self._damaged.append(request.index)
+        self._damaged_in_row += 1
+        if self._damaged_in_row < DAMAGED_IN_ROW:
+            return
+        for index in self._damaged:
+            self._texts[index][0].keep_damaged(index, node)
+        self._excuse()
+        devices = ", ".join(sorted(set(map(str, self._pair_figures()["devices"].values()))))
+        raise DistributedError(
+            f"{DAMAGED_IN_ROW} texts one after another ended where {NOT_NUMBERS}", f"{node}, {devices}",
+            f"the last was {request.id} in {request.where}", "numbers",
+            "the records stay open: start the command on another node or device; "
+            "if it ends there, too, try model.dtype=bf16 or fp32",
+        )  # fmt: skip
+
+    def _refuse_damaged(self) -> None:
+        """Answers kept texts with their errors: the device has proved sound, or nothing else is left."""
+        damaged, self._damaged = self._damaged, []
+        for index in damaged:
+            attempt, request = self._texts[index]
+            self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))
+            self._publish(attempt)
 
     def _refuse(self, attempt: Attempt, record: Request | Refused, line: dict[str, Any]) -> None:
         attempt.finish(record.index, line)
         self._refused += 1
+        self._done(attempt, record.index)
+
+    def _done(self, attempt: Attempt, index: int) -> None:
+        """Counts a record that is finished."""
+        self._texts.pop(index, None)
+        self._progress.advance(1)
+
+    def _publish(self, attempt: Attempt) -> None:
+        """Publishes a shard whose records are all finished, and gives its claim back."""
+        if attempt.is_whole:
+            attempt.publish()
+            self._claims.pop(attempt).close()
 
     def _end(self) -> str:
         """Writes the output if the whole job is done, also by other processes."""

@@ -102,8 +102,8 @@ from llama_ssp.batch import attempt_log as parts
 
 begin = parts.Attempt.begin
 
-def deadly(self, indices):
-    begin(self, indices)
+def deadly(self, indices, among):
+    begin(self, indices, among)
     if 0 in indices:
         os.kill(os.getpid(), signal.SIGKILL)
 
