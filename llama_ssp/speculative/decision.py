@@ -24,7 +24,8 @@ class Decision:
     """What a round decided, on the host. Row b commits its first `accepted[b]` drafts, then `token[b]`.
 
     `damaged` rows had logits that were not numbers. For each draft, accepted or not, `overlap` is
-    sum(min(target, draft)), and `standing` the two chances of `Rule.standing`. Followers have zeros instead.
+    sum(min(target, draft)), and `standing` the two chances of `Rule.standing`, before and with it. Ranks that
+    do not lead have zeros instead.
     """
 
     drafted: list[list[int]]

@@ -74,11 +74,11 @@ class RankEngine(ABC):
 
     @property
     def overlap(self) -> dict[str, Any] | None:
-        """Figures of a draft on ranks of its own; None without one, and on other ranks than the leader."""
+        """Returns figures of a draft on ranks of its own; None without one, and on ranks that do not lead."""
         return self.drafter.figures() if self.drafter else None
 
     def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
-        """The batch's state; every cache holds all of each prompt but its last token.
+        """Returns the batch's state; every cache holds all of each prompt but its last token.
 
         `longest` is the length, prompt and answer, of texts that may be admitted to its rows later.
         """
@@ -130,7 +130,7 @@ class RankEngine(ABC):
             self.target.observer = observer
 
     def _begin_prefill(self, prompts: list[Prompt]) -> None:
-        """Completes the last decision's messages, and refuses prompts that differ between ranks.
+        """Sends the last decision, and refuses prompts that differ between ranks.
 
         Ranks sum parts of prompts: sums of other prompts would be wrong, or never end.
         """
@@ -142,23 +142,23 @@ class RankEngine(ABC):
 
     @abstractmethod
     def draft(self, state: State, wanted: list[int]) -> Proposal:
-        """At most `wanted` tokens a row, fewer where the drafter cannot reach further.
+        """Drafts at most `wanted` tokens a row, fewer where the drafter cannot reach further.
 
-        Only what the leader is given counts.
+        What the leader proposes is verified; other ranks get its drafts, mostly without their probabilities.
         """
 
     @abstractmethod
     def verify(self, state: State, proposal: Proposal) -> Decision:
-        """One target forward over K+1 positions, and the decision. Ended rows are fed nothing."""
+        """Runs one target forward over K+1 positions, and decides. Ended rows are fed nothing."""
 
     def roll_back(self, state: State) -> None:
-        """Every cache drops what was not committed."""
+        """Makes every key/value cache drop what was not committed: at most len-1 tokens of a text stay."""
         for model in (self.target, self.drafter):
             if model:
                 model.roll_back(state.lengths)
 
     def flush(self) -> None:
-        """Sends, or receives, the last decision where no round follows it."""
+        """Sends, or receives, the last decision, which else comes with the next round's first message."""
         self._rounds.flush()
 
     def synchronize(self) -> None:
@@ -215,8 +215,10 @@ class Engine(RankEngine):
     def judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Decision:
         """Decides what each row commits, given the target's logits over its drafts and the next position."""
         probs_BWV = self.transform(logit_BWV, state.prefix(0, proposal.k + 1))
+        # Without drafts (K = 0) there are no probabilities.
         draft_BKV = probs_BWV[:, :0] if proposal.draft_BKV is None else proposal.draft_BKV
         given = probs_BWV, draft_BKV, proposal.drafted_BK, sent(proposal.count, probs_BWV.device)
+        # The slot names the round's random numbers: by seed, prompt and length of text, never by a counter.
         packed_BN = self.draws.round(decide, self._rule, state.slot(Purpose.ACCEPT), *given)
         decision = Decision.unpack(packed_BN, proposal.count)
         if self.logprobs.reads:
@@ -228,7 +230,12 @@ class Engine(RankEngine):
 
 
 def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> Tensor:
-    """The target's logits over each row's drafts and the position after them, (B, K+1, V)."""
+    """Returns the target's logits over each row's drafts and the position after them, (B, K+1, V).
+
+    text      0 1 2 3 4 | 5 6      a row of 5 tokens and 2 drafts, in a batch where K = 3
+    fed             (3) 4 5 6      up to its last draft, from what the cache lacks
+    columns             0 1 2 -    column i: the logits after i drafts; the last is undefined in this row
+    """
     rows = zip(target.cached, state.ended, state.lengths, count, strict=True)
     ends = [cached if ended else length + drafted for cached, ended, length, drafted in rows]
     return target.logits(state.token_BS, ends, [n + 1 for n in count])

@@ -18,12 +18,12 @@ from llama_ssp.speculative.stats import RowStep
 
 
 class TextEnd(Protocol):
-    """Tells whether new tokens complete a stop string."""
+    """Tells whether new tokens complete a stop string. It remembers the row's earlier tokens."""
 
     def kept(self, row: int, tokens: list[int], last: bool) -> int | None:
-        """How many of the tokens stay when a stop string ends inside them; None if none does.
+        """Returns how many tokens stay when a stop string ends inside them, with the token that completes it.
 
-        `last`: the row ends with them.
+        None if none does. `last`: the row ends with them. Characters are cut later, where the text is shown.
         """
 
 
@@ -84,8 +84,9 @@ class Step:
 def generate(
     engine: RankEngine, state: State, limits: Limits, lookahead: DraftLength, refill: Refill | None = None
 ) -> Iterator[Step]:
-    """Rounds until every row has ended and no prompt is left to refill it. `state` comes from prefill.
+    """Runs rounds until every row has ended and no prompt is left to refill it. `state` comes from prefill.
 
+    `lookahead` chooses K, the number of tokens to draft, for each row.
     To stop earlier, every rank must stop after the same round and call `engine.flush`.
     """
     number = 0

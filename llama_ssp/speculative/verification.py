@@ -7,15 +7,23 @@ Shapes: B rows, K drafted positions, V vocabulary. Position i holds the distribu
     drafted_BK   the drafted tokens
     count_B      how many of the K drafts are real in this row (0: this row decodes plainly)
 
-A rule is made of pure functions: `accept_chances` gives the probability of each draft's draw, `accepted` the
-number of drafts that stand for an outcome of the draws, `correction_probs` the distribution of the next
-token. `Rule.decide` puts them together; its caller makes the draws. K is at least 1. The functions run on
+A rule is made of pure functions: `accept_chances` gives the chance of each draft's coin; given which coins
+passed, `accepted` gives how many drafts are kept; `correction_probs` is the distribution of the token after
+them. `Rule.decide` puts them together; its caller makes the draws. K is at least 1. The functions run on
 torch tensors, and on numpy arrays of fractions, in which tests enumerate them.
 
-Two rules, both exact. `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) accepts each token by
-its own ratio. `block` (Sun et al. 2403.10444) decides over the whole block and accepts at least as many
-tokens. In both a uniform number must be strictly below the chance: a token that the target cannot produce is
-never accepted.
+Two rules, both exact: the committed tokens have the target's distribution, under the same sampling controls.
+
+`token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) keeps draft x with probability p(x) / q(x), at
+most 1, where p is the target's distribution and q the draft's. The first draft that fails is replaced by a
+draw from max(p - q, 0), normalised. So x is committed with probability min(p, q) by acceptance and
+max(p - q, 0) by correction: p in all.
+
+`block` (Sun et al. 2403.10444) decides over the whole block, and keeps at least as many drafts on average:
+ratios are multiplied along the block, so a draft that is likelier under the target makes up for one before.
+
+In both a uniform number must be strictly below the chance: a token that the target cannot produce is never
+accepted. Drafts that are all kept are followed by a draw from the target's own distribution.
 
 To add a rule: a subclass of `Rule` in `RULES`, its name in `config.Verification`, a preset in
 conf/speculation.
@@ -58,12 +66,15 @@ class DraftBlock:
 
     @cached_property
     def carried_BW(self) -> Array:
-        """The block rule's P[0..K]: P[i] = min(P[i-1] * ratio_i, 1), the chance that i drafts stand."""
+        """The block rule's P[0..K]: P[0] = 1, P[i] = min(P[i-1] * p(x_i) / q(x_i), 1).
+
+        P[i] is the chance that at least i drafts are kept, given the first i.
+        """
         return _carried(self)
 
     @cached_property
     def spare_BJ(self) -> Array:
-        """sum(max(P[i] * target - draft, 0)) at the drafted positions but the first."""
+        """S[i] = sum(max(P[i] * p - q, 0)) after i = 1..K-1 drafts (J of them): a correction's mass."""
         carried_BJ1 = self.carried_BW[:, 1:-1, None]
         return excess(carried_BJ1, self.target_BWV[:, 1:-1], self.draft_BKV[:, 1:]).sum(-1)
 
@@ -134,6 +145,7 @@ class BlockRule(Rule):
     name = "block"
 
     def accept_chances(self, block: DraftBlock) -> Array:
+        # Coin i < count passes with chance S[i] / (S[i] + 1 - P[i]), the last one with P[count].
         carried_BK, inner_BJ = block.carried_BW[:, 1:], block.carried_BW[:, 1:-1]
         whole_BJ = block.spare_BJ + 1 - inner_BJ
         chance_BJ = block.spare_BJ / where(whole_BJ > 0, whole_BJ, 1)
@@ -157,7 +169,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule())
 
 
 def acceptance_prob(block: DraftBlock) -> Array:
-    """sum(min(target, draft)) at each drafted position: the most that a rule for single positions accepts."""
+    """sum(min(p, q)) at each drafted position: the chance that the token rule keeps a draft it reaches."""
     return smaller(block.target_BWV[:, : block.k], block.draft_BKV).sum(-1)
 
 
@@ -189,7 +201,10 @@ def _residual_probs(block: DraftBlock, accepted_B: Array, weight_B: Array) -> Ar
 
 
 def _probs_after(block: DraftBlock, accepted_B: Array) -> tuple[Array, Array]:
-    """The target's and the draft's probabilities after `accepted` drafts; the last draft's after them all."""
+    """The target's and the draft's probabilities after `accepted` drafts.
+
+    After all K there is no draft's distribution: the last one fills its place and is not used.
+    """
     last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
     return row_by_row(block.target_BWV, accepted_B), row_by_row(block.draft_BKV, last_B)
 
