@@ -28,7 +28,7 @@ from llama_ssp.planner.activations import (
 )
 from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, Sampler
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -171,7 +171,7 @@ def actual(case: Case, ranks: Ranks) -> int:
     assert runner._cache is not None
     before += cache_bytes(runner._cache)
     if case.role == DRAFT:
-        drafter = ModelDrafter(runner, transform, draws)
+        drafter = ModelDrafter(runner, Sampler(transform, draws))
         return before + _peak(lambda: drafter.propose(state, (case.k,) * ROWS))
     crew = Roles(ranks, ranks, None)
     engine: RankEngine

@@ -18,7 +18,7 @@ from llama_ssp.models.steps import SteppedModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.head import head_drafter
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, Sampler
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
@@ -82,15 +82,15 @@ def engine_of(
     transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab or target.vocab)
     source = CounterDraws(draws) if isinstance(draws, int) else draws
     target_runner = ModelRunner(target, chunk)
-    drafter: Drafter = Drafter()
+    drafter, sampler = Drafter(), Sampler(transform, source)
     if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
     elif isinstance(draft, HeadModel):
-        drafter = head_drafter(draft, target_runner, transform, source)
+        drafter = head_drafter(draft, target_runner, sampler)
     elif bridge is not None:
-        drafter = IntersectionDrafter(ModelRunner(draft, chunk), transform, source, bridge)
+        drafter = IntersectionDrafter(ModelRunner(draft, chunk), sampler, bridge)
     elif draft is not None:
-        drafter = ModelDrafter(ModelRunner(draft, chunk), transform, source)
+        drafter = ModelDrafter(ModelRunner(draft, chunk), sampler)
     decides = RULES[rule] if isinstance(rule, str) else rule
     return Engine(target_runner, drafter, transform, decides, source)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.draft_length import FixedDraftLength
-from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.drafters.local import ModelDrafter, Sampler
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, commit, generate
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -101,7 +101,7 @@ def test_counts_add_up_exactly(
     stops = ["bd", "dde"] if ends in ("stop", "both") else []
     draws, transform = CounterDraws(seed), SamplingTransform(SamplingConfig(), tuple(end_ids), 5)
     target, draft = toy(5, 0, context=14), toy(5, 1, context=10)
-    drafter = ModelDrafter(ModelRunner(draft, 3), transform, draws)
+    drafter = ModelDrafter(ModelRunner(draft, 3), Sampler(transform, draws))
     engine = Submissions(ModelRunner(target, 3), drafter, transform, RULES[rule], draws)
     rows = [Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)]
     state, counts = engine.prefill(rows, new), Counts()

@@ -45,7 +45,7 @@ from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, Draft
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.head import head_drafter
-from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter
+from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, Sampler
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
@@ -302,7 +302,7 @@ def _drafter(
 ) -> Drafter | None:  # fmt: skip
     """This rank's part in drafting; None where it has none."""
     roles, wide = pair.roles, partial(torch.promote_types, torch.float32)
-    spec = run.speculation
+    spec, sampler = run.speculation, Sampler(transform, draws)
     if pair.target and roles.leads and run.drafts_from_text:
         return NgramDrafter(spec.ngram_min, spec.ngram_max, transform.vocab, wide(pair.target.dtype))
     if not run.has_draft_model:
@@ -312,16 +312,16 @@ def _drafter(
             return None
         return RemoteDrafter(roles.draft_channel, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
     if isinstance(pair.draft, HeadModel):
-        return head_drafter(pair.draft, target, transform, draws) if target else None
+        return head_drafter(pair.draft, target, sampler) if target else None
     runner = ModelRunner(pair.draft, chunk)
     if roles.draft is not None and not roles.draft.is_leader:
         apart = roles.drafts_apart
         return AheadDraftShard(runner, roles.draft, spec.overlap) if apart else DraftShard(runner)
     if isinstance(roles.draft_channel, DraftServer) and roles.draft is not None:
-        return AheadDrafter(runner, transform, draws, roles.draft, roles.draft_channel, spec.overlap)
+        return AheadDrafter(runner, sampler, roles.draft, roles.draft_channel, spec.overlap)
     if bridge is not None:
-        return IntersectionDrafter(runner, transform, draws, bridge)
-    return ModelDrafter(runner, transform, draws)
+        return IntersectionDrafter(runner, sampler, bridge)
+    return ModelDrafter(runner, sampler)
 
 
 def draft_alone(pair: RankModels) -> RankModels | None:

@@ -21,7 +21,7 @@ from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.formats.coded import TABLES
 from llama_ssp.models.kernels import attention
 from llama_ssp.models.kernels.coded import CodedLinear, operators
-from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.drafters.local import ModelDrafter, Sampler
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
@@ -114,7 +114,7 @@ def test_graphs_write_the_text_of_eager_steps(rule: str, rows: int, k: int) -> N
 
 def test_a_round_waits_once() -> None:
     transform, draws = SamplingTransform(SAMPLED, (), on_gpu(False).vocab), CounterDraws(0)
-    drafter = ModelDrafter(ModelRunner(on_gpu(True, 0.3)), transform, draws)
+    drafter = ModelDrafter(ModelRunner(on_gpu(True, 0.3)), Sampler(transform, draws))
     engine = Engine(ModelRunner(on_gpu(True)), drafter, transform, RULES["block"], draws)
     state = engine.prefill(PROMPTS[:1], 64)
 

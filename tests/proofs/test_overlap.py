@@ -33,7 +33,7 @@ from llama_ssp.distributed.roles import Roles
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.drafters import ahead, remote
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, Memo
-from llama_ssp.speculative.drafters.local import Drawn
+from llama_ssp.speculative.drafters.local import Drawn, Sampler
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import Follower
@@ -192,7 +192,9 @@ def overlapped(
     remote = RemoteDrafter(asker, draft.context, transform.vocab, torch.float64)
     leads = Roles(ALONE, ALONE, None, asker, apart=(1,))
     helps = Roles(ALONE, None, ALONE, answerer, apart=(1,))
-    sender = AheadDrafter(ModelRunner(draft, s.chunk), transform, draws, ALONE, answerer, Overlap.ahead)
+    sender = AheadDrafter(
+        ModelRunner(draft, s.chunk), Sampler(transform, draws), ALONE, answerer, Overlap.ahead
+    )
     engine = Engine(ModelRunner(target, s.chunk), remote, transform, RULES[s.rule], draws, leads)
     follower = Follower(None, sender, transform, draws, helps, target.context, torch.device("cpu"))
 

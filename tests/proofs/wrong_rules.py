@@ -171,7 +171,7 @@ def _(probs):
 # Trained heads.
 
 HEAD, BLOCK_HEAD = f"{DRAFTERS}head:HeadDrafter.", f"{DRAFTERS}head:BlockHeadDrafter."
-STEP, SOME = "models.heads.model:Eagle3Model.step", f"{DRAFTERS}head:probs_of_some"
+STEP, SOME = "models.heads.model:Eagle3Model.step", f"{DRAFTERS}local:Sampler.draw"
 FORMULAS = "test_heads", "test_declared_distributions_are_the_published_formulas"
 PUBLISHED, REDUCED = proof(*FORMULAS, "speculators"), proof(*FORMULAS, "reduced vocabulary")
 DFLASH = proof("test_dflash", "test_declared_distributions_are_those_of_the_published_code", "speculators")
@@ -203,13 +203,16 @@ def _(step, model, token_T, g_TH, rows, cache):
 
 
 @fault("head: tokens that it lacks keep their share", SOME, REDUCED)
-def _(probs_of_some, transform, logit_BV, *given):
+def _(draw, sampler, state, offset, count, logit_BV, *slot):
     lacking_B1 = (logit_BV == -torch.inf).double().mean(-1, keepdim=True)
-    return probs_of_some(transform, logit_BV, *given) * (1 - 0.5 * lacking_B1)
+    drawn = draw(sampler, state, offset, count, logit_BV, *slot)
+    return replace(drawn, probs_BV=drawn.probs_BV * (1 - 0.5 * lacking_B1))
 
 
 fault("head: d2t off by one", SOME, REDUCED)(
-    lambda probs_of_some, transform, logit_BV, *of: probs_of_some(transform, logit_BV.roll(1, -1), *of)
+    lambda draw, sampler, state, offset, count, logit_BV, *slot: draw(
+        sampler, state, offset, count, logit_BV.roll(1, -1), *slot
+    )
 )
 fault("head: declares what was before the temperature", f"{HEAD}propose", walked("head, every control"))(
     declares(lambda q: q**2.5 / (q**2.5).sum(-1, keepdim=True))

@@ -89,9 +89,12 @@ def _(refill, runner, token_BS, row, length, kept=0):
     return refill(runner, token_BS, row, length, kept + 1 if kept else 0)
 
 
-fault("broken drafts of another tokenizer are mended", f"{DRAFTERS}cross_vocab:probs_of_some", MENDED)(
-    lambda probs_of_some, *given: probs_of_some(*given).nan_to_num(1.0)
-)
+@fault("broken drafts of another tokenizer are mended", f"{DRAFTERS}local:Sampler.draw", MENDED)
+def _(draw, *given):
+    drawn = draw(*given)
+    return replace(drawn, probs_BV=drawn.probs_BV.nan_to_num(1.0))
+
+
 fault("broken drafts of other ranks are mended", f"{DRAFTERS}remote:written", ARRIVED)(
     lambda written, probs_BKV: written(probs_BKV.nan_to_num(1.0))
 )

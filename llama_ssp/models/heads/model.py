@@ -31,6 +31,7 @@ class HeadModel(Loaded):
     """A head on one device. `vocab` and `context` are of the texts that it reads, in the target's tokens."""
 
     ranks = ALONE
+    drafts = 0  # of one pass; 0: they come one after the other
 
     def __init__(
         self, head: Eagle3 | DFlash, attentions: list[Attention], config: Any, taps: tuple[int, ...],

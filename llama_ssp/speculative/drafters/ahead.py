@@ -23,11 +23,10 @@ from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftServer
 from llama_ssp.models.feed import sent
-from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, nothing
+from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, Sampler, nothing
 from llama_ssp.speculative.drafters.remote import AheadCounts, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws, Purpose, Slot
-from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.rng import Purpose, Slot
 from llama_ssp.speculative.state import Proposal, State
 
 HALF = 0.5  # of a forward: the expected wait of a request that arrives during one
@@ -76,10 +75,9 @@ class AheadDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, group: Ranks,
-        link: DraftServer, overlap: Overlap,
-    ) -> None:  # fmt: skip
-        super().__init__(runner, transform, draws)
+        self, runner: ModelRunner, sampler: Sampler, group: Ranks, link: DraftServer, overlap: Overlap
+    ) -> None:
+        super().__init__(runner, sampler)
         self._group, self._link, self._overlap = group, link, overlap
         self._waited_s = link.waited_s  # for requests, before this engine
         self._pays = Pays()
@@ -154,7 +152,7 @@ class AheadDrafter(ModelDrafter):
     def _drop_memo(self, rows: int) -> None:
         self._memo, self._ready = None, [0] * rows
 
-    def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
+    def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot | None = None) -> Drawn:
         """Draft number `offset`: from the memo where it is there, drawn where it is not."""
         held = tuple(min(n, ready) for n, ready in zip(count, self._ready, strict=True))
         drawn: Drawn | None = None
@@ -183,14 +181,14 @@ class AheadDrafter(ModelDrafter):
 
     def _draft_for(self, state: State, later: State, count: tuple[int, ...]) -> Iterator[Drawn]:
         """The drafts for the guessed batch."""
-        ends = set(self._transform.end_ids)
+        ends = set(self._sampler.transform.end_ids)
         count = tuple(0 if text[-1] in ends else n for text, n in zip(later.texts, count, strict=True))
         self._memo = memo = Memo(later, count)
         for row in range(later.rows):
             if count[row]:
                 later.write_text(row, len(state.texts[row]))
         for offset in range(max(count)):
-            drawn = super()._step(later, offset, count, later.slot(Purpose.DRAFT, offset))
+            drawn = super()._step(later, offset, count)
             memo.drawn.append(drawn)
             self.counts.drafted += sum(offset < n for n in count)
             yield drawn
@@ -198,7 +196,7 @@ class AheadDrafter(ModelDrafter):
     def _worth(self, state: State, accepted: State, row: int, wanted: int) -> int:
         """How many drafts to draw ahead: as many as in this round, if there is room; 0 for an ended row."""
         length = accepted.lengths[row] + 1
-        if set(accepted.texts[row][len(state.texts[row]) :]) & set(self._transform.end_ids):
+        if set(accepted.texts[row][len(state.texts[row]) :]) & set(self._sampler.transform.end_ids):
             return 0
         return max(0, min(wanted, self.limit(length), accepted.capacity - length - 1))
 

@@ -12,18 +12,9 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from llama_ssp.speculative.drafters.local import (
-    DraftModel,
-    Drawn,
-    nothing,
-    probs_of_some,
-    proposal_of,
-    reach,
-    resting,
-)
+from llama_ssp.speculative.drafters.local import Drawn, ModelDrafter, Sampler, reach
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws, Purpose
-from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.rng import Slot
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.text.translation import NONE, Intersection
 
@@ -41,17 +32,15 @@ class _Settled:
     read: int = 0
 
 
-class IntersectionDrafter(DraftModel):
+class IntersectionDrafter(ModelDrafter):
     """Samples from the draft's distribution over the tokens that both models have.
 
     `_own` holds the batch's texts in the draft's tokens; the draft's KV cache is of them.
     """
 
-    def __init__(
-        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, bridge: Intersection
-    ) -> None:
-        super().__init__(runner)
-        self._bridge, self._transform, self._draws, vocab = bridge, transform, draws, transform.vocab
+    def __init__(self, runner: ModelRunner, sampler: Sampler, bridge: Intersection) -> None:
+        super().__init__(runner, sampler)
+        self._bridge, vocab = bridge, sampler.transform.vocab
         shared = [(i, t) for i, t in enumerate(bridge.match.target_of) if t != NONE and t < vocab]
         shared = [(i, t) for i, t in shared if i < runner.model.vocab]
         self._from_S = torch.tensor([i for i, _ in shared], dtype=torch.int64)
@@ -136,21 +125,16 @@ class IntersectionDrafter(DraftModel):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         room = self._follow(state, count)
         count = tuple(min(n, r) for n, r in zip(count, room, strict=True))
-        drawn = [self._step(state, offset, count) for offset in range(max(count))]
-        return proposal_of(drawn, count) if drawn else nothing(state)
+        return super().propose(state, count)
 
-    def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
-        """Draft number `offset` of each row that has one, written behind its text in both vocabularies."""
+    def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot | None = None) -> Drawn:
+        """Also writes the draft after the draft model's own text."""
         ends = self._next_ends(self._own, offset, count)
         logit_BD = self._runner.logits(self._own.token_BS, ends, [1] * state.rows)[:, 0]
-        logit_BV = self._in_target(logit_BD.to(state.device))
-        probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
-        idle = [offset >= n for n in count]
-        token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))
-        state.write_draft(token_B, offset, count)
-        self._own_V = self._own_V.to(token_B.device)
-        self._own.write_draft(self._own_V[token_B].to(self._own.device), offset, count)
-        return Drawn(token_B, probs_BV)
+        drawn = self._sampler.draw(state, offset, count, self._in_target(logit_BD.to(state.device)), slot)
+        self._own_V = self._own_V.to(drawn.token_B.device)
+        self._own.write_draft(self._own_V[drawn.token_B].to(self._own.device), offset, count)
+        return drawn
 
     def _in_target(self, logit_BD: Tensor) -> Tensor:
         """The draft's logits by the target's ids.
@@ -161,7 +145,7 @@ class IntersectionDrafter(DraftModel):
         self._from_S, self._to_S = self._from_S.to(logit_BD.device), self._to_S.to(logit_BD.device)
         logit_BS = logit_BD.to(wide)[:, self._from_S]
         to_BS = self._to_S.expand_as(logit_BS)
-        none_BV = logit_BS.new_full((len(logit_BS), self._transform.vocab), -torch.inf)
+        none_BV = logit_BS.new_full((len(logit_BS), self._sampler.transform.vocab), -torch.inf)
         top_BV = none_BV.scatter_reduce(1, to_BS, logit_BS, "amax")
         # Clamped, so that -inf is compared with a number and stays -inf.
         share_BS = torch.exp(logit_BS - top_BV.gather(1, to_BS).clamp(min=torch.finfo(wide).min))

@@ -12,33 +12,27 @@ rejected, and what the head's own pass wrote, is read anew before it counts.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from llama_ssp.models.feed import sent
 from llama_ssp.models.graph_sizes import WIDEST
-from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
-from llama_ssp.models.slot_cache import SlotCache
-from llama_ssp.speculative.drafters.local import (
-    Drafter,
-    Drawn,
-    nothing,
-    probs_of_some,
-    proposal_of,
-    reach,
-    resting,
-)
+from llama_ssp.speculative.drafters.local import Drafter, Drawn, Sampler, nothing, proposal_of, reach
 from llama_ssp.speculative.model_runner import ModelRunner, Span
-from llama_ssp.speculative.rng import Draws, Purpose
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
+
+if TYPE_CHECKING:
+    from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
+    from llama_ssp.models.slot_cache import SlotCache
 
 
 class SamplesFromHead(Drafter):
     """Samples from a head's distribution, under the same controls as the target."""
 
-    def __init__(self, head: HeadModel, transform: SamplingTransform, draws: Draws) -> None:
-        self._of, self._transform, self._draws, self._passes = head, transform, draws, 0
+    def __init__(self, head: HeadModel, sampler: Sampler) -> None:
+        self._of, self._sampler, self._passes = head, sampler, 0
 
     @property
     def forwards(self) -> int:
@@ -48,17 +42,9 @@ class SamplesFromHead(Drafter):
     def device(self) -> torch.device:
         return self._of.device
 
-    def _drawn(self, state: State, offset: int, rows: list[int], logit_RE: Tensor) -> Drawn:
-        """Draft number `offset` of these rows, and its distribution over the target's tokens."""
-        logit_BV = self._in_target(logit_RE.to(state.device), rows, state.rows)
-        probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
-        idle = [row not in rows for row in range(state.rows)]
-        token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))
-        return Drawn(token_B, probs_BV)
-
     def _in_target(self, logit_RE: Tensor, rows: list[int], count: int) -> Tensor:
         """Logits by the target's ids, (B, V): -inf of tokens that the head lacks, zeros in other rows."""
-        vocab, ids_E = max(self._transform.vocab, self._of.vocab), self._of.ids_E
+        vocab, ids_E = max(self._sampler.transform.vocab, self._of.vocab), self._of.ids_E
         wide = torch.promote_types(logit_RE.dtype, torch.float32)
         if ids_E is None and len(rows) == count:
             return logit_RE.to(wide)
@@ -79,11 +65,9 @@ class HeadDrafter(SamplesFromHead):
     wait in `_state_NH`, position p at place p modulo `_window` of the row.
     """
 
-    def __init__(
-        self, head: Eagle3Model, target: ModelRunner, transform: SamplingTransform, draws: Draws
-    ) -> None:
+    def __init__(self, head: Eagle3Model, target: ModelRunner, sampler: Sampler) -> None:
         """`target` is the runner whose passes the head reads; its model has the head's taps."""
-        super().__init__(head, transform, draws)
+        super().__init__(head, sampler)
         self._head = head
         self._window = max(target.prefill_chunk, WIDEST)
         target.observer = self.observe
@@ -134,8 +118,8 @@ class HeadDrafter(SamplesFromHead):
                 places = None if wanted == rows else sent([rows.index(row) for row in wanted], z_RH.device)
                 g_TH = z_RH if places is None else z_RH[places]
             (logit_RE, z_RH), rows = self._forward(state.token_BS, fed, g_TH), wanted
-            drawn.append(self._drawn(state, offset, rows, logit_RE))
-            state.write_draft(drawn[-1].token_B, offset, count)
+            logit_BV = self._in_target(logit_RE.to(state.device), rows, state.rows)
+            drawn.append(self._sampler.draw(state, offset, count, logit_BV))
         for row in (row for row, n in enumerate(count) if n):
             self._cached[row] = lengths[row] - 1
         return proposal_of(drawn, count)
@@ -189,11 +173,9 @@ def _behind(token_BS: Tensor, fed: list[Span]) -> Tensor:
 class BlockHeadDrafter(SamplesFromHead):
     """Draws each draft from the distribution that the pass gave at its place."""
 
-    def __init__(
-        self, head: DFlashModel, target: ModelRunner, transform: SamplingTransform, draws: Draws
-    ) -> None:
+    def __init__(self, head: DFlashModel, target: ModelRunner, sampler: Sampler) -> None:
         """`target` is the runner whose passes the head reads; its model has the head's taps."""
-        super().__init__(head, transform, draws)
+        super().__init__(head, sampler)
         self._head = head
         target.observer = self.observe
 
@@ -225,16 +207,11 @@ class BlockHeadDrafter(SamplesFromHead):
         for offset in range(max(count)):
             wanted = [row for row, n in enumerate(count) if n > offset]
             places = sent([rows.index(row) for row in wanted], logit_RKE.device)
-            drawn.append(self._drawn(state, offset, wanted, logit_RKE[places, offset]))
-            state.write_draft(drawn[-1].token_B, offset, count)
+            logit_BV = self._in_target(logit_RKE[places, offset].to(state.device), wanted, state.rows)
+            drawn.append(self._sampler.draw(state, offset, count, logit_BV))
         return proposal_of(drawn, count)
 
 
-def head_drafter(
-    head: HeadModel, target: ModelRunner, transform: SamplingTransform, draws: Draws
-) -> SamplesFromHead:
-    """The drafter of a head of this kind."""
-    if isinstance(head, DFlashModel):
-        return BlockHeadDrafter(head, target, transform, draws)
-    assert isinstance(head, Eagle3Model)
-    return HeadDrafter(head, target, transform, draws)
+def head_drafter(head: Any, target: ModelRunner, sampler: Sampler) -> SamplesFromHead:
+    """Returns the drafter of a head of this kind."""
+    return BlockHeadDrafter(head, target, sampler) if head.drafts else HeadDrafter(head, target, sampler)

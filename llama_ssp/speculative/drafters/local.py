@@ -28,6 +28,33 @@ class Drawn:
     probs_BV: Tensor
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """Draws drafts from logits, under the same controls as the target."""
+
+    transform: SamplingTransform
+    draws: Draws
+
+    def draw(
+        self, state: State, offset: int, count: tuple[int, ...], logit_BV: Tensor, slot: Slot | None = None
+    ) -> Drawn:
+        """Draws draft number `offset` of each row that has one, and writes it after the row's text.
+
+        The logits may be -inf for some tokens, which then have probability 0. Where the controls forbid all
+        others nothing is damaged: any distribution is right, and certainty of token 0 is one.
+        """
+        probs_BV = self.transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
+        if self.transform.forbids:
+            damaged_B = (logit_BV.isnan() | logit_BV.isposinf()).any(-1)
+            probs_BV = certain_where(probs_BV.isnan().any(-1) & ~damaged_B, probs_BV)
+        resting_BV, idle = probs_BV, [offset >= n for n in count]
+        if any(idle):  # nothing random may happen in rows without this draft
+            resting_BV = certain_where(sent(idle, probs_BV.device), probs_BV)
+        token_B = self.draws.categorical(resting_BV, slot or state.slot(Purpose.DRAFT, offset))
+        state.write_draft(token_B, offset, count)
+        return Drawn(token_B, probs_BV)
+
+
 class Drafter:
     """Proposes up to `count` tokens a row. This base is regular sampling: it proposes nothing."""
 
@@ -110,24 +137,21 @@ class DraftModel(Drafter):
 class ModelDrafter(DraftModel):
     """A draft model that samples from its own distribution, under the same controls as the target."""
 
-    def __init__(self, runner: ModelRunner, transform: SamplingTransform, draws: Draws) -> None:
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         super().__init__(runner)
-        self._transform, self._draws = transform, draws
+        self._sampler = sampler
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         drawn: list[Drawn] = []
         for offset in range(max(count)):
-            drawn.append(self._step(state, offset, count, state.slot(Purpose.DRAFT, offset)))
+            drawn.append(self._step(state, offset, count))
         return proposal_of(drawn, count) if drawn else nothing(state)
 
-    def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
-        """Draws draft number `offset` of each row that has one, and writes it after the text."""
+    def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot | None = None) -> Drawn:
+        """Draws draft number `offset` of each row that has one."""
         ends = self._next_ends(state, offset, count)
         logit_BV = self._runner.logits(state.token_BS, ends, [1] * state.rows)[:, 0]
-        probs_BV = probs_of_some(self._transform, logit_BV.to(state.device), state, offset)
-        token_B = self._draws.categorical(resting(probs_BV, [offset >= n for n in count]), slot)
-        state.write_draft(token_B, offset, count)
-        return Drawn(token_B, probs_BV)
+        return self._sampler.draw(state, offset, count, logit_BV.to(state.device), slot)
 
 
 class DraftShard(DraftModel):
@@ -142,19 +166,6 @@ class DraftShard(DraftModel):
             ends = self._next_ends(state, offset, count)
             self._runner.logits(state.token_BS, ends, [1] * state.rows)
         return Proposal(nothing(state).drafted_BK, None, count)
-
-
-def probs_of_some(transform: SamplingTransform, logit_BV: Tensor, state: State, offset: int) -> Tensor:
-    """The probabilities to draw from, (B, V), where only some tokens have logits.
-
-    Where the controls forbid all of these nothing is damaged: any distribution is right, and certainty of
-    token 0 is one.
-    """
-    probs_BV = transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
-    if not transform.forbids:
-        return probs_BV
-    damaged_B = (logit_BV.isnan() | logit_BV.isposinf()).any(-1)
-    return certain_where(probs_BV.isnan().any(-1) & ~damaged_B, probs_BV)
 
 
 def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
@@ -183,11 +194,6 @@ def nothing(state: State) -> Proposal:
     """The empty proposal."""
     empty_B0 = torch.empty(state.rows, 0, dtype=torch.int64, device=state.device)
     return Proposal(empty_B0, None, (0,) * state.rows)
-
-
-def resting(probs_BV: Tensor, idle: list[bool]) -> Tensor:
-    """The distributions to draw from: certain of token 0 in idle rows, where nothing random may happen."""
-    return certain_where(sent(idle, probs_BV.device), probs_BV) if any(idle) else probs_BV
 
 
 def certain_where(condition: Tensor, probs: Tensor) -> Tensor:
