@@ -220,7 +220,7 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
 
     `place` is a sweep's folder for the run.
     """
-    from llama_ssp.batch.job import chosen_seed, continued, job_of
+    from llama_ssp.batch.job import chosen_seed, continued
     from llama_ssp.config import validation as checks
     from llama_ssp.planner.start import prepared
     from llama_ssp.report.plots import check_plot
@@ -253,10 +253,8 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     recorded = checked if task.named_pairs else pairs[0].run
     # The leader reads prompts and draws the seed, and broadcasts both.
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
-    is_job = isinstance(task, BatchConf) and leads
-    seed = chosen_seed(checked, is_job)
-    batch_job = job_of(recorded, pairs[0].files, seed) if is_job else None
-    inputs = RunInputs(recorded, seed, pairs, reading, batch_job, place)
+    seed = chosen_seed(checked, isinstance(task, BatchConf) and leads)
+    inputs = RunInputs(recorded, seed, pairs, reading, place)
     gc.disable()  # imports leave no garbage, and to look for it takes half a second
     with GUARD.parting("stopped by a signal before the run began"), waiting("loading torch and transformers"):
         from llama_ssp.tasks.runner import execute

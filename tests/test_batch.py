@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -23,6 +24,7 @@ import pytest
 from llama_ssp import cli
 from llama_ssp.batch import journal
 from llama_ssp.batch.continuous_batching import ContinuousBatch
+from llama_ssp.batch.index import Index
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.pair.session import PairSession
 from llama_ssp.report.console import Progress
@@ -193,6 +195,35 @@ def test_an_empty_input_has_an_empty_output(command: Command, caplog: pytest.Log
     done = command(*SMALL, "task.output=out.jsonl")
     assert (done.code, Path("out.jsonl").read_bytes()) == (0, b"")
     assert "holds no records" in caplog.text
+
+
+def test_several_files_and_packed_ones_are_one_input(
+    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    """A folder, a pattern, gzip, .jl, standard input. The input is read once."""
+    whole, folder = Path("in.jsonl").read_bytes().splitlines(keepends=True), Path("parts")
+    folder.mkdir()
+    (folder / "a.jl").write_bytes(b"".join(whole[:4]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(whole[4:])))
+    for number, name in enumerate(("parts", "parts/*", "-")):
+        job = [*SMALL, f"task.input={name}", f"task.output={number}.jsonl"]
+        assert command(*job, stdin=b"".join(whole)).code == 0
+        assert Path(f"{number}.jsonl").read_bytes() == undisturbed
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "_build", lambda *_: pytest.fail("the input was read again"))
+            assert command(*job).code == 0
+    (folder / "a.jl").write_bytes(b"".join(whole[:3]))
+    refused = command(*SMALL, "task.input=parts", "task.output=0.jsonl")
+    assert refused.code == 3 and "input_sha256" in refused.errors[0]
+
+
+def test_a_text_longer_than_was_foreseen_is_written_apart(
+    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    """Only the longest of many prompts are tokenised before a job begins: another may have more tokens."""
+    monkeypatch.setattr(batch, "longest_in", lambda _: 15)
+    assert command(*SMALL, "task.output=out.jsonl").code == 0
+    assert Path("out.jsonl").read_bytes() == undisturbed
 
 
 @pytest.mark.parametrize(

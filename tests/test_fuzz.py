@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llama_ssp.batch.job import records_of
 from llama_ssp.batch.requests import CHAT, COMPLETIONS, Refused, Request
 from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf
 from llama_ssp.errors import RunError
 from llama_ssp.text import prompts
-from llama_ssp.text.prompts import file_bytes, read_prompts
+from llama_ssp.text.prompts import read_prompts
 from tests.refusals import BAD_LINES, LONGEST_LINE
+from tests.test_records import records_of
 
 FILES, SEED, ONLY = (
     int(os.environ.get(f"FUZZ_{n}", d)) for n, d in (("FILES", 300), ("SEED", 7), ("ONLY", -1))
@@ -97,7 +97,7 @@ def read(text: Text, file: str, policy: OnBadRow) -> tuple[list[tuple[str, str]]
             return [(prompt.id, prompt.text) for prompt in found.prompts], found.skipped
         task = BatchConf(name="batch", input=file, output=f"{file}.out", on_bad_row=policy)
         run = RunConf(model=ModelConf(name="m", vocab=512, context=1024), task=task)
-        records = records_of(run, file_bytes("task.input", file))
+        records = records_of(run, Path(f"{file}.work"))
     except RunError as error:
         return error
     taken = [(record.id, record.said) for record in records if isinstance(record, Request)]

@@ -19,7 +19,7 @@ from llama_ssp.batch.workers import is_given_up, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.errors import UsageError
 from tests.processes import kill, wait_for
-from tests.slurm.jobs import COMMAND, RECORDS, Batches
+from tests.slurm.jobs import COMMAND, EMPTY, RECORDS, Batches
 from tests.warm import LAUNCH, Answer, start
 
 
@@ -86,7 +86,7 @@ def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
 
 @pytest.mark.parametrize(("code", "status"), [(0, "partial"), (1, "error")])
 def test_groups_that_leave_the_rest_to_others_have_not_failed(code: int, status: str, tmp_path: Path):
-    job = Job(run_of(), tmp_path, tmp_path / "out.jsonl", Manifest("ab", 2, {}, shards_of(2, 1)), [])
+    job = Job(run_of(), tmp_path, tmp_path / "out.jsonl", Manifest("ab", 2, {}, shards_of(2, 1)), EMPTY)
     assert groups._figures(job, [], 1.0, code)["status"] == status
     job.output.touch()
     assert groups._figures(job, [], 1.0, 0)["status"] == "done"

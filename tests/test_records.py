@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch.attempt_log import sealed
-from llama_ssp.batch.job import job_of, records_of
+from llama_ssp.batch.index import Index
+from llama_ssp.batch.job import job_of, require_good
 from llama_ssp.batch.requests import Form, Refused, Request
 from llama_ssp.batch.responses import Reply, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
@@ -33,7 +34,14 @@ def run_of(path: Path, **changes: Any) -> RunConf:
 def read(folder: Path, content: bytes | str, name: str = "in.jsonl", **changes: Any) -> list[Any]:
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return records_of(run_of(path, **changes), path.read_bytes())
+    return records_of(run_of(path, **changes), folder / "work")
+
+
+def records_of(run: RunConf, work: Path) -> list[Any]:
+    """Every record of the input. Raises DataError for bad lines."""
+    index = Index.of_run(run, work)
+    require_good(run, list(index.refused.values()))
+    return [index.read(number, run) for number in range(len(index))]
 
 
 def openai(body: dict[str, Any], **more: Any) -> str:
@@ -180,7 +188,7 @@ def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
     again = job_of(run, {}, seed=1)
     assert [job.is_new, again.is_new] == [True, False]
     for known in (job, again):
-        assert [known.records[index] for shard in shards for index in shard.indices] == whole
+        assert [known.index.read(i, run) for shard in shards for i in shard.indices] == whole
     assert job.manifest.input_sha256 == hashlib.sha256(content).hexdigest()
 
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from llama_ssp.distributed.identity import own_element
 from llama_ssp.errors import StorageError
@@ -29,7 +30,9 @@ def storing(where: Path, reads: bool = False) -> Iterator[None]:
 
 def write_once(path: Path, data: bytes) -> bool:
     """Gives the file its final name when it is safely on disk; whether this call was the first to do so."""
-    with _draft(path, data) as draft:
+    with drafted(path) as (draft, file):
+        file.write(data)
+        synced(file)
         try:
             os.link(draft, path)  # fails where the name exists, on every kind of shared disk
         except FileExistsError:
@@ -39,7 +42,9 @@ def write_once(path: Path, data: bytes) -> bool:
 
 def replace_whole(path: Path, data: bytes, still: Callable[[], bool] = lambda: True) -> bool:
     """Puts a file in the place of an older one, in one step; False where that is not `still` wanted then."""
-    with _draft(path, data) as draft:
+    with drafted(path) as (draft, file):
+        file.write(data)
+        synced(file)
         if not still():
             return False
         draft.replace(path)
@@ -47,20 +52,22 @@ def replace_whole(path: Path, data: bytes, still: Callable[[], bool] = lambda: T
 
 
 @contextmanager
-def _draft(path: Path, data: bytes) -> Iterator[Path]:
-    """A file with the data, safely on disk, which the caller gives its final name."""
+def drafted(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file, which the body writes and gives its final name; else it goes."""
     draft = path.with_name(f".{path.name[:40]}.{unique_name()}")  # `path` may have the longest name allowed
     with storing(path):
         try:
             draft.unlink(missing_ok=True)  # left by a killed process of this name: it may be `path` itself
             with draft.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield draft
+                yield draft, file
         finally:
             draft.unlink(missing_ok=True)
         sync_folder(path.parent)
+
+
+def synced(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,16 +13,18 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_ssp.batch.atomic_files import replace_whole, storing
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
-from llama_ssp.batch.requests import Reader, Refused, Request
+from llama_ssp.batch.requests import Refused
 from llama_ssp.config import BatchConf, OnBadRow, RunConf, Scheduler, home_expanded, resolved
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.folder import fingerprint
-from llama_ssp.text.prompts import file_bytes, has_objects, lines_of
+
+if TYPE_CHECKING:
+    from llama_ssp.batch.index import Index
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +37,13 @@ BEGIN, END = 150, 90  # characters of what is said of each; a long value or path
 
 @dataclass(frozen=True)
 class Job:
-    """One job, and every record of its input."""
+    """One job, and where the records of its input are."""
 
     run: RunConf
     work: Path
     output: Path
     manifest: Manifest
-    records: list[Request | Refused]
+    index: Index
 
     @property
     def is_new(self) -> bool:
@@ -76,7 +78,9 @@ class Job:
                 self.output.parent.mkdir(parents=True, exist_ok=True)
             replace_whole(self.output, b"", still=lambda: False)  # only tries to write there
         facts = {LONGEST: longest} if self.is_new else self.manifest.facts
-        return Journal.begin(self.work, replace(self.manifest, facts=facts))
+        journal = Journal.begin(self.work, replace(self.manifest, facts=facts))
+        self.index.save(self.work)
+        return journal
 
 
 def longest_in(journal: Journal) -> int:
@@ -143,33 +147,28 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
         raise UsageError("task.input is missing", fix="write task.input=prompts.jsonl")
     work, output = folders_of(run)
     settings, held = _settings(run, files, seed), Journal.held(work)
-    data = file_bytes("task.input", run.task.input)
-    sha = hashlib.sha256(data).hexdigest()
-    if held is not None:
-        Manifest(sha, held.records, settings, held.shards).require_same(held, str(work))
-        return Job(run, work, output, held, records_of(run, data))
-    if output.exists():
+    if held is None and output.exists():
         what, fix = "the output file exists and is not this job's", "choose another name, or move it away"
         raise DataError(what, output, allowed=f"a new name, or the job's own folder {work.name}", fix=fix)
-    records = records_of(run, data)
-    shards = shards_of(len(records), run.task.shard_size)
-    return Job(run, work, output, Manifest(sha, len(records), settings, shards), records)
+    from llama_ssp.batch.index import Index  # it imports numpy, which other tasks do without at their start
+
+    index = Index.of_run(run, work)
+    shards = shards_of(len(index), run.task.shard_size)
+    asked = Manifest(index.sha256, len(index), settings, shards)
+    if held is None:
+        require_good(run, list(index.refused.values()))
+        return Job(run, work, output, asked, index)
+    asked.require_same(held, str(work))
+    if len(held.shards) != len(shards):
+        size = max(shard.count for shard in held.shards)
+        log.info("the job keeps its shards of %d records: task.shard_size is for a new job", size)
+    return Job(run, work, output, held, index)
 
 
-def records_of(run: RunConf, data: bytes) -> list[Request | Refused]:
-    """Every line of the input, checked before anything is loaded. Raises DataError for bad lines."""
-    assert isinstance(run.task, BatchConf) and run.task.input is not None
-    name = run.task.input
-    reader = Reader(run, not has_objects(name, data))
-    records = [reader.read(line, index) for index, line in enumerate(lines_of(data, name))]
-    require_good(run, records)
-    return records
-
-
-def require_good(run: RunConf, records: Sequence[Request | Refused]) -> None:
+def require_good(run: RunConf, refused: Sequence[Refused]) -> None:
     """Raises DataError with all bad lines, unless the job is to go on without them."""
     assert isinstance(run.task, BatchConf)
-    bad = [record.error for record in records if isinstance(record, Refused)]
+    bad = [record.error for record in refused]
     if not bad or run.task.on_bad_row is OnBadRow.skip:
         return
     if len(bad) == 1:

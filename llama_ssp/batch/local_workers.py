@@ -102,6 +102,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     work = job.work
     with storing(work):
         (work / LOGS).mkdir(parents=True, exist_ok=True)
+    job.index.save(work)
     size = f"cluster.gpus={ranks}", f"ranks={ranks}"
     command = [
         sys.executable, "-m", "llama_ssp", *workers.words_of_one(words, job.seed, *job.drafts, *size)

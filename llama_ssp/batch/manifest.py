@@ -42,7 +42,7 @@ class Manifest:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_bytes(self) -> bytes:
-        body = {**asdict(self), "key": self.key}
+        body = {**asdict(self), "shards": len(self.shards), "key": self.key}
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
     @property
@@ -55,7 +55,10 @@ class Manifest:
     def read(data: bytes, where: str) -> Manifest:
         try:
             body = json.loads(data)
-            shards = tuple(Shard(one["number"], one["first"], one["count"]) for one in body["shards"])
+            count = body["shards"]
+            shards = dealt(
+                body["records"], count if isinstance(count, int) else len(count)
+            )  # 0.3 listed them
             settings = {key: value for key, value in body["settings"].items() if (key, value) not in GONE}
             return Manifest(body["input_sha256"], body["records"], settings, shards, body["facts"])
         except (ValueError, KeyError, TypeError) as error:
@@ -78,6 +81,10 @@ class Manifest:
 
 def shards_of(records: int, most: int) -> tuple[Shard, ...]:
     """Shards of at most `most` records, as even as can be."""
-    number = -(-records // most)
+    return dealt(records, -(-records // most))
+
+
+def dealt(records: int, number: int) -> tuple[Shard, ...]:
+    """So many shards, as even as can be."""
     bounds = [*(-(-records * n // number) for n in range(number)), records]
     return tuple(Shard(n, start, end - start) for n, (start, end) in enumerate(pairwise(bounds)))

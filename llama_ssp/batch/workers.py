@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
-from llama_ssp.batch.requests import Request
 from llama_ssp.config import RunConf
 from llama_ssp.config.arguments import divided, each_key_once
 from llama_ssp.config.environment import rank_environment
@@ -45,7 +44,7 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
         "config_sha256": config_sha256(job.run),
         "seed": job.seed,
         "versions": versions(),
-        "records": len(job.records),
+        "records": len(job.index),
         "shards": len(job.manifest.shards),
         "shards_missing": job.missing,
         "verdict": prediction.option.verdict.value if prediction else None,
@@ -99,9 +98,8 @@ def _slots(job: Job) -> int:
     """Tokens of the longest text: as counted when the job began, else by its bytes."""
     if not job.is_new:
         return longest_in(job.journal)
-    requests = [record for record in job.records if isinstance(record, Request)]
-    sizes = [len(r.said.encode()) // BYTES_PER_TOKEN + 1 + r.max_new_tokens for r in requests]
-    return max(sizes, default=2)
+    rows = job.index.rows
+    return int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2))
 
 
 def is_given_up(code: int, fruitless: int, retries: int) -> bool:

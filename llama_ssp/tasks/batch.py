@@ -17,12 +17,15 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from llama_ssp.batch.attempt_log import Attempt
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
-from llama_ssp.batch.job import Job, longest_in, require_good
+from llama_ssp.batch.job import Job, job_of, longest_in, require_good
 from llama_ssp.batch.journal import BEAT_S, STALE_S, Journal
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
+from llama_ssp.batch.workers import BYTES_PER_TOKEN
 from llama_ssp.config import MOST_ROWS, BatchConf, LogprobsOf
 from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
@@ -40,12 +43,14 @@ from llama_ssp.text.prompts import TextPrompt
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0  # between looks at claims that may lapse
+MANY, FEW = 1000, 16  # prompts that are tokenised before a job begins: the longest, the shortest
 DAMAGED_IN_ROW = 3  # texts one after another without numbers show a broken device, not broken records
 
 
 class BatchTask(Task[BatchConf]):
     """One process's part in a job: shards until none is left to take."""
 
+    _job: Job  # the leader's
     _journal: Journal | None = None
     _rows: ContinuousBatch | None = None
     _answered = _refused = _set_aside = 0
@@ -99,7 +104,8 @@ class BatchTask(Task[BatchConf]):
         return self._measurement(self._rows.figures(), ", with prompts") if self._rows else []
 
     def _begin(self, pair: PairSession) -> list[int]:
-        """Opens the journal; the tokens of the longest text, and how many records and shards are missing."""
+        """Opens the job; the tokens of the longest text, and how many records and shards are missing."""
+        self._job = job_of(self._inputs.run, self._inputs.pairs[0].files, self._inputs.seed)
         self._journal = begin(self._job, pair)
         standing = self._journal.standing()
         log.info("job %s: %s", self._journal.folder, standing.in_words())
@@ -107,12 +113,6 @@ class BatchTask(Task[BatchConf]):
             log.warning("%s holds no records", self._task.input)
         missing, shards = standing.records - standing.records_finished, standing.shards - standing.shards_done
         return [longest_in(self._journal), missing, shards]
-
-    @property
-    def _job(self) -> Job:
-        """The job, which the leader alone has."""
-        assert self._inputs.job is not None
-        return self._inputs.job
 
     def _lead(self, pair: PairSession) -> None:
         """Claims shards and writes their texts until each shard is done or another process works on it."""
@@ -180,7 +180,7 @@ class BatchTask(Task[BatchConf]):
         """The texts of the next shard that has some; none while there are texts to be written apart.
 
         So the rows go from one shard to the next without a break. Lines that make no request are answered
-        here. Apart are texts with `echo`, and those during which an attempt died.
+        here. Apart are texts with `echo`, texts longer than a row, and those during which an attempt died.
         """
         journal, rows = self._journal, self._task.batch_size
         assert journal is not None
@@ -188,11 +188,11 @@ class BatchTask(Task[BatchConf]):
             attempt = journal.attempt(taken[0])
             self._claims[attempt] = ExitStack()
             self._claims[attempt].enter_context(taken[1])
-            usual, echoed, suspects = list[TokenRequest](), list[TokenRequest](), list[TokenRequest]()
+            usual, others, suspects = list[TokenRequest](), list[TokenRequest](), list[TokenRequest]()
             for work in self._ready(attempt, pair):
-                kind = suspects if attempt.deaths[work.index] else echoed if work.echo else usual
-                kind.append(work)
-            self._apart += [echoed] if echoed else []
+                is_other = work.echo or min(work.longest, pair.run.model.context) > longest_in(journal)
+                (suspects if attempt.deaths[work.index] else others if is_other else usual).append(work)
+            self._apart += [others] if others else []
             for count in sorted({attempt.deaths[work.index] for work in suspects}):
                 size = max(1, rows >> (count - 1))  # rows that died run together again, then halves of them
                 again = [work for work in suspects if attempt.deaths[work.index] == count]
@@ -206,7 +206,7 @@ class BatchTask(Task[BatchConf]):
         """The shard's missing texts, the longest first; answers lines that make no request."""
         ready = []
         for index in attempt.missing:
-            record, deaths = self._job.records[index], attempt.deaths_alone[index]
+            record, deaths = self._job.index.read(index, pair.run), attempt.deaths_alone[index]
             work = tokenised(record, pair)
             if isinstance(work, Refused):
                 self._refuse(attempt, work, refusal(work, work.error))
@@ -344,12 +344,17 @@ class BatchTask(Task[BatchConf]):
 
 
 def begin(job: Job, pair: PairSession) -> Journal:
-    """The job's journal. Of a new job every prompt is tokenised once, so that bad ones are refused first."""
-    longest, refused = 2, list[Refused]()
-    records = job.records if job.is_new else []
-    with Progress("reading prompts", len(records), "prompts") as progress:
-        for record in records:
-            work = tokenised(record, pair)
+    """The job's journal. Of a new job the prompts that may be bad or the longest are tokenised first.
+
+    These are the longest by their bytes, those that may well fill the model's context, and the shortest.
+    """
+    longest, refused, rows = 2, list[Refused](), job.index.rows
+    by_size = np.argsort(rows["bytes"].astype(np.int64) + rows["new"], kind="stable")
+    long = np.flatnonzero(rows["bytes"] > BYTES_PER_TOKEN * pair.run.model.context)
+    chosen = sorted({*by_size[:FEW], *by_size[-MANY:], *long}) if job.is_new else []
+    with Progress("tokenising prompts", len(chosen), "prompts") as progress:
+        for number in map(int, chosen):
+            work = tokenised(job.index.read(number, pair.run), pair)
             if isinstance(work, Refused):
                 refused.append(work)
             else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_ssp.batch.job import Job
 from llama_ssp.config import RunConf
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.text.prompts import Reading
@@ -13,14 +12,10 @@ from llama_ssp.text.prompts import Reading
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The config, its pairs, and the prompts as text; only the leader has a batch's `job`.
-
-    `place` is a sweep's folder for the run.
-    """
+    """The config, its pairs, and the prompts as text; `place` is a sweep's folder for the run."""
 
     run: RunConf
     seed: int
     pairs: tuple[PairSpec, ...]
     reading: Reading
-    job: Job | None = None
     place: Path | None = None

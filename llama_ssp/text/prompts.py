@@ -6,15 +6,17 @@ Text has one prompt a line; blank lines are skipped. JSONL has an object a line 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from llama_ssp.config import (
     AgreeConf,
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 16 * 2**20
 MAX_INPUT_BYTES = 2**28  # of standard input, which is read whole
 MAX_FILE_BYTES = 2**30
-JSON_ENDINGS = (".jsonl", ".json", ".ndjson")  # of files with an object a line, in upper or lower case
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson", ".jl")  # of files with an object a line, in upper or lower case
 MAX_ID_LENGTH = 256
 MAX_DIGITS = 100  # of a whole number
 STDIN = "-"  # as the name of a prompt file
@@ -98,8 +100,7 @@ class Reading:
     skipped: list[str]
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a file, without its end: `number` counts from 1, `start` is its first byte in the file."""
 
     number: int
@@ -155,7 +156,7 @@ def read_prompts(task: PromptedConf) -> Reading:
 def _from_stdin(policy: OnBadRow) -> Reading:
     """The prompts of standard input: objects if the first line begins one, else a prompt a line."""
     data = _stdin_bytes()
-    made = _record if _begins_object(data) else _text
+    made = _record if begins_object(data) else _text
     return _checked(_parse(data, "standard input", made), policy)
 
 
@@ -166,11 +167,11 @@ def _samples(texts: list[str], where: str = "sample") -> Reading:
 def has_objects(name: str, data: bytes) -> bool:
     """Whether a file has a JSON object a line, not a prompt a line: by its name, or a pipe's first byte."""
     if home_expanded(name).is_fifo():
-        return _begins_object(data)
+        return begins_object(data)
     return name.lower().endswith(JSON_ENDINGS)
 
 
-def _begins_object(data: bytes) -> bool:
+def begins_object(data: bytes) -> bool:
     return data.removeprefix(BOM).lstrip()[:1] == b"{"
 
 
@@ -189,7 +190,7 @@ def _stdin_bytes() -> bytes:
 def file_bytes(key: str, name: str) -> bytes:
     """The content of the file that the config names with this key. Raises DataError or StorageError."""
     path = home_expanded(name)
-    try:
+    with reading(key, path):
         found = path.stat()
         if stat.S_ISFIFO(found.st_mode):  # <(command)
             return _pipe_bytes(key, path)
@@ -199,12 +200,18 @@ def file_bytes(key: str, name: str) -> bytes:
             size, allowed = f"{found.st_size} bytes", f"{MAX_FILE_BYTES} bytes"
             raise DataError(f"{key} is too large", path, size, allowed, "split it into several files")
         return path.read_bytes()
+
+
+@contextmanager
+def reading(key: str, path: Path) -> Iterator[None]:
+    """Raises DataError or StorageError where the file that `key` names cannot be read."""
+    try:
+        yield
     except FileNotFoundError:
         raise DataError(f"{key} does not exist", path, fix="check the path") from None
     except OSError as error:
-        raise StorageError(
-            f"cannot read {key}: {error.strerror}", path, fix="check its permissions"
-        ) from None
+        fix = "check its permissions"
+        raise StorageError(f"cannot read {key}: {error.strerror}", path, fix=fix) from None
 
 
 def _pipe_bytes(key: str, path: Path) -> bytes:
@@ -219,20 +226,21 @@ def _pipe_bytes(key: str, path: Path) -> bytes:
     return data
 
 
-def lines_of(data: bytes, file: str) -> Iterator[Line]:
-    """The lines of the file that are not blank. Raises DataError for UTF-16."""
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        fix = "convert them: iconv -f utf-16 -t utf-8"
-        raise DataError("the prompts are UTF-16", file, allowed="UTF-8", fix=fix)
-    start = len(data) - len(data := data.removeprefix(BOM))
-    for number, raw in enumerate(data.split(b"\n"), start=1):
-        if raw.strip():
-            yield Line(number, start, raw, file)
-        start += len(raw) + 1
+def lines_of(raws: Iterable[bytes], file: str) -> Iterator[Line]:
+    """The lines of a file that are not blank, without their ends. Raises DataError for UTF-16."""
+    start = 0
+    for number, raw in enumerate(raws, start=1):
+        if number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            fix = "convert them: iconv -f utf-16 -t utf-8"
+            raise DataError("the prompts are UTF-16", file, allowed="UTF-8", fix=fix)
+        mark = len(BOM) if number == 1 and raw.startswith(BOM) else 0
+        if raw[mark:].strip():
+            yield Line(number, start + mark, raw[mark:].removesuffix(b"\n"), file)
+        start += len(raw)
 
 
 def _parse(data: bytes, name: str, made: Callable[[Line], TextPrompt]) -> Iterator[TextPrompt | DataError]:
-    for line in lines_of(data, name):
+    for line in lines_of(io.BytesIO(data), name):
         try:
             yield made(line)
         except DataError as error:
@@ -287,9 +295,7 @@ def parsed_object(line: Line) -> dict[str, Any]:
     """The line's JSON object, read strictly. Raises DataError."""
     text = line.text
     try:
-        record = json.loads(
-            text, parse_constant=_no_constant, parse_int=_whole, object_pairs_hook=_no_duplicates
-        )
+        record = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         fix = 'write one object a line: {"id": "a", "prompt": "..."}'
@@ -327,6 +333,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) != len(pairs):
         raise ValueError("a key is given twice")
     return record
+
+
+DECODER = json.JSONDecoder(
+    parse_constant=_no_constant, parse_int=_whole, object_pairs_hook=_no_duplicates
+)  # made once: to make one takes as long as to read a line
 
 
 def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], policy: OnBadRow) -> Reading:

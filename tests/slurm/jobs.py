@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
 from llama_ssp.batch.attempt_log import read_part
 from llama_ssp.batch.history import End, ends
+from llama_ssp.batch.index import ROW, Index
 from llama_ssp.batch.journal import Journal, Standing, count_finished
 from tests.processes import kill, stands_still, wait_for
 from tests.slurm.lab import Lab
 from tests.warm import LAUNCH, Answer, python
 
 RECORDS = 20
+EMPTY = Index([], "", np.empty(0, ROW), {})
 COMMAND = (
     "task=batch", "model=tiny", "draft=tiny_draft", "model.dtype=fp64", "draft.dtype=fp64", "seed=7",
     "task.input=prompts.txt", "task.output=answers.jsonl", "task.shard_size=5", "task.max_new_tokens=48",

@@ -18,7 +18,7 @@ from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
 from llama_ssp.config.validation import check_values
 from llama_ssp.errors import UsageError
-from tests.slurm.jobs import executable
+from tests.slurm.jobs import EMPTY, executable
 
 # Words that would do harm, were they ever read by a shell or by sbatch.
 HOSTILE = (
@@ -34,7 +34,7 @@ ON_CPU = ClusterConf(gpu="cpu", gpus=1)
 def script(cluster: ClusterConf, work: str | Path = "/data/answers.work", words: tuple[str, ...] = ()) -> str:
     """The script of four groups."""
     run = RunConf(cluster=cluster, task=BatchConf(name="batch"))
-    job = Job(run, Path(work), Path("answers.jsonl"), Manifest("", 0, {}, ()), [])
+    job = Job(run, Path(work), Path("answers.jsonl"), Manifest("", 0, {}, ()), EMPTY)
     return sbatch_script(job, 4, words or ("task=batch", "seed=1"))
 
 

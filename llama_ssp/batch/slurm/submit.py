@@ -76,6 +76,7 @@ def _submit(job: Job, script: str) -> str:
     number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
     if done.returncode == 0 and number.isdecimal():
         keep_submission(work, number, script)
+        job.index.save(work)  # before the first element has started
         return number
     said, fix = one_line(done.stderr.replace("sbatch:", "")), "correct cluster.slurm.*, nodes and gpus"
     raise UsageError("Slurm refuses the job", found=said, fix=fix)
