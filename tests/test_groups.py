@@ -55,7 +55,7 @@ def test_the_command_of_one_group_replaces_what_is_its_own():
     assert words_of_one(words, 5, "cluster.gpus=2") == (
         "batch", "tiny", "tiny", "stop=a", "cluster=slurm", "cluster.groups=1", "cluster.gpus=2",
         "task.submit=false", "stop=b", "speculation.k=2", "max_new_tokens=4", "cluster.scheduler=none",
-        "seed=5", "--config-dir", "a=b", "-q",
+        "task.retry_errors=false", "seed=5", "--config-dir", "a=b", "-q",
     )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from llama_ssp.batch import attempt_log
-from llama_ssp.batch.journal import Journal, count_finished
+from llama_ssp.batch.journal import Journal, Piece, count_finished
 from llama_ssp.batch.manifest import Manifest, shards_of
-from llama_ssp.batch.status import RECENT_S, Pace, pace
+from llama_ssp.batch.status import RECENT_S, Pace, groups_of, pace
 
 RECORDS = 7
 
@@ -60,23 +60,64 @@ def test_what_jobs_held_is_released_and_nothing_else(journal: Journal):
 def test_the_pace_is_that_of_the_last_minutes(journal: Journal, monkeypatch: pytest.MonkeyPatch):
     """Two groups at a time; a record that both have finished counts once, a refusal has no tokens."""
     now = 1e9
-    clock = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
-    monkeypatch.setattr(attempt_log, "time", clock)
+    monkeypatch.setattr(attempt_log, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
     first, second = (journal.attempt(shard) for shard in journal.manifest.shards)
     again = journal.attempt(journal.manifest.shards[0], "again")
-    first.begin([0, 1], 2)
-    now += 2 * RECENT_S  # a pause, as between two submissions
     second.begin([4], 2)
+    again.begin([0], 2)
     now += 10
     body = {"usage": {"completion_tokens": 40}}
     again.finish(0, {"id": "0", "output_tokens": 20})
+    first.finish(0, {"id": "0", "output_tokens": 20})
     second.finish(4, {"custom_id": "4", "response": {"body": body}})
     second.finish(5, {"id": "5", "error": {"code": 400}})
-    standing = journal.standing()
-    assert pace(journal, standing, now) == Pace(60, 6.0, 0.3, pytest.approx(4 / 0.3))
+    standing, pieces = journal.survey()
+    assert (standing.records_finished, standing.records_failed, standing.attempts_unended) == (3, 1, 3)
+    assert pace(pieces, standing, now) == Pace(60, 6.0, 0.3, pytest.approx(4 / 0.3))
     now += 10
-    assert pace(journal, standing, now) == Pace(60, 3.0, 0.15, pytest.approx(4 / 0.15))
-    first.finish(0, {"id": "0", "output_tokens": 20})  # the long attempt is at work: the window is full
-    assert pace(journal, standing, now).tokens_per_s == 60 / RECENT_S
-    now += 2 * RECENT_S
-    assert pace(journal, standing, now) == Pace(60, None, None, None)
+    assert pace(pieces, standing, now) == Pace(60, 3.0, 0.15, pytest.approx(4 / 0.15))
+    assert pace(pieces, standing, now + 2 * RECENT_S) == Pace(60, None, None, None)
+    long = [Piece("a", now - 3 * RECENT_S, now, 300, 0, 900)]  # two thirds of it are not of the last minutes
+    assert pace(long, standing, now).records_per_s == pytest.approx(100 / RECENT_S)
+
+
+def test_done_shards_are_counted_by_their_groups_and_not_read(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+):
+    """Unless a process was killed between the two; what it had published is read then."""
+    journal.enter(4)
+    for shard in journal.manifest.shards:
+        attempt = journal.attempt(shard)
+        for index in shard.indices:
+            error = {"error": {"code": 500}} if index == 2 else {"output_tokens": 3}
+            attempt.finish(index, {"id": str(index), **error})
+        attempt.publish()
+    assert not list((journal.folder / "parts").iterdir())
+    (group,) = (journal.folder / "groups").iterdir()
+    lines = group.read_bytes().splitlines(keepends=True)
+    for kept in (lines, lines[:-1]):
+        group.write_bytes(b"".join(kept))
+        standing, pieces = journal.survey()
+        assert (standing.records_finished, standing.records_failed, standing.whole) == (RECORDS, 1, True)
+        assert sum(piece.tokens for piece in pieces) == 3 * (RECORDS - 1)
+    (told,) = groups_of(group.parent, pieces)
+    assert (told["ranks"], told["records"]) == (4, 4) and told["hours"] >= 0
+    group.write_bytes(b"".join(lines))
+    for path in (journal.folder / "done").iterdir():
+        path.write_bytes(b"not read")
+    assert journal.standing() == standing
+
+
+def test_errors_are_answered_again_and_the_output_follows(journal: Journal, tmp_path: Path):
+    output = tmp_path / "out.jsonl"
+    for said in ({"error": {"code": 500}}, {"text": "good"}):
+        while (taken := journal.claim()) is not None:
+            attempt = journal.attempt(taken[0])
+            for index in attempt.missing:
+                attempt.finish(index, {"id": str(index), **({"text": ""} if index != 2 else said)})
+            with taken[1]:
+                attempt.publish()
+        journal.merge(output)
+        assert list(said) == list(json.loads(output.read_bytes().splitlines()[2]))[1:]
+        assert journal.reopen() == ("error" in said)
+        assert journal.standing().records_finished == RECORDS - ("error" in said)

@@ -88,49 +88,35 @@ def unique_name() -> str:
 
 
 def require_file_system(folder: Path) -> None:
-    """Raises StorageError where the folder's file system cannot do what a journal needs."""
+    """Raises StorageError where the folder's file system cannot append, sync, or link without replacing."""
     path = folder / f".probe.{unique_name()}"
-    other = path.with_name(f"{path.name}.link")
+    other, lacking, works = path.with_name(f"{path.name}.link"), "append", False
     with storing(folder):
         try:
             for one in (path, other):
                 one.unlink(missing_ok=True)  # a killed process of this name may have left it
-            for lacking, try_ in (("append", _appends), ("fsync", _syncs), ("hard links", _links)):
+            for letter in b"ab":
+                with path.open("ab", buffering=0) as file:
+                    file.write(bytes([letter]))
+                    lacking = "fsync"
+                    os.fsync(file.fileno())
+                    lacking = "append"
+            if path.read_bytes() == b"ab":
+                lacking = "hard links"
+                with suppress(FileExistsError):  # as in `write_once`
+                    os.link(path, other)
                 try:
-                    works = try_(path, other)
-                except OSError as error:
-                    if error.errno not in NOT_ABLE:
-                        raise
-                    works = False
-                if not works:
-                    what, allowed = "a job cannot be kept on this file system", "a disk, NFS, Lustre, CephFS"
-                    fix = "choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough"
-                    raise StorageError(what, folder, f"no {lacking}", allowed, fix)
+                    os.link(path, other)
+                except FileExistsError:
+                    works = other.samefile(path)
+        except OSError as error:
+            if error.errno not in NOT_ABLE:
+                raise
         finally:
             for one in (path, other):
                 with suppress(OSError):
                     one.unlink(missing_ok=True)
-
-
-def _appends(path: Path, _: Path) -> bool:
-    for letter in b"ab":
-        with path.open("ab", buffering=0) as file:
-            file.write(bytes([letter]))
-    return path.read_bytes() == b"ab"
-
-
-def _syncs(path: Path, _: Path) -> bool:
-    with path.open("ab") as file:
-        os.fsync(file.fileno())
-    return True
-
-
-def _links(path: Path, other: Path) -> bool:
-    """Whether a second name is the same file, and a name that exists is not replaced."""
-    with suppress(FileExistsError):  # as in `write_once`
-        os.link(path, other)
-    try:
-        os.link(path, other)
-    except FileExistsError:
-        return other.samefile(path)
-    return False
+        if not works:
+            what, allowed = "a job cannot be kept on this file system", "a disk, NFS, Lustre, CephFS"
+            fix = "choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough"
+            raise StorageError(what, folder, f"no {lacking}", allowed, fix)

@@ -1,16 +1,19 @@
 """One attempt's file: a line for each event, with a checksum, appended and never changed.
 
-A line is one write, so a killed process leaves at most one torn line, the last. Lines say which records
-began, which were finished, and that the attempt left in good order; if not, it failed at what it began.
+A line is one write, so a killed process leaves at most one torn line. Lines say which records began, which
+were finished, and that the attempt left in good order; if not, it failed at what it began.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import socket
 import time
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +21,10 @@ from typing import Any, BinaryIO
 
 from llama_ssp.batch.atomic_files import storing, sync_folder, write_once
 from llama_ssp.batch.manifest import Shard
+from llama_ssp.batch.responses import counted
 from llama_ssp.errors import DataError
+
+log = logging.getLogger(__name__)
 
 BEGUN, FINISHED, LEFT, AT, AMONG = "begun", "finished", "left", "at", "among"
 DAMAGED, NODE = "damaged", "node"
@@ -33,10 +39,11 @@ class PastAttempt:
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     among: int = 1  # texts that the process had under way when the last ones were begun
+    node: str = ""
     left: bool = False
     began_at: float | None = None  # when its first record was begun
-    damaged: dict[int, str] = field(default_factory=dict)  # by record: the node whose device gave no numbers
-    times: dict[int, float] = field(default_factory=dict)  # when each record was finished
+    damaged: set[int] = field(default_factory=set)  # records whose texts had no numbers
+    last_at: float = 0.0  # when its last record was finished
 
     @property
     def failed_at(self) -> set[int]:
@@ -52,18 +59,24 @@ class PastAttempt:
 class Attempt:
     """One process's work on a shard. Each line reaches the system at once, the disk every SYNC_EVERY."""
 
-    def __init__(self, shard: Shard, earlier: list[PastAttempt], path: Path, done: Path) -> None:
-        """Begins the file `path`; `publish` writes `done`."""
-        self.shard, self._path, self._done = shard, path, done
+    def __init__(self, shard: Shard, earlier: list[PastAttempt], path: Path, done: Path, group: Path) -> None:
+        """Begins the file `path`; `publish` writes `done`, and its counts to the process's file `group`."""
+        self.shard, self._path, self._done, self._group = shard, path, done, group
+        self._began = time.time()
         self._finished: dict[int, dict[str, Any]] = {}
         for past in earlier:
             self._finished = past.finished | self._finished
         self.deaths = Counter(index for past in earlier for index in past.failed_at)
-        self.deaths_alone = Counter(index for past in earlier if past.alone for index in past.failed_at)
-        self.damaged_on = defaultdict[int, set[str]](set)
+        # By record: the nodes on which an attempt died during it alone, and where it gave no numbers.
+        self.deaths_alone, self.damaged_on = (
+            defaultdict[int, list[str]](list),
+            defaultdict[int, set[str]](set),
+        )
         for past in earlier:
-            for index, node in past.damaged.items():
-                self.damaged_on[index].add(node)
+            for index in past.failed_at if past.alone else ():
+                self.deaths_alone[index].append(past.node)
+            for index in past.damaged:
+                self.damaged_on[index].add(past.node)
         self._unsynced, self._synced_at = 0, time.monotonic()
         self._torn = False  # the last write failed and may have left part of a line
         with storing(path):
@@ -81,15 +94,15 @@ class Attempt:
 
     def begin(self, indices: list[int], among: int) -> None:
         """Says what is under way, before it is, and how many texts the process then has under way."""
-        self._append({BEGUN: indices, AMONG: among, AT: round(time.time(), 1)})
+        self._append({BEGUN: indices, AMONG: among, NODE: socket.gethostname(), AT: round(time.time(), 1)})
 
     def finish(self, index: int, record: dict[str, Any]) -> None:
         self._append({FINISHED: index, "record": record, AT: round(time.time(), 1)})
         self._finished[index] = record
 
-    def keep_damaged(self, index: int, node: str) -> None:
-        """Says that a text had no numbers on a node that then stopped; the record stays open."""
-        self._append({DAMAGED: index, NODE: node})
+    def keep_damaged(self, indices: list[int]) -> None:
+        """Says that texts had no numbers on this node, which then stops; the records stay open."""
+        self._append({DAMAGED: indices})
 
     def excuse(self) -> None:
         """Says that the attempt is being ended from outside: no record is to blame. From any thread."""
@@ -109,17 +122,19 @@ class Attempt:
         if self.missing:
             found = f"{len(self.missing)} missing"
             raise DataError("a shard is not finished", self.shard.name, found, fix="report it")
-        lines = [json.dumps(self._finished[index], ensure_ascii=False) + "\n" for index in self.shard.indices]
+        answers = [self._finished[index] for index in self.shard.indices]
         self.leave()
-        return write_once(self._done, "".join(lines).encode())
+        whole = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+        if was_first := write_once(self._done, whole.encode()):
+            counts = {"shard": self.shard.name, "began": self._began, AT: time.time()}
+            append_line(self._group, {**counts, **counted(answers)})
+        for path in self._path.parent.glob(f"{self.shard.name}.*"):
+            path.unlink(missing_ok=True)  # what they hold is in `done` now
+        return was_first
 
     def _append(self, entry: dict[str, Any]) -> None:
-        line = sealed(entry)
+        line = b"\n" * self._torn + sealed(entry)  # a torn line before it is left out by readers
         with storing(self._path):
-            if self._torn:
-                whole = self._path.read_bytes().rfind(b"\n") + 1
-                self._file.truncate(whole)
-                self._file.seek(whole)
             taken = 0
             try:
                 taken = self._file.write(line)
@@ -128,8 +143,7 @@ class Attempt:
             if self._torn:
                 raise OSError(0, "the disk took part of a line only")
             self._unsynced += 1
-            due = time.monotonic() - self._synced_at >= SYNC_S
-            if self._unsynced >= SYNC_EVERY or due:
+            if self._unsynced >= SYNC_EVERY or time.monotonic() - self._synced_at >= SYNC_S:
                 os.fsync(self._file.fileno())
                 self._unsynced, self._synced_at = 0, time.monotonic()
 
@@ -140,26 +154,40 @@ def sealed(entry: dict[str, Any]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
+def append_line(path: Path, entry: dict[str, Any]) -> None:
+    """Appends a line in one write; a torn line before it, by a full disk, does not spoil it."""
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            file.write(b"\n" + json.dumps(entry).encode() + b"\n")
+
+
+def lines_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries that `append_line` wrote; torn lines are left out."""
+    with suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
 def read_part(path: Path) -> PastAttempt:
-    """What the file tells up to its last whole line. Raises DataError for damage before that."""
+    """What the file tells. Lines that are not as they were written are left out, with a warning.
+
+    A killed process leaves a torn last line; another machine may see zeros where a line is on its way.
+    """
     with storing(path, reads=True):
         lines = path.read_bytes().split(b"\n")
-    past, entries = PastAttempt(), [_opened(line) for line in lines[:-1]]
-    while entries and entries[-1] is None:
-        entries.pop()
-    for number, entry in enumerate(entries, start=1):
-        if entry is None:
-            what, found = "a journal file is damaged in its middle", "a line that does not match its checksum"
-            fix = "check the disk; then delete this file: what it holds will be computed again"
-            raise DataError(what, f"{path} line {number}", found, "damage at the end only", fix)
+    past, entries = PastAttempt(), [_opened(line.lstrip(b"\0")) for line in lines if line]
+    if damaged := entries.count(None):
+        log.warning("%s: %d damaged lines are left out, their records are computed again", path, damaged)
+    for entry in filter(None, entries):
         past.begun.update(entry.get(BEGUN, ()))
-        past.among = entry.get(AMONG, past.among)
+        past.among, past.node = entry.get(AMONG, past.among), entry.get(NODE, past.node)
         past.began_at = entry.get(AT) if past.began_at is None else past.began_at
         if FINISHED in entry:
             past.finished[int(entry[FINISHED])] = entry["record"]
-            past.times[int(entry[FINISHED])] = entry.get(AT, 0.0)
-        if DAMAGED in entry:
-            past.damaged[int(entry[DAMAGED])] = entry[NODE]
+            past.last_at = entry.get(AT, 0.0)
+        past.damaged.update(entry.get(DAMAGED, ()))
         past.left = past.left or LEFT in entry
     return past
 

@@ -6,13 +6,14 @@ slurm/1236.ends.jsonl   how the runs of one element ended, a line each, appended
 
 from __future__ import annotations
 
-import json
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llama_ssp.batch.atomic_files import replace_whole, storing
+from llama_ssp.batch.attempt_log import append_line, lines_in
 
 FOLDER = "slurm"
 SCRIPT, ENDS = ".sbatch", ".ends.jsonl"
@@ -21,7 +22,7 @@ BY_TIME, BY_SLURM, BY_NOBODY = "time", "slurm", ""
 
 @dataclass(frozen=True)
 class End:
-    """How one run of an element ended; `began` and `finished`: the whole job's records before and after."""
+    """How one run of an element ended; it finished `finished` - `began` records itself."""
 
     job: str
     restart: int
@@ -52,29 +53,23 @@ def submissions(work: Path) -> list[str]:
 
 def keep_end(work: Path, end: End) -> None:
     """One write: a lost node can make two supervisors of one element, and their lines must not mix."""
-    with storing(work / FOLDER):
-        (work / FOLDER).mkdir(parents=True, exist_ok=True)
-        path, line = work / FOLDER / f"{end.job}{ENDS}", json.dumps(asdict(end)) + "\n"
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")  # by a full disk
-        with path.open("ab", buffering=0) as file:
-            file.write(b"\n" * torn + line.encode())
+    append_line(work / FOLDER / f"{end.job}{ENDS}", asdict(end))
 
 
 def ends(work: Path, job: str = "*") -> list[End]:
     """In the order they were written; a torn line is left out."""
     found = []
     for path in sorted((work / FOLDER).glob(f"{job}{ENDS}")):
-        with suppress(OSError):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError, TypeError):
-                    found.append(End(**json.loads(line)))
+        for entry in lines_in(path):
+            with suppress(TypeError):
+                found.append(End(**entry))
     return found
 
 
-def fruitless(ends: list[End]) -> int:
-    """How many runs at the end of the list finished no record; those that Slurm stopped do not count."""
-    count = 0
+def fruitless(ends: list[End]) -> Counter[str]:
+    """How many runs at the end of the list finished no record, by node; not those that Slurm stopped."""
+    counts = Counter[str]()
     for end in ends:
         if end.stopped_by != BY_SLURM:
-            count = 0 if end.finished > end.began else count + 1
-    return count
+            counts = Counter() if end.finished > end.began else counts + Counter([end.host])
+    return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,19 +17,33 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.atomic_files import (
+    drafted,
     replace_whole,
     require_file_system,
     storing,
+    synced,
     unique_name,
     write_once,
 )
-from llama_ssp.batch.attempt_log import Attempt, PastAttempt, read_part
+from llama_ssp.batch.attempt_log import (
+    FINISHED,
+    LEFT,
+    Attempt,
+    PastAttempt,
+    append_line,
+    lines_in,
+    read_part,
+    sealed,
+)
 from llama_ssp.batch.manifest import Manifest, Shard
+from llama_ssp.batch.responses import counted, is_error
 from llama_ssp.distributed.identity import Identity, own_element, own_identity
-from llama_ssp.errors import DataError
+from llama_ssp.errors import DataError, StorageError
 
 MANIFEST, TRIALS, PARTS, DONE, CLAIMS = "run.json", "trials.json", "parts", "done", "claims"
+GROUPS, PUBLISHED = "groups", "published"
 BEAT_S, STALE_S = 10.0, 60.0  # of a claim: a heartbeat keeps it, so that others take over from a dead process
+CHUNK = 2**20  # bytes
 FINISHED_LINE = re.compile(rb'^[0-9a-f]{8} \{"finished":(\d+).*\n', re.MULTILINE)
 
 
@@ -38,6 +53,7 @@ class Standing:
 
     records: int
     records_finished: int
+    records_failed: int  # answered with an error
     shards: int
     shards_done: int
     attempts: int
@@ -48,11 +64,23 @@ class Standing:
         return self.shards_done == self.shards
 
     def in_words(self) -> str:
-        records = f"{self.records_finished} of {self.records} records"
+        records = f"{self.records_finished} of {self.records} records, {self.records_failed} errors"
         return f"{records}, {self.shards_done} of {self.shards} shards done, {self.attempts} attempts"
 
 
-NOTHING = Standing(0, 0, 0, 0, 0, 0)  # of a job that no process has begun
+@dataclass(frozen=True)
+class Piece:
+    """Records that one process, the group, finished between two times."""
+
+    group: str
+    began: float
+    at: float
+    records: int
+    failed: int
+    tokens: int
+
+
+NOTHING = Standing(0, 0, 0, 0, 0, 0, 0)  # of a job that no process has begun
 
 
 class Journal:
@@ -123,31 +151,42 @@ class Journal:
 
     def claim(self) -> tuple[Shard, AbstractContextManager[None]] | None:
         """The first shard that is neither done nor claimed by a living process, and the claim on it."""
+        done = self.done()
         for shard in self.manifest.shards:
-            if not self.is_done(shard) and (claimed := _claim(self.folder / CLAIMS / shard.name)) is not None:
+            if shard.name in done or (claimed := _claim(self.folder / CLAIMS / shard.name)) is None:
+                continue
+            if not self.is_done(shard):  # after the listing, by the one that had the claim then
                 return shard, claimed
+            with claimed:
+                pass
         return None
 
     def has_free(self) -> bool:
-        """Whether `claim` may find a shard: one that is not done, and that no living process has claimed."""
-        claims = ((shard, self.folder / CLAIMS / shard.name) for shard in self.manifest.shards)
-        return any(not self.is_done(s) and (not p.exists() or _is_abandoned(p)) for s, p in claims)
+        """Whether `claim` may find a shard."""
+        open_ = [shard for shard in self.manifest.shards if shard.name not in self.done()]
+        return any(_is_abandoned(self.folder / CLAIMS / shard.name) for shard in open_)
 
     def silent(self) -> set[tuple[str, float]]:
         """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
-        found = set()
-        for shard in self.manifest.shards:
-            path = self.folder / CLAIMS / shard.name
+        found, done = set(), self.done()
+        for path in (self.folder / CLAIMS).glob("[!.]*"):
             with suppress(OSError, ValueError):
-                if not self.is_done(shard) and _lives(json.loads(path.read_bytes())) is None:
-                    found.add((shard.name, path.stat().st_mtime))
+                if path.name not in done and _lives(json.loads(path.read_bytes())) is None:
+                    found.add((path.name, path.stat().st_mtime))
         return found
 
     def attempt(self, shard: Shard, name: str = "") -> Attempt:
         """A new attempt at a shard, with what earlier ones have finished and failed at."""
         earlier = self._attempts(shard)
         path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or unique_name()}.jsonl"
-        return Attempt(shard, earlier, path, self._done(shard))
+        return Attempt(
+            shard, earlier, path, self._done(shard), self.folder / GROUPS / f"{unique_name()}.jsonl"
+        )
+
+    def enter(self, ranks: int) -> None:
+        """Says that a group begins to work: of GPU-hours, and of what it published, its file tells."""
+        entry = {"node": socket.gethostname(), "ranks": ranks, "began": time.time(), "at": time.time()}
+        append_line(self.folder / GROUPS / f"{unique_name()}.jsonl", entry)
 
     def holders(self) -> list[dict[str, Any]]:
         """The living processes that hold a claim, by this machine's clock: nothing is written."""
@@ -158,46 +197,102 @@ class Journal:
                     found.append(json.loads(path.read_bytes()))
         return found
 
-    def past_attempts(self) -> Iterator[PastAttempt]:
-        """What every attempt's file tells, in the order of the input."""
-        for shard in self.manifest.shards:
-            yield from self._attempts(shard)
+    def done(self) -> set[str]:
+        """The names of the shards that are done, by one listing."""
+        return {path.stem for path in (self.folder / DONE).glob("[!.]*.jsonl")}
+
+    def nodes(self) -> set[str]:
+        """The nodes on which groups have worked on the job."""
+        logs = (self.folder / GROUPS).glob("*.jsonl")
+        return {entry["node"] for path in logs for entry in lines_in(path) if "node" in entry}
 
     def standing(self) -> Standing:
-        finished = unended = attempts = done = 0
-        for shard in self.manifest.shards:
-            past = self._attempts(shard)
-            attempts += len(past)
-            unended += sum(not one.left for one in past)
-            if self.is_done(shard):
-                done, finished = done + 1, finished + shard.count
-            else:
-                finished += len(set().union(*(one.finished for one in past)))
-        shards = len(self.manifest.shards)
-        return Standing(self.manifest.records, finished, shards, done, attempts, unended)
+        return self.survey()[0]
+
+    def survey(self) -> tuple[Standing, list[Piece]]:
+        """How far the job is, and by whom. Of a done shard only its counts are read, where there are some."""
+        done, attempts, unended, by_shard = self.done(), 0, 0, dict[str, Piece]()
+        for path in (self.folder / GROUPS).glob("*.jsonl"):
+            for entry in lines_in(path):
+                if entry.get("shard") in done:
+                    counts = (entry[name] for name in ("began", "at", "records", "failed", "tokens"))
+                    by_shard[entry["shard"]] = Piece(path.stem, *counts)
+        for name in done - by_shard.keys():  # its process was killed before it could count
+            with storing(self.folder, reads=True):
+                answers = (self.folder / DONE / f"{name}.jsonl").read_bytes().splitlines()
+            by_shard[name] = Piece("", 0.0, 0.0, **counted([json.loads(answer) for answer in answers]))
+        pieces, seen = list(by_shard.values()), set[int]()
+        for path in sorted((self.folder / PARTS).glob("*.jsonl")):
+            shard, _, group = path.stem.split(".", 2)
+            if shard not in done and (past := _part(path)) is not None:
+                fresh = counted([answer for i, answer in past.finished.items() if i not in seen])
+                seen.update(past.finished)
+                pieces.append(Piece(group, past.began_at or past.last_at, past.last_at, **fresh))
+                attempts, unended = attempts + 1, unended + (not past.left)
+        finished, failed = (sum(getattr(piece, name) for piece in pieces) for name in ("records", "failed"))
+        shards = len(self.manifest.shards), len(done), attempts + len(done), unended
+        return Standing(self.manifest.records, finished, failed, *shards), pieces
 
     def merge(self, output: Path) -> None:
         """Writes all answers in the order of the input. Raises DataError while any is missing."""
-        missing = [shard.name for shard in self.manifest.shards if not self.is_done(shard)]
-        if missing:
+        done = self.done()
+        if missing := [shard.name for shard in self.manifest.shards if shard.name not in done]:
             found = f"shards {', '.join(missing[:5])} missing, {len(missing)} in all"
             raise DataError("the job is not finished", self.folder, found, fix="start the same command again")
-        with storing(self.folder / DONE, reads=True):
-            whole = b"".join(self._done(shard).read_bytes() for shard in self.manifest.shards)
-        lines, records = whole.count(b"\n"), self.manifest.records
-        if lines != records:
-            what, fix = "the finished shards do not add up", "a file was changed by hand: delete its shard"
-            raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
-        if not _is_file_of(output, whole):
-            replace_whole(output, whole)
+        digest, lines, records = hashlib.sha256(), 0, self.manifest.records
+        with drafted(output) as (draft, file):
+            for shard in self.manifest.shards:
+                with storing(self.folder / DONE, reads=True), self._done(shard).open("rb") as answers:
+                    for chunk in iter(partial(answers.read, CHUNK), b""):
+                        file.write(chunk)
+                        digest.update(chunk)
+                        lines += chunk.count(b"\n")
+            if lines != records:
+                what, fix = (
+                    "the finished shards do not add up",
+                    "a file was changed by hand: delete its shard",
+                )
+                raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
+            if not _holds(output, digest.hexdigest(), self.folder / PUBLISHED):
+                append_line(self.folder / PUBLISHED, {"sha256": digest.hexdigest()})
+                synced(file)
+                draft.replace(output)
+        for path in (self.folder / PARTS).glob("*"):
+            path.unlink(missing_ok=True)
+
+    def reopen(self) -> int:
+        """Opens done shards with errors again, for another attempt at these records; returns how many."""
+        count = 0
+        for shard in self.manifest.shards if self.standing().records_failed else ():
+            if not self.is_done(shard):
+                continue
+            answers = list(map(json.loads, self._done(shard).read_bytes().splitlines()))
+            kept = {i: one for i, one in zip(shard.indices, answers, strict=True) if not is_error(one)}
+            if len(kept) < shard.count:
+                lines = [sealed({FINISHED: index, "record": one}) for index, one in kept.items()]
+                path = self.folder / PARTS / f"{shard.name}.000.reopened-{unique_name()}.jsonl"
+                replace_whole(path, b"".join([*lines, sealed({LEFT: True})]))
+                with storing(path):
+                    self._done(shard).unlink(missing_ok=True)
+                count += shard.count - len(kept)
+        return count
 
     def _done(self, shard: Shard) -> Path:
         return self.folder / DONE / f"{shard.name}.jsonl"
 
     def _attempts(self, shard: Shard) -> list[PastAttempt]:
-        with storing(self.folder, reads=True):
-            paths = sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
-        return [read_part(path) for path in paths]
+        paths = sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
+        return [past for path in paths if (past := _part(path)) is not None]
+
+
+def _part(path: Path) -> PastAttempt | None:
+    """What an attempt's file tells; None where its shard has been published meanwhile."""
+    try:
+        return read_part(path)
+    except StorageError:
+        if path.exists():
+            raise
+        return None
 
 
 def _claim(path: Path) -> AbstractContextManager[None] | None:
@@ -274,26 +369,35 @@ def _lives(holder: dict[str, Any]) -> bool | None:
     return Identity(holder.get("machine", ""), holder.get("pid", 0), holder.get("started", "")).lives
 
 
-def count_finished(folder: Path) -> int:
-    """How many records of the job are finished, for display: no line is checked against its checksum."""
-    with suppress(OSError):
-        held = Journal.held(folder)
-        done = {path.stem for path in (folder / DONE).glob("*.jsonl")}
-        found = set[int]()
-        for path in (folder / PARTS).glob("*.jsonl"):
+def count_finished(folder: Path, group: str = "") -> int:
+    """How many records of the job are finished, for display; or those of groups whose name begins so.
+
+    No line is checked against its checksum.
+    """
+    with suppress(OSError, StorageError):
+        held, found, count = Journal.held(folder), set[int](), 0
+        done = Journal(folder, held).done() if held else set()
+        if not group:
+            count = sum(shard.count for shard in held.shards if shard.name in done) if held else 0
+        for path in (folder / GROUPS).glob(f"{group}*.jsonl") if group else ():
+            count += sum(entry.get("records", 0) for entry in lines_in(path))
+        for path in (folder / PARTS).glob(f"*.{group}*.jsonl"):
             if path.name.partition(".")[0] not in done:
                 found.update(map(int, FINISHED_LINE.findall(path.read_bytes())))
-        return len(found) + sum(shard.count for shard in held.shards if shard.name in done) if held else 0
+        return len(found) + count
     return 0
 
 
-def _is_file_of(path: Path, data: bytes) -> bool:
-    """Whether the file is there and holds this. Raises DataError for anything else in its place."""
+def _holds(path: Path, sha256: str, published: Path) -> bool:
+    """Whether the file is there and holds this. Raises DataError for what this job has not written."""
     if not path.exists():
         return False
-    with storing(path, reads=True):
-        if path.is_file() and path.read_bytes() == data:
-            return True
-    what, fix = "the output file is there already, with other content", "move it away"
-    allowed = "no file, or what this job writes"
-    raise DataError(what, path, allowed=allowed, fix=f"{fix}, then start the same command again")
+    held = ""
+    if path.is_file():
+        with storing(path, reads=True), path.open("rb") as file:
+            held = hashlib.file_digest(file, "sha256").hexdigest()
+    if held != sha256 and all(entry.get("sha256") != held for entry in lines_in(published)):
+        what, fix = "the output file is there already, with other content", "move it away"
+        allowed = "no file, or what this job writes"
+        raise DataError(what, path, allowed=allowed, fix=f"{fix}, then start the same command again")
+    return held == sha256

@@ -103,6 +103,8 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     with storing(work):
         (work / LOGS).mkdir(parents=True, exist_ok=True)
     job.index.save(work)
+    if task.retry_errors and not job.is_new:
+        log.info("%d errors are tried again", job.journal.reopen())
     size = f"cluster.gpus={ranks}", f"ranks={ranks}"
     command = [
         sys.executable, "-m", "llama_ssp", *workers.words_of_one(words, job.seed, *job.drafts, *size)

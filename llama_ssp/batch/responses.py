@@ -59,8 +59,17 @@ def answer(request: Request, reply: Reply, model: str, spell: Spell) -> dict[str
     return _openai(request.id, 200, body)
 
 
-def output_tokens(line: dict[str, Any]) -> int:
-    """How many tokens were generated for an answer; 0 of a refusal."""
+def counted(lines: list[dict[str, Any]]) -> dict[str, int]:
+    """How many answers these are, how many of them are errors, and how many tokens were generated."""
+    tokens = sum(_output_tokens(line) for line in lines)
+    return {"records": len(lines), "failed": sum(map(is_error, lines)), "tokens": tokens}
+
+
+def is_error(line: dict[str, Any]) -> bool:
+    return bool(line.get("error")) or (line.get("response") or {}).get("status_code", 200) != 200
+
+
+def _output_tokens(line: dict[str, Any]) -> int:
     usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
     return int(line.get("output_tokens", usage.get("completion_tokens", 0)))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from llama_ssp.batch.attempt_log import lines_in
 from llama_ssp.batch.history import End, ends, submissions
 from llama_ssp.batch.job import folders_of
-from llama_ssp.batch.journal import NOTHING, Journal, Standing
-from llama_ssp.batch.responses import output_tokens
+from llama_ssp.batch.journal import GROUPS, NOTHING, Journal, Piece, Standing
 from llama_ssp.batch.slurm.submit import queue_of
 from llama_ssp.batch.workers import LOGS, counted, table
 from llama_ssp.config import Output, RunConf
@@ -22,6 +23,7 @@ from llama_ssp.speculative.stats import ratio
 log = logging.getLogger(__name__)
 
 SILENT = "the controller does not answer"
+SHOWN = 20  # groups that are listed for people
 RECENT_S = 600.0  # rates are those of the last minutes
 
 
@@ -42,11 +44,12 @@ def execute(run: RunConf) -> int:
     has_begun = Journal.held(work) is not None or not jobs
     journal = Journal.find(work) if has_begun else None
     queued, ended, counts = _queued(jobs), ends(work), counted((work / LOGS).glob("*.out"))
-    standing, at = NOTHING, Pace(0, None, None, None)
+    standing, at, groups = NOTHING, Pace(0, None, None, None), list[dict[str, Any]]()
     status = "unknown" if queued is None else "running" if queued else "unfinished"
     if journal:
-        standing = journal.standing()
-        at = pace(journal, standing, time.time())
+        standing, pieces = journal.survey()
+        at = pace(pieces, standing, time.time())
+        groups = groups_of(journal.folder / GROUPS, pieces)
         if standing.whole and output.is_file():
             status = "done"
         elif journal.holders():
@@ -57,6 +60,8 @@ def execute(run: RunConf) -> int:
         **asdict(standing),
         **asdict(at),
         "eta_s": at.eta_s if status == "running" else None,
+        "gpu_hours": sum(group["hours"] * group["ranks"] for group in groups),
+        "groups": groups,
         "failures": sum(end.failed for end in ended),
         "jobs": jobs,
         "queue": queued,
@@ -73,23 +78,37 @@ def execute(run: RunConf) -> int:
     return OK
 
 
-def pace(journal: Journal, standing: Standing, now: float) -> Pace:
+def pace(pieces: list[Piece], standing: Standing, now: float) -> Pace:
     """The job's pace at the time `now`, by the clocks of the nodes: they may differ by seconds."""
-    tokens: dict[int, int] = {}
-    recent: dict[int, int] = {}
-    since = now
-    for attempt in journal.past_attempts():
-        fresh = [index for index, at in attempt.times.items() if at >= now - RECENT_S]
-        counts = {index: output_tokens(record) for index, record in attempt.finished.items()}
-        tokens |= counts
-        recent |= {index: counts[index] for index in fresh}
-        if fresh and attempt.began_at is not None:
-            since = min(since, attempt.began_at)
-    seconds = min(now - since, RECENT_S)
-    if not recent or seconds <= 0:
-        return Pace(sum(tokens.values()), None, None, None)
-    rate, left = len(recent) / seconds, standing.records - standing.records_finished
-    return Pace(sum(tokens.values()), sum(recent.values()) / seconds, rate, left / rate)
+    tokens, since = sum(piece.tokens for piece in pieces), now - RECENT_S
+    recent = [piece for piece in pieces if piece.at >= since and piece.records]
+    seconds = now - max(since, min((piece.began for piece in recent), default=now))
+    if seconds <= 0:
+        return Pace(tokens, None, None, None)
+    # A piece that began earlier counts by the share of its time that is in the last minutes.
+    shares = [(one.at - max(one.began, since)) / max(one.at - one.began, 1e-3) for one in recent]
+    shares = [share if one.began < since else 1.0 for one, share in zip(recent, shares, strict=True)]
+    records, written = (
+        sum(share * getattr(one, name) for one, share in zip(recent, shares, strict=True)) / seconds
+        for name in ("records", "tokens")
+    )
+    left = standing.records - standing.records_finished
+    return Pace(tokens, written, records, left / records if records else None)
+
+
+def groups_of(folder: Path, pieces: list[Piece]) -> list[dict[str, Any]]:
+    """Each process that has worked on the job: where, how long, and what it has finished."""
+    found = []
+    for path in sorted(folder.glob("*.jsonl")):
+        entries = list(lines_in(path))
+        head = next((entry for entry in entries if "node" in entry), {"node": "", "ranks": 1, "began": 0.0})
+        own = [piece for piece in pieces if piece.group == path.stem]
+        last = max([head["began"], *(entry.get("at", 0.0) for entry in entries), *(one.at for one in own)])
+        counts = {name: sum(getattr(one, name) for one in own) for name in ("records", "failed", "tokens")}
+        hours = (last - head["began"]) / 3600
+        about = {"group": path.stem, "node": head["node"], "ranks": head["ranks"], "hours": hours}
+        found.append({**about, **counts, "last_at": last})
+    return found
 
 
 def _queued(jobs: list[str]) -> list[dict[str, str]] | None:
@@ -106,6 +125,12 @@ def _lines(summary: dict[str, Any], queued: list[dict[str, str]] | None, failed:
     lines = table(summary, f"{figure(summary['tokens_per_s'], 1)} a second")
     if summary["eta_s"] is not None:
         lines.append(f"at this pace it ends in {_in_words(summary['eta_s'])}")
+    rows = [
+        [g["group"], g["node"], figure(g["hours"], 2), str(g["records"]), str(g["failed"])]
+        for g in summary["groups"]
+    ]
+    if rows:
+        lines += ["", *aligned([["group", "node", "hours", "records", "errors"], *rows[-SHOWN:]], words=2)]
     lines += _queue(queued)
     if failed:
         rows = [[end.job, str(end.restart), end.host, str(end.code)] for end in failed]

@@ -55,9 +55,8 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
 
 def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
     """Returns the command for one group: its own words replace the job's, and each key stands once."""
-    own = each_key_once(
-        ["cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more]
-    )
+    off = ("cluster.scheduler=none", "cluster.groups=1", "task.submit=false", "task.retry_errors=false")
+    own = each_key_once([*off, f"seed={seed}", *more])
     given, flags = divided(words)
     left_out = ("cluster.slurm.", "ranks")
     kept = {key: word for key, word in each_key_once(given).items() if not key.startswith(left_out)}
@@ -84,6 +83,7 @@ def table(summary: dict[str, Any], speed: str) -> list[str]:
     rows = [
         ["status", summary["status"]],
         ["records", f"{summary['records_finished']} of {summary['records']}{share}"],
+        ["errors", str(summary["records_failed"])],
         ["tokens", f"{summary['tokens_committed']}, {speed}"],
         *([] if accepted is None else [["acceptance", figure(accepted)]]),
         ["shards", f"{summary['shards_done']} of {summary['shards']}"],

@@ -343,6 +343,7 @@ class BatchConf(TaskConf):
     retries: int = number(3, 1, 100, "Attempts with a record alone, before it is answered with an error.")
     logprobs: int | None = number(None, 0, MAX_LOGPROBS, LOGPROBS)
     logprobs_of: LogprobsOf = key(LogprobsOf.target, LOGPROBS_OF)
+    retry_errors: bool = key(False, "Answer records again whose answer is an error.")
     status: bool = key(False, "Only report the job's progress.")
     submit: bool = key(False, "Give the job to the cluster's scheduler.")
 

@@ -87,7 +87,7 @@ class BatchTask(Task[BatchConf]):
 
     def figures(self) -> dict[str, Any]:
         standing = self._journal.standing() if self._journal else None
-        counts = ("records", "records_finished", "shards", "shards_done", "attempts")
+        counts = ("records", "records_finished", "records_failed", "shards", "shards_done", "attempts")
         return {
             "output": self._task.output,
             "work": str(self._journal.folder) if self._journal else None,
@@ -107,6 +107,9 @@ class BatchTask(Task[BatchConf]):
         """Opens the job; the tokens of the longest text, and how many records and shards are missing."""
         self._job = job_of(self._inputs.run, self._inputs.pairs[0].files, self._inputs.seed)
         self._journal = begin(self._job, pair)
+        self._journal.enter(self._ranks.world)
+        if self._task.retry_errors:
+            log.info("%d errors are tried again", self._journal.reopen())
         standing = self._journal.standing()
         log.info("job %s: %s", self._journal.folder, standing.in_words())
         if not standing.records:
@@ -203,17 +206,22 @@ class BatchTask(Task[BatchConf]):
         return []
 
     def _ready(self, attempt: Attempt, pair: PairSession) -> list[TokenRequest]:
-        """The shard's missing texts, the longest first; answers lines that make no request."""
+        """The shard's missing texts, the longest first; answers lines that make no request.
+
+        A record is set aside when attempts have died during it alone, on two nodes where the job has two.
+        """
         ready = []
+        nodes = self._journal.nodes() if self._journal and any(attempt.deaths_alone.values()) else set()
         for index in attempt.missing:
             record, deaths = self._job.index.read(index, pair.run), attempt.deaths_alone[index]
             work = tokenised(record, pair)
+            is_to_blame = len(set(deaths)) >= min(2, len(nodes)) and len(deaths) >= self._task.retries
             if isinstance(work, Refused):
                 self._refuse(attempt, work, refusal(work, work.error))
-            elif deaths >= self._task.retries:
-                log.warning("set aside: %s, after %d attempts died during it alone", record.id, deaths)
+            elif is_to_blame:
+                log.warning("set aside: %s, after %d attempts died during it alone", record.id, len(deaths))
                 self._set_aside += 1
-                said = f"set aside: {deaths} attempts died while they worked on this record alone"
+                said = f"set aside: {len(deaths)} attempts died while they worked on this record alone"
                 self._refuse(attempt, record, refusal(record, said, BROKEN))
             else:
                 assert isinstance(record, Request)
@@ -269,10 +277,8 @@ class BatchTask(Task[BatchConf]):
         self._refuse_damaged()
         assert self._pair is not None
         model, spell = self._inputs.pairs[0].target, self._pair.tokens.spell
-        attempt.finish(request.index, answer(request, written, model, spell))
         self._answered += 1
-        self._done(attempt, request.index)
-        self._publish(attempt)
+        self._finish(attempt, request.index, answer(request, written, model, spell))
 
     def _keep_damaged(self, attempt: Attempt, request: Request) -> None:
         """Keeps a text that ended on logits that are not numbers until it shows whether the device is sound.
@@ -284,14 +290,13 @@ class BatchTask(Task[BatchConf]):
         node = socket.gethostname()
         if attempt.damaged_on[request.index] - {node}:
             self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))
-            self._publish(attempt)
             return
         self._damaged.append(request.index)
         self._damaged_in_row += 1
         if self._damaged_in_row < DAMAGED_IN_ROW:
             return
         for index in self._damaged:
-            self._texts[index][0].keep_damaged(index, node)
+            self._texts[index][0].keep_damaged([index])
         self._excuse()
         devices = ", ".join(sorted(set(map(str, self._pair_figures()["devices"].values()))))
         raise DistributedError(
@@ -307,21 +312,21 @@ class BatchTask(Task[BatchConf]):
         for index in damaged:
             attempt, request = self._texts[index]
             self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))
-            self._publish(attempt)
 
     def _refuse(self, attempt: Attempt, record: Request | Refused, line: dict[str, Any]) -> None:
-        attempt.finish(record.index, line)
         self._refused += 1
-        self._done(attempt, record.index)
+        self._finish(attempt, record.index, line)
 
-    def _done(self, attempt: Attempt, index: int) -> None:
-        """Counts a record that is finished."""
+    def _finish(self, attempt: Attempt, index: int, line: dict[str, Any]) -> None:
+        """Commits an answer."""
+        attempt.finish(index, line)
         self._texts.pop(index, None)
         self._progress.advance(1)
+        self._publish(attempt)
 
     def _publish(self, attempt: Attempt) -> None:
         """Publishes a shard whose records are all finished, and gives its claim back."""
-        if attempt.is_whole:
+        if attempt.is_whole and attempt in self._claims:
             attempt.publish()
             self._claims.pop(attempt).close()
 

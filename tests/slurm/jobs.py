@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llama_ssp.batch.attempt_log import read_part
+from llama_ssp.batch.attempt_log import lines_in, read_part
 from llama_ssp.batch.history import End, ends
 from llama_ssp.batch.index import ROW, Index
 from llama_ssp.batch.journal import Journal, Standing, count_finished
@@ -89,7 +89,9 @@ class Batches:
     def computed(self) -> int:
         """Answers that were computed, those in vain included."""
         parts = (self.work / "parts").glob("*.jsonl")
-        return sum(path.read_bytes().count(b'{"finished":') for path in parts)
+        published = [entry for path in (self.work / "groups").glob("*.jsonl") for entry in lines_in(path)]
+        under_way = sum(path.read_bytes().count(b'{"finished":') for path in parts)
+        return under_way + sum(entry.get("records", 0) for entry in published)
 
     @property
     def standing(self) -> Standing:

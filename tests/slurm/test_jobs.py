@@ -44,7 +44,6 @@ def test_stopped_in_good_order_a_job_goes_on(batches: Batches, lab: Lab, expecte
     assert batches.whole() == expected
     assert [(end.restart, end.stopped_by) for end in batches.ends] == [(0, "slurm"), (1, "time"), (2, "")]
     assert not any(end.failed for end in batches.ends) and batches.ends[1].finished < RECORDS
-    assert batches.standing.attempts < 3 * 4 and batches.standing.attempts_unended == 0
 
 
 @pytest.mark.long
@@ -62,7 +61,6 @@ def test_two_ranks_are_killed_then_preempted(batches: Batches, lab: Lab, expecte
     assert batches.whole() == expected
     ends = [(end.restart, end.failed, end.stopped_by) for end in batches.ends]
     assert ends == [(0, True, ""), (1, True, ""), (2, False, "slurm"), (3, False, "")], batches.logs()
-    assert batches.standing.attempts_unended == 2  # who was preempted left in good order
 
 
 @pytest.mark.long

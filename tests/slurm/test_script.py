@@ -90,14 +90,14 @@ def test_a_key_that_is_given_twice_stands_once():
     listed = script(ON_CPU, words=words).partition("words=(\n")[2].partition("\n)")[0]
     assert [line.strip() for line in listed.splitlines()] == [
         "batch", "7B", "k=4", "'stop=a b'", "max_new_tokens=6", "seed=3", '"task.stop=it\'s"',
-        "cluster.scheduler=none", "cluster.groups=1", "task.submit=false",
+        "cluster.scheduler=none", "cluster.groups=1", "task.submit=false", "task.retry_errors=false",
     ]  # fmt: skip
 
 
 def stand_ins(folder: Path, setup: tuple[str, ...] = ()) -> SlurmConf:
     """Commands of Slurm's in `folder`/bin that start what they are given; a python that prints its words."""
     teller = f"""case "$*" in
-        *supervisor*) shift 5; exec "$@";;
+        *supervisor*) shift 4; exec "$@";;
         *) exec {sys.executable} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@";;
         esac"""
     srun = 'while case "$1" in --*) true;; *) false;; esac; do shift; done; exec "$@"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,9 +54,9 @@ class Node:
         said = f"JobId=7 JobState=RUNNING Requeue=1 Restarts={count} BatchFlag=1\n"
         (self.home / "restarts").write_text(said)
 
-    def start(self, command: str, retries: int = 3, signal_s: float = 120) -> subprocess.Popen[str]:
+    def start(self, command: str, signal_s: float = 120) -> subprocess.Popen[str]:
         """The supervisor of a shell command."""
-        words = ["-m", "llama_ssp.batch.slurm.supervisor", self.work, retries, signal_s, "sh", "-c", command]
+        words = ["-m", "llama_ssp.batch.slurm.supervisor", self.work, signal_s, "sh", "-c", command]
         env = {**os.environ, "PATH": f"{self.home}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **ELEMENT}
         env.pop("SLURM_RESTART_COUNT", None)
         return subprocess.Popen(
@@ -68,8 +69,8 @@ class Node:
         wait_for((self.home / "up").exists)
         return process
 
-    def run(self, command: str, retries: int = 3) -> tuple[int, str]:
-        process = self.start(command, retries)
+    def run(self, command: str) -> tuple[int, str]:
+        process = self.start(command)
         _, said = process.communicate(timeout=60)
         return process.returncode, said
 
@@ -110,10 +111,12 @@ def test_an_end_is_kept_and_what_may_help_is_started_again(
 
 def test_a_broken_installation_is_not_requeued_for_ever(node: Node):
     for go in range(4):
-        node.run("exit 127", retries=2)
+        node.run("exit 127")
         requeued = [line for line in node.asked if "requeue" in line]
         assert len(requeued) == min(go + 1, 3)
-    assert "not started again after 127" in node.run("exit 127", retries=2)[1]
+    assert "not started again after 127" in node.run("exit 127")[1]
+    excluded = [line for line in node.asked if "ExcNodeList" in line]
+    assert excluded == [f"scontrol update JobId=7_1 ExcNodeList={socket.gethostname()}"]
 
 
 def test_near_the_time_limit_ranks_stop_and_the_job_is_requeued(node: Node):
@@ -154,7 +157,7 @@ def test_a_controller_that_is_being_restarted_is_waited_for(
         monkeypatch.setattr(supervisor, name, value)
     for name, text in ELEMENT.items():
         monkeypatch.setenv(name, text)
-    assert supervisor.Supervisor(str(node.work), "3", "120", "false")._requeue(1) == 1
+    assert supervisor.Supervisor(str(node.work), "120", "false")._requeue(1) == 1
     assert (node.asked[-1] == ASKED[-1]) is requeued
     assert len(node.asked) == (failures + 2 if requeued else 5)
 
@@ -165,9 +168,17 @@ def test_a_full_disk_is_said(node: Node):
     assert code == 6 and said.splitlines()[-1].startswith("error: ")
 
 
-def test_fruitless_runs_are_counted_from_the_last_that_was_not():
-    assert fruitless([]) == 0
-    assert fruitless([end(), end()]) == 2
-    assert fruitless([end(), end(finished=3), end(began=3, finished=3)]) == 1
-    assert fruitless([end(finished=3)]) == 0
-    assert fruitless([end(stopped_by=BY_SLURM), end(stopped_by=BY_TIME)]) == 1
+def test_fruitless_runs_are_counted_by_node_from_the_last_that_was_not():
+    assert fruitless([]) == {}
+    assert fruitless([end(), end(host="n2"), end()]) == {"n1": 2, "n2": 1}
+    assert fruitless([end(), end(finished=3), end(began=3, finished=3)]) == {"n1": 1}
+    assert fruitless([end(finished=3)]) == {}
+    assert fruitless([end(stopped_by=BY_SLURM), end(stopped_by=BY_TIME)]) == {"n1": 1}
+
+
+def test_an_element_counts_its_own_records(node: Node):
+    """What healthy groups finish meanwhile does not keep a broken one alive."""
+    counts = '{"shard": "00000", "records": 5}'
+    for name, finished in (("8-0-1", 0), ("7-0-1", 5)):
+        node.run(f"mkdir -p work/groups; echo '{counts}' > work/groups/{name}.jsonl; exit 1")
+        assert ends(node.work)[-1].finished == finished

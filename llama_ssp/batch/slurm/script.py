@@ -10,7 +10,7 @@ from pathlib import Path
 from llama_ssp import __version__
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.workers import LOGS
-from llama_ssp.config import BatchConf, ClusterConf
+from llama_ssp.config import ClusterConf
 from llama_ssp.distributed.launcher import SOURCES
 from llama_ssp.planner.storage import CPU
 
@@ -27,8 +27,7 @@ MEETING = (
 
 def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     """Returns the script of an array; `words` are the command of one process of a group."""
-    cluster, task = job.run.cluster, job.run.task
-    assert isinstance(task, BatchConf)
+    cluster = job.run.cluster
     slurm, ranks, work = cluster.slurm, cluster.gpus or 1, job.work.absolute()
     name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
     torchrun = f"-m torch.distributed.run --nproc-per-node={ranks} --max-restarts=0"
@@ -56,7 +55,7 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
         *([NODES] if meeting else []),
         "\n# The supervisor stops the ranks before the time limit, and requeues the job if work is left.",
         'exec "$python" -m llama_ssp.batch.slurm.supervisor \\',
-        f"    {quoted(work)} {task.retries} {slurm.signal_s} \\",
+        f"    {quoted(work)} {slurm.signal_s} \\",
         f'    srun --kill-on-bad-exit=1{f" --cpus-per-task={cpus}" if cpus else ""} "$python" \\',
         *(f"    {line} \\" for line in meeting or alone),
         '    -m llama_ssp "${words[@]}"',

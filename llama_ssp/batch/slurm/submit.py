@@ -26,6 +26,11 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     cluster, task = run.cluster, run.task
     assert isinstance(task, BatchConf) and cluster.gpus is not None
     job, summary = share(run, folders, cluster.nodes * cluster.gpus)
+    if task.retry_errors and not job.is_new:
+        if not task.submit:
+            what, fix = "a printed script cannot retry errors", "add task.submit=true"
+            raise UsageError(what, "task.retry_errors", fix=fix)
+        log.info("%d errors are tried again", job.journal.reopen())
     if not job.missing:
         job.journal.merge(job.output)
         log.info("nothing is missing: %s is whole", job.output)

@@ -1,6 +1,6 @@
 """The supervisor of one element of an array: starts its ranks, and requeues it if work is left. No torch.
 
-    python -m llama_ssp.batch.slurm.supervisor WORK RETRIES SIGNAL_S COMMAND...
+    python -m llama_ssp.batch.slurm.supervisor WORK SIGNAL_S COMMAND...
 
 USR1    the time limit is near: the ranks stop between two rounds, then the element is requeued
 TERM    Slurm takes the nodes away (preemption, requeue, scancel): it has signalled the ranks itself
@@ -18,17 +18,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama_ssp.batch.history import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, ends, fruitless, keep_end
 from llama_ssp.batch.journal import count_finished
-from llama_ssp.batch.workers import code_of, is_given_up
+from llama_ssp.batch.workers import LASTING, code_of
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import OK, exit_code_of
 
 log = logging.getLogger("supervisor")
 
 LOOK_S = 0.1
+FRUITLESS = 3  # runs on one node that finished no record: the element is not started there again
 TRIES, PAUSE_S = 30, 10.0  # for a controller that is being restarted
 KILLED_WITHIN_S = 180.0  # by Slurm, after a requeue
 
@@ -36,9 +38,9 @@ KILLED_WITHIN_S = 180.0  # by Slurm, after a requeue
 class Supervisor:
     """One run of an element. Slurm's commands know it by `element`: the last one has the array's number."""
 
-    def __init__(self, work: str, retries: str, signal_s: str, *command: str) -> None:
-        self.work, self.command = Path(work), command
-        self.retries, self.signal_s = int(retries), float(signal_s)
+    def __init__(self, work: str, signal_s: str, *command: str) -> None:
+        self.work, self.command, self.signal_s = Path(work), command, float(signal_s)
+        self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self.job, self.restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.element = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         self.stopped_by = BY_NOBODY
@@ -52,8 +54,11 @@ class Supervisor:
         log.info("ended with %d%s", code, f", stopped by {self.stopped_by}" if self.stopped_by else "")
         if code == OK or self.stopped_by == BY_SLURM:
             return code  # Slurm decides whether the element runs again
-        if not is_given_up(code, fruitless(ends(self.work, self.job)), self.retries):
-            return self._requeue(code)
+        counts = fruitless(ends(self.work, self.job))
+        bad = [node for node, count in counts.items() if count >= FRUITLESS]
+        # A second node that finishes nothing shows that nodes are not the cause; so does one that comes back.
+        if code not in LASTING and len(bad) < 2 and counts[self.node] <= FRUITLESS:
+            return self._requeue(code, bad)
         log.error("error: not started again after %d; see above for the error, then submit again", code)
         return code
 
@@ -62,15 +67,17 @@ class Supervisor:
 
     def _run_ranks(self) -> int:
         """Runs the command to its end and records that; returns the ranks' exit code."""
-        began, finished = time.monotonic(), count_finished(self.work)
+        began = time.monotonic()
         file = self.work / FOLDER / f"{self.job}.{self.restart}.code"
         file.parent.mkdir(parents=True, exist_ok=True)
         ranks = subprocess.Popen(self.command, env={**os.environ, CODE_FILE: str(file)})
         code = code_of(self._wait(ranks), file)
         file.unlink(missing_ok=True)
-        records, seconds = (finished, count_finished(self.work)), time.monotonic() - began
-        host = socket.gethostname()
-        keep_end(self.work, End(self.job, self.restart, host, code, self.stopped_by, *records, seconds))
+        finished = count_finished(self.work, f"{self.job}-{self.restart}-")  # its own, not the job's
+        seconds = time.monotonic() - began
+        keep_end(
+            self.work, End(self.job, self.restart, self.node, code, self.stopped_by, 0, finished, seconds)
+        )
         return code
 
     def _wait(self, ranks: subprocess.Popen[bytes]) -> int:
@@ -84,9 +91,13 @@ class Supervisor:
             time.sleep(LOOK_S)
         return -signal.SIGKILL if returned is None else returned
 
-    def _requeue(self, code: int) -> int:
-        """Requeues the element, unless Slurm, which may have given up this node, has started it again."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def _requeue(self, code: int, excluded: Sequence[str] = ()) -> int:
+        """Requeues the element, unless Slurm, which may have given up this node, has started it again.
+
+        It is not started on the `excluded` nodes again. Slurm takes that of a job that waits alone, so this
+        process lives on after the requeue until it has said so.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if excluded else signal.SIG_DFL)
         show = ["scontrol", "show", "job", "-o", self.element]
         for left in reversed(range(TRIES)):
             shown = subprocess.run(show, capture_output=True, text=True, check=False)
@@ -95,7 +106,13 @@ class Supervisor:
                 log.info("superseded: Slurm has started this element again already")
                 return OK  # nobody reads it: the element is the successor now
             if restarts and subprocess.call(["scontrol", "requeue", self.element]) == 0:
-                log.info("requeued")
+                log.info("requeued%s", f", not on {', '.join(excluded)}" * bool(excluded))
+                exclude = ["scontrol", "update", f"JobId={self.element}", f"ExcNodeList={','.join(excluded)}"]
+                if excluded and subprocess.call(exclude) != 0:
+                    log.warning("Slurm does not exclude %s", ", ".join(excluded))
+                if excluded:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    os.kill(os.getpid(), signal.SIGTERM)  # as Slurm does
                 time.sleep(KILLED_WITHIN_S)  # a job that ends before Slurm takes it away counts as failed
                 return code
             log.warning("Slurm does not answer; %d more tries", left)
