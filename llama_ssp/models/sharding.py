@@ -59,7 +59,10 @@ def qkv_rows(shape: Shape, heads: Heads) -> list[tuple[int, list[Span]]]:
         return [(queries, [query]), (keys, [kv]), (keys, [kv])]
     if not family.qkv_by_group:
         return [(queries + 2 * keys, [query, shifted(kv, queries), shifted(kv, queries + keys)])]
-    per = shape.n_heads // shape.n_kv  # queries of a group; its key and its value follow them
+    # Falcon's one matrix, by group of queries (here 2 a group), in units of `size` outputs:
+    #     q0 q1 k0 v0 | q2 q3 k1 v1 | ...
+    # A rank with queries 2..3 and keys 1..1 reads places 4 5, 6 and 7: its queries, its keys, its values.
+    per = shape.n_heads // shape.n_kv
     order = [head + 2 * (head // per) for head in range(*heads.query)]
     places = [group * (per + 2) + per for group in range(*heads.kv)]
     order += [*places, *(place + 1 for place in places)]
