@@ -171,12 +171,16 @@ def _run(
     for number, stream in enumerate(streams):
         anew = os.O_TRUNC if number else 0
         os.dup2(os.open(stream, os.O_RDWR | os.O_CREAT | anew, 0o600), number)
-    sys.stdin, sys.stdout = os.fdopen(0, "r", closefd=False), os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    _open_streams()
     os.chdir(folder)
     multiprocessing.current_process()._config["daemon"] = False  # it may have children
     keep_spares(spares)
     _execute(words, first)
+
+
+def _open_streams() -> None:
+    sys.stdin, sys.stdout = os.fdopen(0, "r", closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
 
 
 def _execute(words: list[str], first: Callable[[], Any] | None) -> None:
@@ -262,6 +266,7 @@ def _be_spare(starter: socket.socket) -> NoReturn:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
+        _open_streams()
         _take(env)
         os.chdir(folder)
         signal.signal(signal.SIGINT, hears)
