@@ -47,7 +47,8 @@ class Observer:
 class RankEngine(ABC):
     """One rank's part in every round. All ranks make the same calls in the same order, on token ids only.
 
-    The leader has an `Engine`, which decides; other ranks have a `Follower` each.
+    The leader has an `Engine`, which decides; other ranks have a `Follower` each. A decision travels with the
+    next round's first message, for which a follower's `verify` waits; `flush` sends the last one.
     """
 
     _protocol: type[RoundProtocol]
@@ -158,7 +159,7 @@ class RankEngine(ABC):
                 model.roll_back(state.lengths)
 
     def flush(self) -> None:
-        """Sends, or receives, the last decision, which else comes with the next round's first message."""
+        """Sends, or receives, the last decision where no round follows it."""
         self._rounds.flush()
 
     def synchronize(self) -> None:

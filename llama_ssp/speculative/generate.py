@@ -21,9 +21,9 @@ class TextEnd(Protocol):
     """Tells whether new tokens complete a stop string. It remembers the row's earlier tokens."""
 
     def kept(self, row: int, tokens: list[int], last: bool) -> int | None:
-        """Returns how many tokens stay when a stop string ends inside them, with the token that completes it.
+        """Returns how many tokens to keep if they complete a stop string, that token included; else None.
 
-        None if none does. `last`: the row ends with them. Characters are cut later, where the text is shown.
+        `last`: the row ends with them. Characters are cut later, where the text is shown.
         """
 
 

@@ -115,7 +115,7 @@ class Rule(ABC):
     @abstractmethod
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         """For the adaptive draft length, two chances of each draft before it is drawn, (B, K) each: that all
-        drafts before it stand, and that it stands as well. `prob_BK` is `acceptance_prob(block)`."""
+        drafts before it are kept, and that it is kept, too. `prob_BK` is `acceptance_prob(block)`."""
 
 
 class TokenRule(Rule):
