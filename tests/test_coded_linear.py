@@ -19,9 +19,10 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models import loader
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, packed, unpacked, values
-from llama_ssp.models.kernels import coded
+from llama_ssp.models.kernels import coded, linear
 from llama_ssp.models.kernels.coded import OPERATOR, CodedLinear, DecodedLinear, available, operators, usable
-from llama_ssp.models.linear import formats
+from llama_ssp.models.kernels.linear import PackedLinear
+from llama_ssp.models.linear import dense, formats, in_fp32
 from llama_ssp.models.loader import load
 from llama_ssp.models.quantization import INT4, coded_of, in_groups, quantised
 from llama_ssp.models.sharding import require_transformers
@@ -94,6 +95,29 @@ def test_the_product_is_that_of_the_codes(table: str):
         for count in (1, 2, 3, 4, 5, 6, 7, 12):  # the rows beside a row change nothing
             assert torch.equal(layer(x[None, :count])[0], whole[:count])
         assert layer(x[:0]).shape == (0, shape[0])
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_output_matrix_gives_its_sums_as_they_are(dtype: torch.dtype):
+    """As near to the exact product as fp32 is, in every format; rounded to the inputs' 16 bit it is not."""
+    operators("cpu")
+    linear.operators()
+    dense_NK, weight, x = torch.randn(5000, 128).to(dtype), held(300, 128, "int8", 32), rows_of(7, 128, dtype)
+    ours = dtype is torch.bfloat16  # which our kernels take
+    exact = x.double() @ dense_NK.double().T
+    near = 128 * 2**-24 * (x.double().abs() @ dense_NK.double().abs().T)
+    for layer in [dense(dense_NK), *([PackedLinear(dense(dense_NK))] if ours else [])]:
+        assert in_fp32(layer, x).dtype is torch.float32
+        assert ((in_fp32(layer, x).double() - exact).abs() <= near).all()
+        assert ((layer(x).double() - exact).abs() > near).any()
+    assert in_fp32(DecodedLinear(weight, None), x).dtype is torch.float32
+    if ours:
+        layer = CodedLinear(weight, None, CPU)
+        require_near(in_fp32(layer, x), x, weight, None, 2**-23)
+        with pytest.raises(AssertionError):
+            require_near(layer(x), x, weight, None, 2**-23)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ LAG = 2  # tokens that a model lacks at most after a round; they are fed in one 
 WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
 WIDEST_HEAD = 256  # numbers of a head that attention.cpp takes
 BLOCK = 32  # outputs that linear.cpp and coded.cpp store together
+SLICE = 2048  # rows of a 16-bit output matrix that a CPU without our kernels has in fp32 at once
 EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
 MOST = 512  # tokens of a graph, which keeps memory for their logits
 KEPT_BYTES = 2**27  # at most of what graphs that draw and decide read: probabilities, mostly

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from llama_ssp.config import Dtype
 from llama_ssp.models.formats.coded import Coded
+from llama_ssp.models.graph_sizes import SLICE
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.expert_stacks import Stacking
 from llama_ssp.models.kernels.large_pages import LargePages
@@ -78,15 +79,41 @@ class Embedding(nn.Module):
         return x_TH if self.scale == 1.0 else x_TH * self.scale
 
 
+def in_fp32(product: nn.Module, x: Tensor) -> Tensor:
+    """Returns an output matrix's product with its sums as they are, in fp32, also of a 16-bit matrix.
+
+    Rounded to 16 bit, the two best logits of a model are often one number.
+    """
+    if x.dtype.itemsize > 2:
+        return product(x)  # type: ignore[no-any-return]
+    if isinstance(product, nn.Linear):
+        return linear_in_fp32(x, product.weight)  # type: ignore[no-any-return]
+    return product(x, wide=True)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("llama_ssp::linear_in_fp32", mutates_args=())  # for torch.compile, one operation
+def linear_in_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Multiplies on a GPU with an output of 32 bits; on a CPU slice by slice: no fp32 copy of the matrix."""
+    if x_TK.device.type == "cuda":
+        return torch.mm(x_TK, weight_NK.T, out_dtype=torch.float32)
+    slices = (weight_NK[first : first + SLICE].float() for first in range(0, len(weight_NK), SLICE))
+    return torch.cat([functional.linear(x_TK.float(), part_NK) for part_NK in slices], -1)
+
+
+@linear_in_fp32.register_fake
+def _(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    return x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=torch.float32)
+
+
 class Head(nn.Module):
-    """Logits of all tokens of the vocabulary, on every rank."""
+    """Logits of all tokens of the vocabulary, in fp32, on every rank."""
 
     def __init__(self, product: nn.Module, shares: list[int], gather: Gather | None) -> None:
         super().__init__()
         self.product, self.shares, self.gather = product, shares, gather
 
     def forward(self, x: Tensor) -> Tensor:
-        logit_TV: Tensor = self.product(x)
+        logit_TV = in_fp32(self.product, x)
         if self.gather is None:
             return logit_TV
         padded_TV = functional.pad(logit_TV, (0, max(self.shares) - logit_TV.shape[-1]))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
-from llama_ssp.models.graph_sizes import DECODED, LAG, LARGEST, MOST, sizes_up_to
+from llama_ssp.models.graph_sizes import DECODED, LAG, LARGEST, MOST, SLICE, sizes_up_to
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
@@ -184,14 +184,17 @@ class Forward:
         part, numbers = self.part, self.part.whole_vocab * steps
         if part.world > 1:
             numbers = max(numbers, part.vocab + (1 + part.world) * part.widest + part.whole_vocab)
+        wide, sliced = max(self.w, FP32), 0
+        if self.kernels.cpu and self.w < FP32:  # parts of the product, and a slice of the matrix
+            sliced = (self.logits * part.vocab + SLICE * part.dim) * FP32
         if part.head_inputs:
-            return self.logits * (part.vocab * self.w + 2 * part.whole_vocab * FP32)
-        return self.logits * numbers * self.w
+            return self.logits * (part.vocab * wide + 2 * part.whole_vocab * FP32) + sliced
+        return self.logits * numbers * wide + sliced
 
     def selected(self, wanted: int) -> int:
-        """The logits of all columns, and those selected: an index of int64; on a CPU through fp32."""
-        narrow = FP32 if self.kernels.cpu and self.w < FP32 else 0
-        return (self.logits * self.w + wanted * (self.w + INT + narrow)) * self.part.whole_vocab
+        """The logits of all columns, and those selected: an index of int64."""
+        wide = max(self.w, FP32)
+        return (self.logits * wide + wanted * (wide + INT)) * self.part.whole_vocab
 
 
 def _int8(inputs: int, outputs: int) -> int:
@@ -248,7 +251,8 @@ class RankWork:
     def outputs_of_graphs(self, own: RolePart) -> int:
         """Bytes that a role's graphs keep: the logits of their tokens, and the states that a head reads."""
         shown = self.draft.part.head_inputs if own is self.target and self.draft is not None else 0
-        return sum(self.graphs(own)) * (own.part.whole_vocab + shown) * width(own.dtype)
+        w = width(own.dtype)
+        return sum(self.graphs(own)) * (own.part.whole_vocab * max(w, FP32) + shown * w)
 
     def scratch_of_graphs(self, own: RolePart) -> int:
         """Bytes that a role's graphs share: those of the largest step, or of a decision that is a graph."""
@@ -287,8 +291,7 @@ class RankWork:
     def _drafting(self, draft: RolePart) -> Iterator[Parts]:
         """K steps of the draft model; then all distributions as one tensor, and those it is made of."""
         k, rows, small = self.work.k, self.work.rows, self._small()
-        one, w = rows * self.vocab, width(draft.dtype)
-        wide = max(w, FP32)
+        one, wide = rows * self.vocab, max(width(draft.dtype), FP32)
         probs = k * one * wide if self.drafts else 0
         yield {}
         if k == 0:
@@ -300,9 +303,9 @@ class RankWork:
         for moment in later.moments():
             yield _sum(moment, {PROBS: probs + small})
         if self.drafts:  # logits; their distribution, and its cumulative sums in fp64 to sample from
-            yield {LOGITS: one * w, PROBS: probs + max(2 * FP64, wide) * one + small}
+            yield {LOGITS: one * wide, PROBS: probs + max(2 * FP64, wide) * one + small}
             ahead = probs if self.target is None else 0  # on ranks of its own the next drafts are made
-            yield {LOGITS: one * w, PROBS: 2 * probs + ahead + small}
+            yield {LOGITS: one * wide, PROBS: 2 * probs + ahead + small}
         elif self.decides:
             yield {PROBS: 2 * k * one * wide + small}
 

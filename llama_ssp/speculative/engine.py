@@ -234,7 +234,7 @@ def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> 
     """Returns the target's logits over each row's drafts and the position after them, (B, K+1, V).
 
     text      0 1 2 3 4 | 5 6      a row of 5 tokens and 2 drafts, in a batch where K = 3
-    fed             (3) 4 5 6      up to its last draft, from what the cache lacks
+    fed               4 5 6        every token that the cache lacks, up to the last draft
     columns             0 1 2 -    column i: the logits after i drafts; the last is undefined in this row
     """
     rows = zip(target.cached, state.ended, state.lengths, count, strict=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from llama_ssp.models.attention import Pass, Rotary
 from llama_ssp.models.decoder import Attention, Block, KeysValues, Mlp, Norm, Turns
 from llama_ssp.models.heads.settings import Eagle3Settings
+from llama_ssp.models.linear import in_fp32
 
 
 class Eagle3(nn.Module):
@@ -66,8 +67,7 @@ class Eagle3(nn.Module):
 
     def logits(self, z_RH: Tensor) -> Tensor:
         """Returns logits of the head's own tokens, (R, E)."""
-        found: Tensor = self.head(z_RH if self.normed_output else self.norms["output"](z_RH))
-        return found
+        return in_fp32(self.head, z_RH if self.normed_output else self.norms["output"](z_RH))
 
 
 class DFlash(nn.Module):
@@ -93,8 +93,7 @@ class DFlash(nn.Module):
         x_TH, turns = self.embedding[token_T], self._turns(feed)
         for block, cache in zip(self.blocks, caches, strict=True):
             x_TH = block(x_TH, turns, cache, feed)
-        found: Tensor = self.head(self.norm(x_TH))
-        return found
+        return in_fp32(self.head, self.norm(x_TH))
 
     def _turns(self, feed: Pass) -> Turns:
         return {self.attentions[0].rotary or "": self.rotary(feed)}

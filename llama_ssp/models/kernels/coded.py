@@ -39,9 +39,9 @@ class DecodedLinear(nn.Module):
         """The name of a compiled step's file is made of it."""
         return f"{self.in_features}, {self.out_features}, {self.kind}"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, wide: bool = False) -> Tensor:
         factors = self.codes, self.scales, self.zeros, self.shifts, self.bias
-        product: Tensor = linear_decoded(x, *factors, *self.kind)
+        product: Tensor = linear_decoded(x.float() if wide else x, *factors, *self.kind)
         return product
 
 
@@ -84,11 +84,13 @@ class CodedLinear(nn.Module):
         """Describes the layer, as torch prints modules."""
         return f"{self.in_features}, {self.out_features}, {self.group}, {self.table_number}"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, wide: bool = False) -> Tensor:
+        """`wide`: the sums as they are, in fp32; on a CPU of inputs in fp32."""
         factors = self.table, self.scales, self.offsets, self.bias
         product: Tensor = torch.ops.llama_ssp.linear_coded(
-            x, self.codes, *factors, self.out_features, self.group, self.table_number
-        )
+            x.float() if wide and x.device.type == "cpu" else x, self.codes, *factors, self.out_features,
+            self.group, self.table_number, wide,
+        )  # fmt: skip
         return product
 
 
@@ -134,12 +136,14 @@ def operators(device: str) -> None:
 @functools.cache
 def _define() -> None:
     tensors = "Tensor x, Tensor codes, Tensor table, Tensor scales, Tensor? offsets, Tensor? bias"
-    torch.library.define(OPERATOR, f"({tensors}, int outputs, int group, int table_number) -> Tensor")
+    torch.library.define(
+        OPERATOR, f"({tensors}, int outputs, int group, int table_number, bool wide=False) -> Tensor"
+    )
     torch.library.register_fake(OPERATOR, _shaped)
 
 
 def _shaped(
     x: Tensor, _codes: Tensor, _table: Tensor, _scales: Tensor, _offsets: Tensor | None, _bias: Tensor | None,
-    outputs: int, _group: int, _table_number: int,
+    outputs: int, _group: int, _table_number: int, wide: bool = False,
 ) -> Tensor:  # fmt: skip
-    return x.new_empty(*x.shape[:-1], outputs)
+    return x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if wide else x.dtype)

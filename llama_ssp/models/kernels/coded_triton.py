@@ -69,11 +69,11 @@ FACTORS: Any = (
 
 def linear_coded(
     x: Tensor, codes: Tensor, table: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None,
-    outputs: int, group: int, table_number: int,
+    outputs: int, group: int, table_number: int, wide: bool = False,
 ) -> Tensor:  # fmt: skip
     """y = x W^T + bias, with sums in 32 bits; codes, scales and offsets have a row for each output."""
     dense, inputs = x.contiguous(), x.shape[-1]
-    y = x.new_empty(*x.shape[:-1], outputs)
+    y = x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if wide else x.dtype)
     rows = x.numel() // inputs
     if rows == 0:
         return y

@@ -89,9 +89,9 @@ void add(const int32_t* x, int64_t words, const int32_t* w, int64_t begin, int64
 }
 
 // Up to ROWS rows with one block of W, which has `width` outputs and begins at number `first`.
-template <class Kind, int count>
-void multiply(const int32_t* x, int64_t words, const int32_t* w, const typename Kind::Number* bias,
-              typename Kind::Number* y, int64_t width, int64_t first) {
+template <class Kind, class Out, int count>
+void multiply(const int32_t* x, int64_t words, const int32_t* w, const typename Kind::Number* bias, Out* y,
+              int64_t width, int64_t first) {
   constexpr int rest = count % AT_ONCE;
   Sums sums[count][PARTS] = {};
   for (int64_t begin = 0, end; begin < words; begin = end) {
@@ -108,23 +108,20 @@ void multiply(const int32_t* x, int64_t words, const int32_t* w, const typename 
     }
 }
 
-template <class Kind>
-using Multiply = decltype(&multiply<Kind, 1>);
-
-template <class Kind, int... counts>
-constexpr std::array<Multiply<Kind>, sizeof...(counts)> for_counts(std::integer_sequence<int, counts...>) {
-  return {&multiply<Kind, counts + 1>...};
+template <class Kind, class Out, int... counts>
+constexpr auto for_counts(std::integer_sequence<int, counts...>) {
+  return std::array{&multiply<Kind, Out, counts + 1>...};
 }
 
-template <class Kind>
+template <class Kind, class Out>
 void run(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& y, int64_t rows) {
   using Number = typename Kind::Number;
-  static constexpr auto by_count = for_counts<Kind>(std::make_integer_sequence<int, ROWS>{});
+  static constexpr auto by_count = for_counts<Kind, Out>(std::make_integer_sequence<int, ROWS>{});
   const int64_t words = packed.size(1), width = y.size(-1);
   const auto* from = static_cast<const int32_t*>(x.const_data_ptr());
   const auto* weights = static_cast<const int32_t*>(packed.const_data_ptr());
   const Number* shift = bias ? bias->const_data_ptr<Number>() : nullptr;
-  Number* to = y.mutable_data_ptr<Number>();
+  Out* to = y.mutable_data_ptr<Out>();
   torch::stable::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block++)
       for (int64_t row = 0; row < rows; row += ROWS)  // the block stays in the cache for the next rows
@@ -133,19 +130,20 @@ void run(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bia
   });
 }
 
-Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t width) {
+// `wide`: sums of bf16 as they are, in fp32.
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t width, bool wide) {
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   STD_TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == x.scalar_type(), "the weight is not packed for x");
   STD_TORCH_CHECK(packed.size(1) * packed.size(3) == x.size(-1), "the weight takes another number of inputs");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = torch::stable::new_empty(x, shape, wide ? ScalarType::Float : x.scalar_type());
   const int64_t rows = x.numel() / x.size(-1);
   if (x.scalar_type() == ScalarType::Float) {
-    run<Single>(dense, packed, bias, y, rows);
+    run<Single, float>(dense, packed, bias, y, rows);
   } else {
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "only float and bfloat16 are multiplied here");
-    run<Brain>(dense, packed, bias, y, rows);
+    (wide ? run<Brain, float> : run<Brain, BFloat16>)(dense, packed, bias, y, rows);
   }
   return y;
 }
@@ -153,7 +151,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(llama_ssp, library) {
-  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width, bool wide=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }

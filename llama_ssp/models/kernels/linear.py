@@ -24,8 +24,9 @@ class PackedLinear(nn.Module):
         self.packed = nn.Parameter(packed(linear.weight, memory), requires_grad=False)
         self.bias = linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.llama_ssp.linear(x, self.packed, self.bias, self.out_features)
+    def forward(self, x: Tensor, wide: bool = False) -> Tensor:
+        """`wide`: the sums as they are, in fp32."""
+        product: Tensor = torch.ops.llama_ssp.linear(x, self.packed, self.bias, self.out_features, wide)
         return product
 
 
@@ -65,5 +66,5 @@ def operators() -> None:
     torch.library.register_fake("llama_ssp::linear", _shaped)
 
 
-def _shaped(x: Tensor, _packed: Tensor, _bias: Tensor | None, width: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], width)
+def _shaped(x: Tensor, _packed: Tensor, _bias: Tensor | None, width: int, wide: bool = False) -> Tensor:
+    return x.new_empty(*x.shape[:-1], width, dtype=torch.float32 if wide else x.dtype)
