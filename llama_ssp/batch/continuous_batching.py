@@ -130,7 +130,9 @@ class ContinuousBatch:
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""
         free = [row for row, reason in enumerate(state.finished) if reason is not None]
-        self._fill(len(free))
+        if len(self._waiting) < len(free):
+            engine.flush()  # what `more` exchanges must not come between a decision's messages
+            self._fill(len(free))
         taken = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
         if taken:
             self._begin([request.index for _, request in taken])

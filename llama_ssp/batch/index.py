@@ -41,7 +41,7 @@ from llama_ssp.text.prompts import (
 log = logging.getLogger(__name__)
 
 INDEX, KEPT, GZIP = "index", "input-{}", ".gz"
-ROW = np.dtype([("file", "u4"), ("line", "u4"), ("start", "u8"), ("bytes", "u4"), ("crc", "u4"), ("id", "u8"),
+ROW = np.dtype([("file", "u4"), ("line", "u4"), ("start", "u8"), ("bytes", "u4"), ("crc", "u4"), ("id", "u4"),
                 ("new", "u4")])  # fmt: skip
 CHUNK = 2**16  # records between two signs of progress
 
@@ -109,10 +109,9 @@ class Index:
                             name, new = record.id, getattr(record, "max_new_tokens", 0)
                             if isinstance(record, Refused):
                                 refused[count] = record
-                        raw = line.raw
-                        rows.append(
-                            (number, line.number, line.start, len(raw), zlib.crc32(raw), _hash(name), new)
-                        )
+                        raw, id_ = line.raw, name.encode("utf-8", "surrogatepass")
+                        place = number, line.number, line.start, len(raw)
+                        rows.append((*place, zlib.crc32(raw), zlib.crc32(id_), new))
                         count += 1
                         if len(rows) == CHUNK:
                             chunks.append(np.array(rows, ROW))
@@ -123,7 +122,7 @@ class Index:
         return index
 
     def _refuse_twice(self, run: RunConf) -> None:
-        """Refuses all but the first of the lines that have one id."""
+        """Refuses all but the first of the lines that have one id; lines with equal sums are read for it."""
         order = np.argsort(self.rows["id"], kind="stable")
         ids = self.rows["id"][order]
         first = dict[str, str]()
@@ -225,7 +224,3 @@ def _hashed(file: Iterable[bytes], digest: Any) -> Iterator[bytes]:
     for raw in file:
         digest.update(raw)
         yield raw
-
-
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest())

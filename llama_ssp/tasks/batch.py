@@ -80,7 +80,8 @@ class BatchTask(Task[BatchConf]):
             self._lead(pair)
         elif shards:
             self._follow()
-        return self._end() if self._journal is not None else "done"
+        [is_whole] = while_others_wait(self._ranks, self._end)  # to merge a long output takes minutes
+        return "done" if is_whole else "partial"
 
     def has_output(self) -> bool:
         return self._answered > 0
@@ -330,8 +331,8 @@ class BatchTask(Task[BatchConf]):
             attempt.publish()
             self._claims.pop(attempt).close()
 
-    def _end(self) -> str:
-        """Writes the output if the whole job is done, also by other processes."""
+    def _end(self) -> list[int]:
+        """Writes the output if the whole job is done, also by other processes; 1 if it is."""
         journal, job = self._journal, self._job
         assert journal is not None
         standing = journal.standing()
@@ -342,10 +343,10 @@ class BatchTask(Task[BatchConf]):
         log.info("%s; here: %d answered, %d refused, %d set aside, %s", standing.in_words(), *counts, told)
         if not standing.whole:
             log.info("others are at work on the rest; the last to end writes %s", job.output)
-            return "partial"
+            return [0]
         journal.merge(job.output)
         log.info("output: %s", job.output)
-        return "done"
+        return [1]
 
 
 def begin(job: Job, pair: PairSession) -> Journal:

@@ -25,7 +25,7 @@ from llama_ssp.batch.history import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, e
 from llama_ssp.batch.journal import count_finished
 from llama_ssp.batch.workers import LASTING, code_of
 from llama_ssp.distributed.signals import CODE_FILE
-from llama_ssp.errors import OK, exit_code_of
+from llama_ssp.errors import INPUT_OUTPUT, OK, StorageError, exit_code_of
 
 log = logging.getLogger("supervisor")
 
@@ -57,8 +57,9 @@ class Supervisor:
         counts = fruitless(ends(self.work, self.job))
         bad = [node for node, count in counts.items() if count >= FRUITLESS]
         # A second node that finishes nothing shows that nodes are not the cause; so does one that comes back.
-        if code not in LASTING and len(bad) < 2 and counts[self.node] <= FRUITLESS:
-            return self._requeue(code, bad)
+        may_help = len(bad) < 2 and counts[self.node] <= FRUITLESS
+        if code == INPUT_OUTPUT or (code not in LASTING and may_help):
+            return self._requeue(code, bad if code != INPUT_OUTPUT else ())
         log.error("error: not started again after %d; see above for the error, then submit again", code)
         return code
 
@@ -75,9 +76,12 @@ class Supervisor:
         file.unlink(missing_ok=True)
         finished = count_finished(self.work, f"{self.job}-{self.restart}-")  # its own, not the job's
         seconds = time.monotonic() - began
-        keep_end(
-            self.work, End(self.job, self.restart, self.node, code, self.stopped_by, 0, finished, seconds)
-        )
+        end = End(self.job, self.restart, self.node, code, self.stopped_by, 0, finished, seconds)
+        try:
+            keep_end(self.work, end)
+        except StorageError as full:
+            log.error("error: %s", full)
+            return INPUT_OUTPUT
         return code
 
     def _wait(self, ranks: subprocess.Popen[bytes]) -> int:
@@ -94,9 +98,10 @@ class Supervisor:
     def _requeue(self, code: int, excluded: Sequence[str] = ()) -> int:
         """Requeues the element, unless Slurm, which may have given up this node, has started it again.
 
-        It is not started on the `excluded` nodes again. Slurm takes that of a job that waits alone, so this
-        process lives on after the requeue until it has said so.
+        A full disk holds it, until someone has made room. It is not started on the `excluded` nodes again:
+        Slurm takes that of a job that waits alone, so this process lives on after the requeue to say so.
         """
+        verb = "requeuehold" if code == INPUT_OUTPUT else "requeue"
         signal.signal(signal.SIGTERM, signal.SIG_IGN if excluded else signal.SIG_DFL)
         show = ["scontrol", "show", "job", "-o", self.element]
         for left in reversed(range(TRIES)):
@@ -105,8 +110,10 @@ class Supervisor:
             if restarts and int(restarts[1]) != self.restart:
                 log.info("superseded: Slurm has started this element again already")
                 return OK  # nobody reads it: the element is the successor now
-            if restarts and subprocess.call(["scontrol", "requeue", self.element]) == 0:
+            if restarts and subprocess.call(["scontrol", verb, self.element]) == 0:
                 log.info("requeued%s", f", not on {', '.join(excluded)}" * bool(excluded))
+                if code == INPUT_OUTPUT:
+                    log.error("held: make room on the disk, then scontrol release %s", self.element)
                 exclude = ["scontrol", "update", f"JobId={self.element}", f"ExcNodeList={','.join(excluded)}"]
                 if excluded and subprocess.call(exclude) != 0:
                     log.warning("Slurm does not exclude %s", ", ".join(excluded))
