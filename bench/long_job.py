@@ -82,7 +82,7 @@ def resume(run: RunConf, work: Path) -> str:
 def work_until(run: RunConf, work: Path, share: float) -> None:
     """Answers that share of the shards, and half of the next one."""
     attempt_log.SYNC_EVERY = 10**9
-    index, journal = started(run, work)
+    _, journal = started(run, work)
     journal.enter(4)
     last = round(share * len(journal.manifest.shards))
     for shard in journal.manifest.shards[: last + 1]:
@@ -96,7 +96,6 @@ def work_until(run: RunConf, work: Path, share: float) -> None:
             attempt.finish(number, {**line, "finish_reason": "length", "output_tokens": 100})
         if shard.number < last:
             attempt.publish()
-    del index
 
 
 def status(work: Path) -> str:

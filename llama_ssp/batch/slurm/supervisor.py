@@ -102,6 +102,8 @@ class Supervisor:
         Slurm takes that of a job that waits alone, so this process lives on after the requeue to say so.
         """
         verb = "requeuehold" if code == INPUT_OUTPUT else "requeue"
+        if code == INPUT_OUTPUT:
+            log.error("held: make room on the disk, then scontrol release %s", self.element)
         signal.signal(signal.SIGTERM, signal.SIG_IGN if excluded else signal.SIG_DFL)
         show = ["scontrol", "show", "job", "-o", self.element]
         for left in reversed(range(TRIES)):
@@ -112,8 +114,6 @@ class Supervisor:
                 return OK  # nobody reads it: the element is the successor now
             if restarts and subprocess.call(["scontrol", verb, self.element]) == 0:
                 log.info("requeued%s", f", not on {', '.join(excluded)}" * bool(excluded))
-                if code == INPUT_OUTPUT:
-                    log.error("held: make room on the disk, then scontrol release %s", self.element)
                 exclude = ["scontrol", "update", f"JobId={self.element}", f"ExcNodeList={','.join(excluded)}"]
                 if excluded and subprocess.call(exclude) != 0:
                     log.warning("Slurm does not exclude %s", ", ".join(excluded))
