@@ -68,10 +68,8 @@ class Attempt:
             self._finished = past.finished | self._finished
         self.deaths = Counter(index for past in earlier for index in past.failed_at)
         # By record: the nodes on which an attempt died during it alone, and where it gave no numbers.
-        self.deaths_alone, self.damaged_on = (
-            defaultdict[int, list[str]](list),
-            defaultdict[int, set[str]](set),
-        )
+        self.deaths_alone = defaultdict[int, list[str]](list)
+        self.damaged_on = defaultdict[int, set[str]](set)
         for past in earlier:
             for index in past.failed_at if past.alone else ():
                 self.deaths_alone[index].append(past.node)

@@ -132,12 +132,14 @@ class Journal:
             held = json.loads(path.read_bytes())
         for role, how in kinds.items():
             if held.get(role, how) != how:
-                now, then, fix = (
+                then, fix = held[role], f"give engine={held[role]}"
+                raise DataError(
+                    "the job has begun with another engine",
+                    path,
                     f"{role}: {engines[role]}",
-                    f"{role}: {held[role]}",
-                    f"give engine={held[role]}",
+                    f"{role}: {then}",
+                    fix,
                 )
-                raise DataError("the job has begun with another engine", path, now, then, fix)
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()
@@ -179,14 +181,17 @@ class Journal:
         """A new attempt at a shard, with what earlier ones have finished and failed at."""
         earlier = self._attempts(shard)
         path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or unique_name()}.jsonl"
-        return Attempt(
-            shard, earlier, path, self._done(shard), self.folder / GROUPS / f"{unique_name()}.jsonl"
-        )
+        return Attempt(shard, earlier, path, self._done(shard), self._own_log)
+
+    @property
+    def _own_log(self) -> Path:
+        """The file of this process, the group: of GPU-hours, and of what it published."""
+        return self.folder / GROUPS / f"{unique_name()}.jsonl"
 
     def enter(self, ranks: int) -> None:
-        """Says that a group begins to work: of GPU-hours, and of what it published, its file tells."""
-        entry = {"node": socket.gethostname(), "ranks": ranks, "began": time.time(), "at": time.time()}
-        append_line(self.folder / GROUPS / f"{unique_name()}.jsonl", entry)
+        """Says that a group begins to work."""
+        now = time.time()
+        append_line(self._own_log, {"node": socket.gethostname(), "ranks": ranks, "began": now, "at": now})
 
     def holders(self) -> list[dict[str, Any]]:
         """The living processes that hold a claim, by this machine's clock: nothing is written."""
@@ -248,11 +253,8 @@ class Journal:
                         digest.update(chunk)
                         lines += chunk.count(b"\n")
             if lines != records:
-                what, fix = (
-                    "the finished shards do not add up",
-                    "a file was changed by hand: delete its shard",
-                )
-                raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
+                what, found = "the finished shards do not add up", f"{lines} answers"
+                raise DataError(what, self.folder / DONE, found, records, "delete the shard that was changed")
             if not _holds(output, digest.hexdigest(), self.folder / PUBLISHED):
                 append_line(self.folder / PUBLISHED, {"sha256": digest.hexdigest()})
                 synced(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def _lines(summary: dict[str, Any], queued: list[dict[str, str]] | None, failed:
     """The summary, for people."""
     lines = table(summary, f"{figure(summary['tokens_per_s'], 1)} a second")
     if summary["eta_s"] is not None:
-        lines.append(f"at this pace it ends in {_in_words(summary['eta_s'])}")
+        lines.append(f"at this pace it ends in {timedelta(seconds=round(summary['eta_s']))}")
     rows = [
         [g["group"], g["node"], figure(g["hours"], 2), str(g["records"]), str(g["failed"])]
         for g in summary["groups"]
@@ -144,9 +145,3 @@ def _queue(queued: list[dict[str, str]] | None) -> list[str]:
         return [] if queued is not None else ["", f"queue: {SILENT}"]
     rows = [[one["job"], one["state"], one["spent"], one["nodes"] or one["reason"]] for one in queued]
     return ["", *aligned([["job", "state", "time", "nodes or reason"], *rows], words=4)]
-
-
-def _in_words(seconds: float) -> str:
-    """A time as H:MM:SS."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -14,14 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.config.run import SIZES, RunConf
-from llama_ssp.config.schema import (
-    MAX_INT,
-    ModelConf,
-    Output,
-    Scheduler,
-    Splitting,
-    Weights,
-)
+from llama_ssp.config.schema import MAX_INT, ModelConf, Output, Scheduler, Splitting, Weights
 from llama_ssp.config.tasks import TASKS, BatchConf, PlanConf
 from llama_ssp.config.translation import translated, unknown_key
 from llama_ssp.errors import UsageError

@@ -20,12 +20,7 @@ from llama_ssp.planner.search import (
     search,
     slower_than_16_bit,
 )
-from llama_ssp.planner.speed import (
-    ACCEPTANCES,
-    at_acceptance,
-    break_even,
-    prefill_s,
-)
+from llama_ssp.planner.speed import ACCEPTANCES, at_acceptance, break_even, prefill_s
 from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import DRAFT, GIB, TARGET, MemoryLine

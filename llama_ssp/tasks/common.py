@@ -14,15 +14,7 @@ from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import (
-    COUNTED,
-    DEVICE,
-    HELD_BYTES,
-    RESERVED,
-    TENSORS,
-    Bytes,
-    RunMeasurement,
-)
+from llama_ssp.planner.run_plan import COUNTED, DEVICE, HELD_BYTES, RESERVED, TENSORS, Bytes, RunMeasurement
 from llama_ssp.report.console import Console, Item
 from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder

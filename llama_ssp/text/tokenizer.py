@@ -192,10 +192,7 @@ class HubTokens:
             raise DataError("the model has no chat template", where, fix=fix)
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
-                tokenize=False,
+                messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
             )
         except Exception as error:  # a template may raise anything
             what, found = "the model's chat template refuses the prompt", str(error)[:200]
