@@ -39,7 +39,7 @@ FACTS = [f"What is {what}? Answer:" for what in (
     "the capital of France", "photosynthesis", "a prime number", "the largest ocean", "an adjective",
     "the boiling point of water", "a leap year", "gravity", "the theory of evolution", "inflation",
 )]  # fmt: skip
-TEXTS = [*FACTS, *SHORT, *SENTENCES, *(question.text for question in questions(0, 2, 17))]
+TEXTS = [*FACTS, *SHORT, *SENTENCES, *(question.text for question in questions(0, 17, 2))]
 
 
 @dataclass

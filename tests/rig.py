@@ -23,7 +23,7 @@ from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws, Draws
+from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES, Rule
@@ -72,12 +72,12 @@ class Run:
 
 def engine_of(
     target: Model, draft: Model | HeadModel | str | None = None, rule: Rule | str = "block", *,
-    sampling: SamplingConfig | None = None, ends: Iterable[int] = (), draws: Draws | int = 0,
+    sampling: SamplingConfig | None = None, ends: Iterable[int] = (), draws: Any = 0,
     vocab: int | None = None, bridge: Intersection | None = None, chunk: int = 512,
 ) -> Engine:  # fmt: skip
     """The engine of one process. `draft` is a model, a trained head, "ngram", or None.
 
-    `draws` may be a seed; `bridge` leads from the draft's tokenizer to the target's.
+    `draws` is a seed, or a source of draws; `bridge` leads from the draft's tokenizer to the target's.
     """
     transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab or target.vocab)
     source = CounterDraws(draws) if isinstance(draws, int) else draws
@@ -133,7 +133,7 @@ def steps_of(
 def speculate(
     target: Model, prompts: list[Prompt], draft: Model | str | None, *, k: int, max_new: int = 24,
     ends: frozenset[int] = frozenset(), seed: int = 0, adaptive: bool = False,
-    draws: Draws | None = None, sampling: SamplingConfig = GREEDY, **how: Any,
+    draws: Any = None, sampling: SamplingConfig = GREEDY, **how: Any,
 ) -> Run:  # fmt: skip
     """One batch through an engine of its own; `how` as in `engine_of`."""
     how = {"ends": ends, "draws": draws or seed, "sampling": sampling, **how}

@@ -59,19 +59,15 @@ class ContinuousBatch:
     _counts: Counts = field(default_factory=Counts)
 
     def write(
-        self,
-        requests: list[TokenRequest],
-        rows: int,
-        begin: Callable[[list[int]], None],
-        more: Callable[[], list[TokenRequest]] = list,
-        longest: int = 0,
-    ) -> Iterator[Reply]:
+        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None],
+        more: Callable[[], list[TokenRequest]] = list, longest: int = 0,
+    ) -> Iterator[Reply]:  # fmt: skip
         """Yields each reply when its text ends; `begin` is called with the indices that are about to begin.
 
         `more` gives further requests, the same on every rank, whenever a row would wait; none is the end.
         `longest` is the length that they may have. Prompts that are echoed come first, `rows` at a time: they
         are scored by a pass of their own, then continued, so that few are under way at once.
-        """  # fmt: skip
+        """
         echoed = [request for request in requests if request.echo]
         for start in range(0, len(echoed), rows):
             batch = echoed[start : start + rows]

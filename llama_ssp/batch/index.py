@@ -84,7 +84,9 @@ class Index:
                 head = json.loads(file.readline())
                 start = file.tell()
             sources = [Source(**source) for source in head["sources"]]
-            if [source.name for source in sources] == names and all(map(_is_as_it_was, sources)):
+            if [source.name for source in sources] == names and all(
+                one.state in ([], _state(Path(one.name)) if one.state else []) for one in sources
+            ):
                 rows = np.memmap(work / INDEX, ROW, "r", start) if head["rows"] else np.empty(0, ROW)
                 refused = {one[0]: Refused(one[0], one[1], Form(one[2]), one[3]) for one in head["refused"]}
                 return Index(sources, head["sha256"], rows, refused)
@@ -165,10 +167,6 @@ class Index:
         head = {"sha256": self.sha256, "rows": len(self), "sources": sources, "refused": refused}
         if not (work / INDEX).exists():
             write_once(work / INDEX, json.dumps(head).encode() + b"\n" + self.rows.tobytes())
-
-
-def _is_as_it_was(source: Source) -> bool:
-    return source.state in ([], _state(Path(source.name)) if source.state else [])
 
 
 def _names(name: str) -> list[str]:

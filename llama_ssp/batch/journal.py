@@ -179,7 +179,8 @@ class Journal:
 
     def attempt(self, shard: Shard, name: str = "") -> Attempt:
         """A new attempt at a shard, with what earlier ones have finished and failed at."""
-        earlier = self._attempts(shard)
+        paths = sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
+        earlier = [past for path in paths if (past := _part(path)) is not None]
         path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or unique_name()}.jsonl"
         return Attempt(shard, earlier, path, self._done(shard), self._own_log)
 
@@ -281,10 +282,6 @@ class Journal:
 
     def _done(self, shard: Shard) -> Path:
         return self.folder / DONE / f"{shard.name}.jsonl"
-
-    def _attempts(self, shard: Shard) -> list[PastAttempt]:
-        paths = sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
-        return [past for path in paths if (past := _part(path)) is not None]
 
 
 def _part(path: Path) -> PastAttempt | None:

@@ -126,7 +126,9 @@ class Group(Ranks):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         if torch.compiler.is_compiling():
             if self._gathers_by_sum:
-                return self._gather_by_sum(tensor)
+                none, ranks = torch.zeros_like(tensor), range(self.world)
+                parts = [tensor if rank == self.rank else none for rank in ranks]
+                return list(functional.all_reduce(torch.stack(parts), "sum", self._tensors).unbind())
             every = functional.all_gather_tensor(tensor, 0, self._tensors).view(self.world, *tensor.shape)
             of = dict(zip(sorted(self._members), every.unbind(), strict=True))
             return [of[member] for member in self._members]
@@ -136,10 +138,6 @@ class Group(Ranks):
     def _gathers_by_sum(self) -> bool:
         """In a compiled step gloo's gather takes a GPU's memory for the host's, and crashes."""
         return self._has_gpus and self.through_host
-
-    def _gather_by_sum(self, own: Tensor) -> list[Tensor]:
-        parts = [own if rank == self.rank else torch.zeros_like(own) for rank in range(self.world)]
-        return list(functional.all_reduce(torch.stack(parts), "sum", self._tensors).unbind())
 
     def link(self, one: int, other: int) -> Link | None:
         """`other` listens, and gathers its address with a secret that only ranks know."""

@@ -33,7 +33,6 @@ class Tally:
 class Cache(Protocol):
     """Keys and values of a batch of rows; only its model looks inside."""
 
-    rows: int
     capacity: int
 
     def row(self, index: int) -> Any:

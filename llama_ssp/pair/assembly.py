@@ -51,7 +51,7 @@ from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws, Draws
+from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES, Rule
 from llama_ssp.text.tokenizer import Tokens
@@ -287,7 +287,7 @@ def engine_for(
     draws = CounterDraws(seed, first.replay)
     roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None
     target = ModelRunner(pair.target, chunk) if pair.target else None
-    drafter = _drafter(pair, run, transform, draws, target, chunk, bridge)
+    drafter = _drafter(pair, run, Sampler(transform, draws), target, chunk, bridge)
     if not run.has_draft_model and not roles.drafts_apart:
         roles = replace(roles, draft_channel=None)
     if target is not None and roles.leads:
@@ -297,20 +297,20 @@ def engine_for(
 
 
 def _drafter(
-    pair: RankModels, run: RunConf, transform: SamplingTransform, draws: Draws, target: ModelRunner | None,
-    chunk: int, bridge: Intersection | None,
+    pair: RankModels, run: RunConf, sampler: Sampler, target: ModelRunner | None, chunk: int,
+    bridge: Intersection | None,
 ) -> Drafter | None:  # fmt: skip
     """This rank's part in drafting; None where it has none."""
     roles, wide = pair.roles, partial(torch.promote_types, torch.float32)
-    spec, sampler = run.speculation, Sampler(transform, draws)
+    spec, vocab = run.speculation, sampler.transform.vocab
     if pair.target and roles.leads and run.drafts_from_text:
-        return NgramDrafter(spec.ngram_min, spec.ngram_max, transform.vocab, wide(pair.target.dtype))
+        return NgramDrafter(spec.ngram_min, spec.ngram_max, vocab, wide(pair.target.dtype))
     if not run.has_draft_model:
         return Drafter() if pair.draft and roles.drafts_apart else None
     if pair.draft is None:
         if not isinstance(roles.draft_channel, DraftClient):
             return None
-        return RemoteDrafter(roles.draft_channel, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
+        return RemoteDrafter(roles.draft_channel, pair.draft_context, vocab, wide(pair.draft_dtype))
     if isinstance(pair.draft, HeadModel):
         return head_drafter(pair.draft, target, sampler) if target else None
     runner = ModelRunner(pair.draft, chunk)

@@ -1,7 +1,7 @@
 """Decides a round by the rule, and carries what was decided from the device to the host and to other ranks.
 
 `decide` is a function of tensors alone, so that a model can run it as a CUDA graph: after a forward, kernel
-launches cost more than what a decision computes (`Draws.round`).
+launches cost more than what a decision computes (`CounterDraws.round`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from llama_ssp.speculative.decision import Decision, decide
 from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.logprobs import LogprobReader, scored
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws, Purpose
+from llama_ssp.speculative.rng import CounterDraws, Purpose
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
@@ -55,7 +55,7 @@ class RankEngine(ABC):
 
     def __init__(
         self, target: ModelRunner | None, drafter: Drafter | None, transform: SamplingTransform,
-        draws: Draws, roles: Roles, context: int, device: torch.device,
+        draws: CounterDraws, roles: Roles, context: int, device: torch.device,
     ) -> None:  # fmt: skip
         """`target` and `drafter` are None where this rank has no part in them."""
         self.transform, self.draws = transform, draws
@@ -182,8 +182,8 @@ class Engine(RankEngine):
     _protocol = LeaderProtocol
 
     def __init__(
-        self, target: ModelRunner, drafter: Drafter, transform: SamplingTransform, rule: Rule, draws: Draws,
-        roles: Roles = SOLE,
+        self, target: ModelRunner, drafter: Drafter, transform: SamplingTransform, rule: Rule,
+        draws: CounterDraws, roles: Roles = SOLE,
     ) -> None:  # fmt: skip
         model = target.model
         super().__init__(target, drafter, transform, draws, roles, model.context, model.device)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -61,29 +60,9 @@ class Slot:
 Decide = Callable[..., Tensor]  # decides a round, of a rule, `RoundDraws` and tensors
 
 
-class Draws(Protocol):
-    """The source of all randomness: drafts are drawn by `categorical`, the rest of a round by `round`."""
-
-    own: dict[int, int]  # seeds of prompts that have one, by prompt key
-
-    def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
-        """Draws one token a row from its distribution, which need not be normalised."""
-
-    def round(self, decide: Decide, rule: Hashable, slot: Slot, probs_BWV: Tensor, *given: Tensor) -> Tensor:
-        """Returns `decide(rule, draws, probs_BWV, *given)`, with the `RoundDraws` of a round of W - 1 drafts.
-
-        `slot` names the texts; each draft has a coin, and the row a draw for the token after its drafts.
-        """
-
-
 def prompt_key(prompt_id: str) -> int:
     """64 bits for a prompt id, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(prompt_id.encode(), digest_size=8).digest(), "big")
-
-
-def call(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    """Calls a function of tensors: the plain form of `Model.replay`."""
-    return function(*given)
 
 
 @dataclass(frozen=True)
@@ -112,18 +91,22 @@ def _by_numbers(decide: Decide, rule: Hashable) -> Callable[..., Tensor]:
 
 @dataclass
 class CounterDraws:
-    """Philox, addressed by counter: (seed, prompt) is its key, the base its counter.
+    """The source of all randomness: drafts are drawn by `categorical`, the rest of a round by `round`.
 
-    `replay` runs functions of tensors: a model's, which may have them as CUDA graphs, or `call`.
+    Philox is addressed by counter: (seed, prompt) is its key, the base its counter. `own` has the seeds of
+    prompts that have one, by prompt key. `replay` runs functions of tensors: a model's may have them as
+    CUDA graphs.
     """
 
     seed: int
-    replay: Callable[..., Tensor] = call
+    replay: Callable[..., Tensor] = lambda function, *given: function(*given)
     own: dict[int, int] = field(default_factory=dict)
     _held: dict[int, tuple[object, Tensor]] = field(default_factory=dict, repr=False)  # tables by stream
 
     def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
-        """Corrections are drawn by a race, so that drafting ahead guesses them best (drafters/ahead.py).
+        """Draws one token a row from its distribution, which need not be normalised.
+
+        Corrections are drawn by a race, so that drafting ahead guesses them best (drafters/ahead.py).
 
         The race's clocks are made with the round's first draft: after a target's forward, which fills a CPU's
         caches, making them takes many times as long.
@@ -136,6 +119,7 @@ class CounterDraws:
         return self.replay(inverse_cdf, probs_BV, self.uniforms(slot, 1, probs_BV.device)).clone()
 
     def round(self, decide: Decide, rule: Hashable, slot: Slot, probs_BWV: Tensor, *given: Tensor) -> Tensor:
+        """Returns `decide(rule, draws, probs_BWV, *given)`, with `RoundDraws` of a round of W - 1 drafts."""
         _, width, vocab = probs_BWV.shape
         uniform_BK = self.uniforms(replace(slot, purpose=Purpose.ACCEPT), width - 1, probs_BWV.device)
         clock_BN = self.clocks(slot, 2 * heat(vocab), probs_BWV.device)

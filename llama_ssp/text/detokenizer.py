@@ -113,15 +113,13 @@ class _RowText:
         return bool(found)
 
     def take(self, ended: bool) -> str:
-        safe = len(self.text) if ended else len(self.text) - self._held_back()
+        safe = len(self.text)
+        if not ended:  # the longest tail that a stop string begins with is held back
+            sizes, stops = range(min(self._longest - 1, safe), 0, -1), self._stops
+            safe -= next((n for n in sizes if any(stop.startswith(self.text[-n:]) for stop in stops)), 0)
         piece = self.text[self._taken : safe]
         self._taken = max(self._taken, safe)
         return piece
-
-    def _held_back(self) -> int:
-        """The length of the longest tail that a stop string begins with."""
-        sizes = range(min(self._longest - 1, len(self.text)), 0, -1)
-        return next((n for n in sizes if any(stop.startswith(self.text[-n:]) for stop in self._stops)), 0)
 
 
 def visible(text: str) -> str:

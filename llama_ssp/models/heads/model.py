@@ -66,11 +66,6 @@ class HeadModel(Loaded):
 Spans = list[tuple[int, int, int]]  # of rows a number, the first position and how many there are
 
 
-def _ends(rows: Spans) -> list[int]:
-    """The place of each row's last token among the tokens of a pass."""
-    return [end - 1 for end in accumulate(count for _, _, count in rows)]
-
-
 def _feed_of(rows: Spans, cache: SlotCache, attend: attention.Attend) -> attention.Pass:
     return cache.feed([(row * cache.capacity, start, count) for row, start, count in rows], attend)
 
@@ -144,7 +139,8 @@ class Eagle3Model(HeadModel):
         if len(rows) == 1:
             last_R = cache.position_S[len(token_T) - 1 : len(token_T)]
         else:
-            last_R = sent(_ends(rows), self.device)
+            ends = accumulate(count for _, _, count in rows)  # each row's last token is before its end
+            last_R = sent([end - 1 for end in ends], self.device)
         if self.is_compiled and max(count for _, _, count in rows) <= WIDEST:
             given = token_T, g_TH, feed.position_T, feed.first_T, (last_R,), cache.layers
             program = self._program or self._compile(*given)

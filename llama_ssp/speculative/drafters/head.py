@@ -111,7 +111,9 @@ class HeadDrafter(SamplesFromHead):
         for offset in range(max(count)):
             wanted = [row for row, n in enumerate(count) if n > offset]
             if offset == 0:
-                fed = [self._unread(row, lengths[row]) for row in wanted]
+                # What the head's cache lacks; the last position is read again if nothing is lacking.
+                starts = [min(self._cached[row], lengths[row] - 2) for row in wanted]
+                fed = [(row, s, lengths[row] - 1 - s) for row, s in zip(wanted, starts, strict=True)]
                 g_TH = self._state_NH[self._places(fed)]
             else:
                 fed = [(row, lengths[row] - 2 + offset, 1) for row in wanted]
@@ -123,11 +125,6 @@ class HeadDrafter(SamplesFromHead):
         for row in (row for row, n in enumerate(count) if n):
             self._cached[row] = lengths[row] - 1
         return proposal_of(drawn, count)
-
-    def _unread(self, row: int, length: int) -> Span:
-        """The positions that a text of this length lacks; the last one is read again if none is lacking."""
-        start = min(self._cached[row], length - 2)
-        return row, start, length - 1 - start
 
     def _read(self, token_BS: Tensor, ends: list[int]) -> None:
         """Reads each row up to its end, as far as the cache goes."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llama_ssp.models.feed import sent
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws, Purpose, Slot
+from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import SamplingTransform, one_hot
 from llama_ssp.speculative.state import Proposal, State
 
@@ -33,7 +33,7 @@ class Sampler:
     """Draws drafts from logits, under the same controls as the target."""
 
     transform: SamplingTransform
-    draws: Draws
+    draws: CounterDraws
 
     def draw(
         self, state: State, offset: int, count: tuple[int, ...], logit_BV: Tensor, slot: Slot | None = None

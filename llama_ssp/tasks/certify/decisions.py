@@ -62,9 +62,6 @@ class RoundDraws:
         tables = round_BKE[..., COIN], clock_BN, round_BKE[..., DRAFT]
         return cls(*(torch.from_numpy(np.ascontiguousarray(table)).to(state.device) for table in tables))
 
-    def moved(self, by: float) -> RoundDraws:
-        return replace(self, uniform_BK=self.uniform_BK - by)
-
 
 def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> Numbers:
     """Uniform numbers of each row, (B, count)."""
@@ -131,7 +128,7 @@ class Decisions:
         for by, more in product((TIE, -TIE), (ROUNDING, -ROUNDING)):
             if wrong:
                 near = replace(block, target_BWV=block.target_BWV * (1 + more))
-                others = _decided(self.rule, near, draws.moved(by))
+                others = _decided(self.rule, near, replace(draws, uniform_BK=draws.uniform_BK - by))
                 wrong -= {row for row in wrong if others[row] == kept[row]}
         lengths = {row for row in wrong if decided_again[row][0] != kept[row][0]}
         self.lengths_wrong += len(lengths)
