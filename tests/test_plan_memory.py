@@ -281,7 +281,7 @@ def graphs_of(memory: RankMemory) -> tuple[float, dict[str, int]]:
 def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, work: dict[str, int]) -> None:
     """One for each number of tokens of a step in each cache (test_graphs.py), with its logits."""
     on = request("7B", "7B", ONE, **work)
-    kept_bytes = {"model": target_tokens * 32000 * 2, "draft": draft_tokens * 32000 * 2}
+    kept_bytes = {"model": target_tokens * 32000 * 4, "draft": draft_tokens * 32000 * 4}
     for same in (on, replace(on, engine=Steps.auto)):
         assert graphs_of(same.memories(WHOLE, on.work)[0]) == (count, kept_bytes)
     for none in (replace(on, engine=Steps.eager), replace(on, machine=CPU)):
@@ -292,7 +292,7 @@ def test_a_head_has_no_graphs_and_the_target_keeps_what_it_reads() -> None:
     on = request("7B", "7B", ONE)
     head = role(DRAFT, "7B", Dtype.bf16, head_inputs=3 * 4096, head_vocab=32000)
     (memory,) = replace(on, draft=head).memories(WHOLE, on.work)
-    assert graphs_of(memory) == (5, {"model": 15 * (32000 + 3 * 4096) * 2})
+    assert graphs_of(memory) == (5, {"model": 15 * (32000 * 4 + 3 * 4096 * 2)})
 
 
 PLENTY = 10**13
@@ -344,7 +344,7 @@ def test_by_layers_the_draft_and_its_graphs_are_on_the_first_gpu() -> None:
     assert first.total - second.total > 13 * 10**9
     assert on.draft is not None and on.why_eager(on.draft, place) is None
     assert on.why_eager(on.target, place) == "placement.splitting=layers"
-    assert graphs_of(first) == (2, {"draft": 3 * 32000 * 2}) and graphs_of(second) == (0, {})
+    assert graphs_of(first) == (2, {"draft": 3 * 32000 * 4}) and graphs_of(second) == (0, {})
 
 
 def test_what_passes_through_a_full_gpu_is_counted() -> None:
@@ -372,7 +372,7 @@ def ranks_work(pair: tuple[str, str], rows: int, place: Placement, rank: int = 0
     return rank_work(on.target, on.draft, place, on.work, rank, GPU, (TARGET, DRAFT))
 
 
-@pytest.mark.parametrize(("rows", "mib"), [(1, 27), (8, 46), (56, 313)])
+@pytest.mark.parametrize(("rows", "mib"), [(1, 27), (8, 89), (56, 614)])
 def test_graphs_hold_their_scratch_for_good(rows: int, mib: int) -> None:
     """Of both models; with one row that of a decision is larger. None where steps are eager."""
     work = ranks_work(("llama3.1-8b", "llama3.2-1b"), rows, WHOLE)

@@ -96,8 +96,8 @@ def linear_in_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """Multiplies on a GPU with an output of 32 bits; on a CPU slice by slice: no fp32 copy of the matrix."""
     if x_TK.device.type == "cuda":
         return torch.mm(x_TK, weight_NK.T, out_dtype=torch.float32)
-    slices = (weight_NK[first : first + SLICE].float() for first in range(0, len(weight_NK), SLICE))
-    return torch.cat([functional.linear(x_TK.float(), part_NK) for part_NK in slices], -1)
+    parts = torch.split(weight_NK, max(1, SLICE // weight_NK.shape[1]))
+    return torch.cat([functional.linear(x_TK.float(), part_NK.float()) for part_NK in parts], -1)
 
 
 @linear_in_fp32.register_fake

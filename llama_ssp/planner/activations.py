@@ -186,7 +186,7 @@ class Forward:
             numbers = max(numbers, part.vocab + (1 + part.world) * part.widest + part.whole_vocab)
         wide, sliced = max(self.w, FP32), 0
         if self.kernels.cpu and self.w < FP32:  # parts of the product, and a slice of the matrix
-            sliced = (self.logits * part.vocab + SLICE * part.dim) * FP32
+            sliced = (self.logits * part.vocab + max(SLICE, part.dim)) * FP32
         if part.head_inputs:
             return self.logits * (part.vocab * wide + 2 * part.whole_vocab * FP32) + sliced
         return self.logits * numbers * wide + sliced
