@@ -24,17 +24,17 @@ def where(condition: Array, yes: Array, no: Array) -> Array:
     return _of(condition).where(condition, yes, no)
 
 
-def smaller(one: Array, other: Array) -> Array:
-    return _of(one).minimum(one, other)
+def smaller(left: Array, right: Array) -> Array:
+    return _of(left).minimum(left, right)
 
 
 def stack_last(parts: list[Array]) -> Array:
     return _of(parts[0]).stack(parts, -1)
 
 
-def joined(one: Array, other: Array) -> Array:
+def joined(left: Array, right: Array) -> Array:
     """Concatenated along the last axis."""
-    return _of(one).concatenate([one, other], -1)
+    return _of(left).concatenate([left, right], -1)
 
 
 def shifted(array: Array, first: int) -> Array:
@@ -77,10 +77,10 @@ def greatest(array: Array, count: int) -> Array:
         return array.topk(count).values
     if is_torch and array.device.type != "cpu":
         return array.sort(dim=-1, descending=True).values
-    found = array.numpy() if is_torch else array
+    numbers = array.numpy() if is_torch else array
     if count < size:
-        found = np.partition(found, size - count, -1)[..., size - count :]
-    down = np.sort(found, -1)[..., ::-1]
+        numbers = np.partition(numbers, size - count, -1)[..., size - count :]
+    down = np.sort(numbers, -1)[..., ::-1]
     return torch.from_numpy(down.copy()) if is_torch else down
 
 

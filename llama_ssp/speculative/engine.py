@@ -84,8 +84,8 @@ class RankEngine(ABC):
         `longest` is the length, prompt and answer, of texts that may be admitted to its rows later.
         """
         self._begin_prefill(prompts)
-        own = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
-        state = State(prompts, min(max(own, longest), self.context), self._device)
+        longest_here = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
+        state = State(prompts, min(max(longest_here, longest), self.context), self._device)
         if self.target:
             self.target.start(state.rows, state.capacity)
         if self.drafter:
@@ -138,8 +138,8 @@ class RankEngine(ABC):
         self.flush()
         self._enter("prefill")
         if self._target_ranks is not None:
-            found = {prompt.id: [len(prompt.token_ids), checksum(prompt.token_ids)] for prompt in prompts}
-            self._target_ranks.require_same("prompts", json.dumps(found))
+            sizes = {prompt.id: [len(prompt.token_ids), checksum(prompt.token_ids)] for prompt in prompts}
+            self._target_ranks.require_same("prompts", json.dumps(sizes))
 
     @abstractmethod
     def draft(self, state: State, wanted: list[int]) -> Proposal:

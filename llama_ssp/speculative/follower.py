@@ -19,13 +19,13 @@ class Follower(RankEngine):
         self._enter("draft", self._rounds.decided + 1)
         if self.drafter is None:
             return self._rounds.drafts(state)
-        own = self.drafter.propose(state, self._rounds.count(state))
+        own_proposal = self.drafter.propose(state, self._rounds.count(state))
         if self.target is None:
-            return own
+            return own_proposal
         proposal = self._rounds.drafts(state)
-        if own.draft_BKV is not None:
+        if own_proposal.draft_BKV is not None:
             # A copy of the draft model may have drawn other tokens, by rounding; the leader's count.
-            alike = (own.drafted_BK == proposal.drafted_BK).long().cumprod(1).sum(1).tolist()
+            alike = (own_proposal.drafted_BK == proposal.drafted_BK).long().cumprod(1).sum(1).tolist()
             self.drafter.roll_back([length + n + 1 for length, n in zip(state.lengths, alike, strict=True)])
         return proposal
 

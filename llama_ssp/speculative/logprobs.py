@@ -60,16 +60,16 @@ class LogprobReader:
             own_NV = logit_BWV[row_N, column_N][:, :vocab]
             logprob_NV = own_NV.to(torch.promote_types(own_NV.dtype, torch.float32)).log_softmax(-1)
         token_N1 = sent([[blocks[row][i]] for row, i in kept], logit_BWV.device)
-        most = min(logprob_NV.shape[-1], max(top or 0 for top in tops))
-        best = logprob_NV.topk(most)
+        max_top = min(logprob_NV.shape[-1], max(top or 0 for top in tops))
+        best = logprob_NV.topk(max_top)
         # One transfer; ids below 2^53 are exact in fp64.
         parts = logprob_NV.gather(1, token_N1), best.values, best.indices
-        found = torch.cat([part.double() for part in parts], 1).tolist()
+        rows_NT = torch.cat([part.double() for part in parts], 1).tolist()
         texts: list[list[ScoredToken]] = [[] for _ in blocks]
-        for (row, i), (own, *rest) in zip(kept, found, strict=True):
-            pairs = zip(rest[most:], rest[: tops[row] or 0], strict=False)
+        for (row, i), (logprob, *rest) in zip(kept, rows_NT, strict=True):
+            pairs = zip(rest[max_top:], rest[: tops[row] or 0], strict=False)
             top = tuple((int(token), value) for token, value in pairs if value > -torch.inf)
-            texts[row].append(ScoredToken(blocks[row][i], own, top))
+            texts[row].append(ScoredToken(blocks[row][i], logprob, top))
         return texts
 
 
@@ -81,7 +81,7 @@ def scored(
     Every rank of the target computes; only where `leads` is set there are values. `target` begins anew.
     """
     target.start(state.rows, state.capacity)
-    found = [[ScoredToken(text[0], None)] if leads else [] for text in state.texts]
+    result = [[ScoredToken(text[0], None)] if leads else [] for text in state.texts]
     width = max(1, min(target.prefill_chunk, NUMBERS // (state.rows * target.model.vocab)))
     last = [length - 1 for length in state.lengths]
     while target.cached != last:
@@ -97,8 +97,8 @@ def scored(
             blocks = [text[start + 1 : end + 1] for text, start, end in spans]
             probs_BWV = transform(logit_BWV, _prefix(state, starts, max(wanted))) if reader.sampled else None
             parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
-            found = [before + part for before, part in zip(found, parts, strict=True)]
-    return found
+            result = [before + part for before, part in zip(result, parts, strict=True)]
+    return result
 
 
 def _prefix(state: State, starts: list[int], width: int) -> Prefix:

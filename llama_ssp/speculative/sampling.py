@@ -63,8 +63,8 @@ class SamplingTransform:
         parts = []
         for transform, rows in groups.items():
             chosen = sent(rows, logit_BWV.device)
-            own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
-            parts.append(transform._alike(logit_BWV[chosen], own))
+            group_prefix = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
+            parts.append(transform._alike(logit_BWV[chosen], group_prefix))
         order = [row for rows in groups.values() for row in rows]
         back = sorted(range(len(order)), key=order.__getitem__)
         return torch.cat(parts)[sent(back, logit_BWV.device)]
@@ -90,7 +90,7 @@ class SamplingTransform:
     @property
     def forbids(self) -> bool:
         """Whether a control of some row may forbid tokens."""
-        return any(_forbids(own.controls) for own in (self, *self._by_row.values()))
+        return any(_forbids(transform.controls) for transform in (self, *self._by_row.values()))
 
     @cached_property
     def _may_hide_damage(self) -> bool:

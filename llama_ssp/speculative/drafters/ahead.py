@@ -161,8 +161,8 @@ class AheadDrafter(ModelDrafter):
             state.write_draft(drawn.token_B, offset, held)
         missing = tuple(0 if offset < h else n for n, h in zip(count, held, strict=True))
         if offset < max(missing) or drawn is None:
-            made = super()._step(state, offset, missing, slot)
-            drawn = made if drawn is None else merged([offset < h for h in held], drawn, made)
+            fresh = super()._step(state, offset, missing, slot)
+            drawn = fresh if drawn is None else merged([offset < h for h in held], drawn, fresh)
         return drawn
 
     def _ahead(self, state: State, proposal: Proposal) -> Iterator[Drawn]:

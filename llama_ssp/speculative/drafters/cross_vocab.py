@@ -45,8 +45,8 @@ class IntersectionDrafter(ModelDrafter):
         shared = [(i, t) for i, t in shared if i < runner.model.vocab]
         self._from_S = torch.tensor([i for i, _ in shared], dtype=torch.int64)
         self._to_S = torch.tensor([t for _, t in shared], dtype=torch.int64)
-        own = [*bridge.match.draft_of, *[NONE] * vocab]
-        self._own_V = torch.tensor([max(i, 0) for i in own[:vocab]])
+        draft_of = [*bridge.match.draft_of, *[NONE] * vocab]
+        self._own_V = torch.tensor([max(i, 0) for i in draft_of[:vocab]])
 
     def start(self, rows: int, capacity: int) -> None:
         self._slots = self._slots_of(capacity)
@@ -81,12 +81,12 @@ class IntersectionDrafter(ModelDrafter):
 
     def _prompt(self, state: State, row: int) -> _Settled:
         """The row's prompt, translated once."""
-        found = self._settled[row]
-        if found is None:
+        settled = self._settled[row]
+        if settled is None:
             prompt = self._bridge.prompt_ids(state.texts[row][: state.prompt_lengths[row]])
-            found = self._settled[row] = _Settled(prompt)
+            settled = self._settled[row] = _Settled(prompt)
             self._write(row, prompt)
-        return found
+        return settled
 
     def _follow(self, state: State, wanted: tuple[int, ...]) -> list[int]:
         """Brings rows that want drafts up to what was committed; how many tokens each may still get.
@@ -99,8 +99,8 @@ class IntersectionDrafter(ModelDrafter):
                 continue
             text = self._translated(state, row)
             self._write(row, text)
-            own = self._slots_of(state.lengths[row] + wanted[row])
-            room[row] = reach(min(own, self._slots), len(text)) if text else 0
+            slots = self._slots_of(state.lengths[row] + wanted[row])
+            room[row] = reach(min(slots, self._slots), len(text)) if text else 0
         return room
 
     def _translated(self, state: State, row: int) -> list[int]:
@@ -113,14 +113,14 @@ class IntersectionDrafter(ModelDrafter):
 
     def _write(self, row: int, text: list[int]) -> None:
         """Writes the part of a text that fits; a text that does not fit gets no drafts."""
-        own, fits = self._own, text[: self._slots]
-        held = own.token_BS[row, : len(fits)].tolist()
+        texts, fits = self._own, text[: self._slots]
+        held = texts.token_BS[row, : len(fits)].tolist()
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, fits, strict=True)))
         lengths = [cached + 1 for cached in self._runner.cached]
         lengths[row] = max(1, min(same + 1, len(fits)))
         self._runner.roll_back(lengths)
-        own.texts[row] = fits[:same]
-        own.append(row, fits[same:])
+        texts.texts[row] = fits[:same]
+        texts.append(row, fits[same:])
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         room = self._follow(state, count)

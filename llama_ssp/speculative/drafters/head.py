@@ -187,7 +187,7 @@ class BlockHeadDrafter(SamplesFromHead):
     def observe(self, token_BS: Tensor, fed: list[Span], state_TX: Tensor) -> None:
         """Reads the target's hidden states of a pass, as far as the cache goes."""
         kept = [(row, start, min(count, self._slots - start)) for row, start, count in fed]
-        if any(own[2] < span[2] for own, span in zip(kept, fed, strict=True)):
+        if any(inside_span[2] < span[2] for inside_span, span in zip(kept, fed, strict=True)):
             inside = [start + i < self._slots for _, start, count in fed for i in range(count)]
             state_TX = state_TX[sent(inside, state_TX.device)]
         if kept := [span for span in kept if span[2] > 0]:

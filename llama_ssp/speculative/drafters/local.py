@@ -170,8 +170,8 @@ class DraftShard(DraftModel):
 
 def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
     """A proposal made of drafted tokens."""
-    probs_BKV = torch.stack([one.probs_BV for one in drawn], 1)
-    return Proposal(torch.stack([one.token_B for one in drawn], 1), probs_BKV, count)
+    probs_BKV = torch.stack([draft.probs_BV for draft in drawn], 1)
+    return Proposal(torch.stack([draft.token_B for draft in drawn], 1), probs_BKV, count)
 
 
 def certain(state: State, tokens: list[list[int]], vocab: int, dtype: torch.dtype) -> Proposal:

@@ -57,15 +57,15 @@ class NgramIndex:
         text, known = self.text, self._known
         for size in range(1, min(self._longest, position) + 1):
             context = tuple(text[position - size : position])
-            found = known.get(context)
-            if found is None:
+            entry = known.get(context)
+            if entry is None:
                 known[context] = position
                 return
-            if isinstance(found, int):  # occurred once: from now on its longer context is kept, too
-                if size < min(self._longest, found):
-                    known[tuple(text[found - size - 1 : found])] = found
-                known[context] = found = Followers(text[found])
-            found.add(text[position])
+            if isinstance(entry, int):  # occurred once: from now on its longer context is kept, too
+                if size < min(self._longest, entry):
+                    known[tuple(text[entry - size - 1 : entry])] = entry
+                known[context] = entry = Followers(text[entry])
+            entry.add(text[position])
 
     def drafts(self, count: int) -> list[int]:
         """Up to `count` tokens that may follow the text; fewer where a context is new."""
@@ -108,8 +108,8 @@ class NgramDrafter(Drafter):
         return length
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        found = [self._drafts(row, state.texts[row], wanted) for row, wanted in enumerate(count)]
-        return certain(state, found, self._vocab, self._dtype)
+        drafts = [self._drafts(row, state.texts[row], wanted) for row, wanted in enumerate(count)]
+        return certain(state, drafts, self._vocab, self._dtype)
 
     def _drafts(self, row: int, text: list[int], wanted: int) -> list[int]:
         if wanted <= 0:

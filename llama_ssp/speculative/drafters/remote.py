@@ -72,19 +72,19 @@ class RemoteDrafter(Drafter):
         return 0 if self._link.lost else reach(self._context, length)
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        rows, k, own = state.rows, max(count), tags(state, count)
+        rows, k, expected = state.rows, max(count), tags(state, count)
         if not k:
             return nothing(state)
-        asked = time.perf_counter()
+        began = time.perf_counter()
         reply = self._link.reply()
-        if reply is not None and reply.values[: len(own)] != own:
+        if reply is not None and reply.values[: len(expected)] != expected:
             self._link.give_up("its drafts are for other texts")
             reply = None
         if reply is None:
             return nothing(state)
-        self._waited_s += time.perf_counter() - asked
-        start = len(own) + HEAD
-        how, self._forwards, *counts, self._drafts_waited_us = reply.values[len(own) : start]
+        self._waited_s += time.perf_counter() - began
+        start = len(expected) + HEAD
+        how, self._forwards, *counts, self._drafts_waited_us = reply.values[len(expected) : start]
         self._counts = AheadCounts(*counts)
         drafted_BK = sent(reply.values[start:], state.device).view(rows, k)
         draft_BKV = sent(read(how, reply.payload, (rows, k, self._vocab), self._dtype), state.device)
@@ -94,10 +94,10 @@ class RemoteDrafter(Drafter):
 
 def tags(state: State, count: tuple[int, ...]) -> list[int]:
     """What a proposal is for: each row's length, a checksum of its text, and its number of drafts."""
-    found = []
+    result = []
     for text, n in zip(state.texts, count, strict=True):
-        found += [len(text), crc32(array("q", text).tobytes()) if n else 0, n]
-    return found
+        result += [len(text), crc32(array("q", text).tobytes()) if n else 0, n]
+    return result
 
 
 def written(probs_BKV: Tensor) -> tuple[int, bytes]:
