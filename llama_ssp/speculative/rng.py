@@ -120,8 +120,10 @@ class CounterDraws:
 
     def round(self, decide: Decide, rule: Hashable, slot: Slot, probs_BWV: Tensor, *given: Tensor) -> Tensor:
         """Returns `decide(rule, draws, probs_BWV, *given)`, with `RoundDraws` of a round of W - 1 drafts."""
-        _, width, vocab = probs_BWV.shape
-        uniform_BK = self.uniforms(replace(slot, purpose=Purpose.ACCEPT), width - 1, probs_BWV.device)
+        rows, width, vocab = probs_BWV.shape
+        uniform_BK = probs_BWV.new_empty(rows, 0)
+        if width > 1:
+            uniform_BK = self.uniforms(replace(slot, purpose=Purpose.ACCEPT), width - 1, probs_BWV.device)
         clock_BN = self.clocks(slot, 2 * heat(vocab), probs_BWV.device)
         return self.replay(_by_numbers(decide, rule), uniform_BK, clock_BN, probs_BWV, *given)
 
