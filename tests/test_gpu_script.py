@@ -48,8 +48,7 @@ def test_the_code_of_a_part_runs(part: str, tmp_path: Path):
         f"archive={tmp_path / 'all.tar.gz'}",
         f"write={tmp_path / 'gpu.md'}",
     ]
-    kernels = [part.name for part in gpu.PARTS if part.module == gpu.KERNELS]  # triton is to be imported anew
-    done = python([SCRIPT, "small=true", f"parts={part}", *files], ROOT, spares=2 * (part not in kernels))
+    done = python([SCRIPT, "small=true", f"parts={part}", *files], ROOT)
     assert done.code == 0, done.err[-2000:]
     machine, record = gpu.records_in(tmp_path / "run")
     assert (machine["part"], record["part"], record["state"]) == ("machine", part, "ended") and record["bars"]

@@ -154,7 +154,7 @@ def test_make_demo_shows_all_three_parts(model: str, tmp_path: Path) -> None:
         file_of("smollm2")
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "XDG_CACHE_HOME": str(tmp_path)}
     env = {**os.environ, **(offline if model == "shipped" else {})}
-    done = python([ROOT / "bench" / "demo.py", "new=32", "repeats=1", "samples=32"], tmp_path, env, spares=1)
+    done = python([ROOT / "bench" / "demo.py", "new=48", "repeats=1", "samples=64"], tmp_path, env)
     assert done.code == 0, done.err[-800:]
     assert ("cannot be fetched" in done.out) == (model == "shipped") and "{" not in done.out
     assert re.search(r"--- [0-9.]+ times as fast: ", done.out)
@@ -162,6 +162,6 @@ def test_make_demo_shows_all_three_parts(model: str, tmp_path: Path) -> None:
     assert regular == speculative and ("NotImplemented" if model == "shipped" else "model fast") in regular
     greedy = re.findall("greedy: same, ([0-9]+) of transformers' ([0-9]+) tokens", done.out)
     assert len(greedy) == 2 and all(equal == length for equal, length in greedy)
-    assert "sampled: same, 32 texts" in done.out and "every draft is kept: different" in done.out
+    assert "sampled: same, 64 texts" in done.out and "every draft is kept: different" in done.out
     assert "times as fast as transformers with drafts" in done.out
     assert ("There is no C++ compiler" in done.out) == (compiler() is None)

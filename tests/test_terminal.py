@@ -37,7 +37,7 @@ class Terminal:
 
     def __init__(
         self, folder: Path, *overrides: str, columns: int = 80, lines: int = 24,
-        session: tuple[str, ...] = SESSION, spares: int = 0,
+        session: tuple[str, ...] = SESSION,
     ) -> None:  # fmt: skip
         self._master, slave = os.openpty()
         self.resize(columns, lines)
@@ -45,7 +45,7 @@ class Terminal:
         # The terminal controls the process: Ctrl-C is a signal.
         words = [LAUNCH, *session, *overrides]
         env = {**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
-        self._process = start(words, folder, [os.ttyname(slave)] * 3, env, spares=spares)
+        self._process = start(words, folder, [os.ttyname(slave)] * 3, env)
         self._slave: int | None = slave  # kept open until the process has opened it
         self.seen = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
@@ -220,7 +220,7 @@ def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
     it ends.
     """
     words = "task.max_new_tokens=900", "task.context=1024", f"ranks={ranks}"
-    terminal = open_terminal(*words, session=CHAT, columns=120, spares=ranks)
+    terminal = open_terminal(*words, session=CHAT, columns=120)
     terminal.until("/help lists the commands")
     for typed, stopped in (
         ("hello\n", "stopped by Ctrl-C]"),

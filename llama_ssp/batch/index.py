@@ -99,13 +99,13 @@ class Index:
         total = sum(Path(source.plain).stat().st_size for source in sources)
         digest, refused, chunks = hashlib.sha256(), dict[int, Refused](), list[Any]()
         rows, count = list[tuple[int, ...]](), 0
-        usual = run.task.max_new_tokens if isinstance(run.task, BatchConf) else 0
+        usual_new = run.task.max_new_tokens if isinstance(run.task, BatchConf) else 0
         with Progress("reading prompts", total, "bytes") as progress:
             for number, source in enumerate(sources):
                 reader = Reader(run, source.is_text, source.begins_ids(len(sources)))
                 with Path(source.plain).open("rb") as file:
                     for line in lines_of(_hashed(file, digest), source.shown):
-                        name, new = simple_id(line, reader), usual
+                        name, new = simple_id(line, reader), usual_new
                         if name is None:
                             record = reader.read(line, count)
                             name, new = record.id, getattr(record, "max_new_tokens", 0)
@@ -175,8 +175,8 @@ def _names(name: str) -> list[str]:
     if name == STDIN or (path.exists() and not path.is_dir()):
         return [name if name == STDIN else str(path)]
     endings = (*JSON_ENDINGS, *(ending + GZIP for ending in JSON_ENDINGS))
-    found = path.parent.glob(path.name) if "*" in path.name else path.glob("*")
-    names = sorted(str(one) for one in found if one.name.lower().endswith(endings) or "*" in path.name)
+    paths = path.parent.glob(path.name) if "*" in path.name else path.glob("*")
+    names = sorted(str(one) for one in paths if one.name.lower().endswith(endings) or "*" in path.name)
     if not names:
         what = "task.input holds no files" if path.is_dir() else "task.input does not exist"
         raise DataError(what, path, allowed=" ".join(endings) * path.is_dir(), fix="check the path")
@@ -185,10 +185,10 @@ def _names(name: str) -> list[str]:
 
 def _state(path: Path) -> list[int]:
     with reading("task.input", path):
-        found = path.stat()
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
+        status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
         raise DataError("task.input is not a regular file", path, fix="give a text file or a .jsonl file")
-    return [] if stat.S_ISFIFO(found.st_mode) else [found.st_size, found.st_mtime_ns]
+    return [] if stat.S_ISFIFO(status.st_mode) else [status.st_size, status.st_mtime_ns]
 
 
 def _source(name: str, number: int, work: Path) -> Source:

@@ -154,11 +154,11 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
 
     index = Index.of_run(run, work)
     shards = shards_of(len(index), run.task.shard_size)
-    asked = Manifest(index.sha256, len(index), settings, shards)
+    manifest = Manifest(index.sha256, len(index), settings, shards)
     if held is None:
         require_good(run, list(index.refused.values()))
-        return Job(run, work, output, asked, index)
-    asked.require_same(held, str(work))
+        return Job(run, work, output, manifest, index)
+    manifest.require_same(held, str(work))
     if len(held.shards) != len(shards):
         size = max(shard.count for shard in held.shards)
         log.info("the job keeps its shards of %d records: task.shard_size is for a new job", size)

@@ -165,8 +165,9 @@ class Journal:
 
     def has_free(self) -> bool:
         """Whether `claim` may find a shard."""
-        open_ = [shard for shard in self.manifest.shards if shard.name not in self.done()]
-        return any(_is_abandoned(self.folder / CLAIMS / shard.name) for shard in open_)
+        done = self.done()
+        shards = (shard.name for shard in self.manifest.shards if shard.name not in done)
+        return any(_is_abandoned(self.folder / CLAIMS / name) for name in shards)
 
     def silent(self) -> set[tuple[str, float]]:
         """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
@@ -254,8 +255,8 @@ class Journal:
                         digest.update(chunk)
                         lines += chunk.count(b"\n")
             if lines != records:
-                what, found = "the finished shards do not add up", f"{lines} answers"
-                raise DataError(what, self.folder / DONE, found, records, "delete the shard that was changed")
+                what, fix = "the finished shards do not add up", "delete the shard that was changed"
+                raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
             if not _holds(output, digest.hexdigest(), self.folder / PUBLISHED):
                 append_line(self.folder / PUBLISHED, {"sha256": digest.hexdigest()})
                 synced(file)

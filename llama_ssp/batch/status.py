@@ -99,17 +99,17 @@ def pace(pieces: list[Piece], standing: Standing, now: float) -> Pace:
 
 def groups_of(folder: Path, pieces: list[Piece]) -> list[dict[str, Any]]:
     """Each process that has worked on the job: where, how long, and what it has finished."""
-    found = []
+    result = []
     for path in sorted(folder.glob("*.jsonl")):
         entries = list(lines_in(path))
         head = next((entry for entry in entries if "node" in entry), {"node": "", "ranks": 1, "began": 0.0})
-        own = [piece for piece in pieces if piece.group == path.stem]
-        last = max([head["began"], *(entry.get("at", 0.0) for entry in entries), *(one.at for one in own)])
-        counts = {name: sum(getattr(one, name) for one in own) for name in ("records", "failed", "tokens")}
+        ours = [piece for piece in pieces if piece.group == path.stem]
+        last = max([head["began"], *(entry.get("at", 0.0) for entry in entries), *(one.at for one in ours)])
+        counts = {name: sum(getattr(one, name) for one in ours) for name in ("records", "failed", "tokens")}
         hours = (last - head["began"]) / 3600
         about = {"group": path.stem, "node": head["node"], "ranks": head["ranks"], "hours": hours}
-        found.append({**about, **counts, "last_at": last})
-    return found
+        result.append({**about, **counts, "last_at": last})
+    return result
 
 
 def _queued(jobs: list[str]) -> list[dict[str, str]] | None:

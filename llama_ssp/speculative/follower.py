@@ -25,8 +25,8 @@ class Follower(RankEngine):
         proposal = self._rounds.drafts(state)
         if own_proposal.draft_BKV is not None:
             # A copy of the draft model may have drawn other tokens, by rounding; the leader's count.
-            alike = (own_proposal.drafted_BK == proposal.drafted_BK).long().cumprod(1).sum(1).tolist()
-            self.drafter.roll_back([length + n + 1 for length, n in zip(state.lengths, alike, strict=True)])
+            agreed = (own_proposal.drafted_BK == proposal.drafted_BK).long().cumprod(1).sum(1).tolist()
+            self.drafter.roll_back([length + n + 1 for length, n in zip(state.lengths, agreed, strict=True)])
         return proposal
 
     def verify(self, state: State, proposal: Proposal) -> Decision:

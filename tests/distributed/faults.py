@@ -140,13 +140,12 @@ def as_rank(fault: str, phase: str, victim: str) -> NoReturn:
     cli.main()
 
 
-def launched(folder: Path, world: int, fault: str, *words: str, spares: int = 0) -> Any:
+def launched(folder: Path, world: int, fault: str, *words: str) -> Any:
     """torchrun's process; its ranks run `as_rank`, and what they say is in ranks.err."""
     streams = [os.devnull, folder / "ranks.out", folder / "ranks.err"]
     run = ["--standalone", "--nproc-per-node", str(world), "-m", "tests.distributed.faults", *words]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT": fault}
-    env = {**os.environ, **own, CODE_FILE: str(folder / "code")}
-    return start([*TORCHRUN, *run], folder, streams, env, spares=spares)
+    return start([*TORCHRUN, *run], folder, streams, {**os.environ, **own, CODE_FILE: str(folder / "code")})
 
 
 def by_torchrun(cell: Cell, folder: Path) -> Outcome:

@@ -218,7 +218,7 @@ def ended(launcher: Any, folder: Path) -> tuple[int, list[str]]:
 
 def endless(folder: Path) -> Any:
     """torchrun, whose ranks are at work and would never end."""
-    launcher = launched(folder, 2, ",,", *ENDLESS, spares=2)
+    launcher = launched(folder, 2, ",,", *ENDLESS)
     said, first_round = folder / "ranks.out", "0 at 0: "
     wait_for(lambda: said.exists() and first_round in said.read_text(), (folder / "ranks.err").read_text)
     return launcher
@@ -231,7 +231,7 @@ def endless(folder: Path) -> Any:
 )
 def test_torchrun_leaves_nobody_behind_and_hides_no_cause(fault: str, said: str, tmp_path: Path):
     """It stops the other rank, which then has no cause of its own."""
-    code, (line,) = ended(launched(tmp_path, 2, f"{fault},other rank", *RUN, spares=2), tmp_path)
+    code, (line,) = ended(launched(tmp_path, 2, f"{fault},other rank", *RUN), tmp_path)
     assert code == 1 and line.startswith(said)
 
 
@@ -264,7 +264,7 @@ def test_two_nodes_write_what_one_process_writes(command: Command, tmp_path: Pat
     nodes, said = [], [[tmp_path / f"{node}.{stream}" for stream in ("out", "err")] for node in range(2)]
     for node, streams in enumerate(said):
         launch = [*TORCHRUN, *words, "--node-rank", node, LAUNCH, *run]
-        nodes.append(start(launch, tmp_path, [os.devnull, *streams], env, spares=1))
+        nodes.append(start(launch, tmp_path, [os.devnull, *streams], env))
     expected = command(*run).document
     for node in nodes:
         node.join(PATIENCE_S)

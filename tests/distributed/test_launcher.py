@@ -26,13 +26,12 @@ LONG = ("max_new_tokens=4000", "ignore_eos=true", "model.context=8192", "draft.c
 class Parent:
     """The command, running; what it says goes to files."""
 
-    def __init__(self, folder: Path, *words: str, stdin: str = "", spares: int = 3, **variables: str) -> None:
+    def __init__(self, folder: Path, *words: str, stdin: str = "", **variables: str) -> None:
         self._said = [folder / "out", folder / "err"]
         (folder / "in").write_text(stdin)
         words = tuple("max_new_tokens=24" if word == "n=24" else word for word in words)
         env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        streams = [folder / "in", *self._said]
-        self.process = start(["-m", "llama_ssp", *words], folder, streams, env, spares=spares)
+        self.process = start(["-m", "llama_ssp", *words], folder, [folder / "in", *self._said], env)
 
     @property
     def pid(self) -> int:
@@ -55,8 +54,8 @@ class Parent:
         return answer
 
 
-def run(folder: Path, *words: str, **how: Any) -> Answer:
-    return Parent(folder, *words, **how).finish()
+def run(folder: Path, *words: str, stdin: str = "", **variables: str) -> Answer:
+    return Parent(folder, *words, stdin=stdin, **variables).finish()
 
 
 def texts(answer: Answer) -> list[Any]:
@@ -65,18 +64,15 @@ def texts(answer: Answer) -> list[Any]:
 
 
 def test_the_text_is_that_of_one_process_and_one_rank_writes(command: Command, tmp_path: Path):
-    """From the command line and from a pipe; the document is the only line of standard output.
-
-    From the pipe its ranks are what the program starts, elsewhere here processes that waited for it.
-    """
+    """From the command line and from a pipe; the document is the only line of standard output."""
     for words, stdin in ((TINY, ""), ([word for word in TINY if word != "prompt=hello"], "hello\na b c\n")):
         words = [*words[:-1], "max_new_tokens=24"]
         expected = command("task=generate", *words[1:], stdin=stdin.encode())
-        ranks = 2 if stdin else 3
-        answer = run(tmp_path, *words, f"ranks={ranks}", stdin=stdin, spares=0 if stdin else ranks)
-        assert texts(answer) == [output["token_ids"] for output in expected.document["outputs"]]
-        assert len(answer.out.splitlines()) == 1
-        assert f"over {ranks} ranks" in answer.document["devices"]["model"]
+        for ranks in (2, 3) if not stdin else (2,):
+            answer = run(tmp_path, *words, f"ranks={ranks}", stdin=stdin)
+            assert texts(answer) == [output["token_ids"] for output in expected.document["outputs"]]
+            assert len(answer.out.splitlines()) == 1
+            assert f"over {ranks} ranks" in answer.document["devices"]["model"]
 
 
 # What is wrong, the code, and a part of the line. Some are found by this process, some by a rank with torch.

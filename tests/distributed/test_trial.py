@@ -115,7 +115,7 @@ def trying(
 def on_two(folder: Path, words: tuple[str, ...], **how: Any) -> Answer:
     """The leader's answer, with what both say on standard error; verdicts are kept next to the folder."""
     fault = partial(trying, verdicts=folder.parent / "verdicts", **how)
-    leader, other = Started(folder, 2, *words, fault=fault, spares=1).finish()
+    leader, other = Started(folder, 2, *words, fault=fault).finish()
     assert other.code == leader.code or how.get("stops"), leader.err + other.err
     return leader._replace(err=leader.err + other.err)
 

@@ -96,7 +96,14 @@ def leaves(code: int) -> str:
         ("true", 0, 0, 0, [], ""),
         # It waits until Slurm takes it away: the exit code of a job that Slurm requeues is not read.
         (leaves(5), 0, 5, -signal.SIGTERM, ASKED, "ended with 5"),
-        (leaves(6), 0, 6, -signal.SIGTERM, [ASKED[0], "scontrol requeuehold 7_1"], "held: make room"),
+        (
+            leaves(6),
+            0,
+            6,
+            -signal.SIGTERM,
+            [ASKED[0], "scontrol requeuehold 7_1"],
+            "held: mend the error above",
+        ),
         *((leaves(code), 0, code, code, [], "not started again") for code in (2, 3, 4)),
         ("exit 1", 1, 1, 0, ASKED[:1], "superseded"),
     ],

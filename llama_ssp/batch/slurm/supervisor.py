@@ -103,7 +103,7 @@ class Supervisor:
         """
         verb = "requeuehold" if code == INPUT_OUTPUT else "requeue"
         if code == INPUT_OUTPUT:
-            log.error("held: make room on the disk, then scontrol release %s", self.element)
+            log.error("held: mend the error above (a full disk?), then scontrol release %s", self.element)
         signal.signal(signal.SIGTERM, signal.SIG_IGN if excluded else signal.SIG_DFL)
         show = ["scontrol", "show", "job", "-o", self.element]
         for left in reversed(range(TRIES)):
