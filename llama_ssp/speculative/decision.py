@@ -44,25 +44,23 @@ class Decision:
         accepted_B: Tensor, token_B: Tensor, damaged_B: Tensor, drafted_BK: Tensor, overlap_BK: Tensor,
         before_BK: Tensor, standing_BK: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Joins a decision's parts for one transfer to the host, as fp64, which is exact below 2**53:
+        """Joins a decision's parts for one transfer to the host; chances are fp64, so ids are exact to 2**53:
 
             | accepted | token | damaged | drafted, K | overlap, K | before, K | standing, K |
         """  # fmt: skip
-        chances = (part.double() for part in (overlap_BK, before_BK, standing_BK))
         heads = (part_B[:, None] for part_B in (accepted_B, token_B, damaged_B))
-        return torch.cat([*heads, drafted_BK, *chances], 1)
+        return torch.cat([*heads, drafted_BK, overlap_BK, before_BK, standing_BK], 1)
 
     @staticmethod
     def unpack(packed_BN: Tensor, count: Sequence[int]) -> Decision:
         """Reads what `pack` wrote; the first `count` drafts of each row are real."""
-        head_BN, *parts_BK = packed_BN.cpu().split_with_sizes([3, *[(packed_BN.shape[1] - 3) // 4] * 4], 1)
-        (accepted, token, damaged), drafted, overlap, before, standing = (
-            head_BN.long().T.tolist(),
-            *([row[:n] for row, n in zip(part.tolist(), count, strict=True)] for part in parts_BK),
+        rows, k = packed_BN.cpu().tolist(), (packed_BN.shape[1] - 3) // 4
+        drafted, overlap, before, standing = (
+            [row[3 + part * k :][:n] for row, n in zip(rows, count, strict=True)] for part in range(4)
         )
         return Decision(
-            [[int(token) for token in row] for row in drafted], accepted, token, overlap,
-            list(map(bool, damaged)),
+            [[int(token) for token in row] for row in drafted], [int(row[0]) for row in rows],
+            [int(row[1]) for row in rows], overlap, [bool(row[2]) for row in rows],
             [list(zip(*chances, strict=True)) for chances in zip(before, standing, strict=True)],
         )  # fmt: skip
 
@@ -97,7 +95,7 @@ def decide(
         seen_BK = overlap_BK, *rule.standing(block, overlap_BK)
     else:
         accepted_B, token_B = torch.zeros_like(count_B), draws.categorical(probs_BWV[:, 0])
-        seen_BK = (probs_BWV[:, 0, :0],) * 3
+        seen_BK = (probs_BWV[:, 0, :0].double(),) * 3
     damaged_B = (damaged_BW & (order(damaged_BW) <= count_B[:, None])).any(1)
     return Decision.pack(accepted_B, token_B, damaged_B, drafted_BK, *seen_BK)
 

@@ -335,7 +335,7 @@ void choose(const Tensor& x, const Table& table, const Weight& weight, int64_t b
 // `codes` (blocks, words, BLOCK), scales and offsets (blocks, groups, BLOCK) of `group` inputs each.
 Tensor linear_coded(const Tensor& x, const Tensor& codes, const Tensor& table, const Tensor& scales,
                     const std::optional<Tensor>& offsets, const std::optional<Tensor>& bias, int64_t outputs,
-                    int64_t group, int64_t, bool) {
+                    int64_t group, int64_t) {
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const int64_t bits = table.numel() == 16 ? 4 : 8, inputs = x.size(-1), per = 32 / bits;
   STD_TORCH_CHECK(codes.is_contiguous() && codes.scalar_type() == ScalarType::Int, "the weight is not held in codes");

@@ -18,7 +18,7 @@ from llama_ssp.models.graph_sizes import BLOCK
 from llama_ssp.models.kernels.build import load_library, triton_runs
 from llama_ssp.models.kernels.large_pages import LargePages
 
-OPERATOR = "llama_ssp::linear_coded"
+OPERATOR, WIDE = "llama_ssp::linear_coded", "llama_ssp::linear_coded_wide"  # wide: sums in fp32, on GPUs
 WORD = 4  # bytes of codes of an output that stand together, as in coded.cpp
 LEAST = 16  # bytes of a group's codes on a GPU: the fewest inputs of a product on tensor cores
 
@@ -86,11 +86,11 @@ class CodedLinear(nn.Module):
 
     def forward(self, x: Tensor, wide: bool = False) -> Tensor:
         """`wide`: the sums as they are, in fp32; on a CPU of inputs in fp32."""
-        factors = self.table, self.scales, self.offsets, self.bias
-        product: Tensor = torch.ops.llama_ssp.linear_coded(
-            x.float() if wide and x.device.type == "cpu" else x, self.codes, *factors, self.out_features,
-            self.group, self.table_number, wide,
-        )  # fmt: skip
+        factors, sizes = (self.table, self.scales, self.offsets, self.bias), (self.group, self.table_number)
+        on_gpu = wide and x.device.type == "cuda"
+        operator = torch.ops.llama_ssp.linear_coded_wide if on_gpu else torch.ops.llama_ssp.linear_coded
+        x = x.float() if wide and not on_gpu else x
+        product: Tensor = operator(x, self.codes, *factors, self.out_features, *sizes)
         return product
 
 
@@ -131,19 +131,19 @@ def operators(device: str) -> None:
         from llama_ssp.models.kernels.coded_triton import linear_coded
 
         torch.library.impl(OPERATOR, device)(linear_coded)
+        torch.library.impl(WIDE, device)(functools.partial(linear_coded, wide=True))
 
 
 @functools.cache
 def _define() -> None:
     tensors = "Tensor x, Tensor codes, Tensor table, Tensor scales, Tensor? offsets, Tensor? bias"
-    torch.library.define(
-        OPERATOR, f"({tensors}, int outputs, int group, int table_number, bool wide=False) -> Tensor"
-    )
-    torch.library.register_fake(OPERATOR, _shaped)
+    for name, dtype in ((OPERATOR, None), (WIDE, torch.float32)):
+        torch.library.define(name, f"({tensors}, int outputs, int group, int table_number) -> Tensor")
+        torch.library.register_fake(name, functools.partial(_shaped, dtype=dtype))
 
 
 def _shaped(
     x: Tensor, _codes: Tensor, _table: Tensor, _scales: Tensor, _offsets: Tensor | None, _bias: Tensor | None,
-    outputs: int, _group: int, _table_number: int, wide: bool = False,
+    outputs: int, _group: int, _table_number: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    return x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if wide else x.dtype)
+    return x.new_empty(*x.shape[:-1], outputs, dtype=dtype)

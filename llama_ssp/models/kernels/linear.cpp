@@ -130,20 +130,20 @@ void run(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bia
   });
 }
 
-// `wide`: sums of bf16 as they are, in fp32.
-Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t width, bool wide) {
+template <bool wide>  // sums of bf16 as they are, in fp32
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t width) {
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   STD_TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == x.scalar_type(), "the weight is not packed for x");
   STD_TORCH_CHECK(packed.size(1) * packed.size(3) == x.size(-1), "the weight takes another number of inputs");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
-  Tensor y = torch::stable::new_empty(x, shape, wide ? ScalarType::Float : x.scalar_type());
+  Tensor y = wide ? torch::stable::new_empty(x, shape, ScalarType::Float) : torch::stable::new_empty(x, shape);
   const int64_t rows = x.numel() / x.size(-1);
   if (x.scalar_type() == ScalarType::Float) {
     run<Single, float>(dense, packed, bias, y, rows);
   } else {
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "only float and bfloat16 are multiplied here");
-    (wide ? run<Brain, float> : run<Brain, BFloat16>)(dense, packed, bias, y, rows);
+    run<Brain, std::conditional_t<wide, float, BFloat16>>(dense, packed, bias, y, rows);
   }
   return y;
 }
@@ -151,7 +151,11 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(llama_ssp, library) {
-  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width, bool wide=False) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor");
+  library.def("linear_wide(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }
+STABLE_TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) {
+  library.impl("linear", TORCH_BOX(&linear<false>));
+  library.impl("linear_wide", TORCH_BOX(&linear<true>));
+}

@@ -26,7 +26,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor, wide: bool = False) -> Tensor:
         """`wide`: the sums as they are, in fp32."""
-        product: Tensor = torch.ops.llama_ssp.linear(x, self.packed, self.bias, self.out_features, wide)
+        operator = torch.ops.llama_ssp.linear_wide if wide else torch.ops.llama_ssp.linear
+        product: Tensor = operator(x, self.packed, self.bias, self.out_features)
         return product
 
 
@@ -63,8 +64,9 @@ def packable(layer: nn.Module) -> bool:
 def operators() -> None:
     """Registers the operator in torch."""
     load_library(Path(__file__).with_suffix(".cpp"))
-    torch.library.register_fake("llama_ssp::linear", _shaped)
+    for name, dtype in (("linear", None), ("linear_wide", torch.float32)):
+        torch.library.register_fake(f"llama_ssp::{name}", functools.partial(_shaped, dtype=dtype))
 
 
-def _shaped(x: Tensor, _packed: Tensor, _bias: Tensor | None, width: int, wide: bool = False) -> Tensor:
-    return x.new_empty(*x.shape[:-1], width, dtype=torch.float32 if wide else x.dtype)
+def _shaped(x: Tensor, _: Tensor, __: Tensor | None, width: int, dtype: torch.dtype | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], width, dtype=dtype)
