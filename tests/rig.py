@@ -103,15 +103,12 @@ class Queue:
     texts: dict[str, list[int]] = field(default_factory=dict)
 
     def admit(self, engine: RankEngine, state: State) -> list[int]:
-        filled = []
-        for row, reason in enumerate(state.finished):
-            if reason is None:
-                continue
-            self.texts[state.prompts[row].id] = state.generated(row)
-            if self.prompts:
-                engine.admit(state, row, self.prompts.pop(0))
-                filled.append(row)
-        return filled
+        free = [row for row, reason in enumerate(state.finished) if reason is not None]
+        self.texts |= {state.prompts[row].id: state.generated(row) for row in free}
+        filled = {row: self.prompts.pop(0) for row in free[: len(self.prompts)]}
+        if filled:
+            engine.admit(state, filled)
+        return list(filled)
 
 
 def steps_of(

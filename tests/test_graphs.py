@@ -31,7 +31,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
 from tests.distributed import threads
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
-from tests.families import PROMPTS, VOCAB, build, decoder_of, model_of
+from tests.families import PROMPTS, VOCAB, build, decoder_of, model_of, ragged_prompts
 from tests.plans import machine, request
 from tests.rig import eager_step, speculate
 
@@ -170,6 +170,18 @@ def test_graphs_are_kept_from_text_to_text(monkeypatch):
         captured.append(len(model.captures))
     assert captured == [1, 1, 1, 2, 3, 4, 4]
     assert model.captures == [1, 2, 3, 1] and len(model._memories) == 1
+
+
+def test_short_prompts_are_read_by_the_graphs_of_steps():
+    """Up to the largest step that was prepared; the texts are those of eager prompts."""
+    prepared, plain = llama(Replayed), llama(Replayed)
+    prepared.prepare(range(1, 4), rows=2, capacity=40)
+    short, long = ragged_prompts(3, 4), ragged_prompts(3, 6)  # their last tokens are fed by the first round
+    for prompts, sizes in ((short, [5]), (long, [])):
+        before = list(prepared.captures)
+        texts = speculate(prepared, prompts, None, k=0, max_new=6).texts
+        assert [size for size in prepared.captures[len(before) :] if size > 3] == sizes, sizes
+        assert texts == speculate(plain, prompts, None, k=0, max_new=6).texts
 
 
 def test_a_cache_in_use_keeps_its_memory():

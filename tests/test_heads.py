@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -194,12 +193,13 @@ def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
     watched = Compared(build("llama-gqa"), Reference(folder), engine, TAPS)
     state = engine.prefill(PROMPTS[:1], 40)
     first = list(PROMPTS[0].token_ids)
-    anew = partial(engine.admit, row=0)
-    on = partial(anew, reuse=True)
     turns = [first, [*first, 9, 9], [*first[:6], 7, 8, 9, 10], first[:4], [11, 12], [13], [13, 14, 15]]
-    for begin, text in [*((on, turn) for turn in turns), (anew, [*range(1, 21)]), (anew, [5]), (anew, first)]:
+    for reuse, text in [
+        *((True, turn) for turn in turns),
+        *((False, t) for t in ([*range(1, 21)], [5], first)),
+    ]:
         before = watched.count
-        begin(state, prompt=Prompt(str(len(text)), tuple(text)))
+        engine.admit(state, {0: Prompt(str(len(text)), tuple(text))}, reuse)
         for _ in generate(engine, state, Limits(8), FixedDraftLength(2, 1)):
             pass
         assert watched.count >= before + 4

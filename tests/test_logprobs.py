@@ -120,7 +120,7 @@ def test_a_refilled_row_has_those_of_its_own_text() -> None:
     engine = reading(draws=4)
     state, _ = written(engine, PROMPTS[:1], 3, new=9)
     for prompt in PROMPTS[1:]:
-        engine.admit(state, 0, prompt)
+        engine.admit(state, {0: prompt})
         list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
         assert len(state.logprobs[0]) == 9 and off(state, models()[0], VOCAB) < NEAR_64
 
@@ -133,7 +133,7 @@ def test_a_text_that_parts_from_the_one_before_it_reads_no_stale_keys(same: int)
     list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
     first = state.texts[0]
     other = Prompt("other", (*first[:same], *((token + 1) % VOCAB for token in first[same:])))
-    assert engine.admit(state, 0, other, reuse=True) == same - 1
+    assert engine.admit(state, {0: other}, reuse=True) == same - 1
     list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
     assert off(state, models()[0], VOCAB) < NEAR_64
 

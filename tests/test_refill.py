@@ -7,11 +7,12 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
-from tests.families import build, ragged_prompts
+from tests.families import build, decoder_of, ragged_prompts
 from tests.rig import GREEDY, Queue, drive_refilled, engine_of, perturbed, speculate
 
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
@@ -60,7 +61,7 @@ def test_nothing_of_a_damaged_text_stays_in_its_row(models):
         for keys, values in runner._cache._layers.values():
             keys[0], values[0] = torch.nan, torch.inf
     for one in (runner, fresh):
-        one.refill(token_BS, 0, 4)
+        one.refill(token_BS, {0: 4}, {})
     found, wanted = (one.logits(token_BS, [5, 13], [1, 1]) for one in (runner, fresh))
     assert torch.equal(found, wanted) and found.isfinite().all()
 
@@ -81,6 +82,23 @@ def test_a_rows_lookahead_begins_with_its_text(models):
     limits = Limits(12, by_row={0: 2})
     list(generate(engine, state, limits, Noted(0, 2), queue))
     assert told == [(0, 40)]
+
+
+@pytest.mark.parametrize(("name", "passes"), [("decoder", 2), ("transformers", 3)])
+def test_rows_that_end_together_are_read_together(name, passes, models):
+    """A pass a chunk for all of them; of a model that pads, a pass a row and chunk. Drafts are, too."""
+    module = models[0].module
+    target = models[0] if name == "transformers" else DecoderModel(decoder_of(module), module.config, name)
+    engine = engine_of(target, target, sampling=GREEDY, chunk=10)
+    state = engine.prefill(ragged_prompts(3, 5, 2), 1, 40)
+    list(generate(engine, state, Limits(1), FixedDraftLength(0, 3)))
+    before = engine.target_forwards
+    engine.admit(state, {0: Prompt("x", (7, 8, 9)), 2: Prompt("y", tuple(range(3, 20)))})
+    assert engine.target_forwards - before == engine.draft_forwards - 1 == passes
+    list(generate(engine, state, Limits(6), FixedDraftLength(2, 3)))
+    for row, prompt in ((0, state.prompts[0]), (2, state.prompts[2])):
+        alone = speculate(target, [prompt], None, k=0, max_new=6).texts[0]
+        assert state.generated(row) == alone
 
 
 def test_a_long_prompt_is_read_in_chunks(models):

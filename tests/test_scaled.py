@@ -121,8 +121,8 @@ def test_what_a_conversation_keeps_is_counted(name: str, beyond: int) -> None:
     """Nothing where it outgrows the first scale and is read anew."""
     engine = engine_of(model_of(name), sampling=GREEDY)
     state = engine.prefill([Prompt("0", tuple(range(3, 23)))], 60)
-    assert engine.admit(state, 0, Prompt("1", tuple(range(3, 33))), reuse=True) == 19
-    assert engine.admit(state, 0, Prompt("2", tuple(range(3, 43))), reuse=True) == beyond
+    assert engine.admit(state, {0: Prompt("1", tuple(range(3, 33)))}, reuse=True) == 19
+    assert engine.admit(state, {0: Prompt("2", tuple(range(3, 43)))}, reuse=True) == beyond
 
 
 @pytest.mark.slow

@@ -129,13 +129,13 @@ class ContinuousBatch:
         if len(self._waiting) < len(free):
             engine.flush()  # what `more` exchanges must not come between a decision's messages
             self._fill(len(free))
-        taken = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
+        taken = {row: self._waiting.popleft() for row in free[: len(self._waiting)]}
         if taken:
-            self._begin([request.index for _, request in taken])
-        for row, request in taken:
-            engine.admit(state, row, request.prompt)
+            self._begin([request.index for request in taken.values()])
+            engine.admit(state, {row: request.prompt for row, request in taken.items()})
+        for row, request in taken.items():
             self._assign(row, request)
-        return [row for row, _ in taken]
+        return list(taken)
 
     def _fill(self, count: int) -> None:
         """Has at least so many requests wait, if there are more."""

@@ -97,6 +97,8 @@ class RaggedCache:
 class CausalModel(Model):
     """A loaded model: `logits` is one forward pass."""
 
+    pads = True
+
     def __init__(
         self, module: Any, name: str, vocab: int | None = None, device: torch.device | None = None
     ) -> None:

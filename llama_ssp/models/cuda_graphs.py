@@ -57,14 +57,17 @@ class GraphedModel(SteppedModel):
         shape = shape_of(self.config)
         # Beyond that experts run one after the other, which waits for the choice and cannot be captured.
         self.most_tokens = min(MOST, MOST_PAIRS // shape.top_k) if shape.experts else MOST
+        self.longest_prompt = 0  # before `prepare`: a prompt would capture a graph that is in no plan
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
         """Also captures steps of `rows` texts with `widths` tokens each, in caches of this capacity."""
         self.new_cache(rows, capacity)  # all steps below are captured in its memory
+        widths = sorted(set(widths))
+        self.longest_prompt = rows * max(widths, default=0)
         super().prepare()
         cache = self.new_cache(rows, capacity)
-        for width in sorted(set(widths)):
+        for width in widths:
             token_BW = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
             feed = Feed((0,) * rows, (width,) * rows, capacity, self.device)
             self._try(token_BW, feed, cache)

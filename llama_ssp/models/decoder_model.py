@@ -56,9 +56,11 @@ class DecoderModel(Model):
         if last_only:
             ends = accumulate(count for _, _, count in tokens.rows)
             wanted_R = sent([end - 1 for end in ends], self.device)
-        stepped = None if last_only else self._stepped(token_T, tokens, cache)
+        stepped = self._stepped(token_T, tokens, cache, last_only)
         if stepped is None:
             stepped = self.decoder(token_T, tokens, cache.layers, wanted_R, self.taps)
+        elif wanted_R is not None:
+            stepped = stepped[0][wanted_R], stepped[1]
         logit_RV, kept = stepped
         self.tapped_TX = torch.cat(kept, -1) if kept else None
         if last_only:
@@ -70,9 +72,9 @@ class DecoderModel(Model):
         return logit_RV.view(rows, width, self.vocab)
 
     def _stepped(
-        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache
+        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, is_prompt: bool
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """What `decoder` would return, from a compiled step; None where there is none for these tokens."""
+        """What `decoder` returns for all tokens, from a compiled step; None where there is none."""
         return None
 
     def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Pass:

@@ -75,6 +75,7 @@ class Model(Loaded, Protocol):
 
     restart: int | None = None  # texts that grow longer are fed anew
     taps: tuple[int, ...] = ()
+    pads: bool = False  # whether a pass of some rows computes all of them, as wide as the longest
     tapped_TX: Tensor | None = None  # the inputs of the tapped blocks in the last pass; None without taps
 
     def tap(self, blocks: tuple[int, ...]) -> None:

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], list[Tensor]]
 # Tokens, their positions and first slots; caches.
 Arguments = tuple[Tensor, Tensor, Tensor, list[KeysValues]]
+SHORT = 40  # tokens of prompts that a step reads faster than an eager pass, though it makes logits of all
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
 
 
@@ -55,6 +56,7 @@ class SteppedModel(DecoderModel):
             self.attend = attention_kernel.attend
         self._step: Step | None = None
         self.is_compiled = True  # until compiling fails
+        self.longest_prompt = SHORT
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
@@ -98,10 +100,12 @@ class SteppedModel(DecoderModel):
         self._step = None
 
     def _stepped(
-        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache
+        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, is_prompt: bool
     ) -> tuple[Tensor, list[Tensor]] | None:
         width = max(count for _, _, count in feed.rows)
         if width > WIDEST or feed.long_T is not None or not self.is_compiled:
+            return None
+        if is_prompt and len(token_T) > self.longest_prompt:
             return None
         arguments = token_T, feed.position_T, feed.first_T, cache.layers
         if self._step is None and not self._made(arguments):

@@ -47,7 +47,7 @@ class TimedRun:
         if before is None:
             self.state = engine.prefill(prompts, max_new_tokens, longest)
         else:
-            self.state, self.kept = before, engine.admit(before, 0, prompts[0], reuse=True)
+            self.state, self.kept = before, engine.admit(before, {0: prompts[0]}, reuse=True)
         engine.synchronize()
         self.counts.prefill_s += time.perf_counter() - began
         self.counts.prefill_forwards += engine.target_forwards - forwards

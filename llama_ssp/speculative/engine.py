@@ -96,23 +96,26 @@ class RankEngine(ABC):
             self.drafter.prefill(state)
         return state
 
-    def admit(self, state: State, row: int, prompt: Prompt, reuse: bool = False) -> int:
-        """Replaces the text of a row that has ended, and prefills it.
+    def admit(self, state: State, prompts: dict[int, Prompt], reuse: bool = False) -> int:
+        """Replaces the texts of rows that have ended, and prefills them in one pass, or in one a chunk.
 
-        With `reuse` the target's cache keeps the tokens that both texts begin with; returns their number.
-        (The last of them is fed again: a head that drafts reads its hidden state with the token after it.)
-        A draft is small, and is prefilled anew.
+        With `reuse` caches keep the tokens that a row's old and new text begin with, but for the last of
+        them: a head that drafts reads its hidden state with the token after it. Returns how many tokens the
+        target's cache kept.
         """
-        self._begin_prefill([prompt])
-        pairs = zip(state.texts[row], prompt.token_ids[:-1], strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) if reuse else 0
-        state.replace(row, prompt)
-        kept = 0
+        self._begin_prefill(list(prompts.values()))
+        kept = dict.fromkeys(prompts, 0)
+        for row, prompt in prompts.items():
+            if reuse:
+                pairs = zip(state.texts[row], prompt.token_ids[:-1], strict=False)
+                kept[row] = max(0, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - 1)
+            state.replace(row, prompt)
+        stayed = 0
         if self.target:
-            kept = self.target.refill(state.token_BS, row, state.lengths[row], max(0, shared - 1))
+            stayed = self.target.refill(state.token_BS, {row: state.lengths[row] for row in prompts}, kept)
         if self.drafter:
-            self.drafter.refill(state, row)
-        return kept
+            self.drafter.refill(state, kept)
+        return stayed
 
     @torch.inference_mode()
     def score(self, texts: list[Prompt], reader: LogprobReader) -> list[list[ScoredToken]]:

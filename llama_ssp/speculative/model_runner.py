@@ -54,25 +54,25 @@ class ModelRunner:
             self._forward(token_BS, chunk_ends, last_only=True)
 
     @torch.inference_mode()
-    def refill(self, token_BS: Tensor, row: int, length: int, kept: int = 0) -> int:
-        """Gives the row another text of this length, and feeds all but its last token, in chunks.
+    def refill(self, token_BS: Tensor, lengths: dict[int, int], kept: dict[int, int]) -> int:
+        """Gives rows other texts of these lengths, and feeds all but the last token of each, in chunks.
 
-        The other rows are fed nothing. At most `kept` tokens stay in the cache; returns how many did. If none
-        do, the row is cleared: no NaN of a damaged text may stay, as 0 times NaN is NaN.
+        The rows are fed together, other rows nothing. At most `kept` tokens of a row stay in the cache;
+        returns how many did in all. A row of which none stay is cleared: no NaN of a damaged text may stay,
+        as 0 times NaN is NaN.
         """
         assert self._cache is not None, "start() comes first"
-        kept = min(kept, self.cached[row]) if self._is_long(length) == self._is_long(self._given[row]) else 0
-        self._given[row] = length
-        if not kept:
-            self._cache.clear(row)
-        for start in range(kept, length - 1, self.prefill_chunk):
-            count = min(self.prefill_chunk, length - 1 - start)
-            feed = Feed((start,), (count,), self._cache.capacity, self.model.device, (length,))
-            token_1W = self._input(token_BS[row : row + 1], feed)
-            self.model.logits(token_1W, feed, self._cache.row(row), last_only=True)
-            self._observed(token_BS, [(row, start, count)])
-        self.cached[row] = max(length - 1, 0)
-        return kept
+        for row, length in lengths.items():
+            has_other_scale = self._is_long(length) != self._is_long(self._given[row])
+            self.cached[row] = 0 if has_other_scale else min(kept.get(row, 0), self.cached[row])
+            self._given[row] = length
+            if not self.cached[row]:
+                self._cache.clear(row)
+        stayed = sum(self.cached[row] for row in lengths)
+        for group in [[row] for row in lengths] if self.model.pads else [list(lengths)]:
+            ends = [lengths[row] - 1 if row in group else cached for row, cached in enumerate(self.cached)]
+            self._prefill(token_BS, ends)
+        return stayed
 
     def room(self, length: int) -> int:
         """How many drafts of a text of this length the model can verify in one pass.
@@ -126,11 +126,14 @@ class ModelRunner:
     def _forward(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
         assert self._cache is not None, "start() comes first"
         count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
-        given = tuple(self._given)
-        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, given)
-        logits = self.model.logits(self._input(token_BS, feed), feed, self._cache, last_only)
+        fed = [(row, self.cached[row], n) for row, n in enumerate(count) if n]
+        chosen, cache = slice(None), self._cache
+        if last_only and len(fed) == 1:  # as a batch of this row: the others take no place in the pass
+            chosen, cache = slice(fed[0][0], fed[0][0] + 1), cache.row(fed[0][0])
+        start, given = (tuple(numbers[chosen]) for numbers in (self.cached, self._given))
+        feed = Feed(start, count[chosen], cache.capacity, self.model.device, given)
+        logits = self.model.logits(self._input(token_BS[chosen], feed), feed, cache, last_only)
         self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
-        fed = [(row, feed.start[row], n) for row, n in enumerate(count) if n]
         self._observed(token_BS, fed)
         return feed, logits
 

@@ -85,8 +85,8 @@ def _(replaced, state, row, prompt):
 
 
 @fault("a conversation keeps one cached token too many", "speculative.model_runner:ModelRunner.refill", STALE)
-def _(refill, runner, token_BS, row, length, kept=0):
-    return refill(runner, token_BS, row, length, kept + 1 if kept else 0)
+def _(refill, runner, token_BS, lengths, kept):
+    return refill(runner, token_BS, lengths, {row: count + 1 for row, count in kept.items() if count})
 
 
 @fault("broken drafts of another tokenizer are mended", f"{DRAFTERS}local:Sampler.draw", MENDED)

@@ -92,9 +92,10 @@ class AheadDrafter(ModelDrafter):
         super().start(rows, capacity)
         self._drop_memo(rows)
 
-    def refill(self, state: State, row: int) -> None:
-        super().refill(state, row)
-        self._ready[row] = 0
+    def refill(self, state: State, kept: dict[int, int]) -> None:
+        super().refill(state, kept)
+        for row in kept:
+            self._ready[row] = 0
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):

@@ -58,10 +58,11 @@ class IntersectionDrafter(ModelDrafter):
         lengths = [len(self._prompt(state, row).prompt) for row in range(state.rows)]
         self._runner.prefill(self._own.token_BS, [self._readable(n) for n in lengths])
 
-    def refill(self, state: State, row: int) -> None:
-        self._settled[row] = None
-        length = self._readable(len(self._prompt(state, row).prompt))
-        self._runner.refill(self._own.token_BS, row, length + 1)
+    def refill(self, state: State, kept: dict[int, int]) -> None:
+        for row in kept:
+            self._settled[row] = None
+        lengths = {row: self._readable(len(self._prompt(state, row).prompt)) + 1 for row in kept}
+        self._runner.refill(self._own.token_BS, lengths, {})
 
     def limit(self, length: int) -> int:
         """The real limit depends on the draft's own text; `propose` knows its length."""

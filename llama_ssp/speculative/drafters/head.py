@@ -82,10 +82,9 @@ class HeadDrafter(SamplesFromHead):
         """Reads what the target's prefill has brought, but for the last position, which the draft needs."""
         self._read(state.token_BS, [length - 2 for length in state.lengths])
 
-    def refill(self, state: State, row: int) -> None:
-        ends = list(self._cached)
-        ends[row] = state.lengths[row] - 2
-        self._read(state.token_BS, ends)
+    def refill(self, state: State, kept: dict[int, int]) -> None:
+        pairs = enumerate(zip(self._cached, state.lengths, strict=True))
+        self._read(state.token_BS, [n - 2 if row in kept else cached for row, (cached, n) in pairs])
 
     def limit(self, length: int) -> int:
         """Nothing before there is a hidden state: a text of one token has none."""

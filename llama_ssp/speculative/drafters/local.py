@@ -73,8 +73,8 @@ class Drafter:
     def prefill(self, state: State) -> None:
         """Feeds all of each prompt but its last token."""
 
-    def refill(self, state: State, row: int) -> None:
-        """Clears the row, and prefills its new prompt; the others are fed nothing."""
+    def refill(self, state: State, kept: dict[int, int]) -> None:
+        """Prefills new prompts of these rows; of each the cache may keep so many tokens."""
 
     def limit(self, length: int) -> int:
         """How many tokens it can draft for a text of this length."""
@@ -116,9 +116,9 @@ class DraftModel(Drafter):
         ends = [length - 1 if self.limit(length) else 0 for length in state.lengths]
         self._runner.prefill(state.token_BS, ends)
 
-    def refill(self, state: State, row: int) -> None:
-        length = state.lengths[row]
-        self._runner.refill(state.token_BS, row, length if self.limit(length) else 0)
+    def refill(self, state: State, kept: dict[int, int]) -> None:
+        lengths = {row: state.lengths[row] if self.limit(state.lengths[row]) else 1 for row in kept}
+        self._runner.refill(state.token_BS, lengths, kept)
 
     def limit(self, length: int) -> int:
         return reach(self._runner.model.context, length)
