@@ -35,6 +35,7 @@ from llama_ssp.planner.resolve import pair_specs
 from tests.distributed.threads import ranks_of, together
 from tests.families import TOLERANCE, require_same, rope, walked
 from tests.gguf_files import SIZES, gguf, number, write
+from tests.quantised_folders import quantised
 
 # As people have them: most matrices in one format, some in a finer one.
 MIXED = {
@@ -231,7 +232,8 @@ def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> 
         assert torch.equal(whole(source.read(name, None), torch.bfloat16), lower[name]), name
 
 
-def test_a_file_keeps_its_codes_by_default_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_codes_stay_codes_by_default_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GGUF file's, and those of a quantised folder that has some to keep."""
     path, _ = made("llama", tmp_path, MIXED)
     (tmp_path / "plain").mkdir()
     plain = made("llama", tmp_path / "plain", dict.fromkeys(MIXED, "F16"))[0]
@@ -243,7 +245,8 @@ def test_a_file_keeps_its_codes_by_default_on_a_cpu(monkeypatch: pytest.MonkeyPa
         return dtype
 
     monkeypatch.setattr(resolve, "compiler", lambda: "g++")
-    assert format_of(path) is Dtype.packed
+    assert format_of(path) is format_of(quantised("awq", tmp_path / "awq")) is Dtype.packed
+    assert format_of(quantised("gptq-act-order", tmp_path / "gptq")) is Dtype.auto
     assert format_of(path, "model.dtype=bf16") is Dtype.bf16
     assert format_of(plain) is format_of(path, "cluster=p4d") is Dtype.auto
     assert format_of(path, "placement.splitting=layers") is Dtype.auto

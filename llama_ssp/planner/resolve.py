@@ -27,7 +27,6 @@ from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError, UsageError
 from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
-from llama_ssp.models.folder import is_gguf
 from llama_ssp.models.kernels.kept_files import compiler
 from llama_ssp.models.sharding import is_planned, require_deepspeed, require_split
 from llama_ssp.planner.gpus import gpus_here
@@ -106,10 +105,10 @@ def _completed(run: RunConf, dry: bool) -> PairFiles:
 
 
 def _in_codes(run: RunConf, model: ModelConf, path: Path | None) -> ModelConf:
-    """The model: by default a GGUF file keeps its codes on a CPU that has a compiler for their kernel."""
+    """The model: by default codes of a file stay codes on a CPU that has a compiler for their kernel."""
     conf = run.placement
     is_open = model.dtype is Dtype.auto and conf.splitting is Splitting.tensor and is_planned(model)
-    is_coded = path is not None and is_gguf(path) and model.code_bits and not model.experts
+    is_coded = path is not None and model.code_bits and not model.experts
     if not (is_open and is_coded and compiler()):
         return model
     has_gpu = conf.target_device != CPU and (run.cluster.gpu not in (None, CPU) or gpus_here())
