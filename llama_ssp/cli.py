@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
+from llama_ssp.config import PromptedConf, RunConf, Scheduler
 from llama_ssp.config.arguments import COMMANDS, DRY, HELP, QUIET, VERBOSE, VERSION
 from llama_ssp.config.environment import RankEnvironment, rank_environment, refuse_copies
 from llama_ssp.config.help import help_for
@@ -231,17 +231,17 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     checks.check_sharing(checked, job.words)
     task, leads, world = checked.task, _environment().is_leader, rank_environment().world
     dry = not {*DRY}.isdisjoint(sys.argv)
-    if dry or isinstance(task, PlanConf):
+    if dry or task.name == "plan":
         from llama_ssp.tasks import plan as planning
-    if isinstance(task, PlanConf):
+    if task.name == "plan":
         return planning.execute(checked, world, leads, sys.argv[1:], place)
-    if isinstance(task, BatchConf):
+    if task.name == "batch":
         checked = continued(checked)
         if not dry and (code := _shared(checked, job)) is not None:
             return code
     elif not dry:
         refuse_copies()
-    check_plot(getattr(task, "plot", None))
+    check_plot(task.plot)
     pairs, start = prepared(checked, job.folders, world, dry)
     for note in start.notes if leads else ():
         log.info("%s", note)
@@ -250,10 +250,10 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     if world == 1 < start.ranks:
         return _run_ranks(start, job, place)
     os.environ.update(start.environment)
-    recorded = checked if task.named_pairs else pairs[0].run
+    recorded = checked if task.pairs else pairs[0].run
     # The leader reads prompts and draws the seed, and broadcasts both.
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
-    seed = chosen_seed(checked, isinstance(task, BatchConf) and leads)
+    seed = chosen_seed(checked, task.name == "batch" and leads)
     inputs = RunInputs(recorded, seed, pairs, reading, place)
     gc.disable()  # imports leave no garbage, and to look for it takes half a second
     with GUARD.parting("stopped by a signal before the run began"), waiting("loading torch and transformers"):
@@ -277,7 +277,6 @@ def _shared(run: RunConf, job: ComposedJob) -> int | None:
     from llama_ssp.batch.slurm import submit
 
     task, words = run.task, sys.argv[1:]
-    assert isinstance(task, BatchConf)
     shared = run.cluster.scheduler is not Scheduler.none or run.cluster.groups > 1
     if shared and job.number is not None:
         raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")

@@ -33,7 +33,7 @@ def test_each_experiment_is_a_valid_run():
 def test_the_pairs_of_a_write_up_are_planned(name: str):
     run = composed([f"experiment={name}"])
     own = f"{run.model.name}/{run.draft.name if run.draft else 'none'}"
-    for pair in run.task.named_pairs or [own]:
+    for pair in run.task.pairs or [own]:
         target, _, draft = pair.partition("/")
         chosen = plan(target, draft or None, cluster=WRITE_UPS[name][1]).chosen
         assert chosen.verdict.value == "fits"

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from llama_ssp.config.schema import (
     MAX_SEED,
@@ -27,6 +27,7 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks import TASKS, TaskConf
 
+SettingsT = TypeVar("SettingsT", bound=TaskConf)
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
 
 
@@ -52,6 +53,12 @@ class RunConf:
     seed: int | None = number(None, 0, MAX_SEED, "The seed of all random numbers; null draws one.")
     output: Output = key(Output.text, "Standard output: text, one json document, or jsonl: a line a text.")
     out: str | None = not_empty("The folder for run folders; null writes none.", "outputs")
+
+    def task_as(self, kind: type[SettingsT]) -> SettingsT:
+        """Returns the task's settings, which are of this kind. Raises TypeError for another task."""
+        if not isinstance(self.task, kind):
+            raise TypeError(f"task={self.task.name} is no {kind.__name__}")
+        return self.task
 
     @property
     def has_draft_model(self) -> bool:

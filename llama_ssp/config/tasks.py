@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING
 
@@ -50,23 +51,32 @@ class TaskConf:
     measures_costs = False  # whether an adaptive K goes by measured costs of rounds
     may_not_draft = False  # whether the plan may choose K = 0
     usual_tokens = 0  # that the task writes in all, at least, where nothing says how many
+    distinct = cast("tuple[str, ...]", ())  # keys of lists that may not hold an entry twice
+
+    # What a run takes of a task that does not have these keys.
+    prompt_tokens = max_new_tokens = 0  # not known; none
+    batch_size = repeats = 1
+    prefill_chunk = 512
+    chat = special_tokens = status = submit = False
+    ignore_eos = cast("bool | None", False)
+    system = plot = cast("str | None", None)
+    acceptance = cast("float | None", None)
+    logprobs = cast("int | None", None)
+    logprobs_of = LogprobsOf.target
+    on_bad_row = OnBadRow.fail
+    pairs = cast("Sequence[str]", ())
 
     name: str = key(MISSING, "The task's name.")
 
     @property
     def writes_past_end(self) -> bool:
         """Whether an end-of-text token ends no text."""
-        return getattr(self, "ignore_eos", False)
-
-    @property
-    def named_pairs(self) -> list[str]:
-        """The pairs of presets that the task names in the place of the run's own."""
-        return getattr(self, "pairs", [])
+        return bool(self.ignore_eos)
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         """Raises UsageError for values that rule each other out. Types and ranges have been checked."""
-        for name in ("pairs", "seeds", "sizes", "lengths", "ks", "nodes"):
-            value = getattr(self, name, [])
+        for name in self.distinct:
+            value = getattr(self, name)
             if len({*value}) < len(value):
                 raise UsageError(f"task.{name} holds an entry twice", found=value, fix="give each once")
 
@@ -74,6 +84,11 @@ class TaskConf:
 @dataclass
 class PromptedConf(TaskConf):
     """A task that continues prompts. Without prompts of the user it has its own (text/prompts.py)."""
+
+    sources = cast("tuple[str, ...]", ("prompts", "prompt_file"))  # a run names one at most
+    usual_prompts = cast("str | None", None)  # by name, in text/prompts.py; None: standard input
+    asks_for_prompts = False  # on a terminal
+    suite, lengths = cast("str | None", None), cast("Sequence[int]", ())
 
     prompts: list[str] | None = key(None, "The prompts; each prompt=TEXT adds one.")
     prompt_file: str | None = not_empty("A prompt a line; of .jsonl prompt and id; - is standard input.")
@@ -88,7 +103,7 @@ class PromptedConf(TaskConf):
         if self.system is not None and not self.chat:
             what, fix = "task.system is a part of a chat", "write task.chat=true, or put it into the prompt"
             raise UsageError(what, found="task.chat=false", fix=fix)
-        sources = [key for key in ("prompts", "prompt_file", "lengths", "suite") if getattr(self, key, None)]
+        sources = [key for key in self.sources if getattr(self, key)]
         if len(sources) > 1:
             what = f"both task.{sources[0]} and task.{sources[1]} are given"
             raise UsageError(what, allowed="one source of prompts", fix="drop one of them")
@@ -173,6 +188,8 @@ class EvalConf(TaskConf):
     `sizes`.
     """
 
+    distinct = "pairs", "seeds", "sizes"
+
     pairs: list[str] = pair_names("score")
     seeds: list[int] = number(lambda: [0, 1, 2, 3], 0, MAX_SEED, "Seeds of sets of questions.")
     sizes: list[int] = number(lambda: [1000], 1, 10**6, "Numbers of questions of each set.")
@@ -196,7 +213,7 @@ class CompareConf(TextConf):
     Without a prompt it asks on the terminal. One sampling runs after the other.
     """
 
-    measures_costs = True
+    measures_costs = asks_for_prompts = True
 
     plot: str | None = picture("each comparison's end", "svg|html", "null saves none")
 
@@ -219,6 +236,9 @@ class MeasureConf(PromptedConf):
     """
 
     measures_costs = True
+    distinct = "pairs", "lengths", "ks"
+    sources = "prompts", "prompt_file", "lengths", "suite"
+    usual_prompts = "sentences"
 
     suite: str | None = not_empty("A published file of questions, of several turns each (text/prompts.py).")
     pairs: list[str] = pair_names("measure")
@@ -251,6 +271,8 @@ class CertifyConf(PromptedConf):
     their distributions are compared. Distributions of rounds are computed exactly.
     """
 
+    usual_prompts = "short"
+
     samples: int = number(128, 8, 10**6, "Sampled texts of each prompt, for each way of sampling.")
     max_new_tokens: int = number(8, 1, MAX_INT, "Tokens of each sampled text.")
     law_tokens: int = number(192, 1, MAX_INT, "Tokens of long texts, examined round by round.")
@@ -275,6 +297,8 @@ class AgreeConf(PromptedConf):
     The draft writes a chunk at a time, which the target reads in one pass, until they differ.
     """
 
+    usual_prompts = "short"
+
     max_new_tokens: int = number(64, 1, MAX_INT, "Tokens to agree on, at most.")
     chunk: int = number(8, 1, MAX_K, "Tokens that the draft writes before the target reads them.")
     ignore_eos: bool = key(False, "Continue after the model's end token.")
@@ -291,6 +315,7 @@ class PlanConf(TaskConf):
     """Does the pair fit, where, and how fast? No GPU, no weights."""
 
     groups = "model draft speculation placement cluster"
+    distinct = ("nodes",)
 
     prompt_tokens: int = number(512, 1, MAX_INT, "Tokens of a prompt.")
     max_new_tokens: int = number(128, 1, MAX_INT, "Tokens of a continuation.")

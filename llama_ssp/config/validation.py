@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -15,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.config.run import SIZES, RunConf
 from llama_ssp.config.schema import MAX_INT, ModelConf, Output, Scheduler, Splitting, Weights
-from llama_ssp.config.tasks import TASKS, BatchConf, PlanConf
+from llama_ssp.config.tasks import TASKS
 from llama_ssp.config.translation import translated, unknown_key
 from llama_ssp.errors import UsageError
 
@@ -40,7 +39,7 @@ def check(run: RunConf) -> None:
     if TASKS.get(run.task.name) is not type(run.task):  # the name becomes part of a folder's name
         fix = "choose a task with task=NAME, and leave task.name"
         raise UsageError("task.name is not a task", "", repr(run.task.name), ", ".join(TASKS), fix)
-    spec, sampling, new = run.speculation, run.sampling, getattr(run.task, "max_new_tokens", math.inf)
+    spec, sampling, new = run.speculation, run.sampling, run.task.max_new_tokens
     if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
         between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
@@ -51,7 +50,7 @@ def check(run: RunConf) -> None:
     if run.output is Output.jsonl and run.task.name != "generate":
         fix = "use output=json; task=batch writes JSONL to its file"
         raise UsageError("output=jsonl is for task=generate", "output", f"task={run.task.name}", fix=fix)
-    if new and sampling.min_new_tokens > new:  # of 0 new tokens, a prompt is scored
+    if new and sampling.min_new_tokens > new:  # without new tokens a prompt is scored
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{new}", fix)
     placement = run.placement
@@ -82,7 +81,7 @@ def check_context(run: RunConf) -> None:
         for token in tokens:
             between(f"sampling.{key} token", token, 0, vocab - 1, f"model {model.name} has {vocab} tokens")
     of = f"model {model.name} has a context of {model.context} tokens"
-    prompt, new = getattr(run.task, "prompt_tokens", 1), getattr(run.task, "max_new_tokens", 1) or 1
+    prompt, new = run.task.prompt_tokens or 1, run.task.max_new_tokens or 1
     between("task.prompt_tokens", prompt, 1, model.context - 1, of)
     between("task.max_new_tokens", new, 1, model.context - prompt, f"{of}, prompt included")
 
@@ -94,7 +93,7 @@ def check_sharing(run: RunConf, words: Sequence[str] = ()) -> None:
     """
     cluster, task = run.cluster, run.task
     for key, value, usual in (("scheduler", cluster.scheduler.value, "none"), ("groups", cluster.groups, 1)):
-        if value != usual and not isinstance(task, BatchConf | PlanConf):
+        if value != usual and task.name not in ("batch", "plan"):
             what, found = f"cluster.{key} is for task=batch", f"{value}, task={task.name}"
             preset = f" and cluster={value}" * (key == "scheduler")
             fix = f"it would run here and now: leave cluster.{key}{preset} out if that is what you want"
@@ -104,7 +103,7 @@ def check_sharing(run: RunConf, words: Sequence[str] = ()) -> None:
     if unused and cluster.scheduler is Scheduler.none and "cluster.scheduler" not in keys:
         fix = "write cluster=slurm, or leave it out"
         raise UsageError(f"{unused[0]} is given, and Slurm starts nothing", fix=fix)
-    if isinstance(task, BatchConf) and task.submit and cluster.scheduler is Scheduler.none:
+    if task.submit and cluster.scheduler is Scheduler.none:
         what = "task.submit=true needs a scheduler"
         raise UsageError(what, found="cluster.scheduler=none", fix="use cluster=slurm")
     if cluster.scheduler is not Scheduler.none and cluster.gpus is None:

@@ -120,9 +120,8 @@ def load_pair(
         fix = "start the script with torchrun --nproc-per-node N"
         raise UsageError("a script does not start ranks: ranks= is the command's", fix=fix)
     run = composed([f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens)}", *words])
-    assert isinstance(run.task, GenerateConf)
     new = max(1, min(max_tokens, USUAL_TOKENS) // 16, run.sampling.min_new_tokens)  # of a usual call
-    task = replace(run.task, max_new_tokens=new)
+    task = replace(run.task_as(GenerateConf), max_new_tokens=new)
     run = replace(run, task=task)
     spec = pair_specs(run, [], rank_environment().world)[0]
     ranks = ranks_of(run)
@@ -265,9 +264,10 @@ class Pair:
             raise UsageError(
                 "logprobs_of is unknown", "", repr(logprobs_of), ", ".join(LogprobsOf), "choose one"
             )
-        assert isinstance(run.task, GenerateConf)
-        task = replace(run.task, max_new_tokens=max_new_tokens, stop=listed("stop", stop), chat=chat)
-        task = replace(task, system=system, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of))
+        task = replace(
+            run.task_as(GenerateConf), max_new_tokens=max_new_tokens, stop=listed("stop", stop), chat=chat,
+            system=system, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of),
+        )  # fmt: skip
         sampling, speculation = sampling or run.sampling, chosen(speculation or run.speculation)
         if speculation.k is None:
             speculation = replace(speculation, k=run.speculation.k)
@@ -289,8 +289,7 @@ class Pair:
 
     def _batches(self, prompts: list[TextOrIds], run: RunConf) -> Iterator[tuple[Batch, int]]:
         """Each batch of a run with these settings, its prompts read, and the number of its first prompt."""
-        pair, task = self._session, run.task
-        assert isinstance(task, GenerateConf)
+        pair, task = self._session, run.task_as(GenerateConf)
         if not prompts:
             return
         seed = run.seed
@@ -303,8 +302,7 @@ class Pair:
 
     def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:
         """The texts as token ids; `shorter`: than the context, so that a token can follow."""
-        tokens, found = self._session.tokens, list[Prompt]()
-        special = getattr(run.task, "special_tokens", False)
+        tokens, found, special = self._session.tokens, list[Prompt](), run.task.special_tokens
         for n, text in enumerate(texts):
             given = TextPrompt(str(n), text if isinstance(text, str) else "", f"prompt {n}")
             if (problem := problem_of(given, {})) is not None:
@@ -313,7 +311,7 @@ class Pair:
                 found.append(self._session.prompt(given, run))
             else:
                 ids = tokens.encode(text, special) if isinstance(text, str) else _ids(text, given.where)
-                if getattr(run.task, "chat", False):
+                if run.task.chat:
                     fix = "give the text, or leave out chat"
                     raise DataError("token ids are not put into a chat template", given.where, fix=fix)
                 found.append(usable(given, ids, tokens, run, 0 if shorter else 2))

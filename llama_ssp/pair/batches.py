@@ -163,17 +163,16 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence
     Raises DataError where the model cannot continue it.
     """
     task = run.task
-    system: str | None = getattr(task, "system", None)
-    if messages or getattr(task, "chat", False):
+    if messages or task.chat:
         messages = list(messages) or conversation(text.text, None)
-        if system and messages[0]["role"] != "system":
-            if (problem := problem_of(TextPrompt("system", system, "task.system"), {})) is not None:
+        if task.system and messages[0]["role"] != "system":
+            if (problem := problem_of(TextPrompt("system", task.system, "task.system"), {})) is not None:
                 raise problem
-            messages.insert(0, {"role": "system", "content": system})
+            messages.insert(0, {"role": "system", "content": task.system})
         ids = tokens.chat(messages)
     else:
-        ids = encoded(text, tokens, run.model.context, getattr(task, "special_tokens", False))
-    return usable(text, ids, tokens, run, 0 if getattr(task, "max_new_tokens", 1) else 2)
+        ids = encoded(text, tokens, run.model.context, task.special_tokens)
+    return usable(text, ids, tokens, run, 0 if task.max_new_tokens else 2)
 
 
 def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = False) -> list[int]:

@@ -75,8 +75,7 @@ def of_constants(on_cpu: bool) -> Steps:
 
 def tokens_generated(run: RunConf) -> int:
     """How many tokens the task generates for one prompt, as often as it does; of a chat or a job, a guess."""
-    times = getattr(run.task, "repeats", 1) * getattr(run.task, "max_new_tokens", 0)
-    return max(int(times), run.task.usual_tokens)
+    return max(run.task.repeats * run.task.max_new_tokens, run.task.usual_tokens)
 
 
 def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: bool) -> float:

@@ -84,7 +84,7 @@ def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec,
 
 def pair_files(run: RunConf, folders: list[Path], dry: bool = False) -> list[PairFiles]:
     """Every pair of the run, with the shapes of its models; `dry`: their files need not be here."""
-    runs = [_with_presets(run, name, folders) for name in run.task.named_pairs] or [run]
+    runs = [_with_presets(run, name, folders) for name in run.task.pairs] or [run]
     return [_completed(one, dry) for one in runs]
 
 

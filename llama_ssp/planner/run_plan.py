@@ -82,15 +82,14 @@ def request_of(
     draft = run.draft if run.has_draft_model else None
     target_dtype, draft_dtype = dtypes if len(dtypes) == 2 else (*dtypes, None, None)[:2]
     most = run.model.context if slots is None else slots
-    new = min(getattr(task, "max_new_tokens", USUAL_TOKENS), most - 1)
-    prompt = getattr(task, "prompt_tokens", min(USUAL_TOKENS, most - new)) if slots is None else slots - new
-    rows = getattr(task, "batch_size", 1) if rows is None else rows
-    chunk = getattr(task, "prefill_chunk", USUAL_TOKENS)
+    new = min(task.max_new_tokens, most - 1)
+    prompt = task.prompt_tokens or min(USUAL_TOKENS, most - new) if slots is None else slots - new
+    rows = task.batch_size if rows is None else rows
     k = USUAL_K if spec.k is None else spec.k
-    work = Workload(rows, prompt, new, k, chunk, *caches)
+    work = Workload(rows, prompt, new, k, task.prefill_chunk, *caches)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
-    acceptance = getattr(task, "acceptance", run.plan.acceptance)
+    acceptance = run.plan.acceptance if task.acceptance is None else task.acceptance
     k_max = max(spec.k_max, spec.k or 0)
     return PlanRequest(
         machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from llama_ssp.config import Output, PromptedConf, TaskConf
+from llama_ssp.config import Output, TaskConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.host_memory import process_bytes
@@ -65,7 +65,6 @@ class Task(Generic[Conf]):
 
     def _prompts(self, pair: PairSession) -> list[tuple[TextPrompt, Prompt]]:
         """The run's prompts as token ids; bad ones end the run or are skipped, as configured."""
-        assert isinstance(self._task, PromptedConf)
         return pair.prompts(self._inputs.reading.prompts, self._task.on_bad_row, self._skipped)
 
     def _measurement(self, figures: dict[str, Any], how: str = "") -> list[RunMeasurement]:
@@ -88,13 +87,8 @@ class Task(Generic[Conf]):
     def _draw(self, name: str | None) -> None:
         """Has the leader draw the run's picture where `task.plot` asks for it, or into the run folder."""
         if self._ranks.is_leader:
-            summary = self._folder.summary("", {**self.figures(), "gpus": gpu_names()})
+            summary = self._folder.summary("", {**self.figures(), "gpus": [gpu.name for gpu in gpus_here()]})
             self._plot = plot(summary, name, self._folder.path)
-
-
-def gpu_names() -> list[str]:
-    """The GPUs of this machine that the run sees."""
-    return [gpu.name for gpu in gpus_here()]
 
 
 def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes]:

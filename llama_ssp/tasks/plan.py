@@ -93,8 +93,7 @@ def execute(
     run: RunConf, ranks: int, is_leader: bool, words: Sequence[str], place: Path | None = None
 ) -> int:
     """Prints and keeps the plan; exit code 1 if task.require_fit is set and the pair does not fit."""
-    task = run.task
-    assert isinstance(task, PlanConf)
+    task = run.task_as(PlanConf)
     run, plan = planned(run, ranks)
     vocabulary, matching = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed, place)

@@ -16,6 +16,7 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.session import first_cause, ranks_of
+from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.run_plan import Bytes, compare_with_plan
 from llama_ssp.report.console import Console
 from llama_ssp.report.run_folder import RunFolder, deciding, versions
@@ -26,7 +27,7 @@ from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
 from llama_ssp.tasks.certify.task import CertifyTask
 from llama_ssp.tasks.chat import ChatTask
-from llama_ssp.tasks.common import Task, gpu_names, memory_of_ranks
+from llama_ssp.tasks.common import Task, memory_of_ranks
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
@@ -84,7 +85,7 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
         for pair, plain, chosen in zip(inputs.pairs, sent["placements"], sent["drafts"], strict=True)
     )
     reading = Reading(prompts, sent["reading"]["skipped"])
-    run = inputs.run if inputs.run.task.named_pairs else pairs[0].run
+    run = inputs.run if inputs.run.task.pairs else pairs[0].run
     return replace(inputs, run=run, seed=sent["seed"], pairs=pairs, reading=reading)
 
 
@@ -130,7 +131,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     finally:
         plan = compare_with_plan(task.measurements(), memory)
         wall_s = time.perf_counter() - began
-        run_figures = {"plan": plan, "wall_s": wall_s, "gpus": gpu_names()}
+        run_figures = {"plan": plan, "wall_s": wall_s, "gpus": [gpu.name for gpu in gpus_here()]}
         summary = folder.summary(status, {**task.figures(), **run_figures})
         try:
             folder.close(summary)

@@ -18,15 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from llama_ssp.config import (
-    AgreeConf,
-    CertifyConf,
-    CompareConf,
-    MeasureConf,
-    OnBadRow,
-    PromptedConf,
-    home_expanded,
-)
+from llama_ssp.config import OnBadRow, PromptedConf, home_expanded
 from llama_ssp.errors import DataError, StorageError, UsageError, shortened
 
 log = logging.getLogger(__name__)
@@ -141,15 +133,15 @@ def read_prompts(task: PromptedConf) -> Reading:
         data = file_bytes("task.prompt_file", task.prompt_file)
         made = _record if has_objects(task.prompt_file, data) else _text
         return _checked(_parse(data, task.prompt_file, made), task.on_bad_row)
-    if isinstance(task, MeasureConf) and task.suite is not None:
+    if task.suite is not None:
         data = file_bytes("task.suite", task.suite)
         return _checked(_parse(data, task.suite, _question), task.on_bad_row)
-    if isinstance(task, MeasureConf):
+    if task.usual_prompts == "sentences":
         return _samples([] if task.lengths else SENTENCES, "sentences")
-    if isinstance(task, CertifyConf | AgreeConf):
+    if task.usual_prompts == "short":
         return _samples(SHORT)
     if sys.stdin is None or sys.stdin.isatty():
-        return _samples([] if isinstance(task, CompareConf) and sys.stdin is not None else SAMPLE)
+        return _samples([] if task.asks_for_prompts and sys.stdin is not None else SAMPLE)
     return _from_stdin(task.on_bad_row)
 
 
