@@ -28,7 +28,7 @@ from bench.words import changed  # noqa: E402
 from llama_ssp.config import Dtype  # noqa: E402
 from llama_ssp.models.formats.coded import Coded, Codes, values  # noqa: E402
 from llama_ssp.models.kernels import coded, linear  # noqa: E402
-from llama_ssp.models.linear import formats, plain  # noqa: E402
+from llama_ssp.models.linear import Kernels, LayerFormat, dense  # noqa: E402
 from llama_ssp.models.quantization import quantised, scales_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
@@ -66,10 +66,10 @@ def random(kind: Codes, scales: torch.dtype, offset: str) -> Coded:
 
 def layers() -> dict[str, tuple[list[Work], int]]:
     """By name, layers of one format, and the bytes of one."""
-    product = formats(Dtype.bf16, CPU, fast=True)[0]
+    form = LayerFormat(Dtype.bf16, kernels=Kernels.all)
     found: dict[str, tuple[list[Work], int]] = {}
     for name, how in FORMATS.items():
-        own = [product(random(*how), None) for _ in range(LAYERS)]
+        own = [form.linear(random(*how)) for _ in range(LAYERS)]
         parts = [part for part in own[0].buffers() if part is not own[0].table]
         found[name] = list(own), sum(part.nbytes for part in parts)
     weight = torch.randn(OUTPUTS, INPUTS).bfloat16()
@@ -81,8 +81,8 @@ def layers() -> dict[str, tuple[list[Work], int]]:
             layer.eval()  # in training the library takes slower ways
         size = layers[0].weight.nbytes + sum(scales.nbytes for scales in scales_of(layers[0]))
         found[f"{dtype.value}, bitsandbytes"] = list(layers), size
-    found["bf16, torch's own"] = [plain(weight.clone()) for _ in range(LAYERS // 2)], weight.nbytes
-    found["bf16"] = [product(weight, None) for _ in range(LAYERS // 2)], weight.nbytes
+    found["bf16, torch's own"] = [dense(weight.clone()) for _ in range(LAYERS // 2)], weight.nbytes
+    found["bf16"] = [form.linear(weight) for _ in range(LAYERS // 2)], weight.nbytes
     return found
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-from llama_ssp.config import ModelConf
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.config import Weights as WeightsFrom
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder, wanted
@@ -25,9 +25,10 @@ from llama_ssp.models.attention import Pass
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.interface import Model
-from llama_ssp.models.linear import Product, plain
+from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.speculative.state import Prompt
 from tests.rig import perturbed
@@ -223,23 +224,29 @@ def greedy_text(module: Any, ids: Sequence[int], new: int, end: int | None = Non
     return text[0, len(ids) :].tolist()
 
 
-def decoder_of(module: Any, **how: Any) -> Decoder:
+DTYPES = {TORCH_DTYPES[dtype]: dtype for dtype in (Dtype.fp64, Dtype.fp32, Dtype.fp16, Dtype.bf16)}
+
+
+def decoder_of(
+    module: Any, kind: type[LayerFormat] = LayerFormat, ranks: Ranks = ALONE, **how: Any
+) -> Decoder:
     """The module as a decoder of our own, in the module's number format, by way of its files."""
+    form = kind(DTYPES[module.dtype], **how)
     with TemporaryDirectory() as folder:
         module.save_pretrained(folder)
         with closing(FileSource(Path(folder), wanted(module.config), module.base_model_prefix)) as source:
-            return decoder(module.config, source, dtype=module.dtype, **how)
+            return decoder(module.config, source, ranks, form)
 
 
 def model_of(
     name: str, kind: type[DecoderModel] = DecoderModel, noise: float = 0.0, ranks: Ranks = ALONE,
-    product: Product = plain, **changes: Any,
+    kernels: Kernels = Kernels.none, **changes: Any,
 ) -> Any:  # fmt: skip
     """A random model that runs our decoder; with noise it agrees with the plain one sometimes."""
     module = build(name, **changes)
     if noise:
         perturbed(module, noise)
-    return kind(decoder_of(module, product=product), module.config, "m", ranks)
+    return kind(decoder_of(module, kernels=kernels), module.config, "m", ranks)
 
 
 def runnable(module: Any, name: str) -> Model:

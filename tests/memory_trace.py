@@ -23,7 +23,7 @@ from llama_ssp.config import Weights
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.assemble import decoder
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.models.linear import LayerFormat
 from llama_ssp.models.sharding import Cut
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.synthetic import SyntheticSource, config_for
@@ -183,7 +183,7 @@ def _filled(role: Role, world: int, rank: int) -> DecoderModel:
     """Cut as the loader cuts, and made of nothing."""
     config, ranks = config_for(role.model), FakeRanks(rank, world)
     drafts = role.role == DRAFT
-    made = decoder(config, BlankSource(role, config), ranks, TORCH_DTYPES[role.dtype], drafts=drafts)
+    made = decoder(config, BlankSource(role, config), ranks, LayerFormat(role.dtype), drafts)
     return DecoderModel(made, config, role.model.name, ranks)
 
 

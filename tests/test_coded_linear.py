@@ -22,7 +22,7 @@ from llama_ssp.models.formats.coded import TABLES, Coded, Codes, packed, unpacke
 from llama_ssp.models.kernels import coded, linear
 from llama_ssp.models.kernels.coded import OPERATOR, CodedLinear, DecodedLinear, available, operators, usable
 from llama_ssp.models.kernels.linear import PackedLinear
-from llama_ssp.models.linear import dense, formats, in_fp32
+from llama_ssp.models.linear import Kernels, LayerFormat, dense, in_fp32
 from llama_ssp.models.loader import load
 from llama_ssp.models.quantization import INT4, coded_of, in_groups, quantised
 from llama_ssp.models.sharding import require_transformers
@@ -191,12 +191,12 @@ def test_which_product_a_weight_has():
     operators("cpu")
     even, odd = held(64, 128, "int4", 32), held(64, 132, "int4", 4)
     assert usable(even, CPU) and not usable(odd, CPU)
-    fast, eager = formats(Dtype.bf16, CPU, fast=True)[0], formats(Dtype.bf16, CPU, fast=False)[0]
-    found = fast(even, None)
+    fast, eager = LayerFormat(Dtype.bf16, kernels=Kernels.all), LayerFormat(Dtype.bf16)
+    found = fast.linear(even)
     assert isinstance(found, CodedLinear)
     assert sum(part.nbytes for part in (found.codes, found.scales)) == even.nbytes
-    for product, weight in ((fast, odd), (eager, even)):
-        assert isinstance(product(weight, None), DecodedLinear)
+    for form, weight in ((fast, odd), (eager, even)):
+        assert isinstance(form.linear(weight), DecodedLinear)
 
 
 def test_in_8_bit_weights_are_those_of_llm_int8():
@@ -237,8 +237,7 @@ def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
     for each in (eager, fast):
         layers = [layer for layer in each.decoder.modules() if isinstance(layer, CodedLinear)]
         assert len(layers) == 4 * len(each.decoder.blocks)
-    decoding = formats(Dtype.int4, CPU, fast=False)
-    monkeypatch.setattr(loader, "formats", lambda *_: decoding)
+    monkeypatch.setattr(loader, "has_kernels", lambda *_: False)
     decoded = walked(load(model, tmp_path, Dtype.int4, CPU, "draft"))
     monkeypatch.undo()
     for found in (walked(eager), walked(fast)):

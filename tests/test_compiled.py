@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor import cpp_builder
 from torch._inductor.fx_passes import pad_mm
 from torch._inductor.utils import run_and_get_code
@@ -29,7 +29,7 @@ from llama_ssp.models.kernels import attention, coded, probe
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.kept_files import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators
-from llama_ssp.models.linear import Products, plain
+from llama_ssp.models.linear import Kernels, LayerFormat, dense
 from llama_ssp.models.programs import quick_builds
 from llama_ssp.models.quantization import INT4, LLM_INT8, NF4
 from llama_ssp.models.steps import SteppedModel
@@ -49,8 +49,15 @@ def ours(family: str, layers: int = 2, fast: bool = False, noise: float = 0.0, *
     """A model with few layers: each takes its seconds to compile. `fast`: compiled, with packed weights."""
     if fast:
         assert steps.has_kernels("m", Dtype.bf16, CPU, (4, 4, 16))
-    kind, product = SteppedModel if fast else DecoderModel, Products(CPU, fast)
-    return model_of(family, kind, noise, product=product, num_hidden_layers=layers, **changes)
+    kind, kernels = (SteppedModel, Kernels.all) if fast else (DecoderModel, Kernels.none)
+    return model_of(family, kind, noise, kernels=kernels, num_hidden_layers=layers, **changes)
+
+
+class PlainHead(LayerFormat):
+    """A format whose output matrix is torch's."""
+
+    def head(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:  # type: ignore[override]
+        return dense(weight_NK, bias_N)
 
 
 @pytest.mark.slow
@@ -132,7 +139,7 @@ def test_a_step_in_bf16(monkeypatch):
     wide, eager = (ours("llama-gqa", 1, dtype=kind, mild=True) for kind in (torch.float32, torch.bfloat16))
     packed = decoder_of(
         build("llama-gqa", num_hidden_layers=1, dtype=torch.bfloat16, mild=True),
-        product=Products(CPU, fast=True), head=plain,
+        PlainHead, kernels=Kernels.all,
     )  # fmt: skip
     fast = SteppedModel(packed, eager.config, "m", eager.ranks)
     _, (code,) = run_and_get_code(fast.prepare)

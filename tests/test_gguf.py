@@ -26,6 +26,7 @@ from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_source import GgufSource
 from llama_ssp.models.formats.kept import GGUF, GGUF_FORMATS
+from llama_ssp.models.linear import LayerFormat
 from llama_ssp.models.loader import differences
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.shape import ALL
@@ -127,7 +128,7 @@ def opened(path: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
     config = require_supported(path)
     source = GgufSource(read_header(path), config, wanted(config))
     assert not any(differences(wanted(config), source.shapes, config).values())
-    return decoder(config, source, ranks, **how)
+    return decoder(config, source, ranks, LayerFormat(**how))
 
 
 @pytest.mark.parametrize("kind", GGUF_FORMATS)

@@ -29,7 +29,7 @@ from llama_ssp.models.graph_sizes import DECODED
 from llama_ssp.models.kernels import expert_stacks
 from llama_ssp.models.kernels.coded import DecodedLinear, operators
 from llama_ssp.models.kernels.expert_stacks import Stack
-from llama_ssp.models.linear import Concatenated, formats
+from llama_ssp.models.linear import Concatenated, Kernels, LayerFormat
 from llama_ssp.models.loader import differences, load, read
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
@@ -75,7 +75,7 @@ def loaded(folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
     with opened(folder) as source:
         found = differences(wanted(config), source.shapes, config)
         assert not any(found.values()), found
-        return decoder(config, source, ranks, **how)
+        return decoder(config, source, ranks, LayerFormat(**how))
 
 
 def walked_by(folder: Path, world: int, **how: Any) -> tuple[list[Decoder], list[list[Tensor]]]:
@@ -303,10 +303,9 @@ def test_experts_are_multiplied_by_the_kernel(name: str, folders: Path) -> None:
 
     Libraries round a weight to the type of its scale; of blocks that is fp32, else 16 bit.
     """
-    folder, cpu = quantised(name, folders / name), torch.device("cpu")
+    folder = quantised(name, folders / name)
     operators("cpu")
-    product, head = formats(Dtype.packed, cpu, fast=False, coded_too=True)
-    kept = loaded(folder, keeps_codes=True, product=product, head=head)
+    kept = loaded(folder, keeps_codes=True, kernels=Kernels.codes)
     assert all(how.endswith("True") for layer in experts_of(kept) for how in layer.hows)
     expected = walked(loaded(folder))[0]
     assert off(walked(kept)[0], expected) < (1e-5 if name.endswith("blocks") else 3e-2)

@@ -19,7 +19,7 @@ from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
-from llama_ssp.models.linear import Concatenated, Embedding, Head, Product, Products, Summed, dense, plain
+from llama_ssp.models.linear import Concatenated, Embedding, Head, LayerFormat, Summed, dense
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import (
@@ -39,31 +39,27 @@ from llama_ssp.models.sharding import (
 Sizes = tuple[int, ...]  # of a tensor
 Pair = tuple[Tensor | Coded, Tensor | Coded]  # an expert's gate and up as one matrix (2F, H); down (H, F)
 ReadExperts = Callable[[str, Span, bool], Iterator[Pair]]
+META = torch.device("meta")  # of a model whose sizes alone are wanted
 ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
 
 
 def decoder(
-    config: Any, source: Source, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32,
-    product: Product = plain, head: Product | None = None, device: torch.device | None = None,
-    drafts: bool = False, keeps_codes: bool = False,
-) -> Decoder:  # fmt: skip
-    """This rank's part of the model; `shape.reason_against` has found nothing against it.
+    config: Any, source: Source, ranks: Ranks = ALONE, form: LayerFormat | None = None, drafts: bool = False
+) -> Decoder:
+    """Returns this rank's part of a model that `shape.reason_against` has nothing against.
 
-    `keeps_codes`: linear layers that are quantised on disk stay so.
-    `product` is the format of linear layers; `head` that of the last one, which is not quantised. Of a model
-    that drafts the first rank alone has token ids, and the embedding.
+    `form` makes its linear layers, by default in fp32 on the CPU. In a model that `drafts` the first rank
+    alone has token ids, and the embedding.
     """
-    where, how = device or torch.device("cpu"), (product, head or product)
-    return Assembly(config, source, ranks, dtype, *how, where, drafts, keeps_codes).whole()
+    return Assembly(config, source, ranks, form or LayerFormat(), drafts).whole()
 
 
 def wanted(config: Any) -> dict[str, Sizes]:
-    """The tensors that the model has on disk, by name; of a tied model also the head, which may be absent."""
+    """Returns the tensors of the model on disk, by name; a tied model's head, too, which may be absent."""
     outline = Outline({f"{shape_of(config).family.names.head}.weight": ()})
-    meta = torch.device("meta")
-    whole = Assembly(config, outline, ALONE, torch.float32, plain, plain, meta, drafts=False)
-    whole.whole()
-    return whole.wanted
+    assembly = Assembly(config, outline, ALONE, LayerFormat(device=META), drafts=False)
+    assembly.whole()
+    return assembly.wanted
 
 
 class Outline:
@@ -79,13 +75,9 @@ class Outline:
 class Assembly:
     """What all weights of a model are read with."""
 
-    def __init__(
-        self, config: Any, source: Source, ranks: Ranks, dtype: torch.dtype, product: Product,
-        head: Product, device: torch.device, drafts: bool, keeps_codes: bool = False,
-    ) -> None:  # fmt: skip
-        self.config, self.source, self.ranks, self.dtype = config, source, ranks, dtype
-        self.product, self.head, self.device, self.drafts = product, head, device, drafts
-        self.keeps_codes = keeps_codes
+    def __init__(self, config: Any, source: Source, ranks: Ranks, form: LayerFormat, drafts: bool) -> None:
+        self.config, self.source, self.ranks, self.form = config, source, ranks, form
+        self.device, self.drafts = form.device, drafts
         self.shape: Shape = shape_of(config)
         self.names = self.shape.family.names
         self.heads = head_ranges(self.shape.n_heads, self.shape.n_kv, ranks.world, ranks.rank)
@@ -106,7 +98,7 @@ class Assembly:
             embedding, self.positions(), offset or 0,
             {} if offset is not None else self.rotaries(),
             [self.block(f"{names.blocks}.{number}.", block) for number, block in enumerate(shape.blocks)],
-            self.norm(names.norm), Head(self.head(head_VH, None), list(map(length, shares)), gather),
+            self.norm(names.norm), Head(self.form.head(head_VH), list(map(length, shares)), gather),
             shape.logit_divisor, shape.logit_softcap,
         )  # fmt: skip
         return found.eval()
@@ -207,9 +199,8 @@ class Assembly:
 
     def _stacks(self, read: ReadExperts, prefix: str, share: Span) -> tuple[Stack, Stack]:
         """Falls back to plain numbers unless all experts share one code format."""
-        products = self.head if isinstance(self.head, Products) else Products(self.device, fast=False)
-        for keeps in (self.keeps_codes, False):
-            up, down = (products.stacking(self.shape.experts) for _ in range(2))
+        for keeps in (self.form.keeps_codes, False):
+            up, down = (self.form.stacking(self.shape.experts) for _ in range(2))
             each = enumerate(read(prefix, share, keeps))
             alike = all(up.put(number, own[0]) and down.put(number, own[1]) for number, own in each)
             if alike and bool(up.how) == bool(down.how):
@@ -270,17 +261,17 @@ class Assembly:
             whole = joined(coded)
         if whole is not None:
             del weights, coded, plain  # a product may make a copy
-            return self.product(whole, bias)
+            return self.form.linear(whole, bias)
         sizes = [weight.shape[0] for weight in weights]
         each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
-        return Concatenated(list(map(self.product, weights, each)))
+        return Concatenated(list(map(self.form.linear, weights, each)))
 
     def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
         """A layer that is split by its inputs; the first rank has the bias."""
         cut, dim = Cut(COLUMNS, tuple(spans)) if self.split else None, self.shape.dim
         weight = self._read_for_product(f"{name}.weight", (dim, inputs), cut)
         has_bias = self.ranks.rank == 0 and self.shape.family.has_bias(self.config, name, part)
-        made = self.product(weight, self.read(f"{name}.bias", (dim,)) if has_bias else None)
+        made = self.form.linear(weight, self.read(f"{name}.bias", (dim,)) if has_bias else None)
         return Summed(made, self.ranks.all_reduce) if self.split else made
 
     def norm(self, name: str, size: int | None = None) -> Norm:
@@ -301,19 +292,20 @@ class Assembly:
 
     def _read_for_product(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
         """Returns the weight. The product moves it to the device: quantising begins on the CPU."""
-        return self._kept(self._part(name, shape, cut), self.keeps_codes)
+        return self._kept(self._part(name, shape, cut), self.form.keeps_codes)
 
     def _part(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
         self.wanted[name] = shape
         if self.device.type == "meta":
-            return taken(torch.empty(shape, dtype=self.dtype, device=self.device), cut)
+            return taken(torch.empty(shape, dtype=self.form.numbers, device=META), cut)
         return self.source.read(name, cut)
 
     def _kept(self, part: Tensor | Coded, keeps: bool) -> Tensor | Coded:
         return part if keeps and isinstance(part, Coded) else self._numbers(part)
 
     def _numbers(self, part: Tensor | Coded) -> Tensor:
-        return part.decoded(self.dtype) if isinstance(part, Coded) else part.to(self.dtype)
+        numbers = self.form.numbers
+        return part.decoded(numbers) if isinstance(part, Coded) else part.to(numbers)
 
 
 def _apart(part: Tensor, dim: int) -> Tensor:

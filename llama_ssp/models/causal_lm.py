@@ -148,6 +148,11 @@ class CausalModel(Model):
             raise ModelError(what, self.name, max(blocks), allowed, "use a head of this target")
         super().tap(blocks)
 
+    def table(self, output: bool) -> Tensor | None:
+        module: Any = self.module
+        layer = module.get_output_embeddings() if output else module.get_input_embeddings()
+        return layer.weight  # type: ignore[no-any-return]
+
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
         return RaggedCache(rows, capacity, self.caches)
 

@@ -40,6 +40,13 @@ class DecoderModel(Model):
         tensors = *self.decoder.parameters(), *self.decoder.buffers(), *scales_of(self.decoder)
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
+    def table(self, output: bool) -> Tensor | None:
+        layer: Any = self.decoder.head.product if output else self.decoder.embedding
+        table_VH = getattr(layer, "weight", None)
+        if isinstance(table_VH, Tensor) and table_VH.is_floating_point() and table_VH.dim() == 2:
+            return table_VH if len(table_VH) == self.vocab else None
+        return None
+
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         return SlotCache.of(rows, capacity, self.decoder.cache_shapes, self.dtype, self.device, self.caches)
 

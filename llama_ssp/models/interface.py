@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +53,15 @@ class Loaded(Protocol):
     caches: Tally
     is_compiled: bool = False  # of its steps; known once one has run
 
+    def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
+        """Compiles the steps, if they are to be, before they are needed: `rows` of up to `widths` tokens."""
+        return None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are CUDA graphs."""
+        return False
+
     @property
     def weights_bytes(self) -> int:
         """Bytes of this rank's weights."""
@@ -84,6 +93,10 @@ class Model(Loaded, Protocol):
         They stand token after token as they are fed, the blocks' states one after the other.
         """
         self.taps, self.tapped_TX = blocks, None
+
+    def table(self, output: bool) -> Tensor | None:
+        """Returns the embedding, or the output matrix, if this process has all of it as numbers."""
+        return None
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         """A Cache of the model's own kind."""

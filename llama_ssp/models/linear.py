@@ -16,12 +16,15 @@ over ranks is the layer's one message; only the first rank has the bias.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.config import Dtype
+from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.graph_sizes import SLICE
 from llama_ssp.models.kernels import coded
@@ -30,10 +33,10 @@ from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable
 from llama_ssp.models.quantization import QUANTISED, coded_of, in_groups, quantised
 
+CPU = torch.device("cpu")
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
 Gather = Callable[[Tensor], list[Tensor]]  # every rank's tensor, all of one shape
-# Of a weight and a bias: a format of linear layers. A weight in codes is kept so in any.
-Product = Callable[[Tensor | Coded, Tensor | None], nn.Module]
+Kernels = Enum("Kernels", ["none", "codes", "all"])  # the products that our own kernels compute
 
 
 class Summed(nn.Module):
@@ -122,7 +125,7 @@ class Head(nn.Module):
 
 
 def dense(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Linear:
-    """A product with this weight, in the weight's own memory."""
+    """Returns a product with this weight, in the weight's own memory."""
     outputs, inputs = weight_NK.shape
     layer = nn.Linear(inputs, outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(weight_NK, requires_grad=False)
@@ -131,51 +134,50 @@ def dense(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Linear:
     return layer
 
 
-def plain(weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
-    """The product by torch; codes are decoded for each."""
-    if isinstance(weight_NK, Coded):
-        return coded.DecodedLinear(weight_NK, bias_N)
-    return dense(weight_NK, bias_N)
+@dataclass
+class LayerFormat:
+    """Makes a model's linear layers in a number format, on a device, by torch's kernels or our own.
 
-
-def formats(
-    dtype: Dtype, device: torch.device, fast: bool, coded_too: bool = False
-) -> tuple[Product, Product]:
-    """The formats of linear layers and of the head, which is not quantised; `fast`: by our own kernels.
-
-    `coded_too`: codes by the kernel even if nothing else is. Weights may be where they were read, and are
-    moved to the device.
+    Weights are moved to the device from where they were read. Weights that are in codes on disk become
+    numbers, unless it `keeps_codes`. Our kernels for a CPU have all packed weights in one memory.
     """
-    products = Products(device, fast, fast or coded_too)
 
-    def small(weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
-        if isinstance(weight_NK, Coded):
-            return products(weight_NK, bias_N)
-        if dtype is Dtype.int4:
-            return products(in_groups(weight_NK), bias_N)
-        layer = quantised(dtype, weight_NK, bias_N, device)
-        ours = fast and (dtype is Dtype.int8 or device.type == "cuda") and coded.available(device)
-        return products(coded_of(layer), layer.bias) if ours else layer
+    dtype: Dtype = Dtype.fp32
+    device: torch.device = CPU
+    kernels: Kernels = Kernels.none
+    keeps_codes: bool = False
+    _memory: LargePages | None = field(init=False, default=None)
 
-    return small if dtype in QUANTISED else products, products
+    def __post_init__(self) -> None:
+        self.numbers = TORCH_DTYPES[self.dtype]  # the format of weights that are not in codes
+        self.codes_by_kernel = self.kernels is not Kernels.none and coded.available(self.device)
+        if self.kernels is Kernels.all and self.device.type == "cpu":
+            self._memory = LargePages()
 
-
-class Products:
-    """Makes products; of a CPU's own kernels with packed weights, all in the same memory."""
-
-    def __init__(self, device: torch.device, fast: bool, coded_fast: bool | None = None) -> None:
-        self.device = device
-        self.coded_fast = (fast if coded_fast is None else coded_fast) and coded.available(device)
-        self._memory = LargePages() if fast and device.type == "cpu" else None
-
-    def __call__(self, weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
-        if isinstance(weight_NK, Coded) and self.coded_fast and coded.usable(weight_NK, self.device):
-            return coded.CodedLinear(weight_NK, bias_N, self.device, self._memory)
-        layer = plain(weight_NK.to(self.device), bias_N)
-        if self._memory and isinstance(layer, nn.Linear) and packable(layer):
-            return PackedLinear(layer, self._memory)
+    def linear(self, weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
+        """Returns a linear layer, which is quantised if the format is."""
+        if self.dtype not in QUANTISED or isinstance(weight_NK, Coded):
+            return self._product(weight_NK, bias_N)
+        if self.dtype is Dtype.int4:
+            return self._product(in_groups(weight_NK), bias_N)
+        layer = quantised(self.dtype, weight_NK, bias_N, self.device)
+        has_kernel = self.kernels is Kernels.all and self.codes_by_kernel
+        if has_kernel and (self.dtype is Dtype.int8 or self.device.type == "cuda"):
+            return self._product(coded_of(layer), layer.bias)
         return layer
 
+    def head(self, weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
+        """Returns the product with an output matrix, which is never quantised."""
+        return self._product(weight_NK, bias_N)
+
     def stacking(self, count: int) -> Stacking:
-        """Collects the weights of `count` experts, packed where they can be."""
-        return Stacking(count, self.device, self.coded_fast, self._memory)
+        """Returns what collects the weights of `count` experts, packed where they can be."""
+        return Stacking(count, self.device, self.codes_by_kernel, self._memory)
+
+    def _product(self, weight_NK: Tensor | Coded, bias_N: Tensor | None) -> nn.Module:
+        if isinstance(weight_NK, Coded):
+            if self.codes_by_kernel and coded.usable(weight_NK, self.device):
+                return coded.CodedLinear(weight_NK, bias_N, self.device, self._memory)
+            return coded.DecodedLinear(weight_NK.to(self.device), bias_N)
+        layer = dense(weight_NK.to(self.device), bias_N)
+        return PackedLinear(layer, self._memory) if self._memory and packable(layer) else layer

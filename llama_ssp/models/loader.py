@@ -27,7 +27,7 @@ from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
-from llama_ssp.models.linear import formats
+from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.model_config import config_of, empty, possible, refusing, require_supported
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import Files, ReadWatch, WatchedSource, bytes_on_disk, unwatched
@@ -70,23 +70,25 @@ def _decoder(
     ranks: Ranks, fast: bool, watch: ReadWatch,
 ) -> DecoderModel:  # fmt: skip
     require_quantised(model, ranks.world)
-    held, drafts = TORCH_DTYPES[dtype], role == DRAFT
+    drafts = role == DRAFT
     # Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
     coded = dtype in (Dtype.int4, Dtype.packed)
     heads = model.n_heads, model.n_kv_heads, model.head_dim
-    by_kernel = (fast or coded) and has_kernels(model.name, dtype, device, heads)
-    fast = fast and by_kernel
-    how = ranks, held, *formats(dtype, device, fast, by_kernel), device, drafts, dtype is Dtype.packed
+    is_built = (fast or coded) and has_kernels(model.name, dtype, device, heads)
+    fast = fast and is_built
+    kernels = Kernels.all if fast else Kernels.codes if is_built else Kernels.none
+    form = LayerFormat(dtype=dtype, device=device, kernels=kernels, keeps_codes=dtype is Dtype.packed)
+    held = form.numbers
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
         total = held.itemsize * sum(map(prod, source.shapes.values()))
         with watch(f"{role} {model.name}", total) as report:
-            made = decoder(config, WatchedSource(source, total, report), *how)
+            made = decoder(config, WatchedSource(source, total, report), ranks, form, drafts)
     else:
         with _checked(path, config) as files:
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
-                made = decoder(config, WatchedSource(files, total, report), *how)
+                made = decoder(config, WatchedSource(files, total, report), ranks, form, drafts)
     return_memory()
     line, level = f"{role} {model.name}: {dtype.value} on {device}", logging.DEBUG
     if ranks.world > 1:

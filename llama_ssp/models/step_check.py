@@ -15,10 +15,9 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.formats.coded import taken
-from llama_ssp.models.linear import formats
+from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.loader import stepped
 from llama_ssp.models.sharding import Cut
 from llama_ssp.models.slot_cache import SlotCache
@@ -95,7 +94,6 @@ def small_model(dtype: Dtype, device: torch.device, ranks: Ranks) -> SteppedMode
     )  # fmt: skip
     if not has_kernels(shape.name, dtype, device, heads):
         raise DistributedError("there is no kernel for compiled steps", str(device))
-    config, held = config_for(shape), TORCH_DTYPES[dtype]
-    source = RandomWeights(wanted(config), held)
-    part = decoder(config, source, ranks, held, *formats(dtype, device, fast=True), device)
+    config, form = config_for(shape), LayerFormat(dtype=dtype, device=device, kernels=Kernels.all)
+    part = decoder(config, RandomWeights(wanted(config), form.numbers), ranks, form)
     return stepped(device)(part, config, shape.name, ranks)

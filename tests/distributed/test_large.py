@@ -18,6 +18,7 @@ from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.feed import Feed
+from llama_ssp.models.linear import LayerFormat
 from llama_ssp.models.sharding import Cut, share
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.synthetic import config_for
@@ -64,7 +65,7 @@ class Silent(Ranks):
 def part(model: ModelConf, world: int, rank: int) -> tuple[DecoderModel, Silent]:
     """A rank's part, by the very code that loads one."""
     ranks, config = Silent(rank, world), config_for(model)
-    made = decoder(config, Shapes(config), ranks, torch.bfloat16, device=META)
+    made = decoder(config, Shapes(config), ranks, LayerFormat(Dtype.bf16, META))
     return DecoderModel(made, config, model.name, ranks), ranks
 
 

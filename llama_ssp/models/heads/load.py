@@ -1,4 +1,4 @@
-"""Makes a head of its folder: checks its tensors, and takes from the target what it has not."""
+"""Makes a head of its folder: checks its tensors, and takes from the target what it does not have."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.heads.assemble import HeadAssembly, wanted
-from llama_ssp.models.heads.layers import DFlash
-from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
-from llama_ssp.models.heads.settings import MAPS, DFlashSettings, HeadSettings, head_settings
-from llama_ssp.models.interface import Model
-from llama_ssp.models.linear import formats
+from llama_ssp.models.heads.assemble import assembly_of, wanted
+from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.heads.settings import MAPS, HeadSettings, head_settings
+from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.loader import opened
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.safetensors_io import FileSource
@@ -38,45 +33,42 @@ log = logging.getLogger(__name__)
 def load_head(
     path: Path, dtype: Dtype, device: torch.device, layers: int, tables: Tables, name: str, fast: bool
 ) -> HeadModel:
-    """The head of a folder, whole.
+    """Loads the head of a folder.
 
-    `layers` are the target's; `tables` gives what the head has not. Raises ModelError where folder and target
-    do not fit.
+    `layers` are the target's; `tables` gives what the head does not have. Raises ModelError where folder and
+    target do not fit.
     """
     settings = head_settings(path)
     config = block_config(path, settings)
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    fast = fast and not isinstance(settings, DFlashSettings) and has_kernels(name, dtype, device, heads)
-    product, head = formats(dtype, device, fast)
+    fast = fast and not settings.drafts and has_kernels(name, dtype, device, heads)
+    form = LayerFormat(dtype=dtype, device=device, kernels=Kernels.all if fast else Kernels.none)
     names, taps = wanted(config, settings), settings.taps_of(layers)
-    last = layers - isinstance(settings, DFlashSettings)  # what is there is normed for some
+    last = layers - bool(settings.drafts)  # what is there is normed for some
     if wrong := [tap for tap in taps if not 0 <= tap <= last or taps.count(tap) > 1]:
-        what, fix = "the head reads layers that the target cannot give", "use a head of this target"
-        raise ModelError(what, path, ", ".join(map(str, wrong)), f"0..{last}, each once", fix)
+        raise ModelError(
+            "the head reads layers that the target cannot give", path, found=", ".join(map(str, wrong)),
+            allowed=f"0..{last}, each once", fix="use a head of this target",
+        )  # fmt: skip
     lent: list[Tensor | None] = [None, None]
     shared = []
     for output in (False, True):
         if not (settings.heads if output else settings.embeds):
             given, is_shared = tables(output)
-            lent[output] = table = given.to(device, TORCH_DTYPES[dtype])
+            lent[output] = table = given.to(device, form.numbers)
             shared += [table] if is_shared and table.data_ptr() == given.data_ptr() else []
     source = FileSource(path, {*names, *MAPS}, "model")
     with closing(source):
         _require_tensors(path, names, source.shapes)
-        assembly = HeadAssembly(config, settings, source, TORCH_DTYPES[dtype], product, head, device)
-        made, ids_E = assembly.made(*lent), assembly.ids()
+        assembly = assembly_of(config, settings, source, form)
+        layers_of_head, ids_E = assembly.made(*lent), assembly.ids()
         _require_ids(path, settings, ids_E, source)
-    kind = "a DFlash" if isinstance(made, DFlash) else "an EAGLE-3"
-    log.debug("draft %s: %s head, %s on %s", name, kind, dtype.value, device)
-    how = taps, name, ids_E, tuple(shared)
-    if isinstance(made, DFlash):
-        assert isinstance(settings, DFlashSettings)
-        return DFlashModel(made, config, settings, *how)
-    return Eagle3Model(made, config, settings, *how, fast=fast)
+    log.debug("draft %s: %s head, %s on %s", name, settings.kind, dtype.value, device)
+    return assembly.model(layers_of_head, config, settings, taps, name, ids_E, tuple(shared), fast)
 
 
 def block_config(path: Path, settings: HeadSettings) -> Any:
-    """transformers' config of the head's block; a ModelError if it cannot be run."""
+    """Returns transformers' config of the head's block. Raises ModelError if it cannot be run."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
@@ -126,21 +118,6 @@ def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, sourc
     if not fits:
         what, allowed = "the maps of the head's vocabulary do not agree", f"{count} tokens of the {whole}"
         raise ModelError(what, f"{path}: d2t, t2d", "other tokens", allowed, REFETCH)
-
-
-def table_of(target: Model, output: bool) -> Tensor | None:
-    """The target's embedding, or its output matrix, if this process has all of it as numbers."""
-    if isinstance(target, DecoderModel):
-        layer: Any = target.decoder.head.product if output else target.decoder.embedding
-        table_VH = getattr(layer, "weight", None)
-        if isinstance(table_VH, Tensor) and table_VH.is_floating_point() and table_VH.dim() == 2:
-            return table_VH if len(table_VH) == target.vocab else None
-        return None
-    if isinstance(target, CausalModel):
-        module = target.module
-        found: Any = module.get_output_embeddings() if output else module.get_input_embeddings()
-        return found.weight  # type: ignore[no-any-return]
-    return None
 
 
 def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -35,13 +35,13 @@ class HeadModel(Loaded):
 
     def __init__(
         self, head: Eagle3 | DFlash, attentions: list[Attention], config: Any, taps: tuple[int, ...],
-        name: str, ids_E: Tensor | None = None, shared: tuple[Tensor, ...] = (),
+        name: str, ids_E: Tensor | None = None, shared: tuple[Tensor, ...] = (), fast: bool = False,
     ) -> None:  # fmt: skip
         """`ids_E`: the target's ids of the head's tokens; None if they are the same.
 
-        `shared`: tensors of the target's, which count there.
+        `shared`: tensors of the target's, which count there. `fast`: with compiled steps.
         """
-        self.config, self.name, self.taps = config, name, taps
+        self.config, self.name, self.taps, self.is_compiled = config, name, taps, fast
         self.vocab, self.context = int(config.vocab_size), int(config.max_position_embeddings)
         weight = head.embedding
         self.dim, self.device, self.dtype = int(config.hidden_size), weight.device, weight.dtype
@@ -58,9 +58,6 @@ class HeadModel(Loaded):
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         return SlotCache.of(rows, capacity, self._cache_shapes, self.dtype, self.device, self.caches)
-
-    def prepare(self) -> None:
-        """Loads or compiles the steps before they are needed."""
 
 
 Spans = list[tuple[int, int, int]]  # of rows a number, the first position and how many there are
@@ -100,13 +97,11 @@ class DFlashModel(HeadModel):
 class Eagle3Model(HeadModel):
     """A head that drafts one token after the other; z is what it makes of g and a token, and the next g."""
 
-    def __init__(
-        self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any, fast: bool = False
-    ) -> None:
+    def __init__(self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any) -> None:
         super().__init__(head, [head.attention], config, *how)
-        self.head, self.settings, self.is_compiled = head, settings, fast
+        self.head, self.settings = head, settings
         self.attend: attention.Attend = attention.attend_rows
-        if fast and self.device.type == "cpu":
+        if self.is_compiled and self.device.type == "cpu":
             self.attend = attention_kernel.attend
         self._program: Program | None = None
 
@@ -152,8 +147,8 @@ class Eagle3Model(HeadModel):
     def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
         return _feed_of(rows, cache, self.attend)
 
-    def prepare(self) -> None:
-        """Loads or compiles the step before it is needed."""
+    def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
+        """Loads or compiles the step before it is needed; one serves all widths."""
         if self.is_compiled:
             zero_T = torch.zeros(2, dtype=torch.int64, device=self.device)
             g_TH = torch.zeros(2, self.dim, dtype=self.dtype, device=self.device)

@@ -52,6 +52,8 @@ class HeadSettings:
     embeds: bool  # it has an embedding of its own
     heads: bool  # it has an output matrix of its own
 
+    kind = "an EAGLE-3"  # for the log
+
     @property
     def drafts(self) -> int:
         """Returns how many drafts one pass gives; 0: they come one after the other."""
@@ -83,6 +85,8 @@ class DFlashSettings(HeadSettings):
     width: int
     mask_token: int
     from_anchor: bool
+
+    kind = "a DFlash"
 
     @property
     def drafts(self) -> int:
