@@ -56,7 +56,7 @@ def main() -> None:
     pair, run, main_rows = PairSession(entry), entry.run, max(n for n in sizes if n <= MAIN)
     works = mixed(int(own["prompts"]), pair.tokens, run)
     pair.load(sizes[-1], max(work.longest for work in works))
-    placed = pair.placements[0]
+    placed = pair.placements.target
     module = load_module(placed.model, placed.path, placed.dtype, placed.device, placed.role)
     ordered = sorted(works, key=lambda work: -work.longest)
     waiting = f"{main_rows} rows, waiting, in input order"
@@ -112,7 +112,7 @@ def dealt(works: list[TokenRequest], rows: int) -> list[list[TokenRequest]]:
 def pace(pair: PairSession, batches: list[list[TokenRequest]], rows: int) -> float:
     """Tokens a second, prefill included."""
     run, tokens = pair.run, pair.tokens
-    engine = engine_for(pair.models, run, tokens, tokens.end_ids, 1, 512)
+    engine = engine_for(pair.models, run, tokens, tokens.end_ids, 1)
     lookahead = partial(lookahead_for, run)
     writer = ContinuousBatch(engine, tokens.decode, lookahead, tokens.end_ids)
     began, written = time.perf_counter(), 0

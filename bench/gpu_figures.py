@@ -107,7 +107,7 @@ def steps_after(model: Any, slots: int, widths: tuple[int, ...]) -> dict[str, Ca
 def _steps(
     pair: PairSession, small: bool, read: float, slots: tuple[int, ...], widths: tuple[int, ...]
 ) -> Iterator[Bar]:
-    cost = pass_cost(Role("", pair.run.model, pair.placements[0].dtype), 1)
+    cost = pass_cost(Role("", pair.run.model, pair.placements.target.dtype), 1)
     for count in slots:
         taken = in_turn(steps_after(pair.models.target, count, widths), TURNS[small])
         for width, times in taken.items():
@@ -118,7 +118,7 @@ def _steps(
 
 
 def _draft_step(pair: PairSession, small: bool, read: float) -> Iterator[Bar]:
-    cost, slots = pass_cost(Role("", pair.run.draft, pair.placements[1].dtype), 1), SLOTS[small][0]
+    cost, slots = pass_cost(Role("", pair.run.draft, pair.placements.draft.dtype), 1), SLOTS[small][0]
     (times,) = in_turn(steps_after(pair.models.draft, slots, (1,)), TURNS[small]).values()
     yield Bar("ms of a draft step", median(times))
     share = (cost.weights + cost.slot * slots) / (median(times) / 1000) / read
@@ -209,7 +209,7 @@ def _plan(pair: PairSession, small: bool) -> Iterator[Bar]:
     by_us(pair, NEW[small], 1, K)
     ms, counts = by_us(pair, NEW[small], 2, K)
     figures = {**counts.figures(), "ms_per_token": ms}
-    memory = memory_of_ranks(pair.models.held_bytes, pair.placements[0].device, pair.ranks)
+    memory = memory_of_ranks(pair.models.held_bytes, pair.placements.target.device, pair.ranks)
     plan = compare_with_plan([pair.measurement("pair", figures)], memory)
     if plan is None:
         yield Bar("the plan", None, 1, note="there is none for this machine")
@@ -236,7 +236,7 @@ def _memory(small: bool, rows: int, prompt: int) -> Iterator[Bar]:
     timed = TimedRun(pair.engine(0), prompts, NEW[small])
     for _ in timed.rounds(Limits(NEW[small]), lookahead_for(pair.run, rows)):
         pass
-    held = memory_of_ranks(pair.models.held_bytes, pair.placements[0].device, pair.ranks)
+    held = memory_of_ranks(pair.models.held_bytes, pair.placements.target.device, pair.ranks)
     plan = compare_with_plan([pair.measurement("pair", timed.figures())], held)
     pair.close()
     for name in (HELD_BYTES, TENSORS, RESERVED, DEVICE):

@@ -63,7 +63,7 @@ def main() -> None:
     asked = [float(heat) for heat in own["temperatures"].split(",") if heat] or [run.sampling.temperature]
     runs = {heat: replace(run, sampling=replace(run.sampling, temperature=heat)) for heat in asked}
     ks = [int(k) for k in own["ks"].split(",")]
-    placed = pair.placements[0]
+    placed = pair.placements.target
     module = load_module(placed.model, placed.path, placed.dtype, placed.device, placed.role)
     works = {heat: contenders(pair, module, own_run, new, ks) for heat, own_run in runs.items()}
     found = measured(works, int(own["repeats"]))

@@ -116,7 +116,7 @@ def test_a_split_draft_is_on_the_targets_gpus(
     for rank in "03":
         monkeypatch.setenv("LOCAL_RANK", rank)
         if not refused:
-            assert len(model_placements(spec)) == 2
+            assert model_placements(spec).draft is not None
             continue
         with pytest.raises(
             UsageError, match=r"draft over several ranks.*draft_device; found .*; leave it out"

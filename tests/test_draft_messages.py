@@ -150,13 +150,13 @@ def test_engines_of_one_pair_leave_its_connection_as_it_was_made():
     near, far = line()
     client, server = DraftClient(near, 7.0, essential=True), DraftServer(far, ALONE)
     made, known = (dict(vars(client)), dict(vars(server))), SimpleNamespace(size=5, paired=None)
-    leads = Roles(ALONE, ALONE, None, client, apart=(1,))
-    helps = Roles(ALONE, None, ALONE, server, apart=(1,))
+    leads = Roles(ALONE, ALONE, None, client=client, apart=(1,))
+    helps = Roles(ALONE, None, ALONE, server=server, apart=(1,))
     for lost, seconds in ((OnDraftLoss.stop, 1.0), (OnDraftLoss["continue"], 2.0)):
         placement = PlacementConf(on_draft_loss=lost, draft_timeout_s=seconds)
         run = RunConf(draft=ModelConf(), placement=placement)
         for roles, kind in ((leads, Engine), (helps, Follower)):
             target, draft = (toy(5, 0), None) if roles is leads else (None, toy(5, 1))
-            pair = RankModels(target, draft, {}, roles, 5, 64, 64, torch.float32, {})
-            assert isinstance(engine_for(pair, run, known, frozenset(), 0, 512), kind)
+            pair = RankModels(target, draft, None, {}, roles, 5, 64, 64, torch.float32, {})
+            assert isinstance(engine_for(pair, run, known, frozenset(), 0), kind)
     assert (vars(client), vars(server)) == made

@@ -115,7 +115,7 @@ def test_several_pairs_in_one_table(command: Command, monkeypatch: pytest.Monkey
     """The models of a pair are freed before the next one's are loaded."""
     opened, targets = ModelCache.open, list[Any]()
 
-    def watched(cache: ModelCache, placements: list[Any]) -> Any:
+    def watched(cache: ModelCache, placements: Any) -> Any:
         found = opened(cache, placements)
         gc.collect()
         assert all(one() is None for one in targets)

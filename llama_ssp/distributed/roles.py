@@ -11,17 +11,25 @@ from llama_ssp.distributed.placement import LEADER
 
 @dataclass(frozen=True)
 class Roles:
-    """The groups that this rank is in; None where it is in none.
+    """The groups that this rank is in, and its end of a link to a draft apart; None where it has none.
 
-    `target` holds the target, `draft` holds one draft model. `draft_channel` carries requests for drafts:
-    to the ranks that draft with the leader, or, over a link, to the first rank of a draft apart.
+    `target` holds the target, `draft` holds one draft model, and `drafting` are the ranks that draft
+    together: with the leader, or apart. The leader has the `client`, the first rank of a draft apart the
+    `server`.
     """
 
     everyone: Ranks
     target: Ranks | None
     draft: Ranks | None
-    draft_channel: LeaderChannel | None = None
+    drafting: Ranks | None = None
+    client: DraftClient | None = None
+    server: DraftServer | None = None
     apart: tuple[int, ...] = ()  # the ranks of a draft apart
+
+    @property
+    def draft_channel(self) -> LeaderChannel | None:
+        """What carries requests for drafts."""
+        return self.client or self.server or self.drafting
 
     @property
     def leads(self) -> bool:
@@ -57,5 +65,5 @@ def roles_of(
     if link is None:
         return roles
     if drafting is not None:
-        return replace(roles, draft_channel=DraftServer(link, drafting))
-    return replace(roles, draft_channel=DraftClient(link, wait_s or ranks.patience_s, required))
+        return replace(roles, server=DraftServer(link, drafting))
+    return replace(roles, client=DraftClient(link, wait_s or ranks.patience_s, required))

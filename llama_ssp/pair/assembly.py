@@ -1,4 +1,4 @@
-"""The pair a task runs on, in memory: this rank's part of it, and engines made of that."""
+"""Loads this rank's part of a pair, and makes engines of it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from llama_ssp.config import (
     home_expanded,
 )
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.roles import Roles, roles_of
 from llama_ssp.errors import UsageError
 from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import fingerprint
-from llama_ssp.models.heads.load import load_head, table_of, table_on_disk
+from llama_ssp.models.heads.load import load_head, table_on_disk
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel, has_kernels
-from llama_ssp.pair.placements import ModelPlacement
+from llama_ssp.pair.placements import ModelPlacement, Placements
 from llama_ssp.pair.trial import Trial
 from llama_ssp.planner.activations import widest_steps
 from llama_ssp.planner.workload import TARGET
@@ -65,12 +64,13 @@ COMPILED = "compiled"
 class RankModels:
     """This rank's models; None for a model that only other ranks hold, or that there is not.
 
-    `vocab` and `context` are the target's, `draft_context` and `draft_dtype` the draft model's. `trials` are
-    those that this rank's models had to pass before their steps were compiled, by role.
+    `vocab` and `context` are the target's, `draft_context` and `draft_dtype` those of what drafts. `trials`
+    are those that this rank's models had to pass before their steps were compiled, by role.
     """
 
     target: Model | None
-    draft: Model | HeadModel | None
+    draft: Model | None
+    head: HeadModel | None
     devices: dict[str, str]
     roles: Roles
     vocab: int
@@ -80,18 +80,24 @@ class RankModels:
     trials: dict[str, Trial]
 
     @property
+    def loaded(self) -> dict[str, Model | HeadModel]:
+        """The models that this rank holds, by role."""
+        models = {TARGET: self.target, DRAFT: self.draft or self.head}
+        return {role: model for role, model in models.items() if model}
+
+    @property
     def engines(self) -> dict[str, str]:
-        """How steps of this rank's models are run, for records; of a role on trial that failed also why."""
-        models = {TARGET: self.target, DRAFT: self.draft}
-        eager = {role: f"eager: {self.trials[role]}" if role in self.trials else "eager" for role in models}
+        """How steps of this rank's models run, for records; where a trial has failed, also why."""
+        eager = {role: f"eager: {trial}" for role, trial in self.trials.items()}
         return {
-            role: COMPILED if model.is_compiled else eager[role] for role, model in models.items() if model
+            role: COMPILED if model.is_compiled else eager.get(role, "eager")
+            for role, model in self.loaded.items()
         }
 
     @property
     def held_bytes(self) -> int:
-        """The most that weights and caches have taken on this rank."""
-        return sum(model.held_bytes for model in (self.target, self.draft) if model)
+        """The most bytes that weights and caches have taken on this rank."""
+        return sum(model.held_bytes for model in self.loaded.values())
 
 
 class ModelCache:
@@ -103,63 +109,61 @@ class ModelCache:
         self._patience_s = placement.draft_timeout_s
         self._roles: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
         self._held: list[tuple[ModelPlacement, Model]] = []
-        self._head: tuple[list[ModelPlacement], HeadModel] | None = None  # a head, with its pair
+        self._head: tuple[Placements, HeadModel] | None = None  # a head, with its pair
         self._trials: list[tuple[ModelPlacement, Trial]] = []  # of the models that are held
 
-    def open(self, found: list[ModelPlacement]) -> RankModels:
+    def open(self, placements: Placements) -> RankModels:
         """Loads this rank's part of the pair, after freeing the models that the pair does not need."""
         if self._held:
-            self._held = [(placed, model) for placed, model in self._held if placed in found]
-            self._head = self._head if self._head and self._head[0] == found else None
+            self._held = [(placed, model) for placed, model in self._held if placed in placements]
+            self._head = self._head if self._head and self._head[0] == placements else None
             gc.collect()
             torch.cuda.empty_cache()
         self._ranks.enter("load")
-        formats = {placed.role: placed.dtype.value for placed in found}
+        formats = {placed.role: placed.dtype.value for placed in placements}
         self._ranks.require_same("number formats", json.dumps(formats))
         if self._ranks.world > 1:
-            prints = {placed.role: fingerprint(placed.path) if placed.path else "" for placed in found}
+            prints = {placed.role: fingerprint(placed.path) if placed.path else "" for placed in placements}
             self._ranks.require_same("the models' files", json.dumps(prints))
         self._ranks.barrier()  # every rank has checked that the pair fits
-        roles = self._roles_of(found)
-        compiled, trials = self._tried(found, roles)
-        target = self._model(found[0], roles, compiled)
-        has_head = found[-1].model.is_head
-        draft: Model | HeadModel | None = None
-        if has_head and roles.draft is not None and target is not None:
-            if self._head is None:
-                self._head = found, _loaded_head(found, target)
-            draft = self._head[1]
-        elif len(found) > 1 and not has_head:
-            draft = self._model(found[1], roles, compiled)
+        roles = self._roles_of(placements)
+        compiled, trials = self._tried(placements, roles)
+        target = self._model(placements.target, roles, compiled)
+        draft = self._model(placements.draft, roles, compiled) if placements.draft else None
+        if placements.head and self._head is None and roles.draft is not None and target is not None:
+            self._head = placements, _loaded_head(placements.head, placements.target, target)
+        head = self._head[1] if self._head else None
         if target is not None:
-            target.tap(draft.taps if isinstance(draft, HeadModel) else ())
-        sizes = [(model.vocab, model.context) if model else (0, 0) for model in (target, draft)]
-        every = self._ranks.gather_ints([*sizes[0], *sizes[1]])
-        vocab, context, _, draft_context = map(max, *every, [0, 0, 0, 0])
-        devices = {placed.role: placed.in_words() for placed in found}
-        draft_dtype = TORCH_DTYPES[found[-1].dtype]
-        sizes_known = vocab, context, draft_context, draft_dtype
-        return RankModels(target, draft, devices, roles, *sizes_known, trials)
+            target.tap(head.taps if head else ())
+        sizes = (target.vocab, target.context) if target else (0, 0)
+        drafter, drafting = draft or head, placements.drafter or placements.target
+        of_ranks = self._ranks.gather_ints([*sizes, drafter.context if drafter else 0])
+        vocab, context, draft_context = map(max, zip(*of_ranks, strict=True))
+        return RankModels(
+            target, draft, head, {placed.role: placed.in_words() for placed in placements}, roles,
+            vocab=vocab, context=context, draft_context=draft_context,
+            draft_dtype=TORCH_DTYPES[drafting.dtype], trials=trials,
+        )  # fmt: skip
 
-    def _roles_of(self, found: list[ModelPlacement]) -> Roles:
+    def _roles_of(self, placements: Placements) -> Roles:
         """Process groups are made once, as each costs connections; so is the connection to the draft."""
-        draft = found[1].ranks if len(found) > 1 else ()
-        key = found[0].ranks, draft, found[-1].copies
+        drafter = placements.drafter
+        key = placements.target.ranks, drafter.ranks if drafter else (), bool(drafter and drafter.copies)
         if key not in self._roles:
             self._roles[key] = roles_of(*key, self._ranks, self._essential, self._patience_s)
         self._ranks.may_lose(() if self._essential else self._roles[key].apart)
         return self._roles[key]
 
-    def _tried(self, found: list[ModelPlacement], roles: Roles) -> tuple[dict[str, bool], dict[str, Trial]]:
-        """Whether the steps of each model are compiled, and the trials of those that need one, by role.
+    def _tried(self, placements: Placements, roles: Roles) -> tuple[dict[str, bool], dict[str, Trial]]:
+        """Returns whether each model's steps are compiled, and the trials of those that need one, by role.
 
-        Before any weights are read: a trial needs memory on the GPU, too.
+        Called before any weights are read: a trial needs memory on the GPU, too.
         """
         compiled, trials = {}, {}
-        self._trials = [(placed, trial) for placed, trial in self._trials if placed in found]
-        for placed in found:
+        self._trials = [(placed, trial) for placed, trial in self._trials if placed in placements]
+        for placed in placements:
             group = _group(placed, roles)
-            if group is None or placed.model.is_head:
+            if group is None or placed is placements.head:
                 continue
             trial = next((trial for known, trial in self._trials if known == placed), None)
             if trial is None and not any(known == placed for known, _ in self._held):
@@ -173,7 +177,7 @@ class ModelCache:
         return compiled, trials
 
     def _model(self, placed: ModelPlacement, roles: Roles, compiled: dict[str, bool]) -> Model | None:
-        """This rank's part of the model; None where it has none."""
+        """Returns this rank's part of the model, loaded once; None where it has none."""
         group = _group(placed, roles)
         if group is None:
             return None
@@ -186,34 +190,26 @@ class ModelCache:
 
 
 def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
-    """Compiles the models' steps before anything is timed; graphs for steps of the widths that will come."""
+    """Compiles the models' steps, of all widths that will come, before anything is timed.
+
+    Steps that are on trial are compared with eager ones.
+    """
     widest = widest_steps(speculation.longest)
-    wanted: list[Callable[[], None]] = [
-        partial(
-            _prepare, model, pair.trials.get(role), widest[role], rows, min(slots, model.context)
-        )
-        for role, model in ((TARGET, pair.target), (DRAFT, pair.draft))
-        if isinstance(model, SteppedModel)
-    ]  # fmt: skip
-    if isinstance(pair.draft, HeadModel) and pair.draft.is_compiled:
-        wanted.append(pair.draft.prepare)
-    if wanted:
-        with Progress("compile", len(wanted), "models", ends_in_log=False, ticks=True) as progress:
-            for make in wanted:
-                make()
-                progress.advance(1)
-
-
-def _prepare(model: SteppedModel, trial: Trial | None, width: int, rows: int, capacity: int) -> None:
-    """Makes the model's steps of up to `width` tokens a row; those on trial are compared with eager ones."""
-    with trial.blamed() if trial else nullcontext():
-        model.prepare(range(1, width + 1), rows, capacity)
-    if trial and model.is_compiled:
-        trial.check(model, sorted({1, width}), rows, capacity)
+    compiled = {role: model for role, model in pair.loaded.items() if model.is_compiled}
+    if not compiled:
+        return
+    with Progress("compile", len(compiled), "models", ends_in_log=False, ticks=True) as progress:
+        for role, model in compiled.items():
+            trial, width, capacity = pair.trials.get(role), widest[role], min(slots, model.context)
+            with trial.blamed() if trial else nullcontext():
+                model.prepare(range(1, width + 1), rows, capacity)
+            if trial and isinstance(model, SteppedModel) and model.is_compiled:
+                trial.check(model, sorted({1, width}), rows, capacity)
+            progress.advance(1)
 
 
 def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
-    """By the engine that the placement names."""
+    """Loads this rank's part of the model by the engine that the placement names."""
     # From Hopper on, torch prefers cuDNN's attention where there is a mask, and cuDNN plans each new shape
     # anew, for some 0.4 s. Prompts and eager steps have a new shape in every pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -229,37 +225,35 @@ def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
 
 
 def _group(placed: ModelPlacement, roles: Roles) -> Ranks | None:
-    """The ranks that hold the model; None where this one does not."""
+    """Returns the ranks that hold the model; None where this one does not."""
     return roles.draft if placed.role == DRAFT else roles.target
 
 
 def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, bool]:
-    """Whether every rank can compile, and whether compiled steps have to pass a trial on all."""
+    """Returns whether every rank can compile, and whether compiled steps have to pass a trial on all."""
     if group.world == 1:
         return placed.compiled, False  # `load` sees to it
     model = placed.model
     heads = model.n_heads, model.n_kv_heads, model.head_dim
     able = placed.compiled and has_kernels(model.name, placed.dtype, placed.device, heads)
     facts = group.gather_ints([int(able), int(placed.on_trial)])
-    every = all(own for own, _ in facts)
-    if able and not every:
+    all_able = all(is_able for is_able, _ in facts)
+    if able and not all_able:
         log.warning("engine: %s runs eagerly: another rank cannot compile its steps", model.name)
-    return every, every and any(own for _, own in facts)
+    return all_able, all_able and any(on_trial for _, on_trial in facts)
 
 
-def _loaded_head(found: list[ModelPlacement], target: Model) -> HeadModel:
-    """A head without tables of its own is given the target's."""
-    above, placed = found
-    path, name = placed.path or Path(), placed.model.name
+def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model) -> HeadModel:
+    """Loads a head; one without tables is given those of the target, placed `below` it."""
 
     def tables(output: bool) -> tuple[Tensor, bool]:
-        table = table_of(target, output)
+        table = target.table(output)
         if table is not None:
             return table, True
-        return table_on_disk(above.path, above.model, output), False
+        return table_on_disk(below.path, below.model, output), False
 
-    layers = above.model.n_layers
-    return load_head(path, placed.dtype, placed.device, layers, tables, name, placed.compiled)
+    path, layers = placed.path or Path(), below.model.n_layers
+    return load_head(path, placed.dtype, placed.device, layers, tables, placed.model.name, placed.compiled)
 
 
 @contextmanager
@@ -269,73 +263,67 @@ def _reading(name: str, total: int) -> Iterator[Callable[[int], None]]:
         yield progress.advance
 
 
-def rule_of(run: RunConf) -> Rule:
-    """The rule that accepts drafts, as configured."""
-    return RULES[run.speculation.verification.value]
-
-
 def engine_for(
-    pair: RankModels, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int,
+    pair: RankModels, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int,
     rule: Rule | None = None,
 ) -> RankEngine:  # fmt: skip
-    """One engine with caches and draws of its own; only real tokens are drawn. `rule` replaces the run's."""
+    """Returns an engine with its own caches and draws; it draws real tokens only. `rule` replaces the run's.
+
+    Raises UsageError where the settings forbid every token.
+    """
     transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
     if transform.forbids_all:
-        what, where = "no token is allowed", "sampling.bad_tokens, sampling.min_new_tokens"
-        raise UsageError(what, where, f"all {transform.vocab} are forbidden", fix="leave at least one")
-    first = next(model for model in (pair.target, pair.draft) if model)
-    draws = CounterDraws(seed, first.replay)
-    roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None
-    target = ModelRunner(pair.target, chunk) if pair.target else None
-    drafter = _drafter(pair, run, Sampler(transform, draws), target, chunk, bridge)
+        raise UsageError(
+            "no token is allowed", "sampling.bad_tokens, sampling.min_new_tokens",
+            found=f"all {transform.vocab} are forbidden", fix="leave at least one",
+        )  # fmt: skip
+    first = next(iter(pair.loaded.values()))
+    draws, roles = CounterDraws(seed, first.replay), pair.roles
+    target = ModelRunner(pair.target, run.task.prefill_chunk) if pair.target else None
+    bridge = tokens.paired.bridge if tokens.paired else None
+    drafter = _drafter(pair, run, Sampler(transform, draws), target, bridge)
     if not run.has_draft_model and not roles.drafts_apart:
-        roles = replace(roles, draft_channel=None)
+        roles = replace(roles, drafting=None)
     if target is not None and roles.leads:
-        rule = rule or rule_of(run)
+        rule = rule or RULES[run.speculation.verification]
         return Engine(target, drafter or Drafter(), transform, rule, draws, roles)
     return Follower(target, drafter, transform, draws, roles, pair.context, first.device)
 
 
 def _drafter(
-    pair: RankModels, run: RunConf, sampler: Sampler, target: ModelRunner | None, chunk: int,
-    bridge: Intersection | None,
-) -> Drafter | None:  # fmt: skip
-    """This rank's part in drafting; None where it has none."""
+    pair: RankModels, run: RunConf, sampler: Sampler, target: ModelRunner | None, bridge: Intersection | None
+) -> Drafter | None:
+    """Returns this rank's part in drafting; None where it has none."""
     roles, wide = pair.roles, partial(torch.promote_types, torch.float32)
     spec, vocab = run.speculation, sampler.transform.vocab
     if pair.target and roles.leads and run.drafts_from_text:
         return NgramDrafter(spec.ngram_min, spec.ngram_max, vocab, wide(pair.target.dtype))
     if not run.has_draft_model:
         return Drafter() if pair.draft and roles.drafts_apart else None
+    if pair.head:
+        return head_drafter(pair.head, target, sampler) if target else None
+    if roles.client:
+        return RemoteDrafter(roles.client, pair.draft_context, vocab, wide(pair.draft_dtype))
     if pair.draft is None:
-        if not isinstance(roles.draft_channel, DraftClient):
-            return None
-        return RemoteDrafter(roles.draft_channel, pair.draft_context, vocab, wide(pair.draft_dtype))
-    if isinstance(pair.draft, HeadModel):
-        return head_drafter(pair.draft, target, sampler) if target else None
-    runner = ModelRunner(pair.draft, chunk)
+        return None
+    runner = ModelRunner(pair.draft, run.task.prefill_chunk)
+    if roles.server:
+        return AheadDrafter(runner, sampler, roles.server.group, roles.server, spec.overlap)
     if roles.draft is not None and not roles.draft.is_leader:
         apart = roles.drafts_apart
         return AheadDraftShard(runner, roles.draft, spec.overlap) if apart else DraftShard(runner)
-    if isinstance(roles.draft_channel, DraftServer) and roles.draft is not None:
-        return AheadDrafter(runner, sampler, roles.draft, roles.draft_channel, spec.overlap)
     if bridge is not None:
         return IntersectionDrafter(runner, sampler, bridge)
     return ModelDrafter(runner, sampler)
 
 
 def draft_alone(pair: RankModels) -> RankModels | None:
-    """The draft in the target's place, on the ranks that share it with the leader; None on others.
+    """Returns the draft in the target's place, on the ranks that share it with the leader; None on others.
 
     A head cannot stand there: it reads a target's hidden states.
     """
     group = pair.roles.draft
-    if (
-        pair.draft is None
-        or isinstance(pair.draft, HeadModel)
-        or group is None
-        or (group.world == 1 and not pair.roles.leads)
-    ):
+    if pair.draft is None or group is None or (group.world == 1 and not pair.roles.leads):
         return None
     roles = Roles(pair.roles.everyone if group.world == 1 else group, group, None)
     return replace(
@@ -344,7 +332,7 @@ def draft_alone(pair: RankModels) -> RankModels | None:
 
 
 def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftLength:
-    """How K is chosen for a batch of this many rows; an adaptive choice goes by `costs`, if known."""
+    """Returns how K is chosen for a batch of this many rows; an adaptive K goes by `costs`, if known."""
     spec = run.speculation
     if not spec.adaptive:
         return FixedDraftLength(spec.k or 0, rows)

@@ -1,9 +1,10 @@
-"""Where each model of a pair goes: device, number format, ranks, engine; refused here if that cannot be."""
+"""Decides where each model of a pair goes: device, number format, ranks, engine; raises if it cannot."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,27 +64,52 @@ class ModelPlacement:
 
     @property
     def degree(self) -> int:
-        """Over how many ranks the model is split."""
+        """The number of ranks that the model is split over."""
         return 1 if self.copies else len(self.ranks)
 
     def in_words(self) -> str:
-        """Device, number format and ranks, for records."""
+        """Returns device, number format and ranks, for records."""
         over = f", over {self.degree} ranks" if self.degree > 1 else ""
         copies = f", {len(self.ranks)} copies" if len(self.ranks) > self.degree else ""
         return f"{describe(self.device)}, {self.dtype.value}{over}{copies}"
 
 
-def model_placements(spec: PairSpec) -> list[ModelPlacement]:
-    """The target's placement, and the draft model's if there is one. Logs what is unusual about the pair.
+@dataclass(frozen=True)
+class Placements:
+    """The placement of each model: the target, and a draft model or a head that drafts for it."""
+
+    target: ModelPlacement
+    draft: ModelPlacement | None = None
+    head: ModelPlacement | None = None
+
+    @property
+    def drafter(self) -> ModelPlacement | None:
+        """The placement of what drafts."""
+        return self.draft or self.head
+
+    def __iter__(self) -> Iterator[ModelPlacement]:
+        return (placed for placed in (self.target, self.draft, self.head) if placed)
+
+
+def model_placements(spec: PairSpec) -> Placements:
+    """Returns where the pair's models go. Logs what is unusual about the pair.
 
     Raises UsageError or DistributedError where a device is none, or not for this role.
     """
-    found = [_placed(spec, "model", spec.run.model, spec.target_path)]
+    target = _placed(spec, "model", spec.run.model, spec.target_path)
+    drafter: ModelPlacement | None = None
     if spec.run.draft is not None and spec.placement.draft:
-        found.append(_placed(spec, DRAFT, spec.run.draft, spec.draft_path))
-        _require_one_backend(found, spec)
-    _warn(found, spec.run)
-    return found
+        drafter, conf = _placed(spec, DRAFT, spec.run.draft, spec.draft_path), spec.run.placement
+        elsewhere = conf.draft_device not in ("auto", "cuda", conf.target_device)
+        if drafter.degree > 1 and target.device.type != "cpu" and elsewhere:  # NCCL takes GPUs alone
+            raise UsageError(
+                "a draft over several ranks is on the target's GPUs", "placement.draft_device",
+                found=f"{conf.draft_device}, with {spec.placement.in_words()}", allowed="auto",
+                fix="leave it out, or use placement=leader",
+            )  # fmt: skip
+    _warn(target, drafter, spec.run)
+    is_head = drafter is not None and drafter.model.is_head
+    return Placements(target, head=drafter) if is_head else Placements(target, draft=drafter)
 
 
 def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> ModelPlacement:
@@ -113,54 +139,46 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     )  # fmt: skip
 
 
-def _require_one_backend(found: list[ModelPlacement], spec: PairSpec) -> None:
-    """Refuses a split draft on a device that NCCL, which the target's GPUs use, does not take."""
-    target, draft = found
-    conf = spec.run.placement
-    theirs = conf.draft_device in ("auto", "cuda", conf.target_device)
-    if draft.degree > 1 and target.device.type != "cpu" and not theirs:
-        what = "a draft over several ranks is on the target's GPUs"
-        named, allowed = f"{conf.draft_device}, with {spec.placement.in_words()}", "auto"
-        fix = "leave it out, or use placement=leader"
-        raise UsageError(what, "placement.draft_device", named, allowed, fix)
+def tokens_of(placements: Placements) -> Tokens:
+    """Returns the target's tokenizer, with how the draft model's matches it.
 
-
-def tokens_of(found: list[ModelPlacement]) -> Tokens:
-    """The target's tokenizer, with how the draft's tokenizer matches it. Raises ModelError or UsageError."""
-    found = [placed for placed in found if not placed.model.is_head]  # it has the target's tokens
-    for placed in found:
-        if placed.path is not None:  # first: config.json chooses the tokenizer, too
+    Raises ModelError or UsageError.
+    """
+    target, draft = placements.target, placements.draft  # a head has the target's tokens
+    for placed in (target, draft):
+        if placed is not None and placed.path is not None:  # first: config.json chooses the tokenizer, too
             require_supported(placed.path)
-    target, *drafts = [read_tokens(placed.path, placed.model.vocab) for placed in found]
-    for tokens, placed in zip(drafts, found[1:], strict=True):
-        widths = found[0].model.vocab, placed.model.vocab
-        target.paired = match = paired(target, tokens, widths, placed.bridge)
-        if match is None:
-            continue
+    tokens = read_tokens(target.path, target.model.vocab)
+    if draft is None:
+        return tokens
+    widths = target.model.vocab, draft.model.vocab
+    tokens.paired = match = paired(tokens, read_tokens(draft.path, widths[1]), widths, draft.bridge)
+    if match is not None:
         is_odd = match.notes or match.bridge
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", match.in_words())
         if match.bridge is not None:
-            require_whole(placed.ranks)
-    return target
+            require_whole(draft.ranks)
+    return tokens
 
 
 def require_loadable(
-    spec: PairSpec, found: list[ModelPlacement], ranks: Ranks, rows: int, slots: int,
-    caches: tuple[int, int] = (1, 1),
-) -> Prediction | None:  # fmt: skip
-    """The plan's prediction for this run, if it can be planned; raises DistributedError if it does not fit.
+    spec: PairSpec, placements: Placements, ranks: Ranks, rows: int, slots: int, caches: tuple[int, int]
+) -> tuple[Placements, Prediction | None]:
+    """Returns the plan's prediction, if the run can be planned. Raises DistributedError if it does not fit.
 
     `caches` says how many KV caches of the target and of the draft there are at once. All ranks call it. With
-    placement=layers the first of `found` is told what its weights have to leave free.
+    placement=layers the target of the placements that are returned knows what its weights have to leave free.
     """
-    run, device, prediction = spec.run, found[0].device, None
+    run, target, prediction = spec.run, placements.target, None
+    device = target.device
     how: dict[str, Any] = {"rows": rows, "slots": slots, "caches": caches, "on_cpu": device.type == "cpu"}
-    how |= {"dtypes": [placed.dtype for placed in found], "measured": memory_of(device, ranks)}
-    if found[0].splitting is Splitting.layers and all(is_planned(placed.model) for placed in found):
+    how |= {"dtypes": [placed.dtype for placed in placements], "measured": memory_of(device, ranks)}
+    if target.splitting is Splitting.layers and all(is_planned(placed.model) for placed in placements):
         with suppress(UsageError):  # a GPU without known figures
-            found[0] = replace(found[0], room=request_of(run, **how).room_by_layers())
+            room = request_of(run, **how).room_by_layers()
+            placements = replace(placements, target=replace(target, room=room))
     # Plans are for devices of one kind.
-    if spec.placement.world > 1 or all(placed.device == device for placed in found):
+    if spec.placement.world > 1 or all(placed.device == device for placed in placements):
         prediction = predict(run, spec.placement, **how)
     if prediction is not None:
         require_fit(prediction, run.plan.enforce)
@@ -168,8 +186,8 @@ def require_loadable(
             require_host(prediction, ranks_here(), memory_here())
         warn_of_codes(prediction)
     elif run.plan.enforce:
-        _require_capacity(found, run, rows * max(caches), slots)
-    return prediction
+        _require_capacity(placements, run, rows * max(caches), slots)
+    return placements, prediction
 
 
 def ranks_here() -> int:
@@ -177,13 +195,13 @@ def ranks_here() -> int:
     return number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
 
 
-def _require_capacity(found: list[ModelPlacement], run: RunConf, rows: int, slots: int) -> None:
-    """Checks weights and caches alone on each device; of a model that accelerate spreads, on all together.
+def _require_capacity(placements: Placements, run: RunConf, rows: int, slots: int) -> None:
+    """Checks weights and caches alone on each device, or on all together for a model that accelerate spreads.
 
-    Of a model that DeepSpeed splits, a rank's part; each rank loads all of it on the host.
+    A model that DeepSpeed splits counts with a rank's part; each rank loads all of it on the host.
     """
     by_device: dict[torch.device | None, list[tuple[Role, int]]] = {}
-    for placed in found:
+    for placed in placements:
         if not is_planned(placed.model):
             log.info("%s: what %s takes is not known beforehand", placed.role, placed.model.family)
             continue
@@ -205,15 +223,15 @@ def _require_capacity(found: list[ModelPlacement], run: RunConf, rows: int, slot
         require_capacity(roles, rows, slots, name, capacity, reserve)
 
 
-def _warn(found: list[ModelPlacement], run: RunConf) -> None:
+def _warn(target: ModelPlacement, draft: ModelPlacement | None, run: RunConf) -> None:
     """Logs settings that are allowed, but hardly meant."""
-    target, draft, k = found[0], found[1] if len(found) > 1 else None, run.sampling.top_k
+    k = run.sampling.top_k
     if k > target.model.vocab:
         log.warning("sampling.top_k=%d exceeds the vocabulary of %d: off", k, target.model.vocab)
     if target.dtype in (Dtype.int8, Dtype.nf4) and run.sampling.temperature == 0:
         name = target.dtype.value
         log.warning("%s logits depend on the other rows of a batch: greedy equality is not promised", name)
-    for placed in found:
+    for placed in (target, draft) if draft else (target,):
         if placed.device.type == "cpu" and TORCH_DTYPES[placed.dtype] is torch.float16:
             log.warning("%s.dtype=fp16 is several times slower than bf16 on a CPU", placed.role)
     if draft is None:
@@ -230,14 +248,14 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
 
 
 def _bytes(placed: ModelPlacement) -> int:
-    """Of the whole model's weights."""
+    """Returns the bytes of the whole model's weights."""
     return sum(held(ModelPart.of(placed.model), placed.dtype).values())
 
 
 def compiles(
     run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting
 ) -> bool:
-    """Whether this role's steps are compiled. Where that is asked for and cannot be, the log says why."""
+    """Returns whether this role's steps are compiled. Logs why not where that is asked for."""
     on_cpu = device.type == "cpu"
     reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, on_cpu)
     reason = reason or impossible(device)
@@ -249,8 +267,8 @@ def compiles(
 
 
 def impossible(device: torch.device) -> str | None:
-    """Why steps cannot be compiled here; None if they can."""
+    """Returns why steps cannot be compiled here; None if they can."""
     if device.type == "cpu" and compiler() is None:
-        own = os.environ.get("CXX")
-        return f"there is no C++ compiler ({f'CXX={own}' if own else 'g++ 11 or later'})"
+        command = os.environ.get("CXX")
+        return f"there is no C++ compiler ({f'CXX={command}' if command else 'g++ 11 or later'})"
     return None

@@ -32,7 +32,7 @@ from llama_ssp.pair.placements import model_placements, require_loadable, tokens
 from llama_ssp.planner.engine import compiled_before
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction, RunMeasurement, fitting
-from llama_ssp.planner.workload import GIB, MIB
+from llama_ssp.planner.workload import DRAFT, GIB, MIB
 from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.logprobs import LogprobReader
@@ -99,7 +99,9 @@ class PairSession:
     def check(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> None:
         """Raises DistributedError unless the pair fits; reads no weights. Arguments are those of `load`."""
         self.rows, self._slots = rows, min(max_tokens, self.run.model.context)
-        self._prediction = require_loadable(self.spec, self.placements, self.ranks, rows, self._slots, caches)
+        self.placements, self._prediction = require_loadable(
+            self.spec, self.placements, self.ranks, rows, self._slots, caches
+        )
 
     def load(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> PairSession:
         """Loads the models, if they fit together with their KV caches; returns the session.
@@ -120,21 +122,16 @@ class PairSession:
         self._models = cache.open(self.placements)
         with self.ranks.loading():
             prepare(self._models, self.run.speculation, self.rows, self._slots)
-        self.engines = self._engines_of_all()
+        self.engines = {}
+        for text in self.ranks.gather_texts(json.dumps(self.models.engines)):
+            self.engines = json.loads(text) | self.engines
         for placed in self.placements:
+            engine = self.engines.get(placed.role, COMPILED)
+            if placed.on_trial and self.ranks.is_leader and engine != COMPILED:
+                log.warning("engine: the steps of %s run %s", placed.model.name, engine)
             if placed.device.type == "cpu" and self.models.engines.get(placed.role) == COMPILED:
                 compiled_before(placed.model, placed.dtype).touch()
         return self
-
-    def _engines_of_all(self) -> dict[str, str]:
-        """How each role's steps run, also those that other ranks hold; a failed trial is said."""
-        engines: dict[str, str] = {}
-        for text in self.ranks.gather_texts(json.dumps(self.models.engines)):
-            engines = json.loads(text) | engines
-        for placed in self.placements:
-            if placed.on_trial and self.ranks.is_leader and engines.get(placed.role, COMPILED) != COMPILED:
-                log.warning("engine: the steps of %s run %s", placed.model.name, engines[placed.role])
-        return engines
 
     def close(self) -> None:
         """Frees the models, but for those in a cache."""
@@ -147,11 +144,11 @@ class PairSession:
 
         With a draft of another tokenizer nothing is measured: its rounds depend on what is written.
         """
-        run, draft = self.run, self.models.draft
+        run, drafter = self.run, self.models.loaded.get(DRAFT)
         wanted = run.task.measures_costs and run.speculation.adaptive and run.speculation.cost_ratio is None
         bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
-        if wanted and self.ranks.world == 1 and run.has_draft_model and draft and not bridged:
-            slots = min(self._slots, draft.context)
+        if wanted and self.ranks.world == 1 and run.has_draft_model and drafter and not bridged:
+            slots = min(self._slots, drafter.context)
             self.costs = measured(self.engine(0, end_ids=frozenset()), run, self.rows, slots)
 
     def full_gpu(self, error: BaseException) -> DistributedError | None:
@@ -162,10 +159,10 @@ class PairSession:
         full = next((one for one in (error, error.__cause__) if one and lacks_gpu_memory(one)), None)
         if full is None or self._prediction is None:
             return None
-        usage, models = usage_of(self.placements[0].device), self._models
-        own = [model for model in (models.target, models.draft) if model] if models else []
-        weights = sum(model.weights_bytes for model in own)
-        held = {"weights": weights, "caches": sum(model.held_bytes for model in own) - weights}
+        usage, models = usage_of(self.placements.target.device), self._models
+        loaded = list(models.loaded.values()) if models else []
+        weights = sum(model.weights_bytes for model in loaded)
+        held = {"weights": weights, "caches": sum(model.held_bytes for model in loaded) - weights}
         held["graphs"] = usage["graphs"]
         held["other tensors"] = max(0, usage["reserved"] - sum(held.values()))
         held["libraries and other programs"] = usage["others"]
@@ -186,8 +183,8 @@ class PairSession:
         `rule` replaces the run's verification rule.
         """
         run = run or self.run
-        ends, chunk = self.end_ids if end_ids is None else end_ids, getattr(run.task, "prefill_chunk", 512)
-        return engine_for(self.models, run, self.tokens, ends, seed, chunk, rule)
+        ends = self.end_ids if end_ids is None else end_ids
+        return engine_for(self.models, run, self.tokens, ends, seed, rule)
 
     def batches(
         self, seed: int, run: RunConf | None = None, stops: Sequence[str] = (), costs: Costs | None = None
@@ -195,13 +192,11 @@ class PairSession:
         """Batches on an engine of their own; an adaptive K goes by `costs`, if they are measured."""
         run = run or self.run
         engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=costs)
-        new_tokens: int = getattr(run.task, "max_new_tokens", 0)
-        top: int | None = getattr(run.task, "logprobs", None)
-        if top is not None:
-            engine.logprobs = LogprobReader(top, getattr(run.task, "logprobs_of", None) is LogprobsOf.sampled)
-        return Batches(
-            engine, self.tokens.decode, lookahead, new_tokens, self.end_ids, self.tokens.stops(stops)
-        )
+        task = run.task
+        if task.logprobs is not None:
+            engine.logprobs = LogprobReader(task.logprobs, task.logprobs_of is LogprobsOf.sampled)
+        ends, stopped = self.end_ids, self.tokens.stops(stops)
+        return Batches(engine, self.tokens.decode, lookahead, task.max_new_tokens, ends, stopped)
 
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None

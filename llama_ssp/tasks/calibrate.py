@@ -43,7 +43,6 @@ from llama_ssp.config import (
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError, writing
-from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of
 from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair.assembly import lookahead_for
@@ -213,8 +212,7 @@ class Player:
             placement = resolve(run.placement, self._ranks.world, run.has_draft_model)
             pair = PairSession(PairSpec(run, None, None, placement), self._ranks)
             self._pairs[key] = pair.load(1, len(PROMPT) + self._new)
-            models = [model for model in (pair.models.target, pair.models.draft) if model]
-            has_graphs = all(isinstance(model, GraphedModel) and model.has_graphs for model in models)
+            has_graphs = all(model.has_graphs for model in pair.models.loaded.values())
             if run.engine is Steps.compiled and not has_graphs:
                 what = "a GPU is calibrated with CUDA graphs, and steps run without them here"
                 fix = "the warning above says why; plans of eager steps need no calibration"

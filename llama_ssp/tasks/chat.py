@@ -53,7 +53,7 @@ class ChatTask(Task[ChatConf]):
         if not pair.tokens.has_template:
             log.warning("%s", NO_TEMPLATE)
         lines, load = typed_lines(self._ranks, terminal), partial(pair.load, 1, limit)
-        on_cpu = self._ranks.world == 1 and pair.placements[0].device.type == "cpu"
+        on_cpu = self._ranks.world == 1 and pair.placements.target.device.type == "cpu"
         loads_while_typing = self._console.is_terminal and on_cpu
         if self._console.is_terminal:
             ready = " The model gets ready while you type." if loads_while_typing else ""

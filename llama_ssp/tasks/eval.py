@@ -102,7 +102,7 @@ class EvalTask(Task[EvalConf]):
         An earlier pair's regular answers are taken where the target is the same: the seed is the same, too.
         """
         pair = scored.pair
-        earlier = [other for other in self._scored if other.pair.placements[0] == pair.placements[0]]
+        earlier = [other for other in self._scored if other.pair.placements.target == pair.placements.target]
         self._scored.append(scored)
         if earlier:
             scored.answers[REGULAR] = earlier[0].answers[REGULAR]

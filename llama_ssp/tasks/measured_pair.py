@@ -20,7 +20,7 @@ from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, by_category
-from llama_ssp.speculative.engine import Engine, RankEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -50,8 +50,7 @@ class MeasuredPair:
         self, pair: PairSession, prompts: PromptBatch, seed: int, ranks: Ranks, watch: Stopwatch
     ) -> None:
         """Checks that the pair fits. Raises DistributedError otherwise."""
-        assert isinstance(pair.run.task, MeasureConf)
-        self.pair, self._task, self._seed = pair, pair.run.task, seed
+        self.pair, self._task, self._seed = pair, pair.run.task_as(MeasureConf), seed
         self._ranks, self._watch = ranks, watch
         self.contenders: list[Contender] = []
         self._about = pair.figures()
@@ -70,7 +69,7 @@ class MeasuredPair:
         models = pair.open(cache).models
         pair.measure_costs()
         self._about = pair.figures()
-        alone = len(pair.placements) > 1 and self._most <= models.draft_context
+        alone = pair.placements.drafter is not None and self._most <= models.draft_context
         ks = task.ks if pair.spec.drafter else []
         self.contenders = contenders_of(models, pair.run, ks, alone)
         passes = task.repeats + (task.suite is None)
@@ -100,7 +99,11 @@ class MeasuredPair:
 
     def figures(self) -> dict[str, Any]:
         """Right at any moment."""
-        found = speeds_of(self.contenders).figures() if self.contenders else {}
+        found: dict[str, Any] = {}
+        if self.contenders:
+            target, *others = [contender.record for contender in self.contenders]
+            draft = next((record for record in others if record.name == "draft alone"), None)
+            found = Speeds(target, draft, [record for record in others if record is not draft]).figures()
         if self._task.suite is not None and found:
             questions = [text for batch in self.batches for text, _ in batch]
             pairs = [one for one in self.contenders if one.is_pairs][1:]
@@ -118,11 +121,9 @@ class MeasuredPair:
         ]
 
     def _whole_length(self, text: TextPrompt, prompt: Prompt) -> int:
-        """How long the prompt and its answers can become; a turn's frame is at most as long as the first."""
-        new, first, later = self._task.max_new_tokens, len(prompt.token_ids), 0
-        for turn in text.later:
-            later += len(self.pair.tokens.encode(turn)) + first + new
-        return first + new + later
+        """Returns the most tokens of prompt and answers; a turn's frame is at most as long as the first."""
+        new, first = self._task.max_new_tokens, len(prompt.token_ids)
+        return first + new + sum(len(self.pair.tokens.encode(turn)) + first + new for turn in text.later)
 
     def _repeat(
         self, batches: list[PromptBatch], samples: list[Sample], repeat: int, progress: Progress
@@ -198,9 +199,8 @@ class MeasuredPair:
 
     def _engine(self, contender: Contender, repeat: int) -> RankEngine:
         assert contender.models is not None
-        pair, chunk = self.pair, self._task.prefill_chunk
-        seed = self._seed + repeat
-        return engine_for(contender.models, contender.run, pair.tokens, pair.end_ids, seed, chunk)
+        pair, seed = self.pair, self._seed + repeat
+        return engine_for(contender.models, contender.run, pair.tokens, pair.end_ids, seed)
 
     def _rounds(self, contender: Contender, timed: TimedRun) -> Iterator[tuple[Step, float]]:
         limits = Limits(self._task.max_new_tokens, self.pair.end_ids)
@@ -210,7 +210,7 @@ class MeasuredPair:
         """The same turn with the stopwatch on, which is not part of the other figures."""
         if contender.models is not None:
             engine, made = self._engine(contender, 0), 0
-            if isinstance(engine, Engine):  # the leader's clocks are those that are shown
+            if self._ranks.is_leader:  # whose clocks are shown
                 engine.observer = self._watch
             self._watch.spent.clear()
             for batch in self.batches:
@@ -235,10 +235,3 @@ def contenders_of(models: RankModels, run: RunConf, ks: list[int], drafts_alone:
     if ks and run.speculation.adaptive:
         found.append(Contender(Record("pair, adaptive", None), run, models))
     return found
-
-
-def speeds_of(contenders: list[Contender]) -> Speeds:
-    """The contenders' records, by their names."""
-    records = [contender.record for contender in contenders]
-    draft = next((record for record in records if record.name == "draft alone"), None)
-    return Speeds(records[0], draft, [record for record in records[1:] if record is not draft])

@@ -111,4 +111,4 @@ def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
     )
     tokens: Any = SimpleNamespace(size=VOCAB, paired=None)  # what an engine asks of a tokenizer
     how = replace(run, sampling=case.sampling, speculation=spec)
-    return engine_for(pair, how, tokens, case.ends, 7, 512)
+    return engine_for(pair, how, tokens, case.ends, 7)

@@ -47,7 +47,7 @@ def test_a_head_on_the_leader_writes_what_one_process_writes(kind: str, world: i
     """
     folders = saved(tmp_path, kind)
     alone, pairs = opened(*folders, LEADER, ALONE), OverRanks(*folders, LEADER, world)
-    assert [pair.draft is not None for pair, _ in pairs.held] == [True] + [False] * (world - 1)
+    assert [pair.head is not None for pair, _ in pairs.held] == [True] + [False] * (world - 1)
     free = written(*alone, SAMPLED)
     assert free.drafted > free.accepted > 0
     ended = replace(SAMPLED, ends=frozenset({free.texts[0][6], free.texts[1][11]}))
@@ -65,11 +65,11 @@ def test_a_head_on_the_leader_writes_what_one_process_writes(kind: str, world: i
         assert all(run.texts == texts[:rows] for run in runs)
     work = Workload(16, max(len(prompt.token_ids) for prompt in RAGGED), SAMPLED.max_new, SAMPLED.k, 512)
     for size, (pair, run) in ((1, alone), (world, pairs.held[0])):
-        assert pair.draft is not None and run.draft is not None
+        assert pair.head is not None and run.draft is not None
         roles = Role(TARGET, run.model, Dtype.fp32), Role(DRAFT, run.draft, Dtype.fp32)
         planned = rank_work(*roles, resolve(LEADER, size, True), work, 0).draft
-        assert planned is not None and planned.caches_bytes(16) == pair.draft.caches.most
-        assert sum(held(planned.part, Dtype.fp32).values()) == pair.draft.weights_bytes
+        assert planned is not None and planned.caches_bytes(16) == pair.head.caches.most
+        assert sum(held(planned.part, Dtype.fp32).values()) == pair.head.weights_bytes
 
 
 def test_a_target_without_a_head_keeps_no_states(tmp_path: Path) -> None:
@@ -77,6 +77,6 @@ def test_a_target_without_a_head_keeps_no_states(tmp_path: Path) -> None:
     cache = ModelCache(ALONE, LEADER)
     placed = model_placements(entry_of(*saved(tmp_path, "EAGLE-3"), LEADER, 1))
     first, again = cache.open(placed), cache.open(placed)
-    assert first.draft is again.draft and first.target is again.target and first.target.taps == (0, 1, 3)
-    bare = cache.open(placed[:1])
-    assert bare.draft is None and bare.target is first.target and bare.target.taps == ()
+    assert first.head is again.head and first.target is again.target and first.target.taps == (0, 1, 3)
+    bare = cache.open(replace(placed, head=None))
+    assert bare.head is None and bare.target is first.target and bare.target.taps == ()

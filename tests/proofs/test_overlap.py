@@ -190,8 +190,8 @@ def overlapped(
     answerer = DraftServer(StagedLink(stage, "draft"), ALONE)
     transform = SamplingTransform(s.sampling, tuple(s.ends), target.vocab)
     remote = RemoteDrafter(asker, draft.context, transform.vocab, torch.float64)
-    leads = Roles(ALONE, ALONE, None, asker, apart=(1,))
-    helps = Roles(ALONE, None, ALONE, answerer, apart=(1,))
+    leads = Roles(ALONE, ALONE, None, client=asker, apart=(1,))
+    helps = Roles(ALONE, None, ALONE, server=answerer, apart=(1,))
     sender = AheadDrafter(
         ModelRunner(draft, s.chunk), Sampler(transform, draws), ALONE, answerer, Overlap.ahead
     )
