@@ -20,7 +20,8 @@ from llama_ssp import __version__
 from llama_ssp.config import RunConf, home_expanded, resolved
 from llama_ssp.errors import StorageError, writing
 from llama_ssp.report.machine import commit, host
-from llama_ssp.report.task_tables import files_of
+from llama_ssp.report.tables import Table
+from llama_ssp.report.task_tables import items_of
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,9 @@ class RunFolder:
                 draft = self.path / "summary.json.part"
                 draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
                 draft.replace(self.path / "summary.json")
-                for name, text in files_of(summary).items():
-                    (self.path / name).write_text(text, encoding="utf-8")
+                for item in items_of(summary):
+                    if isinstance(item, Table):
+                        (self.path / f"{item.name}.csv").write_text(item.csv(), encoding="utf-8")
 
 
 def sweep_folder(number: int, varied: Sequence[str], out: str | None, began: datetime) -> Path | None:

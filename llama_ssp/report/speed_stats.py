@@ -89,7 +89,11 @@ class Speeds:
     def figures(self) -> dict[str, Any]:
         """Returns the figures of all, right at any moment."""
         cost = self._within(self.draft, self.target) if self.draft else []
-        cost_ratio, alpha = (median(cost) if cost else None), self._alpha()
+        cost_ratio = median(cost) if cost else None
+        counts = [sample.counts for record in self.pair for sample in record.samples]
+        accepted = sum(each.accepted.total() for each in counts)
+        # The likeliest acceptance of a draft, if they were independent.
+        alpha = ratio(accepted, sum(each.decided for each in counts))
         pair = [
             {
                 "k": record.k,
@@ -116,12 +120,6 @@ class Speeds:
     def _within(over: Record, under: Record) -> list[float]:
         """Returns ratios of ms/token, repeat by repeat."""
         return [a.ms_per_token / b.ms_per_token for a, b in zip(over.samples, under.samples, strict=False)]
-
-    def _alpha(self) -> float | None:
-        """Returns the likeliest acceptance of one draft, if they were independent."""
-        samples = [sample for record in self.pair for sample in record.samples]
-        accepted = sum(sample.counts.accepted.total() for sample in samples)
-        return ratio(accepted, sum(sample.counts.decided for sample in samples))
 
 
 def interval(name: str, values: list[float]) -> dict[str, float | None]:

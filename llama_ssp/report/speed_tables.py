@@ -43,9 +43,12 @@ def speeds(summary: Row) -> Items:
     if summary.get("suite"):
         items += _categories([("", summary)])
     else:
-        items.append(_split(rows))
-    if any(row["acceptance_by_position"] for _, row in rows):
-        items.append(_positions(rows))
+        split = [(name, parts) for name, row in rows if (parts := row["time_split_ms_per_token"])]
+        body = [{"contender": name, **parts, "sum": sum(parts.values())} for name, parts in split]
+        items.append(_wide("time_split", "where the time goes, ms/token", body, "(not measured)"))
+    accepted = [(name, rates) for name, row in rows if (rates := row["acceptance_by_position"])]
+    if body := [{"contender": name, **_by_position(rates)} for name, rates in accepted]:
+        items.append(_wide("acceptance_by_position", "accepted of the drafts at each position", body))
     return [*items, "", *_notes(summary)]
 
 
@@ -94,19 +97,6 @@ def _categories(pairs: list[tuple[str, Row]]) -> Items:
 
 def _k(row: Row) -> str:
     return "adaptive" if row["k"] is None else str(row["k"])
-
-
-def _split(rows: list[tuple[str, Row]]) -> Table:
-    split = [(name, parts) for name, row in rows if (parts := row["time_split_ms_per_token"])]
-    body = [{"contender": name, **parts, "sum": sum(parts.values())} for name, parts in split]
-    return _wide("time_split", "where the time goes, ms/token", body, "(not measured)")
-
-
-def _positions(rows: list[tuple[str, Row]]) -> Table:
-    accepted = [(name, rates) for name, row in rows if (rates := row["acceptance_by_position"])]
-    body = [{"contender": name, **_by_position(rates)} for name, rates in accepted]
-    title = "accepted of the drafts at each position"
-    return _wide("acceptance_by_position", title, body)
 
 
 def _by_position(rates: list[float], prefix: str = "") -> Row:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rich.text import Text
-
 from llama_ssp.report.speed_tables import speeds
 from llama_ssp.report.tables import MIB, Column, Items, Row, Table
 
@@ -29,7 +27,7 @@ AGREEMENTS = (
     Column("draft", "draft takes", is_text=True),
 )
 CHECKS = Column("name", "check", is_text=True), Column("outcome", is_text=True), Column("says", is_text=True)
-OUTCOMES = {"passed": "green", "failed": "bold red", "blind": "yellow"}
+STYLES = {"passed": "green", "failed": "bold red", "blind": "yellow"}  # of an outcome
 OUTPUTS = (
     Column("id", is_text=True),
     Column("prompt_tokens"),
@@ -46,11 +44,6 @@ PLANNED = (
 )
 MEMORY = {"held_bytes": "weights and caches", "tensor_bytes": "tensors", "reserved_bytes": "reserved",
           "device_bytes": "in all"}  # fmt: skip
-
-
-def files_of(summary: Row) -> dict[str, str]:
-    """Returns the tables of a run as CSV files."""
-    return {f"{item.name}.csv": item.csv() for item in items_of(summary) if isinstance(item, Table)}
 
 
 def items_of(summary: Row) -> Items:
@@ -89,30 +82,14 @@ def agreements(summary: Row) -> Items:
     ]
 
 
-def checks(summary: Row) -> Items:
-    """Returns task=certify's row for each check, and the verdict."""
-    return [Table("checks", CHECKS, summary["checks"]), *filter(None, [summary["says"]])]
-
-
-def check_row(name: str, outcome: str, says: str) -> Text:
-    """Returns a check of task=certify as it ends."""
-    return Text.assemble(f"{name:>16}  ", (f"{outcome:7}", OUTCOMES.get(outcome, "")), f"  {says}")
-
-
-def plans(summary: Row) -> Items:
-    """Returns the verdict of task=plan, and its advice; the plan itself is in the JSON."""
-    return [summary["sentence"], *summary["advice"]]
-
-
-def outputs(summary: Row) -> Items:
-    """Returns task=generate's row for each prompt."""
-    return [Table("outputs", OUTPUTS, summary["outputs"])] if summary["outputs"] else []
-
-
 ITEMS: dict[str, Callable[[Row], Items]] = {
-    "generate": outputs, "measure": speeds, "eval": scores, "agree": agreements, "certify": checks,
-    "plan": plans,
-}  # fmt: skip
+    "generate": lambda summary: [Table("outputs", OUTPUTS, rows)] if (rows := summary["outputs"]) else [],
+    "measure": speeds,
+    "eval": scores,
+    "agree": agreements,
+    "certify": lambda summary: [Table("checks", CHECKS, summary["checks"]), *filter(None, [summary["says"]])],
+    "plan": lambda summary: [summary["sentence"], *summary["advice"]],  # the JSON has the plan itself
+}
 
 
 def plan_against_actual(summary: Row) -> Table | None:

@@ -144,17 +144,15 @@ def check_greedy(
             margins.append(float((logit_V.max() - logit_V[tokens]).max()))
         if fork == min(len(ours), len(theirs)):
             margins.append(math.inf)
-        reports.append(TextReport(fork, margins, finding_of(fork, margins, band)))
+        # NaN is within no band.
+        if not math.isfinite(band) or not all(margin <= 2 * band for margin in margins):
+            finding = Finding.unexplained
+        else:
+            finding = Finding.equal if fork is None else Finding.near_tie
+        reports.append(TextReport(fork, margins, finding))
     return GreedyReport(band, positions, tuple(reports))
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Returns the first position at which two texts differ, or one has ended; None if they are equal."""
     return next((at for at, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
-
-
-def finding_of(fork: int | None, margins: list[float], band: float) -> Finding:
-    """Says what a fork and margins amount to under a band. NaN is within no band."""
-    if not math.isfinite(band) or not all(margin <= 2 * band for margin in margins):
-        return Finding.unexplained
-    return Finding.equal if fork is None else Finding.near_tie

@@ -87,11 +87,6 @@ class Noise:
         """How far a recorded distribution may be from the target's own; in fp32 at least its rounding."""
         return max(SAFETY * self.largest, 1e-6)
 
-    def exceeded_by(self, departures: Sequence[float]) -> bool:
-        """Whether many recorded distributions differ by a multiple of what regular passes differ by."""
-        difference = float(np.quantile(departures, QUANTILE)) if departures else 0.0
-        return difference > MULTIPLE * self.usual + max(PART_OF_LARGEST * self.largest, 1e-6)
-
 
 def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) -> Check:
     """Says what differences from the target's own distributions, and errors of the rule, amount to."""
@@ -119,7 +114,8 @@ def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) ->
     many += f"where regular passes differ by {noise.usual:.2g}"
     right = f"verification commits the distribution it is given within {by_rule:.1g}, and that is the target"
     right += f"'s own within {largest:.2g} at {len(departures)} positions (rounding: {noise.largest:.2g})"
-    faults = [(wrong, by), (astray, some), (noise.exceeded_by(departures), many)]
+    exceeds = usual > MULTIPLE * noise.usual + max(PART_OF_LARGEST * noise.largest, 1e-6)
+    faults = [(wrong, by), (astray, some), (exceeds, many)]
     check = judged("law", faults, right, figures)
     if check.outcome is Outcome.failed or noise.largest <= MAX_NOISE:
         return check
@@ -181,7 +177,9 @@ def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
         probs_V = rule.correction_probs(before, torch.tensor([at]))[0]
         return float((probs_V - target_V).abs().sum()) / 2
     draft_V = seen.draft_KV[at]
-    tried = _likeliest(draft_V)
+    down = draft_V.sort(descending=True)
+    needed = int((down.values.cumsum(0) < 1 - REST).sum()) + 1  # tokens that leave out no more than REST
+    tried = down.indices[: min(needed, int((draft_V > 0).sum()), MAX_TRIED)]
     kept_V, corrected_V = torch.zeros_like(target_V), torch.zeros_like(target_V)
     for part in torch.split(tried, max(1, CELLS // len(target_V))):
         drafted_EK = torch.cat([before.drafted_BK.expand(len(part), at), part[:, None]], 1)
@@ -214,13 +212,6 @@ def _block(seen: Round, drafted_EK: Tensor, count: int) -> DraftBlock:
         drafted_EK,
         torch.full((rows,), count),
     )
-
-
-def _likeliest(draft_V: Tensor) -> Tensor:
-    """Returns the fewest tokens that leave out no more than REST of the distribution, MAX_TRIED at most."""
-    down = draft_V.sort(descending=True)
-    needed = int((down.values.cumsum(0) < 1 - REST).sum()) + 1
-    return down.indices[: min(needed, int((draft_V > 0).sum()), MAX_TRIED)]
 
 
 def fed(

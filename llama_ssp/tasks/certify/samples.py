@@ -144,7 +144,12 @@ def compare(
         is_ours = np.arange(len(rows)) < len(ours)
         labels = np.concatenate([is_ours[None], random.permuted(np.tile(is_ours, (shuffles, 1)), axis=1)])
         for name, features in FAMILIES.items():
-            total[name] += _statistic(_table([features(row) for row in rows]), labels)
+            # The sum over the features of (excess over the label's share)^2 / sqrt(count). Divided by the
+            # count itself, as in a chi-square test, many rare features would hide the frequent ones.
+            table = _table([features(row) for row in rows])
+            count, share = table.sum(0), labels[0].mean()
+            excess = labels.astype(np.float32) @ table - share * count
+            total[name] += excess**2 @ (1 / np.sqrt(np.maximum(count, 1)))
     # The labels are among their own shuffles; rounding must not separate equal statistics.
     return {name: float(np.mean(t >= t[0] * (1 - 1e-6))) for name, t in total.items()}
 
@@ -159,14 +164,3 @@ def _table(features: list[list[tuple[int, ...]]]) -> Table:
         for name, times in count.items():
             table[row, column.get(name, len(column))] += times
     return table
-
-
-def _statistic(table: Table, labels: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Sums, for each labelling, (excess over its share)^2 / sqrt(count) over the features.
-
-    Divided by the count itself, as in a chi-square test, many rare features would hide the frequent ones.
-    """
-    total, share = table.sum(0), labels[0].mean()
-    weight = 1 / np.sqrt(np.maximum(total, 1))
-    excess = labels.astype(np.float32) @ table - share * total
-    return np.asarray(excess**2 @ weight, dtype=np.float64)

@@ -7,15 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rich.text import Text
+
 from llama_ssp.config import CertifyConf, RunConf, SamplingConfig
 from llama_ssp.errors import UsageError
-from llama_ssp.pair.assembly import lookahead_for, rule_of
+from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.report.console import Progress
-from llama_ssp.report.task_tables import check_row
-from llama_ssp.speculative.engine import Engine
+from llama_ssp.report.task_tables import STYLES
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
@@ -68,7 +70,7 @@ class CertifyTask(Task[CertifyConf]):
     def _examine(self, pair: PairSession) -> None:
         run, task, leads, count = self._run, self._task, self._ranks.is_leader, len(self._texts)
         greedy_only, target, spec = run.sampling.temperature == 0, pair.models.target, run.speculation
-        seed, level, rule = self._inputs.seed, task.false_alarm / RANDOM_CHECKS, rule_of(run)
+        seed, level, rule = self._inputs.seed, task.false_alarm / RANDOM_CHECKS, RULES[spec.verification]
         copies = max(1, task.batch_size // count)
         long_texts = [replace(p, id=f"{p.id} law {n}") for p in self._texts for n in range(copies)]
         drawn = list[Check]()
@@ -95,7 +97,7 @@ class CertifyTask(Task[CertifyConf]):
                 drawn = check_samples(subject, *others, self._texts, task, seed, level, leads)
                 self._measure(pair, others[0], regular(run))
                 del others
-            if isinstance(subject.engine, Engine):
+            if leads:
                 self._add(check_decisions(watch.decisions, level))
             del subject  # and with it its caches
             self._add(*drawn)
@@ -117,7 +119,9 @@ class CertifyTask(Task[CertifyConf]):
             if check is None:
                 continue
             self._found.append(check)
-            self._print([check_row(check.name, check.outcome.value, check.says)])
+            outcome = check.outcome.value
+            row = f"{check.name:>16}  ", (f"{outcome:7}", STYLES.get(outcome, "")), f"  {check.says}"
+            self._print([Text.assemble(*row)])
 
     def _sentence(self) -> str:
         entry, spec = self._inputs.pairs[0], self._run.speculation
