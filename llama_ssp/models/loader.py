@@ -124,7 +124,7 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> Files:
 def _checked(path: Path, config: Any) -> Iterator[Files]:
     """Opens the weights; a ModelError unless their names and shapes are those of the model."""
     with refusing(path), closing(opened(path, config, names := wanted(config))) as files:
-        _require_complete(path, differences(names, files.shapes, config))
+        require_complete(path, differences(names, files.shapes, config))
         yield files
 
 
@@ -193,7 +193,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     count = int(getattr(config, MTP_LAYERS, None) or 0)  # of layers after the last one, which do not run
     other = tuple(f"{blocks}.{number}." for number in range(layers, layers + count))
     unexpected = [name for name in report["unexpected_keys"] if not name.startswith(other)]
-    _require_complete(path, {**report, "unexpected_keys": unexpected})
+    require_complete(path, {**report, "unexpected_keys": unexpected})
     if dtype in QUANTISED or getattr(module, "is_quantized", False):
         choose_kernels(module)
     weights = [weight for weight in module.parameters() if not weight.is_meta]
@@ -217,7 +217,7 @@ def differences(
     }
 
 
-def _require_complete(path: Path, report: dict[str, Any]) -> None:
+def require_complete(path: Path, report: dict[str, Any]) -> None:
     """Refuses a tensor that is missing or misshapen: transformers would fill it at random."""
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(str(name) for name in report.get(kind) or ())

@@ -34,7 +34,10 @@ from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spel
 from llama_ssp.text.prompts import TextPrompt, problem_of
 
 USUAL_TOKENS = 2048  # of a prompt and its continuation, in the memory check
-OF_CALLS = ("prompts", "prompt_file", "max_new_tokens", "stop", "chat", "system", "logprobs", "logprobs_of")
+OF_CALLS = (
+    "task", "task.prompts", "task.prompt_file", "task.max_new_tokens", "task.stop", "task.chat",
+    "task.system", "task.logprobs", "task.logprobs_of",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,19 @@ class Completion:
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A given text's log-probabilities, one entry a token; of its first token it is None."""
+    """A given text's log-probabilities, one entry a token; the first token has None."""
 
     text: str
     logprobs: list[TokenLogprob]
 
     @property
     def token_ids(self) -> list[int]:
-        return [one.token_id for one in self.logprobs]
+        return [token.token_id for token in self.logprobs]
 
     @property
     def total(self) -> float:
         """The log-probability of the text, given its first token."""
-        return sum(one.logprob for one in self.logprobs if one.logprob is not None)
+        return sum(token.logprob for token in self.logprobs if token.logprob is not None)
 
 
 @dataclass(frozen=True)
@@ -88,15 +91,6 @@ class StreamedRow:
 TextOrIds = str | Sequence[int]  # a text, or its token ids
 
 
-def _ids(given: Sequence[int], where: str) -> list[int]:
-    """Token ids as integers; NumPy's and torch's are, too."""
-    try:
-        return [index(one) for one in listed(where, given)]
-    except (TypeError, UsageError):
-        allowed = "a text, or a list of whole numbers"
-        raise DataError("a prompt is neither a text nor token ids", where, repr(given), allowed) from None
-
-
 def load_pair(
     model: str | Path, draft: str | Path | None = None, *, batch_size: int = 1,
     max_tokens: int = USUAL_TOKENS, overrides: Sequence[str] = (),
@@ -112,8 +106,7 @@ def load_pair(
     """
     words = pair_words(model, draft, overrides)
     keys = {word.partition("=")[0].lstrip("+") for word in words}
-    of_others = {"task", *(f"task.{name}" for name in OF_CALLS)}
-    if unread := {key for key in keys if key in of_others or key.startswith("hydra")}:
+    if unread := {key for key in keys if key in OF_CALLS or key.startswith("hydra")}:
         what = f"{min(unread)} is among the overrides of a pair, where nothing reads it"
         raise UsageError(what, fix="give it to generate or stream, as an argument")
     if "ranks" in keys:
@@ -143,7 +136,7 @@ class Pair:
 
     @property
     def devices(self) -> dict[str, str]:
-        """Where target and draft are, in words."""
+        """Where target and draft are."""
         return self._session.models.devices
 
     def generate(
@@ -152,7 +145,7 @@ class Pair:
         stop: Sequence[str] = (), seed: int | None = None, chat: bool = False, system: str | None = None,
         logprobs: int | None = None, logprobs_of: str = "target",
     ) -> list[Completion]:  # fmt: skip
-        """Continues every prompt, `batch_size` at a time; the completions in the order of the prompts.
+        """Continues every prompt, `batch_size` at a time; returns a completion of each, in their order.
 
         Without `seed` it is that of `overrides`, or drawn. `chat` puts each prompt into the model's chat
         template, after `system`. `logprobs` adds each token's log-probability and those of this many
@@ -190,9 +183,9 @@ class Pair:
         stop: Sequence[str] = (), seed: int | None = None, chat: bool = False, system: str | None = None,
         logprobs: int | None = None, logprobs_of: str = "target",
     ) -> Iterator[list[StreamedRow]]:  # fmt: skip
-        """The same, round by round: what each prompt of the batch got. All rounds must be taken.
+        """Continues prompts as `generate`; yields what each prompt of the batch got in each round.
 
-        On ranks other than the leader every list is empty.
+        All rounds must be taken. On ranks other than the leader every list is empty.
         """
         with first_cause(self._ranks, self._session):
             run = self._run(
@@ -216,13 +209,13 @@ class Pair:
     def score(
         self, texts: Sequence[TextOrIds], *, top: int = 0, sampling: SamplingConfig | None = None
     ) -> list[ScoredText]:
-        """The log-probability of every token of these texts, each given those before it.
+        """Returns the log-probability of every token of these texts, each given those before it.
 
-        `top` adds those of this many likeliest tokens. They are of the target, unfiltered at temperature 1;
-        with `sampling` of the distribution that these settings give, after the text's first token. The draft
-        plays no part. Raises as `generate`.
+        `top` adds those of this many likeliest tokens. They are the target's, unfiltered at temperature 1, or
+        with `sampling` those of the distribution that these settings give, after the text's first token. The
+        draft takes no part. Raises what `generate` raises.
         """
-        pair, found = self._session, list[ScoredText]()
+        pair, result = self._session, list[ScoredText]()
         with first_cause(self._ranks, self._session):
             texts, of = listed("texts", texts), "target" if sampling is None else "sampled"
             least = max(1, (sampling or self._session.run.sampling).min_new_tokens)  # nothing is generated
@@ -237,9 +230,9 @@ class Pair:
                 lengths = [len(prompt.token_ids) for prompt in batch]
                 require_numbers(*zip((prompt.id for prompt in batch), lengths, reasons, strict=True))
                 for number, scores in enumerate(scored, start=first):
-                    found.append(ScoredText(self._text(texts[number]), self._spelled(scores)))
+                    result.append(ScoredText(self._text(texts[number]), self._spelled(scores)))
                 self._ranks.broadcast_ints([0])  # a rank without a part in the target waits here
-        return found if self._ranks.is_leader else []
+        return result if self._ranks.is_leader else []
 
     def close(self) -> None:
         """Frees the models and parts from the other ranks, if any. The pair cannot be used afterwards."""
@@ -258,12 +251,11 @@ class Pair:
         stop: Sequence[str], seed: int | None, chat: bool, system: str | None, logprobs: int | None,
         logprobs_of: str,
     ) -> RunConf:  # fmt: skip
-        """The run with these settings, checked."""
+        """Returns the run with these settings. Raises UsageError for those that it cannot have."""
         run = self._session.run
         if logprobs_of not in tuple(LogprobsOf):
-            raise UsageError(
-                "logprobs_of is unknown", "", repr(logprobs_of), ", ".join(LogprobsOf), "choose one"
-            )
+            allowed = ", ".join(LogprobsOf)
+            raise UsageError("logprobs_of is unknown", "", repr(logprobs_of), allowed, "choose one")
         task = replace(
             run.task_as(GenerateConf), max_new_tokens=max_new_tokens, stop=listed("stop", stop), chat=chat,
             system=system, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of),
@@ -280,15 +272,15 @@ class Pair:
             raise UsageError(what, "speculation", f"k {speculation.k}", "settings without one", fix)
         loaded, bridge = self._session.run.speculation.bridge, run.speculation.bridge
         if run.has_draft_model and bridge not in (Bridging.auto, loaded):
-            what, found, fix = "a bridge is built when a pair is loaded", bridge.value, "give it to load_pair"
             raise UsageError(
-                what, "speculation.bridge", found, f"auto, {loaded.value}", f"{fix} in overrides"
-            )
+                "a bridge is built when a pair is loaded", "speculation.bridge", found=bridge.value,
+                allowed=f"auto, {loaded.value}", fix="give it to load_pair in overrides",
+            )  # fmt: skip
         require_own_ranks(run, self._session.spec.placement)
         return run
 
     def _batches(self, prompts: list[TextOrIds], run: RunConf) -> Iterator[tuple[Batch, int]]:
-        """Each batch of a run with these settings, its prompts read, and the number of its first prompt."""
+        """Yields each batch of a run with these settings, and the number of its first prompt."""
         pair, task = self._session, run.task_as(GenerateConf)
         if not prompts:
             return
@@ -301,24 +293,37 @@ class Pair:
             yield batches.begin(read[first : first + task.batch_size]), first
 
     def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:
-        """The texts as token ids; `shorter`: than the context, so that a token can follow."""
-        tokens, found, special = self._session.tokens, list[Prompt](), run.task.special_tokens
+        """Returns the texts as token ids; `shorter` than the context, so that a token can follow.
+
+        Raises DataError for a prompt that cannot be used.
+        """
+        tokens, result = self._session.tokens, list[Prompt]()
         for n, text in enumerate(texts):
             given = TextPrompt(str(n), text if isinstance(text, str) else "", f"prompt {n}")
             if (problem := problem_of(given, {})) is not None:
                 raise problem
             if isinstance(text, str) and shorter:
-                found.append(self._session.prompt(given, run))
-            else:
-                ids = tokens.encode(text, special) if isinstance(text, str) else _ids(text, given.where)
-                if run.task.chat:
-                    fix = "give the text, or leave out chat"
-                    raise DataError("token ids are not put into a chat template", given.where, fix=fix)
-                found.append(usable(given, ids, tokens, run, 0 if shorter else 2))
-        return found
+                result.append(self._session.prompt(given, run))
+                continue
+            try:  # integers of NumPy and torch are token ids, too
+                if isinstance(text, str):
+                    ids = tokens.encode(text, run.task.special_tokens)
+                else:
+                    ids = [index(item) for item in listed(given.where, text)]
+            except (TypeError, UsageError):
+                what, allowed = (
+                    "a prompt is neither a text nor token ids",
+                    "a text, or a list of whole numbers",
+                )
+                raise DataError(what, given.where, repr(text), allowed) from None
+            if run.task.chat:
+                fix = "give the text, or leave out chat"
+                raise DataError("token ids are not put into a chat template", given.where, fix=fix)
+            result.append(usable(given, ids, tokens, run, 0 if shorter else 2))
+        return result
 
     def _text(self, text: TextOrIds) -> str:
         return text if isinstance(text, str) else self._session.tokens.decode(list(text))
 
-    def _spelled(self, found: Sequence[ScoredToken]) -> list[TokenLogprob]:
-        return spelled(found, self._session.tokens.spell)
+    def _spelled(self, tokens: Sequence[ScoredToken]) -> list[TokenLogprob]:
+        return spelled(tokens, self._session.tokens.spell)

@@ -21,7 +21,6 @@ from llama_ssp.config import (
     RunConf,
     SpeculationConfig,
     Splitting,
-    home_expanded,
 )
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.roles import Roles, roles_of
@@ -215,9 +214,8 @@ def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
     torch.backends.cuda.enable_cudnn_sdp(False)
     what, name = (placed.model, placed.path, placed.dtype), f"{placed.role} {placed.model.name}"
     if placed.splitting is Splitting.layers:
-        offload = home_expanded(placed.offload) if placed.offload else None
         with waiting(f"{name}: reading weights"):
-            return load_layers(*what, placed.max_memory, offload, placed.role, placed.room)
+            return load_layers(*what, placed.max_memory, placed.offload, placed.role, placed.room)
     if placed.splitting is Splitting.deepspeed and group.world > 1:
         with waiting(f"{name}: reading weights"):
             return load_deepspeed(*what, placed.device, placed.role, group)

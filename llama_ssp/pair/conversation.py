@@ -74,7 +74,7 @@ class Conversation:
         """
         messages = [*self.history, {"role": "user", "content": text}]
         prompt = self._prompt(messages)
-        length, pair = len(prompt.token_ids), self._pair
+        length, pair, ranks = len(prompt.token_ids), self._pair, self._pair.ranks
         room = min(self._new_tokens, self.limit - length)
         before, self._state, self._stop_asked = self._state, None, False
         run = TimedRun(self._engine, [prompt], room, longest=self.limit, before=before)
@@ -86,7 +86,13 @@ class Conversation:
             ended = step.rows[0].finish is not None
             reply.text = writing.text(0)
             yield writing.printable(0, ended)
-            if not ended and self._is_stopped(step.round):
+            if ended or (ranks.world > 1 and step.round % ROUNDS):
+                continue
+            is_stopped = self._stop_asked
+            if ranks.world > 1:  # the other ranks get a round's decision with the next one's drafts
+                self._engine.flush()
+                is_stopped = bool(ranks.broadcast_ints([int(is_stopped)])[0])
+            if is_stopped:
                 self._engine.flush()
                 yield writing.printable(0, True)
                 break
@@ -110,16 +116,6 @@ class Conversation:
             **counts.figures(),
             "tokens_per_s": counts.tokens_per_s,
         }
-
-    def _is_stopped(self, number: int) -> bool:
-        """Whether every rank ends the reply after this round; several ranks agree every few rounds."""
-        ranks = self._pair.ranks
-        if ranks.world == 1:
-            return self._stop_asked
-        if number % ROUNDS:
-            return False
-        self._engine.flush()  # the other ranks get a round's decision with the next one's drafts
-        return bool(ranks.broadcast_ints([int(self._stop_asked)])[0])
 
     def _prompt(self, messages: list[Message]) -> Prompt:
         """The conversation up to the model's answer, as token ids. Raises DataError."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from llama_ssp.config import Bridging, Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.config import Bridging, Drafting, Dtype, ModelConf, RunConf, Splitting, Steps, home_expanded
 from llama_ssp.config.environment import MAX_WORLD, number_of
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
@@ -56,7 +56,7 @@ class ModelPlacement:
     ranks: tuple[int, ...]
     copies: bool
     max_memory: dict[str, str]
-    offload: str | None
+    offload: Path | None
     bridge: Bridging
     room: Room = (0, 0, 0)  # that its weights leave on GPUs, with placement=layers
     compiled: bool = False
@@ -133,9 +133,10 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     memory = {str(key): size for key, size in conf.max_memory.items()}
     compiled = compiles(run, role, model, device, dtype, splitting)
     on_trial = compiled and needs_trial(run.engine, device.type == "cpu", degree)
+    offload = home_expanded(conf.offload_folder) if conf.offload_folder else None
     return ModelPlacement(
-        role, model, path, device, dtype, splitting, ranks, copies, memory,
-        conf.offload_folder, run.speculation.bridge, compiled=compiled, on_trial=on_trial,
+        role, model, path, device, dtype, splitting, ranks, copies, max_memory=memory, offload=offload,
+        bridge=run.speculation.bridge, compiled=compiled, on_trial=on_trial,
     )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from llama_ssp.config import AgreeConf, Drafting, Verification
 from llama_ssp.errors import UsageError
 from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.pair.session import PairSession
-from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.report.console import Progress
 from llama_ssp.report.task_tables import agreements as agreements_shown
 from llama_ssp.speculative.engine import RankEngine
@@ -34,7 +33,14 @@ class AgreeTask(Task[AgreeConf]):
     _engine: RankEngine | None = None
 
     def run(self) -> str:
-        task, pair = self._task, self._open(_greedy(self._inputs.pairs[0], self._task.chunk))
+        task, run = self._task, self._inputs.pairs[0].run
+        if run.draft is None or run.speculation.drafter is not Drafting.model:
+            found = f"drafter {run.speculation.drafter.value}" if run.draft else "no draft"
+            what = "task=agree compares two models, but there is one"
+            raise UsageError(what, "draft", found, fix="name the draft with draft=NAME")
+        speculation = replace(run.speculation, k=task.chunk, adaptive=False, verification=Verification.token)
+        run = replace(run, speculation=speculation, sampling=replace(run.sampling, temperature=0.0))
+        pair = self._open(replace(self._inputs.pairs[0], run=run))
         prompts = self._prompts(pair)
         rows, length = min(task.batch_size, len(prompts)), longest(prompt for _, prompt in prompts)
         pair.load(rows, length + task.max_new_tokens)
@@ -86,18 +92,6 @@ class AgreeTask(Task[AgreeConf]):
                     "fork": fork or None,
                 }
             )
-
-
-def _greedy(spec: PairSpec, chunk: int) -> PairSpec:
-    """Returns the pair with greedy sampling and `chunk` drafts a round. Raises UsageError without a draft."""
-    run = spec.run
-    if run.draft is None or run.speculation.drafter is not Drafting.model:
-        found = f"drafter {run.speculation.drafter.value}" if run.draft else "no draft"
-        what = "task=agree compares two models, but there is one"
-        raise UsageError(what, "draft", found, fix="name the draft with draft=NAME")
-    speculation = replace(run.speculation, k=chunk, adaptive=False, verification=Verification.token)
-    sampling = replace(run.sampling, temperature=0.0)
-    return replace(spec, run=replace(run, speculation=speculation, sampling=sampling))
 
 
 def agreements(

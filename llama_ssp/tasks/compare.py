@@ -120,7 +120,12 @@ class CompareTask(Task[CompareConf]):
             for text, prompt in given or self._typed_prompts(pair):
                 self._compare(text, prompt)
         finally:
-            self._save_picture(pair)
+            if task.plot is not None and self._scenes and self._ranks.is_leader:
+                path = home_expanded(task.plot)
+                width = rich_console().width if self._screen is not None else RECORDED
+                title = f"{pair.spec.target} with {pair.spec.drafter}; {processor_name()}; {date.today()}"
+                save(self._scenes, path, width, title)
+                self._saved = str(path)
         return "done"
 
     def figures(self) -> dict[str, Any]:
@@ -183,16 +188,6 @@ class CompareTask(Task[CompareConf]):
     def _draw_scene(self, scene: Scene, note: str) -> None:
         if self._screen is not None:
             self._screen.draw(scene, note)
-
-    def _save_picture(self, pair: PairSession) -> None:
-        """Saves the picture of what was compared, where `task.plot` asks for it."""
-        if self._task.plot is None or not self._scenes or not self._ranks.is_leader:
-            return
-        path = home_expanded(self._task.plot)
-        width = rich_console().width if self._screen is not None else RECORDED
-        title = f"{pair.spec.target} with {pair.spec.drafter}; {processor_name()}; {date.today()}"
-        save(self._scenes, path, width, title)
-        self._saved = str(path)
 
 
 def in_words(scene: Scene) -> list[str]:

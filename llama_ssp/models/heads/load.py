@@ -19,7 +19,7 @@ from llama_ssp.models.heads.assemble import assembly_of, wanted
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.heads.settings import MAPS, HeadSettings, head_settings
 from llama_ssp.models.linear import Kernels, LayerFormat
-from llama_ssp.models.loader import opened
+from llama_ssp.models.loader import differences, opened, require_complete
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
@@ -59,7 +59,8 @@ def load_head(
             shared += [table] if is_shared and table.data_ptr() == given.data_ptr() else []
     source = FileSource(path, {*names, *MAPS}, "model")
     with closing(source):
-        _require_tensors(path, names, source.shapes)
+        shapes = {name: shape for name, shape in source.shapes.items() if name not in MAPS}
+        require_complete(path, differences(names, shapes, config))
         assembly = assembly_of(config, settings, source, form)
         layers_of_head, ids_E = assembly.made(*lent), assembly.ids()
         _require_ids(path, settings, ids_E, source)
@@ -81,25 +82,6 @@ def block_config(path: Path, settings: HeadSettings) -> Any:
     if against:
         raise ModelError("the head's block is of another kind", path, against, fix="use another head")
     return config
-
-
-def _require_tensors(
-    path: Path, names: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]
-) -> None:
-    """Refuses a tensor that is missing, misshapen, or that the head does not have."""
-    maps = {name: shape for name, shape in found.items() if name in MAPS}
-    problems = [
-        *(f"{name} is missing" for name in sorted(names.keys() - found.keys())),
-        *(
-            f"{name} is {found[name]}, not {names[name]}"
-            for name in names
-            if found.get(name, names[name]) != names[name]
-        ),
-        *(f"{name} is not known" for name in sorted(found.keys() - names.keys() - maps.keys())),
-    ]
-    if problems:
-        what, fix = "the head's tensors are not those of config.json", f"{REFETCH}, or use another head"
-        raise ModelError(what, path, f"{len(problems)}: {'; '.join(problems[:4])}", fix=fix)
 
 
 def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, source: FileSource) -> None:

@@ -187,22 +187,15 @@ class Watch(Observer):
             is_full = len(self.rounds) == self.room
             place = self._random.randrange(self._seen) if is_full else len(self.rounds)
             if place < self.room:  # a reservoir
-                self.rounds[place : place + 1] = [_round(state, proposal, decision, row, block, logit_BWV)]
-
-
-def _round(
-    state: State, proposal: Proposal, decision: Decision, row: int, block: DraftBlock | None,
-    logit_BWV: Tensor | None,
-) -> Round:  # fmt: skip
-    count = proposal.count[row]
-    return Round(
-        prompt_length=state.prompt_lengths[row],
-        text=(*state.texts[row], *decision.drafted[row]),
-        count=count,
-        target_WV=_copied(block.target_BWV[row, : count + 1] if block else None),
-        draft_KV=_copied(block.draft_BKV[row, :count] if block else None),
-        logit_WV=_copied(None if logit_BWV is None else logit_BWV[row, : count + 1]),
-    )
+                kept = Round(
+                    prompt_length=state.prompt_lengths[row],
+                    text=(*state.texts[row], *decision.drafted[row]),
+                    count=count,
+                    target_WV=_copied(block.target_BWV[row, : count + 1] if block else None),
+                    draft_KV=_copied(block.draft_BKV[row, :count] if block else None),
+                    logit_WV=_copied(None if logit_BWV is None else logit_BWV[row, : count + 1]),
+                )
+                self.rounds[place : place + 1] = [kept]
 
 
 def _copied(tensor_WV: Tensor | None) -> Tensor:
