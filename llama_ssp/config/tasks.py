@@ -146,7 +146,7 @@ class GenerateConf(TextConf):
             raise UsageError(what, "task.echo=true", fix="write task.logprobs=0, or a number of alternatives")
         if not (self.max_new_tokens or self.echo):
             fix = "write at least 1; or task.echo=true task.logprobs=0, which scores the prompt"
-            raise UsageError("task.max_new_tokens asks for no text", "", "0", "1 or more", fix)
+            raise UsageError("task.max_new_tokens asks for no text", found="0", allowed="1 or more", fix=fix)
 
 
 def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
@@ -155,7 +155,7 @@ def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
     if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
         what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
         fix = "name the target alone, or choose speculation=default"
-        raise UsageError(what, "speculation", f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
+        raise UsageError(what, "speculation", found=f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
 
 
 def check_drafts(task: str, key: str, spec: SpeculationConfig, has_draft: bool) -> None:
@@ -224,7 +224,7 @@ class CompareConf(TextConf):
             what, model = "task=compare has nothing to compare: nothing drafts", "a" if has_draft else "no"
             found = f"drafter {spec.drafter.value}, k {spec.k}, {model} draft model"
             fix = "name a draft model (draft=NAME), or choose speculation=ngram"
-            raise UsageError(what, "draft, speculation", found, fix=fix)
+            raise UsageError(what, "draft, speculation", found=found, fix=fix)
 
 
 @dataclass
@@ -287,7 +287,7 @@ class CertifyConf(PromptedConf):
         if most > MOST_CERTIFIED:
             what, found = "task=certify looks at every way to decide a round", f"up to {most} drafts a round"
             fix = f"certify with speculation.{key}={MOST_CERTIFIED}: the rule is the same for any number"
-            raise UsageError(what, "speculation", found, f"up to {MOST_CERTIFIED}", fix)
+            raise UsageError(what, "speculation", found=found, allowed=f"up to {MOST_CERTIFIED}", fix=fix)
 
 
 @dataclass

@@ -315,7 +315,7 @@ class Pair:
                     "a prompt is neither a text nor token ids",
                     "a text, or a list of whole numbers",
                 )
-                raise DataError(what, given.where, repr(text), allowed) from None
+                raise DataError(what, given.where, found=repr(text), allowed=allowed) from None
             if run.task.chat:
                 fix = "give the text, or leave out chat"
                 raise DataError("token ids are not put into a chat template", given.where, fix=fix)

@@ -129,7 +129,7 @@ class Conversation:
         if len(ids) >= self.limit:
             what, found = "the conversation is full: the message was not sent", f"{len(ids)} tokens with it"
             fix = "/reset begins a new one; or start with a larger task.context"
-            raise DataError(what, "", found, f"fewer than {self.limit}", fix)
+            raise DataError(what, found=found, allowed=f"fewer than {self.limit}", fix=fix)
         return usable(text, ids, tokens, self._pair.run)
 
 

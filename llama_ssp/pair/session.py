@@ -172,7 +172,7 @@ class PairSession:
         planned, fix = fitting(self._prediction, self.ranks.rank, available, needed)
         words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in held.items() if size)
         where = f"planned {planned / GIB:.2f} GiB, held {words}"
-        return DistributedError("the GPU's memory is full", where, first_line(full), fix=fix)
+        return DistributedError("the GPU's memory is full", where, found=first_line(full), fix=fix)
 
     def engine(
         self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None,

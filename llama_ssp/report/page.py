@@ -62,7 +62,7 @@ def execute(words: Sequence[str], console: Console) -> int:
         text = page(folder, summary, settings)
     except (LookupError, TypeError, AttributeError) as error:  # another program's summary, or version's
         what, fix = "the summary lacks figures of its task", "read it with the program that wrote it"
-        raise DataError(what, folder / "summary.json", first_line(error), fix=fix) from error
+        raise DataError(what, folder / "summary.json", found=first_line(error), fix=fix) from error
     file = folder / "report.html"
     with writing("report", file, fix="copy the folder to where you may write"):
         file.write_text(text, encoding="utf-8")
@@ -77,7 +77,7 @@ def _read(file: Path, parse: Callable[[str], Any]) -> Any:
         raise DataError("this is not the folder of a run", file.parent, error.strerror, fix=FIX) from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         found = shortened(str(error), 100)
-        raise DataError("the file of a run cannot be read", file, found, fix=FIX) from None
+        raise DataError("the file of a run cannot be read", file, found=found, fix=FIX) from None
 
 
 def page(folder: Path, summary: Row, settings: Row) -> str:

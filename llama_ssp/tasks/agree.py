@@ -37,7 +37,7 @@ class AgreeTask(Task[AgreeConf]):
         if run.draft is None or run.speculation.drafter is not Drafting.model:
             found = f"drafter {run.speculation.drafter.value}" if run.draft else "no draft"
             what = "task=agree compares two models, but there is one"
-            raise UsageError(what, "draft", found, fix="name the draft with draft=NAME")
+            raise UsageError(what, "draft", found=found, fix="name the draft with draft=NAME")
         speculation = replace(run.speculation, k=task.chunk, adaptive=False, verification=Verification.token)
         run = replace(run, speculation=speculation, sampling=replace(run.sampling, temperature=0.0))
         pair = self._open(replace(self._inputs.pairs[0], run=run))

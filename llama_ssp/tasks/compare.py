@@ -159,7 +159,7 @@ class CompareTask(Task[CompareConf]):
                 prompt, allowed = pair.prompt(text), f"at most {TYPED_TOKENS}"
                 if (count := len(prompt.token_ids)) > TYPED_TOKENS:
                     what, fix = "a typed prompt is longer than memory was planned for", "use task.prompt_file"
-                    raise DataError(what, text.where, f"{count} tokens", allowed, fix)
+                    raise DataError(what, text.where, found=f"{count} tokens", allowed=allowed, fix=fix)
                 yield text, prompt
             except DataError as problem:  # a typing mistake does not end the run
                 log.warning("%s", problem)

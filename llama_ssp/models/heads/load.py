@@ -78,9 +78,9 @@ def block_config(path: Path, settings: HeadSettings) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # values of wrong types fail in any way
-        raise ModelError("config.json cannot be read", path, str(error)[:160], fix=REFETCH) from None
+        raise ModelError("config.json cannot be read", path, found=str(error)[:160], fix=REFETCH) from None
     if against:
-        raise ModelError("the head's block is of another kind", path, against, fix="use another head")
+        raise ModelError("the head's block is of another kind", path, found=against, fix="use another head")
     return config
 
 
@@ -99,14 +99,14 @@ def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, sourc
         fits = isinstance(listed_V, Tensor) and torch.equal(listed_V.bool(), inside)
     if not fits:
         what, allowed = "the maps of the head's vocabulary do not agree", f"{count} tokens of the {whole}"
-        raise ModelError(what, f"{path}: d2t, t2d", "other tokens", allowed, REFETCH)
+        raise ModelError(what, f"{path}: d2t, t2d", found="other tokens", allowed=allowed, fix=REFETCH)
 
 
 def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
     """Reads the table whole, for the leader of several ranks, each of which holds a part."""
     if path is None:
         what, fix = "the head has no embedding, and the target none on disk", "use a head with embed_tokens"
-        raise ModelError(what, model.name, "a synthetic target", fix=fix)
+        raise ModelError(what, model.name, found="a synthetic target", fix=fix)
     names = family_of(model.family).names
     name = f"{names.head if output and not model.tied else names.embedding}.weight"
     with closing(opened(path, require_supported(path), {name: ()})) as source:

@@ -112,7 +112,7 @@ def head_settings(path: Path) -> HeadSettings:
     kind = kind_of(path)
     if kind not in CLASSES:
         what, fix = "this kind of trained head is not read", "use one of these, or a small draft model"
-        raise ModelError(what, path, kind, READ, fix)
+        raise ModelError(what, path, found=kind, allowed=READ, fix=fix)
     require_whole(path)
     require_counts(path, content := read_json(path / "config.json"))
     shapes = _shapes(path)
@@ -126,15 +126,15 @@ def _eagle3(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ..
     if block["model_type"] not in BLOCKS or block.get("num_hidden_layers", 1) != 1:
         found = f"{block.get('num_hidden_layers', 1)} of {block['model_type']}"
         what, allowed = "the head's block is of another kind", f"1 of {' or '.join(BLOCKS)}"
-        raise ModelError(what, path, found, allowed, "use another head")
+        raise ModelError(what, path, found=found, allowed=allowed, fix="use another head")
     wide = [shapes[name] for name in ("fc.weight", "lm_head.weight") if len(shapes.get(name, ())) == 2]
     if len(wide) < 2:
         what, allowed = "the head lacks tensors", "fc.weight and lm_head.weight, two dimensions each"
-        raise ModelError(what, path, f"{len(shapes)} tensors", allowed, REFETCH)
+        raise ModelError(what, path, found=f"{len(shapes)} tensors", allowed=allowed, fix=REFETCH)
     flags = {key: content.get(key, False) for key in FLAGS}
     if not all(isinstance(flag, bool) for flag in flags.values()) or (flags[FLAGS[1]] and flags[FLAGS[2]]):
         what, allowed = "config.json has flags that contradict each other", "true or false, one of the two"
-        raise ModelError(what, path, f"norm_before_fc, fc_norm: {flags}", allowed, REFETCH)
+        raise ModelError(what, path, found=f"norm_before_fc, fc_norm: {flags}", allowed=allowed, fix=REFETCH)
     prefix = next((name for name in PREFIXES if f"{name}.hidden_norm.weight" in shapes), PREFIXES[0])
     (_, inputs), (vocab, _) = wide
     block.update(num_hidden_layers=1, tie_word_embeddings=False)
@@ -165,10 +165,10 @@ def _dflash(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ..
     if not (usable and 2 <= width <= MOST_WIDTH and anchor in (None, False, True)):
         what, found = "config.json describes no usable block", f"{width}, {mask}, {anchor}"
         allowed = f"2..{MOST_WIDTH}, a token of the target, true or false"
-        raise ModelError(what, f"{path}: {', '.join(names)}", found, allowed, REFETCH)
+        raise ModelError(what, f"{path}: {', '.join(names)}", found=found, allowed=allowed, fix=REFETCH)
     if (found_taps := _layers(path, BLOCK_TAPS, taps)) is None or wide[1] != len(found_taps) * wide[0]:
         what, found = "the head's fc does not fit the layers that it reads", f"{wide}, layers {found_taps}"
-        raise ModelError(what, path, found, "as many inputs as these layers give", REFETCH)
+        raise ModelError(what, path, found=found, allowed="as many inputs as these layers give", fix=REFETCH)
     heads = len(output := shapes.get("lm_head.weight", ())) == 2
     block.update(model_type="qwen3", tie_word_embeddings=False)
     block.pop("quantization_config", None)
@@ -204,5 +204,5 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         save = "save_file({k: v.contiguous() for k, v in w.items()}, 'model.safetensors')"
         code = f"import torch; from safetensors.torch import save_file; w = {load}; {save}"
         what, fix = "the weights are pickled, which can run code", f'convert them there: python -c "{code}"'
-        raise ModelError(what, path, ", ".join(pickled[:5]), "*.safetensors", fix)
+        raise ModelError(what, path, found=", ".join(pickled[:5]), allowed="*.safetensors", fix=fix)
     return {name: shape for name, (_, shape) in tensors_of(path).items()}
