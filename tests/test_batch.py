@@ -35,7 +35,8 @@ from tests.test_journal import KILLED, Deadly, in_child
 
 RECORDS = 10
 # In fp32 the tiny pair's ties are decided by rounding, which depends on how many rows are read together.
-JOB = ["task=batch", "task.input=in.jsonl", "seed=3", "model.dtype=fp64", "draft.dtype=fp64", "out=null"]
+MODELS = ["task=batch", "task.input=in.jsonl", "seed=3", "model.dtype=fp64", "draft.dtype=fp64", "out=null"]
+JOB = [*MODELS, "speculation.k=4"]
 SMALL = [*JOB, "task.max_new_tokens=6", "task.batch_size=3", "task.shard_size=4"]
 
 
@@ -103,6 +104,26 @@ def test_answers_stand_in_the_order_of_the_input(command: Command):
     assert (said["status"], said["records_finished"], said["shards_done"]) == ("done", RECORDS, 3)
     assert said["tokens_committed"] == sum(line["output_tokens"] for line in told)
     assert said["tokens_per_s"] > 0
+
+
+def test_a_job_goes_on_with_the_costs_that_it_began_with(command: Command):
+    """K follows what rounds cost at its begin: after a kill, and with other rows. Control: other costs."""
+    write_input()
+    adaptive = [*MODELS, *SMALL[len(JOB) :]]
+    assert command(*adaptive, "task.output=whole.jsonl").code == 0
+    work = Path("whole.jsonl.work")
+    held = json.loads((work / "costs.json").read_bytes())
+    assert json.loads((work / "run.json").read_bytes())["settings"]["speculation.adaptive"] is True
+    drafts_cost = [1.0, *(1000.0 for _ in held[1:])]
+    for name, costs, rows in (("a", drafts_cost, 3), ("b", drafts_cost, 2), ("c", [1.0 for _ in held], 3)):
+        shutil.copytree(work, f"{name}.jsonl.work")
+        for folder in ("parts", "done"):
+            shutil.rmtree(f"{name}.jsonl.work/{folder}")
+            Path(f"{name}.jsonl.work/{folder}").mkdir()
+        Path(f"{name}.jsonl.work/costs.json").write_text(json.dumps(costs))
+        assert command(*adaptive, f"task.output={name}.jsonl", f"task.batch_size={rows}").code == 0
+    texts = [Path(f"{name}.jsonl").read_bytes() for name in "abc"]
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.few(1)

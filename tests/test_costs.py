@@ -80,7 +80,7 @@ def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
 
 
 def test_k_is_chosen_by_what_is_known_of_costs():
-    known, usual = Costs([1 + 0.5 * k for k in range(9)]), Costs.of_ratio(USUAL_COST_RATIO, 8)
+    known, usual = Costs([1 + 0.5 * k for k in range(9)], drafter="d"), Costs.of_ratio(USUAL_COST_RATIO, 8)
     for run, costs, expected in (
         (RUN, known, known),
         (RUN, None, usual),
@@ -229,8 +229,8 @@ def test_the_caches_of_a_measurement_are_freed_at_once() -> None:
 def test_costs_are_measured_in_the_runs_own_chunks(monkeypatch):
     """64 rows of 8B and 1B take 615 MiB in chunks of 64 tokens, which the plan counts, and 4,912 in 512."""
     chunks = []
-    given: Any = SimpleNamespace(draft=SimpleNamespace(context=64), target=None)
-    monkeypatch.setattr(session, "engine_for", lambda *what: chunks.append(what[5]))
+    given: Any = SimpleNamespace(draft_context=64)
+    monkeypatch.setattr(session, "engine_for", lambda _, run, *others: chunks.append(run.task.prefill_chunk))
     monkeypatch.setattr(session, "measured", lambda *_: None)
     run = replace(with_(), task=GenerateConf(prefill_chunk=64))
     pair: Any = SimpleNamespace(

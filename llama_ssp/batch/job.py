@@ -58,7 +58,7 @@ class Job:
     def drafts(self) -> list[str]:
         """The words that give every group the same drafts a round, whatever its GPUs."""
         spec = self.run.speculation
-        chosen = {"k": spec.k, "cost_ratio": spec.cost_ratio}
+        chosen = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": str(spec.adaptive).lower()}
         return [f"speculation.{name}={value}" for name, value in chosen.items() if value is not None]
 
     @property
@@ -133,6 +133,7 @@ def continued(run: RunConf) -> RunConf:
     held = Journal.held(folders_of(run)[0]) if isinstance(task, BatchConf) and task.output else None
     kept = {} if held is None else held.settings
     names = [name for name in ("k", "cost_ratio") if getattr(spec, name) is None]
+    names += ["adaptive"] * (spec.k is None)
     values = {name: kept[f"speculation.{name}"] for name in names if f"speculation.{name}" in kept}
     return replace(run, speculation=replace(spec, **values))
 

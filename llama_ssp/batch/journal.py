@@ -40,7 +40,8 @@ from llama_ssp.batch.responses import counted, is_error
 from llama_ssp.distributed.identity import Identity, own_element, own_identity
 from llama_ssp.errors import DataError, StorageError
 
-MANIFEST, TRIALS, PARTS, DONE, CLAIMS = "run.json", "trials.json", "parts", "done", "claims"
+MANIFEST, TRIALS, COSTS = "run.json", "trials.json", "costs.json"
+PARTS, DONE, CLAIMS = "parts", "done", "claims"
 GROUPS, PUBLISHED = "groups", "published"
 BEAT_S, STALE_S = 10.0, 60.0  # of a claim: a heartbeat keeps it, so that others take over from a dead process
 CHUNK = 2**20  # bytes
@@ -118,6 +119,13 @@ class Journal:
         if manifest is None:
             raise DataError("there is no job in this folder", folder, fix="check task.output")
         return Journal(folder, manifest)
+
+    def keep_costs(self, rounds: list[float]) -> list[float]:
+        """Writes what rounds cost at each K, once; returns what the job began with, by which K is chosen."""
+        path = self.folder / COSTS
+        with storing(path):
+            write_once(path, (json.dumps(rounds) + "\n").encode())
+            return [float(cost) for cost in json.loads(path.read_bytes())]
 
     def keep_trials(self, engines: dict[str, str]) -> None:
         """Writes, by role, whether steps that were on trial are compiled; raises DataError if it differs.

@@ -12,6 +12,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from llama_ssp.config.schema import (
     MAX_SEED,
+    NGRAM_K,
+    USUAL_K,
     ClusterConf,
     Drafting,
     ModelConf,
@@ -70,6 +72,11 @@ class RunConf:
     def drafts_from_text(self) -> bool:
         """Whether tokens are drafted by n-gram lookup."""
         return self.speculation.drafter is Drafting.ngram and self.speculation.may_draft
+
+    @property
+    def usual_k(self) -> int:
+        """Drafts a round, where no plan can choose."""
+        return NGRAM_K if self.drafts_from_text else USUAL_K
 
     @property
     def drafter_name(self) -> str | None:

@@ -82,7 +82,7 @@ OF_THE_SCRIPT = (
 )  # fmt: skip
 SBATCH_OPTION = rf"--(?!({'|'.join(OF_THE_SCRIPT)})(=|$))[^'\\\0-\x1f]+"
 
-USUAL_K = 4  # drafts a round, where no plan can choose
+USUAL_K, NGRAM_K = 4, 8  # drafts a round, where no plan can choose; n-grams cost nothing
 MAX_COST_RATIO = 10.0
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured
 
@@ -301,7 +301,7 @@ class SpeculationConfig:
         0,
         MAX_K,
         "Drafted tokens a round (K); 0 is regular sampling; null, or auto, is the plan's best K at "
-        "plan.acceptance, and 4 where the machine has not been measured.",
+        "plan.acceptance, where the machine has not been measured 4, with n-grams 8, and in batch adaptive.",
     )
     drafter: Drafting = key(Drafting.model, "What drafts: the model, n-grams of the text so far, or nothing.")
     verification: Verification = key(Verification.block, "The exact rule: block accepts no less than token.")
@@ -311,8 +311,8 @@ class SpeculationConfig:
         None,
         0.0,
         MAX_COST_RATIO,
-        "The time of a draft step over a target step; null measures it. Over several ranks, and in eval, "
-        "certify and batch, it is the plan's; where neither can be, and with n-grams, 0.1.",
+        "The time of a draft step over a target step; null measures it, and in eval and certify it is the "
+        "plan's; where neither can be, it is 0.1.",
     )
     ngram_min: int = number(1, 1, 32, "Tokens of the shortest n-gram that is looked up.")
     ngram_max: int = number(4, 1, 32, "Tokens of the longest n-gram that is looked up.")

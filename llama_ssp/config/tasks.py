@@ -49,6 +49,7 @@ class TaskConf:
 
     groups = "model draft sampling speculation placement cluster"  # of the run, that the task uses
     measures_costs = False  # whether an adaptive K goes by measured costs of rounds
+    chooses_k = False  # whether K is adaptive where the user does not say it
     may_not_draft = False  # whether the plan may choose K = 0
     usual_tokens = 0  # that the task writes in all, at least, where nothing says how many
     distinct = cast("tuple[str, ...]", ())  # keys of lists that may not hold an entry twice
@@ -350,7 +351,7 @@ class BatchConf(TaskConf):
     machine or on Slurm.
     """
 
-    may_not_draft = True
+    measures_costs = chooses_k = may_not_draft = True
     usual_tokens = 10_000
 
     input: str | None = not_empty("The prompts: JSONL, also of OpenAI's batches, or a prompt a line.")

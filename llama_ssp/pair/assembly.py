@@ -334,8 +334,8 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     spec = run.speculation
     if not spec.adaptive:
         return FixedDraftLength(spec.k or 0, rows)
-    fits = costs is not None and costs.k_max <= spec.k_max
-    if costs is None or not fits or spec.cost_ratio is not None or not run.has_draft_model:
+    fits = costs is not None and costs.k_max <= spec.k_max and costs.drafter == run.drafter_name
+    if costs is None or not fits or spec.cost_ratio is not None:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
         at_once = run.draft is not None and run.draft.head_block > 0
         costs = Costs.of_ratio(ratio, spec.k_max, at_once)

@@ -32,7 +32,7 @@ from llama_ssp.pair.placements import model_placements, require_loadable, tokens
 from llama_ssp.planner.engine import compiled_before
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction, RunMeasurement, fitting
-from llama_ssp.planner.workload import DRAFT, GIB, MIB
+from llama_ssp.planner.workload import GIB, MIB
 from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.logprobs import LogprobReader
@@ -140,16 +140,16 @@ class PairSession:
         torch.cuda.empty_cache()  # the next pair is checked against what is free
 
     def measure_costs(self) -> None:
-        """Sets `costs` to what rounds cost at each K, if the task chooses K by that, on one rank.
+        """Sets `costs` to what rounds cost at each K, if the task chooses K by that. All ranks call it.
 
         With a draft of another tokenizer nothing is measured: its rounds depend on what is written.
         """
-        run, drafter = self.run, self.models.loaded.get(DRAFT)
-        wanted = run.task.measures_costs and run.speculation.adaptive and run.speculation.cost_ratio is None
-        bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
-        if wanted and self.ranks.world == 1 and run.has_draft_model and drafter and not bridged:
-            slots = min(self._slots, drafter.context)
-            self.costs = measured(self.engine(0, end_ids=frozenset()), run, self.rows, slots)
+        run, draft, spec = self.run, self.models.draft_context, self.run.speculation
+        is_bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
+        has_drafts = run.drafts_from_text or (run.has_draft_model and not is_bridged)
+        if run.task.measures_costs and spec.adaptive and spec.cost_ratio is None and has_drafts:
+            slots = min(self._slots, draft) if run.has_draft_model else self._slots
+            self.costs = measured(self.engine(0, end_ids=frozenset()), run, self.rows, slots, self.ranks)
 
     def full_gpu(self, error: BaseException) -> DistributedError | None:
         """Returns the error of a full GPU with what was planned, who holds what, and what would have fitted.

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from llama_ssp import config
 from llama_ssp.config import (
     MAX_COST_RATIO,
-    USUAL_K,
     Drafting,
     DraftSeat,
     Dtype,
@@ -193,12 +192,18 @@ def choose(files: PairFiles, worlds: list[int], least_k: int) -> tuple[Placement
         best = None if request is None else options(request, run.placement, worlds)[0]
     placement = best.placement if best else resolve(run.placement, world, run.has_draft_model)
     if spec.k is None:
-        spec = replace(spec, k=max(best.k, least_k) if best else USUAL_K)
+        adaptive = spec.adaptive or (run.task.chooses_k and run.drafter_name is not None)
+        spec = replace(spec, k=max(best.k, least_k) if best else run.usual_k, adaptive=adaptive)
         if spec.k == 0 and not spec.adaptive and (run.has_draft_model or run.drafts_from_text):
-            log.info("drafting does not pay here, by the plan: K = 0; speculation.k=%d drafts", USUAL_K)
+            log.info("drafting does not pay here, by the plan: K = 0; speculation.k=%d drafts", run.usual_k)
             return choose(files._replace(run=replace(run, speculation=spec)), worlds, least_k)
-    measured = world == 1 and run.task.measures_costs
-    if best and spec.adaptive and run.has_draft_model and spec.cost_ratio is None and not measured:
+    if (
+        best
+        and spec.adaptive
+        and run.has_draft_model
+        and spec.cost_ratio is None
+        and not run.task.measures_costs
+    ):
         ratio = best.times.proposal_s(1) / best.times.verify[0]
         spec = replace(spec, cost_ratio=min(ratio, MAX_COST_RATIO))
     return placement, spec

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama_ssp.config import USUAL_K, Dtype, RunConf, Splitting
+from llama_ssp.config import Dtype, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
@@ -85,7 +85,7 @@ def request_of(
     new = min(task.max_new_tokens, most - 1)
     prompt = task.prompt_tokens or min(USUAL_TOKENS, most - new) if slots is None else slots - new
     rows = task.batch_size if rows is None else rows
-    k = USUAL_K if spec.k is None else spec.k
+    k = run.usual_k if spec.k is None else spec.k
     work = Workload(rows, prompt, new, k, task.prefill_chunk, *caches)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None

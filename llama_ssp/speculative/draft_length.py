@@ -89,6 +89,7 @@ class Costs:
     rounds: list[float]
     usual: Acceptance | None = field(default=None, compare=False)
     pause: int = field(default=PAUSE, compare=False)
+    drafter: str | None = field(default=None, compare=False)  # whose drafts these rounds have
 
     @property
     def k_max(self) -> int:

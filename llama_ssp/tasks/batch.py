@@ -36,6 +36,7 @@ from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
 from llama_ssp.report.tables import figure
+from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.interactive import while_others_wait
 from llama_ssp.text.prompts import TextPrompt
@@ -73,7 +74,11 @@ class BatchTask(Task[BatchConf]):
             if self._journal is not None:  # the leader's
                 tried = [placed.role for placed in pair.placements if placed.on_trial]
                 self._journal.keep_trials({role: pair.engines[role] for role in tried})
-            engine, lookahead = pair.engine(self._inputs.seed), partial(lookahead_for, pair.run)
+            costs = pair.costs
+            if costs is not None and self._journal is not None:
+                costs = Costs(self._journal.keep_costs(costs.rounds), drafter=costs.drafter)
+            engine = pair.engine(self._inputs.seed)
+            lookahead = partial(lookahead_for, pair.run, costs=costs)
             sampled = self._task.logprobs_of is LogprobsOf.sampled
             self._rows = ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids, sampled)
         if shards and self._ranks.is_leader:
