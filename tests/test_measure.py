@@ -13,7 +13,7 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import host_memory
 from llama_ssp.planner.run_plan import DEVICE
 from llama_ssp.tasks.common import memory_of_ranks
-from llama_ssp.tasks.measured_pair import MeasuredPair
+from llama_ssp.tasks.measure import MeasuredPair
 from llama_ssp.tasks.profiling import PARTS
 from llama_ssp.text.prompts import SENTENCES
 from tests.conftest import Command

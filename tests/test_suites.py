@@ -16,7 +16,7 @@ from llama_ssp.config import MeasureConf, ModelConf
 from llama_ssp.errors import DataError
 from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.report.statistics import ratio_of_sums
-from llama_ssp.tasks.measured_pair import MeasuredPair
+from llama_ssp.tasks.measure import MeasuredPair
 from llama_ssp.text.prompts import TextPrompt, read_prompts
 from tests.conftest import Command
 from tests.test_chat import tokens

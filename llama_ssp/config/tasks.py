@@ -80,6 +80,11 @@ class TaskConf:
             value = getattr(self, name)
             if len({*value}) < len(value):
                 raise UsageError(f"task.{name} holds an entry twice", found=value, fix="give each once")
+        drafted = [name for name in self.pairs if "/" in name and not name.endswith("/none")]
+        if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
+            what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
+            fix = "name the target alone, or choose speculation=default"
+            raise UsageError(what, "speculation", found=f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
 
 
 @dataclass
@@ -150,15 +155,6 @@ class GenerateConf(TextConf):
             raise UsageError("task.max_new_tokens asks for no text", found="0", allowed="1 or more", fix=fix)
 
 
-def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
-    """Raises UsageError for entries of `task.pairs` that name a draft where none drafts."""
-    drafted = [name for name in pairs if "/" in name and not name.endswith("/none")]
-    if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
-        what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
-        fix = "name the target alone, or choose speculation=default"
-        raise UsageError(what, "speculation", found=f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
-
-
 def check_drafts(task: str, key: str, spec: SpeculationConfig, has_draft: bool) -> None:
     """Raises UsageError for K = 0, which leaves out the draft model; `key` is the task's own K."""
     if has_draft and spec.drafter is Drafting.model and not spec.may_draft:
@@ -204,7 +200,6 @@ class EvalConf(TaskConf):
         for name, values in (("seeds", self.seeds), ("sizes", self.sizes)):
             if not values:
                 raise UsageError(f"task.{name} is an empty list", fix=f"leave it out, or write {name}=[1]")
-        check_pairs(self.pairs, spec)
 
 
 @dataclass
@@ -257,7 +252,6 @@ class MeasureConf(PromptedConf):
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        check_pairs(self.pairs, spec)
         check_drafts(self.name, "task.ks", spec, has_draft and bool(self.ks) and not self.pairs)
         if self.suite is not None and self.batch_size > 1:
             what, fix = "a suite's questions are answered one by one", "leave task.batch_size=1"

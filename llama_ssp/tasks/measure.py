@@ -1,24 +1,241 @@
 """task=measure: how fast the target, the draft and the pair are, at each K, and where the time goes.
 
 It measures the run's own pair or several presets, on sentences, random tokens or the questions of a suite.
+Contenders take turns on the same prompts. Every rank takes the same turns in the same order; no decision
+depends on a clock.
 """
 
 from __future__ import annotations
 
+import logging
 import random
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llama_ssp.config import MeasureConf
-from llama_ssp.pair.assembly import ModelCache
-from llama_ssp.pair.batches import usable
-from llama_ssp.pair.session import PairSession
+from llama_ssp.config import MeasureConf, RunConf
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.errors import DataError
+from llama_ssp.pair.assembly import ModelCache, RankModels, draft_alone, engine_for, lookahead_for
+from llama_ssp.pair.batches import TimedRun, prompt_of, require_numbers, texts_of, usable
+from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.report.console import Progress
+from llama_ssp.report.speed_stats import Record, Sample, Speeds, by_category
 from llama_ssp.report.speed_tables import speeds
+from llama_ssp.speculative.engine import RankEngine
+from llama_ssp.speculative.generate import Limits, Step
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
-from llama_ssp.tasks.measured_pair import MeasuredPair, PromptBatch
-from llama_ssp.tasks.profiling import Stopwatch, timed_ranks
+from llama_ssp.tasks.profiling import PARTS, Stopwatch, timed_ranks
 from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.tokenizer import Message
+
+log = logging.getLogger(__name__)
+PromptBatch = list[tuple[TextPrompt, Prompt]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Takes turns. `models` is None on ranks that have no part in it and wait."""
+
+    record: Record
+    run: RunConf
+    models: RankModels | None
+    is_pairs: bool = True
+    answers: dict[str, list[Counts]] = field(default_factory=dict)  # to a suite's questions, a repeat each
+
+
+class MeasuredPair:
+    """A warm-up, the repeats, then, but for suites, a turn of each contender with the stopwatch on."""
+
+    def __init__(
+        self, pair: PairSession, prompts: PromptBatch, seed: int, ranks: Ranks, watch: Stopwatch
+    ) -> None:
+        """Checks that the pair fits. Raises DistributedError otherwise."""
+        self.pair, self._task, self._seed = pair, pair.run.task_as(MeasureConf), seed
+        self._ranks, self._watch = ranks, watch
+        self.contenders: list[Contender] = []
+        self._about = pair.figures()
+        rows = min(self._task.batch_size, len(prompts))
+        self.batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
+        self._most = max(self._whole_length(*one) for one in prompts)
+        pair.check(rows, self._most)
+
+    @property
+    def name(self) -> str:
+        return self.pair.spec.name
+
+    def measure(self, cache: ModelCache) -> None:
+        """Loads the models and takes all turns; the models are the cache's afterwards."""
+        task, pair = self._task, self.pair
+        models = pair.open(cache).models
+        pair.measure_costs()
+        self._about = pair.figures()
+        alone = pair.placements.drafter is not None and self._most <= models.draft_context
+        ks = task.ks if pair.spec.drafter else []
+        self.contenders = contenders_of(models, pair.run, ks, alone)
+        passes = task.repeats + (task.suite is None)
+        with Progress(
+            f"measure {self.name}", (1 + passes * len(self.batches)) * len(self.contenders), "turns"
+        ) as progress:
+            self._repeat(self.batches[:1], [Sample() for _ in self.contenders], 0, progress)  # a warm-up
+            for contender in self.contenders:
+                contender.answers.clear()
+            for repeat in range(task.repeats):
+                samples = [Sample() for _ in self.contenders]
+                try:
+                    self._repeat(self.batches, samples, repeat, progress)
+                except BaseException:  # a suite takes hours: what has been answered counts
+                    if task.suite is not None:
+                        self._keep(samples)
+                    raise
+                self._keep(samples)
+            for contender in self.contenders if task.suite is None else ():
+                self._split(contender)
+                progress.advance(len(self.batches))
+
+    def close(self) -> None:
+        """Frees the models, except those in a cache; figures remain."""
+        self.contenders = [replace(contender, models=None) for contender in self.contenders]
+        self.pair.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures so far."""
+        found: dict[str, Any] = {}
+        if self.contenders:
+            target, *others = [contender.record for contender in self.contenders]
+            draft = next((record for record in others if record.name == "draft alone"), None)
+            found = Speeds(target, draft, [record for record in others if record is not draft]).figures()
+        if self._task.suite is not None and found:
+            questions = [text for batch in self.batches for text, _ in batch]
+            pairs = [one for one in self.contenders if one.is_pairs][1:]
+            for row, contender in zip(found["pair"], pairs, strict=True):
+                row["by_category"] = by_category(questions, self.contenders[0].answers, contender.answers)
+        counts = [len(prompt.token_ids) for batch in self.batches for _, prompt in batch]
+        return {**found, "prompts": len(counts), "prompt_tokens": counts, **self._about}
+
+    def measurements(self, prefix: str) -> list[RunMeasurement]:
+        """Returns what every contender with the target took: the draft alone writes other texts."""
+        return [
+            self.pair.measurement(prefix + one.record.name, one.record.figures(), one.run)
+            for one in self.contenders
+            if one.models and one.is_pairs and one.record.samples
+        ]
+
+    def _whole_length(self, text: TextPrompt, prompt: Prompt) -> int:
+        """Returns the most tokens of prompt and answers; a turn's frame is at most as long as the first."""
+        new, first = self._task.max_new_tokens, len(prompt.token_ids)
+        return first + new + sum(len(self.pair.tokens.encode(turn)) + first + new for turn in text.later)
+
+    def _repeat(
+        self, batches: list[PromptBatch], samples: list[Sample], repeat: int, progress: Progress
+    ) -> None:
+        """Has every contender write all texts, batch by batch in turn, so that they share a machine's noise.
+
+        Each repeat draws other texts, which are the same in every run of this seed.
+        """
+        for batch in batches:
+            for contender, sample in zip(self.contenders, samples, strict=True):
+                if contender.models is not None and self._task.suite is None:
+                    self._write(contender, [prompt for _, prompt in batch], repeat, sample)
+                elif contender.models is not None:
+                    counts = self._answer(contender, *batch[0], repeat, sample)
+                    contender.answers.setdefault(batch[0][0].id, []).append(counts)
+                # Ranks without a part in it wait here: a barrier waits longer than a message.
+                self._ranks.barrier()
+                progress.advance(1)
+
+    def _keep(self, samples: list[Sample]) -> None:
+        """Counts a repeat if every contender has had a turn."""
+        taken = [(one, sample) for one, sample in zip(self.contenders, samples, strict=True) if one.models]
+        if all(sample.tokens for _, sample in taken):
+            for contender, sample in taken:
+                contender.record.samples.append(sample)
+
+    def _answer(
+        self, contender: Contender, question: TextPrompt, prompt: Prompt, repeat: int, sample: Sample
+    ) -> Counts:
+        """Answers all turns of a question; each follows what this contender has answered before."""
+        counts, answers = Counts(), list[str]()
+        for number, text in enumerate([question.text, *question.later]):
+            if number:
+                try:
+                    prompt = self._follow_up(question, text, number, answers)
+                except DataError as problem:
+                    log.warning("skipped: %s", problem)
+                    continue
+            timed = self._write(contender, [prompt], repeat, sample)
+            ids = timed.state.generated(0)
+            answers.append(self.pair.tokens.decode(ids[:-1] if timed.state.finished[0] == "eos" else ids))
+            counts.merge(timed.counts)
+            del timed  # with its KV caches: the next turn has its own, and the plan counts those of one
+        return counts
+
+    def _follow_up(self, question: TextPrompt, text: str, number: int, answers: list[str]) -> Prompt:
+        """Returns the prompt of a later turn. Raises DataError where it does not fit the model's context."""
+        asked, messages = [question.text, *question.later[: number - 1]], list[Message]()
+        for earlier, answer in zip(asked, answers, strict=False):
+            messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": text})
+        whole = "\n\n".join(message["content"] for message in messages)
+        following = replace(question, id=f"{question.id} turn {number + 1}", text=whole)
+        return prompt_of(following, self.pair.tokens, self.pair.run, messages if self._task.chat else ())
+
+    def _write(self, contender: Contender, prompts: list[Prompt], repeat: int, sample: Sample) -> TimedRun:
+        """Writes the batch's texts on the clock."""
+        engine = self._engine(contender, repeat)
+        timed = TimedRun(engine, prompts, self._task.max_new_tokens)
+        for step, spent in self._rounds(contender, timed):
+            if step.round:
+                for row in step.rows:
+                    sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
+        require_numbers(*texts_of(timed.state))
+        sample.take(timed.first_token_s or 0.0, timed.counts)
+        if engine.overlap is not None and contender.record.k != 0:
+            sample.overlaps.append(engine.overlap)
+        return timed
+
+    def _engine(self, contender: Contender, repeat: int) -> RankEngine:
+        assert contender.models is not None
+        pair, seed = self.pair, self._seed + repeat
+        return engine_for(contender.models, contender.run, pair.tokens, pair.end_ids, seed)
+
+    def _rounds(self, contender: Contender, timed: TimedRun) -> Iterator[tuple[Step, float]]:
+        limits = Limits(self._task.max_new_tokens, self.pair.end_ids)
+        return timed.rounds(limits, lookahead_for(contender.run, timed.state.rows, self.pair.costs))
+
+    def _split(self, contender: Contender) -> None:
+        """Has a turn with the stopwatch on, which counts for no other figure."""
+        if contender.models is not None:
+            engine, made = self._engine(contender, 0), 0
+            if self._ranks.is_leader:  # whose clocks are shown
+                engine.observer = self._watch
+            self._watch.spent.clear()
+            for batch in self.batches:
+                timed = TimedRun(engine, [prompt for _, prompt in batch], self._task.max_new_tokens)
+                with self._watch.running(engine.synchronize):
+                    for _ in self._rounds(contender, timed):
+                        pass
+                made += timed.counts.committed
+            contender.record.split = {part: 1000 * self._watch.spent[part] / made for part in PARTS}
+        self._ranks.barrier()
+
+
+def contenders_of(models: RankModels, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
+    """Returns the contenders in their order: the target alone, the draft alone, the pair at each K."""
+    plain = regular(run)
+    found = [Contender(Record("target alone", 0), plain, models)]
+    if ks and drafts_alone and not models.roles.drafts_apart:  # apart, the leader has no part in it
+        found.append(Contender(Record("draft alone", 0), plain, draft_alone(models), is_pairs=False))
+    for k in ks:
+        spec = replace(run.speculation, k=k, adaptive=False)
+        found.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), models))
+    if ks and run.speculation.adaptive:
+        found.append(Contender(Record("pair, adaptive", None), run, models))
+    return found
 
 
 class MeasureTask(Task[MeasureConf]):
@@ -69,7 +286,7 @@ class MeasureTask(Task[MeasureConf]):
         return MeasuredPair(pair, self._asked(pair), self._inputs.seed, self._ranks, self._watch)
 
     def _asked(self, pair: PairSession) -> PromptBatch:
-        """The prompts that are given, or of `task.lengths` random tokens."""
+        """Returns the prompts that are given, or those of `task.lengths` random tokens."""
         if not self._task.lengths:
             return self._prompts(pair)
         found = []
