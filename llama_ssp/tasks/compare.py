@@ -167,13 +167,14 @@ class CompareTask(Task[CompareConf]):
     def _compare(self, text: TextPrompt, prompt: Prompt) -> None:
         tracks = before, after = Track(self._sides[0].title), Track(self._sides[1].title)
         scene = Scene(text.text, before, after)
+        draw = self._screen.draw if self._screen else lambda *_: None
         with self._screen.moving() if self._screen else nullcontext():
             # One after the other: each is alone on the machine.
             for side, name, track in zip(self._sides, SIDES, tracks, strict=True):
-                self._draw_scene(scene, f"{name} sampling: reading the prompt")
+                draw(scene, f"{name} sampling: reading the prompt")
                 side.begin(prompt, track, self._task.max_new_tokens, self._task.stop)
                 while side.advance():
-                    self._draw_scene(scene, f"{name} sampling: running")
+                    draw(scene, f"{name} sampling: running")
         for side in self._sides:
             require_numbers(*texts_of(side.state))
         found = {name: side.figures() for name, side in zip(SIDES, self._sides, strict=True)}
@@ -184,10 +185,6 @@ class CompareTask(Task[CompareConf]):
             self._screen.keep(scene)
         else:
             self._print(in_words(scene))
-
-    def _draw_scene(self, scene: Scene, note: str) -> None:
-        if self._screen is not None:
-            self._screen.draw(scene, note)
 
 
 def in_words(scene: Scene) -> list[str]:

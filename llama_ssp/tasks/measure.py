@@ -139,14 +139,17 @@ class MeasuredPair:
         """
         for batch in batches:
             for contender, sample in zip(self.contenders, samples, strict=True):
-                if contender.models is not None and self._task.suite is None:
-                    self._write(contender, [prompt for _, prompt in batch], repeat, sample)
-                elif contender.models is not None:
-                    counts = self._answer(contender, *batch[0], repeat, sample)
-                    contender.answers.setdefault(batch[0][0].id, []).append(counts)
-                # Ranks without a part in it wait here: a barrier waits longer than a message.
-                self._ranks.barrier()
+                self._turn(contender, batch, repeat, sample)
                 progress.advance(1)
+
+    def _turn(self, contender: Contender, batch: PromptBatch, repeat: int, sample: Sample) -> None:
+        """Has the contender write a batch, or answer a question of a suite."""
+        if contender.models is not None and self._task.suite is None:
+            self._write(contender, [prompt for _, prompt in batch], repeat, sample)
+        elif contender.models is not None:
+            counts = self._answer(contender, *batch[0], repeat, sample)
+            contender.answers.setdefault(batch[0][0].id, []).append(counts)
+        self._ranks.barrier()  # ranks without a part in it wait here: a barrier waits longer than a message
 
     def _keep(self, samples: list[Sample]) -> None:
         """Counts a repeat if every contender has had a turn."""

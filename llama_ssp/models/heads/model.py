@@ -25,6 +25,7 @@ from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
+Spans = list[tuple[int, int, int]]  # of rows a number, the first position and how many there are
 
 
 class HeadModel(Loaded):
@@ -46,6 +47,7 @@ class HeadModel(Loaded):
         weight = head.embedding
         self.dim, self.device, self.dtype = int(config.hidden_size), weight.device, weight.dtype
         self.ids_E = None if ids_E is None else ids_E.to(self.device)
+        self.attend: attention.Attend = attention.attend_rows
         self.caches, self._layers, self._shared = Tally(), head, {tensor.data_ptr() for tensor in shared}
         self._cache_shapes = [(item.sizes[1] // item.head_dim, item.head_dim) for item in attentions]
 
@@ -59,12 +61,9 @@ class HeadModel(Loaded):
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         return SlotCache.of(rows, capacity, self._cache_shapes, self.dtype, self.device, self.caches)
 
-
-Spans = list[tuple[int, int, int]]  # of rows a number, the first position and how many there are
-
-
-def _feed_of(rows: Spans, cache: SlotCache, attend: attention.Attend) -> attention.Pass:
-    return cache.feed([(row * cache.capacity, start, count) for row, start, count in rows], attend)
+    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
+        spans = [(row * cache.capacity, start, count) for row, start, count in rows]
+        return cache.feed(spans, self.attend)
 
 
 class DFlashModel(HeadModel):
@@ -72,6 +71,7 @@ class DFlashModel(HeadModel):
 
     def __init__(self, head: DFlash, config: Any, settings: DFlashSettings, *how: Any) -> None:
         super().__init__(head, head.attentions, config, *how)
+        self.attend = attention.attend_blocks
         self.head, self.width, self.drafts = head, settings.width, settings.drafts
         self.mask_token = settings.mask_token
 
@@ -90,9 +90,6 @@ class DFlashModel(HeadModel):
         found: Tensor = logit_TE.view(len(rows), self.width, -1)[:, self.width - self.drafts :]
         return found
 
-    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
-        return _feed_of(rows, cache, attention.attend_blocks)
-
 
 class Eagle3Model(HeadModel):
     """A head that drafts one token after the other; z is what it makes of g and a token, and the next g."""
@@ -100,7 +97,6 @@ class Eagle3Model(HeadModel):
     def __init__(self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any) -> None:
         super().__init__(head, [head.attention], config, *how)
         self.head, self.settings = head, settings
-        self.attend: attention.Attend = attention.attend_rows
         if self.is_compiled and self.device.type == "cpu":
             self.attend = attention_kernel.attend
         self._program: Program | None = None
@@ -143,9 +139,6 @@ class Eagle3Model(HeadModel):
                 logit_RE, z_RH = program(self.head, *given)
                 return logit_RE, z_RH
         return self.head.step(token_T, g_TH, last_R, feed, *cache.layers)
-
-    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
-        return _feed_of(rows, cache, self.attend)
 
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
         """Loads or compiles the step before it is needed; one serves all widths."""
