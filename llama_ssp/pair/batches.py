@@ -58,7 +58,7 @@ class TimedRun:
         return self.counts.prefill_s + self.counts.decode_s
 
     def rounds(self, limits: Limits, lookahead: DraftLength) -> Iterator[tuple[Step, float]]:
-        """Every round until the last row has ended, and its seconds."""
+        """Yields every round until the last row has ended, and its seconds."""
         began = time.perf_counter()
         for step in generate(self._engine, self.state, limits, lookahead):
             self._engine.synchronize()
@@ -73,7 +73,7 @@ class TimedRun:
             began = time.perf_counter()
 
     def figures(self) -> dict[str, Any]:
-        """Times and counters under the names of the JSON interface."""
+        """Returns times and counters under the names of the JSON interface."""
         first_s = self.first_token_s
         return {
             **self.counts.figures(),
@@ -91,7 +91,7 @@ class Batch:
     steps: Iterator[Step]
 
     def texts(self) -> list[str]:
-        """What each row has written so far."""
+        """Returns what each row has written so far."""
         return [self.writing.text(row) for row in range(self.state.rows)]
 
 
@@ -102,7 +102,7 @@ class Batches:
         self, engine: RankEngine, decode: Decode, lookahead: Callable[[int], DraftLength],
         max_new_tokens: int, ends: frozenset[int], stops: list[Stop],
     ) -> None:  # fmt: skip
-        """`lookahead` makes the choice of K for a batch of this many rows."""
+        """Takes `lookahead`, which makes the choice of K for a batch of this many rows."""
         self._engine, self._decode, self._lookahead = engine, decode, lookahead
         self._max_new_tokens, self._ends, self._stops = max_new_tokens, ends, stops
         self._counts = Counts()
@@ -116,12 +116,12 @@ class Batches:
         return Batch(timed.state, writing, (step for step, _ in rounds))
 
     def score(self, prompts: list[Prompt]) -> list[list[ScoredToken]]:
-        """The log-probabilities of given texts, if the run asks for some: an entry a token, on the leader."""
+        """Returns the log-probabilities of given texts, an entry a token, on the leader."""
         reader = self._engine.logprobs or LogprobReader()
         return self._engine.score(prompts, reader)
 
     def figures(self) -> dict[str, Any]:
-        """The counters and clocks under the names of the JSON interface."""
+        """Returns the counters and clocks under the names of the JSON interface."""
         return {
             "target_forwards": self._engine.target_forwards,
             "target_forwards_prefill": self._counts.prefill_forwards,
@@ -132,7 +132,7 @@ class Batches:
 
 
 def nothing_run() -> dict[str, Any]:
-    """The same figures of a run that got no further than its checks."""
+    """Returns the figures of a run that got no further than its checks."""
     forwards = dict.fromkeys(("target_forwards", "target_forwards_prefill", "draft_forwards"), 0)
     return {**forwards, "overlap": None, **Counts().figures()}
 
@@ -152,13 +152,13 @@ def require_numbers(*texts: tuple[str, int, str | None]) -> None:
 
 
 def texts_of(state: State) -> list[tuple[str, int, str | None]]:
-    """The batch's texts as `require_numbers` takes them."""
+    """Returns the batch's texts as `require_numbers` takes them."""
     names = [prompt.id for prompt in state.prompts]
     return list(zip(names, state.lengths, state.finished, strict=True))
 
 
 def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence[Message] = ()) -> Prompt:
-    """The prompt, or the conversation of these messages, as token ids, by the task's settings.
+    """Returns the prompt, or the conversation of these messages, as token ids, by the task's settings.
 
     Raises DataError where the model cannot continue it.
     """
@@ -176,7 +176,7 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence
 
 
 def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = False) -> list[int]:
-    """The prompt's tokens. Of a text that is far too long its beginning is enough to refuse it."""
+    """Returns the prompt's tokens. The beginning of a text that is far too long is enough to refuse it."""
     head = text.text[: CHARACTERS_A_TOKEN * context]
     if len(head) < len(text.text) and len(ids := tokens.encode(head, special)) >= 2 * context:
         raise _too_long(text, f"more than {len(ids)} tokens", context)
@@ -184,7 +184,7 @@ def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = Fals
 
 
 def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyond: int = 0) -> Prompt:
-    """The prompt of these tokens; of none, the model's own first token, if there is one.
+    """Returns the prompt of these tokens; where there are none, of the model's first token, if it has one.
 
     Raises DataError where the model cannot continue it. A text that is only scored may be longer: its last
     token is not read, and none follows it, so `beyond` is 2. Its tokens must be the tokenizer's: logits that

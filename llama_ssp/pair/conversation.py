@@ -48,7 +48,7 @@ class Conversation:
         self, pair: PairSession, seed: int, limit: int, new_tokens: int, stops: Sequence[str] = (),
         system: str | None = None,
     ) -> None:  # fmt: skip
-        """`limit` is how many tokens the conversation may get to have, `new_tokens` a reply at most."""
+        """Takes the most tokens of the conversation (`limit`), and of a reply (`new_tokens`)."""
         self._pair, self._engine = pair, pair.engine(seed)
         self.limit, self._new_tokens = limit, new_tokens
         self.has_template = pair.tokens.has_template
@@ -59,7 +59,7 @@ class Conversation:
         self._stop_asked = False
 
     def reset(self) -> None:
-        """Forgets what was said, but for the system message."""
+        """Forgets what was said; the system message stays."""
         self.history.clear()
 
     def stop(self) -> None:
@@ -67,7 +67,7 @@ class Conversation:
         self._stop_asked = True
 
     def reply(self, text: str) -> Iterator[str]:
-        """The model's reply, piece by piece; then both messages are in the history.
+        """Yields the model's reply, piece by piece; then both messages are in the history.
 
         Raises DataError, and leaves the history as it is, where the conversation gets too long, or a template
         refuses it.
@@ -103,7 +103,7 @@ class Conversation:
         self.history = [*messages, {"role": "assistant", "content": reply.text.strip()}]
 
     def figures(self) -> dict[str, Any]:
-        """Counters and clocks of all replies, under the names of the JSON interface."""
+        """Returns counters and clocks of all replies, under the names of the JSON interface."""
         counts, engine = Counts(), self._engine
         for reply in self.replies:
             counts.merge(reply.counts)
@@ -118,7 +118,7 @@ class Conversation:
         }
 
     def _prompt(self, messages: list[Message]) -> Prompt:
-        """The conversation up to the model's answer, as token ids. Raises DataError."""
+        """Returns the conversation up to the model's answer, as token ids. Raises DataError."""
         text = TextPrompt(f"turn {len(self.replies)}", messages[-1]["content"], "the conversation")
         for given in (text, TextPrompt("system", self.system or "", "the system message")):
             if (problem := problem_of(given, {})) is not None:
@@ -134,6 +134,6 @@ class Conversation:
 
 
 def written(messages: list[Message]) -> str:
-    """A conversation as lines, for a model without a template, up to the model's answer."""
+    """Returns a conversation as lines, for a model without a template, up to the model's answer."""
     lines = [f"{NAMES[message['role']]}{message['content']}\n" for message in messages]
     return "".join(lines) + NAMES["assistant"].rstrip()

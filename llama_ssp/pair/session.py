@@ -67,7 +67,7 @@ class PairSession:
         return self._models
 
     def figures(self) -> dict[str, Any]:
-        """Where the models are and how the two vocabularies match, for the summary."""
+        """Returns where the models are and how the two vocabularies match, for the summary."""
         paired = self.tokens.paired
         return {
             "devices": self._models.devices if self._models else {},
@@ -76,13 +76,13 @@ class PairSession:
         }
 
     def prompt(self, text: TextPrompt, run: RunConf | None = None) -> Prompt:
-        """The prompt as token ids. Raises DataError where the model cannot continue it."""
+        """Returns the prompt as token ids. Raises DataError where the model cannot continue it."""
         return prompt_of(text, self.tokens, run or self.run)
 
     def prompts(
         self, texts: list[TextPrompt], policy: OnBadRow, skipped: list[str]
     ) -> list[tuple[TextPrompt, Prompt]]:
-        """All prompts as token ids. By the policy a bad one raises DataError or is added to `skipped`."""
+        """Returns the prompts as token ids. A bad one raises DataError or is `skipped`, by the policy."""
         usable = []
         for text in texts:
             try:
@@ -118,7 +118,7 @@ class PairSession:
         return self
 
     def open(self, cache: ModelCache) -> PairSession:
-        """Loads the models after `check`, but for those in the cache; returns the session."""
+        """Loads the models after `check`, except those in the cache; returns the session."""
         self._models = cache.open(self.placements)
         with self.ranks.loading():
             prepare(self._models, self.run.speculation, self.rows, self._slots)
@@ -134,7 +134,7 @@ class PairSession:
         return self
 
     def close(self) -> None:
-        """Frees the models, but for those in a cache."""
+        """Frees the models, except those in a cache."""
         self._models = None
         gc.collect()
         torch.cuda.empty_cache()  # the next pair is checked against what is free
@@ -178,7 +178,7 @@ class PairSession:
         self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None,
         rule: Rule | None = None,
     ) -> RankEngine:  # fmt: skip
-        """An engine with KV caches and random draws of its own; `run` may have other settings of sampling.
+        """Returns an engine with its own KV caches and random draws; `run` may have other sampling settings.
 
         `rule` replaces the run's verification rule.
         """
@@ -189,7 +189,7 @@ class PairSession:
     def batches(
         self, seed: int, run: RunConf | None = None, stops: Sequence[str] = (), costs: Costs | None = None
     ) -> Batches:
-        """Batches on an engine of their own; an adaptive K goes by `costs`, if they are measured."""
+        """Returns batches on an engine of their own; an adaptive K goes by `costs`, if they are measured."""
         run = run or self.run
         engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=costs)
         task = run.task
@@ -201,7 +201,7 @@ class PairSession:
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None
     ) -> RunMeasurement:
-        """What texts written as `run` says took; `figures` are named as in the JSON."""
+        """Returns what texts written as `run` says took; `figures` are named as in the JSON."""
         spec = (run or self.run).speculation
         idle = spec.drafter is Drafting.none or not spec.may_draft
         k = 0 if idle else None if spec.adaptive else spec.k
@@ -211,13 +211,13 @@ class PairSession:
 
 
 def regular(run: RunConf) -> RunConf:
-    """The same run by regular sampling: speculation without a drafter."""
+    """Returns the run by regular sampling: speculation without a drafter."""
     spec = replace(run.speculation, drafter=Drafting.none, k=0, adaptive=False)
     return replace(run, speculation=spec)
 
 
 def ranks_of(run: RunConf) -> Ranks:
-    """The ranks that torchrun started, or this process alone.
+    """Returns the ranks that torchrun started, or this process alone.
 
     On GPUs torch's allocator has segments that grow, unless the user has set it: prompts leave no gaps.
     """
@@ -229,7 +229,7 @@ def ranks_of(run: RunConf) -> Ranks:
 
 @contextmanager
 def first_cause(ranks: Ranks, pair: PairSession | None = None) -> Iterator[None]:
-    """Where several ranks fail, all raise what failed first. Raises UsageError once that has ended them.
+    """Has all ranks raise what failed first, where several fail. Raises UsageError once that has ended them.
 
     The error of a full GPU says what the `pair` has there.
     """

@@ -76,7 +76,7 @@ class Trial:
         self.file = cache_folder() / f"trial-{_hash(' '.join(every))}.json"
 
     def __str__(self) -> str:
-        """What is said of a trial that has failed."""
+        """Returns what is said of a trial that has failed."""
         steps = f"compiled steps over {self.ranks.world} ranks"
         if self.differs:
             return f"{steps} give other logits ({self.verdict}); engine=compiled skips this check"
@@ -108,7 +108,7 @@ class Trial:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """What fails or hangs inside ends all ranks, and is a failed trial: the next start runs eagerly."""
+        """Ends all ranks where something fails or hangs inside; the next start then runs eagerly."""
         self.ranks.on_timeout = partial(self._write, "the steps of the model itself did not end in time")
         try:
             yield
@@ -153,7 +153,7 @@ class Trial:
         return reason, READY in said
 
     def _read(self) -> str | None:
-        """The verdict of an earlier start; None if there is none that can be read."""
+        """Returns the verdict of an earlier start; None if there is none that can be read."""
         try:
             verdict = json.loads(self.file.read_text(encoding="utf-8"))["verdict"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -175,7 +175,7 @@ def _hash(text: str) -> str:
 
 
 def main() -> None:
-    """One rank's small process: exits with 0 if the trial has passed, else with a line on standard error."""
+    """Runs one rank's small process: exits with 0 if the trial passes, else with a line on standard error."""
     end_with_parent(signal.SIGKILL)
     device, dtype = torch.device(sys.argv[1]), Dtype(sys.argv[2])
     ranks = open_ranks(device)

@@ -36,7 +36,7 @@ Item = Table | RenderableType
 
 @cache
 def rich_console(is_error: bool = False) -> RichConsole:
-    """rich's console of standard output, or of standard error. There is one of each."""
+    """Returns rich's console of standard output, or of standard error. There is one of each."""
     return RichConsole(stderr=is_error, highlight=False, markup=False, emoji=False, legacy_windows=False)
 
 
@@ -65,7 +65,7 @@ class Console:
         self.write(text + "\n")
 
     def show(self, items: Iterable[Item]) -> None:
-        """Tables and lines: on a terminal in colours and fitted to its width, else plain and of any width."""
+        """Prints tables and lines: on a terminal in colours, fitted to its width; else plain."""
         if self._silent:
             return
         if not self.is_terminal:
@@ -141,7 +141,7 @@ class Progress:
             log.info("%s: %s", self._what, self._words(now))
 
     def _words(self, now: float) -> str:
-        """How much is done, how fast, and the time that is left once it can be foreseen."""
+        """Returns how much is done, how fast, and the time that is left once it can be foreseen."""
         done, left, spent = self._done - self._before, self._total - self._done, now - self._began
         rate = done / max(spent, 1e-9)
         is_foreseen = left and done >= self.FORESEEN * self._total and spent >= self.FORESEEN_S

@@ -31,13 +31,13 @@ class Question:
 
 
 def questions(seed: int, count: int, shots: int) -> list[Question]:
-    """The first `count` questions of a seed; a larger count begins with the same ones."""
+    """Returns the first `count` questions of a seed; a larger count begins with the same ones."""
     rng = random.Random(f"multiplication {seed}")
     return [_question(rng, seed, number, shots) for number in range(count)]
 
 
 def worked(a: int, b: int) -> str:
-    """A line with its answer."""
+    """Returns a line with its answer."""
     return f"{a} * {b} = {a * b}"
 
 

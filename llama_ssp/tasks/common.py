@@ -47,11 +47,11 @@ class Task(Generic[Conf]):
         return bool(self._found)
 
     def figures(self) -> dict[str, Any]:
-        """The task's part of the summary."""
+        """Returns the task's part of the summary."""
         raise NotImplementedError
 
     def measurements(self) -> list[RunMeasurement]:
-        """How fast each way of generating was, for comparison with the plan."""
+        """Returns how fast each way of generating was, for comparison with the plan."""
         return self._measured
 
     def full_gpu(self, error: Exception) -> DistributedError | None:
@@ -59,23 +59,23 @@ class Task(Generic[Conf]):
         return self._pair.full_gpu(error) if self._pair else None
 
     def _open(self, spec: PairSpec | None = None) -> PairSession:
-        """The run's pair, its models not yet loaded."""
+        """Returns the run's pair, its models not yet loaded."""
         self._pair = PairSession(spec or self._inputs.pairs[0], self._ranks)
         return self._pair
 
     def _prompts(self, pair: PairSession) -> list[tuple[TextPrompt, Prompt]]:
-        """The run's prompts as token ids; bad ones end the run or are skipped, as configured."""
+        """Returns the run's prompts as token ids; bad ones end the run or are skipped, as configured."""
         return pair.prompts(self._inputs.reading.prompts, self._task.on_bad_row, self._skipped)
 
     def _measurement(self, figures: dict[str, Any], how: str = "") -> list[RunMeasurement]:
-        """How fast the pair wrote, by its figures; `how` says more of the way."""
+        """Returns how fast the pair wrote, by its figures; `how` says more of the way."""
         if self._pair is None:
             return []
         way = "regular" if self._pair.spec.drafter is None else "speculative"
         return [self._pair.measurement(way + how, figures)]
 
     def _pair_figures(self) -> dict[str, Any]:
-        """What the summary says of the pair and of its prompts."""
+        """Returns what the summary says of the pair and of its prompts."""
         pair = self._pair.figures() if self._pair else {"devices": {}, "engines": {}, "vocabulary": None}
         return {"rows_skipped": len(self._skipped), **pair}
 
@@ -92,7 +92,7 @@ class Task(Generic[Conf]):
 
 
 def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes]:
-    """The most that each rank has held; `held` are this rank's weights and caches. All ranks call it."""
+    """Returns the most that each rank has held; `held` are its weights and caches. All ranks call it."""
     own: Bytes = {HELD_BYTES: held, TENSORS: None, RESERVED: None, DEVICE: process_bytes()}
     if device.type == "cuda":  # on a CPU torch does not count what tensors take
         free, total = torch.cuda.mem_get_info(device)
@@ -105,7 +105,7 @@ def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes
 
 
 def output_of(state: State, row: int, text: str) -> dict[str, Any]:
-    """A row's text under the names of the JSON interface."""
+    """Returns a row's text under the names of the JSON interface."""
     ids = state.generated(row)
     return {
         "text": text,
@@ -117,7 +117,7 @@ def output_of(state: State, row: int, text: str) -> dict[str, Any]:
 
 
 def pace_in_words(figures: dict[str, Any]) -> str:
-    """A run's figures as one line for people."""
+    """Returns a run's figures as one line for people."""
     words = [f"{figures['tokens_committed']} tokens"]
     if figures["ms_per_token"] is not None:
         words.append(f"{figures['ms_per_token']:.2f} ms/token")
@@ -128,5 +128,5 @@ def pace_in_words(figures: dict[str, Any]) -> str:
 
 
 def longest(prompts: Iterable[Prompt]) -> int:
-    """The tokens of the longest prompt."""
+    """Returns the number of tokens of the longest prompt."""
     return max(len(prompt.token_ids) for prompt in prompts)

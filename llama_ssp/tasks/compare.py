@@ -49,7 +49,7 @@ class Contestant:
         self._runs: list[TimedRun] = []
 
     def begin(self, prompt: Prompt, track: Track, max_new_tokens: int, stops: list[str]) -> None:
-        """What arrives is noted on the `track`."""
+        """Prefills a prompt; what arrives is noted on the `track`."""
         self.track, tokens = track, self._pair.tokens
         self._runs.append(timed := TimedRun(self._engine, [prompt], max_new_tokens, track.counts))
         self._writing = Writing(tokens.decode, [prompt.token_ids], tokens.stops(stops))
@@ -83,11 +83,11 @@ class Contestant:
         self._runs.clear()
 
     def pace(self) -> dict[str, Any]:
-        """Times and counters of all prompts so far."""
+        """Returns times and counters of all prompts so far."""
         return Counts.sum(timed.counts for timed in self._runs).figures()
 
     def figures(self) -> dict[str, Any]:
-        """The text, its times and its counters, under the names of the JSON interface."""
+        """Returns the text, its times and its counters, under the names of the JSON interface."""
         return {**output_of(self.state, 0, self._writing.text(0)), **self._runs[-1].figures()}
 
 
@@ -129,7 +129,7 @@ class CompareTask(Task[CompareConf]):
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        """The speed-up is over all prompts, in milliseconds a token, prefill left out."""
+        """Returns the comparisons, and the speed-up over all prompts, without prefill."""
         paces = [side.pace()["ms_per_token"] for side in self._sides]
         return {
             "comparisons": self._found,
@@ -139,7 +139,7 @@ class CompareTask(Task[CompareConf]):
         }
 
     def measurements(self) -> list[RunMeasurement]:
-        """Each side over all prompts."""
+        """Returns each side's speed over all prompts."""
         return [
             self._pair.measurement(name, side.pace(), side.run)
             for name, side in zip(SIDES, self._sides, strict=False)
@@ -147,7 +147,7 @@ class CompareTask(Task[CompareConf]):
         ]
 
     def _typed_prompts(self, pair: PairSession) -> Iterator[tuple[TextPrompt, Prompt]]:
-        """Prompts as they are typed, on every rank, until the input ends."""
+        """Yields prompts as they are typed, on every rank, until the input ends."""
         log.info("type a prompt; Ctrl-D ends")
         terminal = Terminal() if self._ranks.is_leader else None
         for number, typed in enumerate(typed_lines(self._ranks, terminal), start=1):
@@ -188,7 +188,7 @@ class CompareTask(Task[CompareConf]):
 
 
 def in_words(scene: Scene) -> list[str]:
-    """A comparison as plain lines."""
+    """Returns a comparison as plain lines."""
     lines = [f"prompt: {visible(scene.prompt)}"]
     for track in (scene.regular, scene.speculative):
         lines += [f"--- {track.title}", visible(track.text)]

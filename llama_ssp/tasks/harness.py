@@ -41,7 +41,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         max_gen_toks: int = 256, add_bos_token: bool | None = None, seed: int = 0, device: str | None = None,
         max_batch_size: int | None = None, **overrides: Any,
     ) -> None:  # fmt: skip
-        """`overrides` are those of the command line: `model.dtype=fp32,speculation.k=6`.
+        """Takes `overrides` of the command line: `model.dtype=fp32,speculation.k=6`.
 
         The harness always gives `device` and `max_batch_size`: they change nothing, the placement decides.
         Raises UsageError, ModelError or DistributedError.
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self._tokens.encode(string, special=True)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The answers; requests with the same settings are batched, the longest prompts first."""
+        """Returns the answers. Requests with the same settings are batched, the longest prompts first."""
         answers: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -116,7 +116,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether it is the greedy one."""
+        """Returns the log-probability of each continuation, and whether it is the greedy one."""
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         # Of a text that is too long the end is scored, as the harness's own models do.
         texts = [(context + after)[-self.max_length - 1 :] for _, context, after in requests]
@@ -135,7 +135,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return [(total, is_greedy) for total, is_greedy in broadcast_json(found, self._session.ranks)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of whole texts, in windows of the context where they are longer."""
+        """Returns the log-probability of whole texts, in windows of the context where they are longer."""
         windows = [
             (index, (None, *make_disjoint_window(window)))
             for index, request in enumerate(requests)
@@ -152,11 +152,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation in the target's chat template. Raises DataError without one."""
+        """Returns the conversation in the target's chat template. Raises DataError without one."""
         return self._hub_tokens().rendered(chat_history, goes_on=not add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The template, for the harness's record; another than the model's own is refused."""
+        """Returns the template, for the harness's record. Raises UsageError for another than the model's."""
         if isinstance(chat_template, str):
             raise UsageError("the model has one chat template", "", repr(chat_template), fix="write no name")
         return self._hub_tokens().template if chat_template else ""
@@ -172,7 +172,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def _sampling(kwargs: dict[str, Any], base: SamplingConfig) -> SamplingConfig:
-    """The run's controls, but for those of a request; greedy unless it samples. Raises UsageError."""
+    """Returns the run's controls with those of a request; greedy unless it samples. Raises UsageError."""
     samples = kwargs.pop("do_sample", False)
     controls = {key: kwargs.pop(key) for key in CONTROLS if kwargs.get(key) is not None}
     for key, value in kwargs.items():
@@ -187,7 +187,7 @@ def _is_follower() -> bool:
 
 
 def main() -> None:
-    """The harness's command line."""
+    """Runs the harness's command line."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

@@ -26,7 +26,7 @@ EVERY_S = 10.0  # well below the time that ranks wait for a message
 
 
 def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:
-    """What `work` returns on the leader, on every rank. It may take any time.
+    """Returns on every rank what `work` returns on the leader. It may take any time.
 
     Ranks that get no message for minutes end the run, so the leader sends one every few seconds.
     """
@@ -85,7 +85,7 @@ def _awake() -> Iterator[None]:
 
 
 def typed_lines(ranks: Ranks, terminal: Terminal | None) -> Iterator[str]:
-    """The texts that are typed at the leader's terminal, on every rank, until the input ends."""
+    """Yields on every rank the texts that are typed at the leader's terminal, until the input ends."""
 
     def typed() -> list[int]:
         assert terminal is not None, "the leader has a terminal"
@@ -140,7 +140,7 @@ class Terminal:
         self._ask, self._has_blocks = ask, has_blocks
 
     def ask(self) -> str | None:
-        """The next text that is not empty; None at the end of the input."""
+        """Returns the next text that is not empty; None at the end of the input."""
         while True:
             try:
                 with _awake():
@@ -173,7 +173,7 @@ class Terminal:
 
 
 def block_of(text: str) -> str | None:
-    """What stands between the fences of a text; None without them."""
+    """Returns what stands between the fences of a text; None without them."""
     text = text.strip()
     is_whole = text.startswith(FENCE) and text.endswith(FENCE) and len(text) >= 2 * len(FENCE)
     return text[len(FENCE) : -len(FENCE)].strip("\n") if is_whole else None

@@ -44,7 +44,7 @@ def plan(
     cluster: str = "local",
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """Whether a pair fits on a cluster, where its parts go, and how fast it is. Loads no weights, no torch.
+    """Returns whether a pair fits on a cluster, where its parts go, and how fast it is. Loads no weights.
 
     `model` and `draft` are names of presets, folders, GGUF files, or ids on the Hugging Face hub; `cluster`
     is a preset's name, `local` this machine. `overrides` are those of the command line. Raises UsageError or
@@ -55,7 +55,7 @@ def plan(
 
 
 def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
-    """The run with its models' shapes, and its plan."""
+    """Returns the run with its models' shapes, and its plan."""
     (files,) = pair_files(run, [], dry=True)
     run, request = files.run, request_for(files)
     for role in request.roles:
@@ -122,7 +122,7 @@ def execute(
 
 
 def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
-    """How the pair's tokenizers match, for JSON and in words, if both are on this machine."""
+    """Returns how the pair's tokenizers match, for JSON and for people, if both are on this machine."""
     if run.draft is None:
         return None, ""
     folders = folder_at_hand(run.model), folder_at_hand(run.draft)

@@ -44,7 +44,7 @@ class Stopwatch(Observer):
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time inside is this part's, but for parts within it."""
+        """Counts time inside as this part's, without that of parts within it."""
         if not self._doing:
             yield
             return
@@ -64,7 +64,7 @@ class Stopwatch(Observer):
 
 
 def timed_ranks(ranks: Ranks, watch: Stopwatch) -> Ranks:
-    """The same ranks, with their messages on the stopwatch, also those within smaller groups."""
+    """Returns the ranks with their messages on the stopwatch, also those within smaller groups."""
     return cast(Ranks, _TimedRanks(ranks, watch))
 
 

@@ -70,7 +70,7 @@ def execute(inputs: RunInputs) -> int:
 
 
 def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
-    """The inputs with the leader's seed, prompts and placements. Raises if configs or versions differ."""
+    """Returns the inputs with the leader's seed, prompts and placements. Raises if configs differ."""
     if ranks.world == 1:
         return inputs
     drafts = [{key: getattr(pair.run.speculation, key) for key in OF_PLAN} for pair in inputs.pairs]

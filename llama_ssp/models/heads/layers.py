@@ -38,7 +38,7 @@ class Eagle3(nn.Module):
         self.normed_residual, self.normed_output = settings.norm_before_residual, settings.norm_output
 
     def fused(self, state_TX: Tensor) -> Tensor:
-        """g, (T, H), of the target's hidden states."""
+        """Returns g, (T, H), of the target's hidden states."""
         if self.state_norms:
             parts = state_TX.chunk(len(self.state_norms), -1)
             state_TX = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], -1)
@@ -46,7 +46,7 @@ class Eagle3(nn.Module):
         return found
 
     def forward(self, token_T: Tensor, g_TH: Tensor, feed: Pass, cache: KeysValues) -> Tensor:
-        """z, (T, H); keys and values are written into the cache."""
+        """Returns z, (T, H); keys and values are written into the cache."""
         norms = self.norms
         normed_TH = norms["states"](g_TH)
         token_TH = self.embedding[token_T.clamp(max=len(self.embedding) - 1)]

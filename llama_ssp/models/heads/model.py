@@ -102,19 +102,19 @@ class Eagle3Model(HeadModel):
         self._program: Program | None = None
 
     def new_states(self, rows: int, window: int) -> Tensor:
-        """Room for g of `window` positions of each row, (rows * window, H)."""
+        """Returns room for g of `window` positions of each row, (rows * window, H)."""
         state_NH = torch.empty(rows * window, self.dim, dtype=self.dtype, device=self.device)
         self.caches.add(state_NH)
         return state_NH
 
     @torch.inference_mode()
     def fused(self, state_TX: Tensor) -> Tensor:
-        """g, (T, H), of the target's hidden states."""
+        """Returns g, (T, H), of the target's hidden states."""
         return self.head.fused(state_TX.to(self.device, self.dtype))
 
     @torch.inference_mode()
     def states(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> Tensor:
-        """z, (T, H), of tokens and their g; `rows` has a row's number, its start and how many there are."""
+        """Returns z, (T, H), of tokens and their g; `rows` has a row's number, start and count."""
         found: Tensor = self.head(token_T.to(self.device), g_TH, self._feed(rows, cache), *cache.layers)
         return found
 
@@ -164,7 +164,7 @@ def draft_step(
     head: Eagle3, token_T: Tensor, g_TH: Tensor, position_T: Tensor, first_T: Tensor,
     last: tuple[Tensor], caches: list[KeysValues],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Eagle3.step`, the function that torch traces."""
+    """Calls `Eagle3.step`; the function that torch traces."""
     check: Callable[..., None] = torch._check
     for tensor in (token_T, *last, caches[0][0][0]):
         check(tensor.shape[0] >= 1)

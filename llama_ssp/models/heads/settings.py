@@ -60,7 +60,7 @@ class HeadSettings:
         return 0
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
-        """The taps in a target of `layers` blocks; EAGLE-3's usual ones where config.json names none."""
+        """Returns the taps in a target of `layers` blocks: those of config.json, or EAGLE-3's usual ones."""
         return self.taps or (2, layers // 2, layers - 3)
 
 
@@ -94,7 +94,7 @@ class DFlashSettings(HeadSettings):
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of trained head in a folder, as it is named there; None for a model of its own."""
+    """Returns the kind of trained head in a folder, by its name there; None for another model."""
     if is_gguf(path):
         return None
     content = read_json(path / "config.json")

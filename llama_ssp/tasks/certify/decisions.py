@@ -64,7 +64,7 @@ class RoundDraws:
 
 
 def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> Numbers:
-    """Uniform numbers of each row, (B, count)."""
+    """Returns uniform numbers of each row, (B, count)."""
     rows = [
         np.random.Philox(key=np.array([seed, key], dtype=np.uint64), counter=[0, 0, stream, length])
         .random_raw(count) >> np.uint64(64 - BITS)
@@ -102,7 +102,7 @@ class Decisions:
         self._see_decision(block, draws, rows, decision)
 
     def _see_drafts(self, block: DraftBlock, draws: RoundDraws, rows: list[int]) -> None:
-        """A draft must be the token in whose part of the cumulated distribution its number lies."""
+        """Checks that a draft is the token in whose part of the cumulated distribution its number lies."""
         probs_BKV, token_BK1, number_BK = block.draft_BKV, block.drafted_BK[..., None], draws.draft_BK
         drawn_BK = torch.arange(block.k, device=number_BK.device) < block.count_B[:, None]
         end_BK = probs_BKV.cumsum(-1).gather(2, token_BK1)[..., 0]
@@ -155,7 +155,7 @@ class Round:
         return self.text[len(self.text) - self.count :]
 
     def prefix(self, at: int) -> tuple[int, ...]:
-        """The text before position `at` of the round."""
+        """Returns the text before position `at` of the round."""
         return self.text[: len(self.text) - self.count + at]
 
 

@@ -25,7 +25,7 @@ TINY = 1e-30  # below, a probability may vanish in fp32
 
 
 def check_filters(rounds: Sequence[Round], transform: SamplingTransform) -> Check:
-    """Whether the recorded target probabilities are those that the controls make of the recorded logits."""
+    """Checks that the controls make the recorded target probabilities of the recorded logits."""
     distances = [
         distance(seen.logit_WV[at], seen.target_WV[at], transform, seen, at)
         for seen in rounds
@@ -45,7 +45,7 @@ def check_filters(rounds: Sequence[Round], transform: SamplingTransform) -> Chec
 def distance(
     logit_V: torch.Tensor, used_V: torch.Tensor, transform: SamplingTransform, seen: Round, at: int
 ) -> float:
-    """Total variation between the probabilities used and the plain ones, but for ties within rounding.
+    """Returns the total variation between used and plain probabilities, without ties of rounding.
 
     1 where the cut keeps or drops a token that rounding does not explain.
     """
@@ -71,7 +71,7 @@ def distance(
 def controlled(
     logits: Probs, controls: SamplingConfig, end_ids: Sequence[int], text: Sequence[int], prompt: int
 ) -> Probs:
-    """Logits after bias, bans, the minimum length and penalties. The first `prompt` tokens are the prompt."""
+    """Returns logits after bias, bans, minimum length and penalties; `prompt` counts its tokens."""
     warm, generated, known = logits.copy(), text[prompt:], range(len(logits))
     for token, bias in controls.logit_bias.items():
         if token in known:
@@ -88,8 +88,7 @@ def controlled(
 
 
 def cut(probs: Probs, controls: SamplingConfig, shift: float, factor: float) -> NDArray[np.bool_]:
-    """The tokens that top-k, top-p and min-p keep, with `shift` more of top-p, and edges `factor` times as
-    high."""
+    """Returns which tokens top-k, top-p and min-p keep; `shift` adds to top-p, edges are times `factor`."""
     kept = np.ones(len(probs), dtype=bool)
     if 0 < controls.top_k < len(probs):
         kept &= probs >= np.sort(probs)[-controls.top_k] * factor

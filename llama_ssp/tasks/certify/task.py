@@ -57,7 +57,7 @@ class CertifyTask(Task[CertifyConf]):
         return "failed" if failed[0] else "done"
 
     def figures(self) -> dict[str, Any]:
-        """Without all checks there is no verdict."""
+        """Returns the findings; there is a verdict once all checks are made."""
         return {
             "verdict": verdict(self._found) if self._finished else None,
             "says": self._sentence() if self._finished else None,
@@ -109,7 +109,7 @@ class CertifyTask(Task[CertifyConf]):
             self._measure(pair, plain, regular(greedy))
 
     def _measure(self, pair: PairSession, sampler: EngineSampler, run: RunConf) -> None:
-        """Of a sampler that uses the certified rule and is not watched, as watching takes time."""
+        """Measures a sampler of the certified rule that is not watched: watching takes time."""
         figures = sampler.counts.figures()
         self._measured.append(pair.measurement(sampler.name, figures, run, sampler.rows))
 
