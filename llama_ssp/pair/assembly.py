@@ -99,6 +99,17 @@ class RankModels:
         return sum(model.held_bytes for model in self.loaded.values())
 
 
+@dataclass
+class HeldModel:
+    """A model that this rank holds with its `group`; `trial` is what its compiled steps had to pass."""
+
+    placed: ModelPlacement
+    group: Ranks
+    compiled: bool
+    trial: Trial | None
+    model: Model | None = None  # once it is loaded
+
+
 class ModelCache:
     """Loads pairs, and keeps the models of the last one for the next."""
 
@@ -107,14 +118,13 @@ class ModelCache:
         self._essential = placement.on_draft_loss is OnDraftLoss.stop
         self._patience_s = placement.draft_timeout_s
         self._roles: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
-        self._held: list[tuple[ModelPlacement, Model]] = []
+        self._held: list[HeldModel] = []
         self._head: tuple[Placements, HeadModel] | None = None  # a head, with its pair
-        self._trials: list[tuple[ModelPlacement, Trial]] = []  # of the models that are held
 
     def open(self, placements: Placements) -> RankModels:
         """Loads this rank's part of the pair, after freeing the models that the pair does not need."""
         if self._held:
-            self._held = [(placed, model) for placed, model in self._held if placed in placements]
+            self._held = [held for held in self._held if held.placed in placements]
             self._head = self._head if self._head and self._head[0] == placements else None
             gc.collect()
             torch.cuda.empty_cache()
@@ -126,12 +136,14 @@ class ModelCache:
             self._ranks.require_same("the models' files", json.dumps(prints))
         self._ranks.barrier()  # every rank has checked that the pair fits
         roles = self._roles_of(placements)
-        compiled, trials = self._tried(placements, roles)
-        target = self._model(placements.target, roles, compiled)
-        draft = self._model(placements.draft, roles, compiled) if placements.draft else None
-        if placements.head and self._head is None and roles.draft is not None and target is not None:
-            self._head = placements, _loaded_head(placements.head, placements.target, target)
-        head = self._head[1] if self._head else None
+        self._held = self._tried(placements, roles)
+        for held in self._held:
+            held.model = held.model or _loaded(held)
+        models = {held.placed.role: held.model for held in self._held}
+        target, draft, head = models.get(TARGET), models.get(DRAFT), None
+        if placements.head and roles.draft is not None and target is not None:
+            self._head = self._head or (placements, _loaded_head(placements.head, placements.target, target))
+            head = self._head[1]
         if target is not None:
             target.tap(head.taps if head else ())
         sizes = (target.vocab, target.context) if target else (0, 0)
@@ -141,7 +153,8 @@ class ModelCache:
         return RankModels(
             target, draft, head, {placed.role: placed.in_words() for placed in placements}, roles,
             vocab=vocab, context=context, draft_context=draft_context,
-            draft_dtype=TORCH_DTYPES[drafting.dtype], trials=trials,
+            draft_dtype=TORCH_DTYPES[drafting.dtype],
+            trials={held.placed.role: held.trial for held in self._held if held.trial},
         )  # fmt: skip
 
     def _roles_of(self, placements: Placements) -> Roles:
@@ -153,39 +166,22 @@ class ModelCache:
         self._ranks.may_lose(() if self._essential else self._roles[key].apart)
         return self._roles[key]
 
-    def _tried(self, placements: Placements, roles: Roles) -> tuple[dict[str, bool], dict[str, Trial]]:
-        """Returns whether each model's steps are compiled, and the trials of those that need one, by role.
+    def _tried(self, placements: Placements, roles: Roles) -> list[HeldModel]:
+        """Returns the models that this rank is to hold, after the trials of those that need one.
 
         Called before any weights are read: a trial needs memory on the GPU, too.
         """
-        compiled, trials = {}, {}
-        self._trials = [(placed, trial) for placed, trial in self._trials if placed in placements]
-        for placed in placements:
-            group = _group(placed, roles)
-            if group is None or placed is placements.head:
+        result = list[HeldModel]()
+        for placed, group in ((placements.target, roles.target), (placements.draft, roles.draft)):
+            if placed is None or group is None:
                 continue
-            trial = next((trial for known, trial in self._trials if known == placed), None)
-            if trial is None and not any(known == placed for known, _ in self._held):
-                compiled[placed.role], on_trial = _all_compile(placed, group)
-                if on_trial:
-                    trial = Trial(placed.model.name, placed.dtype, placed.device, group)
-                    compiled[placed.role] = trial.passes()
-                    self._trials.append((placed, trial))
-            if trial is not None:
-                trials[placed.role] = trial
-        return compiled, trials
-
-    def _model(self, placed: ModelPlacement, roles: Roles, compiled: dict[str, bool]) -> Model | None:
-        """Returns this rank's part of the model, loaded once; None where it has none."""
-        group = _group(placed, roles)
-        if group is None:
-            return None
-        for known, model in self._held:
-            if known == placed:
-                return model
-        model = _loaded(placed, group, compiled[placed.role])
-        self._held.append((placed, model))
-        return model
+            held = next((held for held in self._held if held.placed == placed), None)
+            if held is None:
+                held = HeldModel(placed, group, *_all_compile(placed, group))
+                if held.trial:
+                    held.compiled = held.trial.passes()
+            result.append(held)
+        return result
 
 
 def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
@@ -207,8 +203,9 @@ def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: 
             progress.advance(1)
 
 
-def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
+def _loaded(held: HeldModel) -> Model:
     """Loads this rank's part of the model by the engine that the placement names."""
+    placed = held.placed
     # From Hopper on, torch prefers cuDNN's attention where there is a mask, and cuDNN plans each new shape
     # anew, for some 0.4 s. Prompts and eager steps have a new shape in every pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -216,21 +213,16 @@ def _loaded(placed: ModelPlacement, group: Ranks, compiled: bool) -> Model:
     if placed.splitting is Splitting.layers:
         with waiting(f"{name}: reading weights"):
             return load_layers(*what, placed.max_memory, placed.offload, placed.role, placed.room)
-    if placed.splitting is Splitting.deepspeed and group.world > 1:
+    if placed.splitting is Splitting.deepspeed and held.group.world > 1:
         with waiting(f"{name}: reading weights"):
-            return load_deepspeed(*what, placed.device, placed.role, group)
-    return load(*what, placed.device, placed.role, group, compiled, _reading)
+            return load_deepspeed(*what, placed.device, placed.role, held.group)
+    return load(*what, placed.device, placed.role, held.group, held.compiled, _reading)
 
 
-def _group(placed: ModelPlacement, roles: Roles) -> Ranks | None:
-    """Returns the ranks that hold the model; None where this one does not."""
-    return roles.draft if placed.role == DRAFT else roles.target
-
-
-def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, bool]:
-    """Returns whether every rank can compile, and whether compiled steps have to pass a trial on all."""
+def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, Trial | None]:
+    """Returns whether every rank can compile, and the trial that compiled steps have to pass, if any."""
     if group.world == 1:
-        return placed.compiled, False  # `load` sees to it
+        return placed.compiled, None  # `load` sees to it
     model = placed.model
     heads = model.n_heads, model.n_kv_heads, model.head_dim
     able = placed.compiled and has_kernels(model.name, placed.dtype, placed.device, heads)
@@ -238,7 +230,8 @@ def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, bool]:
     all_able = all(is_able for is_able, _ in facts)
     if able and not all_able:
         log.warning("engine: %s runs eagerly: another rank cannot compile its steps", model.name)
-    return all_able, all_able and any(on_trial for _, on_trial in facts)
+    on_trial = all_able and any(is_on_trial for _, is_on_trial in facts)
+    return all_able, Trial(model.name, placed.dtype, placed.device, group) if on_trial else None
 
 
 def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model) -> HeadModel:

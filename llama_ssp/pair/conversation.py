@@ -103,11 +103,22 @@ class Conversation:
         self.history = [*messages, {"role": "assistant", "content": reply.text.strip()}]
 
     def figures(self) -> dict[str, Any]:
-        """Returns counters and clocks of all replies, under the names of the JSON interface."""
+        """Returns the conversation, counters and clocks, under the names of the JSON interface."""
         counts, engine = Counts(), self._engine
         for reply in self.replies:
             counts.merge(reply.counts)
         return {
+            "messages": self.history,
+            "replies": [
+                {
+                    "text": reply.text,
+                    "finish_reason": reply.finish_reason,
+                    "prompt_tokens": reply.prompt_tokens,
+                    "prompt_tokens_kept": reply.kept,
+                    "output_tokens": reply.counts.committed,
+                }
+                for reply in self.replies
+            ],
             "target_forwards": engine.target_forwards,
             "draft_forwards": engine.draft_forwards,
             "overlap": engine.overlap,

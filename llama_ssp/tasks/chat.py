@@ -79,23 +79,8 @@ class ChatTask(Task[ChatConf]):
         return self._talk is not None and bool(self._talk.replies)
 
     def figures(self) -> dict[str, Any]:
-        talk = self._talk
-        counted = talk.figures() if talk else {**nothing_run(), "tokens_per_s": None}
-        return {
-            "messages": talk.history if talk else [],
-            "replies": [
-                {
-                    "text": reply.text,
-                    "finish_reason": reply.finish_reason,
-                    "prompt_tokens": reply.prompt_tokens,
-                    "prompt_tokens_kept": reply.kept,
-                    "output_tokens": reply.counts.committed,
-                }
-                for reply in (talk.replies if talk else ())
-            ],
-            **self._pair_figures(),
-            **counted,
-        }
+        counted = self._talk.figures() if self._talk else {**nothing_run(), "tokens_per_s": None}
+        return {"messages": [], "replies": [], **self._pair_figures(), **counted}
 
     def _obey(self, talk: Conversation, command: str) -> bool:
         """Does what the command says; False if it ends the conversation."""
