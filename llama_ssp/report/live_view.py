@@ -21,7 +21,6 @@ from llama_ssp.errors import writing
 from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import visible
 
-FRAMES_PER_S = 20
 SIDE_BY_SIDE = 60  # columns that two panes need; a narrower terminal gets plain lines
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
@@ -32,7 +31,6 @@ STYLES = {  # of a token by its origin: in colours, and with NO_COLOR
     "bonus": ("cyan", "bold"),
     "sampled": ("", ""),
 }
-REJECTED = "red strike"
 TRACE_LEGEND = (
     "prompt at the place of the round's first token: 'accepted' and ~'rejected'~ drafts (how many were "
     "accepted), and the target's token: corrected after a rejected draft, bonus after the last draft, "
@@ -142,8 +140,8 @@ class Screen:
                 self._live = None
 
     def draw(self, scene: Scene, note: str) -> None:
-        """Draws the tracks as they are, at most FRAMES_PER_S times a second."""
-        if self._live is not None and time.monotonic() - self._drawn >= 1 / FRAMES_PER_S:
+        """Draws the tracks as they are, at most twenty times a second."""
+        if self._live is not None and time.monotonic() - self._drawn >= 0.05:
             self._live.update(replace(scene, note=note), refresh=True)
             self._drawn = time.monotonic()
 
@@ -220,7 +218,7 @@ def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
     accepted, origin = record["accepted"], record["last_origin"]
     for number, text in enumerate(record["drafted_text"]):
         is_kept = number < accepted
-        word, style = (f"{text!r}", STYLES["drafted"][is_plain]) if is_kept else (f"~{text!r}~", REJECTED)
+        word, style = (f"{text!r}", STYLES["drafted"][is_plain]) if is_kept else (f"~{text!r}~", "red strike")
         line.append(word, style).append(" ")
     line.append(f"({accepted} of {len(record['drafted'])}), " if record["drafted"] else "")
     return line.append(f"{origin} ").append(repr(record["last_text"]), STYLES.get(origin, ("", ""))[is_plain])

@@ -18,9 +18,6 @@ from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.prompts import TextPrompt, subtask
 
 PERCENTILES = (50, 90, 99)
-SHARES = ("ready_share", "draft_lost")  # of the figures of a draft apart, those that do not add up
-OVERALL = "overall"
-INTERVALS = "medians of {} interleaved repeats, intervals by order statistics"
 
 Answers = Mapping[str, list[Counts]]  # by question: what its turns took together, one a repeat
 
@@ -105,6 +102,7 @@ class Speeds:
         ]
         best = max(pair, key=lambda row: row["speedup"] or 0.0, default=None)
         repeats = len(self.target.samples)
+        several = f"medians of {repeats} interleaved repeats, intervals by order statistics"
         return {
             "target_alone": self.target.figures(),
             "draft_alone": self.draft.figures() if self.draft else None,
@@ -112,7 +110,7 @@ class Speeds:
             **interval("cost_ratio", cost),
             "alpha": alpha,
             "best": {name: best[name] for name in ("k", "speedup")} if best and best["speedup"] else None,
-            "interval": INTERVALS.format(repeats) if repeats > 1 else "one repeat: there are no intervals",
+            "interval": several if repeats > 1 else "one repeat: there are no intervals",
             "interval_coverage": median_coverage(repeats) if repeats else None,
         }
 
@@ -133,7 +131,8 @@ def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns what came of a draft on ranks of its own, all batches taken together; None without one."""
     if not batches:
         return None
-    sums = {name: sum(batch[name] for batch in batches) for name in batches[0] if name not in SHARES}
+    added = [name for name in batches[0] if name not in ("ready_share", "draft_lost")]
+    sums = {name: sum(batch[name] for batch in batches) for name in added}
     lost = next((batch["draft_lost"] for batch in batches if batch["draft_lost"]), None)
     return {**sums, "ready_share": ratio(sums["rows_ready"], sums["rows_asked"]), "draft_lost": lost}
 
@@ -156,7 +155,7 @@ def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers
     for question in answered:
         groups.setdefault(subtask(question.category, categories), []).append(question.id)
     if len(groups) > 1:
-        groups[OVERALL] = [question.id for question in answered]
+        groups["overall"] = [question.id for question in answered]
     return [_row(name, [(regular[key], pair[key]) for key in keys]) for name, keys in groups.items()]
 
 

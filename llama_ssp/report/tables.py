@@ -16,7 +16,6 @@ from rich.text import Text
 
 Row = dict[str, Any]
 MIB = 2**20
-ANY_WIDTH = 100_000
 NONE = "-"  # a cell without a value
 GAP = 2  # columns between two columns of a table
 
@@ -141,7 +140,7 @@ def aligned(lines: list[list[str]], words: int) -> list[str]:
 def rendered(item: Any) -> list[str]:
     """Returns what rich draws as plain lines of any width."""
     drawn = io.StringIO()  # at a closed standard output rich would end the process
-    Console(file=drawn, width=ANY_WIDTH, color_system=None, force_terminal=False, _environ={}).print(item)
+    Console(file=drawn, width=100_000, color_system=None, force_terminal=False, _environ={}).print(item)
     return [line.rstrip() for line in drawn.getvalue().removesuffix("\n").split("\n")]
 
 

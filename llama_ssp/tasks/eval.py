@@ -24,7 +24,6 @@ from llama_ssp.tasks.common import Task, longest
 from llama_ssp.text.prompts import TextPrompt
 
 QUICK = 10  # prompts of a quick run
-QuestionBlock = list[tuple[Question, Prompt]]
 
 
 @dataclass
@@ -40,7 +39,7 @@ class ScoredPair:
     """A checked pair, its prompts size by size, and its answers by mode."""
 
     pair: PairSession
-    blocks: list[QuestionBlock]
+    blocks: list[list[tuple[Question, Prompt]]]
     answers: dict[str, Answers] = field(default_factory=dict)
 
 

@@ -41,8 +41,6 @@ DRAFT, COIN, EACH = 0, 1, 3  # a stream has three numbers a token, of which thes
 
 UNKNOWN = torch.empty(0)
 
-Numbers = NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class RoundDraws:
@@ -63,7 +61,7 @@ class RoundDraws:
         return cls(*(torch.from_numpy(np.ascontiguousarray(table)).to(state.device) for table in tables))
 
 
-def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> Numbers:
+def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> NDArray[np.float64]:
     """Returns uniform numbers of each row, (B, count)."""
     rows = [
         np.random.Philox(key=np.array([seed, key], dtype=np.uint64), counter=[0, 0, stream, length])

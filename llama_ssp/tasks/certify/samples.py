@@ -33,7 +33,6 @@ Texts = Sequence[Sequence[int]]
 Table = NDArray[np.float32]
 END = -1  # pads a text that ended before the others
 RAREST = 5  # tokens or n-grams that are rarer than this in both sets together are pooled
-SHUFFLES = 20_000
 FAMILIES: dict[str, Callable[[list[int]], list[tuple[int, ...]]]] = {
     "tokens by position": lambda text: list(enumerate(text)),
     "n-grams": lambda text: [tuple(text[i : i + n]) for n in (2, 3) for i in range(len(text) - n + 1)],
@@ -134,7 +133,7 @@ def check_samples(
 
 
 def compare(
-    regular: Sequence[Texts], others: Sequence[Texts], length: int, seed: int, shuffles: int = SHUFFLES
+    regular: Sequence[Texts], others: Sequence[Texts], length: int, seed: int, shuffles: int = 20_000
 ) -> dict[str, float]:
     """Compares two sets of texts by prompt, of at most `length` tokens; returns p values by family."""
     total = {name: np.zeros(shuffles + 1) for name in FAMILIES}
