@@ -259,6 +259,23 @@ def require_experts() -> None:
         assert not torch.allclose(other, expected, rtol=1e-2, atol=1e-1)
 
 
+@pytest.mark.parametrize("clamped", [False, True])
+def test_grouped_experts_are_those_that_run_in_turn(clamped: bool) -> None:
+    """Some chosen by no token, some by all, in an order of their own. Control: another choice."""
+    torch.manual_seed(1)
+    tokens, count, top_k, dim, wide = 50, 16, 4, 24, 40
+    choice_TK = torch.stack([torch.randperm(count - 3)[:top_k] for _ in range(tokens)])
+    choice_TK[:, 0] = torch.where((choice_TK == 5).any(1), choice_TK[:, 0], 5)
+    up, down = torch.randn(count, 2 * wide, dim), torch.randn(count, dim, wide)
+    biases = (torch.randn(count, 2 * wide), torch.randn(count, dim)) if clamped else (None, None)
+    given, gate = (torch.randn(tokens, dim), torch.rand(tokens, top_k)), ("silu", 1.7, 7.0 * clamped)
+    expected = experts.apply(*given, choice_TK, [up], [down], "", "", *biases, *gate)
+    result = experts.grouped(*given, choice_TK, up, down, *biases, experts.Gate(*gate))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)
+    other = experts.grouped(*given, choice_TK.roll(1, 0), up, down, *biases, experts.Gate(*gate))
+    assert not torch.allclose(other, expected, rtol=1e-2, atol=1e-1)
+
+
 REQUIRED = require_attention, require_one_reading, require_model, require_experts
 
 

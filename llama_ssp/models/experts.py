@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llama_ssp.models.kernels.build import triton_runs
 from llama_ssp.models.kernels.expert_stacks import DTYPES, MOST_PAIRS, Stack, outputs_of, product, products
@@ -70,14 +71,48 @@ def _one_by_one(
     return y_TH
 
 
+def grouped(
+    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
+    up_bias: Tensor | None, down_bias: Tensor | None, gated: Gate,
+) -> Tensor:  # fmt: skip
+    """Sorts the pairs of a token and an expert by the expert, so that a product has all tokens of one.
+
+    pair      (0,2) (0,5) (1,2) (1,0)      of tokens 0 and 1, two experts each
+    sorted    (1,0) (0,2) (1,2) (0,5)      experts end at 1, 1, 3, 3, 3, 4: the host does not wait for it
+    """
+    expert_P, order_P = expert_TK.flatten().sort(stable=True)
+    numbers_E = torch.arange(len(up_EFH), device=expert_P.device)
+    ends_E = torch.searchsorted(expert_P, numbers_E, right=True).int()
+    x_PH = x_TH[order_P // expert_TK.shape[1]]
+    wide_PF = functional.grouped_mm(x_PH, up_EFH.transpose(1, 2), offs=ends_E)
+    wide_PF = wide_PF if up_bias is None else wide_PF + up_bias[expert_P]
+    y_PH = functional.grouped_mm(gated(*wide_PF.chunk(2, -1)), down_EHF.transpose(1, 2), offs=ends_E)
+    y_PH = y_PH if down_bias is None else y_PH + down_bias[expert_P]
+    y_TKH = y_PH[order_P.argsort()].view(*expert_TK.shape, -1)
+    return (y_TKH * weight_TK[..., None]).sum(1)
+
+
+def can_group(x_TH: Tensor, up: Stack, down: Stack) -> bool:
+    """Whether torch has a kernel for such products on this GPU: of bf16, in rows of 16 bytes."""
+    if x_TH.dtype is not torch.bfloat16 or up.how or down.how:
+        return False
+    in_rows = all(size % 8 == 0 for stack in (up, down) for size in stack.parts[0].shape[1:])
+    return in_rows and torch.cuda.get_device_capability(x_TH.device) >= (8, 0)
+
+
 @apply.register_kernel("cuda")
 def apply_on_gpu(
     x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: list[Tensor], down: list[Tensor], up_how: str,
     down_how: str, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float,
     limit: float,
 ) -> Tensor:  # fmt: skip
-    """Computes a step without waiting for the choice of experts, so that it can be part of a graph."""
+    """Does not wait for the choice of experts, so that a step can be part of a graph.
+
+    Only of many tokens, if they are not bf16 numbers, one expert runs after the other.
+    """
     gated, stacks = Gate(activation, alpha, limit), (Stack(up, up_how), Stack(down, down_how))
+    if expert_TK.numel() > MOST_PAIRS and can_group(x_TH, *stacks):
+        return grouped(x_TH, weight_TK, expert_TK, up[0], down[0], up_bias, down_bias, gated)
     if not triton_runs() or expert_TK.numel() > MOST_PAIRS or x_TH.dtype not in DTYPES:
         return _one_by_one(x_TH, weight_TK, expert_TK, *stacks, up_bias, down_bias, gated)
     expert_P = expert_TK.flatten()

@@ -153,10 +153,8 @@ class Forward:
             return 0
         choice = part.experts * (FP32 + w) + part.experts_per_token * (2 * FP32 + 3 * INT)
         alike = w * (3 * part.dim + 5 * part.expert_ffn)
-        # A GPU's, of codes, run for all pairs of a token and an expert at once, up to MOST_PAIRS of them.
-        pairs = (
-            w * part.experts_per_token * (2 * part.dim + 6 * part.expert_ffn) if self._coded_experts else 0
-        )
+        # On a GPU they run for all pairs of a token and an expert at once.
+        pairs = 0 if self.kernels.cpu else w * part.experts_per_token * (4 * part.dim + 6 * part.expert_ffn)
         return choice + max(alike, pairs)
 
     @property

@@ -163,7 +163,7 @@ def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 4, 2), (5, 8, 4), (20, 32, 3)])
+@pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 4, 2), (5, 8, 4), (20, 32, 3), (700, 32, 3)])
 def test_experts(tokens: int, count: int, top_k: int, dtype: torch.dtype, bound: float) -> None:
     """Against the reference in fp64; some tokens choose the same experts."""
     dim, wide, device = 72, 40, torch.device(f"cuda:{LAST}")

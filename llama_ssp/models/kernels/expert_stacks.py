@@ -19,7 +19,7 @@ from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import WORD, packed, product_of_expert
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of numbers that the kernel for GPUs multiplies
-MOST_PAIRS = 1024  # of a token and an expert; where there are more, as in prompts, each expert runs alone
+MOST_PAIRS = 1024  # of a token and an expert; where there are more, as in prompts, products are of an expert
 NUMBERS = ""
 Words = tuple[str, int, float, int, bool, bool]
 
