@@ -183,10 +183,7 @@ class Pair:
         stop: Sequence[str] = (), seed: int | None = None, chat: bool = False, system: str | None = None,
         logprobs: int | None = None, logprobs_of: str = "target",
     ) -> Iterator[list[StreamedRow]]:  # fmt: skip
-        """Continues prompts as `generate`; yields what each prompt of the batch got in each round.
-
-        All rounds must be taken. On ranks other than the leader every list is empty.
-        """
+        """Continues prompts as `generate`; yields what each got in each round. All rounds must be taken."""
         with first_cause(self._ranks, self._session):
             run = self._run(
                 max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
@@ -293,10 +290,7 @@ class Pair:
             yield batches.begin(read[first : first + task.batch_size]), first
 
     def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:
-        """Returns the texts as token ids; `shorter` than the context, so that a token can follow.
-
-        Raises DataError for a prompt that cannot be used.
-        """
+        """Returns the texts as token ids, `shorter` than the context or not. Raises DataError."""
         tokens, result = self._session.tokens, list[Prompt]()
         for n, text in enumerate(texts):
             given = TextPrompt(str(n), text if isinstance(text, str) else "", f"prompt {n}")

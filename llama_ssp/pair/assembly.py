@@ -167,10 +167,7 @@ class ModelCache:
         return self._roles[key]
 
     def _tried(self, placements: Placements, roles: Roles) -> list[HeldModel]:
-        """Returns the models that this rank is to hold, after the trials of those that need one.
-
-        Called before any weights are read: a trial needs memory on the GPU, too.
-        """
+        """Returns the models to hold, after trials; before weights are read: trials need GPU memory, too."""
         result = list[HeldModel]()
         for placed, group in ((placements.target, roles.target), (placements.draft, roles.draft)):
             if placed is None or group is None:
@@ -185,10 +182,7 @@ class ModelCache:
 
 
 def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
-    """Compiles the models' steps, of all widths that will come, before anything is timed.
-
-    Steps that are on trial are compared with eager ones.
-    """
+    """Compiles the models' steps before anything is timed; those on trial are compared with eager ones."""
     widest = widest_steps(speculation.longest)
     compiled = {role: model for role, model in pair.loaded.items() if model.is_compiled}
     if not compiled:
@@ -258,10 +252,7 @@ def engine_for(
     pair: RankModels, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int,
     rule: Rule | None = None,
 ) -> RankEngine:  # fmt: skip
-    """Returns an engine with its own caches and draws; it draws real tokens only. `rule` replaces the run's.
-
-    Raises UsageError where the settings forbid every token.
-    """
+    """Returns an engine with its own caches and draws. `rule` replaces the run's. Raises UsageError."""
     transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
     if transform.forbids_all:
         raise UsageError(
@@ -309,10 +300,7 @@ def _drafter(
 
 
 def draft_alone(pair: RankModels) -> RankModels | None:
-    """Returns the draft in the target's place, on the ranks that share it with the leader; None on others.
-
-    A head cannot stand there: it reads a target's hidden states.
-    """
+    """Returns the draft in the target's place, on the ranks that share it with the leader; else None."""
     group = pair.roles.draft
     if pair.draft is None or group is None or (group.world == 1 and not pair.roles.leads):
         return None

@@ -25,10 +25,7 @@ NOT_NUMBERS = "a model gave logits that are not numbers (NaN or infinite)"
 
 
 class TimedRun:
-    """One batch, on a clock that runs only while the engine works; what the caller does is not counted.
-
-    The clock is read after `engine.synchronize()`, when a GPU has finished.
-    """
+    """One batch, on a clock that runs only while the engine works, until a GPU has finished."""
 
     def __init__(
         self, engine: RankEngine, prompts: list[Prompt], max_new_tokens: int, counts: Counts | None = None,
@@ -158,10 +155,7 @@ def texts_of(state: State) -> list[tuple[str, int, str | None]]:
 
 
 def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence[Message] = ()) -> Prompt:
-    """Returns the prompt, or the conversation of these messages, as token ids, by the task's settings.
-
-    Raises DataError where the model cannot continue it.
-    """
+    """Returns the prompt, or a conversation, as token ids. Raises DataError where it does not fit."""
     task = run.task
     if messages or task.chat:
         messages = list(messages) or conversation(text.text, None)

@@ -92,10 +92,7 @@ class Placements:
 
 
 def model_placements(spec: PairSpec) -> Placements:
-    """Returns where the pair's models go. Logs what is unusual about the pair.
-
-    Raises UsageError or DistributedError where a device is none, or not for this role.
-    """
+    """Returns where the models go; logs what is unusual. Raises UsageError or DistributedError."""
     target = _placed(spec, "model", spec.run.model, spec.target_path)
     drafter: ModelPlacement | None = None
     if spec.run.draft is not None and spec.placement.draft:
@@ -141,10 +138,7 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
 
 
 def tokens_of(placements: Placements) -> Tokens:
-    """Returns the target's tokenizer, with how the draft model's matches it.
-
-    Raises ModelError or UsageError.
-    """
+    """Returns the target's tokenizer, matched with the draft model's. Raises ModelError or UsageError."""
     target, draft = placements.target, placements.draft  # a head has the target's tokens
     for placed in (target, draft):
         if placed is not None and placed.path is not None:  # first: config.json chooses the tokenizer, too

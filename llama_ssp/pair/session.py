@@ -152,10 +152,7 @@ class PairSession:
             self.costs = measured(self.engine(0, end_ids=frozenset()), run, self.rows, slots, self.ranks)
 
     def full_gpu(self, error: BaseException) -> DistributedError | None:
-        """Returns the error of a full GPU with what was planned, who holds what, and what would have fitted.
-
-        None where the error is another.
-        """
+        """Returns the error of a full GPU, with the plan, what is held and a fix; None for another error."""
         full = next((one for one in (error, error.__cause__) if one and lacks_gpu_memory(one)), None)
         if full is None or self._prediction is None:
             return None
@@ -178,10 +175,7 @@ class PairSession:
         self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None,
         rule: Rule | None = None,
     ) -> RankEngine:  # fmt: skip
-        """Returns an engine with its own KV caches and random draws; `run` may have other sampling settings.
-
-        `rule` replaces the run's verification rule.
-        """
+        """Returns an engine with its own KV caches and draws; `run` and `rule` replace the session's."""
         run = run or self.run
         ends = self.end_ids if end_ids is None else end_ids
         return engine_for(self.models, run, self.tokens, ends, seed, rule)
@@ -229,10 +223,7 @@ def ranks_of(run: RunConf) -> Ranks:
 
 @contextmanager
 def first_cause(ranks: Ranks, pair: PairSession | None = None) -> Iterator[None]:
-    """Has all ranks raise what failed first, where several fail. Raises UsageError once that has ended them.
-
-    The error of a full GPU says what the `pair` has there.
-    """
+    """Has all ranks raise what failed first. The error of a full GPU says what the `pair` has there."""
     if ranks.ended:
         what, fix = "the pair has ended with an earlier error", "start the script again"
         raise UsageError(what, found=ranks.ended, fix=fix)

@@ -124,10 +124,7 @@ class Trial:
         self.verdict = next((verdict for verdict in every if verdict != PASSED), PASSED)
 
     def _run(self) -> tuple[str, bool]:
-        """Runs this rank's small process; returns why it failed, and whether it came to its first step.
-
-        Before that, what fails is the process itself, not compiled steps.
-        """
+        """Runs this rank's small process; returns why it failed, and whether it came to its first step."""
         members = self.ranks.gather_texts(os.environ.get("RANK", "0"))
         rank, attempt = str(self.ranks.rank), os.environ.get(ATTEMPT, "0")
         environment = os.environ | import_path() | {

@@ -41,10 +41,7 @@ def rich_console(is_error: bool = False) -> RichConsole:
 
 
 class Console:
-    """Standard output; `silent` on every rank but the leader.
-
-    Raises StorageError where it cannot be written, or was closed by its reader.
-    """
+    """Standard output, `silent` on every rank but the leader. Raises StorageError where writing fails."""
 
     def __init__(self, silent: bool = False) -> None:
         self._silent, self.is_terminal = silent, sys.stdout.isatty()

@@ -79,10 +79,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Scene:
-    """A prompt and its two tracks, as they are drawn, with a line below.
-
-    With `whole` all of their texts are drawn, else the ends that fit the height.
-    """
+    """A prompt, its two tracks and a note, as drawn: `whole`, or the ends of texts that fit the height."""
 
     prompt: str
     regular: Track

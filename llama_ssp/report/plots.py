@@ -1,7 +1,4 @@
-"""Draws the pictures of measure, agree, and of a plan over nodes, from a run's summary.
-
-matplotlib is optional: only this module looks whether it is installed.
-"""
+"""Draws the pictures of measure, agree, and of a plan over nodes, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -46,10 +43,7 @@ def check_plot(name: str | None) -> None:
 
 
 def plot(summary: dict[str, Any], name: str | None, folder: Path | None) -> str | None:
-    """Draws the picture of a run in the file `name`, by default in the run folder; returns its path.
-
-    Draws nothing where neither is given or nothing is to be drawn. Raises StorageError.
-    """
+    """Draws a run's picture, if it has one, in the file `name` or the folder; returns its path."""
     path = home_expanded(name) if name is not None else folder and folder / "plot.svg"
     if path is None:
         return None

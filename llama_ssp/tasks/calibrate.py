@@ -119,10 +119,7 @@ class CalibrateTask(Task[CalibrateConf]):
 def measured(
     run: RunConf, ranks: Ranks, name: str, repeats: int, others: Sequence[Callable[[], float]] = ()
 ) -> tuple[ClusterConf, list[float]]:
-    """Returns the machine's constants, and the times of the functions `others`, timed in turn with them.
-
-    All ranks measure at once, so that they share what they share in a run.
-    """
+    """Returns the machine's constants, measured on all ranks at once, and the times of `others`, in turn."""
     device = device_of(run.placement.target_device, "placement.target_device")
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
     player = Player(run, ranks, NEW)

@@ -1,7 +1,4 @@
-"""task=chat: a conversation on a terminal, or with one message a line from a pipe.
-
-The leader reads what is typed; every rank gets it, and follows the same commands.
-"""
+"""task=chat: a conversation on a terminal, or with one message a line from a pipe; every rank gets it."""
 
 from __future__ import annotations
 

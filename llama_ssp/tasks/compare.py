@@ -38,10 +38,7 @@ SIDES = REGULAR, SPECULATIVE
 
 
 class Contestant:
-    """One of the two samplings: its engine, its clock, and what arrived when.
-
-    `begin` prefills a prompt, `advance` runs a round.
-    """
+    """One of the two samplings: its engine, its clock, and what arrived when."""
 
     def __init__(self, title: str, pair: PairSession, run: RunConf, seed: int) -> None:
         self.title, self._pair, self.run = title, pair, run

@@ -96,10 +96,7 @@ class EvalTask(Task[EvalConf]):
         return ScoredPair(pair, blocks)
 
     def _answer_all(self, scored: ScoredPair, cache: ModelCache) -> None:
-        """Answers the prompts in every mode that the pair has.
-
-        An earlier pair's regular answers are taken where the target is the same: the seed is the same, too.
-        """
+        """Answers the prompts in every mode of the pair; takes regular answers of an earlier same target."""
         pair = scored.pair
         earlier = [other for other in self._scored if other.pair.placements.target == pair.placements.target]
         self._scored.append(scored)

@@ -133,10 +133,7 @@ class MeasuredPair:
     def _repeat(
         self, batches: list[PromptBatch], samples: list[Sample], repeat: int, progress: Progress
     ) -> None:
-        """Has every contender write all texts, batch by batch in turn, so that they share a machine's noise.
-
-        Each repeat draws other texts, which are the same in every run of this seed.
-        """
+        """Has all contenders write each batch in turn, so that they share noise; each repeat draws anew."""
         for batch in batches:
             for contender, sample in zip(self.contenders, samples, strict=True):
                 self._turn(contender, batch, repeat, sample)

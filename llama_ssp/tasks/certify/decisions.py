@@ -201,10 +201,7 @@ def _copied(tensor_WV: Tensor | None) -> Tensor:
 
 
 def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int, int]]:
-    """Returns how many drafts stand in each row, and the token after them.
-
-    Calls the functions that law.py has summed, and nothing of how the engine puts them together.
-    """
+    """Returns each row's standing drafts and the token after them, by the functions that law.py sums."""
     accepted_B = rule.accepted(draws.uniform_BK < rule.accept_chances(block))
     token_B = race(rule.correction_probs(block, accepted_B), draws.clock_BN)
     return list(zip(accepted_B.tolist(), token_B.tolist(), strict=True))

@@ -45,10 +45,7 @@ def check_filters(rounds: Sequence[Round], transform: SamplingTransform) -> Chec
 def distance(
     logit_V: torch.Tensor, used_V: torch.Tensor, transform: SamplingTransform, seen: Round, at: int
 ) -> float:
-    """Returns the total variation between used and plain probabilities, without ties of rounding.
-
-    1 where the cut keeps or drops a token that rounding does not explain.
-    """
+    """Returns the total variation between used and plain probabilities; 1 where another token is cut."""
     text = seen.prefix(at)
     logits, used = logit_V[: transform.vocab].double().cpu().numpy(), used_V.double().cpu().numpy()
     logits = np.pad(logits, (0, transform.vocab - len(logits)), constant_values=-np.inf)

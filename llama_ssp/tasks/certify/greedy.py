@@ -84,10 +84,7 @@ def check_greedy_texts(
     model: Model | None, subject: Sampler, regular: Sampler, wrong: Sampler | None, k: int,
     prompts: Sequence[Prompt], task: CertifyConf,
 ) -> list[Check]:  # fmt: skip
-    """Compares greedy texts with and without speculation; those of a wrong rule, if given, must not pass.
-
-    Every rank takes part; `model` is None on ranks that only draft.
-    """
+    """Compares greedy texts with and without speculation; a wrong rule's must differ. All ranks call it."""
     samplers = [sampler for sampler in (regular, subject, wrong) if sampler is not None]
     plain, *others = [sampler.texts(prompts, task.greedy_tokens) for sampler in samplers]
     if model is None:
@@ -115,10 +112,7 @@ def check_greedy(
     model: Model, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
     rows: int = 8, chunk: int = 512,
 ) -> GreedyReport:  # fmt: skip
-    """Compares the tokens that plain and speculative decoding with at most `k` drafts gave each prompt.
-
-    The model is run again, with the runs' batch size (`rows`) and prefill `chunk`.
-    """
+    """Compares plain and speculative texts, of at most `k` drafts a round, by running the model again."""
     texts = [
         ((*prompt.token_ids, *new), len(prompt.token_ids), len(new))
         for ours in (speculative, plain)

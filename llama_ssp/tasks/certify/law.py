@@ -58,10 +58,7 @@ def check_law(
     model: Model | None, rule: Rule, rounds: Sequence[Round], temperature: float, vocab: int, rows: int,
     chunk: int, leads: bool,
 ) -> Check | None:  # fmt: skip
-    """Makes both comparisons at the positions of the rounds.
-
-    Every rank takes part in the passes; None on ranks that do not judge.
-    """
+    """Makes both comparisons at the positions of the rounds, on every rank; the leader judges."""
     if not rounds:
         return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
     if model is None:

@@ -51,10 +51,7 @@ class Sampler(Protocol):
 
 @dataclass
 class EngineSampler:
-    """Samples with an engine, batch by batch, counted and timed; `watch` looks at its rounds, if given.
-
-    `rows` is the number of rows of its largest batch.
-    """
+    """Samples with an engine, in batches of at most `rows`, on a clock; `watch` looks at its rounds."""
 
     name: str
     engine: RankEngine
@@ -98,10 +95,7 @@ def check_samples(
     subject: Sampler, regular: Sampler, wrong: Sampler, prompts: Sequence[Prompt], task: CertifyConf,
     seed: int, level: float, leads: bool,
 ) -> list[Check]:  # fmt: skip
-    """Compares the subject's texts with regular ones, and those of a wrong rule, which must differ from them.
-
-    Every rank samples, the leader judges.
-    """
+    """Compares the subject's texts, and a wrong rule's, with regular ones. Every rank samples, one judges."""
 
     def drawn(sampler: Sampler, word: str) -> list[list[list[int]]]:
         """Samples each prompt's texts, with random streams of their own: two samples must not share one."""
