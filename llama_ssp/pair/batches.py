@@ -135,10 +135,7 @@ def nothing_run() -> dict[str, Any]:
 
 
 def require_numbers(*texts: tuple[str, int, str | None]) -> None:
-    """Raises ModelError if a text ended on logits that are not numbers.
-
-    A text is given by its prompt's name, its length in tokens and why it ended (`texts_of` a batch).
-    """
+    """Raises ModelError if one of the texts, as `texts_of` gives them, ended on logits without numbers."""
     stopped = [(name, length) for name, length, reason in texts if reason == "error"]
     if stopped:
         raise ModelError(
@@ -165,16 +162,13 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence
             messages.insert(0, {"role": "system", "content": task.system})
         ids = tokens.chat(messages)
     else:
-        ids = encoded(text, tokens, run.model.context, task.special_tokens)
+        # The beginning of a text that is far too long is enough to refuse it.
+        context, special = run.model.context, task.special_tokens
+        head = text.text[: CHARACTERS_A_TOKEN * context]
+        if len(head) < len(text.text) and len(ids := tokens.encode(head, special)) >= 2 * context:
+            raise _too_long(text, f"more than {len(ids)} tokens", context)
+        ids = tokens.encode(text.text, special)
     return usable(text, ids, tokens, run, 0 if task.max_new_tokens else 2)
-
-
-def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = False) -> list[int]:
-    """Returns the prompt's tokens. The beginning of a text that is far too long is enough to refuse it."""
-    head = text.text[: CHARACTERS_A_TOKEN * context]
-    if len(head) < len(text.text) and len(ids := tokens.encode(head, special)) >= 2 * context:
-        raise _too_long(text, f"more than {len(ids)} tokens", context)
-    return tokens.encode(text.text, special)
 
 
 def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyond: int = 0) -> Prompt:

@@ -140,11 +140,9 @@ class PairSession:
         torch.cuda.empty_cache()  # the next pair is checked against what is free
 
     def measure_costs(self) -> None:
-        """Sets `costs` to what rounds cost at each K, if the task chooses K by that. All ranks call it.
-
-        With a draft of another tokenizer nothing is measured: its rounds depend on what is written.
-        """
+        """Sets `costs` to what rounds cost at each K, if the task chooses K by that. All ranks call it."""
         run, draft, spec = self.run, self.models.draft_context, self.run.speculation
+        # Rounds with a draft of another tokenizer depend on what is written.
         is_bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
         has_drafts = run.drafts_from_text or (run.has_draft_model and not is_bridged)
         if run.task.measures_costs and spec.adaptive and spec.cost_ratio is None and has_drafts:
@@ -211,11 +209,9 @@ def regular(run: RunConf) -> RunConf:
 
 
 def ranks_of(run: RunConf) -> Ranks:
-    """Returns the ranks that torchrun started, or this process alone.
-
-    On GPUs torch's allocator has segments that grow, unless the user has set it: prompts leave no gaps.
-    """
+    """Returns the ranks that torchrun started, or this process alone."""
     device = device_of(run.placement.target_device, "placement.target_device")
+    # Segments of torch's allocator that grow, unless the user has set it: prompts leave no gaps.
     if device.type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         cast(Any, torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     return open_ranks(device, run.placement.timeout_s)

@@ -1,7 +1,4 @@
-"""The two streams of a run: standard output for results, standard error for the log and progress. No torch.
-
-rich draws on terminals. Where a stream is no terminal it gets plain lines.
-"""
+"""Standard output for results, standard error for the log and progress; drawn where it is a terminal."""
 
 from __future__ import annotations
 

@@ -55,10 +55,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns. `name` is that of its file; `title` stands above it, if there is one.
-
-    Cells of text may be broken into lines on a narrow terminal, numbers never.
-    """
+    """Rows under columns, below a `title`; `name` is its file's. Text may be broken into lines."""
 
     name: str
     columns: Sequence[Column]

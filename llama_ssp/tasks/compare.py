@@ -1,7 +1,4 @@
-"""task=compare: the same prompt by regular and by speculative sampling, side by side.
-
-Both run on the same models, one after the other. The screen is drawn between rounds, off the clocks.
-"""
+"""task=compare: a prompt by regular, then by speculative sampling, drawn side by side between rounds."""
 
 from __future__ import annotations
 

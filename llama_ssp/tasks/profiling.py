@@ -1,7 +1,4 @@
-"""Where an engine's time goes: the parts of its rounds, and messages between ranks, on one stopwatch.
-
-Every moment belongs to one part, the innermost, so the parts add up to the whole.
-"""
+"""Divides an engine's time among the parts of its rounds, and messages: each moment counts for one."""
 
 from __future__ import annotations
 

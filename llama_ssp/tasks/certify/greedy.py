@@ -34,14 +34,7 @@ from llama_ssp.tasks.certify.samples import Sampler
 from llama_ssp.tasks.certify.verdict import Check, control, judged
 
 Texts = Sequence[Sequence[int]]
-
-
-class Finding(Enum):
-    """What is said of one text, from best to worst."""
-
-    equal = "equal"
-    near_tie = "near_tie"
-    unexplained = "UNEXPLAINED"
+Finding = Enum("Finding", ["equal", "near_tie", "unexplained"])  # what is said of a text, best to worst
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
-
-class Outcome(Enum):
-    """What one check says. `blind` could not have seen a fault."""
-
-    passed = "passed"
-    failed = "failed"
-    blind = "blind"
+Outcome = StrEnum("Outcome", ["passed", "failed", "blind"])  # of a check: blind could not have seen a fault
 
 
 @dataclass(frozen=True)
