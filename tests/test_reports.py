@@ -21,8 +21,8 @@ from llama_ssp.report.console import Console
 from llama_ssp.report.page import execute
 from llama_ssp.report.plots import svg
 from llama_ssp.report.run_folder import RunFolder, sweep_folder
-from llama_ssp.report.speed_tables import speeds as shown
 from llama_ssp.report.tables import Column, Table, text_of
+from llama_ssp.report.task_tables import speeds as shown
 from tests.test_speeds import speeds
 
 HOSTILE = "<script>alert(1)</script> & \"'|"

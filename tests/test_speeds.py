@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, predicted
-from llama_ssp.report.speed_tables import speeds as shown
 from llama_ssp.report.tables import text_of
+from llama_ssp.report.task_tables import speeds as shown
 from llama_ssp.speculative.stats import Counts
 
 

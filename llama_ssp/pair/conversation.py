@@ -67,11 +67,7 @@ class Conversation:
         self._stop_asked = True
 
     def reply(self, text: str) -> Iterator[str]:
-        """Yields the model's reply, piece by piece; then both messages are in the history.
-
-        Raises DataError, and leaves the history as it is, where the conversation gets too long, or a template
-        refuses it.
-        """
+        """Yields the reply, piece by piece; then both messages are in the history. Raises DataError."""
         messages = [*self.history, {"role": "user", "content": text}]
         prompt = self._prompt(messages)
         length, pair, ranks = len(prompt.token_ids), self._pair, self._pair.ranks

@@ -111,10 +111,7 @@ class RunFolder:
 
 
 def sweep_folder(number: int, varied: Sequence[str], out: str | None, began: datetime) -> Path | None:
-    """Logs the line of a sweep's job, and returns its folder below `out`; None where runs have none.
-
-    `varied` are the job's overrides that differ among the jobs; the sweep `began` at this time.
-    """
+    """Logs a sweep's job by its `varied` overrides; returns its folder below `out`, None without `out`."""
     place = None
     if out is not None:
         whole = ",".join(varied)

@@ -218,10 +218,7 @@ class Player:
 
 
 def _libraries_mib(device: torch.device, held: int) -> dict[str, Any]:
-    """Returns what libraries take besides tensors: the context measured, the rest from the GPU's preset.
-
-    On a CPU the context is the program itself; `held` are the bytes of its tensors.
-    """
+    """Returns what libraries take: the context measured, without `held` tensors; the rest by preset."""
     keys = "cublas_mib", "nccl_mib", "graph_mib"
     if device.type == "cpu":
         return {**dict.fromkeys(keys, 0.0), "context_mib": _short(max(0, process_bytes() - held) / MIB)}

@@ -69,10 +69,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.eot_token_id if self._tokens.bos_id is None else self._tokens.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Names of special tokens are those tokens, as a chat template writes them.
-
-        By default the tokenizer adds its own before the text, unless the text begins with them.
-        """
+        """Reads names of special tokens as those; adds the tokenizer's own unless the text begins so."""
         begin = self._add_bos if add_special_tokens is None else add_special_tokens
         bare: list[int] = self._tokens.encode(string, special=True, begin=False)
         has_begun = add_special_tokens is None and bare[:1] == [self.prefix_token_id]

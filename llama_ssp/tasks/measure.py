@@ -23,7 +23,7 @@ from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, by_category
-from llama_ssp.report.speed_tables import speeds
+from llama_ssp.report.task_tables import speeds
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
