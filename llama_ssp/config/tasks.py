@@ -53,6 +53,7 @@ class TaskConf:
     may_not_draft = False  # whether the plan may choose K = 0
     usual_tokens = 0  # that the task writes in all, at least, where nothing says how many
     distinct = cast("tuple[str, ...]", ())  # keys of lists that may not hold an entry twice
+    own_k = ""  # the key that is the task's K in place of speculation.k; where it is set, there are drafts
 
     # What a run takes of a task that does not have these keys.
     prompt_tokens = max_new_tokens = 0  # not known; none
@@ -85,6 +86,11 @@ class TaskConf:
             what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
             fix = "name the target alone, or choose speculation=default"
             raise UsageError(what, "speculation", found=f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
+        drafts = has_draft and spec.drafter is Drafting.model and not self.pairs
+        if self.own_k and getattr(self, self.own_k) and drafts and not spec.may_draft:
+            what = f"task={self.name} needs drafts, and nothing drafts"
+            fix = f"leave speculation.k out: task.{self.own_k} is its K"
+            raise UsageError(what, "speculation", f"drafter model, k {spec.k}", "1 or more", fix)
 
 
 @dataclass
@@ -153,14 +159,6 @@ class GenerateConf(TextConf):
         if not (self.max_new_tokens or self.echo):
             fix = "write at least 1; or task.echo=true task.logprobs=0, which scores the prompt"
             raise UsageError("task.max_new_tokens asks for no text", found="0", allowed="1 or more", fix=fix)
-
-
-def check_drafts(task: str, key: str, spec: SpeculationConfig, has_draft: bool) -> None:
-    """Raises UsageError for K = 0, which leaves out the draft model; `key` is the task's own K."""
-    if has_draft and spec.drafter is Drafting.model and not spec.may_draft:
-        what = f"task={task} needs drafts, and nothing drafts"
-        fix = f"leave speculation.k out: {key} is its K"
-        raise UsageError(what, "speculation", f"drafter model, k {spec.k}", "1 or more", fix)
 
 
 @dataclass
@@ -234,7 +232,7 @@ class MeasureConf(PromptedConf):
     measures_costs = True
     distinct = "pairs", "lengths", "ks"
     sources = "prompts", "prompt_file", "lengths", "suite"
-    usual_prompts = "sentences"
+    usual_prompts, own_k = "sentences", "ks"
 
     suite: str | None = not_empty("A published file of questions, of several turns each (text/prompts.py).")
     pairs: list[str] = pair_names("measure")
@@ -252,7 +250,6 @@ class MeasureConf(PromptedConf):
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        check_drafts(self.name, "task.ks", spec, has_draft and bool(self.ks) and not self.pairs)
         if self.suite is not None and self.batch_size > 1:
             what, fix = "a suite's questions are answered one by one", "leave task.batch_size=1"
             raise UsageError(what, "task.suite", f"task.batch_size={self.batch_size}", "1", fix)
@@ -292,17 +289,13 @@ class AgreeConf(PromptedConf):
     The draft writes a chunk at a time, which the target reads in one pass, until they differ.
     """
 
-    usual_prompts = "short"
+    usual_prompts, own_k = "short", "chunk"
 
     max_new_tokens: int = number(64, 1, MAX_INT, "Tokens to agree on, at most.")
     chunk: int = number(8, 1, MAX_K, "Tokens that the draft writes before the target reads them.")
     ignore_eos: bool = key(False, "Continue after the model's end token.")
     batch_size: int = number(8, 1, MOST_ROWS, "Prompts at a time.")
     plot: str | None = picture("the lengths")
-
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
-        check_drafts(self.name, "task.chunk", spec, has_draft)
 
 
 @dataclass

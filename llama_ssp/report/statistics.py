@@ -116,9 +116,3 @@ def _tail(n: int, rank: int) -> float:
 def uniform_band(n: int, false_alarm: float) -> float:
     """Returns how far n uniform draws' distribution function may be from the true one (Massart 1990)."""
     return sqrt(log(2 / false_alarm) / (2 * n))
-
-
-def uniform_distance(values: Sequence[float]) -> float:
-    """Returns how far the values' distribution function is from the uniform one (Kolmogorov and Smirnov)."""
-    n = len(values)
-    return max(max((rank + 1) / n - value, value - rank / n) for rank, value in enumerate(sorted(values)))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llama_ssp.models.feed import sent
-from llama_ssp.report.statistics import uniform_band, uniform_distance
+from llama_ssp.report.statistics import uniform_band
 from llama_ssp.speculative.decision import Decision, block_of
 from llama_ssp.speculative.engine import Observer
 from llama_ssp.speculative.rng import heat, race
@@ -212,7 +212,9 @@ def check_decisions(seen: Decisions, level: float) -> Check:
     dropped after a look at it, which a right drafter seems to do at most at this `level`."""
     gap, explained = 0.0, 1.0
     if seen.places and not seen.drafted_wrong:  # else the places are those of a choice
-        gap, explained = uniform_distance(seen.places), uniform_band(len(seen.places), level)
+        n, explained = len(seen.places), uniform_band(len(seen.places), level)
+        # How far the places' distribution function is from the uniform one (Kolmogorov and Smirnov).
+        gap = max(max((i + 1) / n - place, place - i / n) for i, place in enumerate(sorted(seen.places)))
     figures = {
         "decisions": seen.taken,
         "accepted_otherwise": seen.lengths_wrong,
