@@ -16,7 +16,7 @@ from llama_ssp.config import ModelConf
 from llama_ssp.errors import MODEL, ModelError
 from llama_ssp.models.assemble import wanted
 from llama_ssp.models.checkpoint import complete
-from llama_ssp.models.loader import _require_complete, differences, opened
+from llama_ssp.models.loader import require_complete, differences, opened
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.text.tokenizer import read_tokens
 from llama_ssp.text.vocabulary import end_ids_of
@@ -164,7 +164,7 @@ def test_flipped_bytes(sound: Sound, seed: int, tmp_path: Path) -> None:
             read_tokens(path, 300)
             config = require_supported(path)
             source = opened(path, config, names := wanted(config))
-            _require_complete(path, differences(names, source.shapes, config))
+            require_complete(path, differences(names, source.shapes, config))
         except ModelError as error:
             assert len(str(error).splitlines()) == 1
 
