@@ -16,7 +16,7 @@ from llama_ssp.config import ModelConf
 from llama_ssp.errors import MODEL, ModelError
 from llama_ssp.models.assemble import wanted
 from llama_ssp.models.checkpoint import complete
-from llama_ssp.models.loader import require_complete, differences, opened
+from llama_ssp.models.loader import differences, opened, require_complete
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.text.tokenizer import read_tokens
 from llama_ssp.text.vocabulary import end_ids_of
