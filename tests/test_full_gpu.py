@@ -40,8 +40,7 @@ def fill(phase: str, patch: Any) -> None:
     if phase == "load":
         patch.setattr(assembly, "load", full)
     elif phase == "capture":  # graphs are captured while steps are prepared
-        patch.setattr(assembly, "_prepare", full)
-        patch.setattr(assembly, "SteppedModel", object)
+        patch.setattr(session, "prepare", full)
     elif phase == "prompt":
         patch.setattr(ModelRunner, "prefill", full)
     else:
