@@ -27,6 +27,7 @@ from llama_ssp.models import programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention, coded, probe
 from llama_ssp.models.kernels import build as building
+from llama_ssp.models.kernels import kept_files
 from llama_ssp.models.kernels.kept_files import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators
 from llama_ssp.models.linear import Kernels, LayerFormat, dense
@@ -196,7 +197,7 @@ def test_one_program_serves_all_steps_of_a_model_and_of_no_other():
 )
 def test_groups_of_blocks_share_a_program(name, layers, group, taps, compiled, monkeypatch, tmp_path):
     """Logits, and states of named layers, inside of a group and between two, are those of eager steps."""
-    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(steps, "GROUP", group)
     blocks, compile_ = [], programs.compiled
     counted = lambda spec: (blocks.append(len(spec.module.blocks)), compile_(spec))[1]  # noqa: E731
@@ -246,7 +247,7 @@ def test_processes_that_start_together_compile_once(monkeypatch, tmp_path):
         time.sleep(0.1)
         place.touch(0o700)
 
-    monkeypatch.setattr(building, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(building, "compiler", lambda: sys.executable)
     monkeypatch.setattr(building, "_compile", compiling)
     (source := tmp_path / "some.cpp").touch()
@@ -314,7 +315,7 @@ def test_auto_compiles_where_it_pays(layers, new, expected, monkeypatch, caplog)
 def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tmp_path):
     """And says so in one line: the compiler's error, not the line before it, which names a function."""
     monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(building, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(steps.linear, "operators", operators.__wrapped__)  # builds anew
     assert not steps.has_kernels("m", Dtype.bf16, CPU, (4, 4, 16))
     assert len(caplog.messages) == 1 and "engine: m runs eagerly: " in caplog.text

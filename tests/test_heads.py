@@ -17,11 +17,11 @@ from torch import Tensor
 from llama_ssp import plan
 from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, SamplingConfig, Splitting
 from llama_ssp.errors import ModelError, UsageError
-from llama_ssp.models import programs
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.heads import settings
 from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.kernels import kept_files
 from llama_ssp.planner.resolve import require_head
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.head import HeadDrafter
@@ -239,7 +239,7 @@ def test_damaged_logits_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.compiler
 def test_compiled_steps_are_those_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published formulas hold, and one program serves all numbers of tokens."""
-    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: tmp_path / "kept")
     with torch.inference_mode():
         assert compared(eagle(tmp_path / "head", ids=SOME), fast=True) > 15
     assert len(list((tmp_path / "kept").rglob("step-*.bin"))) == 1

@@ -59,7 +59,6 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
             if {"--multirun", "-m"} & {*words}:  # Hydra records a sweep where the user says so, else nowhere
                 words.insert(0, f"hydra.sweep.dir={scratch}")
 
-            @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
             def start(cfg: DictConfig) -> None:
                 sys.argv = before
                 try:
@@ -67,8 +66,12 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
                 except Exception as error:  # Hydra would add lines of its own
                     errors.append(error)
 
-            sys.argv = [before[0], *words]
-            start()
+            if any(word.startswith("-") or "hydra.mode" in word for word in words):
+                sys.argv = [before[0], *words]
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")(start)()
+            else:  # as `hydra.main` does, which merges all words twice to see whether this is a sweep
+                with initialize_config_dir(str(CONF), version_base="1.3"):
+                    GlobalHydra.instance().hydra.run("run", start, words)
     except (RunError, RecursionError, MemoryError):
         raise
     except SystemExit as end:  # Hydra has printed what was asked for, or what is wrong

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
-from llama_ssp.models.experts import Experts, Gate, Routing
+from llama_ssp.models.experts import Experts, Gate, Routing, activation_of
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
@@ -183,7 +183,8 @@ class Assembly:
         spans = [self.mlp, shifted(self.mlp, width)] if fused else [self.mlp]
         parts = [(prefix + name, width * (1 + fused), spans) for name in names.up]
         up = self.columns(parts, MLP, self.shape.dim)
-        return Mlp(up, self.rows(prefix + names.down, width, [self.mlp], MLP), self.activation(), gated)
+        down = self.rows(prefix + names.down, width, [self.mlp], MLP)
+        return Mlp(up, down, activation_of(self.shape.activation), gated)
 
     def experts(self, prefix: str) -> Experts:
         """Every rank has the router, and its columns of all experts."""
@@ -279,12 +280,6 @@ class Assembly:
         weight = self.read(f"{name}.weight", (size,))
         bias = self.read(f"{name}.bias", (size,)) if family.layer_norm else None
         return Norm(weight, bias, self.shape.epsilon, family.layer_norm, family.norm_offset)
-
-    def activation(self) -> Callable[[Tensor], Tensor]:
-        from transformers.activations import ACT2FN
-
-        made: Callable[[Tensor], Tensor] = ACT2FN[self.shape.activation]
-        return made
 
     def read(self, name: str, shape: Sizes, cut: Cut | None = None) -> Tensor:
         """The tensor of this shape, or the cut part."""

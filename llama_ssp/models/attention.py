@@ -203,8 +203,6 @@ class Rotary(nn.Module):
     @staticmethod
     def of(config: Any, kind: str) -> Rotary:
         """The table of one kind of layer."""
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         parameters = rotary_parameters(config)[kind]
         how = parameters.get("rope_type", "default")
         if how == "default":
@@ -213,6 +211,8 @@ class Rotary(nn.Module):
             if size % 2 and size == head_dim:
                 raise ValueError(f"rotary positions need an even head size, and it is {head_dim}")
             return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0)
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         own = {} if kind == ALL else {"layer_type": kind}
         frequency_R, factor = ROPE_INIT_FUNCTIONS[how](config, torch.device("cpu"), **own)
         if how != "longrope":

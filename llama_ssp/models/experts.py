@@ -5,7 +5,9 @@ Which experts run depends on the tokens, so for torch.compile all of them togeth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,11 @@ from llama_ssp.models.kernels.build import triton_runs
 from llama_ssp.models.kernels.expert_stacks import DTYPES, MOST_PAIRS, Stack, outputs_of, product, products
 from llama_ssp.models.linear import Reduce
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -23,6 +30,15 @@ class Routing:
     top_k: int
     normed: bool  # the weights of the chosen sum to one
     after: bool = False  # weights are a softmax over the chosen alone
+
+
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+    """Returns the function between an MLP's layers: torch's own, or one that transformers is imported for."""
+    if name not in ACTIVATIONS:
+        from transformers.activations import ACT2FN
+
+        return ACT2FN[name]  # type: ignore[no-any-return]
+    return ACTIVATIONS[name]
 
 
 @dataclass(frozen=True)
@@ -38,9 +54,7 @@ class Gate:
 
     def __call__(self, gate: Tensor, wide: Tensor) -> Tensor:
         if not self.limit:
-            from transformers.activations import ACT2FN
-
-            return ACT2FN[self.activation](gate) * wide  # type: ignore[no-any-return]
+            return activation_of(self.activation)(gate) * wide
         gate, wide = gate.clamp(max=self.limit), wide.clamp(-self.limit, self.limit)
         return (wide + 1) * gate * torch.sigmoid(gate * self.alpha)
 

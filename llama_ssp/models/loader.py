@@ -28,7 +28,7 @@ from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import Kernels, LayerFormat
-from llama_ssp.models.model_config import config_of, empty, possible, refusing, require_supported
+from llama_ssp.models.model_config import config_of, empty, hub_config, possible, refusing
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import Files, ReadWatch, WatchedSource, bytes_on_disk, unwatched
 from llama_ssp.models.self_check import require_faithful
@@ -155,7 +155,7 @@ def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
 
 def _for_modules(path: Path) -> Any:
     """The config of a model that transformers' module is to run; a ModelError for a GGUF file."""
-    config = require_supported(path)
+    config = hub_config(path)
     if is_gguf(path):
         what, allowed = "a GGUF file runs by the decoder alone", "placement.splitting=tensor, or one process"
         raise ModelError(what, path, "another splitting", allowed, "use the model's folder with safetensors")

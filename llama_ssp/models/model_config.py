@@ -1,15 +1,20 @@
-"""transformers' config of a model, and what fails where no model can be made of it."""
+"""transformers' config of a model, and what fails where no model can be made of it.
+
+To import a class of transformers takes a second, so that the values of a config are kept for later starts.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory
@@ -18,22 +23,49 @@ from llama_ssp.models.checkpoint import read_config
 from llama_ssp.models.families import TESTED
 from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.quantised_config import PLAIN_COPY
+from llama_ssp.models.kernels.kept_files import kept
 from llama_ssp.models.sizes import config_file
 from llama_ssp.models.synthetic import config_for
 
 ALLOWED, ANOTHER = f"{TESTED} and other causal models", "choose another model"
 
 
+class KeptConfig(SimpleNamespace):
+    """The values of a config that transformers has made. Its class has the names that the architecture has."""
+
+    def standardize_rope_params(self) -> None:
+        """Does nothing: transformers' functions of rotary positions call it, and it has been called before."""
+
+    def to_json_string(self, use_diff: bool) -> str:
+        """Returns all values, for a program's name."""
+        return json.dumps(vars(self), sort_keys=True)
+
+
 def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
-    """transformers' config, of config.json, or without a path of the model's sizes."""
+    """The model's config: of config.json, or without a path of the model's sizes."""
     if path is not None:
         return require_supported(path)
     with possible(model, role):
         return config_for(model)
 
 
-def require_supported(path: Path) -> Any:
+def require_supported(path: Path) -> KeptConfig:
     """The config as transformers reads it; raises ModelError if the model cannot be run."""
+    known, values = kept("config", json.dumps([path.suffix, read_config(path)]), partial(_values, path))
+    found: KeptConfig = type("KeptConfig", (KeptConfig,), dict.fromkeys(known))(**values)
+    return found
+
+
+def _values(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The names that the config's class has, and its values, by the names of other architectures, too."""
+    config = hub_config(path)
+    values = json.loads(config.to_json_string(use_diff=False))
+    values |= {other: values[name] for other, name in config.attribute_map.items() if name in values}
+    return [name for name in values if hasattr(type(config), name)], values
+
+
+def hub_config(path: Path) -> Any:
+    """transformers' config of a folder or file; raises ModelError if the model cannot be run."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -72,6 +104,8 @@ def empty(config: Any, dtype: torch.dtype) -> Any:
 @contextmanager
 def possible(model: ModelConf, role: str) -> Iterator[None]:
     """Turns what transformers raises for sizes that contradict each other into a ModelError."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield
     except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import shlex
@@ -12,22 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
 from torch import nn
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.models.kernels.kept_files import (
-    cache_folder,
-    compiler,
-    is_ours,
-    part_of,
-    processor,
-    source_text,
-)
+from llama_ssp.models.kernels.kept_files import compiler, is_ours, part_of, place_of, processor, source_text
 
 log = logging.getLogger(__name__)
 
@@ -155,13 +147,12 @@ def load_or_compile(model: Named, spec: ProgramSpec, loaded: dict[Path, Program]
 
 def program_path(model: Named, spec: ProgramSpec) -> Path:
     """Names a program by a hash of all that it is made from; weights are not in it."""
-    versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
+    versions = torch.__version__, version("transformers"), torch.get_num_threads(), processor()
     config = model.config.to_json_string(use_diff=False)
     module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
     options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
     words = *versions, config, *module, model.device, model.ranks.label, options, source_text()
-    name = hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()[:16]
-    return cache_folder() / f"step-{name}.bin"
+    return place_of("step", *words, suffix=".bin")
 
 
 def load(path: Path) -> Program | None:

@@ -1,16 +1,18 @@
 """The tokenizer that a GGUF header describes, by transformers' merges and its ways to split texts. No torch.
 
-Not by transformers' conversion of a whole tokenizer: that adds tokens that the model has no row for, and
+It is made once, and kept for later starts, which import transformers for chats alone. Not made by transformers' conversion of a whole tokenizer: that adds tokens that the model has no row for, and
 leaves out special tokens with characters that are not in the byte alphabet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
+from llama_ssp.models.kernels.kept_files import kept
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens
 ROLES = ("bos", "unknown", "eos", "eot", "eom")  # the last three end a text
@@ -67,8 +69,51 @@ def end_ids(path: Path) -> frozenset[int]:
     return frozenset([*(i for key, i in tokens.ids.items() if key in ROLES[2:]), *turns])
 
 
-def read_tokenizer(path: Path) -> Any:
-    """Returns transformers' tokenizer; a ModelError if the header does not say how texts are split."""
+class HeaderTokenizer:
+    """The tokenizer of a header, with the names of transformers' own."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError if the header does not say how texts are split."""
+        from tokenizers import Tokenizer
+
+        from llama_ssp.models.formats.gguf_header import read_header  # imports gguf
+
+        facts = read_header(path).digest + Path(__file__).read_text(encoding="utf-8")
+        content, self._settings = kept("tokenizer", facts, partial(_made, path))
+        self.backend_tokenizer: Any = Tokenizer.from_str(content)
+        self.chat_template = self._settings["chat_template"]
+        roles = (self._settings.get(name) for name in ("bos_token", "eos_token"))
+        self.all_special_ids = [role and self.backend_tokenizer.token_to_id(role) for role in roles]
+        self.bos_token_id, self.eos_token_id = self.all_special_ids
+        self.get_vocab = self.backend_tokenizer.get_vocab
+
+    @property
+    def added_tokens_decoder(self) -> Any:
+        """Added tokens by id."""
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    def encode(self, text: str, add_special_tokens: bool, split_special_tokens: bool) -> Any:
+        """Returns the text's ids."""
+        self.backend_tokenizer.encode_special_tokens = split_special_tokens
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, **_: object) -> Any:
+        """Returns the text of the ids; nothing in it is cleaned up."""
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, *given: Any, **how: Any) -> Any:
+        """Returns a conversation as text."""
+        return self._hub.apply_chat_template(*given, **how)
+
+    @cached_property
+    def _hub(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=self.backend_tokenizer, **self._settings)
+
+
+def _made(path: Path) -> tuple[str, dict[str, Any]]:
+    """Returns what would be the content of tokenizer.json, and settings by transformers' names."""
     from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
@@ -104,9 +149,7 @@ def read_tokenizer(path: Path) -> Any:
         if name.strip(SPACE_MARK) and each in (CONTROL, USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        add_bos_token="bos_token" in roles and bool(said.get("add_bos_token", marked or pre in WHOLE)),
-        chat_template=said.get("tokenizer.chat_template"),
-        **roles,
-    )
+    begins = "bos_token" in roles and bool(said.get("add_bos_token", marked or pre in WHOLE))
+    settings = {"chat_template": said.get("tokenizer.chat_template"), **roles}
+    hub = PreTrainedTokenizerFast(tokenizer_object=tokenizer, add_bos_token=begins, **settings)
+    return hub.backend_tokenizer.to_str(), settings

@@ -16,7 +16,7 @@ from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.folder import is_gguf
 from llama_ssp.text.compatibility import Diagnosis, pair
 from llama_ssp.text.detokenizer import Stop
-from llama_ssp.text.gguf_tokenizer import read_tokenizer, require_same_tokens
+from llama_ssp.text.gguf_tokenizer import HeaderTokenizer, require_same_tokens
 from llama_ssp.text.vocabulary import (
     Vocabulary,
     end_ids_of,
@@ -79,33 +79,24 @@ class HubTokens:
     paired: Diagnosis | None = None
 
     def __init__(self, path: Path, end_ids: frozenset[int]) -> None:
-        from transformers import AutoTokenizer
-        from transformers.utils import logging as hub_logging
-
         self._path, self._warned = path, False
-        self._lock = threading.Lock()  # transformers keeps a call's split_special_tokens for the next one
-        before = hub_logging.get_verbosity()
-        hub_logging.set_verbosity_error()  # `_unreadable` says in a line what transformers warns of
+        self._lock = threading.Lock()  # a tokenizer keeps a call's split_special_tokens for the next one
+        folder = tokenizer_folder(path)
         try:
-            local = {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
-            folder = tokenizer_folder(path)
-            self._tokenizer: Any = (
-                read_tokenizer(path) if folder is None else AutoTokenizer.from_pretrained(folder, **local)
-            )
+            self._tokenizer: Any = HeaderTokenizer(path) if folder is None else _of_folder(folder)
         except (MemoryError, ModelError):
             raise
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
             raise _unreadable(path, str(error)) from None
-        finally:
-            hub_logging.set_verbosity(before)
+        ids = self._tokenizer.get_vocab()
         if is_gguf(path) and folder is not None:
-            require_same_tokens(path, self._tokenizer.get_vocab())
-        if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
+            require_same_tokens(path, ids)
+        if not {*ids.values()}.difference(self._tokenizer.all_special_ids):
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
         own = self._tokenizer.eos_token_id
         self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
         self.bos_id: int | None = self._tokenizer.bos_token_id
-        self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.size = 1 + max(ids.values())
 
     def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
         with self._lock, tokenizing(self._path):
@@ -213,6 +204,20 @@ class HubTokens:
                 log.warning("the chat template of %s changes the words of prompts", self._path)
             self._warned = True
         return rendered
+
+
+def _of_folder(folder: Path) -> Any:
+    """Returns transformers' tokenizer of a model folder."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as hub_logging
+
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()  # `_unreadable` says in a line what transformers warns of
+    try:
+        local = {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
+        return AutoTokenizer.from_pretrained(folder, **local)
+    finally:
+        hub_logging.set_verbosity(before)
 
 
 def _unreadable(path: Path, found: str) -> ModelError:

@@ -18,7 +18,7 @@ from typing import Any
 
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.folder import is_gguf, read_json
-from llama_ssp.text.gguf_tokenizer import SPACE_MARK, end_ids, read_tokenizer
+from llama_ssp.text.gguf_tokenizer import SPACE_MARK, HeaderTokenizer, end_ids
 
 Encode = Callable[[str], list[int]]
 PANIC = "PanicException"
@@ -207,7 +207,7 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
     folder = tokenizer_folder(path)
     try:
         if folder is None:
-            hub = read_tokenizer(path)
+            hub = HeaderTokenizer(path)
             tokenizer, settings = hub.backend_tokenizer, {"chat_template": hub.chat_template}
             content = json.loads(tokenizer.to_str())
         else:

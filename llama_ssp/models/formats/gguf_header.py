@@ -6,6 +6,7 @@ a vocabulary, and no end for a lie. Here no byte after the header's limit is rea
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,7 +52,8 @@ def _read_header(path: Path, states: tuple[tuple[Path, int], ...]) -> Header:
     metadata = readers[0].metadata
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     shapes = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in tensors.items()}
-    return Header(path, str(metadata.get("general.architecture")), metadata, tensors, shapes)
+    digest = hashlib.sha256(readers[0].data[: readers[0].data_offset]).hexdigest()
+    return Header(path, str(metadata.get("general.architecture")), metadata, tensors, shapes, digest)
 
 
 class _Reader(GGUFReader):
@@ -109,6 +111,7 @@ class Header:
     metadata: dict[str, Any]  # of the first file
     tensors: dict[str, ReaderTensor]
     shapes: dict[str, tuple[int, ...]]  # of the tensors, in the order of torch: inputs last
+    digest: str  # of the first file's header
 
     @property
     def family(self) -> Family:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import hashlib
 import logging
 import subprocess
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from llama_ssp.models.kernels.kept_files import cache_folder, compiler, is_ours, part_of, processor
+from llama_ssp.models.kernels.kept_files import compiler, is_ours, part_of, place_of, processor
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +37,8 @@ def library(source: Path, *flags: str) -> Path:
         raise FileNotFoundError("no C++ compiler")
     made = Path(command).resolve().stat()  # by its file, not by what it says: a start needs no process
     text = source.read_text(encoding="utf-8")
-    parts = [text, torch.__version__, f"{made.st_size} {made.st_mtime_ns}", *FLAGS, *flags, processor()]
-    name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
-    place = cache_folder() / name
+    parts = text, torch.__version__, f"{made.st_size} {made.st_mtime_ns}", *FLAGS, *flags, processor()
+    place = place_of(source.stem, *parts, suffix=".so")
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with place.with_suffix(".lock").open("w") as lock:

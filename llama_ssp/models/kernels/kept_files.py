@@ -1,16 +1,23 @@
-"""Files of compiled code: where they are kept, and what they are named by. No torch: the plan asks, too."""
+"""Files for later starts: where they are kept, and what they are named by. No torch: the plan asks, too.
+
+They are compiled code, and what transformers makes of a model's files.
+"""
 
 from __future__ import annotations
 
 import functools
 import getpass
 import hashlib
+import json
 import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 MODELS = Path(__file__).parents[1]  # the code that programs are made from, with the sums over ranks below
 SUMS = MODELS.parent / "distributed" / "process_group.py"
@@ -69,7 +76,29 @@ def source_text() -> str:
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
+def place_of(prefix: str, *facts: object, suffix: str = "") -> Path:
+    """Returns the file that is named by a hash of the facts, whether it is there or not."""
+    digest = hashlib.sha256("\0".join(map(str, facts)).encode(errors="surrogatepass")).hexdigest()[:16]
+    return cache_folder() / f"{prefix}-{digest}{suffix}"
+
+
 def mark_of(sizes: str) -> Path:
     """Returns the empty file that says that steps of a model of these sizes have been compiled here."""
-    facts = sizes, version("torch"), version("transformers"), processor(), source_text()
-    return cache_folder() / f"steps-of-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:16]}"
+    return place_of("steps-of", sizes, version("torch"), version("transformers"), processor(), source_text())
+
+
+def kept(prefix: str, facts: str, make: Callable[[], Any]) -> Any:
+    """Returns what `make` gives for these facts, as JSON has it: an earlier start's, or else made and kept."""
+    libraries = version("transformers"), version("tokenizers")
+    place = place_of(prefix, facts, *libraries, source_text(), suffix=".json")
+    with suppress(OSError, ValueError):
+        if is_ours(place):
+            return json.loads(place.read_text(encoding="utf-8"))
+    content = json.dumps(make())
+    with suppress(OSError):  # the next start makes it again
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = part_of(place)
+        part.write_text(content, encoding="utf-8")
+        part.chmod(0o600)  # whatever the umask: a file that others may write is not read
+        part.replace(place)
+    return json.loads(content)
