@@ -46,12 +46,14 @@ if TYPE_CHECKING:
 
 GRACE_S = 4.0  # for a rank to obey a signal
 SPINS = "30000"  # of a thread that waits for others: ten times as many, as is usual, choke a busy machine
+NEW_OBJECTS = 1_000_000  # before Python looks for garbage: a start makes 700,000 and no garbage, a token 3
 JOB_OF_SWEEP = "LLAMA_SSP_JOB"  # for a rank: the job's number and its folder
 log = logging.getLogger(__name__)
 
 
 def load(words: list[str]) -> None:
     """Imports what a run needs before torch, unless --help or the like answers: before the guard is up."""
+    gc.set_threshold(NEW_OBJECTS)
     if not (_asks_for_help(words) or {*VERSION} & set(words) or (words and words[0] in COMMANDS)):
         from llama_ssp.config import compose  # noqa: F401
         from llama_ssp.planner import start  # noqa: F401
@@ -255,10 +257,8 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
     seed = chosen_seed(checked, task.name == "batch" and leads)
     inputs = RunInputs(recorded, seed, pairs, reading, place)
-    gc.disable()  # imports leave no garbage, and to look for it takes half a second
     with GUARD.parting("stopped by a signal before the run began"), waiting("loading torch and transformers"):
         from llama_ssp.tasks.runner import execute
-    gc.enable()
     return execute(inputs)
 
 

@@ -25,9 +25,8 @@ from torch._inductor.utils import run_and_get_code
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.models import programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.kernels import attention, coded, probe
+from llama_ssp.models.kernels import attention, coded, kept_files, probe
 from llama_ssp.models.kernels import build as building
-from llama_ssp.models.kernels import kept_files
 from llama_ssp.models.kernels.kept_files import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators
 from llama_ssp.models.linear import Kernels, LayerFormat, dense

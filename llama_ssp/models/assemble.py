@@ -309,4 +309,6 @@ def _apart(part: Tensor, dim: int) -> Tensor:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
+    if parts[0].is_meta:  # where torch.cat imports the compiler, which takes a second
+        return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from llama_ssp.models.feed import Row, sent
 from llama_ssp.models.shape import ALL, rotary_parameters
@@ -116,6 +115,8 @@ def _attend_text(
     width, slots = len(query_WHD), keys_GSD.shape[1]
     seen: Tensor | None = None
     if width < slots and query_WHD.device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes a second
+
         seen = cast(Tensor, causal_lower_right(width, slots))  # names the mask, and does not make it
     elif width < slots:
         seen = query_WHD.new_ones(width, slots, dtype=torch.bool).tril(slots - width)

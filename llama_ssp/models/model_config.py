@@ -24,6 +24,7 @@ from llama_ssp.models.families import TESTED
 from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.quantised_config import PLAIN_COPY
 from llama_ssp.models.kernels.kept_files import kept
+from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.sizes import config_file
 from llama_ssp.models.synthetic import config_for
 
@@ -31,10 +32,7 @@ ALLOWED, ANOTHER = f"{TESTED} and other causal models", "choose another model"
 
 
 class KeptConfig(SimpleNamespace):
-    """The values of a config that transformers has made. Its class has the names that the architecture has."""
-
-    def standardize_rope_params(self) -> None:
-        """Does nothing: transformers' functions of rotary positions call it, and it has been called before."""
+    """The values of a config that transformers has made; its class has the names that theirs has."""
 
     def to_json_string(self, use_diff: bool) -> str:
         """Returns all values, for a program's name."""
@@ -49,11 +47,15 @@ def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
         return config_for(model)
 
 
-def require_supported(path: Path) -> KeptConfig:
-    """The config as transformers reads it; raises ModelError if the model cannot be run."""
+def require_supported(path: Path) -> Any:
+    """The config as transformers reads it; raises ModelError if the model cannot be run.
+
+    Where rotary positions are scaled it is transformers' own, which their functions ask for more than values.
+    """
     known, values = kept("config", json.dumps([path.suffix, read_config(path)]), partial(_values, path))
-    found: KeptConfig = type("KeptConfig", (KeptConfig,), dict.fromkeys(known))(**values)
-    return found
+    found = type("KeptConfig", (KeptConfig,), dict.fromkeys(known))(**values)
+    kinds = {parameters.get("rope_type", "default") for parameters in rotary_parameters(found).values()}
+    return found if kinds <= {"default"} else hub_config(path)
 
 
 def _values(path: Path) -> tuple[list[str], dict[str, Any]]:

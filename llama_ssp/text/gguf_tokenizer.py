@@ -1,6 +1,8 @@
 """The tokenizer that a GGUF header describes, by transformers' merges and its ways to split texts. No torch.
 
-It is made once, and kept for later starts, which import transformers for chats alone. Not made by transformers' conversion of a whole tokenizer: that adds tokens that the model has no row for, and
+It is made once, and kept for later starts, which import transformers for chats alone.
+
+Not by transformers' conversion of a whole tokenizer: that adds tokens that the model has no row for, and
 leaves out special tokens with characters that are not in the byte alphabet.
 """
 

@@ -88,7 +88,7 @@ def mark_of(sizes: str) -> Path:
 
 
 def kept(prefix: str, facts: str, make: Callable[[], Any]) -> Any:
-    """Returns what `make` gives for these facts, as JSON has it: an earlier start's, or else made and kept."""
+    """Returns what `make` gives for these facts, as JSON has it: of an earlier start, or made and kept."""
     libraries = version("transformers"), version("tokenizers")
     place = place_of(prefix, facts, *libraries, source_text(), suffix=".json")
     with suppress(OSError, ValueError):
