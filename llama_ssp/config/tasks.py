@@ -57,7 +57,8 @@ class TaskConf:
 
     # What a run takes of a task that does not have these keys.
     prompt_tokens = max_new_tokens = 0  # not known; none
-    batch_size = repeats = 1
+    batch_size = cast("int | None", 1)
+    repeats = 1
     prefill_chunk = 512
     chat = special_tokens = status = submit = False
     ignore_eos = cast("bool | None", False)
@@ -350,7 +351,12 @@ class BatchConf(TaskConf):
     stop: list[str] = not_empty("Texts, or names of special tokens, that end an answer.", list)
     ignore_eos: bool = key(False, "Continue after the model's end token.")
     on_bad_row: OnBadRow = key(OnBadRow.fail, "A bad record: fail ends the job, skip gives an error.")
-    batch_size: int = number(8, 1, MOST_ROWS, "Rows at a time.")
+    batch_size: int | None = number(
+        None,
+        1,
+        MOST_ROWS,
+        "Rows at a time; null, or auto: what the plan finds fastest of those that fit, or 8.",
+    )
     prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
     shard_size: int = number(256, 1, 10**6, "Records of a shard.")
     retries: int = number(3, 1, 100, "Attempts with a record alone, before it is answered with an error.")

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from llama_ssp.config import Drafting, LogprobsOf, OnBadRow, RunConf
+from llama_ssp.config import USUAL_ROWS, Drafting, LogprobsOf, OnBadRow, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
@@ -102,6 +102,14 @@ class PairSession:
         self.placements, self._prediction = require_loadable(
             self.spec, self.placements, self.ranks, rows, self._slots, caches
         )
+
+    def rows_for(self, texts: int, max_tokens: int) -> int:
+        """Returns how many rows the task names; else how many pay for so many texts. All ranks call it."""
+        if self.run.task.batch_size is not None:
+            return min(self.run.task.batch_size, texts)
+        self.check(1, max_tokens)
+        rows = self._prediction.rows_that_pay(texts) if self._prediction else min(USUAL_ROWS, texts)
+        return min(row for [row] in self.ranks.gather_ints([rows]))
 
     def load(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> PairSession:
         """Loads the models, if they fit together with their KV caches; returns the session.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama_ssp.config import Dtype, RunConf, Splitting
+from llama_ssp.config import MOST_ROWS, USUAL_ROWS, Dtype, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 HOST_BYTES = 2**29  # of a rank that has loaded torch: libraries of the GPU, tokenizers
 USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
+LEAST_GAIN = 1.1  # tokens a second of twice as many rows, over those of the rows
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
 # What is counted of a rank's memory, each more than the one before.
 HELD_BYTES, TENSORS, RESERVED, DEVICE = "held_bytes", "tensor_bytes", "reserved_bytes", "device_bytes"
@@ -48,6 +49,20 @@ class Prediction:
     def round_s(self) -> float:
         """Seconds of a round."""
         return self.option.times.round_s(self.option.k, self.request.acceptance)
+
+    def rows_that_pay(self, most: int) -> int:
+        """Returns the number of rows: doubled while they fit and bring LEAST_GAIN of the planned tokens/s.
+
+        A CPU computes as fast with USUAL_ROWS as with more (bench/results/batch_rows_*).
+        """
+        rows, ms = 1, self.option.ms_per_token
+        while 2 * rows <= min(most, USUAL_ROWS if self.request.machine.is_cpu else MOST_ROWS):
+            request = replace(self.request, work=replace(self.request.work, rows=2 * rows))
+            more = option(request, self.option.placement, self.option.k)
+            if more.verdict is not FitVerdict.fits or more.ms_per_token > ms / LEAST_GAIN:
+                break
+            rows, ms = 2 * rows, more.ms_per_token
+        return rows
 
     def ms_per_token(self, rows: int, k: int | None, acceptance: float | None) -> tuple[int, float]:
         """K and milliseconds a token. None: the best K, the request's acceptance."""
@@ -84,7 +99,7 @@ def request_of(
     most = run.model.context if slots is None else slots
     new = min(task.max_new_tokens, most - 1)
     prompt = task.prompt_tokens or min(USUAL_TOKENS, most - new) if slots is None else slots - new
-    rows = task.batch_size if rows is None else rows
+    rows = rows or task.batch_size or USUAL_ROWS
     k = run.usual_k if spec.k is None else spec.k
     work = Workload(rows, prompt, new, k, task.prefill_chunk, *caches)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
