@@ -18,11 +18,12 @@ from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.advice import advice, largest, overrides
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.gpus import gpus_here
-from llama_ssp.planner.hardware import GPU_RESERVE, known, machine_of, matching
+from llama_ssp.planner.hardware import GPU_RESERVE, Machine, known, machine_of, matching
 from llama_ssp.planner.plan import worlds_of
+from llama_ssp.planner.run_plan import LEAST_GAIN, Prediction
 from llama_ssp.planner.search import option, placements, regular_ms, search
 from llama_ssp.planner.workload import GIB
-from tests.plans import P4D, alone, cluster, machine, model, named, request
+from tests.plans import CPU, H100, P4D, alone, cluster, machine, model, named, request
 
 Driver = Callable[..., None]
 ONE = machine("p4d", gpus=1)
@@ -313,3 +314,20 @@ def test_a_container_has_less_memory_than_its_machine(version, place, monkeypatc
     assert memory_here() == 80 * 1024
     monkeypatch.setattr(host_memory, "MEMORY_TABLE", tmp_path / "none")
     assert memory_here() > 2**20
+
+
+def test_rows_are_doubled_while_they_fit_and_pay() -> None:
+    """Up to what memory, the texts or the machine's arithmetic allow; on a CPU up to eight."""
+    place = named("target 0, draft 0 (whole)", 1)
+
+    def planned(on: Machine, rows: int = 1, **work: int) -> Prediction:
+        asked = request("llama3.1-8b", "llama3.2-1b", on, rows=rows, **work)
+        return Prediction(asked, option(asked, place, 4))
+
+    rows = planned(H100).rows_that_pay(4096)
+    assert rows >= 64 and planned(H100).rows_that_pay(rows - 1) == rows // 2
+    less, best, more = (planned(H100, rows=n).option for n in (rows // 2, rows, 2 * rows))
+    assert best.verdict is FitVerdict.fits and best.ms_per_token <= less.ms_per_token / LEAST_GAIN
+    assert more.verdict is not FitVerdict.fits or more.ms_per_token > best.ms_per_token / LEAST_GAIN
+    assert planned(H100, prompt_tokens=30_000).rows_that_pay(4096) < rows
+    assert planned(CPU).rows_that_pay(4096) == 8
