@@ -17,12 +17,25 @@ from llama_ssp.planner.table import drawing
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.report.tables import text_of
 
+CODES = "code_bits", "code_group", "code_bytes", "code_mix"
+NO_SIZES = "name", "repo", "package", "file", "sha256", "weights", "dtype", "seed", "agreement", *CODES
+
 
 def preset(group: str, name: str) -> dict[str, Any]:
     """A yaml of conf/, with those it builds on."""
     content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
     base = [preset(group, one) for one in content.pop("defaults", []) if isinstance(one, str)]
     return {key: value for part in (*base, content) for key, value in part.items()}
+
+
+def shapes() -> list[str]:
+    """Returns the presets of models, the first of each shape: long contexts and codes do not change one."""
+    first: dict[str, str] = {}
+    for name in sorted({file.stem for file in (CONF / "model").glob("*.yaml")} - {"local"}):
+        sizes = {key: size for key, size in preset("model", name).items() if key not in NO_SIZES}
+        sizes["context"] = min(sizes["context"], 2048)
+        first.setdefault(str(sorted(sizes.items())), name)
+    return [*first.values()]
 
 
 def model(name: str, **changes: Any) -> ModelConf:

@@ -26,6 +26,7 @@ NEW, NEAR, VARIED = 24, 1e-3, 8
 KS, ROWS, DRAFTS = (0, 1, 2, 4, 8, 16), (1, 3, 8), ("always", "sometimes", "never", "ngram")
 RULES, CHUNKS, ENDS = ("token", "block"), (1, 4, 512), ("none", "early", "late")
 TIGHT = 48  # a context that the texts reach
+assert NEW > 2 * WINDOW
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def compared(
     expected = [
         list(reference(family, p.token_ids, most, end, context)) for p, most in zip(batch, room, strict=True)
     ]
-    assert run.texts == expected
+    assert run.texts == expected and (end is not None or len(set(map(tuple, expected))) == rows)
     full = "length" if context is None else "context"
     assert run.finish == ["eos" if text[-1] == end else full for text in expected]
     return run
@@ -155,12 +156,6 @@ FULL = [
 ]
 
 
-@pytest.mark.few(5)
-@pytest.mark.parametrize("family", EVERY)
-def test_every_family(family: str) -> None:
-    check(family, Case(4, 3, "sometimes", "block", 4, "late"))
-
-
 @pytest.mark.few(9)
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_full_matrix(case: Case) -> None:
@@ -172,21 +167,13 @@ def test_full_matrix(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EVERY if name != "llama-gqa"])
 def test_a_part_of_the_matrix(family: str) -> None:
-    """Of the cases of up to three rows, of which each family has a fifth."""
-    for case in [case for case in FULL if case.rows <= 3][EVERY.index(family) % 5 :: 5]:
+    """One case that all families have, and a fifth of those of up to three rows."""
+    fifth = [case for case in FULL if case.rows <= 3][EVERY.index(family) % 5 :: 5]
+    for case in [Case(4, 3, "sometimes", "block", 4, "late"), *fifth]:
         try:
             check(family, case)
         except AssertionError as error:
             raise AssertionError(f"{family} {case}") from error
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("family", EVERY)
-def test_the_references_vary_and_pass_their_windows(family: str) -> None:
-    texts = [reference(family, prompt.token_ids) for prompt in prompts(family, 3)]
-    assert min(len(set(text)) for text in texts) >= VARIED
-    assert len(set(texts)) == len(texts)
-    assert all(len(text) == NEW > 2 * WINDOW for text in texts)
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gpt_neo"])

@@ -119,8 +119,9 @@ def test_it_imports_no_more_than_it_needs(missing: tuple[str, ...], words: str, 
 
 # The commands as they stand, on fewer prompts and texts; with a seed where one run in 1,000 is a false alarm.
 SMALLER = {
-    "eval": ["sizes=5"], "certify": ["samples=32", "law_rounds=8", "greedy_tokens=8", "seed=1"],
-    "generate": ["max_new_tokens=16"], "compare": ["max_new_tokens=16"],
+    "eval": ["sizes=5"], "generate": ["max_new_tokens=16"], "compare": ["max_new_tokens=16"],
+    "certify": ["samples=16", "law_tokens=64", "law_rounds=8", "greedy_tokens=8", "seed=1"],
+    "measure": ["prompt=def hello"],
 }  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def test_make_demo_shows_all_three_parts(model: str, tmp_path: Path) -> None:
         file_of("smollm2")
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "XDG_CACHE_HOME": str(tmp_path)}
     env = {**os.environ, **(offline if model == "shipped" else {})}
-    done = python([ROOT / "bench" / "demo.py", "new=48", "repeats=1", "samples=64"], tmp_path, env)
+    done = python([ROOT / "bench" / "demo.py", "new=24", "repeats=1", "samples=64"], tmp_path, env)
     assert done.code == 0, done.err[-800:]
     assert ("cannot be fetched" in done.out) == (model == "shipped") and "{" not in done.out
     assert re.search(r"--- [0-9.]+ times as fast: ", done.out)

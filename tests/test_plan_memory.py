@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from llama_ssp.config import Dtype, PlacementConf, Splitting, Steps
-from llama_ssp.config.presets import CONF
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError
 from llama_ssp.models import synthetic
@@ -38,7 +37,7 @@ from llama_ssp.planner.storage import HEAD, LAYERS, WEIGHTS
 from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
 from tests.distributed.test_large import part
-from tests.plans import CPU, P4D, alone, machine, model, named, request
+from tests.plans import CPU, P4D, alone, machine, model, named, request, shapes
 
 WORK = Workload(rows=1, prompt_tokens=1920, new_tokens=128, k=4, prefill_chunk=512)
 REGULAR = replace(WORK, k=0)
@@ -81,12 +80,9 @@ def weight_bytes(part: ModelPart, dtype: Dtype, *what: Any) -> int:
     return sum(held(part, dtype, *what).values())
 
 
-MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml") if file.stem != "local")
-
-
 @pytest.mark.few(8)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", shapes())
 def test_every_preset_holds_what_the_real_model_holds(name: str) -> None:
     """Parameters and bytes, buffers included, of the decoder, on meta."""
     made = part(model(name), 1, 0)[0].decoder

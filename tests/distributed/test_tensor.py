@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,15 @@ def on_all(parts: list[Any], ranks: list[ThreadRank]) -> list[list[Tensor]]:
     return together([partial(walked, part) for part in parts], ranks)
 
 
-def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: float = TOLERANCE) -> None:
+@lru_cache(1)  # tests of one model follow each other
+def whole_of(folder: Path, dtype: Dtype) -> tuple[Any, list[Tensor]]:
+    """The model in one process, and its logits."""
     whole = load(SMALL, folder, dtype, CPU, "model")
-    expected = walked(whole)
+    return whole, walked(whole)
+
+
+def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: float = TOLERANCE) -> None:
+    whole, expected = whole_of(folder, dtype)
     parts, ranks = parts_of(folder, world, dtype)
     found = on_all(parts, ranks)
     for part, logits in zip(parts, found, strict=True):
@@ -139,7 +145,7 @@ def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: floa
 
 def splits(folder: Path, world: int) -> bool:
     """Whether the heads can be split over `world` ranks."""
-    attention = load(SMALL, folder, Dtype.fp32, CPU, "model").decoder.blocks[0].attention
+    attention = whole_of(folder, Dtype.fp32)[0].decoder.blocks[0].attention
     heads, groups = (size // attention.head_dim for size in attention.sizes[:2])
     return world <= groups or (world % groups == 0 and world <= heads)
 
