@@ -117,6 +117,7 @@ def times_by_ranks(model: str, draft: str, cluster: str) -> list[tuple[float, in
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("cluster", ["dgx_h100", "p4d"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_more_ranks_never_make_it_slower(pair: tuple[str, str], cluster: str) -> None:

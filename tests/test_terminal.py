@@ -119,7 +119,7 @@ def lines(shown: str) -> list[str]:
 
 def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_path: Path) -> None:
     # Long enough for several pictures of each side on a fast processor.
-    terminal = open_terminal("task.plot=session.svg", "task.max_new_tokens=200", columns=80)
+    terminal = open_terminal("task.plot=session.svg", "task.max_new_tokens=120", columns=80)
     terminal.until("prompt> ")
     terminal.type("hello\n")
     terminal.until(ALTERNATE)

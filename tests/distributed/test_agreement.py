@@ -109,7 +109,7 @@ def ended(models: Models) -> Case:
     return Case(4, 4, SAMPLED, ends=frozenset({free.texts[0][6], free.texts[1][11]}))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_placement_writes_what_one_process_writes(name: str, models: Models):
