@@ -38,10 +38,10 @@ from llama_ssp.speculative.rng import PURPOSES, ROUNDS, Purpose, prompt_key
 from llama_ssp.speculative.sampling import one_hot
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify import task as certify
+from tests.checkpoints import renumber
 from tests.proofs.mutants import Mutant, every
 from tests.proofs.wrong_rules import MODEL, declares
 from tests.proofs.wrong_runs import FILTERS, PHILOX, UNIFORMS, named, numbered
-from tests.renumbered import renumber
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,7 @@ from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.models.loader import load
-from llama_ssp.planner.activations import (
-    DRAFT_PREFILL,
-    DRAFT_STEPS,
-    PREFILL,
-    VERIFY,
-    Kernels,
-    RankWork,
-)
+from llama_ssp.planner.activations import DRAFT_PREFILL, DRAFT_STEPS, PREFILL, VERIFY, Kernels, RankWork
 from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, Sampler

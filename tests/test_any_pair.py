@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llama_ssp.config import DraftSeat, PlacementConf
 from llama_ssp.errors import UsageError
@@ -16,10 +15,9 @@ from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.resolve import pair_specs
 from tests import checkpoints
+from tests.checkpoints import renumber
 from tests.conftest import Command, Saved
 from tests.distributed.pairs import entry_of
-from tests.families import build
-from tests.renumbered import renumber
 from tests.warm import Started
 
 DRAFT = SHIPPED_FOLDER / "demo_draft"
@@ -137,47 +135,6 @@ def test_other_ids_cost_nothing(sampling: tuple[str, ...], command: Command, tmp
     assert vocabulary(run)[0] == "same size but different" and vocabulary(plain) == ("same", None)
     assert run["vocabulary"]["shared_tokens"] == 4096 and run["tokens_accepted"] > 0
     assert texts(run) == texts(plain) and run["accepted_by_position"] == plain["accepted_by_position"]
-
-
-def neo_pair(folder: Path) -> list[str]:
-    """GPT-NeoX for GPT-Neo, each with a tokenizer that was trained on other texts."""
-    makers = {
-        "model": ("gpt_neox", [*checkpoints.TEXT, "vehicles gasoline hybrid the and"], 330, "<|endoftext|>"),
-        "draft": ("gpt_neo", ["Difference a vehicle is hybrid", "between gas and oil"], 310, "<eot>"),
-    }
-    for role, (name, words, size, end) in makers.items():
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
-        )
-        made.train_from_iterator(words, trainer)
-        ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-        build(name, vocab_size=made.get_vocab_size() + 16, **ends).save_pretrained(folder / role)
-        checkpoints.write_tokenizer(folder / role, made, bos_token=end, eos_token=end)
-    return [f"{role}={folder / role}" for role in makers]
-
-
-@pytest.mark.slow
-def test_a_neox_target_with_a_neo_draft(command: Command, tmp_path: Path) -> None:
-    """A public write-up's pair, prompt, K and length: traced, lossless, and at its end it stops."""
-    prompt = 'task.prompts=["Difference between a gasoline and hybrid vehicles is"]'
-    pair = (*neo_pair(tmp_path), prompt, *FP32)
-    run = (*pair, "speculation.k=4", "task.max_new_tokens=50")
-    traced = command(*run, "task.trace=true", "output=text")
-    assert (traced.code, traced.errors) == (0, [])
-    assert "0 at 0: " in traced.out and "), " in traced.out
-    greedy = summary(command(*run, "sampling=greedy"))
-    assert texts(greedy) == texts(summary(command(*run, "sampling=greedy", "speculation=none")))
-    assert greedy["outputs"][0]["finish_reason"] in ("length", "eos") and vocabulary(greedy)[0] == "different"
-    (output,) = summary(command(*run, "+sampling.logit_bias={0: 8.0}"))["outputs"]
-    assert output["finish_reason"] == "eos" and output["token_ids"].count(0) == 1
-    small = ("task.samples=16", "task.max_new_tokens=4", "task.law_tokens=8", "task.greedy_tokens=8")
-    certified = summary(command("task=certify", *pair, *small))
-    assert {check["name"]: check["outcome"] for check in certified["checks"]}["law"] == "passed"
-    assert certified["verdict"] != "different"
 
 
 @pytest.mark.slow

@@ -188,17 +188,6 @@ def test_a_drawn_seed_is_kept(command: Command):
     assert command(*unseeded, "task.output=out.jsonl").document["seed"] == first
 
 
-def test_another_config_or_input_is_refused(command: Command, undisturbed: bytes):
-    changed = command(*SMALL, "seed=4", "task.output=calm.jsonl")
-    write_input(RECORDS - 1)
-    for refused, said in (
-        (changed, "seed=3 now 4"),
-        (command(*SMALL, "task.output=calm.jsonl"), "input_sha256"),
-    ):
-        assert refused.code == 3 and said in refused.errors[0]
-    assert Path("calm.jsonl").read_bytes() == undisturbed
-
-
 def test_the_output_of_another_run_is_left_alone(command: Command):
     """Before the job has begun, and when it is done."""
     write_input(2)
@@ -245,16 +234,6 @@ def test_a_text_longer_than_was_foreseen_is_written_apart(
     monkeypatch.setattr(batch, "longest_in", lambda _: 15)
     assert command(*SMALL, "task.output=out.jsonl").code == 0
     assert Path("out.jsonl").read_bytes() == undisturbed
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [("task.input=null", "task.input is missing"), ("task.output=null", "task.output is missing")],
-)
-def test_bad_settings(override: str, said: str, command: Command):
-    write_input(1)
-    refused = command(*SMALL, "task.output=out.jsonl", override)
-    assert refused.code == 2 and len(refused.errors) == 1 and said in refused.errors[0]
 
 
 LONG = {"id": "b", "prompt": "y" * 2000}

@@ -221,7 +221,7 @@ SHOWN: list[tuple[Any, Callable[..., Check], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("fault", "check", "given"), SHOWN, ids=[f"{fault.name} {given}" for fault, _, given in SHOWN]
 )
@@ -413,6 +413,14 @@ def test_a_wrong_rule_fails_the_command(command: Command) -> None:
     assert {c["name"]: c["outcome"] for c in found["checks"]}["law"] == "failed"
 
 
+@pytest.mark.long
+def test_the_fault_that_is_hardest_to_see_shows_at_the_default_size() -> None:
+    """On the pair that ships, by its long texts; certify_faults.py has the other faults, and sound code."""
+    (row,) = [row for row in FAULTS if row.name == "coins are drafts' numbers in 1 % of rounds"]
+    is_right, line = replace(row, overrides=("seed=1", "task.samples=16")).certified()
+    assert is_right and row.check in line, line
+
+
 @pytest.mark.slow
 def test_a_greedy_run_needs_no_samples(command: Command) -> None:
     words = "task=certify", "seed=1", "sampling=greedy", "output=json", *SMALL, "task.greedy_tokens=24"
@@ -431,21 +439,6 @@ def test_a_run_that_was_stopped_gives_no_verdict(command: Command, monkeypatch: 
     found = answer.document
     assert (answer.code, found["status"], found["verdict"]) == (130, "interrupted", None)
     assert [c["name"] for c in found["checks"]] == ["law", "filters"]
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("speculation=none", "nothing drafts"),
-        ("task.samples=3", "task.samples"),
-        ("task.false_alarm=1e-9", "task.false_alarm"),
-        ("speculation.k=32", "up to 32 drafts a round"),
-    ],
-)
-def test_what_cannot_be_certified_is_refused(command: Command, override: str, said: str) -> None:
-    answer = command("task=certify", override)
-    assert answer.code == 2
-    assert said in answer.errors[0]
 
 
 def test_positions_are_spread_over_rounds_of_one_length():

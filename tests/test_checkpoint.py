@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.checkpoint import complete, find, inspect, with_shape
@@ -51,11 +51,6 @@ def test_the_shape_is_read_from_the_folder(saved: Saved) -> None:
     assert (model.family, model.n_layers, model.n_heads, model.n_kv_heads) == ("llama", 2, 4, 2)
     assert (model.head_dim, model.dim, model.ffn, model.vocab) == (16, 64, 96, 300)
     assert (model.context, model.tied) == (checkpoints.CONTEXT, False)
-
-
-def test_a_synthetic_model_needs_no_folder() -> None:
-    asked = ModelConf(name="x", weights=Weights.synthetic)
-    assert complete(asked, "model") == (asked, None)
 
 
 @pytest.mark.parametrize("name", sorted(families.FAMILIES))

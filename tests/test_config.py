@@ -1,4 +1,4 @@
-"""The configuration: every preset composes, counts its weights as published, and has its types checked."""
+"""The configuration: presets and experiments compose and count as published, and types are checked."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llama_ssp.config import TASKS, GenerateConf, ModelConf, RunConf, Weights
 from llama_ssp.config import presets as preset_files
 from llama_ssp.config import validation as checks
 from llama_ssp.errors import UsageError
-from llama_ssp.models import synthetic
 from llama_ssp.planner.weights import parameters
+from llama_ssp.tasks.plan import plan
 
 PUBLISHED = {
     "7B": 6_738_415_616,
@@ -120,24 +120,6 @@ def test_a_draft_of_the_target_s_weights_is_the_target_but_for_the_dtype(bits: s
     assert {*own, "agreement"} == {entry.name for entry in fields(ModelConf)}  # also keys of later versions
     other = composed("model=qwen2.5-7b", f"draft={bits}", "draft.seed=3").draft
     assert other is not None and other.seed == 3
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama3.2-1b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "gemma2-2b", "gpt-neo-1.3b",
-        "gpt-neox-20b", "tiny",
-    ],
-)  # fmt: skip
-def test_the_closed_form_counts_what_transformers_builds(name: str, hydra: None) -> None:
-    import torch
-
-    model = composed(f"model={name}").model
-    module: Any = synthetic.build(model, torch.bfloat16)
-    module.tie_weights()  # as `fill` does
-    assert all(p.is_meta for p in module.parameters())
-    assert parameters(model) == sum(p.numel() for p in module.parameters())
 
 
 def test_the_defaults_are_the_schema_s(hydra: None) -> None:
@@ -251,3 +233,31 @@ def test_every_number_of_every_task_has_a_range() -> None:
     for value in (-5.0, 1e-30, 1e30, math.nan, math.inf):
         with pytest.raises(UsageError, match=r"sampling\.temperature is out of range"):
             checks.check(filled(sampling__temperature=value))
+
+
+WRITE_UPS = {
+    "amd2024": ("compare", "mi300x8"),
+    "clay2024": ("measure", "a10"),
+    "guha": ("agree", "a10"),
+    "llamassp2023": ("measure", "p4d"),
+    "llamassp2023_g5": ("measure", "g5_12xlarge"),
+    "llamassp2023_score": ("eval", "p4d"),
+}  # the task of each, and the cluster that docs/compare.md plans it on
+
+
+def test_each_experiment_is_a_valid_run(hydra: None) -> None:
+    tasks = {"chen2023": "generate", **{name: task for name, (task, _) in WRITE_UPS.items()}}
+    assert set(presets("experiment")) == tasks.keys()
+    for name, task in tasks.items():
+        assert composed(f"experiment={name}").task.name == task
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", WRITE_UPS)
+def test_the_pairs_of_a_write_up_are_planned(name: str, hydra: None) -> None:
+    run = composed(f"experiment={name}")
+    own = f"{run.model.name}/{run.draft.name if run.draft else 'none'}"
+    for pair in run.task.pairs or [own]:
+        target, _, draft = pair.partition("/")
+        chosen = plan(target, draft or None, cluster=WRITE_UPS[name][1]).chosen
+        assert chosen.verdict.value == "fits"

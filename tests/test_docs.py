@@ -1,14 +1,16 @@
-"""Every command of the README and the guides, until its run begins: its words are keys, options and values.
+"""Commands of the README and the guides are taken, until their runs begin; notebooks run cell by cell.
 
-tests/test_packaging.py and tests/slurm/test_readme.py run those that need no files of the reader's.
+tests/test_packaging.py and tests/slurm/test_readme.py run the commands that need no files of the reader's.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from llama_ssp.config import RunConf
 from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = {file.stem: file for file in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))}
 COMMAND = re.compile(
     r"\s*(?:cat \S+ \| |\[?torchrun [^]]*?|python )?(?:launch/run\.py|llama-ssp)(?= \S)(?P<words>.*)"
 )
@@ -49,3 +52,19 @@ def test_a_command_is_taken_as_it_stands(
 def test_there_are_commands_in_each_guide() -> None:
     files = [file for file, _ in commands()]
     assert len(files) > 45 and {"README.md", "ranks.md", "plan.md", "compare.md", "batch.md"} <= set(files)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the Python API alone; it keeps nothing of the machine that wrote it."""
+    notebook, known = json.loads(NOTEBOOKS[name].read_text(encoding="utf-8")), dict[str, Any]()
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in code)
+    for number, cell in enumerate(code):
+        exec(compile("".join(cell["source"]), f"{name}, cell {number}", "exec"), known)
+    lines = "".join("".join(cell["source"]) + "\n" for cell in code).splitlines()
+    imported = [line for line in lines if "llama_ssp" in line]
+    assert imported and all(line.startswith("from llama_ssp import") for line in imported)
+    said = capsys.readouterr().out
+    assert known["passes"][0] > known["passes"][4] > 0 and "passes of the target" in said

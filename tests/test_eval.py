@@ -1,9 +1,10 @@
-"""task=eval: what is scored, what is said, and what remains of a run that was stopped."""
+"""task=eval: its questions, what is scored, what is said, and what remains of a run that was stopped."""
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from llama_ssp.pair import batches
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report import console as report
 from llama_ssp.tasks import arithmetic
+from llama_ssp.tasks.arithmetic import LARGEST, Question, questions
 from tests.conftest import Command
 
 ROW = {
@@ -266,3 +268,53 @@ def test_progress_on_a_terminal(
     shown = capsys.readouterr()
     assert shown.out == "a row\n"
     assert "20 of 20" in shown.err and shown.err.endswith("\x1b[2K")
+
+
+LINE = re.compile(r"(\d+) \* (\d+) = (\d+)")
+OPEN = re.compile(r"(\d+) \* (\d+) = ")
+FIRST = ("0-0", "90 * 88 = 7920\n94 * 34 = 3196\n74 * 55 = ", "4070")
+
+
+def parts(question: Question) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """The worked lines' numbers, and the open line's."""
+    *lines, last = question.text.split("\n")
+    worked = [LINE.fullmatch(line) for line in lines]
+    asked = OPEN.fullmatch(last)
+    assert asked and all(worked)
+    return [tuple(map(int, match.groups())) for match in worked if match], tuple(map(int, asked.groups()))
+
+
+def test_every_line_is_right_and_none_gives_the_answer_away() -> None:
+    seen = set()
+    for question in questions(3, 2000, 4):
+        worked, (a, b) = parts(question)
+        assert len(worked) == 4
+        assert all(x * y == product for x, y, product in worked)
+        assert all({x, y} != {a, b} for x, y, _ in worked)
+        assert question.answer == str(a * b)
+        seen |= {a, b}
+    assert seen == set(range(1, LARGEST + 1))
+
+
+def test_a_seed_gives_its_questions_again() -> None:
+    state = random.getstate()
+    assert questions(5, 20, 4) == questions(5, 20, 4)
+    assert questions(5, 20, 4) == questions(5, 50, 4)[:20]
+    assert questions(5, 20, 4)[0].text != questions(6, 20, 4)[0].text
+    assert random.getstate() == state
+
+
+def test_the_questions_stay_what_they_were() -> None:
+    """Published scores name their seeds; these must not come to mean other prompts."""
+    first = questions(0, 1, 2)[0]
+    assert (first.id, first.text, first.answer) == FIRST
+
+
+@pytest.mark.parametrize("written", ["42", "42\n7 * 7", "42 ", " 42", "42\n"])
+def test_an_answer(written: str) -> None:
+    assert Question(0, 0, "6 * 7 = ", "42").is_answered_by(written)
+
+
+@pytest.mark.parametrize("written", ["", "\n42", "4", "420", "4 2", "42.", "042", "42 = 6 * 7", "forty-two"])
+def test_no_answer(written: str) -> None:
+    assert not Question(0, 0, "6 * 7 = ", "42").is_answered_by(written)

@@ -114,10 +114,7 @@ def test_a_batch_job_goes_on_with_fewer_rows(command: Command, monkeypatch: Any,
 
 
 def test_what_a_gpu_holds(monkeypatch: Any) -> None:
-    parts = [
-        {"total_size": 5, "segment_pool_id": (0, 0)},
-        {"total_size": 7, "segment_pool_id": (0, 1)},
-    ]
+    parts = [{"total_size": 5, "segment_pool_id": (0, 0)}, {"total_size": 7, "segment_pool_id": (0, 1)}]
     for name, value in (("mem_get_info", (10, 100)), ("memory_reserved", 12), ("memory_snapshot", parts)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert usage_of(torch.device("cuda:0")) == {"free": 10, "reserved": 12, "graphs": 7, "others": 78}

@@ -175,11 +175,7 @@ def test_gpus_have_room_for_what_is_no_weight():
             for gpu in (0, 1)
         }
 
-    for room in (
-        (2 * layer, layer, 0),
-        (layer, layer // 2, layer // 5),
-        (3 * layer, 2 * layer, layer // 4),
-    ):
+    for room in ((2 * layer, layer, 0), (layer, layer // 2, layer // 5), (3 * layer, 2 * layer, layer // 4)):
         assert all(needed(room)[gpu] <= limits[gpu] for gpu in (0, 1)), room
         full = spread_of(module, Dtype.fp32, limits)
         counts = [

@@ -277,25 +277,6 @@ def test_of_a_batch(command: Command) -> None:
     alike(first["prompt_logprobs"], whole.logprobs)
 
 
-@pytest.mark.parametrize(
-    ("url", "own", "says"),
-    [
-        ("completions", {"logprobs": 21}, "logprobs is out of range"),
-        ("completions", {"echo": 1}, "echo is unusable"),
-        ("chat/completions", {"logprobs": 2}, "logprobs is unusable"),
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs is given without"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs is out of range"),
-        ("chat/completions", {"echo": True}, "asks for echo"),
-    ],
-)
-def test_refused_by_name(url: str, own: Any, says: str, command: Command) -> None:
-    said = {"messages": [{"role": "user", "content": "x"}]} if "chat" in url else {"prompt": "x"}
-    line = {"custom_id": "a", "url": f"/v1/{url}", "body": {**said, **own}}
-    Path("in.jsonl").write_text(json.dumps(line) + "\n")
-    answer = command("task=batch", "task.input=in.jsonl", "task.output=out.jsonl")
-    assert answer.code == 3 and says in answer.errors[0]
-
-
 def test_offsets_are_of_the_text() -> None:
     """Special tokens take no room; a space that a tokenizer puts before a text does not count."""
     pieces = ("<s>", None), (" the", b" the"), ("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("!", b"!")

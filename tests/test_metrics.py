@@ -1,9 +1,10 @@
-"""The counters, on made-up traces and on runs of the loop: every token is counted, and counted once."""
+"""The counters, on made-up traces and on runs; under the token rule accepted over expected is 1."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,9 @@ from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.detokenizer import Writing
+from tests.proofs.mutants import every
 from tests.proofs.toy import toy
+from tests.rig import engine_of, steps_of
 
 EOS = 9
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -96,7 +99,10 @@ class Submissions(Engine):
 def test_counts_add_up_exactly(
     prompts: list[list[int]], k: int, new: int, ends: str, rule: str, seed: int
 ) -> None:
-    """Committed is final lengths less prompt lengths; nothing that was drafted or verified is lost."""
+    """Committed is final lengths less prompt lengths; nothing that was drafted or verified is lost.
+
+    Nothing follows an end, and no limit is passed.
+    """
     end_ids = frozenset({2}) if ends in ("eos", "both") else frozenset[int]()
     stops = ["bd", "dde"] if ends in ("stop", "both") else []
     draws, transform = CounterDraws(seed), SamplingTransform(SamplingConfig(), tuple(end_ids), 5)
@@ -109,7 +115,14 @@ def test_counts_add_up_exactly(
     for step in generate(engine, state, Limits(new, end_ids, writing), FixedDraftLength(k, len(rows))):
         for row in step.rows:
             counts.add(row)
+            assert row.accepted <= len(row.drafted) <= k and len(row.tokens) <= row.accepted + 1
+    for row, (prompt, reason) in enumerate(zip(prompts, state.finished, strict=True)):
+        text = state.generated(row)
+        assert len(text) <= new and len(prompt) + len(text) <= 14 and not end_ids & {*text[:-1]}
+        full = "length" if len(text) == new else "context"
+        assert reason == ("eos" if end_ids & {*text[-1:]} else full) or (stops and reason == "stop")
     found = counts.summary()
+    assert sum(found["finish_reasons"].values()) == len(prompts)
     assert found["tokens_committed"] == sum(state.lengths) - sum(state.prompt_lengths)
     assert found["tokens_committed"] + found["tokens_cut_after_end"] == engine.verified
     assert found["tokens_drafted"] + found["tokens_discarded_after_end"] == engine.submitted
@@ -121,3 +134,36 @@ def test_counts_add_up_exactly(
     blocks = found["blocks_by_accepted"]
     assert sum(accepted * count for accepted, count in enumerate(blocks)) == found["tokens_accepted"]
     assert sum(blocks) + by_origin.get("sampled", 0) == found["row_rounds"]
+
+
+BAND = 0.005
+VOCAB, ROWS, NEW, K = 8, 725, 150, 4
+
+
+def run(rule: str, rows: int = ROWS) -> Counts:
+    target, draft = (toy(VOCAB, seed, context=NEW + 8, sharpness=0.8) for seed in (0, 1))
+    engine = engine_of(target, draft, rule, sampling=SamplingConfig(temperature=2.0), draws=11)
+    counts, prompts = Counts(), [Prompt(str(row), (row % VOCAB, 1)) for row in range(rows)]
+    for step in steps_of(engine, prompts, NEW, K)[1]:
+        for row in step.rows:
+            counts.add(row)
+    return counts
+
+
+@pytest.mark.slow
+def test_accepted_over_expected_is_one():
+    counts = run("token")
+    assert counts.decided >= 100_000
+    assert abs(counts.summary()["accepted_over_expected"] - 1) < BAND
+
+
+@pytest.mark.slow
+def test_the_monitor_sees_a_lenient_rule():
+    with every()["lenience of 5 %"].planted():
+        counts = run("token", 250)
+    assert counts.summary()["accepted_over_expected"] > 1 + BAND
+
+
+@pytest.mark.slow
+def test_the_block_rule_accepts_more():
+    assert run("block", 100).summary()["acceptance_rate"] > run("token", 100).summary()["acceptance_rate"]

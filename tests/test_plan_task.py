@@ -35,8 +35,8 @@ from llama_ssp.planner.search import round_times
 from llama_ssp.planner.workload import GIB, Workload
 from llama_ssp.report.tables import text_of
 from llama_ssp.report.task_tables import plan_against_actual
+from tests.checkpoints import renumber
 from tests.conftest import Answer, Command, Saved
-from tests.renumbered import renumber
 
 PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d", "engine=compiled", "out=null")
 TARGET = ("task=plan", "model=7B", "draft=none", "cluster=p4d", "out=null")
@@ -349,10 +349,7 @@ WAYS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "generate, regular": ((*EIGHT, "speculation=none"), ["regular"]),
     "eval": (("task.quick=true",), ["tiny/tiny_draft, regular", "tiny/tiny_draft, speculative"]),
     "compare": (EIGHT, ["regular", "speculative"]),
-    "measure": (
-        (*EIGHT, "task.repeats=1", "task.ks=[2,3]"),
-        ["target alone", "pair, K = 2", "pair, K = 3"],
-    ),
+    "measure": ((*EIGHT, "task.repeats=1", "task.ks=[2,3]"), ["target alone", "pair, K = 2", "pair, K = 3"]),
     "certify": (
         (PROMPTS, "task.max_new_tokens=4", "task.samples=20", "task.law_rounds=4", "task.greedy_tokens=8"),
         ["regular", "speculative, greedy", "regular, greedy"],

@@ -106,18 +106,3 @@ def test_done_shards_are_counted_by_their_groups_and_not_read(
     for path in (journal.folder / "done").iterdir():
         path.write_bytes(b"not read")
     assert journal.standing() == standing
-
-
-def test_errors_are_answered_again_and_the_output_follows(journal: Journal, tmp_path: Path):
-    output = tmp_path / "out.jsonl"
-    for said in ({"error": {"code": 500}}, {"text": "good"}):
-        while (taken := journal.claim()) is not None:
-            attempt = journal.attempt(taken[0])
-            for index in attempt.missing:
-                attempt.finish(index, {"id": str(index), **({"text": ""} if index != 2 else said)})
-            with taken[1]:
-                attempt.publish()
-        journal.merge(output)
-        assert list(said) == list(json.loads(output.read_bytes().splitlines()[2]))[1:]
-        assert journal.reopen() == ("error" in said)
-        assert journal.standing().records_finished == RECORDS - ("error" in said)

@@ -144,3 +144,32 @@ def test_a_picture_in_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="in no folder"):
         check_plot(str(tmp_path / "no" / "a.svg"))
     check_plot(str(tmp_path / "a.svg"))
+
+
+PIECES = [
+    ("ab", "drafted"), ("c", "drafted"), ("d", "bonus"), ("e", "corrected"), ("f", "drafted"),
+    ("ghi", "corrected"),
+]  # fmt: skip
+
+
+def track(seconds: float = 0.4, tokens: int = 6) -> Track:
+    counts = Counts(committed=tokens, prefill_s=0.1, decode_s=seconds)
+    return Track("speculative", counts, PIECES, "eos")
+
+
+def test_neighbours_of_one_origin_are_one_piece() -> None:
+    assert track().pieces()[:3] == [("abc", "drafted"), ("d", "bonus"), ("e", "corrected")]
+    assert track().text == "abcdefghi"
+
+
+def test_a_stop_string_is_no_part_of_the_text() -> None:
+    cut = track()
+    cut.length = 4
+    assert cut.text == "abcd"
+    assert all(origin in ("drafted", "bonus", "corrected") for _, origin in cut.pieces())
+
+
+def test_prefill_is_in_no_speed() -> None:
+    slow = track(0.8, 8)
+    slow.counts.prefill_s = 5.0
+    assert track().ms_per_token == pytest.approx(400 / 6) and slow.ms_per_token == pytest.approx(100)

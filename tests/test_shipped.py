@@ -49,18 +49,9 @@ def test_the_head_is_that_of_its_record_and_fits_into_6_mib() -> None:
 
 @pytest.mark.long
 def test_certify_proves_the_head(command: Command) -> None:
-    words = (
-        "task=certify",
-        "model=demo",
-        "draft=demo_head",
-        "task.samples=64",
-        "task.law_rounds=16",
-        "out=null",
-        "output=json",
-        "seed=1",
-    )
-    answer = command(*words)
-    assert answer.code == 0 and json.loads(answer.out)["verdict"] == "same"
+    sizes = "task.samples=64", "task.law_rounds=16"
+    answer = command("task=certify", *PAIR, "draft=demo_head", *sizes)
+    assert answer.code == 0 and answer.document["verdict"] == "same"
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from llama_ssp.text.vocabulary import (
     surface,
 )
 from tests import checkpoints
-from tests.renumbered import renumber
+from tests.checkpoints import renumber
 from tests.tongues import PAIRS, tongue
 
 

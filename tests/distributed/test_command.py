@@ -1,4 +1,4 @@
-"""The command on two real ranks: the figures of one process, one voice, and one cause when it fails."""
+"""The command on real ranks: the figures of one process, of a GGUF file, too; one voice, and one cause."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_ssp.errors import FAILED_CHECK
+from tests import checkpoints
 from tests.conftest import Command
-from tests.distributed.faults import fail
+from tests.test_gguf import made
+from tests.test_gguf_tokenizer import add_that_of_folders
 from tests.warm import Answer, Started
 
 pytestmark = pytest.mark.slow
@@ -115,8 +116,8 @@ def test_every_rank_leaves_with_the_verdict(saved: Any, tmp_path: Path):
     assert leader.document["verdict"] == "different"
 
 
-def in_the_fourth_pass(strike: Callable[[], object], rank: int) -> None:
-    """The second rank meets its fate in its fourth forward pass."""
+def vanish_in_the_target(rank: int) -> None:
+    """The second rank is gone in its fourth forward pass."""
     from llama_ssp.models.decoder_model import DecoderModel
 
     whole, calls = DecoderModel.logits, []
@@ -124,15 +125,11 @@ def in_the_fourth_pass(strike: Callable[[], object], rank: int) -> None:
     def struck(self: DecoderModel, *args: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
-            strike()
+            os._exit(9)
         return whole(self, *args)
 
     if rank == 1:
         DecoderModel.logits = struck  # type: ignore[method-assign]
-
-
-fail_in_the_target = partial(in_the_fourth_pass, fail)
-vanish_in_the_target = partial(in_the_fourth_pass, partial(os._exit, 9))
 
 
 def batch(saved: Any, folder: Path, output: str) -> tuple[str, ...]:
@@ -205,26 +202,6 @@ def test_a_rank_that_compiles_is_waited_for(saved: Any, tmp_path: Path):
     on_two(tmp_path / "run", *run, fault=compile_late)
 
 
-FAILED = "rank 1 failed during verify, round 3: memory is short; found MemoryError: nothing left; free"
-GONE = "rank 1 is gone (killed by a signal, or it exited without a word); last heard of in "
-
-
-@pytest.mark.parametrize(
-    ("fault", "said", "codes"),
-    [(fail_in_the_target, FAILED, (5, 5)), (vanish_in_the_target, GONE, (5, 9))],
-    ids=["raises", "vanishes"],
-)
-def test_a_rank_that_fails_ends_all(
-    fault: Any, said: str, codes: tuple[int, int], saved: Any, tmp_path: Path
-):
-    # A text that ends by itself might end before the fourth pass.
-    run = ('task.prompts=["hello"]', "task.max_new_tokens=64", "task.ignore_eos=true", "seed=1")
-    answers = Started(tmp_path / "run", 2, *pair(saved), *run, fault=fault).finish()
-    assert tuple(answer.code for answer in answers) == codes
-    (line,) = [line for answer in answers for line in answer.errors]
-    assert said in line
-
-
 def test_what_cannot_be_split_is_refused_by_one_voice(saved: Any, tmp_path: Path):
     """Every rank finds it by itself, before it looks for the others."""
     run = (*pair(saved), 'task.prompts=["hello"]', "task.max_new_tokens=16")
@@ -234,3 +211,44 @@ def test_what_cannot_be_split_is_refused_by_one_voice(saved: Any, tmp_path: Path
     assert [(other.code, other.out, other.err) for other in others] == [(5, "", "")] * 2
     assert not any(started.has_come(rank) for rank in range(3))
     assert "4 heads, 2 KV heads, 3 ranks" in leader.err and "allowed 1, 2, 4 ranks" in leader.err
+
+
+def both(folder: Path) -> tuple[Path, Path]:
+    """A folder with a GGUF file, with its tokenizer, and one with safetensors and a tokenizer.json."""
+    (folder / "gguf").mkdir()
+    path, module = made("llama", folder / "gguf", metadata=add_that_of_folders)
+    module.save_pretrained(folder / "plain")
+    checkpoints.write_tokenizer(folder / "plain", checkpoints.tokenizer())
+    return path, folder / "plain"
+
+
+def outputs(answer: Answer) -> Any:
+    texts = [(each["output_tokens"], each["text"], each["token_ids"]) for each in answer.document["outputs"]]
+    assert len(texts) == 3
+    return texts
+
+
+def run(path: Path, *more: str) -> tuple[str, ...]:
+    pair = f"model={path}", f"draft={path}"
+    return *pair, *FP32, "task.max_new_tokens=12", "seed=5", "speculation.k=3", *more
+
+
+def test_texts_are_those_of_the_decoded_weights(command: Command, tmp_path: Path) -> None:
+    path, plain = both(tmp_path)
+    stdin = "\n".join(PROMPTS)
+    expected = outputs(command(*run(plain), stdin=stdin.encode()))
+    for given in (path, path.parent):
+        assert outputs(command(*run(given), stdin=stdin.encode())) == expected
+    answers = Started(tmp_path / "ranks", 3, *run(path), stdin=stdin).finish()
+    assert {answer.code for answer in answers} == {0}, answers[0].err
+    assert outputs(answers[0]) == expected
+    planned = command(*run(path.parent, "task=plan", "task.prompt_tokens=20", "task.max_new_tokens=8"))
+    assert planned.code == 0, planned.err
+    assert planned.document["vocabulary"]["refused"] is None
+
+
+def test_other_splittings_are_refused(command: Command, tmp_path: Path) -> None:
+    path, _ = both(tmp_path)
+    found = command(*run(path, "placement.splitting=layers"), stdin=b"hello")
+    assert found.code == 4 and len(found.errors) == 1, found.err
+    assert "a GGUF file runs by the decoder alone" in found.errors[0]

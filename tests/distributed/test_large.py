@@ -1,11 +1,10 @@
-"""30B and 65B over 3, 6 and 8 ranks: the loader's own cut of the real sizes, without memory for one weight.
-
-Every rank's part is made on torch's meta device, where a tensor is a shape: sums over ranks change
-nothing there, so this is about shapes and bytes, not about values.
-"""
+"""30B and 65B over 3, 6 and 8 ranks, cut without memory for one weight; memory while a model is loaded."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +94,23 @@ def test_every_ranks_shapes_and_bytes(name: str, world: int):
         assert cache_bytes(cache) == 2 * 2 * model.n_layers * (last - first) * model.head_dim * ROWS * SLOTS
     norms = (2 * model.n_layers + 1) * model.dim
     assert sum(planned) == 2 * (parameters(model) + (world - 1) * norms), "the parts are the model"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# MiB beyond its share: modules that are imported while it loads, one weight on its way, what malloc keeps.
+BESIDES = 300
+
+
+@pytest.mark.long
+def test_a_rank_never_holds_more_than_its_share():
+    """Of a model, from files and from a seed, that would not fit beside the bound if it were held whole."""
+    command = ["bench/load_memory.py", "gib=0.9", "ranks=2", "ways=files:bf16,seed:bf16"]
+    ran = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    rows = [line.split("|")[1:-1] for line in ran.stdout.splitlines() if ":bf16 |" in line]
+    assert len(rows) == 2 * 2
+    whole = 0.9 * 1024
+    for cells in rows:
+        share, before, most, after, allowed = (float(cell) for cell in cells[2:7])
+        bound = before + 1.15 * share + BESIDES
+        assert after <= most <= min(bound, allowed) < before + whole

@@ -253,8 +253,10 @@ fault("a wider table has other numbers", PHILOX, TWO_USES)(
 # Weights in codes.
 
 CODED, HALF = "models.formats.coded:Coded.", Cut(COLUMNS, ((64, 130),))
-DECODED = proof("test_coded", "test_a_matrix_is_decoded_a_weight_at_a_time", "uint4", 32, torch.float32)
-PART = proof("test_coded", "test_a_part_has_the_weights_of_the_whole", "uint4", 128, HALF)
+DECODED = proof(
+    "test_coded_linear", "test_a_matrix_is_decoded_a_weight_at_a_time", "uint4", 32, torch.float32
+)
+PART = proof("test_coded_linear", "test_a_part_has_the_weights_of_the_whole", "uint4", 128, HALF)
 GGUF = proof("test_gguf", "test_any_bytes_are_decoded_as_the_library_does", "Q4_K")
 
 
