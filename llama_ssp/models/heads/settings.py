@@ -34,6 +34,7 @@ PREFIXES = "layers.0", "midlayer"  # of the block's tensors: speculators' and th
 # Classes of drafters that are no models of their own, in `architectures`.
 OTHERS = re.compile(r"eagle|medusa|dflash|dspark|speculator|(?-i:MTP)", re.IGNORECASE)
 CLASSES = {EAGLE3: re.compile("eagle-?3", re.IGNORECASE), DFLASH: re.compile(r"dflash(?!\d)", re.IGNORECASE)}
+Shapes = dict[str, tuple[int, ...]]
 READ = "EAGLE-3 or DFlash, in the speculators layout or the raw one"
 
 
@@ -115,13 +116,13 @@ def head_settings(path: Path) -> HeadSettings:
         raise ModelError(what, path, found=kind, allowed=READ, fix=fix)
     require_whole(path)
     require_counts(path, content := read_json(path / "config.json"))
-    shapes = _shapes(path)
-    return (_eagle3 if kind == EAGLE3 else _dflash)(path, content, shapes)
-
-
-def _eagle3(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Eagle3Settings:
     layer = content.get("transformer_layer_config")
-    block = dict(layer) if isinstance(layer, dict) else dict(content)
+    block = dict(layer if isinstance(layer, dict) else content)
+    block.pop("quantization_config", None)
+    return (_eagle3 if kind == EAGLE3 else _dflash)(path, content, block, _shapes(path))
+
+
+def _eagle3(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: Shapes) -> Eagle3Settings:
     block.setdefault("model_type", "llama")
     if block["model_type"] not in BLOCKS or block.get("num_hidden_layers", 1) != 1:
         found = f"{block.get('num_hidden_layers', 1)} of {block['model_type']}"
@@ -138,17 +139,15 @@ def _eagle3(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ..
     prefix = next((name for name in PREFIXES if f"{name}.hidden_norm.weight" in shapes), PREFIXES[0])
     (_, inputs), (vocab, _) = wide
     block.update(num_hidden_layers=1, tie_word_embeddings=False)
-    block.pop("quantization_config", None)
     return Eagle3Settings(
         block, vocab, _taps(path, content), inputs, "embed_tokens.weight" in shapes, True, prefix, **flags
     )
 
 
-def _dflash(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> DFlashSettings:
-    layer, own = content.get("transformer_layer_config"), content.get("dflash_config")
-    block = dict(layer) if isinstance(layer, dict) else dict(content)
-    own = own if isinstance(own, dict) else {}
-    keys: dict[str, Any] = {**own, **{key: value for key, value in content.items() if value is not None}}
+def _dflash(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: Shapes) -> DFlashSettings:
+    nested = content.get("dflash_config")
+    nested = nested if isinstance(nested, dict) else {}
+    keys: dict[str, Any] = {**nested, **{key: value for key, value in content.items() if value is not None}}
     taps = keys.get(BLOCK_TAPS)
     if taps is None and isinstance(keys.get("target_layer_ids"), list):  # the raw layout counts outputs
         taps = [n + 1 if type(n) is int else n for n in keys["target_layer_ids"]]
@@ -171,7 +170,6 @@ def _dflash(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ..
         raise ModelError(what, path, found=found, allowed="as many inputs as these layers give", fix=REFETCH)
     heads = len(output := shapes.get("lm_head.weight", ())) == 2
     block.update(model_type="qwen3", tie_word_embeddings=False)
-    block.pop("quantization_config", None)
     return DFlashSettings(
         block, output[0] if heads else whole, found_taps, wide[1], "embed_tokens.weight" in shapes,
         heads, width, mask, bool(anchor),
@@ -196,7 +194,7 @@ def _layers(path: Path, key: str, found: Any) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(path: Path) -> Shapes:
     """Returns every tensor's shape. Raises ModelError for pickled weights, with the way to convert them."""
     pickled = sorted(file.name for file in path.iterdir() if file.suffix in PICKLED)
     if pickled and not any((path / name).exists() for name in (SINGLE, INDEX)):
