@@ -232,7 +232,7 @@ def test_sizes_of_graphs():
 def test_graphs_are_captured_before_they_are_needed_and_are_those_that_plans_count(rows: int, k: int):
     """Of one row exactly; of rows that end one after the other the run captures no others."""
     models = llama(Replayed), llama(Replayed, 0.3)
-    pair: Any = SimpleNamespace(target=models[0], draft=models[1], trials={})
+    pair: Any = SimpleNamespace(loaded=dict(zip((TARGET, DRAFT), models, strict=True)), trials={})
     prepare(pair, SpeculationConfig(k=k), rows, 50)
     on = request("tiny", "tiny_draft", machine("p4d", gpus=1), rows=rows, k=k)
     (place,) = placements(1, True)
