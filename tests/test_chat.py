@@ -45,7 +45,7 @@ def tokens(folder: Path, template: str = PLAIN, ends: Any = None) -> HubTokens:
 
 
 def named(known: HubTokens, *names: str) -> list[int]:
-    return [known.vocabulary().ids[name] for name in names]
+    return [known.vocabulary.ids[name] for name in names]
 
 
 @pytest.mark.parametrize("template", [PLAIN, TRIMMED])
@@ -186,11 +186,11 @@ def test_ends_come_in_lists(ends: Any, found: set[int], tmp_path: Path) -> None:
 
 def test_a_draft_without_the_template_s_tokens_reads_them_as_text(tmp_path: Path) -> None:
     """The chat is cut once, by the target's tokenizer."""
-    target = tokens(tmp_path / "target").vocabulary()
+    target = tokens(tmp_path / "target").vocabulary
     checkpoints.write_tokenizer(tmp_path / "draft", checkpoints.tokenizer(280))
     other = read_tokens(tmp_path / "draft", 280)
     assert isinstance(other, HubTokens)
-    draft = other.vocabulary()
+    draft = other.vocabulary
     known = tokens(tmp_path / "target")
     bridge = pair(target, draft, (302, 280), Bridging.intersection).bridge
     assert bridge is not None

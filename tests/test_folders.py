@@ -61,7 +61,7 @@ def test_files_that_are_enough(write: Callable[[Path], None], bare: Path) -> Non
     known, text = read(bare), "the quick naïve 🙂"
     assert known.encode(text)[-3:] == checkpoints.tokenizer().encode(text).ids[-3:]
     assert known.decode(known.encode(text)) == text
-    assert known.vocabulary().text_of(known.encode(text)) == text.encode()
+    assert known.vocabulary.text_of(known.encode(text)) == text.encode()
 
 
 def piece(token: str, score: float, kind: int) -> bytes:
@@ -85,7 +85,7 @@ def test_a_sentencepiece_file_is_read_or_its_package_is_named(bare: Path) -> Non
     """Old folders have nothing else; what reads it is no package that everyone needs."""
     (bare / "tokenizer.model").write_bytes(SENTENCEPIECE)
     if find_spec("sentencepiece") and find_spec("google.protobuf"):
-        assert read(bare).vocabulary().surfaces[259] == b" a"
+        assert read(bare).vocabulary.surfaces[259] == b" a"
     else:
         with pytest.raises(
             ModelError, match=r"cannot be read.*llama-ssp\[sentencepiece\].*tokenizer.json"

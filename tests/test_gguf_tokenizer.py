@@ -115,7 +115,7 @@ def test_byte_level_ids_are_those_of_the_original(pre: str, tmp_path: Path) -> N
     assert found.end_ids == {original.token_to_id(name) for name in SPECIAL[1:]}
     assert found.size == original.get_vocab_size()  # rows that pad the embedding are no tokens
     assert found.bos_id == original.token_to_id(SPECIAL[0])
-    from_file, vocabulary = found.vocabulary(), read_vocabulary(path)
+    from_file, vocabulary = found.vocabulary, read_vocabulary(path)
     assert vocabulary is not None
     assert from_file.ids == vocabulary.ids and from_file.surfaces == vocabulary.surfaces
 

@@ -230,7 +230,7 @@ def test_the_file_and_the_library_say_the_same(tmp_path: Path) -> None:
     """task=plan reads tokenizer.json itself, if it can; a run asks transformers."""
     for name in ("demo", "demo_draft"):
         folder = SHIPPED_FOLDER / name
-        light, loaded = read(folder), HubTokens(folder, end_ids_of(folder)).vocabulary()
+        light, loaded = read(folder), HubTokens(folder, end_ids_of(folder)).vocabulary
         words = diagnose(light, loaded, (light.size, loaded.size)).in_words()
         assert words == f"vocabularies: same, {light.size} tokens"
         assert (light.special, light.start, light.ends) == (loaded.special, loaded.start, loaded.ends)

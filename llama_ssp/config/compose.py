@@ -71,7 +71,7 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")(start)()
             else:  # as `hydra.main` does, which merges all words twice to see whether this is a sweep
                 with initialize_config_dir(str(CONF), version_base="1.3"):
-                    GlobalHydra.instance().hydra.run("run", start, words)
+                    GlobalHydra.instance().hydra.run("run", start, words)  # type: ignore[union-attr]
     except (RunError, RecursionError, MemoryError):
         raise
     except SystemExit as end:  # Hydra has printed what was asked for, or what is wrong

@@ -5,9 +5,9 @@ Which experts run depends on the tokens, so for torch.compile all of them togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,8 @@ from llama_ssp.models.kernels.build import triton_runs
 from llama_ssp.models.kernels.expert_stacks import DTYPES, MOST_PAIRS, Stack, outputs_of, product, products
 from llama_ssp.models.linear import Reduce
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-}  # fmt: skip
+ACTIVATIONS: dict[str, Any] = {"silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu}
+ACTIVATIONS["gelu_pytorch_tanh"] = partial(functional.gelu, approximate="tanh")
 
 
 @dataclass(frozen=True)
@@ -32,13 +30,13 @@ class Routing:
     after: bool = False  # weights are a softmax over the chosen alone
 
 
-def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+def activation_of(name: str) -> Any:
     """Returns the function between an MLP's layers: torch's own, or one that transformers is imported for."""
-    if name not in ACTIVATIONS:
-        from transformers.activations import ACT2FN
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    from transformers.activations import ACT2FN
 
-        return ACT2FN[name]  # type: ignore[no-any-return]
-    return ACTIVATIONS[name]
+    return ACT2FN[name]
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Gate:
 
     def __call__(self, gate: Tensor, wide: Tensor) -> Tensor:
         if not self.limit:
-            return activation_of(self.activation)(gate) * wide
+            return activation_of(self.activation)(gate) * wide  # type: ignore[no-any-return]
         gate, wide = gate.clamp(max=self.limit), wide.clamp(-self.limit, self.limit)
         return (wide + 1) * gate * torch.sigmoid(gate * self.alpha)
 

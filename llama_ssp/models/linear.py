@@ -28,7 +28,6 @@ from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.graph_sizes import SLICE
 from llama_ssp.models.kernels import coded
-from llama_ssp.models.kernels.build import operation
 from llama_ssp.models.kernels.expert_stacks import Stacking
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable
@@ -91,17 +90,25 @@ def in_fp32(product: nn.Module, x: Tensor) -> Tensor:
     if x.dtype.itemsize > 2:
         return product(x)  # type: ignore[no-any-return]
     if isinstance(product, nn.Linear):
-        return linear_in_fp32(x, product.weight)
+        return torch.ops.llama_ssp.linear_in_fp32(x, product.weight)  # type: ignore[no-any-return]
     return product(x, wide=True)  # type: ignore[no-any-return]
 
 
-@operation("linear_in_fp32", lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32))
-def linear_in_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+def _linear_in_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """Multiplies on a GPU with an output of 32 bits; on a CPU slice by slice: no fp32 copy of the matrix."""
     if x_TK.device.type == "cuda":
         return torch.mm(x_TK, weight_NK.T, out_dtype=torch.float32)
     parts = torch.split(weight_NK, max(1, SLICE // weight_NK.shape[1]))
     return torch.cat([functional.linear(x_TK.float(), part_NK.float()) for part_NK in parts], -1)
+
+
+# One operation for torch.compile. A torch.library.custom_op would import the compiler, also for eager steps.
+torch.library.define("llama_ssp::linear_in_fp32", "(Tensor x, Tensor weight) -> Tensor")
+torch.library.impl("llama_ssp::linear_in_fp32", "default", _linear_in_fp32)
+torch.library.register_fake(
+    "llama_ssp::linear_in_fp32",
+    lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
+)
 
 
 class Head(nn.Module):

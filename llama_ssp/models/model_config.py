@@ -1,7 +1,4 @@
-"""transformers' config of a model, and what fails where no model can be made of it.
-
-To import a class of transformers takes a second, so that the values of a config are kept for later starts.
-"""
+"""transformers' config of a model, whose values are kept, and what fails where no model can be made of it."""
 
 from __future__ import annotations
 
@@ -31,14 +28,6 @@ from llama_ssp.models.synthetic import config_for
 ALLOWED, ANOTHER = f"{TESTED} and other causal models", "choose another model"
 
 
-class KeptConfig(SimpleNamespace):
-    """The values of a config that transformers has made; its class has the names that theirs has."""
-
-    def to_json_string(self, use_diff: bool) -> str:
-        """Returns all values, for a program's name."""
-        return json.dumps(vars(self), sort_keys=True)
-
-
 def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
     """The model's config: of config.json, or without a path of the model's sizes."""
     if path is not None:
@@ -48,18 +37,15 @@ def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
 
 
 def require_supported(path: Path) -> Any:
-    """The config as transformers reads it; raises ModelError if the model cannot be run.
-
-    Where rotary positions are scaled it is transformers' own, which their functions ask for more than values.
-    """
+    """The values of the config, without transformers in later starts; ModelError if it cannot be run."""
     known, values = kept("config", json.dumps([path.suffix, read_config(path)]), partial(_values, path))
-    found = type("KeptConfig", (KeptConfig,), dict.fromkeys(known))(**values)
+    found = type("KeptConfig", (SimpleNamespace,), dict.fromkeys(known))(**values)
     kinds = {parameters.get("rope_type", "default") for parameters in rotary_parameters(found).values()}
-    return found if kinds <= {"default"} else hub_config(path)
+    return found if kinds <= {"default"} else hub_config(path)  # scaled positions need its class
 
 
 def _values(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """The names that the config's class has, and its values, by the names of other architectures, too."""
+    """Returns the names that the config's class has, and all values, by the names of other classes, too."""
     config = hub_config(path)
     values = json.loads(config.to_json_string(use_diff=False))
     values |= {other: values[name] for other, name in config.attribute_map.items() if name in values}

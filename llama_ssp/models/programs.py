@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.kernels.kept_files import compiler, is_ours, part_of, place_of, processor, source_text
 
 log = logging.getLogger(__name__)
@@ -122,18 +121,7 @@ def mark(given: tuple[Any, ...]) -> None:
             torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)
 
 
-class Named(Protocol):
-    """What a program's file is named by."""
-
-    name: str
-    config: Any
-    device: torch.device
-
-    @property
-    def ranks(self) -> Ranks: ...
-
-
-def load_or_compile(model: Named, spec: ProgramSpec, loaded: dict[Path, Program]) -> Program:
+def load_or_compile(model: Any, spec: ProgramSpec, loaded: dict[Path, Program]) -> Program:
     """Returns the program: from `loaded`, or from disk, or compiled, and then kept for the next start."""
     path = program_path(model, spec)
     program = loaded.get(path) or load(path)
@@ -145,13 +133,12 @@ def load_or_compile(model: Named, spec: ProgramSpec, loaded: dict[Path, Program]
     return program
 
 
-def program_path(model: Named, spec: ProgramSpec) -> Path:
-    """Names a program by a hash of all that it is made from; weights are not in it."""
+def program_path(model: Any, spec: ProgramSpec) -> Path:
+    """Names a program of a decoder or a head by a hash of all that it is made from, except weights."""
     versions = torch.__version__, version("transformers"), torch.get_num_threads(), processor()
-    config = model.config.to_json_string(use_diff=False)
     module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
     options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
-    words = *versions, config, *module, model.device, model.ranks.label, options, source_text()
+    words = *versions, model.config, *module, model.device, model.ranks.label, options, source_text()
     return place_of("step", *words, suffix=".bin")
 
 

@@ -1,6 +1,6 @@
 """The tokenizer that a GGUF header describes, by transformers' merges and its ways to split texts. No torch.
 
-It is made once, and kept for later starts, which import transformers for chats alone.
+It is kept for later starts, which import transformers for chats alone.
 
 Not by transformers' conversion of a whole tokenizer: that adds tokens that the model has no row for, and
 leaves out special tokens with characters that are not in the byte alphabet.
@@ -87,31 +87,21 @@ class HeaderTokenizer:
         roles = (self._settings.get(name) for name in ("bos_token", "eos_token"))
         self.all_special_ids = [role and self.backend_tokenizer.token_to_id(role) for role in roles]
         self.bos_token_id, self.eos_token_id = self.all_special_ids
-        self.get_vocab = self.backend_tokenizer.get_vocab
-
-    @property
-    def added_tokens_decoder(self) -> Any:
-        """Added tokens by id."""
-        return self.backend_tokenizer.get_added_tokens_decoder()
+        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
+        self.get_vocab, self.decode = self.backend_tokenizer.get_vocab, self.backend_tokenizer.decode
 
     def encode(self, text: str, add_special_tokens: bool, split_special_tokens: bool) -> Any:
         """Returns the text's ids."""
         self.backend_tokenizer.encode_special_tokens = split_special_tokens
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: list[int], skip_special_tokens: bool, **_: object) -> Any:
-        """Returns the text of the ids; nothing in it is cleaned up."""
-        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def apply_chat_template(self, *given: Any, **how: Any) -> Any:
-        """Returns a conversation as text."""
-        return self._hub.apply_chat_template(*given, **how)
-
     @cached_property
-    def _hub(self) -> Any:
+    def apply_chat_template(self) -> Any:
+        """transformers' way to write a conversation as a text."""
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(tokenizer_object=self.backend_tokenizer, **self._settings)
+        hub = PreTrainedTokenizerFast(tokenizer_object=self.backend_tokenizer, **self._settings)
+        return hub.apply_chat_template
 
 
 def _made(path: Path) -> tuple[str, dict[str, Any]]:

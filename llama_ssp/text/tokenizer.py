@@ -106,14 +106,14 @@ class HubTokens:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
     def stops(self, texts: Sequence[str]) -> list[Stop]:
         return [*texts, *(self._special[text] for text in texts if text in self._special)]
 
     def spell(self, token_id: int) -> tuple[str, bytes | None]:
-        known = self._known
+        known = self.vocabulary
         letters = known.surfaces[token_id] if token_id < known.size else None
         if letters is None:
             return known.names.get(token_id, ""), None
@@ -150,9 +150,6 @@ class HubTokens:
         return bool(self._tokenizer.chat_template)
 
     @cached_property
-    def _known(self) -> Vocabulary:
-        return self.vocabulary()
-
     def vocabulary(self) -> Vocabulary:
         """The meaning of its ids."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -214,8 +211,9 @@ def _of_folder(folder: Path) -> Any:
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity_error()  # `_unreadable` says in a line what transformers warns of
     try:
-        local = {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
-        return AutoTokenizer.from_pretrained(folder, **local)
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False
+        )
     finally:
         hub_logging.set_verbosity(before)
 
@@ -264,7 +262,7 @@ def read_tokens(path: Path | None, vocab: int) -> Tokens:
 def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], how: Bridging) -> Diagnosis | None:
     """How the two are used together; None for bytes. `widths` are the logits of each. Raises ModelError."""
     if isinstance(target, HubTokens) and isinstance(draft, HubTokens):
-        return pair(target.vocabulary(), draft.vocabulary(), widths, how)
+        return pair(target.vocabulary, draft.vocabulary, widths, how)
     if type(target) is not type(draft):
         fix = "give both by path, or both weights=synthetic"
         raise ModelError("one model has a tokenizer and the other has none", fix=fix)

@@ -52,7 +52,7 @@ def _read_header(path: Path, states: tuple[tuple[Path, int], ...]) -> Header:
     metadata = readers[0].metadata
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     shapes = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in tensors.items()}
-    digest = hashlib.sha256(readers[0].data[: readers[0].data_offset]).hexdigest()
+    digest = hashlib.sha256(readers[0].data[: readers[0].data_offset].tobytes()).hexdigest()
     return Header(path, str(metadata.get("general.architecture")), metadata, tensors, shapes, digest)
 
 

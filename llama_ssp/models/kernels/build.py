@@ -10,12 +10,10 @@ import functools
 import logging
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llama_ssp.models.kernels.kept_files import compiler, is_ours, part_of, place_of, processor
 
@@ -50,22 +48,6 @@ def library(source: Path, *flags: str) -> Path:
     if not is_ours(place):
         raise PermissionError(f"others may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
     return place
-
-
-def operation(name: str, shaped: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Any]:
-    """Makes a function one operation for torch.compile; `shaped` gives its result without values.
-
-    A torch.library.custom_op imports the compiler when it is first called, which takes a second.
-    """
-
-    def made(function: Callable[..., Tensor]) -> Any:
-        whole = f"llama_ssp::{name}"
-        torch.library.define(whole, torch.library.infer_schema(function, mutates_args=()))
-        torch.library.impl(whole, "default", function)
-        torch.library.register_fake(whole, shaped)
-        return getattr(torch.ops.llama_ssp, name).default
-
-    return made
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, values
 from llama_ssp.models.graph_sizes import BLOCK
-from llama_ssp.models.kernels.build import load_library, operation, triton_runs
+from llama_ssp.models.kernels.build import load_library, triton_runs
 from llama_ssp.models.kernels.large_pages import LargePages
 
 OPERATOR, WIDE = "llama_ssp::linear_coded", "llama_ssp::linear_coded_wide"  # wide: sums in fp32, on GPUs
@@ -45,13 +45,18 @@ class DecodedLinear(nn.Module):
         return product
 
 
-@operation("linear_decoded", lambda x, codes, *_: x.new_empty(*x.shape[:-1], codes.shape[0]))
+@torch.library.custom_op("llama_ssp::linear_decoded", mutates_args=())  # for torch.compile, one operation
 def linear_decoded(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, shifts: Tensor | None,
     bias: Tensor | None, table: str, group: int, unit: float,
 ) -> Tensor:  # fmt: skip
     weight = Coded(Codes(table, group, unit), x.shape[-1], codes, scales, zeros, shifts)
     return functional.linear(x, weight.decoded(x.dtype), bias)
+
+
+@linear_decoded.register_fake
+def _(x: Tensor, codes: Tensor, *_: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
 class CodedLinear(nn.Module):

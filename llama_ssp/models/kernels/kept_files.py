@@ -1,7 +1,4 @@
-"""Files for later starts: where they are kept, and what they are named by. No torch: the plan asks, too.
-
-They are compiled code, and what transformers makes of a model's files.
-"""
+"""Files for later starts, of compiled code and of what transformers makes of a model's files. No torch."""
 
 from __future__ import annotations
 
