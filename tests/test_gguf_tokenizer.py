@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from llama_ssp.text.vocabulary import read_vocabularies, read_vocabulary
 from tests import checkpoints
 from tests.gguf_files import finish, gguf
+from tests.test_gguf import made
+from tests.warm import ROOT
 
 # The first one has letters that are not of the byte alphabet, as DeepSeek's.
 SPECIAL, PLAIN, PADDING = ["<｜begin｜>", "<|im_end|>", "<|end_of_text|>"], ["<think>"], 5
@@ -180,3 +185,23 @@ def test_a_chat_template_is_used(tmp_path: Path) -> None:
     ids = found.chat([{"role": "user", "content": "Hello"}])
     assert found.decode(ids) == "user: Hello"
     assert ids[-1] in found.end_ids
+
+
+LATER = """
+import sys
+from llama_ssp import load_pair
+
+with load_pair(sys.argv[1], max_tokens=99, overrides=["engine=eager", "model.dtype=fp32"]) as pair:
+    text = pair.generate(["hello"], max_new_tokens=8, seed=1)[0].token_ids
+print(text, {"transformers", "torch._dynamo"} & sys.modules.keys())
+"""
+
+
+@pytest.mark.slow
+def test_a_later_start_imports_neither_transformers_nor_the_compiler(tmp_path: Path) -> None:
+    """And writes what the first one wrote, which has made and kept the config and the tokenizer."""
+    path, _ = made("llama", tmp_path, metadata=add_that_of_folders)
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", LATER, str(path)]
+    first, second = (subprocess.check_output(words, env=env, text=True) for _ in range(2))
+    assert "'transformers'" in first and second == f"{first[: first.index(']') + 1]} set()\n"
