@@ -2,7 +2,7 @@
 
 The file `index` in the job's folder has a line of JSON (the input's files, and lines that make no request),
 then a row of ROW for each record. A record is parsed when a shard with it is begun: no process holds them.
-What cannot be read from its middle (a pipe, gzip) is kept as plain lines: input-0, input-1, ...
+What cannot be read from its middle (a pipe, gzip, Parquet) is kept as plain lines: input-0, input-1, ...
 """
 
 from __future__ import annotations
@@ -13,37 +13,32 @@ import json
 import logging
 import shutil
 import stat
+import struct
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from llama_ssp.batch.atomic_files import drafted, storing, synced, write_once
+from llama_ssp.batch.atomic_files import drafted, replace_whole, storing, synced
 from llama_ssp.batch.requests import Form, Reader, Refused, Request, simple_id
 from llama_ssp.config import BatchConf, RunConf, home_expanded
-from llama_ssp.errors import DataError
+from llama_ssp.errors import DataError, UsageError
 from llama_ssp.report.console import Progress
-from llama_ssp.text.prompts import (
-    JSON_ENDINGS,
-    STDIN,
-    Line,
-    TextPrompt,
-    begins_object,
-    lines_of,
-    problem_of,
-    reading,
-)
+from llama_ssp.text import prompts
+from llama_ssp.text.prompts import JSON_ENDINGS, STDIN, TextPrompt, begins_object, problem_of, reading
 
 log = logging.getLogger(__name__)
 
-INDEX, KEPT, GZIP = "index", "input-{}", ".gz"
+INDEX, KEPT, GZIP, PARQUET = "index", "input-{}", ".gz", ".parquet"
+TABLE_ROWS = 1024  # of a Parquet file that are in memory at once
 ROW = np.dtype([("file", "u4"), ("line", "u4"), ("start", "u8"), ("bytes", "u4"), ("crc", "u4"), ("id", "u4"),
                 ("new", "u4")])  # fmt: skip
-CHUNK = 2**16  # records between two signs of progress
+PACKED = struct.Struct("=IIQIIII")
+BLOCK = 2**22  # bytes of lines that are read at once
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,16 @@ class Source:
 class Index:
     """Every record of a job's input: `rows` say where it lies, `refused` which lines make no request."""
 
-    def __init__(self, sources: list[Source], sha256: str, rows: Any, refused: dict[int, Refused]) -> None:
+    def __init__(
+        self,
+        sources: list[Source],
+        sha256: str,
+        rows: Any,
+        refused: dict[int, Refused],
+        is_kept: bool = False,
+    ) -> None:
         self.sources, self.sha256, self.rows, self.refused = sources, sha256, rows, refused
+        self._is_kept = is_kept
         self._readers: dict[int, tuple[IO[bytes], Reader]] = {}
 
     def __len__(self) -> int:
@@ -78,48 +81,66 @@ class Index:
     def of_run(run: RunConf, work: Path) -> Index:
         """The index in the job's folder, if the input is as it was; else a new one, not yet saved."""
         assert isinstance(run.task, BatchConf) and run.task.input is not None
-        names = _names(run.task.input)
-        if (work / INDEX).exists():
-            with storing(work / INDEX, reads=True), (work / INDEX).open("rb") as file:
-                head = json.loads(file.readline())
-                start = file.tell()
-            sources = [Source(**source) for source in head["sources"]]
-            if [source.name for source in sources] == names and all(
-                one.state in ([], _state(Path(one.name)) if one.state else []) for one in sources
-            ):
-                rows = np.memmap(work / INDEX, ROW, "r", start) if head["rows"] else np.empty(0, ROW)
-                refused = {one[0]: Refused(one[0], one[1], Form(one[2]), one[3]) for one in head["refused"]}
-                return Index(sources, head["sha256"], rows, refused)
+        names, kept = _names(run.task.input), Index.kept(work)
+        if kept and kept._is_of(names):
+            return kept
         return Index._build(run, names, work)
+
+    def _is_of(self, names: list[str]) -> bool:
+        """Whether these are its files, as they were; what came through a pipe is."""
+        files = [source for source in self.sources if source.state]
+        same_names = [source.name for source in self.sources] == names
+        return same_names and all(source.state == _state(Path(source.name)) for source in files)
+
+    @staticmethod
+    def kept(work: Path) -> Index | None:
+        """The index in the job's folder, of the input as it was."""
+        if not (path := work / INDEX).exists():
+            return None
+        with storing(path, reads=True), path.open("rb") as file:
+            head = json.loads(file.readline())
+            start = file.tell()
+        rows = np.memmap(path, ROW, "r", start) if head["rows"] else np.empty(0, ROW)
+        refused = {one[0]: Refused(one[0], one[1], Form(one[2]), one[3]) for one in head["refused"]}
+        return Index([Source(**source) for source in head["sources"]], head["sha256"], rows, refused, True)
+
+    def corrected(self, held: Index | None) -> set[int] | None:
+        """The records that differ from those of the job so far; None where these are not other lines of it.
+
+        A record keeps its id, unless its line was refused: it may have had none.
+        """
+        if held is None or len(self) != len(held):
+            return None
+        changed, renamed = (
+            set(np.flatnonzero(np.any([self.rows[name] != held.rows[name] for name in names], 0)).tolist())
+            for names in (("crc", "bytes"), ("id",))
+        )
+        if not renamed <= held.refused.keys():
+            return None
+        return changed | renamed | (self.refused.keys() ^ held.refused.keys())
 
     @staticmethod
     def _build(run: RunConf, names: list[str], work: Path) -> Index:
         """Reads the whole input once, and checks every line."""
         sources = [_source(name, number, work) for number, name in enumerate(names)]
         total = sum(Path(source.plain).stat().st_size for source in sources)
-        digest, refused, chunks = hashlib.sha256(), dict[int, Refused](), list[Any]()
-        rows, count = list[tuple[int, ...]](), 0
+        digest, refused, rows, count = hashlib.sha256(), dict[int, Refused](), bytearray(), 0
         usual_new = run.task.max_new_tokens if isinstance(run.task, BatchConf) else 0
         with Progress("reading prompts", total, "bytes") as progress:
             for number, source in enumerate(sources):
                 reader = Reader(run, source.is_text, source.begins_ids(len(sources)))
                 with Path(source.plain).open("rb") as file:
-                    for line in lines_of(_hashed(file, digest), source.shown):
-                        name, new = simple_id(line, reader), usual_new
+                    for line in prompts.lines_of(_hashed(file, digest, progress), source.shown):
+                        name, new, raw = simple_id(line, reader), usual_new, line.raw
                         if name is None:
                             record = reader.read(line, count)
                             name, new = record.id, getattr(record, "max_new_tokens", 0)
                             if isinstance(record, Refused):
                                 refused[count] = record
-                        raw, id_ = line.raw, name.encode("utf-8", "surrogatepass")
-                        place = number, line.number, line.start, len(raw)
-                        rows.append((*place, zlib.crc32(raw), zlib.crc32(id_), new))
+                        sums = zlib.crc32(raw), zlib.crc32(name.encode("utf-8", "surrogatepass"))
+                        rows += PACKED.pack(number, line.number, line.start, len(raw), *sums, new)
                         count += 1
-                        if len(rows) == CHUNK:
-                            chunks.append(np.array(rows, ROW))
-                            rows.clear()
-                            progress.advance(int(chunks[-1]["bytes"].sum()))
-        index = Index(sources, digest.hexdigest(), np.concatenate([*chunks, np.array(rows, ROW)]), refused)
+        index = Index(sources, digest.hexdigest(), np.frombuffer(rows, ROW), refused)
         index._refuse_twice(run)
         return index
 
@@ -158,15 +179,16 @@ class Index:
         if zlib.crc32(raw) != row["crc"]:
             what, fix = "the input has changed while the job runs", "put it back, and start the command again"
             raise DataError(what, self.where(number), fix=fix)
-        return reader.read(Line(int(row["line"]), int(row["start"]), raw, source.shown), number)
+        return reader.read(prompts.Line(int(row["line"]), int(row["start"]), raw, source.shown), number)
 
     def save(self, work: Path) -> None:
-        """Keeps the index for all groups, unless one of them has kept it."""
+        """Keeps the index for all groups."""
         refused = [[one.index, one.id, one.form.value, one.error] for one in self.refused.values()]
         sources = [asdict(source) for source in self.sources]
         head = {"sha256": self.sha256, "rows": len(self), "sources": sources, "refused": refused}
-        if not (work / INDEX).exists():
-            write_once(work / INDEX, json.dumps(head).encode() + b"\n" + self.rows.tobytes())
+        if not self._is_kept:
+            replace_whole(work / INDEX, json.dumps(head).encode() + b"\n" + self.rows.tobytes())
+            self._is_kept = True
 
 
 def _names(name: str) -> list[str]:
@@ -174,7 +196,7 @@ def _names(name: str) -> list[str]:
     path = home_expanded(name)
     if name == STDIN or (path.exists() and not path.is_dir()):
         return [name if name == STDIN else str(path)]
-    endings = (*JSON_ENDINGS, *(ending + GZIP for ending in JSON_ENDINGS))
+    endings = (*JSON_ENDINGS, *(ending + GZIP for ending in JSON_ENDINGS), PARQUET)
     paths = path.parent.glob(path.name) if "*" in path.name else path.glob("*")
     names = sorted(str(one) for one in paths if one.name.lower().endswith(endings) or "*" in path.name)
     if not names:
@@ -194,9 +216,9 @@ def _state(path: Path) -> list[int]:
 def _source(name: str, number: int, work: Path) -> Source:
     """The file, or what is kept of it; what came through a pipe for a job that has begun is used again."""
     path, state = Path(name), [] if name == STDIN else _state(Path(name))
-    is_packed = name.lower().endswith(GZIP)
-    is_text = not name.lower().removesuffix(GZIP).endswith(JSON_ENDINGS)
-    if state and not is_packed:
+    is_packed, is_table = name.lower().endswith(GZIP), name.lower().endswith(PARQUET)
+    is_text = not (is_table or name.lower().removesuffix(GZIP).endswith(JSON_ENDINGS))
+    if state and not (is_packed or is_table):
         with reading("task.input", path), path.open("rb"):
             return Source(name, name, is_text, state)
     kept = work / KEPT.format(number)
@@ -207,9 +229,12 @@ def _source(name: str, number: int, work: Path) -> Source:
             lines = sys.stdin.buffer if name == STDIN else gzip.open(path) if is_packed else path.open("rb")  # noqa: SIM115
         with lines, drafted(kept) as (draft, file):
             try:
-                shutil.copyfileobj(lines, file)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise DataError(f"task.input cannot be unpacked: {error}", path, fix="check it") from None
+                if is_table:
+                    file.writelines(_table_lines(path))
+                else:
+                    shutil.copyfileobj(lines, file)
+            except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
+                raise DataError("task.input cannot be unpacked", path, error, fix="check it") from None
             synced(file)
             draft.replace(kept)
     else:
@@ -218,7 +243,23 @@ def _source(name: str, number: int, work: Path) -> Source:
         return Source(name, str(kept), is_text if state else not begins_object(file.read(4096)), state)
 
 
-def _hashed(file: Iterable[bytes], digest: Any) -> Iterator[bytes]:
-    for raw in file:
-        digest.update(raw)
-        yield raw
+def _table_lines(path: Path) -> Iterator[bytes]:
+    """The rows of a Parquet file as lines of JSON, without what is null in them."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UsageError("Parquet needs pyarrow", path, fix="pip install pyarrow, or give .jsonl") from None
+    with ParquetFile(path) as table:
+        for batch in table.iter_batches(TABLE_ROWS):
+            for row in batch.to_pylist():
+                known = {column: value for column, value in row.items() if value is not None}
+                yield json.dumps(known, default=str).encode() + b"\n"
+
+
+def _hashed(file: IO[bytes], digest: Any, progress: Progress) -> Iterator[bytes]:
+    """The lines of a file, which are added to the digest."""
+    while lines := file.readlines(BLOCK):
+        block = b"".join(lines)
+        digest.update(block)
+        yield from lines
+        progress.advance(len(block))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -16,19 +15,15 @@ from llama_ssp.config.schema import MAX_SEED
 from llama_ssp.config.tasks import MAX_LOGPROBS
 from llama_ssp.config.validation import check, check_context, check_values
 from llama_ssp.errors import DataError, RunError
-from llama_ssp.text.prompts import (
-    MAX_LINE_BYTES,
-    Line,
-    TextPrompt,
-    is_usable,
-    name_of,
-    parsed_object,
-    problem_of,
-)
+from llama_ssp.text import prompts
+from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
 from llama_ssp.text.tokenizer import Message
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# A line with a prompt, and perhaps an id in ASCII; lines with other escapes than these are read whole.
+TEXT, ID = rb'"[^"\\\0-\x1f]*+(?:\\["\\/bfnrt][^"\\\0-\x1f]*+)*+"', rb'"id": ?"([ !#-\[\]-~]++)"'
+SIMPLE = re.compile(rb'\{(?:%b, ?)?"prompt": ?%b\}\r?|\{"prompt": ?%b, ?%b\}\r?' % (ID, TEXT, TEXT, ID))
 TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every vocabulary
 SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
@@ -212,17 +207,16 @@ def simple_id(line: Line, reader: Reader) -> str | None:
     Most lines of long inputs are such, and to check them in this way takes a tenth of the time.
     """
     raw = line.raw
-    if len(raw) > MAX_LINE_BYTES or b"\\u" in raw or b"\0" in raw:
+    found = None if reader.is_text else SIMPLE.fullmatch(raw)
+    if len(raw) > prompts.MAX_LINE_BYTES or b"\0" in raw or not (found or reader.is_text):
         return None
-    if not reader.is_text and (raw.count(b'"prompt"') != 1 or raw.count(b'"id"') > 1):
-        return None  # a key may be given twice; within a text quotes follow a backslash
     try:
-        record = {"prompt": raw.decode()} if reader.is_text else json.loads(raw.decode())
-        name = record.get("id", reader.name_of(line))
-        is_simple = record.keys() <= {"id", "prompt"} and isinstance(record["prompt"], str)
-    except (ValueError, KeyError, AttributeError, RecursionError):
+        raw.decode()
+    except UnicodeDecodeError:
         return None
-    return name if is_simple and isinstance(name, str) and is_usable(name) else None
+    own = found and (found[1] or found[2])
+    name = own.decode() if own else reader.name_of(line)
+    return name if is_usable(name) else None
 
 
 def _said(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]:
@@ -244,15 +238,12 @@ def _message(message: object) -> Message | None:
         return None
     role, content = message["role"], message["content"]
     if isinstance(content, list):
-        parts = [part["text"] for part in content if _is_part(part)]
-        content = "\n".join(parts) if len(parts) == len(content) else None
+        parts = (part for part in content if isinstance(part, dict) and part.get("type") == "text")
+        texts = [text for part in parts if isinstance(text := part.get("text"), str)]
+        content = "\n".join(texts) if len(texts) == len(content) else None
     if not (isinstance(content, str) and isinstance(role, str) and role in ROLES):
         return None
     return {"role": ROLES[role], "content": content}
-
-
-def _is_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _logprobs(record: dict[str, Any], usual: Request, where: str) -> int | None:

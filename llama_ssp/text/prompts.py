@@ -225,9 +225,10 @@ def lines_of(raws: Iterable[bytes], file: str) -> Iterator[Line]:
         if number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
             fix = "convert them: iconv -f utf-16 -t utf-8"
             raise DataError("the prompts are UTF-16", file, allowed="UTF-8", fix=fix)
-        mark = len(BOM) if number == 1 and raw.startswith(BOM) else 0
-        if raw[mark:].strip():
-            yield Line(number, start + mark, raw[mark:].removesuffix(b"\n"), file)
+        if number == 1 and raw.startswith(BOM):
+            start, raw = len(BOM), raw.removeprefix(BOM)
+        if raw and not raw.isspace():
+            yield Line(number, start, raw.removesuffix(b"\n"), file)
         start += len(raw)
 
 
