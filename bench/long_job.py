@@ -83,7 +83,7 @@ def work_until(run: RunConf, work: Path, share: float) -> None:
     """Answers that share of the shards, and half of the next one."""
     attempt_log.SYNC_EVERY = 10**9
     _, journal = started(run, work)
-    journal.enter(4)
+    journal.note(node="here", ranks=4, gpus=4, began=time.time())
     last = round(share * len(journal.manifest.shards))
     for shard in journal.manifest.shards[: last + 1]:
         if journal.is_done(shard):
@@ -100,8 +100,9 @@ def work_until(run: RunConf, work: Path, share: float) -> None:
 
 def status(work: Path) -> str:
     journal = Journal.find(work)
-    standing, pieces = journal.survey()
-    return f"{standing.in_words()}, {pace(pieces, standing, time.time()).records_per_s or 0:.0f} records/s"
+    standing, groups = journal.survey()
+    rate = pace(groups, standing, time.time())["records_per_s"]
+    return f"{standing.in_words()}, {rate or 0:.0f} records/s"
 
 
 def size_of(folder: Path) -> str:

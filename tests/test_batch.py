@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -17,20 +18,25 @@ import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from llama_ssp import cli
-from llama_ssp.batch import attempt_log, journal
+from llama_ssp.batch import journal
+from llama_ssp.batch.atomic_files import append_line
 from llama_ssp.batch.continuous_batching import ContinuousBatch
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.journal import Journal, count_finished
+from llama_ssp.config import Splitting
+from llama_ssp.distributed.process_group import NO_GPU
 from llama_ssp.pair.session import PairSession
 from llama_ssp.report.console import Progress
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.tasks import batch
 from tests.conftest import Command
+from tests.processes import wait_for
 from tests.test_journal import KILLED, Deadly, in_child
 
 RECORDS = 10
@@ -124,6 +130,21 @@ def test_a_job_goes_on_with_the_costs_that_it_began_with(command: Command):
         assert command(*adaptive, f"task.output={name}.jsonl", f"task.batch_size={rows}").code == 0
     texts = [Path(f"{name}.jsonl").read_bytes() for name in "abc"]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_job_keeps_the_number_of_rows_that_it_began_with(command: Command, monkeypatch: pytest.MonkeyPatch):
+    """Where nothing names it; the plan may find another one for what is left."""
+    write_input(5)
+    load, rows = PairSession.load, list[int]()
+    monkeypatch.setattr(
+        PairSession, "load", lambda pair, count, *a: rows.append(count) or load(pair, count, *a)
+    )
+    job, work = [*JOB, "task.max_new_tokens=4", "task.output=out.jsonl"], Path("out.jsonl.work")
+    assert command(*job).code == 0
+    assert json.loads((work / "rows.json").read_bytes()) == rows[0] > 2
+    (work / "rows.json").write_text("2")
+    shutil.rmtree(work / "done")
+    assert command(*job).code == 0 and rows[1] == 2
 
 
 @pytest.mark.few(1)
@@ -227,6 +248,64 @@ def test_several_files_and_packed_ones_are_one_input(
     assert refused.code == 3 and "input_sha256" in refused.errors[0]
 
 
+def test_a_corrected_line_is_taken_where_its_answer_was_an_error(command: Command, undisturbed: bytes):
+    """And no other line: an answer that is there stays that of its line."""
+    whole, job = Path("in.jsonl").read_bytes(), [*SMALL, "task.on_bad_row=skip", "task.output=out.jsonl"]
+    before = whole.splitlines(keepends=True)
+    Path("in.jsonl").write_bytes(b"".join([*before[:4], b'{"id": "r/4", "prompt": 1}\n', *before[5:]]))
+    assert command(*job).document["records_failed"] == 1
+    Path("in.jsonl").write_bytes(whole)
+    said = command(*job).document
+    assert (said["records_failed"], said["records_answered_here"]) == (0, 1)
+    assert Path("out.jsonl").read_bytes() == undisturbed
+    for changed, why in (
+        (
+            whole.replace(b"word ", b"words ", 1),
+            "the input has changed; .*another record 1, which has an answer",
+        ),
+        (whole.replace(b"r/4", b"r/x"), "another job; .*input_sha256"),
+    ):
+        Path("in.jsonl").write_bytes(changed)
+        refused = command(*job)
+        assert refused.code == 3 and re.search(why, refused.errors[0])
+    Path("in.jsonl").write_bytes(whole)
+    assert command(*job).document["records_answered_here"] == 0
+    assert Path("out.jsonl").read_bytes() == undisturbed
+
+
+def test_answers_have_the_fields_that_are_asked_for(command: Command, undisturbed: bytes):
+    """Log-probabilities too; a job keeps its fields."""
+    job = [*SMALL, "task.logprobs=0", "task.output=out.jsonl"]
+    assert command(*job, "task.fields=text", "task.fields=logprobs").code == 0
+    told, calm = lines("out.jsonl"), lines("calm.jsonl")
+    assert {tuple(line) for line in told} == {("id", "text", "output_tokens", "logprobs")}
+    assert [(line["id"], line["text"]) for line in told] == [(line["id"], line["text"]) for line in calm]
+    refused = command(*job)
+    assert refused.code == 3 and "task.fields=['logprobs', 'text'] now None" in refused.errors[0]
+    assert command(*job, "task.fields=texts").code == 2
+
+
+def test_parquet_needs_its_library(command: Command, monkeypatch: pytest.MonkeyPatch):
+    Path("in.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    refused = command(*SMALL, "task.input=in.parquet", "task.output=out.jsonl")
+    assert refused.code == 2 and "pip install pyarrow" in refused.errors[0] and len(refused.errors) == 1
+
+
+def test_rows_of_parquet_are_records(command: Command, undisturbed: bytes):
+    """What is null in a row is left out; a file that is none is said to be so."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    columns = {name: None for index in range(RECORDS) for name in record(index)}
+    parquet.write_table(
+        arrow.Table.from_pylist([columns | record(index) for index in range(RECORDS)]), "in.parquet"
+    )
+    assert command(*SMALL, "task.input=in.parquet", "task.output=out.jsonl").code == 0
+    assert Path("out.jsonl").read_bytes() == undisturbed
+    Path("in.parquet").write_bytes(b"no table")
+    refused = command(*SMALL, "task.input=in.parquet", "task.output=other.jsonl")
+    assert refused.code == 3 and "cannot be unpacked" in refused.errors[0]
+
+
 def test_a_text_longer_than_was_foreseen_is_written_apart(
     command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):
@@ -315,7 +394,7 @@ def test_a_record_that_kills_is_set_aside_and_no_other(
             if kills == 6:
                 patch.setattr(socket, "gethostname", lambda: "another")
             if kills == 1:
-                attempt_log.append_line(Path("out.jsonl.work/groups/x.jsonl"), {"node": "another"})
+                append_line(Path("out.jsonl.work/groups/x.jsonl"), {"node": "another"})
         assert kills == 7
     told, calm = lines("out.jsonl"), lines("calm.jsonl")
     assert "set aside" in told[5]["error"]["message"]
@@ -377,11 +456,28 @@ def test_errors_are_counted_and_answered_again_when_asked(
         assert command(*SMALL, "task.output=out.jsonl").document["records_failed"] == 1
     found = command("task=batch", "task.status=true", "task.output=out.jsonl").document
     assert (found["records_failed"], found["status"]) == (1, "done")
-    assert [group["failed"] for group in found["groups"]] == [1] and found["gpu_hours"] > 0
+    assert [group["failed"] for group in found["groups"]] == [1] and found["gpu_hours"] == 0  # on a CPU
     assert command(*SMALL, "task.output=out.jsonl").document["records_answered_here"] == 0
     again = command(*SMALL, "task.output=out.jsonl", "task.retry_errors=true").document
     assert (again["records_failed"], again["records_answered_here"]) == (0, 1)
     assert Path("out.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("splitting", "others", "count"),
+    [(Splitting.tensor, ["gpu-a", "gpu-b"], 2), (Splitting.tensor, [""], 1), (Splitting.layers, [], 3)],
+)
+def test_gpus_are_counted_and_not_ranks(
+    splitting: Splitting, others: list[str], count: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Two ranks may share one GPU; one rank may have several; a rank may compute on the host."""
+    names = {"cpu": NO_GPU, "a": "gpu-a", "b": "gpu-b", "c": "gpu-c"}
+    monkeypatch.setattr(batch, "gpu_of", names.__getitem__)
+    monkeypatch.setattr(batch, "every_device", lambda: [*names])
+    here = [SimpleNamespace(ranks=(0, 1), device="a", splitting=splitting)]
+    away = [SimpleNamespace(ranks=(2,), device="c", splitting=splitting)]
+    ranks: Any = SimpleNamespace(rank=0, gather_texts=lambda own: [own, *others])
+    assert batch.gpus_of(cast(Any, SimpleNamespace(placements=[*here, *away])), ranks) == count
 
 
 @pytest.mark.slow
@@ -520,3 +616,42 @@ def test_two_writers_at_once(command: Command, monkeypatch: pytest.MonkeyPatch, 
     assert Path("out.jsonl").read_bytes() == undisturbed
     assert len(list(Path("out.jsonl.work/groups").iterdir())) == 2
     assert not list(Path("out.jsonl.work/parts").iterdir())
+
+
+@pytest.mark.slow
+def test_one_of_three_groups_has_a_device_that_gives_no_numbers(
+    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    """It stops, with its node and device; the others answer its records, too."""
+    claim, logits = Journal.claim, ModelRunner.logits
+
+    def together(self: Journal) -> Any:
+        """Each group has a shard before one is begun; sound ones go on when the broken one has ended."""
+        if Path(f"group-{os.getpid()}").exists():
+            wait_for(Path("ended").exists)
+        found = claim(self)
+        Path(f"group-{os.getpid()}").touch()
+        wait_for(lambda: len(list(Path().glob("group-*"))) == 3)
+        return found
+
+    def damaged(self: ModelRunner, *args: Any) -> Any:
+        return logits(self, *args) * float("nan")
+
+    children = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "claim", together)
+        for number in range(3):
+            if number == 2:
+                patch.setattr(ModelRunner, "logits", damaged)
+            if (child := os.fork()) == 0:
+                sys.stderr = open(f"err-{number}", "w", buffering=1)  # noqa: SIM115
+                signal.alarm(120)
+                launched(*SMALL, "task.output=out.jsonl")
+            children.append(child)
+    assert os.waitstatus_to_exitcode(os.waitpid(children.pop(), 0)[1]) == 5
+    assert finished("out.jsonl") < RECORDS
+    Path("ended").touch()
+    assert sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children) == [0, 0]
+    said = Path("err-2").read_text()
+    assert "3 texts one after another" in said and f"; {socket.gethostname()}, " in said
+    assert Path("out.jsonl").read_bytes() == undisturbed

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.workers import LASTING
 from llama_ssp.config import RunConf
+from llama_ssp.distributed import identity
 from llama_ssp.distributed.identity import INDEX, Element, own_element
 from llama_ssp.distributed.signals import CODE_FILE
 from tests.conftest import Command
@@ -49,23 +51,23 @@ def test_the_manifest_names_index_and_pod(monkeypatch: pytest.MonkeyPatch):
     assert own_element() == Element("7", 0)
 
 
-def test_a_claim_of_a_replaced_pod_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Pods have the host name and the process number of those that they replace."""
+def test_a_claim_of_a_replaced_pod_lapses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pods have the host name and the process number of those that they replace, in other namespaces."""
     journal = Journal.begin(tmp_path, Manifest("ab" * 32, 4, {"seed": 1}, shards_of(4, 2)))
-    taken = {}
-    for index, uid in ((0, "u1"), (1, "u2"), (0, "u3")):
+    held = ExitStack()
+    for index, uid in ((0, "u1"), (1, "u2")):
         enter(monkeypatch, index, uid)
+        monkeypatch.setattr(identity, "_machine", lambda uid=uid: uid)
         claimed = journal.claim()
-        assert claimed is not None
-        taken[uid] = claimed[0].name
-        claimed[1].__enter__()
-    assert taken == {"u1": "00000", "u2": "00001", "u3": "00000"}
-
-
-def test_which_element_replaces_which():
-    assert Element("7", 2).replaces("7", 1) and not Element("7", 1).replaces("7", 2)
-    assert Element("j.0", "v").replaces("j.0", "u") and not Element("j.0", "u").replaces("j.0", "u")
-    assert not Element("7", 2).replaces("8", 1) and not Element("j.0", "v").replaces("j.1", "u")
+        assert claimed is not None and claimed[0].name == f"0000{index}"
+        held.enter_context(claimed[1])
+    enter(monkeypatch, 0, "u3")
+    monkeypatch.setattr(identity, "_machine", lambda: "u3")
+    assert journal.claim() is None and len(journal.silent()) == 2
+    os.utime(tmp_path / "claims" / "00000", (0, 0))
+    claimed = journal.claim()
+    assert claimed is not None and claimed[0].name == "00000"
+    held.close()
 
 
 def test_what_kubernetes_does_with_exit_codes():

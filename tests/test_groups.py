@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -15,7 +14,7 @@ from llama_ssp.batch import local_workers as groups
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.local_workers import WorkerGroup, _dealt
 from llama_ssp.batch.manifest import Manifest, shards_of
-from llama_ssp.batch.workers import code_of, is_given_up, words_of_one
+from llama_ssp.batch.workers import code_of, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE, leave_code
 from llama_ssp.errors import UsageError
@@ -62,8 +61,7 @@ def test_the_command_of_one_group_replaces_what_is_its_own():
 
 def ended(tmp_path: Path, script: str, fruitless: int = 0) -> WorkerGroup:
     """A group that has run a shell script, begun when no record was finished."""
-    (tmp_path / "logs").mkdir(exist_ok=True)
-    group = WorkerGroup(0, ["sh", "-c", script], ["3"], tmp_path, fruitless=fruitless)
+    group = WorkerGroup(tmp_path / "log", ["sh", "-c", script], ["3"], fruitless=fruitless)
     group.start(0)
     assert group.process is not None
     group.process.wait(30)
@@ -74,7 +72,7 @@ def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
     def given_up(script: str, finished: int, fruitless: int = 0) -> bool:
         group = ended(tmp_path, script, fruitless)
         assert group.has_ended(finished) and not group.has_ended(finished) and group.failures == 1
-        return is_given_up(group.code, group.fruitless, retries=2)
+        return group.is_given_up(retries=2)
 
     assert not given_up("exit 1", 0)
     assert given_up("exit 1", 0, fruitless=3)
@@ -82,7 +80,7 @@ def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
     assert given_up("exit 4", 0)
     group = ended(tmp_path, "echo $CUDA_VISIBLE_DEVICES")
     assert group.has_ended(0) and group.code == group.failures == 0
-    assert (tmp_path / "logs" / "group-0.out").read_text() == "3\n"
+    assert (tmp_path / "log").read_text() == "3\n"
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, "partial"), (1, "error")])
@@ -93,15 +91,6 @@ def test_groups_that_leave_the_rest_to_others_have_not_failed(code: int, status:
     assert groups._figures(job, [], 1.0, 0)["status"] == "done"
 
 
-def test_what_groups_counted_is_summed_up(tmp_path: Path):
-    counts = {"tokens_committed": 5, "tokens_drafted": 4, "tokens_accepted": 3, "wall_s": 2.5}
-    document = json.dumps({"task": "batch", **counts})
-    group = ended(tmp_path, f"echo 'a note'; echo '{document}'")
-    assert group.has_ended(1) and group.figures == counts
-    killed = ended(tmp_path, f"printf '{document[:-9]}'; kill -9 $$")
-    assert killed.has_ended(1) and killed.code == 137 and not killed.figures
-
-
 @pytest.mark.parametrize(
     ("code", "fruitless", "given_up"),
     [
@@ -110,7 +99,8 @@ def test_what_groups_counted_is_summed_up(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_what_follows_a_failure(code: int, fruitless: int, given_up: bool):
-    assert is_given_up(code, fruitless, retries=3) is given_up
+    group = WorkerGroup(Path(), [], code=code, fruitless=fruitless)
+    assert group.is_given_up(retries=3) is given_up
 
 
 def test_the_first_rank_that_fails_says_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

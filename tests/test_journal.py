@@ -9,9 +9,11 @@ import os
 import random
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ import pytest
 
 from llama_ssp.batch import atomic_files, journal
 from llama_ssp.batch.atomic_files import require_file_system
-from llama_ssp.batch.attempt_log import Attempt, read_part, sealed
-from llama_ssp.batch.history import End, ends, keep_end
+from llama_ssp.batch.attempt_log import Attempt, JournalThread, read_part, sealed
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.slurm.supervisor import End, ends, keep_end
 from llama_ssp.distributed import identity
 from llama_ssp.errors import DataError, StorageError
 
@@ -165,7 +167,7 @@ def test_failures_are_counted_by_record_and_orderly_ends_are_none(tmp_path: Path
         for index in finished:
             attempt.finish(index, answer(index))
         if orderly:
-            attempt.leave()
+            attempt.excuse()
     assert begun(tmp_path)[1].deaths == {0: 2, 1: 1}
 
 
@@ -262,9 +264,7 @@ def test_a_job_stands_where_its_files_say_and_is_merged_when_it_is_whole(tmp_pat
     attempt.begin([0], 2)
     attempt.finish(0, answer(0))
     found = job.standing()
-    assert (found.records_finished, found.shards_done, found.attempts, found.attempts_unended) == (1, 0, 1, 1)
-    attempt.leave()
-    assert job.standing().attempts_unended == 0 and not job.standing().whole
+    assert (found.records_finished, found.shards_done) == (1, 0) and not found.whole
     with pytest.raises(DataError, match="3 in all"):
         job.merge(tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
@@ -274,7 +274,7 @@ def test_a_job_stands_where_its_files_say_and_is_merged_when_it_is_whole(tmp_pat
 
 @pytest.mark.parametrize("says", ["No space left.*start the same command again", "part of a line only"])
 def test_a_full_disk_keeps_what_was_finished(says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Room comes back: the attempt leaves in good order, twice, as a signal and the end of a task do."""
+    """Room comes back: the attempt leaves in good order."""
     job, attempt = begun(tmp_path)
     attempt.begin([0, 1], 2)
     attempt.finish(0, answer(0))
@@ -297,13 +297,27 @@ def test_a_full_disk_keeps_what_was_finished(says: str, tmp_path: Path, monkeypa
     assert job.attempt(attempt.shard).missing == [1, 2, 3, 4]
     monkeypatch.undo()
     attempt.excuse()
-    attempt.leave()
     past = read_part(attempt._path)
     assert set(past.finished) == {0} and past.left
 
 
+def test_the_journals_thread_writes_in_order_and_passes_errors_on():
+    thread, made, go = JournalThread(), list[int](), threading.Event()
+    for call in (go.wait, partial(made.append, 1), partial(int, "x"), partial(made.append, 2)):
+        thread.do(call)
+    thread.wait(0.01)
+    assert not made
+    go.set()
+    thread.wait()
+    assert made == [1, 2]
+    with pytest.raises(ValueError, match="invalid literal"):
+        thread.do(go.set)
+    thread.close(60)
+    assert not thread.is_alive()
+
+
 def test_a_torn_line_about_an_end_does_not_spoil_the_next(tmp_path: Path):
-    one, other = (End("7", restart, "node", 1, "", 0, 0, 1.0) for restart in (0, 1))
+    one, other = (End("7", restart, "node", 1, "", 0, 1.0) for restart in (0, 1))
     keep_end(tmp_path, one)
     with (tmp_path / "slurm" / "7.ends.jsonl").open("ab") as file:
         file.write(b'{"job": "7", "rest')

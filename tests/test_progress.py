@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from llama_ssp.batch import attempt_log
-from llama_ssp.batch.journal import Journal, Piece, count_finished
+from llama_ssp.batch import atomic_files, attempt_log
+from llama_ssp.batch import journal as journals
+from llama_ssp.batch.attempt_log import sealed
+from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.batch.manifest import Manifest, shards_of
-from llama_ssp.batch.status import RECENT_S, Pace, groups_of, pace
+from llama_ssp.batch.status import RECENT_S, pace
+from llama_ssp.errors import DataError
 
 RECORDS = 7
 
@@ -40,52 +42,54 @@ def test_a_record_counts_once_and_a_torn_line_when_it_is_whole(journal: Journal)
         attempt = journal.attempt(journal.manifest.shards[0], name)
         attempt.finish(0, {"id": "0"})
     assert count_finished(journal.folder) == 1
+    line = sealed({"finished": 1, "record": {}})
     with next((journal.folder / "parts").glob("*a.jsonl")).open("ab") as file:
-        file.write(b'00000000 {"finished":1,')
+        file.write(line[:20])
         file.flush()
         assert count_finished(journal.folder) == 1
-        file.write(b'"record":{}}\n')
+        file.write(line[20:])
     assert count_finished(journal.folder) == 2
 
 
-def test_what_jobs_held_is_released_and_nothing_else(journal: Journal):
-    claims = journal.folder / "claims"
-    for name, job in (("00000", "7"), ("00001", None)):
-        (claims / name).write_text(json.dumps({"host": "n1", "pid": 1, "job": job, "restart": 0}))
-    (claims / "torn").write_text('{"job": "7"')
-    journal.release_jobs()
-    assert sorted(path.name for path in claims.iterdir()) == ["00001", "torn"]
-
-
-def test_the_pace_is_that_of_the_last_minutes(journal: Journal, monkeypatch: pytest.MonkeyPatch):
-    """Two groups at a time; a record that both have finished counts once, a refusal has no tokens."""
-    now = 1e9
-    monkeypatch.setattr(attempt_log, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
-    first, second = (journal.attempt(shard) for shard in journal.manifest.shards)
-    again = journal.attempt(journal.manifest.shards[0], "again")
-    second.begin([4], 2)
-    again.begin([0], 2)
-    now += 10
-    body = {"usage": {"completion_tokens": 40}}
-    again.finish(0, {"id": "0", "output_tokens": 20})
+def test_the_pace_is_that_of_groups_at_work(journal: Journal, monkeypatch: pytest.MonkeyPatch):
+    """A record that two attempts have finished counts once, a refusal has no tokens, GPUs are not ranks."""
+    now, began, name = 1e9, 1e9, "a"
+    for module in (attempt_log, journals):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
+    monkeypatch.setattr(atomic_files, "unique_name", lambda: name)
+    first, again = (
+        journal.attempt(journal.manifest.shards[0]),
+        journal.attempt(journal.manifest.shards[0], "b"),
+    )
+    journal.note(ranks=4, gpus=2, began=now)
+    name = "b"
+    journal.note(gpus=1, began=now)
+    second = journal.attempt(journal.manifest.shards[1])
+    now += 36
     first.finish(0, {"id": "0", "output_tokens": 20})
-    second.finish(4, {"custom_id": "4", "response": {"body": body}})
+    again.finish(0, {"id": "0", "output_tokens": 20})
+    second.finish(4, {"custom_id": "4", "response": {"body": {"usage": {"completion_tokens": 52}}}})
     second.finish(5, {"id": "5", "error": {"code": 400}})
-    standing, pieces = journal.survey()
-    assert (standing.records_finished, standing.records_failed, standing.attempts_unended) == (3, 1, 3)
-    assert pace(pieces, standing, now) == Pace(60, 6.0, 0.3, pytest.approx(4 / 0.3))
-    now += 10
-    assert pace(pieces, standing, now) == Pace(60, 3.0, 0.15, pytest.approx(4 / 0.15))
-    assert pace(pieces, standing, now + 2 * RECENT_S) == Pace(60, None, None, None)
-    long = [Piece("a", now - 3 * RECENT_S, now, 300, 0, 900)]  # two thirds of it are not of the last minutes
-    assert pace(long, standing, now).records_per_s == pytest.approx(100 / RECENT_S)
+    journal.note(drafted=10, accepted=4)
+    standing, groups = journal.survey()
+    assert (standing.records_finished, standing.records_failed) == (3, 1)
+    assert [(group.records, group.failed, group.tokens, group.gpus) for group in groups] == [
+        (1, 0, 20, 2), (2, 1, 52, 1),
+    ]  # fmt: skip
+    assert [group.began for group in groups] == [began, began]
+    assert sum(group.hours * group.gpus for group in groups) == pytest.approx(0.03)
+    told = pace(groups, standing, now)
+    assert (told["tokens_committed"], told["acceptance_rate"]) == (72, 0.4)
+    assert (told["records_per_s"], told["tokens_per_s"]) == (pytest.approx(3 / 36), pytest.approx(2.0))
+    assert told["eta_s"] == pytest.approx(4 * 12)
+    assert pace(groups, standing, now + 2 * RECENT_S)["records_per_s"] is None
 
 
 def test_done_shards_are_counted_by_their_groups_and_not_read(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ):
     """Unless a process was killed between the two; what it had published is read then."""
-    journal.enter(4)
+    journal.note(ranks=4, gpus=2, began=1.0)
     for shard in journal.manifest.shards:
         attempt = journal.attempt(shard)
         for index in shard.indices:
@@ -97,12 +101,29 @@ def test_done_shards_are_counted_by_their_groups_and_not_read(
     lines = group.read_bytes().splitlines(keepends=True)
     for kept in (lines, lines[:-1]):
         group.write_bytes(b"".join(kept))
-        standing, pieces = journal.survey()
+        standing, groups = journal.survey()
         assert (standing.records_finished, standing.records_failed, standing.whole) == (RECORDS, 1, True)
-        assert sum(piece.tokens for piece in pieces) == 3 * (RECORDS - 1)
-    (told,) = groups_of(group.parent, pieces)
-    assert (told["ranks"], told["records"]) == (4, 4) and told["hours"] >= 0
+        assert sum(one.tokens for one in groups) == 3 * (RECORDS - 1)
+    assert (groups[0].ranks, groups[0].gpus, groups[0].records, groups[1].records) == (4, 2, 4, 3)
     group.write_bytes(b"".join(lines))
     for path in (journal.folder / "done").iterdir():
         path.write_bytes(b"not read")
     assert journal.standing() == standing
+
+
+def test_answers_of_corrected_records_are_taken_back_where_they_are_errors(journal: Journal):
+    """In a shard that is done, and in one that is not; a record that is open stays open."""
+    for shard in journal.manifest.shards:
+        attempt = journal.attempt(shard)
+        for index in attempt.missing:
+            if index != 6:
+                attempt.finish(
+                    index, {"id": str(index), **({"error": {"code": 5}} if index in (2, 5) else {"text": ""})}
+                )
+        if not attempt.missing:
+            attempt.publish()
+    with pytest.raises(DataError, match=r"the input has changed.*another record 2, which has an answer"):
+        journal.reopen({1, 5})
+    assert journal.reopen({2, 5, 6}) == 2
+    assert journal.reopen({2, 5, 6}) == 0
+    assert [journal.attempt(shard).missing for shard in journal.manifest.shards] == [[2], [5, 6]]

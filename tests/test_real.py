@@ -149,7 +149,7 @@ def test_certify_of_two_tokenizers(tmp_path: Path) -> None:
 def test_a_batch_that_is_killed_twice_is_whole(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("".join(f"Say in one word: what is {n} times 2?\n" for n in range(50)))
     words = [LAUNCH, "batch", file_of("smollm2"), *FP32, "chat=true", "seed=1", "task.input=in.txt"]
-    words += ["max_new_tokens=8", "task.batch_size=4", "shard_size=10"]
+    words += ["speculation.k=4", "max_new_tokens=8", "task.batch_size=4", "shard_size=10"]
     assert python([*words, "task.output=whole.jsonl"], tmp_path).code == 0
     killed = [*words, "task.output=killed.jsonl"]
     for kills in (1, 2):

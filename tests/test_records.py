@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 from llama_ssp.batch.attempt_log import sealed
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.job import job_of, require_good
-from llama_ssp.batch.requests import Form, Refused, Request
+from llama_ssp.batch.requests import Form, Reader, Refused, Request, simple_id
 from llama_ssp.batch.responses import Reply, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
 from llama_ssp.text.logprobs import ScoredToken
+from llama_ssp.text.prompts import Line
+from tests.test_journal import KILLED, Deadly, in_child
 
 SAMPLING = SamplingConfig(temperature=0.7)
 CHAT = "/v1/chat/completions"
@@ -138,6 +141,31 @@ def test_a_bad_line_is_named(line: str, said: str, tmp_path: Path):
     assert bad.error == str(error.value)
 
 
+PLAIN = [
+    '{"id": "a b", "prompt": "x \\n\\" \\\\ é"}', '{"prompt":"x","id":"a"}', '{"prompt": ""}'"\r",
+]  # fmt: skip
+OTHERS = [
+    '{"id": "é", "prompt": "x"}', '{"id": 1, "prompt": "x"}', '{"id": "", "prompt": "x"}', '{"id": "a"}',
+    '{"id": "\\u0061", "prompt": "x"}', '{"id": "' + "a" * 257 + '", "prompt": "x"}', '{"prompt": "x"} ',
+    '{"prompt": "\\u0000"}', '{"prompt": "\\q"}', '{"prompt": "x}', '{"prompt": "x\t"}', '{"prompt": "x\0"}',
+    '{"id": "a", "prompt": "x", "seed": 1}', '{"prompt": "x", "prompt": "y"}', "[]",
+    '{"id": "a", "id": "b", "prompt": "x"}', '{"id": "a", "prompt": "x", "id": "b"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*PLAIN, *OTHERS])
+def test_a_line_that_is_read_fast_is_the_request_that_a_whole_reading_gives(text: str, tmp_path: Path):
+    """Any other line is read whole."""
+    line, reader = Line(3, 0, text.encode(), "in.jsonl"), Reader(run_of(tmp_path / "in.jsonl"), is_text=False)
+    found, whole = simple_id(line, reader), reader.read(line, 0)
+    assert (found is not None) is (text in PLAIN)
+    if found is not None:
+        assert isinstance(whole, Request)
+        assert (whole.id, whole.max_new_tokens, whole.form) == (found, 32, Form.plain)
+    damaged = line._replace(raw=text.encode().replace(b"x", b"\xff"))
+    assert b"x" not in line.raw or simple_id(damaged, reader) is None
+
+
 GOOD, BAD = '{"id": "dup", "prompt": "f"}', '{"id": "dup", "prompt": "f", "tempratur": 1}'
 BAD_COMPLETION = json.dumps({"custom_id": "dup", "url": "/v1/completions", "body": {"n": 2}})
 
@@ -210,6 +238,35 @@ def test_a_job_with_biases_goes_on(tmp_path: Path):
     with pytest.raises(DataError) as refused:
         job_of(other, {}, seed=1)
     assert "temperature" in str(refused.value) and "logit_bias" not in str(refused.value)
+
+
+def test_corrections_that_are_killed_anywhere_are_made_once(tmp_path: Path):
+    """A job of four records, of which the second had an error; its line is corrected."""
+    path, run = tmp_path / "in.jsonl", run_of(tmp_path / "in.jsonl", output=str(tmp_path / "out.jsonl"))
+    run = replace(run, task=replace(run.task, on_bad_row=OnBadRow.skip, shard_size=2))
+    path.write_text("".join(f'{{"id": "{i}", "prompt": {i if i == 1 else chr(34) * 2}}}\n' for i in range(4)))
+    job = job_of(run, {}, seed=1)
+    journal = job.begin(9)
+    for shard in journal.manifest.shards:
+        attempt = journal.attempt(shard)
+        for index in shard.indices:
+            attempt.finish(
+                index, {"id": str(index), **({"error": {"code": 5}} if index == 1 else {"text": ""})}
+            )
+        attempt.publish()
+    path.write_text(path.read_text().replace(": 1}", ': "good"}'))
+    kills = 0
+    for at in count(0, 30):
+        deadly = Deadly(at)
+        code = in_child(lambda d=deadly: (d.install(), job_of(run, {}, seed=1).reopen()))
+        assert code in (0, KILLED)
+        kills += code == KILLED
+        if code == 0:
+            break
+    job_of(run, {}, seed=1).reopen()
+    assert kills > 30 and not job_of(run, {}, seed=1).corrected
+    assert [job.journal.attempt(shard).missing for shard in journal.manifest.shards[:1]] == [[1]]
+    assert job.journal.standing().records_finished == 3
 
 
 REPLY = Reply(0, "text", [5, 6], "eos", 3)

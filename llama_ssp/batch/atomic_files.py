@@ -1,14 +1,15 @@
-"""Writes files so that a reader, after any crash, finds a file whole or not at all."""
+"""Writes files so that a reader, after any crash, finds a file, or a line of one, whole or not at all."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from llama_ssp.distributed.identity import own_element
 from llama_ssp.errors import StorageError
@@ -65,6 +66,22 @@ def drafted(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
         sync_folder(path.parent)
 
 
+def append_line(path: Path, entry: dict[str, Any]) -> None:
+    """Appends a line in one write: two processes do not mix theirs, and a torn line spoils no other."""
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            file.write(b"\n" + json.dumps(entry).encode() + b"\n")
+
+
+def lines_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries that `append_line` wrote; torn lines are left out."""
+    with suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
 def synced(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
@@ -90,33 +107,31 @@ def unique_name() -> str:
 def require_file_system(folder: Path) -> None:
     """Raises StorageError where the folder's file system cannot append, sync, or link without replacing."""
     path = folder / f".probe.{unique_name()}"
-    other, lacking, works = path.with_name(f"{path.name}.link"), "append", False
+    other, lacking = path.with_name(f"{path.name}.link"), "append"
     with storing(folder):
         try:
-            for one in (path, other):
-                one.unlink(missing_ok=True)  # a killed process of this name may have left it
-            for letter in b"ab":
+            for name in (path, other):
+                name.unlink(missing_ok=True)  # a killed process of this name may have left it
+            for letter in (b"a", b"b"):
                 with path.open("ab", buffering=0) as file:
-                    file.write(bytes([letter]))
+                    file.write(letter)
                     lacking = "fsync"
                     os.fsync(file.fileno())
                     lacking = "append"
             if path.read_bytes() == b"ab":
                 lacking = "hard links"
-                with suppress(FileExistsError):  # as in `write_once`
+                for _ in range(2):
                     os.link(path, other)
-                try:
-                    os.link(path, other)
-                except FileExistsError:
-                    works = other.samefile(path)
+        except FileExistsError:
+            lacking = "" if other.samefile(path) else lacking
         except OSError as error:
             if error.errno not in NOT_ABLE:
                 raise
         finally:
-            for one in (path, other):
+            for name in (path, other):
                 with suppress(OSError):
-                    one.unlink(missing_ok=True)
-        if not works:
+                    name.unlink(missing_ok=True)
+        if lacking:
             what, allowed = "a job cannot be kept on this file system", "a disk, NFS, Lustre, CephFS"
             fix = "choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough"
             raise StorageError(what, folder, f"no {lacking}", allowed, fix)

@@ -10,19 +10,20 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from llama_ssp.batch.atomic_files import storing, sync_folder, write_once
+from llama_ssp.batch.atomic_files import append_line, storing, sync_folder, write_once
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.responses import counted
-from llama_ssp.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ class PastAttempt:
     among: int = 1  # texts that the process had under way when the last ones were begun
     node: str = ""
     left: bool = False
-    began_at: float | None = None  # when its first record was begun
     damaged: set[int] = field(default_factory=set)  # records whose texts had no numbers
     last_at: float = 0.0  # when its last record was finished
 
@@ -50,11 +50,6 @@ class PastAttempt:
         """Records that were under way when the attempt was killed."""
         return set() if self.left else self.begun - self.finished.keys()
 
-    @property
-    def alone(self) -> bool:
-        """Whether the process was killed during one record alone."""
-        return self.among == 1 and len(self.failed_at) == 1
-
 
 class Attempt:
     """One process's work on a shard. Each line reaches the system at once, the disk every SYNC_EVERY."""
@@ -62,17 +57,16 @@ class Attempt:
     def __init__(self, shard: Shard, earlier: list[PastAttempt], path: Path, done: Path, group: Path) -> None:
         """Begins the file `path`; `publish` writes `done`, and its counts to the process's file `group`."""
         self.shard, self._path, self._done, self._group = shard, path, done, group
-        self._began = time.time()
         self._finished: dict[int, dict[str, Any]] = {}
-        for past in earlier:
-            self._finished = past.finished | self._finished
-        self.deaths = Counter(index for past in earlier for index in past.failed_at)
+        self.deaths = Counter[int]()
         # By record: the nodes on which an attempt died during it alone, and where it gave no numbers.
         self.deaths_alone = defaultdict[int, list[str]](list)
         self.damaged_on = defaultdict[int, set[str]](set)
         for past in earlier:
-            for index in past.failed_at if past.alone else ():
-                self.deaths_alone[index].append(past.node)
+            self._finished = past.finished | self._finished
+            self.deaths.update(past.failed_at)
+            if past.among == 1 and len(past.failed_at) == 1:
+                self.deaths_alone[min(past.failed_at)].append(past.node)
             for index in past.damaged:
                 self.damaged_on[index].add(past.node)
         self._unsynced, self._synced_at = 0, time.monotonic()
@@ -82,17 +76,13 @@ class Attempt:
             sync_folder(path.parent)
 
     @property
-    def is_whole(self) -> bool:
-        return len(self._finished) == self.shard.count
-
-    @property
     def missing(self) -> list[int]:
         """The records still to be done, in input order."""
         return [index for index in self.shard.indices if index not in self._finished]
 
     def begin(self, indices: list[int], among: int) -> None:
         """Says what is under way, before it is, and how many texts the process then has under way."""
-        self._append({BEGUN: indices, AMONG: among, NODE: socket.gethostname(), AT: round(time.time(), 1)})
+        self._append({BEGUN: indices, AMONG: among, NODE: socket.gethostname()})
 
     def finish(self, index: int, record: dict[str, Any]) -> None:
         self._append({FINISHED: index, "record": record, AT: round(time.time(), 1)})
@@ -104,28 +94,16 @@ class Attempt:
 
     def excuse(self) -> None:
         """Says that the attempt is being ended from outside: no record is to blame. From any thread."""
-        if not self._file.closed:
+        with suppress(ValueError):  # its file is closed: the shard has been published
             self._append({LEFT: True})
-
-    def leave(self) -> None:
-        """Ends the attempt in good order; what is missing is for another."""
-        self.excuse()
-        if not self._file.closed:
-            with storing(self._path):
-                os.fsync(self._file.fileno())
-                self._file.close()
 
     def publish(self) -> bool:
         """Gives the whole shard its final name; whether this attempt was the first to."""
-        if self.missing:
-            found = f"{len(self.missing)} missing"
-            raise DataError("a shard is not finished", self.shard.name, found, fix="report it")
         answers = [self._finished[index] for index in self.shard.indices]
-        self.leave()
+        self._file.close()
         whole = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
         if was_first := write_once(self._done, whole.encode()):
-            counts = {"shard": self.shard.name, "began": self._began, AT: time.time()}
-            append_line(self._group, {**counts, **counted(answers)})
+            append_line(self._group, {"shard": self.shard.name, AT: time.time(), **counted(answers)})
         for path in self._path.parent.glob(f"{self.shard.name}.*"):
             path.unlink(missing_ok=True)  # what they hold is in `done` now
         return was_first
@@ -146,42 +124,66 @@ class Attempt:
                 self._unsynced, self._synced_at = 0, time.monotonic()
 
 
+class JournalThread(threading.Thread):
+    """Makes calls that write, in their order: a disk that stalls does not stop who gives them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="journal", daemon=True)
+        self._calls = SimpleQueue[Callable[[], object] | None]()
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        while call := self._calls.get():
+            try:
+                call()
+            except Exception as error:
+                self._error = self._error or error
+
+    def do(self, call: Callable[[], object]) -> None:
+        """Has a call made after all before it. Raises what one of them has raised."""
+        self.check()
+        self._calls.put(call)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until all calls so far have been made, or so long."""
+        ended = threading.Event()
+        self._calls.put(ended.set)
+        ended.wait(seconds)
+
+    def check(self) -> None:
+        if self._error:
+            raise self._error
+
+    def close(self, seconds: float) -> None:
+        """Ends the thread when all calls have been made; waits so long for that."""
+        self._calls.put(None)
+        self.join(seconds)
+
+
 def sealed(entry: dict[str, Any]) -> bytes:
     """The entry as a line with its checksum in front."""
     body = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def append_line(path: Path, entry: dict[str, Any]) -> None:
-    """Appends a line in one write; a torn line before it, by a full disk, does not spoil it."""
-    with storing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            file.write(b"\n" + json.dumps(entry).encode() + b"\n")
+def read_part(path: Path) -> PastAttempt | None:
+    """What the file tells; None where it has gone: its shard has been published meanwhile.
 
-
-def lines_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries that `append_line` wrote; torn lines are left out."""
-    with suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
-                yield json.loads(line)
-
-
-def read_part(path: Path) -> PastAttempt:
-    """What the file tells. Lines that are not as they were written are left out, with a warning.
-
-    A killed process leaves a torn last line; another machine may see zeros where a line is on its way.
+    Lines that are not as they were written are left out, with a warning: a killed process leaves a torn last
+    line; another machine may see zeros where a line is on its way.
     """
     with storing(path, reads=True):
-        lines = path.read_bytes().split(b"\n")
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return None
     past, entries = PastAttempt(), [_opened(line.lstrip(b"\0")) for line in lines if line]
     if damaged := entries.count(None):
         log.warning("%s: %d damaged lines are left out, their records are computed again", path, damaged)
     for entry in filter(None, entries):
         past.begun.update(entry.get(BEGUN, ()))
         past.among, past.node = entry.get(AMONG, past.among), entry.get(NODE, past.node)
-        past.began_at = entry.get(AT) if past.began_at is None else past.began_at
         if FINISHED in entry:
             past.finished[int(entry[FINISHED])] = entry["record"]
             past.last_at = entry.get(AT, 0.0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.batch.atomic_files import replace_whole, storing
-from llama_ssp.batch.journal import Journal
+from llama_ssp.batch.journal import MANIFEST, Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.requests import Refused
 from llama_ssp.config import BatchConf, OnBadRow, RunConf, Scheduler, home_expanded, resolved
@@ -44,6 +44,7 @@ class Job:
     output: Path
     manifest: Manifest
     index: Index
+    corrected: frozenset[int] = frozenset()  # records whose lines differ from those of the job so far
 
     @property
     def is_new(self) -> bool:
@@ -65,6 +66,23 @@ class Job:
     def journal(self) -> Journal:
         """The job's files; none is there before a process begins the job."""
         return Journal(self.work, self.manifest)
+
+    def reopen(self) -> None:
+        """Takes back answers that are errors, if that is wanted, and those of records that were corrected.
+
+        Raises DataError where a corrected record has another answer, or processes are at work on the job.
+        """
+        assert isinstance(self.run.task, BatchConf)
+        if self.run.task.retry_errors and not self.is_new:
+            log.info("%d errors are tried again", self.journal.reopen())
+        if self.manifest != Journal.held(self.work) and not self.is_new:  # its input differs
+            if holders := self.journal.holders():
+                what, fix = "the input has changed while groups work on the job", "put it back, or stop them"
+                raise DataError(what, self.work, f"{len(holders)} groups", fix=fix)
+            count = self.journal.reopen({*self.corrected})
+            log.info("%d lines are corrected: %d errors are taken back", len(self.corrected), count)
+            replace_whole(self.work / MANIFEST, self.manifest.as_bytes())
+            self.index.save(self.work)
 
     @property
     def missing(self) -> int:
@@ -147,8 +165,8 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
     if run.task.input is None:
         raise UsageError("task.input is missing", fix="write task.input=prompts.jsonl")
     work, output = folders_of(run)
-    settings, held = _settings(run, files, seed), Journal.held(work)
-    if held is None and output.exists():
+    settings = _settings(run, files, seed)
+    if Journal.held(work) is None and output.exists():
         what, fix = "the output file exists and is not this job's", "choose another name, or move it away"
         raise DataError(what, output, allowed=f"a new name, or the job's own folder {work.name}", fix=fix)
     from llama_ssp.batch.index import Index  # it imports numpy, which other tasks do without at their start
@@ -156,14 +174,19 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
     index = Index.of_run(run, work)
     shards = shards_of(len(index), run.task.shard_size)
     manifest = Manifest(index.sha256, len(index), settings, shards)
+    held = Journal.held(work)  # after the input, which is only then known to be that of this job
     if held is None:
         require_good(run, list(index.refused.values()))
         return Job(run, work, output, manifest, index)
+    corrected = None if index.sha256 == held.input_sha256 else index.corrected(Index.kept(work))
+    if corrected is not None:
+        held = replace(held, input_sha256=index.sha256)
+        require_good(run, [index.refused[number] for number in corrected & index.refused.keys()])
     manifest.require_same(held, str(work))
     if len(held.shards) != len(shards):
         size = max(shard.count for shard in held.shards)
         log.info("the job keeps its shards of %d records: task.shard_size is for a new job", size)
-    return Job(run, work, output, held, index)
+    return Job(run, work, output, held, index, frozenset(corrected or ()))
 
 
 def require_good(run: RunConf, refused: Sequence[Refused]) -> None:
@@ -174,12 +197,10 @@ def require_good(run: RunConf, refused: Sequence[Refused]) -> None:
         return
     if len(bad) == 1:
         raise DataError(bad[0])
+    shown = [one if len(one) <= BEGIN + END else f"{one[:BEGIN]} ... {one[-END:]}" for one in bad[:SHOWN]]
     more = f" (the first {SHOWN})" if len(bad) > SHOWN else ""
     fix = "correct them, or write task.on_bad_row=skip to have them answered with their errors"
-    shown = " | ".join(
-        one if len(one) <= BEGIN + END else f"{one[:BEGIN]} ... {one[-END:]}" for one in bad[:SHOWN]
-    )
-    raise DataError(f"{len(bad)} lines are bad: {shown}{more}", fix=fix)
+    raise DataError(f"{len(bad)} lines are bad: {' | '.join(shown)}{more}", fix=fix)
 
 
 def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[str, Any]:
@@ -193,5 +214,6 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
     for group in ("sampling", "speculation"):
         chosen |= {f"{group}.{key}": value for key, value in plain[group].items()}
     chosen |= {f"task.{key}": plain["task"][key] for key in OF_TASK}
+    chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}  # 0.3 had none
     as_kept: dict[str, Any] = json.loads(json.dumps(chosen))  # in run.json the keys of `logit_bias` are texts
     return as_kept

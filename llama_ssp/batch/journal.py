@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -16,36 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.batch.atomic_files import (
-    drafted,
-    replace_whole,
-    require_file_system,
-    storing,
-    synced,
-    unique_name,
-    write_once,
-)
-from llama_ssp.batch.attempt_log import (
-    FINISHED,
-    LEFT,
-    Attempt,
-    PastAttempt,
-    append_line,
-    lines_in,
-    read_part,
-    sealed,
-)
+from llama_ssp.batch import atomic_files as files
+from llama_ssp.batch.attempt_log import FINISHED, LEFT, Attempt, read_part, sealed
 from llama_ssp.batch.manifest import Manifest, Shard
 from llama_ssp.batch.responses import counted, is_error
 from llama_ssp.distributed.identity import Identity, own_element, own_identity
 from llama_ssp.errors import DataError, StorageError
+from llama_ssp.speculative.stats import ratio
 
-MANIFEST, TRIALS, COSTS = "run.json", "trials.json", "costs.json"
+MANIFEST, TRIALS, COSTS, ROWS = "run.json", "trials.json", "costs.json", "rows.json"
 PARTS, DONE, CLAIMS = "parts", "done", "claims"
 GROUPS, PUBLISHED = "groups", "published"
 BEAT_S, STALE_S = 10.0, 60.0  # of a claim: a heartbeat keeps it, so that others take over from a dead process
 CHUNK = 2**20  # bytes
-FINISHED_LINE = re.compile(rb'^[0-9a-f]{8} \{"finished":(\d+).*\n', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -57,8 +39,6 @@ class Standing:
     records_failed: int  # answered with an error
     shards: int
     shards_done: int
-    attempts: int
-    attempts_unended: int  # running still, or killed
 
     @property
     def whole(self) -> bool:
@@ -66,22 +46,44 @@ class Standing:
 
     def in_words(self) -> str:
         records = f"{self.records_finished} of {self.records} records, {self.records_failed} errors"
-        return f"{records}, {self.shards_done} of {self.shards} shards done, {self.attempts} attempts"
+        return f"{records}, {self.shards_done} of {self.shards} shards done"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Records that one process, the group, finished between two times."""
+@dataclass
+class GroupWork:
+    """What one process, the leader of a group, has done, from its file; names are of the JSON interface."""
 
     group: str
-    began: float
-    at: float
-    records: int
-    failed: int
-    tokens: int
+    node: str = ""
+    ranks: int = 1
+    gpus: int = 0
+    began: float = 0.0
+    last_at: float = 0.0
+    records: int = 0
+    failed: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def hours(self) -> float:
+        return (self.last_at - self.began) / 3600 if self.began else 0.0
+
+    def add(self, at: float, records: int, failed: int, tokens: int) -> None:
+        self.last_at = max(self.last_at, at)
+        self.records, self.failed, self.tokens = (
+            self.records + records,
+            self.failed + failed,
+            self.tokens + tokens,
+        )
 
 
-NOTHING = Standing(0, 0, 0, 0, 0, 0, 0)  # of a job that no process has begun
+def acceptance(groups: list[GroupWork]) -> float | None:
+    """The share of drafts that was accepted in all groups together; None where they have not said it."""
+    return ratio(sum(group.accepted for group in groups), sum(group.drafted for group in groups))
+
+
+NOTHING = Standing(0, 0, 0, 0, 0)  # of a job that no process has begun
 
 
 class Journal:
@@ -93,11 +95,11 @@ class Journal:
     @staticmethod
     def begin(folder: Path, manifest: Manifest) -> Journal:
         """The job's journal, new or continued. Raises DataError if the folder holds another job."""
-        with storing(folder):
+        with files.storing(folder):
             for name in (PARTS, DONE, CLAIMS):
                 (folder / name).mkdir(parents=True, exist_ok=True)
-        require_file_system(folder)
-        if write_once(folder / MANIFEST, manifest.as_bytes()):
+        files.require_file_system(folder)
+        if files.write_once(folder / MANIFEST, manifest.as_bytes()):
             return Journal(folder, manifest)
         journal = Journal.find(folder)
         manifest.require_same(journal.manifest, str(folder))
@@ -109,7 +111,7 @@ class Journal:
         path = folder / MANIFEST
         if not path.is_file():
             return None
-        with storing(path, reads=True):
+        with files.storing(path, reads=True):
             return Manifest.read(path.read_bytes(), str(path))
 
     @staticmethod
@@ -120,12 +122,12 @@ class Journal:
             raise DataError("there is no job in this folder", folder, fix="check task.output")
         return Journal(folder, manifest)
 
-    def keep_costs(self, rounds: list[float]) -> list[float]:
-        """Writes what rounds cost at each K, once; returns what the job began with, by which K is chosen."""
-        path = self.folder / COSTS
-        with storing(path):
-            write_once(path, (json.dumps(rounds) + "\n").encode())
-            return [float(cost) for cost in json.loads(path.read_bytes())]
+    def kept(self, name: str, value: Any) -> Any:
+        """Writes a value to the file of this name, once; returns what the first process wrote."""
+        path = self.folder / name
+        with files.storing(path):
+            files.write_once(path, (json.dumps(value) + "\n").encode())
+            return json.loads(path.read_bytes())
 
     def keep_trials(self, engines: dict[str, str]) -> None:
         """Writes, by role, whether steps that were on trial are compiled; raises DataError if it differs.
@@ -133,31 +135,33 @@ class Journal:
         In 16 bit, compiled and eager steps round differently: a text should not depend on which of several
         machines of one kind, or which attempt, wrote it.
         """
-        path, kinds = self.folder / TRIALS, {role: how.partition(":")[0] for role, how in engines.items()}
-        with storing(path):
-            if not kinds or write_once(path, (json.dumps(kinds) + "\n").encode()):
-                return
-            held = json.loads(path.read_bytes())
+        kinds = {role: how.partition(":")[0] for role, how in engines.items()}
+        held = self.kept(TRIALS, kinds) if kinds else {}
         for role, how in kinds.items():
-            if held.get(role, how) != how:
-                then, fix = held[role], f"give engine={held[role]}"
+            if (then := held.get(role, how)) != how:
+                what, found = "the job has begun with another engine", f"{role}: {engines[role]}"
                 raise DataError(
-                    "the job has begun with another engine",
-                    path,
-                    f"{role}: {engines[role]}",
-                    f"{role}: {then}",
-                    fix,
+                    what, self.folder / TRIALS, found, f"{role}: {then}", fix=f"give engine={then}"
                 )
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()
 
-    def release_jobs(self) -> None:
-        """Deletes the claims of a scheduler's jobs; for when none of the jobs is left."""
-        for path in (self.folder / CLAIMS).glob("*"):
-            with suppress(OSError, ValueError):
-                if json.loads(path.read_bytes()).get("job") is not None:
-                    path.unlink()
+    def _claims(self) -> Iterator[tuple[Path, dict[str, Any], float]]:
+        """Each claim: its file, who holds it, and when it was renewed last. Nothing is written."""
+        for path in (self.folder / CLAIMS).glob("[!.]*"):
+            with suppress(OSError, ValueError):  # it is being released
+                yield path, json.loads(path.read_bytes()), path.stat().st_mtime
+
+    def holders(self) -> list[dict[str, Any]]:
+        """The living processes that hold a claim, by this machine's clock."""
+        now = time.time()
+        return [holder for path, holder, _ in self._claims() if not _is_abandoned(path, now)]
+
+    def silent(self) -> set[tuple[str, float]]:
+        """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
+        done, claims = self.done(), self._claims()
+        return {(path.name, at) for path, one, at in claims if path.name not in done and _lives(one) is None}
 
     def claim(self) -> tuple[Shard, AbstractContextManager[None]] | None:
         """The first shard that is neither done nor claimed by a living process, and the claim on it."""
@@ -171,82 +175,57 @@ class Journal:
                 pass
         return None
 
-    def has_free(self) -> bool:
-        """Whether `claim` may find a shard."""
-        done = self.done()
-        shards = (shard.name for shard in self.manifest.shards if shard.name not in done)
-        return any(_is_abandoned(self.folder / CLAIMS / name) for name in shards)
-
-    def silent(self) -> set[tuple[str, float]]:
-        """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
-        found, done = set(), self.done()
-        for path in (self.folder / CLAIMS).glob("[!.]*"):
-            with suppress(OSError, ValueError):
-                if path.name not in done and _lives(json.loads(path.read_bytes())) is None:
-                    found.add((path.name, path.stat().st_mtime))
-        return found
-
     def attempt(self, shard: Shard, name: str = "") -> Attempt:
         """A new attempt at a shard, with what earlier ones have finished and failed at."""
-        paths = sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
-        earlier = [past for path in paths if (past := _part(path)) is not None]
-        path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or unique_name()}.jsonl"
+        earlier = [past for path in self._parts(shard) if (past := read_part(path)) is not None]
+        path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or files.unique_name()}.jsonl"
         return Attempt(shard, earlier, path, self._done(shard), self._own_log)
 
     @property
     def _own_log(self) -> Path:
         """The file of this process, the group: of GPU-hours, and of what it published."""
-        return self.folder / GROUPS / f"{unique_name()}.jsonl"
+        return self.folder / GROUPS / f"{files.unique_name()}.jsonl"
 
-    def enter(self, ranks: int) -> None:
-        """Says that a group begins to work."""
-        now = time.time()
-        append_line(self._own_log, {"node": socket.gethostname(), "ranks": ranks, "began": now, "at": now})
-
-    def holders(self) -> list[dict[str, Any]]:
-        """The living processes that hold a claim, by this machine's clock: nothing is written."""
-        found = []
-        for path in (self.folder / CLAIMS).glob("[!.]*"):
-            with suppress(OSError, ValueError):  # it is being released
-                if not _is_abandoned(path, time.time()):
-                    found.append(json.loads(path.read_bytes()))
-        return found
+    def note(self, **about: Any) -> None:
+        """Adds what GroupWork has to the file of this process, the group."""
+        files.append_line(self._own_log, {**about, "last_at": time.time()})
 
     def done(self) -> set[str]:
         """The names of the shards that are done, by one listing."""
         return {path.stem for path in (self.folder / DONE).glob("[!.]*.jsonl")}
 
-    def nodes(self) -> set[str]:
-        """The nodes on which groups have worked on the job."""
-        logs = (self.folder / GROUPS).glob("*.jsonl")
-        return {entry["node"] for path in logs for entry in lines_in(path) if "node" in entry}
-
     def standing(self) -> Standing:
         return self.survey()[0]
 
-    def survey(self) -> tuple[Standing, list[Piece]]:
+    def survey(self) -> tuple[Standing, list[GroupWork]]:
         """How far the job is, and by whom. Of a done shard only its counts are read, where there are some."""
-        done, attempts, unended, by_shard = self.done(), 0, 0, dict[str, Piece]()
-        for path in (self.folder / GROUPS).glob("*.jsonl"):
-            for entry in lines_in(path):
-                if entry.get("shard") in done:
-                    counts = (entry[name] for name in ("began", "at", "records", "failed", "tokens"))
-                    by_shard[entry["shard"]] = Piece(path.stem, *counts)
-        for name in done - by_shard.keys():  # its process was killed before it could count
-            with storing(self.folder, reads=True):
-                answers = (self.folder / DONE / f"{name}.jsonl").read_bytes().splitlines()
-            by_shard[name] = Piece("", 0.0, 0.0, **counted([json.loads(answer) for answer in answers]))
-        pieces, seen = list(by_shard.values()), set[int]()
+        done = self.done()
+        groups, published = dict[str, GroupWork](), dict[str, tuple[GroupWork, dict[str, Any]]]()
+        for path in sorted((self.folder / GROUPS).glob("*.jsonl")):
+            group = groups[path.stem] = GroupWork(path.stem)
+            for entry in files.lines_in(path):
+                if "shard" not in entry:
+                    vars(group).update(entry)
+                elif entry["shard"] in done:  # twice, if it was reopened: the last counts
+                    _, known = published.get(entry["shard"], (group, entry))
+                    if entry["at"] >= known["at"]:
+                        published[entry["shard"]] = group, entry
+        for group, entry in published.values():
+            group.add(*(entry[name] for name in ("at", "records", "failed", "tokens")))
+        unknown = groups.setdefault("", GroupWork(""))  # killed before they could count
+        for name in done - published.keys():
+            unknown.add(0.0, **counted(list(self.answers(self.manifest.shards[int(name)]).values())))
+        seen = set[int]()
         for path in sorted((self.folder / PARTS).glob("*.jsonl")):
-            shard, _, group = path.stem.split(".", 2)
-            if shard not in done and (past := _part(path)) is not None:
+            shard, _, name = path.stem.split(".", 2)
+            if shard not in done and (past := read_part(path)) is not None:
                 fresh = counted([answer for i, answer in past.finished.items() if i not in seen])
+                groups.setdefault(name, GroupWork(name)).add(past.last_at, **fresh)
                 seen.update(past.finished)
-                pieces.append(Piece(group, past.began_at or past.last_at, past.last_at, **fresh))
-                attempts, unended = attempts + 1, unended + (not past.left)
-        finished, failed = (sum(getattr(piece, name) for piece in pieces) for name in ("records", "failed"))
-        shards = len(self.manifest.shards), len(done), attempts + len(done), unended
-        return Standing(self.manifest.records, finished, failed, *shards), pieces
+        records = sum(one.records for one in groups.values())
+        failed = sum(one.failed for one in groups.values())
+        standing = Standing(self.manifest.records, records, failed, len(self.manifest.shards), len(done))
+        return standing, [group for group in groups.values() if group.group or group.records]
 
     def merge(self, output: Path) -> None:
         """Writes all answers in the order of the input. Raises DataError while any is missing."""
@@ -255,9 +234,9 @@ class Journal:
             found = f"shards {', '.join(missing[:5])} missing, {len(missing)} in all"
             raise DataError("the job is not finished", self.folder, found, fix="start the same command again")
         digest, lines, records = hashlib.sha256(), 0, self.manifest.records
-        with drafted(output) as (draft, file):
+        with files.drafted(output) as (draft, file):
             for shard in self.manifest.shards:
-                with storing(self.folder / DONE, reads=True), self._done(shard).open("rb") as answers:
+                with files.storing(self.folder / DONE, reads=True), self._done(shard).open("rb") as answers:
                     for chunk in iter(partial(answers.read, CHUNK), b""):
                         file.write(chunk)
                         digest.update(chunk)
@@ -266,41 +245,58 @@ class Journal:
                 what, fix = "the finished shards do not add up", "delete the shard that was changed"
                 raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
             if not _holds(output, digest.hexdigest(), self.folder / PUBLISHED):
-                append_line(self.folder / PUBLISHED, {"sha256": digest.hexdigest()})
-                synced(file)
+                files.append_line(self.folder / PUBLISHED, {"sha256": digest.hexdigest()})
+                files.synced(file)
                 draft.replace(output)
         for path in (self.folder / PARTS).glob("*"):
             path.unlink(missing_ok=True)
 
-    def reopen(self) -> int:
-        """Opens done shards with errors again, for another attempt at these records; returns how many."""
+    def answers(self, shard: Shard) -> dict[int, dict[str, Any]]:
+        """The answers that a shard has so far, by their records."""
+        if self.is_done(shard):
+            with files.storing(self.folder, reads=True):
+                lines = self._done(shard).read_bytes().splitlines()
+            return dict(zip(shard.indices, map(json.loads, lines), strict=True))
+        parts = [past for path in self._parts(shard) if (past := read_part(path)) is not None]
+        return {index: answer for past in parts for index, answer in past.finished.items()}
+
+    def reopen(self, corrected: set[int] | None = None) -> int:
+        """Takes answers back: the errors of done shards, or those of corrected records; returns how many.
+
+        Raises DataError where the answer of a corrected record is no error.
+        """
         count = 0
-        for shard in self.manifest.shards if self.standing().records_failed else ():
-            if not self.is_done(shard):
+        if corrected is None and not self.standing().records_failed:
+            return count
+        for shard in self.manifest.shards:
+            if not self.is_done(shard) if corrected is None else corrected.isdisjoint(shard.indices):
                 continue
-            answers = list(map(json.loads, self._done(shard).read_bytes().splitlines()))
-            kept = {i: one for i, one in zip(shard.indices, answers, strict=True) if not is_error(one)}
-            if len(kept) < shard.count:
-                lines = [sealed({FINISHED: index, "record": one}) for index, one in kept.items()]
-                path = self.folder / PARTS / f"{shard.name}.000.reopened-{unique_name()}.jsonl"
-                replace_whole(path, b"".join([*lines, sealed({LEFT: True})]))
-                with storing(path):
-                    self._done(shard).unlink(missing_ok=True)
-                count += shard.count - len(kept)
+            answers = self.answers(shard)
+            errors = {index for index, answer in answers.items() if is_error(answer)}
+            taken = errors if corrected is None else corrected & answers.keys()
+            if sound := sorted(taken - errors):
+                what, allowed = "the input has changed", "other lines where the answer is an error, or none"
+                found = f"another record {sound[0] + 1}, which has an answer"
+                fix = "undo the change, or choose another task.output"
+                raise DataError(what, self.folder, found, allowed, fix)
+            if taken:
+                kept = [sealed({FINISHED: i, "record": one}) for i, one in answers.items() if i not in taken]
+                replaced = [*self._parts(shard), self._done(shard)]
+                path = self.folder / PARTS / f"{shard.name}.000.reopened-{files.unique_name()}.jsonl"
+                files.replace_whole(path, b"".join([*kept, sealed({LEFT: True})]))
+                with files.storing(path):
+                    for old in replaced:
+                        if old != path:
+                            old.unlink(missing_ok=True)
+                count += len(taken)
         return count
+
+    def _parts(self, shard: Shard) -> list[Path]:
+        """The files of the attempts at a shard, in their order."""
+        return sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
 
     def _done(self, shard: Shard) -> Path:
         return self.folder / DONE / f"{shard.name}.jsonl"
-
-
-def _part(path: Path) -> PastAttempt | None:
-    """What an attempt's file tells; None where its shard has been published meanwhile."""
-    try:
-        return read_part(path)
-    except StorageError:
-        if path.exists():
-            raise
-        return None
 
 
 def _claim(path: Path) -> AbstractContextManager[None] | None:
@@ -309,10 +305,9 @@ def _claim(path: Path) -> AbstractContextManager[None] | None:
     A claim only saves double work. What is published stays right without: the first to publish wins.
     """
     own = json.dumps(_this_process()).encode()
-    if not path.exists() and write_once(path, own):  # most look at others' claims: nothing is written then
-        return _held(path, own)
+    is_new = not path.exists() and files.write_once(path, own)  # where it exists nothing is written
     # Of many groups that find it abandoned at once, one takes it; two may, if they look again at one moment.
-    if _is_abandoned(path) and replace_whole(path, own, partial(_is_abandoned, path)):
+    if is_new or (_is_abandoned(path) and files.replace_whole(path, own, partial(_is_abandoned, path))):
         return _held(path, own)
     return None
 
@@ -341,9 +336,8 @@ def _held(path: Path, own: bytes) -> Iterator[None]:
 
 
 def _this_process() -> dict[str, object]:
-    own = own_element()
-    element = {"job": own.job, "restart": own.restart} if own else {"job": None, "restart": 0}
-    return {"host": socket.gethostname(), **asdict(own_identity()), **element}
+    element = own_element()
+    return {"host": socket.gethostname(), **asdict(own_identity()), "job": element and element.job}
 
 
 def _is_abandoned(path: Path, now: float | None = None) -> bool:
@@ -353,16 +347,13 @@ def _is_abandoned(path: Path, now: float | None = None) -> bool:
         age = (_now_there(path.parent) if now is None else now) - path.stat().st_mtime
     except (OSError, ValueError):
         return True  # it was released meanwhile, or is no claim
-    own = own_element()
-    if own is not None and own.replaces(holder.get("job"), holder.get("restart")):
-        return True
     return age > STALE_S or _lives(holder) is False
 
 
 def _now_there(folder: Path) -> float:
     """The time by the clock that stamps the folder's files, which may be another machine's."""
     probe = folder / f".now.{socket.gethostname()}.{os.getpid()}"
-    with storing(probe):
+    with files.storing(probe):
         try:
             probe.touch()
             return probe.stat().st_mtime
@@ -378,21 +369,11 @@ def _lives(holder: dict[str, Any]) -> bool | None:
 
 
 def count_finished(folder: Path, group: str = "") -> int:
-    """How many records of the job are finished, for display; or those of groups whose name begins so.
-
-    No line is checked against its checksum.
-    """
+    """How many records of the job are finished; or those by groups whose name begins so."""
     with suppress(OSError, StorageError):
-        held, found, count = Journal.held(folder), set[int](), 0
-        done = Journal(folder, held).done() if held else set()
-        if not group:
-            count = sum(shard.count for shard in held.shards if shard.name in done) if held else 0
-        for path in (folder / GROUPS).glob(f"{group}*.jsonl") if group else ():
-            count += sum(entry.get("records", 0) for entry in lines_in(path))
-        for path in (folder / PARTS).glob(f"*.{group}*.jsonl"):
-            if path.name.partition(".")[0] not in done:
-                found.update(map(int, FINISHED_LINE.findall(path.read_bytes())))
-        return len(found) + count
+        if held := Journal.held(folder):
+            _, groups = Journal(folder, held).survey()
+            return sum(one.records for one in groups if one.group.startswith(group))
     return 0
 
 
@@ -402,9 +383,9 @@ def _holds(path: Path, sha256: str, published: Path) -> bool:
         return False
     held = ""
     if path.is_file():
-        with storing(path, reads=True), path.open("rb") as file:
+        with files.storing(path, reads=True), path.open("rb") as file:
             held = hashlib.file_digest(file, "sha256").hexdigest()
-    if held != sha256 and all(entry.get("sha256") != held for entry in lines_in(published)):
+    if held != sha256 and all(entry.get("sha256") != held for entry in files.lines_in(published)):
         what, fix = "the output file is there already, with other content", "move it away"
         allowed = "no file, or what this job writes"
         raise DataError(what, path, allowed=allowed, fix=f"{fix}, then start the same command again")

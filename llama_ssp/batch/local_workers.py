@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,20 @@ from typing import Any
 from llama_ssp.batch import workers
 from llama_ssp.batch.atomic_files import storing
 from llama_ssp.batch.job import Job
-from llama_ssp.batch.journal import count_finished
+from llama_ssp.batch.journal import acceptance, count_finished
 from llama_ssp.batch.workers import LOGS
-from llama_ssp.config import BatchConf, Output, RunConf
+from llama_ssp.config import BatchConf, RunConf
 from llama_ssp.distributed.launcher import import_path
 from llama_ssp.distributed.signals import end_with_parent
 from llama_ssp.errors import OK, UsageError
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.storage import CPU
-from llama_ssp.report.console import Console, Progress
-from llama_ssp.report.tables import figure
+from llama_ssp.report.console import Progress
 from llama_ssp.speculative.stats import ratio
 
 log = logging.getLogger(__name__)
 
-LOOK_S, COUNT_S = 0.1, 1.0
+LOOK_S, COUNT_S = 0.1, 3.0
 STOP_S = 60.0  # for groups to stop after SIGTERM
 
 
@@ -45,20 +44,14 @@ STOP_S = 60.0  # for groups to stop after SIGTERM
 class WorkerGroup:
     """One group: its process, and how often it has ended without progress of the job."""
 
-    number: int
+    log: Path
     command: list[str]
-    devices: list[str] | None
-    folder: Path
+    devices: list[str] | None = None
     process: subprocess.Popen[bytes] | None = None
     began: int = 0
     fruitless: int = 0
     failures: int = 0
     code: int = OK
-    figures: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        logs = self.folder / LOGS
-        self.log, self._output = logs / f"group-{self.number}.log", logs / f"group-{self.number}.out"
 
     def start(self, finished: int) -> None:
         """Starts the command; `finished` counts the job's finished records."""
@@ -66,12 +59,12 @@ class WorkerGroup:
         environment = import_path()
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        with storing(self.log), self.log.open("ab") as log_, self._output.open("wb") as output:
+        with storing(self.log), self.log.open("ab") as log_:
             self.process = subprocess.Popen(
                 self.command,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=log_,
                 stderr=log_,
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, signal.SIGTERM),
@@ -82,46 +75,46 @@ class WorkerGroup:
         if self.process is None or (returned := self.process.poll()) is None:
             return False
         self.process, self.code = None, workers.code_of(returned)
-        self.figures.update(workers.counted([self._output]))
         self.fruitless = 0 if finished > self.began else self.fruitless + 1
         self.failures += self.code != OK
         return True
 
+    def is_given_up(self, retries: int) -> bool:
+        """Whether it is not started again after it has failed; `fruitless` runs in a row finished no record.
+
+        A record that kills its ranks does so twice among others and `retries` times alone; then it is set
+        aside, which counts as finished. So more fruitless runs in a row have another cause.
+        """
+        return self.code in workers.LASTING or self.fruitless > retries + 1
+
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     """Runs the groups to the end; the exit code of the first that failed for good."""
-    task, began = run.task, time.perf_counter()
+    task, began = run.task, time.time()
     assert isinstance(task, BatchConf)
     if run.cluster.nodes > 1:
         what, found = "several groups of several nodes need a scheduler", f"cluster.nodes={run.cluster.nodes}"
         fix = "use cluster.scheduler=slurm, or start torchrun for each group yourself (docs/cluster.md)"
-        raise UsageError(what, "", found, fix=fix)
+        raise UsageError(what, found=found, fix=fix)
     devices = _dealt(run)
     ranks = run.cluster.gpus or len(devices[0] or [""])
     job, summary = workers.share(run, folders, ranks)
-    work = job.work
-    with storing(work):
-        (work / LOGS).mkdir(parents=True, exist_ok=True)
-    job.index.save(work)
-    if task.retry_errors and not job.is_new:
-        log.info("%d errors are tried again", job.journal.reopen())
+    with storing(job.work):
+        (job.work / LOGS).mkdir(parents=True, exist_ok=True)
+    job.reopen()
+    job.index.save(job.work)
     size = f"cluster.gpus={ranks}", f"ranks={ranks}"
-    command = [
-        sys.executable, "-m", "llama_ssp", *workers.words_of_one(words, job.seed, *job.drafts, *size)
-    ]  # fmt: skip
+    own = workers.words_of_one(words, job.seed, *job.drafts, *size)
+    command = [sys.executable, "-m", "llama_ssp", *own]
     count = min(run.cluster.groups, max(job.missing, 1))
-    groups = [WorkerGroup(number, command, devices[number], work) for number in range(count)]
-    plural = "s" * (count > 1), ranks, "s" * (ranks > 1)
-    log.info("%d group%s of %d rank%s; logs in %s", count, *plural, work / LOGS)
+    logs = [job.work / LOGS / f"group-{number}.log" for number in range(count)]
+    groups = [WorkerGroup(path, command, gpus) for path, gpus in zip(logs, devices, strict=False)]
+    log.info("groups: %d, with %d ranks each; logs in %s", count, ranks, job.work / LOGS)
     with _stopped_together(groups):
         _run(groups, job, task.retries)
     code = next((group.code for group in groups if group.code != OK), OK)
-    summary |= _figures(job, groups, time.perf_counter() - began, code)
-    console = Console()
-    if run.output is not Output.json:
-        speed = f"{figure(summary['tokens_per_s'], 1)} a second"
-        console.write("\n".join([*workers.table(summary, speed), ""]))
-    console.document(summary, run.output)
+    summary |= _figures(job, groups, began, code)
+    workers.show(summary, run.output)
     return code
 
 
@@ -140,27 +133,28 @@ def _run(groups: list[WorkerGroup], job: Job, retries: int) -> None:
             for group in groups:
                 if not group.has_ended(finished) or group.code == OK:
                     continue
-                if workers.is_given_up(group.code, group.fruitless, retries):
-                    log.error("group %d gave up with %d; see %s", group.number, group.code, group.log)
+                if group.is_given_up(retries):
+                    log.error("a group gave up with %d; see %s", group.code, group.log)
                 else:
-                    about = group.number, group.code, group.log
-                    log.warning("group %d ended with %d, started again; %s", *about)
+                    log.warning("a group ended with %d, started again; %s", group.code, group.log)
                     group.start(finished)
 
 
-def _figures(job: Job, groups: list[WorkerGroup], wall_s: float, code: int) -> dict[str, Any]:
-    """Of all groups; what a killed run of a group had counted is not known."""
-    counts = sum((group.figures for group in groups), Counter[str]())
+def _figures(job: Job, groups: list[WorkerGroup], began: float, code: int) -> dict[str, Any]:
+    """The summary of all groups that this machine has started since then."""
+    (standing, done), wall_s, node = job.journal.survey(), time.time() - began, socket.gethostname()
+    ours = [group for group in done if group.node == node and group.began >= began]
     status = "done" if job.output.is_file() else "partial"  # others are at work on the rest
+    tokens = sum(group.tokens for group in ours)
     return {
-        **asdict(job.journal.standing()),
+        **asdict(standing),
         "shards_missing": job.missing,
         "status": status if code == OK else "error",
         "groups": len(groups),
         "failures": sum(group.failures for group in groups),
-        **{name: counts[name] for name in workers.COUNTED},
-        "acceptance_rate": ratio(counts["tokens_accepted"], counts["tokens_drafted"]),
-        "tokens_per_s": ratio(counts["tokens_committed"], wall_s),
+        "tokens_committed": tokens,
+        "acceptance_rate": acceptance(ours),
+        "tokens_per_s": ratio(tokens, wall_s),
         "wall_s": wall_s,
     }
 

@@ -55,10 +55,8 @@ class Manifest:
     def read(data: bytes, where: str) -> Manifest:
         try:
             body = json.loads(data)
-            count = body["shards"]
-            shards = dealt(
-                body["records"], count if isinstance(count, int) else len(count)
-            )  # 0.3 listed them
+            count = body["shards"]  # 0.3 listed them
+            shards = dealt(body["records"], count if isinstance(count, int) else len(count))
             settings = {key: value for key, value in body["settings"].items() if (key, value) not in GONE}
             return Manifest(body["input_sha256"], body["records"], settings, shards, body["facts"])
         except (ValueError, KeyError, TypeError) as error:

@@ -11,6 +11,7 @@ from llama_ssp.text.logprobs import ScoredToken, Spell, are_damaged, chat, compl
 
 BY_OPENAI = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 BAD_REQUEST, BROKEN = 400, 500
+ALWAYS = ("id", "output_tokens")  # of a plain answer: what jobs are counted by
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,20 @@ class Reply:
             object.__setattr__(self, "finish_reason", "error")
 
 
-def answer(request: Request, reply: Reply, model: str, spell: Spell) -> dict[str, Any]:
-    """The line for a generated text; `spell` gives tokens' text."""
+def answer(
+    request: Request, reply: Reply, model: str, spell: Spell, fields: list[str] | None = None
+) -> dict[str, Any]:
+    """The line for a generated text; `spell` gives tokens' text. A plain line has these `fields`, or all."""
     prompt_tokens, output_tokens = reply.prompt_tokens, len(reply.token_ids)
     if request.form is Form.plain:
         asked = {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
         line: dict[str, Any] = {"id": request.id, **asked, "text": reply.text, "token_ids": reply.token_ids}
         line |= {"finish_reason": reply.finish_reason, "prompt_tokens": prompt_tokens}
-        return {**line, "output_tokens": output_tokens, **_plain_logprobs(request, reply, spell)}
+        line["output_tokens"] = output_tokens
+        if request.logprobs is not None:
+            line["logprobs"] = plain(spelled(reply.logprobs, spell))
+            line |= {"prompt_logprobs": plain(spelled(reply.echoed, spell))} if request.echo else {}
+        return {key: line[key] for key in line if not fields or key in (*fields, *ALWAYS)}
     is_chat, text = request.form is Form.chat, request.prompt * request.echo + reply.text
     said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
     logprobs = None
@@ -72,13 +79,6 @@ def is_error(line: dict[str, Any]) -> bool:
 def _output_tokens(line: dict[str, Any]) -> int:
     usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
     return int(line.get("output_tokens", usage.get("completion_tokens", 0)))
-
-
-def _plain_logprobs(request: Request, reply: Reply, spell: Spell) -> dict[str, Any]:
-    if request.logprobs is None:
-        return {}
-    found = {"logprobs": plain(spelled(reply.logprobs, spell))}
-    return found | ({"prompt_logprobs": plain(spelled(reply.echoed, spell))} if request.echo else {})
 
 
 def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> dict[str, Any]:

@@ -5,26 +5,22 @@ Each group runs the same command, on shards that no other group works on; they s
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
-from llama_ssp.config import RunConf
+from llama_ssp.config import Output, RunConf
 from llama_ssp.config.arguments import divided, each_key_once
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.planner.resolve import pair_files, placed
 from llama_ssp.planner.run_plan import predict, require_fit
+from llama_ssp.report.console import Console
 from llama_ssp.report.run_folder import config_sha256, versions
 from llama_ssp.report.tables import aligned, figure
 
 LOGS = "logs"  # in the job's folder
-SUMMARY = '{"task": "batch"'
-COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "wall_s")
 BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
 LASTING = (USAGE, DATA, MODEL)  # exit codes that another run would end with again
 
@@ -63,35 +59,23 @@ def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
     return (*(kept | own).values(), *flags)
 
 
-def counted(logs: Iterable[Path]) -> Counter[str]:
-    """The sum of what groups counted, from the summaries in their logs; a killed group has left none."""
-    found = Counter[str]()
-    for path in logs:
-        with suppress(OSError):
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                if line.startswith(SUMMARY):
-                    with suppress(ValueError, KeyError, TypeError):
-                        document = json.loads(line)
-                        found.update({name: document[name] for name in COUNTED})
-    return found
-
-
-def table(summary: dict[str, Any], speed: str) -> list[str]:
-    """How far a job is, for people."""
-    accepted = summary["acceptance_rate"]
+def show(summary: dict[str, Any], output: Output, *more: str) -> None:
+    """Prints how far a job is: for people, with more lines, or as JSON."""
+    console, accepted = Console(), summary["acceptance_rate"]
     share = f" ({100 * summary['records_finished'] // summary['records']} %)" if summary["records"] else ""
     rows = [
         ["status", summary["status"]],
         ["records", f"{summary['records_finished']} of {summary['records']}{share}"],
         ["errors", str(summary["records_failed"])],
-        ["tokens", f"{summary['tokens_committed']}, {speed}"],
+        ["tokens", f"{summary['tokens_committed']}, {figure(summary['tokens_per_s'], 1)} a second"],
         *([] if accepted is None else [["acceptance", figure(accepted)]]),
         ["shards", f"{summary['shards_done']} of {summary['shards']}"],
-        ["attempts", f"{summary['attempts']}, {summary['attempts_unended']} not ended"],
         ["failures", str(summary["failures"])],
         ["output", summary["output"]],
     ]
-    return aligned(rows, words=2)
+    if output is not Output.json:
+        console.write("\n".join([*aligned(rows, words=2), *more, ""]))
+    console.document(summary, output)
 
 
 def _slots(job: Job) -> int:
@@ -100,15 +84,6 @@ def _slots(job: Job) -> int:
         return longest_in(job.journal)
     rows = job.index.rows
     return int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2))
-
-
-def is_given_up(code: int, fruitless: int, retries: int) -> bool:
-    """Whether a group that failed is not started again; `fruitless` runs in a row have finished no record.
-
-    A record that kills its ranks does so once among others and `retries` times alone; then it is set aside,
-    which counts as finished. So more fruitless runs in a row have another cause.
-    """
-    return code in LASTING or fruitless > retries + 1
 
 
 def code_of(returned: int, file: Path | None = None) -> int:

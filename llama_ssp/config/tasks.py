@@ -26,6 +26,7 @@ from llama_ssp.errors import UsageError
 MOST_ROWS = 4096
 MAX_LOGPROBS = 20  # alternatives a token, as in OpenAI's API
 MOST_CERTIFIED = 16  # drafts a round, which may be decided in 2^16 ways
+ANSWER_FIELDS = "prompt|messages|text|token_ids|finish_reason|prompt_tokens|logprobs|prompt_logprobs"
 # Descriptions of keys that several tasks have.
 PREFILL_CHUNK = "Tokens of a prompt that one forward pass reads."
 LOGPROBS = "Give each token's log-probability, and those of the N likeliest in its place; 0 is its own."
@@ -362,6 +363,12 @@ class BatchConf(TaskConf):
     retries: int = number(3, 1, 100, "Attempts with a record alone, before it is answered with an error.")
     logprobs: int | None = number(None, 0, MAX_LOGPROBS, LOGPROBS)
     logprobs_of: LogprobsOf = key(LogprobsOf.target, LOGPROBS_OF)
+    fields: list[str] = key(
+        list,
+        "A field of plain answers besides id and output_tokens; each adds one, [] is all.",
+        shape=ANSWER_FIELDS,
+        allowed=ANSWER_FIELDS.replace("|", ", "),
+    )
     retry_errors: bool = key(False, "Answer records again whose answer is an error.")
     status: bool = key(False, "Only report the job's progress.")
     submit: bool = key(False, "Give the job to the cluster's scheduler.")

@@ -58,14 +58,6 @@ class Element:
     job: str
     restart: int | str
 
-    def replaces(self, job: object, restart: object) -> bool:
-        """Whether an element with these has ended, since this one was started in its place."""
-        if job != self.job:
-            return False
-        if isinstance(self.restart, int):
-            return isinstance(restart, int) and restart < self.restart
-        return restart != self.restart  # Kubernetes replaces a pod only when it has ended
-
 
 def own_element() -> Element | None:
     """Returns this process's element; None if no scheduler has named it."""

@@ -11,25 +11,28 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from llama_ssp.batch.attempt_log import Attempt
+from llama_ssp.batch.attempt_log import Attempt, JournalThread
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import Job, job_of, longest_in, require_good
-from llama_ssp.batch.journal import BEAT_S, STALE_S, Journal
+from llama_ssp.batch.journal import BEAT_S, COSTS, ROWS, STALE_S, Journal
+from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
 from llama_ssp.batch.workers import BYTES_PER_TOKEN
-from llama_ssp.config import MOST_ROWS, BatchConf, LogprobsOf
-from llama_ssp.distributed.comm import broadcast_json
+from llama_ssp.config import BatchConf, LogprobsOf, Splitting
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.process_group import NO_GPU, gpu_of
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, DistributedError, StorageError, first_line, lacks_gpu_memory
+from llama_ssp.models.devices import every_device
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
 from llama_ssp.pair.session import PairSession
@@ -44,6 +47,8 @@ from llama_ssp.text.prompts import TextPrompt
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0  # between looks at claims that may lapse
+BEGUN_S = 5.0  # that the disk may take for the line about texts that begin
+LAST_S = 10.0  # and for the last lines of a task that ends
 MANY, FEW = 1000, 16  # prompts that are tokenised before a job begins: the longest, the shortest
 DAMAGED_IN_ROW = 3  # texts one after another without numbers show a broken device, not broken records
 
@@ -55,37 +60,40 @@ class BatchTask(Task[BatchConf]):
     _journal: Journal | None = None
     _rows: ContinuousBatch | None = None
     _answered = _refused = _set_aside = 0
-    _max_rows = MOST_ROWS  # fewer, where the GPU's memory was full
+    _max_rows = 1  # rows at a time; fewer than at first where the GPU's memory was full
+    _thread: JournalThread  # the leader's
+    _taken: tuple[Shard, AbstractContextManager[None]] | None = None  # claimed while others' claims lapsed
+    _goes_on = False  # whether further shards follow on the texts that are being written
     _damaged_in_row = 0
 
     def __init__(self, *of_task: Any) -> None:
         super().__init__(*of_task)
         self._claims: dict[Attempt, ExitStack] = {}  # the shards that are being worked on
         self._texts: dict[int, tuple[Attempt, Request]] = {}  # their texts, by index
+        self._left: dict[int, TokenRequest] = {}  # those that are not written yet
         self._under_way: set[int] = set()  # those in a row
         self._apart: deque[list[TokenRequest]] = deque()  # texts that are not written among others
         self._damaged: list[int] = []  # texts without numbers that are not committed yet
 
     def run(self) -> str:
-        pair = self._open()
-        longest, missing, shards = while_others_wait(self._ranks, partial(self._begin, pair))
+        pair, ranks = self._open(), self._ranks
+        gpus = gpus_of(pair, ranks)
+        longest, missing, shards = while_others_wait(ranks, partial(self._begin, pair, gpus))
         if missing:
-            pair.load(min(self._task.batch_size, missing), longest)
-            if self._journal is not None:  # the leader's
-                tried = [placed.role for placed in pair.placements if placed.on_trial]
-                self._journal.keep_trials({role: pair.engines[role] for role in tried})
-            costs = pair.costs
-            if costs is not None and self._journal is not None:
-                costs = Costs(self._journal.keep_costs(costs.rounds), drafter=costs.drafter)
+            keep = partial(self._keep_rows, pair.rows_for(missing, longest))
+            self._max_rows = while_others_wait(ranks, keep)
+            pair.load(min(self._max_rows, missing), longest)
+            rounds, costs = while_others_wait(ranks, partial(self._keep, pair)), pair.costs
+            costs = costs and Costs(rounds, drafter=costs.drafter)
             engine = pair.engine(self._inputs.seed)
             lookahead = partial(lookahead_for, pair.run, costs=costs)
             sampled = self._task.logprobs_of is LogprobsOf.sampled
             self._rows = ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids, sampled)
-        if shards and self._ranks.is_leader:
-            self._lead(pair)
-        elif shards:
-            self._follow()
-        [is_whole] = while_others_wait(self._ranks, self._end)  # to merge a long output takes minutes
+        if shards:
+            with self._leading() if ranks.is_leader else nullcontext():
+                while message := while_others_wait(ranks, partial(self._next_batch, pair)):
+                    self._write(message, pair)
+        is_whole = while_others_wait(ranks, self._end)  # to merge a long output takes minutes
         return "done" if is_whole else "partial"
 
     def has_output(self) -> bool:
@@ -93,7 +101,7 @@ class BatchTask(Task[BatchConf]):
 
     def figures(self) -> dict[str, Any]:
         standing = self._journal.standing() if self._journal else None
-        counts = ("records", "records_finished", "records_failed", "shards", "shards_done", "attempts")
+        counts = ("records", "records_finished", "records_failed", "shards", "shards_done")
         return {
             "output": self._task.output,
             "work": str(self._journal.folder) if self._journal else None,
@@ -109,13 +117,13 @@ class BatchTask(Task[BatchConf]):
         """One; prompts are read between the rounds, so they are in its time."""
         return self._measurement(self._rows.figures(), ", with prompts") if self._rows else []
 
-    def _begin(self, pair: PairSession) -> list[int]:
+    def _begin(self, pair: PairSession, gpus: int) -> list[int]:
         """Opens the job; the tokens of the longest text, and how many records and shards are missing."""
         self._job = job_of(self._inputs.run, self._inputs.pairs[0].files, self._inputs.seed)
+        self._job.reopen()
         self._journal = begin(self._job, pair)
-        self._journal.enter(self._ranks.world)
-        if self._task.retry_errors:
-            log.info("%d errors are tried again", self._journal.reopen())
+        about = {"node": socket.gethostname(), "ranks": self._ranks.world, "gpus": gpus}
+        self._journal.note(**about, began=time.time())
         standing = self._journal.standing()
         log.info("job %s: %s", self._journal.folder, standing.in_words())
         if not standing.records:
@@ -123,36 +131,60 @@ class BatchTask(Task[BatchConf]):
         missing, shards = standing.records - standing.records_finished, standing.shards - standing.shards_done
         return [longest_in(self._journal), missing, shards]
 
-    def _lead(self, pair: PairSession) -> None:
-        """Claims shards and writes their texts until each shard is done or another process works on it."""
-        journal = self._journal
-        assert journal is not None
+    def _keep_rows(self, rows: int) -> int:
+        """Returns the rows at a time: those that the task names; else as many as when the job began."""
+        assert self._journal is not None
+        return rows if self._task.batch_size else int(self._journal.kept(ROWS, rows))
+
+    def _keep(self, pair: PairSession) -> list[float]:
+        """Keeps what was tried and measured when the job began; returns what rounds cost then, at each K."""
+        assert self._journal is not None
+        tried = [placed.role for placed in pair.placements if placed.on_trial]
+        self._journal.keep_trials({role: pair.engines[role] for role in tried})
+        return list(self._journal.kept(COSTS, pair.costs.rounds)) if pair.costs else []
+
+    @contextmanager
+    def _leading(self) -> Iterator[None]:
+        """What the leader has while texts are written: the journal's thread, a bar, and claims."""
+        assert self._journal is not None
         GUARD.on_signal.append(self._excuse)
+        self._thread = JournalThread()
         try:
-            with Progress("batch", journal.manifest.records, "records") as self._progress:
-                self._progress.start(journal.standing().records_finished)
-                while True:
-                    if works := self._next_texts(pair):
-                        self._write(works, partial(self._next_texts, pair))
-                    elif self._apart:
-                        self._write(self._apart.popleft())
-                    else:
-                        self._refuse_damaged()
-                        if not self._await_claims(journal):
-                            break
+            with Progress("batch", self._journal.manifest.records, "records") as self._progress:
+                self._progress.start(self._journal.standing().records_finished)
+                yield
         except (KeyboardInterrupt, StorageError):
             self._excuse()
             raise
         finally:
             GUARD.on_signal.remove(self._excuse)
-            for claim in self._claims.values():
+            self._thread.close(LAST_S)
+            for claim in list(self._claims.values()):
                 claim.close()
-        broadcast_json([], self._ranks)
+        self._thread.check()
 
     def _excuse(self) -> None:
         """Says of every shard that the process is being ended from outside. From any thread."""
         for attempt in list(self._claims):
             attempt.excuse()
+
+    def _next_batch(self, pair: PairSession) -> dict[str, Any]:
+        """What all ranks write next: shards as long as there are some, then texts apart; empty at the end."""
+        assert self._journal is not None
+        if not self._left:  # else they are written again, fewer at a time
+            self._goes_on = True
+        while not self._left and not self._next_texts(pair):
+            if self._apart:
+                self._left = {work.index: work for work in self._apart.popleft()}
+                self._goes_on = False
+                continue
+            self._refuse_damaged()
+            self._thread.wait()
+            if not self._await_claims(self._journal):
+                return {}
+        works = list(self._left.values())
+        longest = max(longest_in(self._journal), *(work.longest for work in works), 2) if self._goes_on else 0
+        return {"works": works, "rows": self._max_rows, "longest": longest, "goes_on": self._goes_on}
 
     def _await_claims(self, journal: Journal) -> bool:
         """Whether a claim of another process has lapsed; False when each shard left is a living process's.
@@ -163,27 +195,12 @@ class BatchTask(Task[BatchConf]):
             log.info("the rest is claimed: at most %.0f s until it shows whether others work on it", STALE_S)
         until = time.monotonic() + STALE_S + BEAT_S  # whatever the clock of the claims says
         while silent and time.monotonic() < until:
-            broadcast_json({"works": []}, self._ranks)  # else they give the leader up
             time.sleep(LOOK_S)
-            if journal.has_free():
+            if (taken := journal.claim()) is not None:
+                self._taken = taken
                 return True
             silent &= journal.silent()
         return False
-
-    def _follow(self) -> None:
-        """Takes part in the leader's batches until it broadcasts an empty list."""
-
-        def more() -> list[TokenRequest]:
-            return [TokenRequest.of_plain(one) for one in broadcast_json([], self._ranks)]
-
-        while plain := broadcast_json([], self._ranks):
-            if not plain["works"]:
-                continue  # the leader waits
-            assert self._rows is not None
-            works = [TokenRequest.of_plain(one) for one in plain["works"]]
-            further = more if plain["goes_on"] else list
-            for _ in self._rows.write(works, plain["rows"], lambda _: None, further, plain["longest"]):
-                pass
 
     def _next_texts(self, pair: PairSession) -> list[TokenRequest]:
         """The texts of the next shard that has some; none while there are texts to be written apart.
@@ -191,10 +208,10 @@ class BatchTask(Task[BatchConf]):
         So the rows go from one shard to the next without a break. Lines that make no request are answered
         here. Apart are texts with `echo`, texts longer than a row, and those during which an attempt died.
         """
-        journal, rows = self._journal, self._task.batch_size
+        journal, rows = self._journal, self._max_rows
         assert journal is not None
-        while not self._apart and (taken := journal.claim()) is not None:
-            attempt = journal.attempt(taken[0])
+        while not self._apart and (taken := self._taken or journal.claim()) is not None:
+            self._taken, attempt = None, journal.attempt(taken[0])
             self._claims[attempt] = ExitStack()
             self._claims[attempt].enter_context(taken[1])
             usual, others, suspects = list[TokenRequest](), list[TokenRequest](), list[TokenRequest]()
@@ -206,8 +223,9 @@ class BatchTask(Task[BatchConf]):
                 size = max(1, rows >> (count - 1))  # rows that died run together again, then halves of them
                 again = [work for work in suspects if attempt.deaths[work.index] == count]
                 self._apart += [again[start : start + size] for start in range(0, len(again), size)]
-            self._publish(attempt)
+            self._thread.do(partial(self._publish, attempt))
             if usual:
+                self._left.update({work.index: work for work in usual})
                 return usual
         return []
 
@@ -217,7 +235,8 @@ class BatchTask(Task[BatchConf]):
         A record is set aside when attempts have died during it alone, on two nodes where the job has two.
         """
         ready = []
-        nodes = self._journal.nodes() if self._journal and any(attempt.deaths_alone.values()) else set()
+        groups = self._journal.survey()[1] if self._journal and attempt.deaths_alone else []
+        nodes = {group.node for group in groups if group.node}
         for index in attempt.missing:
             record, deaths = self._job.index.read(index, pair.run), attempt.deaths_alone[index]
             work = tokenised(record, pair)
@@ -235,43 +254,46 @@ class BatchTask(Task[BatchConf]):
                 ready.append(work)
         return sorted(ready, key=lambda work: -work.longest)
 
-    def _write(self, works: list[TokenRequest], more: Callable[[], list[TokenRequest]] | None = None) -> None:
-        """Writes texts, and `more` of them, on every rank and commits each answer.
+    def _write(self, message: dict[str, Any], pair: PairSession) -> None:
+        """Writes texts, and further ones, on every rank; the leader commits each answer.
 
         Where a single GPU's memory is full, the rest is written half as many rows at a time.
         """
-        assert self._rows is not None and self._journal is not None
-        left = {work.index: work for work in works}
+        assert self._rows is not None
+        rows, longest, leads = message["rows"], message["longest"], self._ranks.is_leader
+        works = list(map(TokenRequest.of_plain, message["works"]))
 
         def further() -> list[TokenRequest]:
-            new = more() if more else []
-            left.update({work.index: work for work in new})
-            broadcast_json([asdict(work) for work in new], self._ranks)
-            return new
+            return list(
+                map(TokenRequest.of_plain, while_others_wait(self._ranks, partial(self._next_texts, pair)))
+            )
 
-        while works := list(left.values()):
-            rows = min(self._task.batch_size, self._max_rows)
-            longest = max(longest_in(self._journal), *(work.longest for work in works), 2) if more else 0
-            sent = {"works": [asdict(work) for work in works], "rows": rows, "longest": longest}
-            broadcast_json({**sent, "goes_on": more is not None}, self._ranks)
-            try:
-                for written in self._rows.write(works, rows, self._begun, further if more else list, longest):
+        begin, more = self._begun if leads else lambda _: None, further if message["goes_on"] else list
+        try:
+            for written in self._rows.write(works, rows, begin, more, longest):
+                if leads:
                     self._commit(written)
-                    del left[written.index]
-            except RuntimeError as error:
-                # Other ranks do not know that one of them lacks memory, and wait.
-                if self._ranks.world > 1 or rows == 1 or not lacks_gpu_memory(error):
-                    raise
-                self._max_rows = rows // 2
-                said = self.full_gpu(error) or first_line(error)
-                log.warning("%d rows at a time from here on, as with %d: %s", self._max_rows, rows, said)
-                self._under_way.clear()
+                    del self._left[written.index]
+        except RuntimeError as error:
+            # Other ranks do not know that one of them lacks memory, and wait.
+            if self._ranks.world > 1 or rows == 1 or not lacks_gpu_memory(error):
+                raise
+            self._max_rows = rows // 2
+            said = self.full_gpu(error) or first_line(error)
+            log.warning("%d rows at a time from here on, as with %d: %s", self._max_rows, rows, said)
+            self._under_way.clear()
 
     def _begun(self, indices: list[int]) -> None:
-        """Says in the journal of each shard which of its texts are about to begin, and among how many."""
+        """Says in the journal of each shard which of its texts are about to begin, and among how many.
+
+        Waits until it is written, but for seconds: a disk that stalls stops no rank.
+        """
         self._under_way.update(indices)
         for attempt in {self._texts[index][0]: None for index in indices}:
-            attempt.begin([i for i in indices if self._texts[i][0] is attempt], len(self._under_way))
+            ours = [index for index in indices if self._texts[index][0] is attempt]
+            self._thread.do(partial(attempt.begin, ours, len(self._under_way)))
+        self._thread.wait(BEGUN_S)
+        self._thread.check()
 
     def _commit(self, written: Reply) -> None:
         attempt, request = self._texts[written.index]
@@ -284,7 +306,7 @@ class BatchTask(Task[BatchConf]):
         assert self._pair is not None
         model, spell = self._inputs.pairs[0].target, self._pair.tokens.spell
         self._answered += 1
-        self._finish(attempt, request.index, answer(request, written, model, spell))
+        self._finish(attempt, request.index, answer(request, written, model, spell, self._task.fields))
 
     def _keep_damaged(self, attempt: Attempt, request: Request) -> None:
         """Keeps a text that ended on logits that are not numbers until it shows whether the device is sound.
@@ -302,7 +324,7 @@ class BatchTask(Task[BatchConf]):
         if self._damaged_in_row < DAMAGED_IN_ROW:
             return
         for index in self._damaged:
-            self._texts[index][0].keep_damaged([index])
+            self._thread.do(partial(self._texts[index][0].keep_damaged, [index]))
         self._excuse()
         devices = ", ".join(sorted(set(map(str, self._pair_figures()["devices"].values()))))
         raise DistributedError(
@@ -324,34 +346,43 @@ class BatchTask(Task[BatchConf]):
         self._finish(attempt, record.index, line)
 
     def _finish(self, attempt: Attempt, index: int, line: dict[str, Any]) -> None:
-        """Commits an answer."""
-        attempt.finish(index, line)
+        """Commits an answer, by the journal's thread."""
         self._texts.pop(index, None)
         self._progress.advance(1)
-        self._publish(attempt)
+        self._thread.do(partial(attempt.finish, index, line))
+        self._thread.do(partial(self._publish, attempt))
 
     def _publish(self, attempt: Attempt) -> None:
         """Publishes a shard whose records are all finished, and gives its claim back."""
-        if attempt.is_whole and attempt in self._claims:
+        if attempt in self._claims and not attempt.missing:
             attempt.publish()
             self._claims.pop(attempt).close()
 
-    def _end(self) -> list[int]:
-        """Writes the output if the whole job is done, also by other processes; 1 if it is."""
+    def _end(self) -> bool:
+        """Writes the output if the whole job is done, also by other processes; whether it is."""
         journal, job = self._journal, self._job
         assert journal is not None
-        standing = journal.standing()
-        accepted = (figures := self.figures())["acceptance_rate"]
+        figures = self.figures()
+        journal.note(drafted=figures["tokens_drafted"], accepted=figures["tokens_accepted"])
+        standing, accepted = journal.standing(), figures["acceptance_rate"]
         told = f"{figures['tokens_committed']} tokens, {figure(figures['tokens_per_s'], 1)} tokens/s"
         told += "" if accepted is None else f", {accepted:.0%} accepted"
         counts = self._answered, self._refused, self._set_aside
         log.info("%s; here: %d answered, %d refused, %d set aside, %s", standing.in_words(), *counts, told)
         if not standing.whole:
             log.info("others are at work on the rest; the last to end writes %s", job.output)
-            return [0]
+            return False
         journal.merge(job.output)
         log.info("output: %s", job.output)
-        return [1]
+        return True
+
+
+def gpus_of(pair: PairSession, ranks: Ranks) -> int:
+    """How many GPUs the ranks use: they may share one, or have several each. All ranks call it."""
+    here = [placed for placed in pair.placements if ranks.rank in placed.ranks]
+    spread = any(placed.splitting is Splitting.layers for placed in here)
+    own = {gpu_of(device) for device in (every_device() if spread else [placed.device for placed in here])}
+    return len({*" ".join(ranks.gather_texts(" ".join(own - {NO_GPU}))).split()})
 
 
 def begin(job: Job, pair: PairSession) -> Journal:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import _thread
 import io
+import json
 import logging
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import islice
+from typing import Any
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.signals import GUARD, UNWAITED
@@ -25,8 +28,8 @@ WAKE_S = 0.1
 EVERY_S = 10.0  # well below the time that ranks wait for a message
 
 
-def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:
-    """Returns on every rank what `work` returns on the leader. It may take any time.
+def while_others_wait(ranks: Ranks, work: Callable[[], Any]) -> Any:
+    """Returns on every rank what `work` returns on the leader, elsewhere through JSON. It may take any time.
 
     Ranks that get no message for minutes end the run, so the leader sends one every few seconds.
     """
@@ -35,7 +38,7 @@ def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:
     if not ranks.is_leader:
         while (message := ranks.broadcast_ints([]))[0] == STILL_BUSY:
             pass
-        return message[1:]
+        return json.loads(bytes(message[1:]))
     done, lost = threading.Event(), list[RunError]()
 
     def send() -> None:
@@ -50,12 +53,14 @@ def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:
     sender.start()
     try:
         found = work()
+        encoded = json.dumps(found, default=asdict).encode()
     finally:
         done.set()
         sender.join()
         if lost:
             raise lost[0]
-    return ranks.broadcast_ints([DONE, *found])[1:]
+    ranks.broadcast_ints([DONE, *encoded])
+    return found
 
 
 @contextmanager
@@ -87,13 +92,12 @@ def _awake() -> Iterator[None]:
 def typed_lines(ranks: Ranks, terminal: Terminal | None) -> Iterator[str]:
     """Yields on every rank the texts that are typed at the leader's terminal, until the input ends."""
 
-    def typed() -> list[int]:
+    def typed() -> str | None:
         assert terminal is not None, "the leader has a terminal"
-        line = terminal.ask()
-        return [] if line is None else list(line.encode("utf-8", "surrogatepass"))
+        return terminal.ask()
 
     while found := while_others_wait(ranks, typed):
-        yield bytes(found).decode("utf-8", "surrogatepass")
+        yield found
 
 
 def typed_while(work: Callable[[], object], lines: Iterator[str]) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ def batch(saved: Any, folder: Path, output: str) -> tuple[str, ...]:
     records = [{"id": f"{i}", "prompt": PROMPTS[i % 3], **own[i % 3]} for i in range(8)]
     (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     where = f"task.input={folder / 'in.jsonl'}", f"task.output={folder / output}"
-    return "task=batch", *pair(saved), *where, "seed=5", "task.max_new_tokens=9", "task.batch_size=2"
+    how = "seed=5", "speculation.k=4", "task.max_new_tokens=9", "task.batch_size=2"
+    return "task=batch", *pair(saved), *where, *how
 
 
 def test_a_batch_is_the_same_on_two_ranks_also_after_one_vanished(
@@ -180,6 +182,44 @@ def test_ranks_wait_together_for_a_claim_to_lapse(command: Command, saved: Any, 
     leader = on_two(tmp_path / "two", *run, fault=lapses_in_a_second)
     assert "at most 60 s until it shows" in leader.err
     assert (tmp_path / "out.jsonl").read_bytes() == answers
+
+
+def stall(rank: int, thread: bool = True, sign: bool = True) -> None:
+    """The leader's disk stalls twice, longer than ranks wait: for a line, and for a claim."""
+    from llama_ssp.batch import attempt_log, journal
+    from llama_ssp.tasks import interactive
+
+    append, claim, calls = attempt_log.Attempt._append, journal._claim, list[str]()
+
+    def stalled(name: str, call: Any, *args: Any) -> Any:
+        calls.append(name)
+        if calls.count(name) == 2:
+            time.sleep(STALL_S)
+        return call(*args)
+
+    if rank == 0:
+        attempt_log.Attempt._append = lambda *args: stalled("line", append, *args)  # type: ignore[method-assign]
+        journal._claim = lambda *args: stalled("claim", claim, *args)  # type: ignore[assignment]
+    if not thread:  # the leader writes by itself, as it did before it had a thread for it
+        attempt_log.JournalThread.do = lambda _, call: call()  # type: ignore[method-assign, assignment]
+    interactive.EVERY_S = 2.0 if sign else 1000.0
+
+
+TIMEOUT_S, STALL_S = 12, 25
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "how", [{}, {"thread": False}, {"sign": False}], ids=["sound", "no thread", "no sign"]
+)
+def test_a_disk_that_stalls_ends_no_rank(how: dict[str, bool], command: Command, saved: Any, tmp_path: Path):
+    """Unless the leader writes without its thread, or looks for work without a sign of life."""
+    assert command(*batch(saved, tmp_path, "one.jsonl")).code == 0
+    run = (*batch(saved, tmp_path, "two.jsonl"), "task.shard_size=3", f"placement.timeout_s={TIMEOUT_S}")
+    leader, other = Started(tmp_path / "two", 2, *run, fault=partial(stall, **how)).finish()
+    assert (leader.code == 0) is (other.code == 0) is (not how), leader.err + other.err
+    if not how:
+        assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 
 def compile_late(rank: int) -> None:

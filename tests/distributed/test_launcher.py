@@ -175,6 +175,7 @@ def test_a_sweep_and_a_batch_job(tmp_path: Path):
     (tmp_path / "prompts.txt").write_text("".join(f"question {n}\n" for n in range(30)))
     batch = (
         "batch",
+        "speculation.k=4",
         "model=tiny",
         "draft=tiny_draft",
         *FP32,

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from llama_ssp.batch.attempt_log import lines_in, read_part
-from llama_ssp.batch.history import End, ends
+from llama_ssp.batch.atomic_files import lines_in
+from llama_ssp.batch.attempt_log import read_part
 from llama_ssp.batch.index import ROW, Index
 from llama_ssp.batch.journal import Journal, Standing, count_finished
+from llama_ssp.batch.slurm.supervisor import End, ends
 from tests.processes import kill, stands_still, wait_for
 from tests.slurm.lab import Lab
 from tests.warm import LAUNCH, Answer, python
@@ -24,8 +25,9 @@ RECORDS = 20
 EMPTY = Index([], "", np.empty(0, ROW), {})
 COMMAND = (
     "task=batch", "model=tiny", "draft=tiny_draft", "model.dtype=fp64", "draft.dtype=fp64", "seed=7",
-    "task.input=prompts.txt", "task.output=answers.jsonl", "task.shard_size=5", "task.max_new_tokens=48",
-    "task.ignore_eos=true", "task.batch_size=2", "placement.target_device=cpu", "placement.draft_device=cpu",
+    "speculation.k=4", "task.input=prompts.txt", "task.output=answers.jsonl", "task.shard_size=5",
+    "task.max_new_tokens=48", "task.ignore_eos=true", "task.batch_size=2",
+    "placement.target_device=cpu", "placement.draft_device=cpu",
 )  # fmt: skip
 ON_SLURM = ("cluster=slurm", "cluster.gpu=cpu", "cluster.slurm.time=20", "task.submit=true")
 # What a job's processes run.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.batch.history import keep_submission
 from llama_ssp.batch.slurm import submit
 from tests.conftest import Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches, executable
@@ -180,7 +179,7 @@ def test_a_silent_controller_is_no_empty_queue(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     commands(tmp_path, monkeypatch, squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
-    keep_submission(here / "answers.jsonl.work", "7", "#!/bin/bash\n")
+    submit.keep_submission(here / "answers.jsonl.work", "7", "#!/bin/bash\n")
     found = command(*STATUS).document
     assert found["status"] == "unknown" and found["queue"] is None
     commands(tmp_path, monkeypatch, squeue="")
@@ -196,7 +195,7 @@ def test_what_people_started_themselves_is_seen(
     """An array that was submitted by hand; a process that was started by hand, after a submission."""
     commands(tmp_path, monkeypatch, squeue=SQUEUE, sbatch="echo 8", scontrol="echo UP: is UP")
     work, job = here / "answers.jsonl.work", {"host": "n1", "pid": 1, "job": "41", "restart": 0}
-    keep_submission(work, "7", "#!/bin/bash\n")
+    submit.keep_submission(work, "7", "#!/bin/bash\n")
     (work / "claims").mkdir()
     claim = work / "claims" / "00000"
     claim.write_text(json.dumps(job))

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.batch.history import BY_SLURM, BY_TIME, End, ends, fruitless
+from llama_ssp.batch.journal import Journal
+from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.slurm import supervisor
+from llama_ssp.batch.slurm.supervisor import BY_SLURM, BY_TIME, End, ends, fruitless
 from llama_ssp.distributed.signals import CODE_FILE
 from tests.processes import wait_for
 from tests.slurm.jobs import executable
@@ -38,7 +40,7 @@ PATIENT = (
 
 
 def end(**changes: object) -> End:
-    return replace(End("7", 0, "n1", 1, "", 0, 0, 1.0), **changes)  # type: ignore[arg-type]
+    return replace(End("7", 0, "n1", 1, "", 0, 1.0), **changes)  # type: ignore[arg-type]
 
 
 class Node:
@@ -179,14 +181,18 @@ def test_a_full_disk_is_said(node: Node):
 def test_fruitless_runs_are_counted_by_node_from_the_last_that_was_not():
     assert fruitless([]) == {}
     assert fruitless([end(), end(host="n2"), end()]) == {"n1": 2, "n2": 1}
-    assert fruitless([end(), end(finished=3), end(began=3, finished=3)]) == {"n1": 1}
+    assert fruitless([end(), end(finished=3), end()]) == {"n1": 1}
     assert fruitless([end(finished=3)]) == {}
     assert fruitless([end(stopped_by=BY_SLURM), end(stopped_by=BY_TIME)]) == {"n1": 1}
 
 
 def test_an_element_counts_its_own_records(node: Node):
     """What healthy groups finish meanwhile does not keep a broken one alive."""
-    counts = '{"shard": "00000", "records": 5}'
+    journal = Journal.begin(node.work, Manifest("ab" * 32, 10, {}, shards_of(10, 5)))
+    counts = '{"shard": "00000", "at": 1.0, "records": 5, "failed": 0, "tokens": 9}'
+    (journal.folder / "done" / "00000.jsonl").touch()
     for name, finished in (("8-0-1", 0), ("7-0-1", 5)):
-        node.run(f"mkdir -p work/groups; echo '{counts}' > work/groups/{name}.jsonl; exit 1")
+        node.run(
+            f"mkdir -p work/groups; rm -f work/groups/*; echo '{counts}' > work/groups/{name}.jsonl; exit 1"
+        )
         assert ends(node.work)[-1].finished == finished

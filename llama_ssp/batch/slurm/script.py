@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from pathlib import Path
+from shlex import quote
 
 from llama_ssp import __version__
 from llama_ssp.batch.job import Job
@@ -40,34 +40,28 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
         *_options(name, cluster, elements),
         "",
         "# Slurm opens no log in a folder that does not exist, so the script opens it.",
-        f"logs={quoted(work / LOGS)}",
+        f"logs={quote(str(work / LOGS))}",
         f'mkdir -p "$logs" && exec >>{LOG} 2>&1 || exit 6',
         ON_ERROR,
-        f"cd -- {quoted(Path.cwd())}",
+        f"cd -- {quote(str(Path.cwd()))}",
         *slurm.setup,
-        f"python={quoted(slurm.python or sys.executable)}",
-        f"export PYTHONPATH={quoted(SOURCES)}${{PYTHONPATH:+:$PYTHONPATH}}",
+        f"python={quote(slurm.python or sys.executable)}",
+        f"export PYTHONPATH={quote(str(SOURCES))}${{PYTHONPATH:+:$PYTHONPATH}}",
         "export PYTHONSAFEPATH=1  # no module comes from the folder of the data",
         *([f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{slurm.cpus_per_rank}}}"] if cpus else []),
         "\nwords=(",
-        *(f"    {quoted(word)}" for word in words),
+        *(f"    {quote(word)}" for word in words),
         ")",
         *([NODES] if meeting else []),
         "\n# The supervisor stops the ranks before the time limit, and requeues the job if work is left.",
         'exec "$python" -m llama_ssp.batch.slurm.supervisor \\',
-        f"    {quoted(work)} {slurm.signal_s} \\",
+        f"    {quote(str(work))} {slurm.signal_s} \\",
         f'    srun --kill-on-bad-exit=1{f" --cpus-per-task={cpus}" if cpus else ""} "$python" \\',
         *(f"    {line} \\" for line in meeting or alone),
         '    -m llama_ssp "${words[@]}"',
         "",
     ]
     return "\n".join(lines)
-
-
-def quoted(word: str | Path) -> str:
-    """Returns the word for bash: in double quotes if it holds a single one, else as shlex does it."""
-    text = str(word)
-    return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"' if "'" in text else shlex.quote(text)
 
 
 def _options(name: str, cluster: ClusterConf, elements: int) -> list[str]:
@@ -82,5 +76,5 @@ def _options(name: str, cluster: ClusterConf, elements: int) -> list[str]:
     values |= {"signal": f"B:USR1@{slurm.signal_s}", "requeue": "", "output": "/dev/null"}
     values |= {key: value for key, _, value in (option[2:].partition("=") for option in slurm.options)}
     given = {key: str(value) for key, value in values.items() if value is not None}
-    lines = [f"#SBATCH --{key}{value and '=' + shlex.quote(value)}" for key, value in given.items()]
+    lines = [f"#SBATCH --{key}{value and '=' + quote(value)}" for key, value in given.items()]
     return lines if "time" in given else [*lines, NO_TIME]

@@ -6,7 +6,7 @@ import logging
 import subprocess
 from pathlib import Path
 
-from llama_ssp.batch.history import keep_submission, submissions
+from llama_ssp.batch.atomic_files import replace_whole, storing
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.slurm.script import sbatch_script
 from llama_ssp.batch.workers import LOGS, share, words_of_one
@@ -16,6 +16,7 @@ from llama_ssp.report.console import Console
 
 log = logging.getLogger(__name__)
 
+FOLDER, SCRIPT = "slurm", ".sbatch"  # in the job's folder: each script that was submitted, by its number
 PATIENCE_S = 60.0  # a controller that is down keeps its commands waiting
 # What squeue tells of an element that waits or runs; `number` is SLURM_JOB_ID in its processes.
 QUEUED = {"job": "%i", "number": "%A", "state": "%T", "reason": "%r", "spent": "%M", "nodes": "%N"}
@@ -26,11 +27,10 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     cluster, task = run.cluster, run.task
     assert isinstance(task, BatchConf) and cluster.gpus is not None
     job, summary = share(run, folders, cluster.nodes * cluster.gpus)
-    if task.retry_errors and not job.is_new:
-        if not task.submit:
-            what, fix = "a printed script cannot retry errors", "add task.submit=true"
-            raise UsageError(what, "task.retry_errors", fix=fix)
-        log.info("%d errors are tried again", job.journal.reopen())
+    if (task.retry_errors or job.corrected) and not (task.submit or job.is_new):
+        what, fix = "a printed script cannot take answers back", "add task.submit=true"
+        raise UsageError(what, "task.retry_errors, corrected lines", fix=fix)
+    job.reopen()
     if not job.missing:
         job.journal.merge(job.output)
         log.info("nothing is missing: %s is whole", job.output)
@@ -52,6 +52,18 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         return OK
     Console().document(summary, run.output)
     return OK
+
+
+def keep_submission(work: Path, job: str, text: str) -> None:
+    with storing(work / FOLDER):
+        (work / FOLDER).mkdir(parents=True, exist_ok=True)
+    replace_whole(work / FOLDER / f"{job}{SCRIPT}", text.encode())
+
+
+def submissions(work: Path) -> list[str]:
+    """The jobs that were submitted, by Slurm's numbers, oldest first."""
+    jobs = [path.stem for path in (work / FOLDER).glob(f"*{SCRIPT}")]
+    return sorted(jobs, key=lambda job: (len(job), job))
 
 
 def queue_of(jobs: list[str]) -> list[dict[str, str]]:
@@ -76,7 +88,6 @@ def _submit(job: Job, script: str) -> str:
         found = f"job {waiting[0]['job']}, {waiting[0]['state']}"
         fix = "follow it with task.status=true, or cancel it with scancel first"
         raise UsageError("this job is in the queue already", where=work, found=found, fix=fix)
-    job.journal.release_jobs()
     done = _run("sbatch", "--parsable", script=script)
     number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
     if done.returncode == 0 and number.isdecimal():

@@ -18,11 +18,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from llama_ssp.batch.history import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, ends, fruitless, keep_end
+from llama_ssp.batch.atomic_files import append_line, lines_in
 from llama_ssp.batch.journal import count_finished
+from llama_ssp.batch.slurm.submit import FOLDER
 from llama_ssp.batch.workers import LASTING, code_of
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import INPUT_OUTPUT, OK, StorageError, exit_code_of
@@ -33,6 +37,50 @@ LOOK_S = 0.1
 FRUITLESS = 3  # runs on one node that finished no record: the element is not started there again
 TRIES, PAUSE_S = 30, 10.0  # for a controller that is being restarted
 KILLED_WITHIN_S = 180.0  # by Slurm, after a requeue
+ENDS = ".ends.jsonl"  # how the runs of one element ended, a line each, in the folder of the scripts
+BY_TIME, BY_SLURM, BY_NOBODY = "time", "slurm", ""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one run of an element ended; it finished `finished` records itself."""
+
+    job: str
+    restart: int
+    host: str
+    code: int
+    stopped_by: str  # BY_TIME, BY_SLURM, or BY_NOBODY: then a code that is not 0 is a failure
+    finished: int
+    seconds: float
+    at: float = field(default_factory=time.time, compare=False)
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 and not self.stopped_by
+
+
+def keep_end(work: Path, end: End) -> None:
+    """Appends it: a lost node can make two supervisors of one element."""
+    append_line(work / FOLDER / f"{end.job}{ENDS}", asdict(end))
+
+
+def ends(work: Path, job: str = "*") -> list[End]:
+    """In the order they were written; a torn line is left out."""
+    found = []
+    for path in sorted((work / FOLDER).glob(f"{job}{ENDS}")):
+        for entry in lines_in(path):
+            with suppress(TypeError):
+                found.append(End(**entry))
+    return found
+
+
+def fruitless(ends: list[End]) -> Counter[str]:
+    """How many runs at the end of the list finished no record, by node; not those that Slurm stopped."""
+    counts = Counter[str]()
+    for end in ends:
+        if end.stopped_by != BY_SLURM:
+            counts = Counter() if end.finished else counts + Counter([end.host])
+    return counts
 
 
 class Supervisor:
@@ -76,7 +124,7 @@ class Supervisor:
         file.unlink(missing_ok=True)
         finished = count_finished(self.work, f"{self.job}-{self.restart}-")  # its own, not the job's
         seconds = time.monotonic() - began
-        end = End(self.job, self.restart, self.node, code, self.stopped_by, 0, finished, seconds)
+        end = End(self.job, self.restart, self.node, code, self.stopped_by, finished, seconds)
         try:
             keep_end(self.work, end)
         except StorageError as full:
@@ -114,10 +162,10 @@ class Supervisor:
                 return OK  # nobody reads it: the element is the successor now
             if restarts and subprocess.call(["scontrol", verb, self.element]) == 0:
                 log.info("requeued%s", f", not on {', '.join(excluded)}" * bool(excluded))
-                exclude = ["scontrol", "update", f"JobId={self.element}", f"ExcNodeList={','.join(excluded)}"]
-                if excluded and subprocess.call(exclude) != 0:
-                    log.warning("Slurm does not exclude %s", ", ".join(excluded))
                 if excluded:
+                    nodes = f"ExcNodeList={','.join(excluded)}"
+                    if subprocess.call(["scontrol", "update", f"JobId={self.element}", nodes]) != 0:
+                        log.warning("Slurm does not exclude %s", ", ".join(excluded))
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
                     os.kill(os.getpid(), signal.SIGTERM)  # as Slurm does
                 time.sleep(KILLED_WITHIN_S)  # a job that ends before Slurm takes it away counts as failed
