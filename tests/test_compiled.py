@@ -191,7 +191,7 @@ def test_one_program_serves_all_steps_of_a_model_and_of_no_other():
     [
         ("llama-gqa", 5, 2, (0, 3, 4, 5), [0, 2, 1, 0] * 2),
         ("llama-gqa", 2, 8, (0, 1, 2), [2, 2]),
-        ("gemma2", 4, 2, (1,), [0, 2, 0] * 2),  # windows in turn
+        ("gemma2", 5, 2, (1,), [0, 2, 1, 0] * 2),  # windows in turn
     ],
 )
 def test_groups_of_blocks_share_a_program(name, layers, group, taps, compiled, monkeypatch, tmp_path):
