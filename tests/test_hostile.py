@@ -23,7 +23,7 @@ ONE_PROCESS = [row for row in CORPUS if (not row.code or row in ESCAPES) and row
 
 
 @pytest.mark.slow
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("row", "engine"),
     [*((row, engine) for row in EACH for engine in INSTALLED), *((row, "own") for row in ONE_PROCESS)],
