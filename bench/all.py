@@ -53,6 +53,7 @@ FIGURES = [
     Figure("demo_real", 2, "bench/demo.py repeats=5"),
     Figure("demo", 3, "bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4"),
     Figure("start", 1, "bench/start.py"),
+    Figure("first_token", 1.5, "bench/first_token.py"),
     Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
     Figure("real", 4, "bench/real.py python={llama_cpp}"),
     Figure("adaptive", 5, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
