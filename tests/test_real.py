@@ -10,7 +10,6 @@ import os
 import signal
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from llama_ssp.config.compose import composed
 from llama_ssp.errors import ModelError
 from llama_ssp.models.packages import package_copy
 from llama_ssp.text.tokenizer import read_tokens
+from tests.families import greedy_text
 from tests.processes import kill, wait_for
 from tests.warm import LAUNCH, python, start
 
@@ -53,15 +53,10 @@ def file_of(name: str) -> Path:
 @cache
 def transformers_texts(name: str) -> list[list[int]]:
     """What transformers writes after each of TEXTS, as it reads the same file."""
-    file, written = file_of(name), list[list[int]]()
+    file = file_of(name)
     module = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokens = read_tokens(file, module.config.vocab_size)
-    for text in TEXTS:
-        ids = torch.tensor([tokens.encode(text)])
-        how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-        whole = module.generate(ids, do_sample=False, max_new_tokens=NEW, **how)
-        written.append(whole[0, ids.shape[1] :].tolist())
-    return written
+    return [greedy_text(module, tokens.encode(text), NEW, module.config.eos_token_id) for text in TEXTS]
 
 
 def texts(name: str, draft: str | Path | None, *words: str) -> list[list[int]]:

@@ -20,7 +20,7 @@ from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.speculative.state import Prompt
 from tests import checkpoints
 from tests.conftest import Command
-from tests.families import VOCAB, decoder_of, tiny
+from tests.families import VOCAB, decoder_of, greedy_text, tiny
 from tests.rig import GREEDY, contrary, drive_refilled, engine_of, perturbed, speculate
 
 LIMIT = 32  # up to which positions have their first scale
@@ -49,11 +49,8 @@ def scaled_texts(name: str) -> dict[Prompt, list[int]]:
     generator = torch.Generator().manual_seed(4)
     found = {}
     for number, length in enumerate((29, 50, 12, LIMIT, LIMIT + 1, 24)):
-        ids = torch.randint(3, VOCAB, (1, length), generator=generator)
-        text = scaled(name).generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0
-        )
-        found[Prompt(str(number), tuple(ids[0].tolist()))] = text[0, length:].tolist()
+        ids = tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+        found[Prompt(str(number), ids)] = greedy_text(scaled(name), ids, 24)
     return found
 
 
@@ -135,16 +132,13 @@ def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
     module.save_pretrained(tmp_path)
     checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer())
     context, text = module.config.max_position_embeddings, "z" * (LIMIT + 20)
-    ids = torch.tensor([checkpoints.tokenizer().encode(text).ids])
+    ids = checkpoints.tokenizer().encode(text).ids
     asked = [f"model={tmp_path}", "draft=none", "seed=1", "sampling=greedy", "model.dtype=fp32"]
-    new = context - ids.shape[1]
+    new = context - len(ids)
     answer = command(*asked, f"prompt={text}", f"task.max_new_tokens={new + 5}", "output=json")
     assert (answer.code, answer.errors) == (0, [])
     (output,) = answer.document["outputs"]
-    whole = module.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=1
-    )
-    assert output["token_ids"] == whole[0, ids.shape[1] :].tolist()
+    assert output["token_ids"] == greedy_text(module, ids, new, end=1)
     assert output["finish_reason"] in ("context", "eos")
     long = command(*asked, f"prompt={'z' * context}", "task.max_new_tokens=4")
     assert long.code == 3 and f"at most {context - 1} of {context}" in long.errors[0]
