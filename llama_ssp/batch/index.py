@@ -80,8 +80,7 @@ class Index:
     @staticmethod
     def of_run(run: RunConf, work: Path) -> Index:
         """The index in the job's folder, if the input is as it was; else a new one, not yet saved."""
-        assert isinstance(run.task, BatchConf) and run.task.input is not None
-        names, kept = _names(run.task.input), Index.kept(work)
+        names, kept = _names(str(run.task_as(BatchConf).input)), Index.kept(work)
         if kept and kept._is_of(names):
             return kept
         return Index._build(run, names, work)
@@ -125,7 +124,7 @@ class Index:
         sources = [_source(name, number, work) for number, name in enumerate(names)]
         total = sum(Path(source.plain).stat().st_size for source in sources)
         digest, refused, rows, count = hashlib.sha256(), dict[int, Refused](), bytearray(), 0
-        usual_new = run.task.max_new_tokens if isinstance(run.task, BatchConf) else 0
+        usual_new = run.task.max_new_tokens
         with Progress("reading prompts", total, "bytes") as progress:
             for number, source in enumerate(sources):
                 reader = Reader(run, source.is_text, source.begins_ids(len(sources)))

@@ -72,8 +72,7 @@ class Job:
 
         Raises DataError where a corrected record has another answer, or processes are at work on the job.
         """
-        assert isinstance(self.run.task, BatchConf)
-        if self.run.task.retry_errors and not self.is_new:
+        if self.run.task_as(BatchConf).retry_errors and not self.is_new:
             log.info("%d errors are tried again", self.journal.reopen())
         if self.manifest != Journal.held(self.work) and not self.is_new:  # its input differs
             if holders := self.journal.holders():
@@ -108,8 +107,7 @@ def longest_in(journal: Journal) -> int:
 
 def folders_of(run: RunConf) -> tuple[Path, Path]:
     """Where the job is kept, and where its output goes."""
-    task = run.task
-    assert isinstance(task, BatchConf)
+    task = run.task_as(BatchConf)
     if task.output is None:
         raise UsageError("task.output is missing", fix="write task.output=answers.jsonl")
     output = home_expanded(task.output)
@@ -161,8 +159,8 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
 
     `files` are the models' folders, None for synthetic ones, by the roles that take part.
     """
-    assert isinstance(run.task, BatchConf)
-    if run.task.input is None:
+    task = run.task_as(BatchConf)
+    if task.input is None:
         raise UsageError("task.input is missing", fix="write task.input=prompts.jsonl")
     work, output = folders_of(run)
     settings = _settings(run, files, seed)
@@ -172,7 +170,7 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
     from llama_ssp.batch.index import Index  # it imports numpy, which other tasks do without at their start
 
     index = Index.of_run(run, work)
-    shards = shards_of(len(index), run.task.shard_size)
+    shards = shards_of(len(index), task.shard_size)
     manifest = Manifest(index.sha256, len(index), settings, shards)
     held = Journal.held(work)  # after the input, which is only then known to be that of this job
     if held is None:
@@ -191,7 +189,6 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
 
 def require_good(run: RunConf, refused: Sequence[Refused]) -> None:
     """Raises DataError with all bad lines, unless the job is to go on without them."""
-    assert isinstance(run.task, BatchConf)
     bad = [record.error for record in refused]
     if not bad or run.task.on_bad_row is OnBadRow.skip:
         return

@@ -90,8 +90,7 @@ class WorkerGroup:
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     """Runs the groups to the end; the exit code of the first that failed for good."""
-    task, began = run.task, time.time()
-    assert isinstance(task, BatchConf)
+    task, began = run.task_as(BatchConf), time.time()
     if run.cluster.nodes > 1:
         what, found = "several groups of several nodes need a scheduler", f"cluster.nodes={run.cluster.nodes}"
         fix = "use cluster.scheduler=slurm, or start torchrun for each group yourself (docs/cluster.md)"

@@ -113,8 +113,7 @@ class Reader:
         return f"{self.named}line-{line.number}"
 
     def _request(self, line: Line, index: int) -> Request:
-        task, name, where = self.run.task, self.name_of(line), line.where
-        assert isinstance(task, BatchConf)
+        task, name, where = self.run.task_as(BatchConf), self.name_of(line), line.where
         settings = self.run.sampling, task.max_new_tokens, tuple(task.stop)
         usual = Request(index, name, Form.plain, where, "", (), *settings, logprobs=task.logprobs)
         if self.is_text:
@@ -182,8 +181,8 @@ class Reader:
         settings = f"{sampling} {new}"
         if settings in self._checked:
             return
-        assert isinstance(self.run.task, BatchConf)
-        run = replace(self.run, sampling=sampling, task=replace(self.run.task, max_new_tokens=max(1, new)))
+        task = replace(self.run.task_as(BatchConf), max_new_tokens=max(1, new))
+        run = replace(self.run, sampling=sampling, task=task)
         try:
             check_values(run)
             if not new:  # the prompt is scored alone

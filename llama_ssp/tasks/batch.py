@@ -412,9 +412,9 @@ def tokenised(record: Request | Refused, pair: PairSession) -> TokenRequest | Re
         return record
     stops = tuple(pair.tokens.stops(record.stop))
     how = record.sampling, record.max_new_tokens, stops, record.seed, record.logprobs, record.echo
-    text, task = TextPrompt(record.id, record.said, record.where), pair.run.task
-    assert isinstance(task, BatchConf)
-    run = replace(pair.run, task=replace(task, max_new_tokens=record.max_new_tokens))
+    text = TextPrompt(record.id, record.said, record.where)
+    task = replace(pair.run.task_as(BatchConf), max_new_tokens=record.max_new_tokens)
+    run = replace(pair.run, task=task)
     try:
         return TokenRequest(record.index, prompt_of(text, pair.tokens, run, record.messages), *how)
     except DataError as error:

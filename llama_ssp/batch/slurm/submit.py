@@ -24,8 +24,8 @@ QUEUED = {"job": "%i", "number": "%A", "state": "%T", "reason": "%r", "spent": "
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     """Prints the script or submits it; `words` are the command's own. Returns the exit code."""
-    cluster, task = run.cluster, run.task
-    assert isinstance(task, BatchConf) and cluster.gpus is not None
+    cluster, task = run.cluster, run.task_as(BatchConf)
+    assert cluster.gpus is not None
     job, summary = share(run, folders, cluster.nodes * cluster.gpus)
     if (task.retry_errors or job.corrected) and not (task.submit or job.is_new):
         what, fix = "a printed script cannot take answers back", "add task.submit=true"
