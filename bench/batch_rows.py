@@ -4,9 +4,10 @@
 
 One process, one pair, the same prompts of mixed length, longest first. Contenders take turns, so other load
 on the machine affects all of them; ratios are computed within a turn. With 8 rows (or the most below) ours
-also runs without refilling: each batch waits for its last text. The plain loop pads each batch on the left,
-and generates as many tokens as its longest text wants; what others do not want is not counted. The exit code
-is 1 if these rows bring less than 2.5x of one, or refilling less than 1.3x of waiting in the input's order.
+also runs without refilling: each batch waits for its last text. K is chosen by row, as in a job; next to
+drafts the same runs without. The plain loop pads each batch on the left, and generates as many tokens as its
+longest text wants; what others do not want is not counted. The exit code is 1 if these rows bring less than
+2.5x of one, or refilling less than 1.3x of waiting in the input's order.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from surroundings import report  # noqa: E402
 
 from bench.words import divided  # noqa: E402
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
-from llama_ssp.config import RunConf  # noqa: E402
+from llama_ssp.config import Dtype, RunConf  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import engine_for, lookahead_for  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.speculative.draft_length import DraftLength, FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
@@ -51,25 +53,35 @@ ROWS_BAR, REFILL_BAR = 2.5, 1.3
 
 def main() -> None:
     own, overrides = divided(OWN, sys.argv[1:])
-    entry = pair_specs(composed(overrides), [], 1)[0]
+    entry = pair_specs(composed(["task=batch", *overrides]), [], 1)[0]
     sizes = sorted({1, *map(int, own["rows"].split(","))})
     pair, run, main_rows = PairSession(entry), entry.run, max(n for n in sizes if n <= MAIN)
     works = mixed(int(own["prompts"]), pair.tokens, run)
     pair.load(sizes[-1], max(work.longest for work in works))
     placed = pair.placements.target
-    module = load_module(placed.model, placed.path, placed.dtype, placed.device, placed.role)
+    dtype = Dtype.bf16 if placed.dtype is Dtype.packed else placed.dtype
+    module = load_module(placed.model, placed.path, dtype, placed.device, placed.role)
     ordered = sorted(works, key=lambda work: -work.longest)
     waiting = f"{main_rows} rows, waiting, in input order"
     contenders: dict[str, Callable[[], float]] = {}
+    costs = {}
     for n in sizes:
-        contenders[named(n)] = partial(pace, pair, [ordered], n)
+        pair.rows = n
+        pair.measure_costs()
+        costs[n] = pair.costs
+        contenders[named(n)] = partial(pace, pair, [ordered], n, partial(lookahead_for, run, costs=costs[n]))
+        if run.drafter_name:
+            contenders[f"{named(n)}, no drafts"] = partial(
+                pace, pair, [ordered], n, partial(FixedDraftLength, 0)
+            )
         theirs = partial(by_transformers, module, pair, dealt(ordered, n))
         contenders[f"{named(n, '')}, transformers"] = theirs
-    contenders[waiting] = partial(pace, pair, dealt(works, main_rows), main_rows)
-    sooner = partial(pace, pair, dealt(ordered, main_rows), main_rows)
+    usual = partial(lookahead_for, run, costs=costs[main_rows])
+    contenders[waiting] = partial(pace, pair, dealt(works, main_rows), main_rows, usual)
+    sooner = partial(pace, pair, dealt(ordered, main_rows), main_rows, usual)
     contenders[f"{main_rows} rows, waiting, longest first"] = sooner
     for rows in (1, 2):  # what is compiled or allocated once
-        pace(pair, [ordered[-rows:]], rows)
+        pace(pair, [ordered[-rows:]], rows, usual)
         by_transformers(module, pair, [ordered[-rows:]])
     turns = [
         {name: contender() for name, contender in contenders.items()} for _ in range(int(own["repeats"]))
@@ -79,7 +91,7 @@ def main() -> None:
     met = by_rows >= ROWS_BAR and by_refill >= REFILL_BAR
     report(
         own["write"], f"Rows of a batch job: {len(works)} prompts of mixed length", pair.models.devices,
-        f"{run.model.name} with {run.draft.name if run.draft else 'no draft'}, K = {run.speculation.k}; "
+        f"{run.model.name} with {run.drafter_name or 'no draft'}, K by row; "
         f"prompts of {PROMPT_WORDS[0]} to {PROMPT_WORDS[-1]} words, {NEW_TOKENS[0]} to {NEW_TOKENS[-1]} "
         "new tokens; texts end by themselves, too.",
         f"Medians of {len(turns)} turns. {main_rows} rows over one: {by_rows:.2f}x (asked: "
@@ -109,11 +121,12 @@ def dealt(works: list[TokenRequest], rows: int) -> list[list[TokenRequest]]:
     return [works[first : first + rows] for first in range(0, len(works), rows)]
 
 
-def pace(pair: PairSession, batches: list[list[TokenRequest]], rows: int) -> float:
+def pace(
+    pair: PairSession, batches: list[list[TokenRequest]], rows: int, lookahead: Callable[[int], DraftLength]
+) -> float:
     """Tokens a second, prefill included."""
     run, tokens = pair.run, pair.tokens
     engine = engine_for(pair.models, run, tokens, tokens.end_ids, 1)
-    lookahead = partial(lookahead_for, run)
     writer = ContinuousBatch(engine, tokens.decode, lookahead, tokens.end_ids)
     began, written = time.perf_counter(), 0
     for batch in batches:
