@@ -166,7 +166,7 @@ def test_a_special_token_that_a_stop_names_ends_a_text(command: Command, tmp_pat
     assert one.text == known.decode(free.token_ids[:kept])
     lines = [{"prompt": "def", "stop": stop} for stop in ([END], END, [], [f"{END}!"])]
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = (f"model={folder}", f"draft={folder}", own, "seed=1", "task.max_new_tokens=40", "out=null")
+    words = (f"model={folder}", f"draft={folder}", own, "seed=1", "task.max_new_tokens=40", "out=null", "k=4")
     assert command("task=batch", "task.input=in.jsonl", "task.output=out.jsonl", *words).code == 0
     told = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [line["finish_reason"] for line in told] == ["stop", "stop", "length", "length"]

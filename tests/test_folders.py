@@ -16,7 +16,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import find
 from llama_ssp.models.loader import load
-from llama_ssp.models.model_config import require_supported
+from llama_ssp.models.model_config import hub_config
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from tests import checkpoints, families
 
@@ -139,4 +139,4 @@ def test_a_fault_of_the_machine_is_not_the_config_s(tmp_path: Path, monkeypatch:
     folder = checkpoints.save(tmp_path / "model")
     monkeypatch.setattr(AutoConfig, "from_pretrained", fails)
     with pytest.raises(OSError, match="Read-only file system: '/scratch/cache'"):
-        require_supported(folder)
+        hub_config(folder)

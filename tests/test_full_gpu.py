@@ -98,7 +98,7 @@ def test_a_batch_job_goes_on_with_fewer_rows(command: Command, monkeypatch: Any,
     lines = [{"id": str(n), "prompt": "a" * (n + 1), "max_tokens": 5} for n in range(7)]
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = ("task=batch", *PAIR, "seed=1", "task.input=in.jsonl", "task.batch_size=5")
-    job = (*job, "model.dtype=fp64", "draft.dtype=fp64")
+    job = (*job, "model.dtype=fp64", "draft.dtype=fp64", "speculation.k=4")
     assert command(*job, "task.output=calm.jsonl").code == 0
     monkeypatch.setattr(session, "usage_of", lambda _: dict(USED))
     logits = ModelRunner.logits

@@ -148,12 +148,12 @@ def test_drafts_a_round_are_the_plans_best_unless_they_are_given(caplog: pytest.
 
 def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
     words = ("model=llama3.1-70b", "draft=llama3.2-1b", "cluster=dgx_h100", "speculation=adaptive")
-    files = PairFiles(run(*words), None, None)
-    assert choose(files, [1], 0)[1].cost_ratio is None, "it is measured"
-    over_ranks = choose(files, worlds_of(8), 0)[1]
-    assert over_ranks.cost_ratio == pytest.approx(0.08, abs=0.06) and over_ranks.adaptive
-    batch = PairFiles(composed(["task=batch", *words]), None, None)
-    assert choose(batch, [8], 0)[1].cost_ratio is not None
+    for task in ("generate", "batch"):
+        files = PairFiles(composed([f"task={task}", *words]), None, None)
+        for worlds in ([1], worlds_of(8)):
+            assert choose(files, worlds, 0)[1].cost_ratio is None, "it is measured"
+    planned = choose(PairFiles(composed(["task=eval", *words]), None, None), worlds_of(8), 0)[1]
+    assert planned.cost_ratio == pytest.approx(0.08, abs=0.06) and planned.adaptive
 
 
 @pytest.mark.parametrize(

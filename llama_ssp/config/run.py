@@ -13,7 +13,6 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from llama_ssp.config.schema import (
     MAX_SEED,
     NGRAM_K,
-    USUAL_K,
     ClusterConf,
     Drafting,
     ModelConf,
@@ -74,9 +73,10 @@ class RunConf:
         return self.speculation.drafter is Drafting.ngram and self.speculation.may_draft
 
     @property
-    def usual_k(self) -> int:
-        """Drafts a round, where no plan can choose."""
-        return NGRAM_K if self.drafts_from_text else USUAL_K
+    def given_k(self) -> int | None:
+        """K where the plan does not choose it: the user's, or that of n-grams, whose drafts cost nothing."""
+        k = self.speculation.k
+        return NGRAM_K if k is None and self.drafts_from_text else k
 
     @property
     def drafter_name(self) -> str | None:

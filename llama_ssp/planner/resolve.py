@@ -11,6 +11,7 @@ from typing import NamedTuple
 from llama_ssp import config
 from llama_ssp.config import (
     MAX_COST_RATIO,
+    USUAL_K,
     Drafting,
     DraftSeat,
     Dtype,
@@ -193,17 +194,13 @@ def choose(files: PairFiles, worlds: list[int], least_k: int) -> tuple[Placement
     placement = best.placement if best else resolve(run.placement, world, run.has_draft_model)
     if spec.k is None:
         adaptive = spec.adaptive or (run.task.chooses_k and run.drafter_name is not None)
-        spec = replace(spec, k=max(best.k, least_k) if best else run.usual_k, adaptive=adaptive)
-        if spec.k == 0 and not spec.adaptive and (run.has_draft_model or run.drafts_from_text):
-            log.info("drafting does not pay here, by the plan: K = 0; speculation.k=%d drafts", run.usual_k)
+        planned = max(best.k, least_k) if best else USUAL_K
+        spec = replace(spec, k=planned if run.given_k is None else run.given_k, adaptive=adaptive)
+        if spec.k == 0 and not spec.adaptive and run.has_draft_model:
+            log.info("drafting does not pay here, by the plan: K = 0; speculation.k=%d drafts", USUAL_K)
             return choose(files._replace(run=replace(run, speculation=spec)), worlds, least_k)
-    if (
-        best
-        and spec.adaptive
-        and run.has_draft_model
-        and spec.cost_ratio is None
-        and not run.task.measures_costs
-    ):
+    is_open = spec.adaptive and run.has_draft_model and spec.cost_ratio is None
+    if best and is_open and not run.task.measures_costs:
         ratio = best.times.proposal_s(1) / best.times.verify[0]
         spec = replace(spec, cost_ratio=min(ratio, MAX_COST_RATIO))
     return placement, spec

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama_ssp.config import MOST_ROWS, USUAL_ROWS, Dtype, RunConf, Splitting
+from llama_ssp.config import MOST_ROWS, USUAL_K, USUAL_ROWS, Dtype, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
@@ -100,7 +100,7 @@ def request_of(
     new = min(task.max_new_tokens, most - 1)
     prompt = task.prompt_tokens or min(USUAL_TOKENS, most - new) if slots is None else slots - new
     rows = rows or task.batch_size or USUAL_ROWS
-    k = run.usual_k if spec.k is None else spec.k
+    k = USUAL_K if run.given_k is None else run.given_k
     work = Workload(rows, prompt, new, k, task.prefill_chunk, *caches)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
@@ -108,7 +108,7 @@ def request_of(
     k_max = max(spec.k_max, spec.k or 0)
     return PlanRequest(
         machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,
-        tokens_generated(run), k=None if spec.adaptive else spec.k,
+        tokens_generated(run), k=None if spec.adaptive else run.given_k,
     )  # fmt: skip
 
 
