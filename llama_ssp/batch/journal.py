@@ -71,11 +71,9 @@ class GroupWork:
 
     def add(self, at: float, records: int, failed: int, tokens: int) -> None:
         self.last_at = max(self.last_at, at)
-        self.records, self.failed, self.tokens = (
-            self.records + records,
-            self.failed + failed,
-            self.tokens + tokens,
-        )
+        self.records += records
+        self.failed += failed
+        self.tokens += tokens
 
 
 def acceptance(groups: list[GroupWork]) -> float | None:

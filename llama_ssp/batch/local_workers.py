@@ -103,8 +103,8 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     job.reopen()
     job.index.save(job.work)
     size = f"cluster.gpus={ranks}", f"ranks={ranks}"
-    own = workers.words_of_one(words, job.seed, *job.drafts, *size)
-    command = [sys.executable, "-m", "llama_ssp", *own]
+    command = [sys.executable, "-m", "llama_ssp"]
+    command += workers.words_of_one(words, job.seed, *job.drafts, *size)
     count = min(run.cluster.groups, max(job.missing, 1))
     logs = [job.work / LOGS / f"group-{number}.log" for number in range(count)]
     groups = [WorkerGroup(path, command, gpus) for path, gpus in zip(logs, devices, strict=False)]

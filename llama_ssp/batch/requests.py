@@ -206,15 +206,15 @@ def simple_id(line: Line, reader: Reader) -> str | None:
     Most lines of long inputs are such, and to check them in this way takes a tenth of the time.
     """
     raw = line.raw
-    found = None if reader.is_text else SIMPLE.fullmatch(raw)
-    if len(raw) > prompts.MAX_LINE_BYTES or b"\0" in raw or not (found or reader.is_text):
+    match = None if reader.is_text else SIMPLE.fullmatch(raw)
+    if len(raw) > prompts.MAX_LINE_BYTES or b"\0" in raw or not (match or reader.is_text):
         return None
     try:
         raw.decode()
     except UnicodeDecodeError:
         return None
-    own = found and (found[1] or found[2])
-    name = own.decode() if own else reader.name_of(line)
+    given = match and (match[1] or match[2])
+    name = given.decode() if given else reader.name_of(line)
     return name if is_usable(name) else None
 
 

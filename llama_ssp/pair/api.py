@@ -305,10 +305,7 @@ class Pair:
                 else:
                     ids = [index(item) for item in listed(given.where, text)]
             except (TypeError, UsageError):
-                what, allowed = (
-                    "a prompt is neither a text nor token ids",
-                    "a text, or a list of whole numbers",
-                )
+                what, allowed = "a prompt is neither a text nor token ids", "a text, or whole numbers"
                 raise DataError(what, given.where, found=repr(text), allowed=allowed) from None
             if run.task.chat:
                 fix = "give the text, or leave out chat"

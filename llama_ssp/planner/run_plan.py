@@ -53,7 +53,7 @@ class Prediction:
     def rows_that_pay(self, most: int) -> int:
         """Returns the number of rows: doubled while they fit and bring LEAST_GAIN of the planned tokens/s.
 
-        A CPU computes as fast with USUAL_ROWS as with more (bench/results/batch_rows_*).
+        On a CPU they are USUAL_ROWS at most: its planned times are often those of another machine.
         """
         rows, ms = 1, self.option.ms_per_token
         while 2 * rows <= min(most, USUAL_ROWS if self.request.machine.is_cpu else MOST_ROWS):

@@ -52,15 +52,15 @@ def while_others_wait(ranks: Ranks, work: Callable[[], Any]) -> Any:
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     try:
-        found = work()
-        encoded = json.dumps(found, default=asdict).encode()
+        result = work()
+        encoded = json.dumps(result, default=asdict).encode()
     finally:
         done.set()
         sender.join()
         if lost:
             raise lost[0]
     ranks.broadcast_ints([DONE, *encoded])
-    return found
+    return result
 
 
 @contextmanager
@@ -96,8 +96,8 @@ def typed_lines(ranks: Ranks, terminal: Terminal | None) -> Iterator[str]:
         assert terminal is not None, "the leader has a terminal"
         return terminal.ask()
 
-    while found := while_others_wait(ranks, typed):
-        yield found
+    while text := while_others_wait(ranks, typed):
+        yield text
 
 
 def typed_while(work: Callable[[], object], lines: Iterator[str]) -> list[str]:

@@ -66,12 +66,12 @@ def keep_end(work: Path, end: End) -> None:
 
 def ends(work: Path, job: str = "*") -> list[End]:
     """In the order they were written; a torn line is left out."""
-    found = []
+    result = []
     for path in sorted((work / FOLDER).glob(f"{job}{ENDS}")):
         for entry in lines_in(path):
             with suppress(TypeError):
-                found.append(End(**entry))
-    return found
+                result.append(End(**entry))
+    return result
 
 
 def fruitless(ends: list[End]) -> Counter[str]:
