@@ -36,7 +36,7 @@ from llama_ssp.pair.assembly import engine_for, lookahead_for  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.speculative.draft_length import DraftLength, FixedDraftLength  # noqa: E402
+from llama_ssp.speculative.draft_length import Costs, DraftLength, FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
@@ -67,8 +67,8 @@ def main() -> None:
     costs = {}
     for n in sizes:
         pair.rows = n
-        pair.measure_costs()
-        costs[n] = pair.costs
+        pair.measure_costs([work.prompt for work in works[:n]])
+        costs[n] = pair.costs and Costs.of_kept(pair.costs.kept(n), pair.costs.drafter)
         contenders[named(n)] = partial(pace, pair, [ordered], n, partial(lookahead_for, run, costs=costs[n]))
         if run.drafter_name:
             contenders[f"{named(n)}, no drafts"] = partial(

@@ -120,13 +120,17 @@ def test_a_job_goes_on_with_the_costs_that_it_began_with(command: Command):
     work = Path("whole.jsonl.work")
     held = json.loads((work / "costs.json").read_bytes())
     assert json.loads((work / "run.json").read_bytes())["settings"]["speculation.adaptive"] is True
-    drafts_cost = [1.0, *(1000.0 for _ in held[1:])]
-    for name, costs, rows in (("a", drafts_cost, 3), ("b", drafts_cost, 2), ("c", [1.0 for _ in held], 3)):
+    drafts_cost = [1.0, *(1000.0 for _ in held["rounds"][1:])]
+    for name, costs, rows in (
+        ("a", drafts_cost, 3),
+        ("b", drafts_cost, 2),
+        ("c", [1.0] * len(drafts_cost), 3),
+    ):
         shutil.copytree(work, f"{name}.jsonl.work")
         for folder in ("parts", "done"):
             shutil.rmtree(f"{name}.jsonl.work/{folder}")
             Path(f"{name}.jsonl.work/{folder}").mkdir()
-        Path(f"{name}.jsonl.work/costs.json").write_text(json.dumps(costs))
+        Path(f"{name}.jsonl.work/costs.json").write_text(json.dumps(held | {"rounds": costs}))
         assert command(*adaptive, f"task.output={name}.jsonl", f"task.batch_size={rows}").code == 0
     texts = [Path(f"{name}.jsonl").read_bytes() for name in "abc"]
     assert texts[0] == texts[1] != texts[2]
@@ -137,7 +141,7 @@ def test_a_job_keeps_the_number_of_rows_that_it_began_with(command: Command, mon
     write_input(5)
     load, rows = PairSession.load, list[int]()
     monkeypatch.setattr(
-        PairSession, "load", lambda pair, count, *a: rows.append(count) or load(pair, count, *a)
+        PairSession, "load", lambda pair, count, *a, **k: rows.append(count) or load(pair, count, *a, **k)
     )
     job, work = [*JOB, "task.max_new_tokens=4", "task.output=out.jsonl"], Path("out.jsonl.work")
     assert command(*job).code == 0

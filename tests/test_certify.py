@@ -359,10 +359,10 @@ def test_greedy_texts() -> None:
     ours = sampler("ours", RULES["block"], draft_model(), **greedy)
     wrong = sampler("keeps every draft", KeepsEveryDraft(), draft_model(), **greedy)
     target = toy(VOCAB, 0, sharpness=0.8)
-    found = check_greedy_texts(target, ours, regular, wrong, 3, PROMPTS, PLAN)
+    found = check_greedy_texts(target, ours, regular, wrong, 3, PROMPTS, PLAN, 512)
     assert [check.outcome for check in found] == [Outcome.passed] * 2
     assert found[0].figures["texts_equal"] == len(PROMPTS)
-    found = check_greedy_texts(target, wrong, regular, None, 3, PROMPTS, PLAN)
+    found = check_greedy_texts(target, wrong, regular, None, 3, PROMPTS, PLAN, 512)
     assert [check.outcome for check in found] == [Outcome.failed]
 
 

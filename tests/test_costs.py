@@ -5,21 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, cycle, pairwise
 from operator import mul
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from llama_ssp.config import USUAL_COST_RATIO, Drafting, GenerateConf, ModelConf, RunConf, SpeculationConfig
-from llama_ssp.distributed.comm import ALONE
+from llama_ssp.config import USUAL_COST_RATIO, Drafting, ModelConf, RunConf, SpeculationConfig
 from llama_ssp.pair import session
 from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.pair.session import PairSession
 from llama_ssp.speculative import draft_length, measure_costs
 from llama_ssp.speculative.draft_length import (
     PAUSE,
@@ -31,6 +27,7 @@ from llama_ssp.speculative.draft_length import (
 )
 from llama_ssp.speculative.engine import Engine, Observer
 from llama_ssp.speculative.measure_costs import measured, timed_rounds
+from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
 from tests.conftest import Command
 from tests.proofs.toy import toy
@@ -67,7 +64,7 @@ def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
     """Of each K the shortest round counts: two thirds of these are stalled."""
     stalls = cycle([100.0, 1.0, 3.0])
 
-    def timed(_engine, lookahead, _half):
+    def timed(_engine, lookahead, *_):
         while True:
             yield next(stalls) * (10.0 + lookahead.k**2)
 
@@ -98,7 +95,7 @@ def test_k_is_chosen_by_what_is_known_of_costs():
 def test_rounds_are_measured_as_a_run_plays_them():
     """Each has the K that was asked for and commits its tokens; where a text is full another begins."""
     engine, lookahead = two_toys(), FixedDraftLength(0, 2)
-    rounds, lengths, ks = timed_rounds(engine, lookahead, 12), [], []
+    rounds, lengths, ks = timed_rounds(engine, lookahead, 12, [], []), [], []
 
     class Lengths(Observer):
         def decided(self, state, proposal, *_):
@@ -148,7 +145,7 @@ class Machine:
 
 def learning() -> Costs:
     """Costs as if measured: K = 1 pays from an acceptance of 0.35 on."""
-    return Costs([1.0 + 0.35 * k for k in range(9)], Acceptance())
+    return Costs([1.0 + 0.35 * k for k in range(9)], learns=True)
 
 
 def test_a_text_drafts_again_where_drafting_begins_to_pay() -> None:
@@ -172,7 +169,7 @@ def test_a_text_starts_as_the_texts_before_it_ended() -> None:
     costs = learning()
     first, second = (Machine(costs).text((20, 0.97)) for _ in range(2))
     assert second[0] > first[0]
-    given = replace(costs, usual=None)
+    given = replace(costs, usual=Acceptance(), learns=False)
     assert Machine(given).text((20, 0.97)) == Machine(given).text((20, 0.97))
 
 
@@ -182,6 +179,29 @@ def test_what_the_draft_model_reads_for_tries_takes_little(reading: float) -> No
     assert useless(Machine(learning(), reading)) > 0.95
     with patch.object(AdaptiveDraftLength, "took", lambda *_: None):  # control: no longer pauses
         assert (useless(Machine(learning(), reading)) < 0.9) == (reading == 0.3)
+
+
+def test_what_a_job_keeps_is_measured_on_its_prompts() -> None:
+    """A model that drafts for itself always stands; one with other weights does not."""
+    prompts = [Prompt("0", (1, 2, 3)), Prompt("1", (4,))]
+    for draft, stands in ((toy(5, 0), True), (toy(5, 1), False)):
+        costs = measured(engine_of(toy(5, 0), draft, sampling=RUN.sampling), RUN, 3, 40, prompts=prompts)
+        assert costs is not None
+        for kept in (costs, Costs.of_kept(costs.kept(3), "d")):
+            assert (kept.usual.first.value > 0.95, kept.usual.later.value > 0.95) == (stands, stands)
+    blind = measured(engine_of(toy(5, 0), toy(5, 1), sampling=RUN.sampling), RUN, 3, 40)
+    assert blind is not None and blind.usual.first.value == Acceptance().first.value
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 256])
+def test_tries_of_all_rows_take_little_of_a_jobs_time(rows: int) -> None:
+    """Rounds of which some row drafts take 1.35; rows begin anywhere. Control: pauses of one row."""
+    costs = Costs([1.0 + 0.35 * k for k in range(9)], Acceptance(0.05, 0.05))
+    for pause, allowed in ((costs.kept(rows)["pause"], 0.025), (PAUSE, 0.05)):
+        lookahead = AdaptiveDraftLength(replace(costs, pause=pause), rows)
+        lookahead._idle, rounds = [Random(row).randrange(pause) for row in range(rows)], 4000
+        lost = sum(0.35 for _ in range(rounds) if any(lookahead.choose())) / rounds
+        assert (lost < allowed) == (pause != PAUSE or rows == 1), (lost, pause)
 
 
 def useless(machine: Machine) -> float:
@@ -224,24 +244,3 @@ def test_the_caches_of_a_measurement_are_freed_at_once() -> None:
         assert [model.caches.now for model in models] == [0, 0]
     finally:
         gc.enable()
-
-
-def test_costs_are_measured_in_the_runs_own_chunks(monkeypatch):
-    """64 rows of 8B and 1B take 615 MiB in chunks of 64 tokens, which the plan counts, and 4,912 in 512."""
-    chunks = []
-    given: Any = SimpleNamespace(draft_context=64)
-    monkeypatch.setattr(session, "engine_for", lambda _, run, *others: chunks.append(run.task.prefill_chunk))
-    monkeypatch.setattr(session, "measured", lambda *_: None)
-    run = replace(with_(), task=GenerateConf(prefill_chunk=64))
-    pair: Any = SimpleNamespace(
-        run=run,
-        models=given,
-        ranks=ALONE,
-        rows=64,
-        _slots=600,
-        end_ids=frozenset(),
-        tokens=SimpleNamespace(paired=None),
-    )
-    pair.engine = partial(PairSession.engine, pair)
-    PairSession.measure_costs(pair)
-    assert chunks == [64]

@@ -19,7 +19,7 @@ from llama_ssp.planner.advice import advice, largest, overrides
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.hardware import GPU_RESERVE, Machine, known, machine_of, matching
-from llama_ssp.planner.plan import worlds_of
+from llama_ssp.planner.plan import make_plan, worlds_of
 from llama_ssp.planner.run_plan import LEAST_GAIN, Prediction
 from llama_ssp.planner.search import option, placements, regular_ms, search
 from llama_ssp.planner.workload import GIB
@@ -314,6 +314,26 @@ def test_a_container_has_less_memory_than_its_machine(version, place, monkeypatc
     assert memory_here() == 80 * 1024
     monkeypatch.setattr(host_memory, "MEMORY_TABLE", tmp_path / "none")
     assert memory_here() > 2**20
+
+
+def test_prompts_are_read_in_smaller_chunks_where_larger_ones_do_not_fit() -> None:
+    """Unless the size is given; the plan is of what then runs."""
+    place = alone(1)
+    asked = replace(
+        request("llama3.1-8b", None, H100, prompt_tokens=4000, prefill_chunk=2048), least_chunk=512
+    )
+    roomy = option(asked, place)
+    short = roomy.worst.margin - roomy.worst.uncertainty + 1
+    tight = replace(asked, machine=replace(H100, capacity=H100.capacity - short))
+    small, given = option(tight, place), option(replace(tight, least_chunk=None), place)
+    fits = FitVerdict.fits
+    assert (roomy.verdict, roomy.prefill_chunk) == (fits, 2048) and (small.verdict, small.prefill_chunk) == (
+        fits,
+        512,
+    )
+    assert (given.verdict, given.prefill_chunk) == (FitVerdict.uncertain, 2048)
+    assert make_plan(tight, place).request.work.prefill_chunk == 512
+    assert make_plan(tight, place).prefill_ms > 1.5 * make_plan(asked, place).prefill_ms
 
 
 def test_rows_are_doubled_while_they_fit_and_pay() -> None:

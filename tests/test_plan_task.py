@@ -137,7 +137,7 @@ def test_it_is_kept(command: Command) -> None:
     assert yaml.safe_load((folder / "config.yaml").read_text())["cluster"]["name"] == "p4d"
     k = plan["best"]["k"]
     assert plan["workload"] == {
-        "rows": 8, "prompt_tokens": 1000, "new_tokens": 128, "k": k, "prefill_chunk": 512, "acceptance": 0.8,
+        "rows": 8, "prompt_tokens": 1000, "new_tokens": 128, "k": k, "prefill_chunk": 2048, "acceptance": 0.8,
     }  # fmt: skip
 
 
@@ -234,14 +234,21 @@ def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
 def test_the_request_is_the_runs_own() -> None:
     """One function makes it for every caller: models, formats, workload."""
     request = request_of(run(), slots=SLOTS)
-    assert request.work == Workload(1, 1536, 128, k=4) and request.k_max == 16 and request.tokens == 128
+    assert (
+        request.work == Workload(1, 1536, 128, k=4, prefill_chunk=2048)
+        and request.k_max == 16
+        and request.tokens == 128
+    )
     assert [role.dtype for role in request.roles] == [Dtype.bf16, Dtype.bf16]
     other = request_of(run(), rows=3, slots=SLOTS, caches=(2, 1))
-    assert other.work == Workload(3, 1536, 128, k=4, target_caches=2)
+    assert other.work == Workload(3, 1536, 128, k=4, prefill_chunk=2048, target_caches=2)
     assert request_of(run()).work.prompt_tokens == 512, "before prompts are read"
     assert request_of(run(), dtypes=[Dtype.int8, Dtype.fp16]).target.dtype is Dtype.int8
     assert request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
-    assert request_of(run("cluster=local"), on_cpu=True).machine.is_cpu
+    on_cpu = request_of(run("cluster=local"), on_cpu=True)
+    assert on_cpu.machine.is_cpu and on_cpu.work.prefill_chunk == 512
+    given = request_of(run("task.prefill_chunk=64"))
+    assert given.work.prefill_chunk == 64 and request.least_chunk == 512 and given.least_chunk is None
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ OF_THE_SCRIPT = (
 SBATCH_OPTION = rf"--(?!({'|'.join(OF_THE_SCRIPT)})(=|$))[^'\\\0-\x1f]+"
 
 USUAL_ROWS = 8  # of a batch, where no plan can choose
+USUAL_CHUNK, GPU_CHUNK = 512, 2048  # tokens of a prompt that one pass reads; on GPUs, where it fits
 USUAL_K, NGRAM_K = 4, 8  # drafts a round: where no plan can choose; of n-grams
 MAX_COST_RATIO = 10.0
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured

@@ -12,6 +12,7 @@ from llama_ssp.config.schema import (
     MAX_INT,
     MAX_K,
     MAX_SEED,
+    USUAL_CHUNK,
     Drafting,
     LogprobsOf,
     OnBadRow,
@@ -28,7 +29,7 @@ MAX_LOGPROBS = 20  # alternatives a token, as in OpenAI's API
 MOST_CERTIFIED = 16  # drafts a round, which may be decided in 2^16 ways
 ANSWER_FIELDS = "prompt|messages|text|token_ids|finish_reason|prompt_tokens|logprobs|prompt_logprobs"
 # Descriptions of keys that several tasks have.
-PREFILL_CHUNK = "Tokens of a prompt that one forward pass reads."
+PREFILL_CHUNK = "Tokens of a prompt that one pass reads; null is 2048 on GPUs where it fits, else 512."
 LOGPROBS = "Give each token's log-probability, and those of the N likeliest in its place; 0 is its own."
 LOGPROBS_OF = "Whose log-probabilities: the target's at temperature 1, or those sampled from."
 
@@ -60,7 +61,7 @@ class TaskConf:
     prompt_tokens = max_new_tokens = 0  # not known; none
     batch_size = cast("int | None", 1)
     repeats = 1
-    prefill_chunk = 512
+    prefill_chunk = cast("int | None", USUAL_CHUNK)
     chat = special_tokens = status = submit = False
     ignore_eos = cast("bool | None", False)
     system = plot = cast("str | None", None)
@@ -110,7 +111,7 @@ class PromptedConf(TaskConf):
     chat: bool = key(False, "Put each prompt into the target's chat template.")
     system: str | None = key(None, "The system message of the chat.")
     max_new_tokens: int = number(128, 1, MAX_INT, "The longest continuation, in tokens.")
-    prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
+    prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
@@ -174,7 +175,7 @@ class ChatConf(TaskConf):
     stop: list[str] = not_empty("Texts, or names of special tokens, that end a reply.", list)
     context: int = number(4096, 16, MAX_INT, "Tokens of the conversation, at most; or the model's own.")
     max_new_tokens: int = number(512, 1, MAX_INT, "The most tokens of a reply.")
-    prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
+    prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
 
 
 @dataclass
@@ -310,7 +311,7 @@ class PlanConf(TaskConf):
     prompt_tokens: int = number(512, 1, MAX_INT, "Tokens of a prompt.")
     max_new_tokens: int = number(128, 1, MAX_INT, "Tokens of a continuation.")
     batch_size: int = number(1, 1, MOST_ROWS, "Rows at a time.")
-    prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
+    prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
     acceptance: float = share(0.8, "The probability that a drafted token is accepted if those before it are.")
     require_fit: bool = key(False, "End with exit code 1 unless the verdict is `fits`.")
     nodes: list[int] = number(list, 1, 1024, "Also plan a batch job on each of these numbers of nodes.")
@@ -358,7 +359,7 @@ class BatchConf(TaskConf):
         MOST_ROWS,
         "Rows at a time; null, or auto: what the plan finds fastest of those that fit, or 8.",
     )
-    prefill_chunk: int = number(512, 1, 2**20, PREFILL_CHUNK)
+    prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
     shard_size: int = number(256, 1, 10**6, "Records of a shard.")
     retries: int = number(3, 1, 100, "Attempts with a record alone, before it is answered with an error.")
     logprobs: int | None = number(None, 0, MAX_LOGPROBS, LOGPROBS)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import (
+    USUAL_CHUNK,
     USUAL_COST_RATIO,
     OnDraftLoss,
     PlacementConf,
@@ -77,6 +78,7 @@ class RankModels:
     draft_context: int
     draft_dtype: torch.dtype
     trials: dict[str, Trial]
+    prefill_chunk: int = USUAL_CHUNK  # tokens of a prompt that one pass reads
 
     @property
     def loaded(self) -> dict[str, Model | HeadModel]:
@@ -261,7 +263,7 @@ def engine_for(
         )  # fmt: skip
     first = next(iter(pair.loaded.values()))
     draws, roles = CounterDraws(seed, first.replay), pair.roles
-    target = ModelRunner(pair.target, run.task.prefill_chunk) if pair.target else None
+    target = ModelRunner(pair.target, pair.prefill_chunk) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None
     drafter = _drafter(pair, run, Sampler(transform, draws), target, bridge)
     if not run.has_draft_model and not roles.drafts_apart:
@@ -288,7 +290,7 @@ def _drafter(
         return RemoteDrafter(roles.client, pair.draft_context, vocab, wide(pair.draft_dtype))
     if pair.draft is None:
         return None
-    runner = ModelRunner(pair.draft, run.task.prefill_chunk)
+    runner = ModelRunner(pair.draft, pair.prefill_chunk)
     if roles.server:
         return AheadDrafter(runner, sampler, roles.server.group, roles.server, spec.overlap)
     if roles.draft is not None and not roles.draft.is_leader:

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from llama_ssp.config import USUAL_ROWS, Drafting, LogprobsOf, OnBadRow, RunConf
+from llama_ssp.config import USUAL_CHUNK, USUAL_ROWS, Drafting, LogprobsOf, OnBadRow, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
@@ -111,23 +111,32 @@ class PairSession:
         rows = self._prediction.rows_that_pay(texts) if self._prediction else min(USUAL_ROWS, texts)
         return min(row for [row] in self.ranks.gather_ints([rows]))
 
-    def load(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> PairSession:
+    def load(
+        self,
+        rows: int,
+        max_tokens: int,
+        caches: tuple[int, int] = (1, 1),
+        prompts: Sequence[Prompt] = (),
+    ) -> PairSession:
         """Loads the models, if they fit together with their KV caches; returns the session.
 
         A KV cache holds `rows` texts of at most `max_tokens` tokens, prompt included; `caches` says how many
-        of the target's and of the draft's there are at once.
+        of the target's and of the draft's there are at once. Costs, if any, are measured on `prompts`.
         """
         self.check(rows, max_tokens, caches)
         try:
             self.open(ModelCache(self.ranks, self.run.placement))
-            self.measure_costs()
+            self.measure_costs(prompts)
         except Exception as error:
             raise self.full_gpu(error) or error from error.__cause__
         return self
 
     def open(self, cache: ModelCache) -> PairSession:
         """Loads the models after `check`, except those in the cache; returns the session."""
-        self._models = cache.open(self.placements)
+        chunk = self.run.task.prefill_chunk or USUAL_CHUNK
+        if self._prediction:
+            chunk = self._prediction.request.work.prefill_chunk
+        self._models = replace(cache.open(self.placements), prefill_chunk=chunk)
         with self.ranks.loading():
             prepare(self._models, self.run.speculation, self.rows, self._slots)
         self.engines = {}
@@ -147,7 +156,7 @@ class PairSession:
         gc.collect()
         torch.cuda.empty_cache()  # the next pair is checked against what is free
 
-    def measure_costs(self) -> None:
+    def measure_costs(self, prompts: Sequence[Prompt] = ()) -> None:
         """Sets `costs` to what rounds cost at each K, if the task chooses K by that. All ranks call it."""
         run, draft, spec = self.run, self.models.draft_context, self.run.speculation
         # Rounds with a draft of another tokenizer depend on what is written.
@@ -155,7 +164,8 @@ class PairSession:
         has_drafts = run.drafts_from_text or (run.has_draft_model and not is_bridged)
         if run.task.measures_costs and spec.adaptive and spec.cost_ratio is None and has_drafts:
             slots = min(self._slots, draft) if run.has_draft_model else self._slots
-            self.costs = measured(self.engine(0, end_ids=frozenset()), run, self.rows, slots, self.ranks)
+            engine = self.engine(0, end_ids=frozenset())
+            self.costs = measured(engine, run, self.rows, slots, self.ranks, prompts)
 
     def full_gpu(self, error: BaseException) -> DistributedError | None:
         """Returns the error of a full GPU, with the plan, what is held and a fix; None for another error."""

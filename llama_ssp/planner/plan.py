@@ -176,6 +176,7 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     worlds, work = worlds_of(request.machine.world), request.work
     options = search(request, worlds) if fixed is None else [option(request, fixed, request.k)]
     chosen = options[0]
+    request = replace(request, work=replace(work, prefill_chunk=chosen.prefill_chunk))
     by_layers = chosen.placement.splitting is Splitting.layers  # then regular sampling is by layers, too
     regular = chosen.regular_ms if by_layers else regular_ms(request, options, worlds)
     drafts = len(chosen.times.verify) > 1

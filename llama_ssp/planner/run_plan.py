@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama_ssp.config import MOST_ROWS, USUAL_K, USUAL_ROWS, Dtype, RunConf, Splitting
+from llama_ssp.config import GPU_CHUNK, MOST_ROWS, USUAL_CHUNK, USUAL_K, USUAL_ROWS, Dtype, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
@@ -101,7 +101,8 @@ def request_of(
     prompt = task.prompt_tokens or min(USUAL_TOKENS, most - new) if slots is None else slots - new
     rows = rows or task.batch_size or USUAL_ROWS
     k = USUAL_K if run.given_k is None else run.given_k
-    work = Workload(rows, prompt, new, k, task.prefill_chunk, *caches)
+    chunk = task.prefill_chunk or (USUAL_CHUNK if machine.is_cpu else GPU_CHUNK)
+    work = Workload(rows, prompt, new, k, chunk, *caches)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
     acceptance = run.plan.acceptance if task.acceptance is None else task.acceptance
@@ -109,6 +110,7 @@ def request_of(
     return PlanRequest(
         machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,
         tokens_generated(run), k=None if spec.adaptive else run.given_k,
+        least_chunk=USUAL_CHUNK if task.prefill_chunk is None else None,
     )  # fmt: skip
 
 
@@ -123,8 +125,9 @@ def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | Non
     except UsageError as error:
         log.info("not planned: %s", error)
         return None
-    k = request.k_max if run.speculation.adaptive else request.work.k
-    return Prediction(request, option(request, placement, k))
+    chosen = option(request, placement, request.k_max if run.speculation.adaptive else request.work.k)
+    work = replace(request.work, prefill_chunk=chosen.prefill_chunk)
+    return Prediction(replace(request, work=work), chosen)
 
 
 def require_fit(prediction: Prediction | None, enforce: bool) -> None:

@@ -34,7 +34,8 @@ class PlanRequest:
     """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model.
 
     `tokens` are those that the task generates: what compiled steps save depends on them. `bridged`: the draft
-    has another tokenizer. `k` is the K that will run; None: the best.
+    has another tokenizer. `k` is the K that will run; None: the best. Prompts are read in chunks of
+    `least_chunk` where the work does not fit; None: in those of the work.
     """
 
     machine: Machine
@@ -49,6 +50,7 @@ class PlanRequest:
     tokens: int = 0
     bridged: bool = False
     k: int | None = None
+    least_chunk: int | None = None
 
     @property
     def roles(self) -> list[Role]:
@@ -94,6 +96,7 @@ class Option:
     times: RoundTimes
     k: int
     ms_per_token: float
+    prefill_chunk: int
 
     @property
     def worst(self) -> RankMemory:
@@ -146,7 +149,11 @@ def option(request: PlanRequest, placement: Placement, k: int | None = None) -> 
     k = times.best_k(request.acceptance) if k is None else min(k, len(times.verify) - 1)
     work = replace(request.work, k=k)
     ranks = request.memories(placement, work)
-    return Option(placement, ranks, times, k, times.ms_per_token(request.acceptance, k))
+    if request.least_chunk and worst(ranks).verdict is not FitVerdict.fits:
+        work = replace(work, prefill_chunk=request.least_chunk)
+        ranks = request.memories(placement, work)
+    ms = times.ms_per_token(request.acceptance, k)
+    return Option(placement, ranks, times, k, ms, work.prefill_chunk)
 
 
 def require_possible(request: PlanRequest, placement: Placement) -> None:

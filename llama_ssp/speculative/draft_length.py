@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from llama_ssp.speculative.stats import RowStep
 
@@ -39,7 +40,7 @@ GUESS = 4.0  # rounds of drafts that what is assumed counts as
 MEMORY = 0.98  # the weight of earlier rounds shrinks by this factor with each round
 TRIES = 3  # rounds with one draft, when a text begins and after each pause
 PAUSE = 64  # rounds between tries, at least
-READING = 0.02  # of the time: the share that the draft model may read for tries
+READING = 0.02  # of the time: the share that tries may take
 
 
 @dataclass
@@ -65,16 +66,16 @@ class Acceptance:
     outcomes of many.
     """
 
-    def __init__(self, usual: Acceptance | None = None) -> None:
-        """Begins with what is `usual` in the run's texts so far."""
-        self.first: Mean = Mean(usual.first.value if usual else FIRST)
-        self.later: Mean = Mean(usual.later.value if usual else LATER)
+    def __init__(self, first: float = FIRST, later: float = LATER) -> None:
+        """Begins with what is usual in the run's texts."""
+        self.first, self.later = Mean(first), Mean(later)
 
-    def observe(self, step: RowStep) -> None:
-        """Takes in a row's round."""
-        if step.overlap:
-            self.first.see(step.overlap[0], 1)
-            later = step.standing[1:]
+    def observe(self, steps: Sequence[RowStep]) -> None:
+        """Takes in rounds of rows, all with the weight of the latest."""
+        drafted = [step for step in steps if step.overlap]
+        if drafted:
+            self.first.see(sum(step.overlap[0] for step in drafted), len(drafted))
+            later = [standing for step in drafted for standing in step.standing[1:]]
             self.later.see(sum(stands for _, stands in later), sum(before for before, _ in later))
 
 
@@ -82,14 +83,16 @@ class Acceptance:
 class Costs:
     """What rounds cost, in any unit: `rounds[k]` is the cost of a round of k drafts.
 
-    A run that measures them is not repeatable, so its texts learn from each other: `usual` is how likely
-    drafts stand, and `pause` after how many rounds without drafts a text tries some.
+    `usual` is how likely drafts stand, and `pause` after how many rounds without drafts a text tries some. A
+    run that measures its costs is not repeatable, so its texts learn from each other. A job is: what was
+    measured when it began stays (`kept`).
     """
 
     rounds: list[float]
-    usual: Acceptance | None = field(default=None, compare=False)
+    usual: Acceptance = field(default_factory=Acceptance, compare=False)
     pause: int = field(default=PAUSE, compare=False)
     drafter: str | None = field(default=None, compare=False)  # whose drafts these rounds have
+    learns: bool = field(default=False, compare=False)
 
     @property
     def k_max(self) -> int:
@@ -107,6 +110,22 @@ class Costs:
             tokens, next_stands = tokens + next_stands, next_stands * later
         return best
 
+    def kept(self, rows: int) -> dict[str, Any]:
+        """Returns what a job with batches of so many rows keeps, as JSON.
+
+        One row's try makes the round of all rows longer. So pauses grow with the rows: tries take at most
+        READING of the time.
+        """
+        usual, longer = self.usual, self.rounds[1] / self.rounds[0] - 1
+        pause = max(PAUSE, int(rows * TRIES * longer / READING))
+        return {"rounds": self.rounds, "first": usual.first.value, "later": usual.later.value, "pause": pause}
+
+    @staticmethod
+    def of_kept(kept: dict[str, Any], drafter: str | None) -> Costs:
+        """Returns the costs that a job keeps."""
+        usual = Acceptance(kept["first"], kept["later"])
+        return Costs(kept["rounds"], usual, kept["pause"], drafter)
+
     @staticmethod
     def of_ratio(cost_ratio: float, k_max: int, at_once: bool = False) -> Costs:
         """Assumes, as the papers do, that a target step costs 1 for any K, and a draft step `cost_ratio`.
@@ -120,20 +139,24 @@ class Costs:
 class AdaptiveDraftLength:
     """The K with the most tokens per cost, at the row's recent acceptance.
 
-    A row whose best K is 0 tries one draft when its text begins and after each pause, to notice where
-    drafting pays. The draft model first has to read what it has missed: where that takes long, pauses are
-    longer.
+    A row whose best K is 0 tries one draft after each pause, to notice where drafting pays, and when its text
+    begins, unless the rows make pauses longer. The draft model first has to read what it has missed: where
+    that takes long, pauses are longer, too.
     """
 
     def __init__(self, costs: Costs, rows: int) -> None:
         self.costs = costs
-        self.acceptance = [Acceptance(costs.usual) for _ in range(rows)]
+        self.acceptance = [Acceptance()] * rows
         self._idle = [0] * rows  # rounds of the pause, the tries before it included
         self._drafted = [1] * rows  # drafts of the last round
+        for row in range(rows):
+            self.restart(row)
 
     def restart(self, row: int) -> None:
-        self.acceptance[row] = Acceptance(self.costs.usual)
-        self._idle[row], self._drafted[row] = 0, 1
+        usual = self.costs.usual
+        self.acceptance[row] = Acceptance(usual.first.value, usual.later.value)
+        begins_with_tries = self.costs.learns or self.costs.pause == PAUSE
+        self._idle[row], self._drafted[row] = 0 if begins_with_tries else TRIES, 1
 
     def choose(self) -> list[int]:
         return [self._k(row) for row in range(len(self.acceptance))]
@@ -152,13 +175,13 @@ class AdaptiveDraftLength:
 
     def observe(self, rows: Sequence[RowStep]) -> None:
         for step in rows:
-            self.acceptance[step.row].observe(step)
-            if self.costs.usual:
-                self.costs.usual.observe(step)
+            self.acceptance[step.row].observe([step])
+            if self.costs.learns:
+                self.costs.usual.observe([step])
 
     def took(self, rows: Sequence[RowStep], seconds: float) -> None:
         catches_up = any(step.k and not self._drafted[step.row] for step in rows)
-        if catches_up and self.costs.usual:
+        if catches_up and self.costs.learns:
             usual_s = max(self.costs.rounds[step.k] for step in rows)
             self.costs.pause = max(PAUSE, int((seconds / usual_s - 1) / READING))
         for step in rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from llama_ssp.speculative.draft_length import Acceptance, Costs, FixedDraftLeng
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import RowStep
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,19 @@ TURNS, MAX_TURNS = 4, 25  # of all K
 ENOUGH_S = 1.5  # more than TURNS only until they have taken this together
 
 
-def measured(engine: RankEngine, run: RunConf, rows: int, slots: int, ranks: Ranks = ALONE) -> Costs | None:
+def measured(
+    engine: RankEngine,
+    run: RunConf,
+    rows: int,
+    slots: int,
+    ranks: Ranks = ALONE,
+    prompts: Sequence[Prompt] = (),
+) -> Costs | None:
     """Returns the seconds of whole rounds, from the choice to the commit; None where texts are too short.
 
     Texts have at most `slots` tokens. Rounds of all K take turns, and the shortest counts: other
     programs make rounds longer, never shorter. All ranks call it; what counts are the leader's times.
+    With `prompts` of the run it also measures how likely drafts stand after them.
     """
     half = slots // 2
     k_max = min(run.speculation.k_max, half - 1, engine.drafter.limit(half) if engine.drafter else 0)
@@ -36,7 +45,8 @@ def measured(engine: RankEngine, run: RunConf, rows: int, slots: int, ranks: Ran
         return None
     ks = sorted({k_max, *(k for k in MEASURED if k < k_max)})
     lookahead, seconds = FixedDraftLength(0, rows), defaultdict[int, list[float]](list)
-    rounds, began = timed_rounds(engine, lookahead, half), time.perf_counter()
+    steps, began = list[RowStep](), time.perf_counter()
+    rounds = timed_rounds(engine, lookahead, half, prompts, steps)
     for turn in range(MAX_TURNS):
         if turn >= TURNS and (ranks.world > 1 or time.perf_counter() - began > ENOUGH_S):
             break
@@ -48,28 +58,42 @@ def measured(engine: RankEngine, run: RunConf, rows: int, slots: int, ranks: Ran
     engine.flush()
     round_s = np.interp(range(k_max + 1), ks, [min(seconds[k]) for k in ks]).tolist()
     ratio = max(round_s[1] / round_s[0] - 1, 0.0)
+    usual = Acceptance()
+    if prompts:
+        usual.observe(steps)
+    costs = Costs(round_s, usual, drafter=run.drafter_name, learns=True)
+    best = costs.best(usual.first.value, usual.later.value)
+    took = f"{1e3 * round_s[0]:.2f} ms without drafts, {1e3 * round_s[1]:.2f} ms with one"
+    took += f", {1e3 * round_s[k_max]:.2f} ms with {k_max}"
     kept = f"another run of this seed may differ, unless speculation.cost_ratio={ratio:.2g} is given"
+    kept = "the job keeps them" if run.task.chooses_k else kept
     log.info(
-        "adaptive: a round takes %.2f ms without drafts, %.2f ms with one, %.2f ms with %d; K depends on "
-        "such times: %s",
-        *(1000 * round_s[k] for k in (0, 1, k_max)), k_max,
-        "the job keeps them" if run.task.chooses_k else kept,
-    )  # fmt: skip
-    return Costs(round_s, Acceptance(), drafter=run.drafter_name)
+        "adaptive: a round takes %s; texts begin with K=%d. K depends on such times: %s", took, best, kept
+    )
+    return costs
 
 
-def timed_rounds(engine: RankEngine, lookahead: FixedDraftLength, half: int) -> Iterator[float]:
-    """Yields the seconds of rounds, each with the K that `lookahead` has then, on meaningless texts.
+def timed_rounds(
+    engine: RankEngine,
+    lookahead: FixedDraftLength,
+    half: int,
+    prompts: Sequence[Prompt],
+    taken: list[RowStep],
+) -> Iterator[float]:
+    """Yields the seconds of rounds, each with the K that `lookahead` has then; adds the rounds to `taken`.
 
-    These have about `half` tokens on average; where they are full, others begin.
+    Texts continue the prompts, or are meaningless. They have about `half` tokens on average; where they are
+    full, others begin.
     """
-    prompts = [Prompt(str(row), (0,) * max(half // 2, 1)) for row in range(lookahead.rows)]
+    begins = [prompt.token_ids[-half:] for prompt in prompts] or [(0,) * max(half // 2, 1)]
+    texts = [Prompt(str(row), begins[row % len(begins)]) for row in range(lookahead.rows)]
     while True:
-        state = engine.prefill(prompts, half)
+        state = engine.prefill(texts, half)
         steps = generate(engine, state, Limits(half), lookahead)
         while max(state.lengths) + lookahead.k < state.capacity:
             engine.synchronize()
             began = time.perf_counter()
-            next(steps, None)
+            step = next(steps, None)
             engine.synchronize()
             yield time.perf_counter() - began
+            taken += step.rows if step else []

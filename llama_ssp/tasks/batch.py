@@ -40,6 +40,7 @@ from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
 from llama_ssp.report.tables import figure
 from llama_ssp.speculative.draft_length import Costs
+from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.interactive import while_others_wait
 from llama_ssp.text.prompts import TextPrompt
@@ -80,11 +81,12 @@ class BatchTask(Task[BatchConf]):
         gpus = gpus_of(pair, ranks)
         longest, missing, shards = while_others_wait(ranks, partial(self._begin, pair, gpus))
         if missing:
-            keep = partial(self._keep_rows, pair.rows_for(missing, longest))
-            self._max_rows = while_others_wait(ranks, keep)
-            pair.load(min(self._max_rows, missing), longest)
-            rounds, costs = while_others_wait(ranks, partial(self._keep, pair)), pair.costs
-            costs = costs and Costs(rounds, drafter=costs.drafter)
+            keep = partial(self._keep_rows, pair, pair.rows_for(missing, longest))
+            self._max_rows, texts = while_others_wait(ranks, keep)
+            prompts = [Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(texts)]
+            pair.load(min(self._max_rows, missing), longest, prompts=prompts)
+            kept = while_others_wait(ranks, partial(self._keep, pair))
+            costs = pair.costs and Costs.of_kept(kept, pair.costs.drafter)
             engine = pair.engine(self._inputs.seed)
             lookahead = partial(lookahead_for, pair.run, costs=costs)
             sampled = self._task.logprobs_of is LogprobsOf.sampled
@@ -131,17 +133,23 @@ class BatchTask(Task[BatchConf]):
         missing, shards = standing.records - standing.records_finished, standing.shards - standing.shards_done
         return [longest_in(self._journal), missing, shards]
 
-    def _keep_rows(self, rows: int) -> int:
-        """Returns the rows at a time: those that the task names; else as many as when the job began."""
-        assert self._journal is not None
-        return rows if self._task.batch_size else int(self._journal.kept(ROWS, rows))
+    def _keep_rows(self, pair: PairSession, rows: int) -> tuple[int, list[tuple[int, ...]]]:
+        """Returns the rows at a time, and the job's first prompts, on which costs are measured.
 
-    def _keep(self, pair: PairSession) -> list[float]:
+        The rows are those that the task names; else as many as when the job began.
+        """
+        assert self._journal is not None
+        rows = rows if self._task.batch_size else int(self._journal.kept(ROWS, rows))
+        first = range(min(rows, self._journal.manifest.records))
+        works = [tokenised(self._job.index.read(index, pair.run), pair) for index in first]
+        return rows, [work.prompt.token_ids for work in works if isinstance(work, TokenRequest)]
+
+    def _keep(self, pair: PairSession) -> dict[str, Any]:
         """Keeps what was tried and measured when the job began; returns what rounds cost then, at each K."""
         assert self._journal is not None
         tried = [placed.role for placed in pair.placements if placed.on_trial]
         self._journal.keep_trials({role: pair.engines[role] for role in tried})
-        return list(self._journal.kept(COSTS, pair.costs.rounds)) if pair.costs else []
+        return dict(self._journal.kept(COSTS, pair.costs.kept(self._max_rows))) if pair.costs else {}
 
     @contextmanager
     def _leading(self) -> Iterator[None]:

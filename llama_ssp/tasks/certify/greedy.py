@@ -75,14 +75,14 @@ class GreedyReport:
 
 def check_greedy_texts(
     model: Model | None, subject: Sampler, regular: Sampler, wrong: Sampler | None, k: int,
-    prompts: Sequence[Prompt], task: CertifyConf,
+    prompts: Sequence[Prompt], task: CertifyConf, chunk: int,
 ) -> list[Check]:  # fmt: skip
     """Compares greedy texts with and without speculation; a wrong rule's must differ. All ranks call it."""
     samplers = [sampler for sampler in (regular, subject, wrong) if sampler is not None]
     plain, *others = [sampler.texts(prompts, task.greedy_tokens) for sampler in samplers]
     if model is None:
         return []
-    rows, chunk = min(task.batch_size, len(prompts)), task.prefill_chunk
+    rows = min(task.batch_size, len(prompts))
     reports = [check_greedy(model, prompts, plain, texts, k, rows=rows, chunk=chunk) for texts in others]
     report = reports[0]
     counts = {finding: report.count(finding) for finding in Finding}

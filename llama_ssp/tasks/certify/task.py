@@ -87,7 +87,7 @@ class CertifyTask(Task[CertifyConf]):
             subject.texts(long_texts, task.law_tokens)
             watch.room = 0
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
-            heat, rows, chunk = run.sampling.temperature, task.batch_size, task.prefill_chunk
+            heat, rows, chunk = run.sampling.temperature, task.batch_size, pair.models.prefill_chunk
             self._add(check_law(target, rule, watch.rounds, heat, vocab, rows, chunk, leads))
             if leads:
                 transform = SamplingTransform(run.sampling, ends, vocab)
@@ -104,7 +104,8 @@ class CertifyTask(Task[CertifyConf]):
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
             wrong = make(WRONG.name, greedy, rule=WRONG) if greedy_only else None
             ours, plain = make("speculative, greedy", greedy), make("regular, greedy", regular(greedy))
-            self._add(*check_greedy_texts(target, ours, plain, wrong, spec.longest, self._texts, task))
+            chunk = pair.models.prefill_chunk
+            self._add(*check_greedy_texts(target, ours, plain, wrong, spec.longest, self._texts, task, chunk))
             self._measure(pair, ours, greedy)
             self._measure(pair, plain, regular(greedy))
 
