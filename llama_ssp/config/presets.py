@@ -32,7 +32,7 @@ def options(group: str) -> list[str]:
 
 
 def model_words(role: str, name: str) -> list[str]:
-    """The overrides for a model by its name; `role` is model or draft. Raises ModelError for a wrong path."""
+    """Returns the overrides that choose this model or draft (`role`). Raises ModelError for a wrong path."""
     if "${" in name:
         name = OmegaConf.create({role: name})[role]
     name = name.removeprefix(HUB_PAGE).rstrip("/") if name.startswith(HUB_PAGE) else name
@@ -62,7 +62,7 @@ def model_words(role: str, name: str) -> list[str]:
 
 
 def quoted(text: object, as_written: bool = True) -> str:
-    """The text for an override, so that it arrives as it is; ${...} is resolved unless `as_written`."""
+    """Quotes a text as an override's value. Without `as_written`, ${...} in it is still resolved."""
     plain = str(text)
     if plain == "???":  # by which OmegaConf means that a value is missing
         return """'${oc.select:_,"???"}'"""

@@ -69,8 +69,8 @@ class RunConf:
 
     @property
     def drafts_from_text(self) -> bool:
-        """Whether tokens are drafted by n-gram lookup."""
-        return self.speculation.drafter is Drafting.ngram and self.speculation.may_draft
+        """Whether tokens are looked up in the text so far."""
+        return self.speculation.drafter not in (Drafting.model, Drafting.none) and self.speculation.may_draft
 
     @property
     def given_k(self) -> int | None:
@@ -80,9 +80,9 @@ class RunConf:
 
     @property
     def drafter_name(self) -> str | None:
-        """The name of the draft model, or ngram; None without drafts."""
+        """The name of the draft model, or of what drafts from the text; None without drafts."""
         if self.drafts_from_text:
-            return Drafting.ngram.value
+            return self.speculation.drafter.value
         return self.draft.name if self.draft and self.has_draft_model else None
 
 

@@ -60,6 +60,7 @@ def device(about: str) -> Any:
 
 # The choices of keys; the key's description says what each means.
 Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
+OWN_CODES = (Dtype.int4, Dtype.packed)  # formats that our decoder alone has
 Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
 Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
 Verification = StrEnum("Verification", ["block", "token"])

@@ -12,12 +12,9 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.host_memory import memory_here
 
-TORCH_DTYPES = {
-    Dtype.fp64: torch.float64,
-    Dtype.fp32: torch.float32,
-    Dtype.fp16: torch.float16,
-    **dict.fromkeys((Dtype.bf16, Dtype.int8, Dtype.int4, Dtype.nf4, Dtype.packed), torch.bfloat16),
-}
+# Of activations, and of weights that are not in codes.
+TORCH_DTYPES = dict.fromkeys(Dtype, torch.bfloat16)
+TORCH_DTYPES |= {Dtype.fp64: torch.float64, Dtype.fp32: torch.float32, Dtype.fp16: torch.float16}
 ALLOWED = "auto, cpu, cuda:N"
 
 

@@ -31,7 +31,7 @@ from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.expert_stacks import Stacking
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable
-from llama_ssp.models.quantization import QUANTISED, coded_of, in_groups, quantised
+from llama_ssp.models.quantization import OWN, QUANTISED, coded_of, quantised
 
 CPU = torch.device("cpu")
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
@@ -161,8 +161,8 @@ class LayerFormat:
         """Returns a linear layer, which is quantised if the format is."""
         if self.dtype not in QUANTISED or isinstance(weight_NK, Coded):
             return self._product(weight_NK, bias_N)
-        if self.dtype is Dtype.int4:
-            return self._product(in_groups(weight_NK), bias_N)
+        if self.dtype in OWN:
+            return self._product(OWN[self.dtype](weight_NK), bias_N)
         layer = quantised(self.dtype, weight_NK, bias_N, self.device)
         has_kernel = self.kernels is Kernels.all and self.codes_by_kernel
         if has_kernel and (self.dtype is Dtype.int8 or self.device.type == "cuda"):

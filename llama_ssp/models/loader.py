@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.config import OWN_CODES, Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
@@ -72,7 +72,7 @@ def _decoder(
     require_quantised(model, ranks.world)
     drafts = role == DRAFT
     # Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
-    coded = dtype in (Dtype.int4, Dtype.packed)
+    coded = dtype in OWN_CODES
     heads = model.n_heads, model.n_kv_heads, model.head_dim
     is_built = (fast or coded) and has_kernels(model.name, dtype, device, heads)
     fast = fast and is_built

@@ -20,11 +20,11 @@ from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, Codes, joined
 from llama_ssp.models.sharding import NF4_BLOCK
 
 PACKED_ROWS = 32  # outputs at a time in bitsandbytes' fast CPU kernel for 4 bit
-QUANTISED = (Dtype.int8, Dtype.int4, Dtype.nf4)
 LLM_INT8_THRESHOLD = 6.0  # bitsandbytes multiplies greater inputs in 16 bit
 LLM_INT8 = Codes("int8", unit=1 / 127)
 INT4 = Codes("int4", group=32)
 NF4 = Codes("nf4", group=NF4_BLOCK)
+QUANTISED = {Dtype.int8: LLM_INT8, Dtype.int4: INT4, Dtype.nf4: NF4}
 
 
 def settings(dtype: Dtype) -> dict[str, Any]:
@@ -125,3 +125,6 @@ def _in_groups(weight_NK: Tensor) -> Coded:
 def _quiet() -> None:
     """Without the lines that bitsandbytes logs for every cast, and for kernels that are missing."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+OWN = {Dtype.int4: in_groups}  # how weights become codes, without bitsandbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.config import OWN_CODES, Dtype, ModelConf
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.families import DEEPSPEED_FAMILIES, TESTED, TESTED_FAMILIES
 from llama_ssp.models.shape import Shape
@@ -198,7 +198,7 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
 
 def require_transformers(name: str, dtype: Dtype) -> None:
     """Refuses formats that transformers' modules do not have."""
-    if dtype in (Dtype.int4, Dtype.packed):
+    if dtype in OWN_CODES:
         what, fix = "codes are kept by the decoder alone", "write dtype=bf16, or another placement"
         allowed = f"{TESTED}, in one process or with placement.splitting=tensor"
         raise ModelError(what, f"model {name}", f"dtype={dtype.value}", allowed, fix)
@@ -211,7 +211,7 @@ def require_deepspeed(model: ModelConf, world: int) -> None:
         what, allowed = "DeepSpeed does not cut the architecture", ", ".join(DEEPSPEED_FAMILIES)
         fix = "use placement.splitting=tensor, or one process"
         raise ModelError(what, where, model.family, allowed, fix)
-    if model.code_bits or model.dtype in (Dtype.int8, Dtype.int4, Dtype.nf4, Dtype.packed):
+    if model.code_bits or model.dtype in (Dtype.int8, Dtype.nf4, *OWN_CODES):
         what, fix = "DeepSpeed would lose the scales of quantised layers", "use placement.splitting=tensor"
         found = f"a checkpoint in codes of {model.code_bits} bits" if model.code_bits else model.dtype.value
         raise DistributedError(what, where, found, "plain weights in fp32, bf16, fp16", fix)

@@ -33,7 +33,7 @@ from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear, probe
 from llama_ssp.models.kernels.build import complaint, triton_runs
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
-from llama_ssp.models.quantization import INT4, LLM_INT8, NF4, QUANTISED
+from llama_ssp.models.quantization import INT4, QUANTISED
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 
@@ -248,7 +248,7 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int,
             queries, keys, size = heads
             probe.require_attention(queries // keys, size, TORCH_DTYPES[dtype], device)
             if in_codes:
-                probe.require_coded({Dtype.int8: LLM_INT8, Dtype.nf4: NF4}.get(dtype, INT4), device)
+                probe.require_coded(QUANTISED.get(dtype, INT4), device)
     except Exception as error:  # whatever compilers, libraries and kernels raise
         log.warning("engine: %s runs eagerly: its kernels fail: %s", name, complaint(error))
         return False

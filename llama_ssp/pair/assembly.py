@@ -45,7 +45,7 @@ from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.head import head_drafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, Sampler
-from llama_ssp.speculative.drafters.ngram import NgramDrafter
+from llama_ssp.speculative.drafters.ngram import TEXT_DRAFTERS
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
@@ -62,10 +62,10 @@ COMPILED = "compiled"
 
 @dataclass(frozen=True)
 class RankModels:
-    """This rank's models; None for a model that only other ranks hold, or that there is not.
+    """Holds this rank's models. A model is None if only other ranks hold it, or the pair has none.
 
-    `vocab` and `context` are the target's, `draft_context` and `draft_dtype` those of what drafts. `trials`
-    are those that this rank's models had to pass before their steps were compiled, by role.
+    `vocab` and `context` are the target's; `draft_context` and `draft_dtype` are the draft model's or the
+    head's. `trials` has the trial of each model's compiled steps by role, if one was made, passed or failed.
     """
 
     target: Model | None
@@ -160,7 +160,7 @@ class ModelCache:
         )  # fmt: skip
 
     def _roles_of(self, placements: Placements) -> Roles:
-        """Process groups are made once, as each costs connections; so is the connection to the draft."""
+        """Returns the roles; makes groups and the link to a draft only once, since they cost connections."""
         drafter = placements.drafter
         key = placements.target.ranks, drafter.ranks if drafter else (), bool(drafter and drafter.copies)
         if key not in self._roles:
@@ -169,7 +169,7 @@ class ModelCache:
         return self._roles[key]
 
     def _tried(self, placements: Placements, roles: Roles) -> list[HeldModel]:
-        """Returns the models to hold, after trials; before weights are read: trials need GPU memory, too."""
+        """Returns the models to load, after trials, which need the GPU memory that weights take later."""
         result = list[HeldModel]()
         for placed, group in ((placements.target, roles.target), (placements.draft, roles.draft)):
             if placed is None or group is None:
@@ -281,7 +281,7 @@ def _drafter(
     roles, wide = pair.roles, partial(torch.promote_types, torch.float32)
     spec, vocab = run.speculation, sampler.transform.vocab
     if pair.target and roles.leads and run.drafts_from_text:
-        return NgramDrafter(spec.ngram_min, spec.ngram_max, vocab, wide(pair.target.dtype))
+        return TEXT_DRAFTERS[spec.drafter](spec, vocab, wide(pair.target.dtype))
     if not run.has_draft_model:
         return Drafter() if pair.draft and roles.drafts_apart else None
     if pair.head:

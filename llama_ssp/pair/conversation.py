@@ -26,8 +26,8 @@ from llama_ssp.text.tokenizer import Message
 
 # How a conversation is written for a model without a chat template.
 NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}
-ROUNDS = 8  # after which several ranks look whether the reply is stopped
-STOPPED = "stopped"  # why a reply ended, besides the reasons of a text: it was stopped from outside
+ROUNDS = 8  # several ranks check whether `stop` was called once in so many rounds
+STOPPED = "stopped"  # the finish reason of a reply that `stop` ended; the engine gives the other reasons
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Conversation:
         self.history.clear()
 
     def stop(self) -> None:
-        """Ends the reply after this round, over several ranks a few later. The leader's call counts."""
+        """Ends the reply after this round, over several ranks within ROUNDS. The leader's call decides."""
         self._stop_asked = True
 
     def reply(self, text: str) -> Iterator[str]:
@@ -135,7 +135,7 @@ class Conversation:
         ids = tokens.chat(messages) if self.has_template else tokens.encode(written(messages))
         if len(ids) >= self.limit:
             what, found = "the conversation is full: the message was not sent", f"{len(ids)} tokens with it"
-            fix = "/reset begins a new one; or start with a larger task.context"
+            fix = "begin a new one (in chat: /reset), or start with a larger task.context"
             raise DataError(what, found=found, allowed=f"fewer than {self.limit}", fix=fix)
         return usable(text, ids, tokens, self._pair.run)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llama_ssp.config import Dtype
+from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models.graph_sizes import DECODED, LAG, LARGEST, MOST, SLICE, sizes_up_to
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart
@@ -164,7 +164,7 @@ class Forward:
     def _dequantised(self) -> int:
         """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit; of experts a few."""
         part, numbers = self.part, 0
-        if self.own.dtype in (Dtype.int4, Dtype.nf4, Dtype.packed):
+        if self.own.dtype in (Dtype.nf4, *OWN_CODES):
             numbers = part.largest_matrix
         if self._coded_experts:
             one = 2 * part.expert_ffn * part.dim

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from llama_ssp.config import Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.config import OWN_CODES, Dtype, ModelConf, RunConf, Splitting, Steps
 from llama_ssp.models.graph_sizes import WIDEST_HEAD
 from llama_ssp.models.kernels.kept_files import mark_of
 from llama_ssp.models.sharding import is_planned
@@ -18,7 +18,7 @@ from llama_ssp.planner.speed import PassCost, Times
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.weights import parameters
 
-COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, Dtype.int4, Dtype.packed)
+COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, *OWN_CODES)
 ON_GPUS_TOO = (Dtype.fp16, Dtype.nf4)
 # What compiled steps save, and what it takes to compile them, or to load them later, on two cores.
 SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4

@@ -11,17 +11,15 @@ from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.models.graph_sizes import BLOCK
 from llama_ssp.models.sharding import NF4_BLOCK
 
-# Bytes of a layer's weight, without scales.
-BYTES = {
-    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5,
-    Dtype.nf4: 0.5, Dtype.packed: 1,  # at most
-}  # fmt: skip
-# Of the formats that are made while loading.
+# Codes that are made while loading.
 MADE = {
     Dtype.int8: Kept(8, 0, 4, "int8"),
     Dtype.int4: Kept(4, 32, 2, "int4"),
     Dtype.nf4: Kept(4, NF4_BLOCK, 4, "nf4"),
 }
+# Bytes of a layer's weight, without scales; of packed ones at most.
+BYTES: dict[Dtype, float] = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.packed: 1}
+BYTES |= {dtype: codes.bits / 8 for dtype, codes in MADE.items()}
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix of bitsandbytes
 
 # The groups of tensors.

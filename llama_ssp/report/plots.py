@@ -51,8 +51,9 @@ def plot(summary: dict[str, Any], name: str | None, folder: Path | None) -> str 
         log.info("no plot: matplotlib is not installed (pip install matplotlib)")
         return None
     figure = picture(summary)
-    if figure is not None:
-        save(figure, path)
+    if figure is None:
+        return None
+    save(figure, path)
     return str(path)
 
 
@@ -175,6 +176,6 @@ def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
     return f"planned for {summary['cluster']['name']}, {job['records']} records"
 
 
-PICTURES = {  # of each task, and the key of its summary that it is of
+PICTURES = {  # by task: the function that draws, and the key of the summary that it needs
     "measure": (_speeds, "target_alone"), "agree": (_agreements, "prompts"), "plan": (_nodes, "job"),
 }  # fmt: skip

@@ -50,10 +50,10 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """`<out>/<date>/<time>-<task>/`: the resolved config, the summary, the rounds when traced.
+    """Writes config, summary, tables, and rounds if traced, to `<out>/<date>/<time>-<task>/`.
 
-    `place` is another path for it: of a sweep's run. With `out` null nothing is written. Raises StorageError
-    where the folder cannot be written.
+    A sweep gives another path as `place`. Writes nothing if `out` is null. Raises StorageError if it cannot
+    write the folder.
     """
 
     def __init__(self, run: RunConf, seed: int | None, place: Path | None = None) -> None:
@@ -102,9 +102,9 @@ class RunFolder:
             with writing("run folder", self.path, FIX):
                 if self._rounds is not None:
                     self._rounds.close()
-                draft = self.path / "summary.json.part"
-                draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-                draft.replace(self.path / "summary.json")
+                part = self.path / "summary.json.part"
+                part.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+                part.replace(self.path / "summary.json")
                 for item in items_of(summary):
                     if isinstance(item, Table):
                         (self.path / f"{item.name}.csv").write_text(item.csv(), encoding="utf-8")
@@ -124,7 +124,7 @@ def sweep_folder(number: int, varied: Sequence[str], out: str | None, began: dat
 
 
 def _new_folder(base: Path, name: str) -> Path:
-    """Makes the folder, with a number behind its name where another run has the name."""
+    """Makes the folder; appends a number if the name is taken."""
     for number in range(1, 1000):
         path = base / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):

@@ -149,7 +149,7 @@ def _speeds_of_pairs(pairs: list[Row]) -> Items:
 
 
 def _categories(pairs: list[tuple[str, Row]]) -> Items:
-    """Returns by category of a suite what each pair and K gets a round, how much faster, what is accepted."""
+    """Returns a table with a row for each pair, K and category of a suite, and a sentence about it."""
     rows = [
         {
             "contender": f"{name}{', ' * bool(name)}K = {_k(row)}",

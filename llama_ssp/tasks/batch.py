@@ -63,18 +63,18 @@ class BatchTask(Task[BatchConf]):
     _answered = _refused = _set_aside = 0
     _max_rows = 1  # rows at a time; fewer than at first where the GPU's memory was full
     _thread: JournalThread  # the leader's
-    _taken: tuple[Shard, AbstractContextManager[None]] | None = None  # claimed while others' claims lapsed
-    _goes_on = False  # whether further shards follow on the texts that are being written
+    _taken: tuple[Shard, AbstractContextManager[None]] | None = None  # claimed by `_await_claims`, not begun
+    _goes_on = False  # whether rows that become free take texts of further shards
     _damaged_in_row = 0
 
     def __init__(self, *of_task: Any) -> None:
         super().__init__(*of_task)
-        self._claims: dict[Attempt, ExitStack] = {}  # the shards that are being worked on
-        self._texts: dict[int, tuple[Attempt, Request]] = {}  # their texts, by index
-        self._left: dict[int, TokenRequest] = {}  # those that are not written yet
-        self._under_way: set[int] = set()  # those in a row
-        self._apart: deque[list[TokenRequest]] = deque()  # texts that are not written among others
-        self._damaged: list[int] = []  # texts without numbers that are not committed yet
+        self._claims: dict[Attempt, ExitStack] = {}  # by shard in work; closing it gives the claim back
+        self._texts: dict[int, tuple[Attempt, Request]] = {}  # open requests of these shards, by record
+        self._left: dict[int, TokenRequest] = {}  # of these, handed out to be written, not committed
+        self._under_way: set[int] = set()  # records that occupy a row now
+        self._apart: deque[list[TokenRequest]] = deque()  # groups of texts, each written by itself
+        self._damaged: list[int] = []  # records with NaN or infinite logits, not answered yet
 
     def run(self) -> str:
         pair, ranks = self._open(), self._ranks
@@ -120,7 +120,7 @@ class BatchTask(Task[BatchConf]):
         return self._measurement(self._rows.figures(), ", with prompts") if self._rows else []
 
     def _begin(self, pair: PairSession, gpus: int) -> list[int]:
-        """Opens the job; the tokens of the longest text, and how many records and shards are missing."""
+        """Opens the job; returns the tokens of its longest text, and how many records and shards are open."""
         self._job = job_of(self._inputs.run, self._inputs.pairs[0].files, self._inputs.seed)
         self._job.reopen()
         self._journal = begin(self._job, pair)
@@ -134,9 +134,9 @@ class BatchTask(Task[BatchConf]):
         return [longest_in(self._journal), missing, shards]
 
     def _keep_rows(self, pair: PairSession, rows: int) -> tuple[int, list[tuple[int, ...]]]:
-        """Returns the rows at a time, and the job's first prompts, on which costs are measured.
+        """Returns how many rows to write at a time, and the job's first prompts, to measure costs on.
 
-        The rows are those that the task names; else as many as when the job began.
+        The rows are `task.batch_size` if it is given, else the number that the job's first process stored.
         """
         assert self._journal is not None
         rows = rows if self._task.batch_size else int(self._journal.kept(ROWS, rows))
@@ -145,7 +145,7 @@ class BatchTask(Task[BatchConf]):
         return rows, [work.prompt.token_ids for work in works if isinstance(work, TokenRequest)]
 
     def _keep(self, pair: PairSession) -> dict[str, Any]:
-        """Keeps what was tried and measured when the job began; returns what rounds cost then, at each K."""
+        """Stores trials and costs if this process is the job's first; returns the costs that were stored."""
         assert self._journal is not None
         tried = [placed.role for placed in pair.placements if placed.on_trial]
         self._journal.keep_trials({role: pair.engines[role] for role in tried})
@@ -172,12 +172,12 @@ class BatchTask(Task[BatchConf]):
         self._thread.check()
 
     def _excuse(self) -> None:
-        """Says of every shard that the process is being ended from outside. From any thread."""
+        """Notes in each claimed shard that no record is to blame for this end. Any thread may call it."""
         for attempt in list(self._claims):
             attempt.excuse()
 
     def _next_batch(self, pair: PairSession) -> dict[str, Any]:
-        """What all ranks write next: shards as long as there are some, then texts apart; empty at the end."""
+        """Returns what all ranks write next: a shard's texts, then those set apart from it; {} at the end."""
         assert self._journal is not None
         if not self._left:  # else they are written again, fewer at a time
             self._goes_on = True
@@ -195,12 +195,12 @@ class BatchTask(Task[BatchConf]):
         return {"works": works, "rows": self._max_rows, "longest": longest, "goes_on": self._goes_on}
 
     def _await_claims(self, journal: Journal) -> bool:
-        """Whether a claim of another process has lapsed; False when each shard left is a living process's.
+        """Waits until a dead process's claim lapses, and takes its shard; returns False if none lapses.
 
-        Whether a process of another machine lives shows within a minute: it renews its claims, or they lapse.
+        A process on another machine counts as alive once it renews its claims; if not, they lapse.
         """
         if silent := journal.silent():
-            log.info("the rest is claimed: at most %.0f s until it shows whether others work on it", STALE_S)
+            log.info("all shards left are claimed; claims that nobody renews lapse after %.0f s", STALE_S)
         until = time.monotonic() + STALE_S + BEAT_S  # whatever the clock of the claims says
         while silent and time.monotonic() < until:
             time.sleep(LOOK_S)
@@ -211,10 +211,10 @@ class BatchTask(Task[BatchConf]):
         return False
 
     def _next_texts(self, pair: PairSession) -> list[TokenRequest]:
-        """The texts of the next shard that has some; none while there are texts to be written apart.
+        """Returns the texts of the next shard that has some; [] without one, or while `_apart` has texts.
 
-        So the rows go from one shard to the next without a break. Lines that make no request are answered
-        here. Apart are texts with `echo`, texts longer than a row, and those during which an attempt died.
+        Rows thus pass from shard to shard without a break. Lines that make no request are answered here.
+        `_apart` takes texts with `echo`, texts longer than a row, and those during which an attempt died.
         """
         journal, rows = self._journal, self._max_rows
         assert journal is not None
@@ -228,7 +228,7 @@ class BatchTask(Task[BatchConf]):
                 (suspects if attempt.deaths[work.index] else others if is_other else usual).append(work)
             self._apart += [others] if others else []
             for count in sorted({attempt.deaths[work.index] for work in suspects}):
-                size = max(1, rows >> (count - 1))  # rows that died run together again, then halves of them
+                size = max(1, rows >> (count - 1))  # after one death a full batch again, after two half of it
                 again = [work for work in suspects if attempt.deaths[work.index] == count]
                 self._apart += [again[start : start + size] for start in range(0, len(again), size)]
             self._thread.do(partial(self._publish, attempt))
@@ -238,9 +238,9 @@ class BatchTask(Task[BatchConf]):
         return []
 
     def _ready(self, attempt: Attempt, pair: PairSession) -> list[TokenRequest]:
-        """The shard's missing texts, the longest first; answers lines that make no request.
+        """Returns the shard's open requests, longest first; answers lines that make no request.
 
-        A record is set aside when attempts have died during it alone, on two nodes where the job has two.
+        Sets a record aside if `retries` attempts died during it alone, on two nodes if the job has two.
         """
         ready = []
         groups = self._journal.survey()[1] if self._journal and attempt.deaths_alone else []
@@ -263,9 +263,9 @@ class BatchTask(Task[BatchConf]):
         return sorted(ready, key=lambda work: -work.longest)
 
     def _write(self, message: dict[str, Any], pair: PairSession) -> None:
-        """Writes texts, and further ones, on every rank; the leader commits each answer.
+        """Writes the message's texts, then those of further shards, on all ranks; the leader commits them.
 
-        Where a single GPU's memory is full, the rest is written half as many rows at a time.
+        If GPU memory is full on a run of one rank, returns and leaves the rest to a call with half the rows.
         """
         assert self._rows is not None
         rows, longest, leads = message["rows"], message["longest"], self._ranks.is_leader
@@ -292,9 +292,9 @@ class BatchTask(Task[BatchConf]):
             self._under_way.clear()
 
     def _begun(self, indices: list[int]) -> None:
-        """Says in the journal of each shard which of its texts are about to begin, and among how many.
+        """Notes in each shard's journal which texts are about to begin, and how many are under way in all.
 
-        Waits until it is written, but for seconds: a disk that stalls stops no rank.
+        Waits at most BEGUN_S for the disk: a disk that stalls must not stop a rank.
         """
         self._under_way.update(indices)
         for attempt in {self._texts[index][0]: None for index in indices}:
@@ -317,10 +317,10 @@ class BatchTask(Task[BatchConf]):
         self._finish(attempt, request.index, answer(request, written, model, spell, self._task.fields))
 
     def _keep_damaged(self, attempt: Attempt, request: Request) -> None:
-        """Keeps a text that ended on logits that are not numbers until it shows whether the device is sound.
+        """Holds back a text whose logits were not numbers, until it is known whether the device is sound.
 
-        Raises DistributedError after three of them one after another: their records stay open, for a device
-        that computes. A record that was among such texts on another node is to blame itself.
+        Raises DistributedError at DAMAGED_IN_ROW such texts in a row; their records stay open for another
+        device. Refuses a record at once if its logits were not numbers on another node, too.
         """
         log.warning("%s: %s", request.where, NOT_NUMBERS)
         node = socket.gethostname()
@@ -367,7 +367,7 @@ class BatchTask(Task[BatchConf]):
             self._claims.pop(attempt).close()
 
     def _end(self) -> bool:
-        """Writes the output if the whole job is done, also by other processes; whether it is."""
+        """Writes the output if all processes together have done the whole job; returns whether they have."""
         journal, job = self._journal, self._job
         assert journal is not None
         figures = self.figures()
@@ -394,9 +394,9 @@ def gpus_of(pair: PairSession, ranks: Ranks) -> int:
 
 
 def begin(job: Job, pair: PairSession) -> Journal:
-    """The job's journal. Of a new job the prompts that may be bad or the longest are tokenised first.
+    """Returns the job's journal. For a new job, first tokenises prompts that may be bad or the longest.
 
-    These are the longest by their bytes, those that may well fill the model's context, and the shortest.
+    These are the MANY longest by bytes, the FEW shortest, and all that may fill the model's context.
     """
     longest, refused, rows = 2, list[Refused](), job.index.rows
     by_size = np.argsort(rows["bytes"].astype(np.int64) + rows["new"], kind="stable")

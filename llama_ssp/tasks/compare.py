@@ -1,4 +1,4 @@
-"""task=compare: a prompt by regular, then by speculative sampling, drawn side by side between rounds."""
+"""task=compare: runs each prompt with regular, then speculative sampling; draws both side by side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llama_ssp.text.prompts import TextPrompt, problem_of
 
 log = logging.getLogger(__name__)
 
-TYPED_TOKENS = 1024  # what a typed prompt is taken to have at most, when memory is checked
+TYPED_TOKENS = 1024  # the limit of a typed prompt: memory is planned for it
 WARM_UP_TOKENS = 24
 RECORDED = 100  # columns of a picture where there is no terminal
 SIDES = REGULAR, SPECULATIVE

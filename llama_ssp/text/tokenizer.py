@@ -29,8 +29,8 @@ from llama_ssp.text.vocabulary import (
 log = logging.getLogger(__name__)
 
 PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
-MARK = "\ue000"  # a placeholder for the user's text, to find it in a rendered template
-WORD = "7046215937"  # the same, of characters that no template changes
+MARK = "\ue000"  # encloses the placeholder of each message, to find it in a rendered template
+WORD = "7046215937"  # begins a message that no template rewrites, to see whether it is rendered at all
 
 
 Message = dict[str, str]  # its role and its content
@@ -49,9 +49,9 @@ class Tokens(Protocol):
         """Whether there is a chat template, so that `chat` can be called."""
 
     def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
-        """A text's ids; names of special tokens in it are text, or with `special` those tokens.
+        """Returns a text's ids. Names of special tokens in it are read as text, with `special` as tokens.
 
-        `begin`: with the special tokens that the tokenizer adds to a text.
+        With `begin`, the special tokens that the tokenizer adds to a text are added.
         """
 
     def decode(self, ids: list[int]) -> str:
@@ -127,13 +127,14 @@ class HubTokens:
         marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
         frame = self.rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
         pieces = re.split(f"({'|'.join(marks)})", frame)
-        for trimmed in (str, str.strip):  # templates take content as it is, or without spaces around it
-            contents = {mark: trimmed(content) for mark, content in zip(marks, typed, strict=True)}
+        for trim in (str, str.strip):  # templates insert a message unchanged, or stripped
+            contents = {mark: trim(content) for mark, content in zip(marks, typed, strict=True)}
             if "".join(contents.get(piece, piece) for piece in pieces) == rendered:
                 parts = ((contents.get(piece, piece), piece not in contents) for piece in pieces)
                 return [i for text, special in parts for i in self.encode(text, special, begin=False)]
-        what, fix = "the prompt names special tokens, and the chat template changes it", "take the special"
-        raise DataError(what, "task.chat=true", self._special_in(typed), fix=f"{fix} token out of the prompt")
+        what = "the prompt names special tokens, and the chat template rewrites the prompt"
+        fix = "take the special token out of the prompt"
+        raise DataError(what, "task.chat=true", self._special_in(typed), fix=fix)
 
     def _special_in(self, texts: list[str]) -> str | None:
         """A special token that is named in the texts."""
@@ -193,7 +194,7 @@ class HubTokens:
         if any(m["content"].startswith(WORD) for m in changed):
             what, fix = "the model's chat template leaves the prompt out", "correct chat_template in"
             raise DataError(what, self._path, fix=f"{fix} tokenizer_config.json, or {without}")
-        if changed:  # some templates change words that they quote; WORD shows whether they are there at all
+        if changed:  # a template may rewrite a message: WORD in its place shows whether it is rendered
             self.rendered(
                 [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]
             )
@@ -260,7 +261,7 @@ def read_tokens(path: Path | None, vocab: int) -> Tokens:
 
 
 def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], how: Bridging) -> Diagnosis | None:
-    """How the two are used together; None for bytes. `widths` are the logits of each. Raises ModelError."""
+    """Returns how the vocabularies match; None for bytes. `widths` count logits. Raises ModelError."""
     if isinstance(target, HubTokens) and isinstance(draft, HubTokens):
         return pair(target.vocabulary, draft.vocabulary, widths, how)
     if type(target) is not type(draft):

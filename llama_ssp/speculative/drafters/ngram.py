@@ -12,10 +12,12 @@ would a prompt's text, unless it is greedy, and a restarted job would write othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import takewhile
 
 import torch
 
+from llama_ssp.config import Drafting, SpeculationConfig
 from llama_ssp.speculative.drafters.local import Drafter, certain
 from llama_ssp.speculative.state import Proposal, State
 
@@ -119,3 +121,10 @@ class NgramDrafter(Drafter):
             index = self._indexes[row] = NgramIndex(text, self._shortest, self._longest)
         index.update()
         return list(takewhile(lambda i: i < self._vocab, index.drafts(wanted)))  # a prompt may have others
+
+
+# What drafts from the text alone, by the name of `speculation.drafter`: of the settings, the size of the
+# vocabulary, and the format of probabilities.
+TEXT_DRAFTERS: dict[Drafting, Callable[[SpeculationConfig, int, torch.dtype], Drafter]] = {
+    Drafting.ngram: lambda spec, *sizes: NgramDrafter(spec.ngram_min, spec.ngram_max, *sizes),
+}

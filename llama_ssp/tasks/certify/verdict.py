@@ -28,7 +28,7 @@ SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """Returns the verdict: one failure decides; what no check could have seen, none has excluded."""
+    """Returns DIFFERENT if a check failed, SAME if all passed, else INCONCLUSIVE."""
     outcomes = {check.outcome for check in checks}
     if Outcome.failed in outcomes:
         return DIFFERENT
@@ -36,7 +36,7 @@ def verdict(checks: Sequence[Check]) -> str:
 
 
 def judged(name: str, faults: Sequence[tuple[object, str]], right: str, figures: dict[str, Any]) -> Check:
-    """Returns a check that failed with the first fault that is there, or passed with what is `right`."""
+    """Returns a check that failed and says the first fault present, or passed and says `right`."""
     for is_there, says in faults:
         if is_there:
             return Check(name, Outcome.failed, says, figures)
@@ -44,7 +44,7 @@ def judged(name: str, faults: Sequence[tuple[object, str]], right: str, figures:
 
 
 def control(wrong: str, differs: bool, against: str, figures: dict[str, Any]) -> Check:
-    """Says whether a wrong rule, of this name, differs; otherwise nothing was shown."""
+    """Returns the negative control: passed if the wrong rule differs, blind if it does not."""
     says = f"a rule that {wrong} {'differs' if differs else 'does not differ'} {against}"
     return Check("negative control", Outcome.passed if differs else Outcome.blind, says, figures)
 
