@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 HOST_BYTES = 2**29  # of a rank that has loaded torch: libraries of the GPU, tokenizers
 USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
+MOST_CPU_ROWS = 32  # that are taken on a CPU where no one says how many
 LEAST_GAIN = 1.1  # tokens a second of twice as many rows, over those of the rows
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
 # What is counted of a rank's memory, each more than the one before.
@@ -51,17 +52,21 @@ class Prediction:
         return self.option.times.round_s(self.option.k, self.request.acceptance)
 
     def rows_that_pay(self, most: int) -> int:
-        """Returns the number of rows: doubled while they fit and bring LEAST_GAIN of the planned tokens/s.
+        """Returns the rows, `most` or less: doubled while they fit and twice as many bring LEAST_GAIN.
 
-        On a CPU they are USUAL_ROWS at most: its planned times are often those of another machine.
+        Speed is that of the best K at each number of rows. Planned times of a CPU are often those of another
+        machine, so rows are MOST_CPU_ROWS at most there.
         """
-        rows, ms = 1, self.option.ms_per_token
-        while 2 * rows <= min(most, USUAL_ROWS if self.request.machine.is_cpu else MOST_ROWS):
-            request = replace(self.request, work=replace(self.request.work, rows=2 * rows))
-            more = option(request, self.option.placement, self.option.k)
-            if more.verdict is not FitVerdict.fits or more.ms_per_token > ms / LEAST_GAIN:
+        most = min(most, MOST_CPU_ROWS if self.request.machine.is_cpu else MOST_ROWS)
+        rows = 1
+        while rows < most:
+            more = min(2 * rows, most)
+            work = replace(self.request.work, rows=more)
+            fits = option(replace(self.request, work=work), self.option.placement, self.option.k).verdict
+            twice_ms, ms = (self.ms_per_token(n, None, None)[1] for n in (2 * rows, rows))
+            if fits is not FitVerdict.fits or twice_ms > ms / LEAST_GAIN:
                 break
-            rows, ms = 2 * rows, more.ms_per_token
+            rows = more
         return rows
 
     def ms_per_token(self, rows: int, k: int | None, acceptance: float | None) -> tuple[int, float]:
