@@ -346,7 +346,7 @@ def test_rows_are_doubled_while_they_fit_and_pay() -> None:
 
     rows = planned(H100).rows_that_pay(4096)
     assert rows >= 64 and planned(H100).rows_that_pay(rows - 1) == rows - 1
-    less, best, more = plans = [planned(H100, rows=n) for n in (rows // 2, rows, 2 * rows)]
+    _, best, more = plans = [planned(H100, rows=n) for n in (rows // 2, rows, 2 * rows)]
     less_ms, best_ms, more_ms = (one.ms_per_token(one.request.work.rows, None, None)[1] for one in plans)
     assert best.option.verdict is FitVerdict.fits and best_ms <= less_ms / LEAST_GAIN
     assert more.option.verdict is not FitVerdict.fits or more_ms > best_ms / LEAST_GAIN
