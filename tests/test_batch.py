@@ -24,7 +24,6 @@ from typing import Any, cast
 import pytest
 
 from llama_ssp import cli
-from llama_ssp.batch import journal
 from llama_ssp.batch.atomic_files import append_line
 from llama_ssp.batch.continuous_batching import ContinuousBatch
 from llama_ssp.batch.index import Index
@@ -580,7 +579,7 @@ def test_claims_from_elsewhere_are_waited_for(
 
     for name, value in (("LOOK_S", 0.5), ("STALE_S", 3.0), ("BEAT_S", 0.0)):
         monkeypatch.setattr(batch, name, value)
-    monkeypatch.setattr(journal, "STALE_S", 3.0)
+    monkeypatch.setattr("llama_ssp.batch.claims.STALE_S", 3.0)
     if lives is None:
         for claim in claims:
             os.utime(claim, (time.time() + 3600,) * 2)

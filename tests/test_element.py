@@ -51,8 +51,11 @@ def test_the_manifest_names_index_and_pod(monkeypatch: pytest.MonkeyPatch):
     assert own_element() == Element("7", 0)
 
 
-def test_a_claim_of_a_replaced_pod_lapses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Pods have the host name and the process number of those that they replace, in other namespaces."""
+def test_a_claim_of_a_replaced_pod_is_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pods have the host name and the process number of those that they replace, in other namespaces.
+
+    A claim of another index lapses.
+    """
     journal = Journal.begin(tmp_path, Manifest("ab" * 32, 4, {"seed": 1}, shards_of(4, 2)))
     held = ExitStack()
     for index, uid in ((0, "u1"), (1, "u2")):
@@ -61,12 +64,16 @@ def test_a_claim_of_a_replaced_pod_lapses(tmp_path: Path, monkeypatch: pytest.Mo
         claimed = journal.claim()
         assert claimed is not None and claimed[0].name == f"0000{index}"
         held.enter_context(claimed[1])
-    enter(monkeypatch, 0, "u3")
     monkeypatch.setattr(identity, "_machine", lambda: "u3")
+    enter(monkeypatch, 2, "u3")
     assert journal.claim() is None and len(journal.silent()) == 2
-    os.utime(tmp_path / "claims" / "00000", (0, 0))
+    enter(monkeypatch, 0, "u3")
     claimed = journal.claim()
     assert claimed is not None and claimed[0].name == "00000"
+    assert journal.claim() is None
+    os.utime(tmp_path / "claims" / "00001", (0, 0))
+    claimed = journal.claim()
+    assert claimed is not None and claimed[0].name == "00001"
     held.close()
 
 

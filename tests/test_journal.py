@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.batch import atomic_files, journal
-from llama_ssp.batch.atomic_files import require_file_system
-from llama_ssp.batch.attempt_log import Attempt, JournalThread, read_part, sealed
+from llama_ssp.batch import atomic_files, claims
+from llama_ssp.batch.atomic_files import require_file_system, sealed
+from llama_ssp.batch.attempt_log import Attempt, JournalThread, read_part
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.slurm.supervisor import End, ends, keep_end
@@ -211,7 +211,8 @@ def test_what_a_killed_process_of_the_same_name_left_is_not_written_to(tmp_path:
 def test_a_file_may_have_the_longest_name(tmp_path: Path):
     path = tmp_path / ("é" * 127)
     assert atomic_files.write_once(path, b"1") and not atomic_files.write_once(path, b"2")
-    assert atomic_files.replace_whole(path, b"3") and path.read_bytes() == b"3"
+    atomic_files.replace_whole(path, b"3")
+    assert path.read_bytes() == b"3"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -335,33 +336,33 @@ def test_shards_are_even():
 def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both have looked before either writes: the second one looks again before it replaces the claim."""
     path, looked, first = tmp_path / "claim", [], ExitStack()
-    path.write_text(json.dumps({**journal._this_process(), "pid": 2**22 + 1}))
-    is_abandoned = journal._is_abandoned
+    path.write_text(json.dumps({**claims.this_process(), "pid": 2**22 + 1}))
+    is_abandoned = claims.is_abandoned
 
     def look(at: Path) -> bool:
         looked.append(is_abandoned(at))
         if len(looked) == 1:  # meanwhile
-            claim = journal._claim(at)
+            claim = claims.claim(at)
             assert claim is not None
             first.enter_context(claim)
             return True
         return looked[-1]
 
-    monkeypatch.setattr(journal, "_is_abandoned", look)
+    monkeypatch.setattr(claims, "is_abandoned", look)
     with first:
-        assert journal._claim(path) is None
+        assert claims.claim(path) is None
     assert looked == [True, True, True, False]
 
 
 def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its first holder was suspended for longer than a claim lasts, and then ends its shard."""
     path, second = tmp_path / "claim", ExitStack()
-    first = journal._claim(path)
+    first = claims.claim(path)
     assert first is not None
     with first:
         os.utime(path, (0, 0))
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-        taken = journal._claim(path)
+        taken = claims.claim(path)
         assert taken is not None
         second.enter_context(taken)
     assert json.loads(path.read_bytes())["host"] == "elsewhere"
@@ -371,12 +372,12 @@ def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monke
 
 def test_a_process_is_not_the_earlier_one_of_its_number(tmp_path: Path):
     """In a container the next process has the same host and number."""
-    path, own = tmp_path / "claim", journal._this_process()
+    path, own = tmp_path / "claim", claims.this_process()
     path.write_text(json.dumps({**own, "started": "1"}))
-    claim = journal._claim(path)
+    claim = claims.claim(path)
     assert claim is not None
     with claim:
-        assert journal._claim(path) is None
+        assert claims.claim(path) is None
     assert not path.exists()
 
 
@@ -409,12 +410,12 @@ def test_a_process_that_proc_hides_may_live(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("lacking", ["machine", "started"])
 def test_a_claim_that_names_too_little_lapses_with_its_heartbeat(lacking: str, tmp_path: Path):
     """That of an older version, or of a machine that does not tell when a process began."""
-    job, own = Journal.begin(tmp_path, manifest()), journal._this_process()
+    job, own = Journal.begin(tmp_path, manifest()), claims.this_process()
     for shard in job.manifest.shards:
         (tmp_path / "claims" / shard.name).write_text(json.dumps({**own, lacking: ""}))
     assert job.claim() is None and {name for name, _ in job.silent()} == {"00000", "00001", "00002"}
     path = tmp_path / "claims" / "00001"
-    os.utime(path, (0, path.stat().st_mtime - journal.STALE_S - 1))
+    os.utime(path, (0, path.stat().st_mtime - claims.STALE_S - 1))
     taken = job.claim()
     assert taken is not None and taken[0].name == "00001"
     with taken[1]:

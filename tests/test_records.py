@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.batch.attempt_log import sealed
+from llama_ssp.batch.atomic_files import sealed
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.job import job_of, require_good
 from llama_ssp.batch.requests import Form, Reader, Refused, Request, simple_id

@@ -6,6 +6,7 @@ responses.py      the line that answers it; every line of the input that is not 
 index.py          where each record of the input lies: made once, read by every group
 job.py            the input, and the run's settings
 journal.py        what is done, on disk: readable after any crash, and right at any moment (docs/batch.md)
+claims.py         which process works on which shard
 attempt_log.py    what one attempt at a shard has finished, a line a record; the thread that writes
 status.py         how far a job is, and how fast, from its folder
 workers.py, local_workers.py, slurm/     groups of ranks that share a job

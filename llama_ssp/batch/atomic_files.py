@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from llama_ssp.distributed.identity import own_element
 from llama_ssp.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 # What a file system says of an operation that it does not have.
 NOT_ABLE = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
@@ -41,15 +45,12 @@ def write_once(path: Path, data: bytes) -> bool:
     return True
 
 
-def replace_whole(path: Path, data: bytes, still: Callable[[], bool] = lambda: True) -> bool:
-    """Puts a file in the place of an older one, in one step; False where that is not `still` wanted then."""
+def replace_whole(path: Path, data: bytes) -> None:
+    """Puts a file in the place of an older one, in one step."""
     with drafted(path) as (draft, file):
         file.write(data)
         synced(file)
-        if not still():
-            return False
         draft.replace(path)
-    return True
 
 
 @contextmanager
@@ -66,20 +67,38 @@ def drafted(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
         sync_folder(path.parent)
 
 
+def sealed(entry: dict[str, Any]) -> bytes:
+    """The entry as a line with its checksum in front."""
+    body = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
 def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Appends a line in one write: two processes do not mix theirs, and a torn line spoils no other."""
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:
-            file.write(b"\n" + json.dumps(entry).encode() + b"\n")
+            file.write(b"\n" + sealed(entry))
 
 
-def lines_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries that `append_line` wrote; torn lines are left out."""
-    with suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
-                yield json.loads(line)
+def lines_in(path: Path) -> list[dict[str, Any]]:
+    """The entries of the lines in a file; none where it is not there, or no longer.
+
+    Lines that are not as they were written are left out, with a warning: a killed process leaves a torn last
+    line; another machine may see zeros where a line is on its way.
+    """
+    data, entries, damaged = b"", list[dict[str, Any]](), 0
+    with storing(path, reads=True), suppress(FileNotFoundError):
+        data = path.read_bytes()
+    for line in filter(None, data.split(b"\n")):
+        crc, _, body = line.lstrip(b"\0").partition(b" ")
+        if crc == b"%08x" % zlib.crc32(body):
+            entries.append(json.loads(body))
+        else:
+            damaged += 1
+    if damaged:
+        log.warning("%s: %d damaged lines are left out", path, damaged)
+    return entries
 
 
 def synced(file: BinaryIO) -> None:
@@ -115,10 +134,10 @@ def require_file_system(folder: Path) -> None:
             for letter in (b"a", b"b"):
                 with path.open("ab", buffering=0) as file:
                     file.write(letter)
-                    lacking = "fsync"
-                    os.fsync(file.fileno())
-                    lacking = "append"
             if path.read_bytes() == b"ab":
+                lacking = "fsync"
+                with path.open("ab") as file:
+                    os.fsync(file.fileno())
                 lacking = "hard links"
                 for _ in range(2):
                     os.link(path, other)
@@ -131,7 +150,7 @@ def require_file_system(folder: Path) -> None:
             for name in (path, other):
                 with suppress(OSError):
                     name.unlink(missing_ok=True)
-        if lacking:
-            what, allowed = "a job cannot be kept on this file system", "a disk, NFS, Lustre, CephFS"
-            fix = "choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough"
-            raise StorageError(what, folder, f"no {lacking}", allowed, fix)
+    if lacking:
+        what, allowed = "a job cannot be kept on this file system", "a disk, NFS, Lustre, CephFS"
+        fix = "choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough"
+        raise StorageError(what, folder, f"no {lacking}", allowed, fix)

@@ -7,12 +7,10 @@ were finished, and that the attempt left in good order; if not, it failed at wha
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import threading
 import time
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,11 +19,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from llama_ssp.batch.atomic_files import append_line, storing, sync_folder, write_once
+from llama_ssp.batch.atomic_files import append_line, lines_in, sealed, storing, sync_folder, write_once
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.responses import counted
-
-log = logging.getLogger(__name__)
 
 BEGUN, FINISHED, LEFT, AT, AMONG = "begun", "finished", "left", "at", "among"
 DAMAGED, NODE = "damaged", "node"
@@ -70,7 +66,6 @@ class Attempt:
             for index in past.damaged:
                 self.damaged_on[index].add(past.node)
         self._unsynced, self._synced_at = 0, time.monotonic()
-        self._torn = False  # the last write failed and may have left part of a line
         with storing(path):
             self._file: BinaryIO = path.open("xb", buffering=0)
             sync_folder(path.parent)
@@ -109,14 +104,9 @@ class Attempt:
         return was_first
 
     def _append(self, entry: dict[str, Any]) -> None:
-        line = b"\n" * self._torn + sealed(entry)  # a torn line before it is left out by readers
+        line = b"\n" + sealed(entry)  # so that a torn line before it stands alone
         with storing(self._path):
-            taken = 0
-            try:
-                taken = self._file.write(line)
-            finally:
-                self._torn = taken != len(line)
-            if self._torn:
+            if self._file.write(line) != len(line):
                 raise OSError(0, "the disk took part of a line only")
             self._unsynced += 1
             if self._unsynced >= SYNC_EVERY or time.monotonic() - self._synced_at >= SYNC_S:
@@ -161,41 +151,15 @@ class JournalThread(threading.Thread):
         self.join(seconds)
 
 
-def sealed(entry: dict[str, Any]) -> bytes:
-    """The entry as a line with its checksum in front."""
-    body = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(body), body)
-
-
-def read_part(path: Path) -> PastAttempt | None:
-    """What the file tells; None where it has gone: its shard has been published meanwhile.
-
-    Lines that are not as they were written are left out, with a warning: a killed process leaves a torn last
-    line; another machine may see zeros where a line is on its way.
-    """
-    with storing(path, reads=True):
-        try:
-            lines = path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return None
-    past, entries = PastAttempt(), [_opened(line.lstrip(b"\0")) for line in lines if line]
-    if damaged := entries.count(None):
-        log.warning("%s: %d damaged lines are left out, their records are computed again", path, damaged)
-    for entry in filter(None, entries):
+def read_part(path: Path) -> PastAttempt:
+    """What the file tells: nothing where it has gone, because its shard has been published meanwhile."""
+    past = PastAttempt()
+    for entry in lines_in(path):
         past.begun.update(entry.get(BEGUN, ()))
         past.among, past.node = entry.get(AMONG, past.among), entry.get(NODE, past.node)
         if FINISHED in entry:
-            past.finished[int(entry[FINISHED])] = entry["record"]
+            past.finished[entry[FINISHED]] = entry["record"]
             past.last_at = entry.get(AT, 0.0)
         past.damaged.update(entry.get(DAMAGED, ()))
         past.left = past.left or LEFT in entry
     return past
-
-
-def _opened(line: bytes) -> dict[str, Any] | None:
-    """The entry of a line; None where the line is not what was written."""
-    sum_, _, body = line.partition(b" ")
-    with suppress(ValueError):
-        entry = json.loads(body) if sum_ == b"%08x" % zlib.crc32(body) else None
-        return entry if isinstance(entry, dict) else None
-    return None

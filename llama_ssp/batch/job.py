@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_ssp.batch.atomic_files import replace_whole, storing
+from llama_ssp.batch.atomic_files import drafted, replace_whole, storing
 from llama_ssp.batch.journal import MANIFEST, Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.requests import Refused
@@ -73,7 +73,8 @@ class Job:
         Raises DataError where a corrected record has another answer, or processes are at work on the job.
         """
         if self.run.task_as(BatchConf).retry_errors and not self.is_new:
-            log.info("%d errors are tried again", self.journal.reopen())
+            failed = self.journal.standing().records_failed
+            log.info("%d errors are tried again", self.journal.reopen() if failed else 0)
         if self.manifest != Journal.held(self.work) and not self.is_new:  # its input differs
             if holders := self.journal.holders():
                 what, fix = "the input has changed while groups work on the job", "put it back, or stop them"
@@ -93,7 +94,8 @@ class Job:
         if not self.output.exists():
             with storing(self.output):
                 self.output.parent.mkdir(parents=True, exist_ok=True)
-            replace_whole(self.output, b"", still=lambda: False)  # only tries to write there
+            with drafted(self.output):  # only tries to write there
+                pass
         facts = {LONGEST: longest} if self.is_new else self.manifest.facts
         journal = Journal.begin(self.work, replace(self.manifest, facts=facts))
         self.index.save(self.work)

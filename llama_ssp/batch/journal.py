@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch import atomic_files as files
-from llama_ssp.batch.attempt_log import FINISHED, LEFT, Attempt, read_part, sealed
+from llama_ssp.batch import claims
+from llama_ssp.batch.attempt_log import FINISHED, LEFT, Attempt, read_part
 from llama_ssp.batch.manifest import Manifest, Shard
 from llama_ssp.batch.responses import counted, is_error
-from llama_ssp.distributed.identity import Identity, own_element, own_identity
 from llama_ssp.errors import DataError, StorageError
 from llama_ssp.speculative.stats import ratio
 
 MANIFEST, TRIALS, COSTS, ROWS = "run.json", "trials.json", "costs.json", "rows.json"
 PARTS, DONE, CLAIMS = "parts", "done", "claims"
 GROUPS, PUBLISHED = "groups", "published"
-BEAT_S, STALE_S = 10.0, 60.0  # of a claim: a heartbeat keeps it, so that others take over from a dead process
 CHUNK = 2**20  # bytes
 
 
@@ -34,11 +30,11 @@ CHUNK = 2**20  # bytes
 class Standing:
     """How far a job is, from its files; the names are those of the JSON interface."""
 
-    records: int
-    records_finished: int
-    records_failed: int  # answered with an error
-    shards: int
-    shards_done: int
+    records: int = 0
+    records_finished: int = 0
+    records_failed: int = 0  # answered with an error
+    shards: int = 0
+    shards_done: int = 0
 
     @property
     def whole(self) -> bool:
@@ -79,9 +75,6 @@ class GroupWork:
 def acceptance(groups: list[GroupWork]) -> float | None:
     """The share of drafts that was accepted in all groups together; None where they have not said it."""
     return ratio(sum(group.accepted for group in groups), sum(group.drafted for group in groups))
-
-
-NOTHING = Standing(0, 0, 0, 0, 0)  # of a job that no process has begun
 
 
 class Journal:
@@ -148,24 +141,26 @@ class Journal:
     def _claims(self) -> Iterator[tuple[Path, dict[str, Any], float]]:
         """Each claim: its file, who holds it, and when it was renewed last. Nothing is written."""
         for path in (self.folder / CLAIMS).glob("[!.]*"):
-            with suppress(OSError, ValueError):  # it is being released
-                yield path, json.loads(path.read_bytes()), path.stat().st_mtime
+            if (found := claims.read(path)) is not None:
+                yield path, *found
 
     def holders(self) -> list[dict[str, Any]]:
         """The living processes that hold a claim, by this machine's clock."""
         now = time.time()
-        return [holder for path, holder, _ in self._claims() if not _is_abandoned(path, now)]
+        return [holder for path, holder, _ in self._claims() if not claims.is_abandoned(path, now)]
 
     def silent(self) -> set[tuple[str, float]]:
         """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
-        done, claims = self.done(), self._claims()
-        return {(path.name, at) for path, one, at in claims if path.name not in done and _lives(one) is None}
+        done, found = self.done(), self._claims()
+        return {
+            (path.name, at) for path, one, at in found if path.name not in done and claims.lives(one) is None
+        }
 
     def claim(self) -> tuple[Shard, AbstractContextManager[None]] | None:
         """The first shard that is neither done nor claimed by a living process, and the claim on it."""
         done = self.done()
         for shard in self.manifest.shards:
-            if shard.name in done or (claimed := _claim(self.folder / CLAIMS / shard.name)) is None:
+            if shard.name in done or (claimed := claims.claim(self.folder / CLAIMS / shard.name)) is None:
                 continue
             if not self.is_done(shard):  # after the listing, by the one that had the claim then
                 return shard, claimed
@@ -175,7 +170,7 @@ class Journal:
 
     def attempt(self, shard: Shard, name: str = "") -> Attempt:
         """A new attempt at a shard, with what earlier ones have finished and failed at."""
-        earlier = [past for path in self._parts(shard) if (past := read_part(path)) is not None]
+        earlier = list(map(read_part, self._parts(shard)))
         path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or files.unique_name()}.jsonl"
         return Attempt(shard, earlier, path, self._done(shard), self._own_log)
 
@@ -197,37 +192,41 @@ class Journal:
 
     def survey(self) -> tuple[Standing, list[GroupWork]]:
         """How far the job is, and by whom. Of a done shard only its counts are read, where there are some."""
-        done = self.done()
-        groups, published = dict[str, GroupWork](), dict[str, tuple[GroupWork, dict[str, Any]]]()
+        done, groups = self.done(), dict[str, GroupWork]()
+        published = list[tuple[GroupWork, dict[str, Any]]]()
         for path in sorted((self.folder / GROUPS).glob("*.jsonl")):
             group = groups[path.stem] = GroupWork(path.stem)
             for entry in files.lines_in(path):
-                if "shard" not in entry:
+                if "shard" in entry:
+                    published.append((group, entry))
+                else:
                     vars(group).update(entry)
-                elif entry["shard"] in done:  # twice, if it was reopened: the last counts
-                    _, known = published.get(entry["shard"], (group, entry))
-                    if entry["at"] >= known["at"]:
-                        published[entry["shard"]] = group, entry
-        for group, entry in published.values():
-            group.add(*(entry[name] for name in ("at", "records", "failed", "tokens")))
-        unknown = groups.setdefault("", GroupWork(""))  # killed before they could count
-        for name in done - published.keys():
-            unknown.add(0.0, **counted(list(self.answers(self.manifest.shards[int(name)]).values())))
+        published.sort(key=lambda of: of[1]["at"])  # of a shard that was reopened the last counts
+        uncounted = groups.setdefault("", GroupWork(""))  # by groups that were killed before they counted it
+        last = {entry["shard"]: (group, entry) for group, entry in published}
+        for name in done:
+            if name in last:
+                group, entry = last[name]
+                group.add(*(entry[key] for key in ("at", "records", "failed", "tokens")))
+            else:
+                uncounted.add(0.0, **counted(self.answers(self.manifest.shards[int(name)]).values()))
         seen = set[int]()
         for path in sorted((self.folder / PARTS).glob("*.jsonl")):
             shard, _, name = path.stem.split(".", 2)
-            if shard not in done and (past := read_part(path)) is not None:
-                fresh = counted([answer for i, answer in past.finished.items() if i not in seen])
-                groups.setdefault(name, GroupWork(name)).add(past.last_at, **fresh)
+            if shard not in done:
+                past = read_part(path)
+                group = groups.setdefault(name, GroupWork(name))
+                group.add(past.last_at, **counted(past.finished[i] for i in past.finished.keys() - seen))
                 seen.update(past.finished)
-        records = sum(one.records for one in groups.values())
-        failed = sum(one.failed for one in groups.values())
-        standing = Standing(self.manifest.records, records, failed, len(self.manifest.shards), len(done))
+        finished, failed = (
+            sum(getattr(one, key) for one in groups.values()) for key in ("records", "failed")
+        )
+        standing = Standing(self.manifest.records, finished, failed, len(self.manifest.shards), len(done))
         return standing, [group for group in groups.values() if group.group or group.records]
 
     def merge(self, output: Path) -> None:
         """Writes all answers in the order of the input. Raises DataError while any is missing."""
-        done = self.done()
+        done, published = self.done(), self.folder / PUBLISHED
         if missing := [shard.name for shard in self.manifest.shards if shard.name not in done]:
             found = f"shards {', '.join(missing[:5])} missing, {len(missing)} in all"
             raise DataError("the job is not finished", self.folder, found, fix="start the same command again")
@@ -242,8 +241,12 @@ class Journal:
             if lines != records:
                 what, fix = "the finished shards do not add up", "delete the shard that was changed"
                 raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
-            if not _holds(output, digest.hexdigest(), self.folder / PUBLISHED):
-                files.append_line(self.folder / PUBLISHED, {"sha256": digest.hexdigest()})
+            if (held := _sha256_of(output)) != digest.hexdigest():
+                if held is not None and {"sha256": held} not in files.lines_in(published):
+                    what, allowed = "the output file is there already", "no file, or what this job writes"
+                    fix = "move it away, then start the same command again"
+                    raise DataError(what, output, "other content", allowed, fix)
+                files.append_line(published, {"sha256": digest.hexdigest()})
                 files.synced(file)
                 draft.replace(output)
         for path in (self.folder / PARTS).glob("*"):
@@ -255,7 +258,7 @@ class Journal:
             with files.storing(self.folder, reads=True):
                 lines = self._done(shard).read_bytes().splitlines()
             return dict(zip(shard.indices, map(json.loads, lines), strict=True))
-        parts = [past for path in self._parts(shard) if (past := read_part(path)) is not None]
+        parts = map(read_part, self._parts(shard))
         return {index: answer for past in parts for index, answer in past.finished.items()}
 
     def reopen(self, corrected: set[int] | None = None) -> int:
@@ -264,8 +267,6 @@ class Journal:
         Raises DataError where the answer of a corrected record is no error.
         """
         count = 0
-        if corrected is None and not self.standing().records_failed:
-            return count
         for shard in self.manifest.shards:
             if not self.is_done(shard) if corrected is None else corrected.isdisjoint(shard.indices):
                 continue
@@ -278,14 +279,15 @@ class Journal:
                 fix = "undo the change, or choose another task.output"
                 raise DataError(what, self.folder, found, allowed, fix)
             if taken:
-                kept = [sealed({FINISHED: i, "record": one}) for i, one in answers.items() if i not in taken]
-                replaced = [*self._parts(shard), self._done(shard)]
+                kept: list[dict[str, Any]] = [
+                    {FINISHED: index, "record": answers[index]} for index in answers.keys() - taken
+                ]
+                replaced = {*self._parts(shard), self._done(shard)}
                 path = self.folder / PARTS / f"{shard.name}.000.reopened-{files.unique_name()}.jsonl"
-                files.replace_whole(path, b"".join([*kept, sealed({LEFT: True})]))
+                files.replace_whole(path, b"".join(map(files.sealed, [*kept, {LEFT: True}])))
                 with files.storing(path):
-                    for old in replaced:
-                        if old != path:
-                            old.unlink(missing_ok=True)
+                    for old in replaced - {path}:
+                        old.unlink(missing_ok=True)
                 count += len(taken)
         return count
 
@@ -297,75 +299,6 @@ class Journal:
         return self.folder / DONE / f"{shard.name}.jsonl"
 
 
-def _claim(path: Path) -> AbstractContextManager[None] | None:
-    """The right to work on a shard, for a `with`; None while a living process has it.
-
-    A claim only saves double work. What is published stays right without: the first to publish wins.
-    """
-    own = json.dumps(_this_process()).encode()
-    is_new = not path.exists() and files.write_once(path, own)  # where it exists nothing is written
-    # Of many groups that find it abandoned at once, one takes it; two may, if they look again at one moment.
-    if is_new or (_is_abandoned(path) and files.replace_whole(path, own, partial(_is_abandoned, path))):
-        return _held(path, own)
-    return None
-
-
-@contextmanager
-def _held(path: Path, own: bytes) -> Iterator[None]:
-    """Touches the file now and then, and deletes it at the end, unless another has taken the claim over."""
-    released = threading.Event()
-
-    def beat() -> None:
-        while not released.wait(BEAT_S):
-            with suppress(OSError):
-                if path.read_bytes() == own:
-                    os.utime(path)
-
-    thread = threading.Thread(target=beat, name=f"claim {path.name}", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        released.set()
-        thread.join()
-        with suppress(OSError):
-            if path.read_bytes() == own:
-                path.unlink(missing_ok=True)
-
-
-def _this_process() -> dict[str, object]:
-    element = own_element()
-    return {"host": socket.gethostname(), **asdict(own_identity()), "job": element and element.job}
-
-
-def _is_abandoned(path: Path, now: float | None = None) -> bool:
-    """Whether the claim's process is gone, or has been silent for long."""
-    try:
-        holder = json.loads(path.read_bytes())  # first: NFS looks at a file's time anew when it is opened
-        age = (_now_there(path.parent) if now is None else now) - path.stat().st_mtime
-    except (OSError, ValueError):
-        return True  # it was released meanwhile, or is no claim
-    return age > STALE_S or _lives(holder) is False
-
-
-def _now_there(folder: Path) -> float:
-    """The time by the clock that stamps the folder's files, which may be another machine's."""
-    probe = folder / f".now.{socket.gethostname()}.{os.getpid()}"
-    with files.storing(probe):
-        try:
-            probe.touch()
-            return probe.stat().st_mtime
-        except FileNotFoundError:
-            return time.time()
-        finally:
-            probe.unlink(missing_ok=True)
-
-
-def _lives(holder: dict[str, Any]) -> bool | None:
-    """Whether a claim's process runs; None where this machine, or an older version's claim, does not tell."""
-    return Identity(holder.get("machine", ""), holder.get("pid", 0), holder.get("started", "")).lives
-
-
 def count_finished(folder: Path, group: str = "") -> int:
     """How many records of the job are finished; or those by groups whose name begins so."""
     with suppress(OSError, StorageError):
@@ -375,16 +308,9 @@ def count_finished(folder: Path, group: str = "") -> int:
     return 0
 
 
-def _holds(path: Path, sha256: str, published: Path) -> bool:
-    """Whether the file is there and holds this. Raises DataError for what this job has not written."""
-    if not path.exists():
-        return False
-    held = ""
-    if path.is_file():
-        with files.storing(path, reads=True), path.open("rb") as file:
-            held = hashlib.file_digest(file, "sha256").hexdigest()
-    if held != sha256 and all(entry.get("sha256") != held for entry in files.lines_in(published)):
-        what, fix = "the output file is there already, with other content", "move it away"
-        allowed = "no file, or what this job writes"
-        raise DataError(what, path, allowed=allowed, fix=f"{fix}, then start the same command again")
-    return held == sha256
+def _sha256_of(path: Path) -> str | None:
+    """The hash of a file; empty of what is none, None where nothing is there."""
+    if not path.is_file():
+        return "" if path.exists() else None
+    with files.storing(path, reads=True), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,19 +67,19 @@ def answer(
     return _openai(request.id, 200, body)
 
 
-def counted(lines: list[dict[str, Any]]) -> dict[str, int]:
+def counted(answers: Iterable[dict[str, Any]]) -> dict[str, int]:
     """How many answers these are, how many of them are errors, and how many tokens were generated."""
-    tokens = sum(_output_tokens(line) for line in lines)
-    return {"records": len(lines), "failed": sum(map(is_error, lines)), "tokens": tokens}
+    records = failed = tokens = 0
+    for line in answers:
+        usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
+        records += 1
+        failed += is_error(line)
+        tokens += int(line.get("output_tokens", usage.get("completion_tokens", 0)))
+    return {"records": records, "failed": failed, "tokens": tokens}
 
 
 def is_error(line: dict[str, Any]) -> bool:
     return bool(line.get("error")) or (line.get("response") or {}).get("status_code", 200) != 200
-
-
-def _output_tokens(line: dict[str, Any]) -> int:
-    usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
-    return int(line.get("output_tokens", usage.get("completion_tokens", 0)))
 
 
 def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from llama_ssp.batch.job import folders_of
-from llama_ssp.batch.journal import NOTHING, GroupWork, Journal, Standing, acceptance
+from llama_ssp.batch.journal import GroupWork, Journal, Standing, acceptance
 from llama_ssp.batch.slurm.submit import queue_of, submissions
 from llama_ssp.batch.slurm.supervisor import End, ends
 from llama_ssp.batch.workers import show
@@ -34,7 +34,7 @@ def execute(run: RunConf) -> int:
     except DistributedError as silent:  # the files tell what is done all the same
         log.warning("%s", silent)
         queued = None
-    standing, groups = journal.survey() if journal else (NOTHING, list[GroupWork]())
+    standing, groups = journal.survey() if journal else (Standing(), list[GroupWork]())
     status = "unknown" if queued is None else "running" if queued else "unfinished"
     if standing.whole and journal and output.is_file():
         status = "done"

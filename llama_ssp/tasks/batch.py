@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from llama_ssp.batch.attempt_log import Attempt, JournalThread
+from llama_ssp.batch.claims import BEAT_S, STALE_S
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import Job, job_of, longest_in, require_good
-from llama_ssp.batch.journal import BEAT_S, COSTS, ROWS, STALE_S, Journal
+from llama_ssp.batch.journal import COSTS, ROWS, Journal
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal

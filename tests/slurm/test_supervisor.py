@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.batch.atomic_files import append_line
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.slurm import supervisor
@@ -189,10 +190,11 @@ def test_fruitless_runs_are_counted_by_node_from_the_last_that_was_not():
 def test_an_element_counts_its_own_records(node: Node):
     """What healthy groups finish meanwhile does not keep a broken one alive."""
     journal = Journal.begin(node.work, Manifest("ab" * 32, 10, {}, shards_of(10, 5)))
-    counts = '{"shard": "00000", "at": 1.0, "records": 5, "failed": 0, "tokens": 9}'
+    counts = {"shard": "00000", "at": 1.0, "records": 5, "failed": 0, "tokens": 9}
     (journal.folder / "done" / "00000.jsonl").touch()
     for name, finished in (("8-0-1", 0), ("7-0-1", 5)):
+        append_line(node.work / "counts", counts)
         node.run(
-            f"mkdir -p work/groups; rm -f work/groups/*; echo '{counts}' > work/groups/{name}.jsonl; exit 1"
+            f"mkdir -p work/groups; rm -f work/groups/*; mv work/counts work/groups/{name}.jsonl; exit 1"
         )
         assert ends(node.work)[-1].finished == finished
