@@ -273,7 +273,7 @@ def _run_ranks(start: Start, job: ComposedJob, place: Path | None) -> int:
 
 def _shared(run: RunConf, job: ComposedJob) -> int | None:
     """Shares a batch job among groups of ranks, or shows its status; None where this process does the job."""
-    from llama_ssp.batch import local_workers, status
+    from llama_ssp.batch import status, workers
     from llama_ssp.batch.slurm import submit
 
     task, words = run.task, sys.argv[1:]
@@ -284,7 +284,7 @@ def _shared(run: RunConf, job: ComposedJob) -> int | None:
         return status.execute(run)
     if run.cluster.scheduler is Scheduler.slurm:
         return submit.execute(run, job.folders, words)
-    return local_workers.execute(run, job.folders, words) if run.cluster.groups > 1 else None
+    return workers.execute(run, job.folders, words) if run.cluster.groups > 1 else None
 
 
 def _prepare_output() -> None:

@@ -9,5 +9,5 @@ journal.py        what is done, on disk: readable after any crash, and right at 
 claims.py         which process works on which shard
 attempt_log.py    what one attempt at a shard has finished, a line a record; the thread that writes
 status.py         how far a job is, and how fast, from its folder
-workers.py, local_workers.py, slurm/     groups of ranks that share a job
+workers.py, slurm/ groups of ranks that share a job
 """

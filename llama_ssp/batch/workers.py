@@ -1,28 +1,50 @@
-"""A batch job that several groups of ranks share: its plan, and when a group is started again. No torch.
+"""A batch job that several groups of ranks share, and its groups on this machine. No torch.
 
-Each group runs the same command, on shards that no other group works on; they share only the job's folder.
+Each group runs this very command on shards that no other group works on; they share only the job's folder. On
+this machine, with cluster.groups=N, a group has GPUs and a log of its own, and is started again as long as the
+job progresses. On a cluster Slurm starts them (slurm/).
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.batch.atomic_files import storing
 from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
-from llama_ssp.config import Output, RunConf
+from llama_ssp.batch.journal import acceptance, count_finished
+from llama_ssp.config import BatchConf, Output, RunConf
 from llama_ssp.config.arguments import divided, each_key_once
 from llama_ssp.config.environment import rank_environment
+from llama_ssp.distributed.launcher import import_path
+from llama_ssp.distributed.signals import end_with_parent
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
+from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.resolve import pair_files, placed
 from llama_ssp.planner.run_plan import predict, require_fit
-from llama_ssp.report.console import Console
+from llama_ssp.planner.storage import CPU
+from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import config_sha256, versions
 from llama_ssp.report.tables import aligned, figure
+from llama_ssp.speculative.stats import ratio
+
+log = logging.getLogger(__name__)
 
 LOGS = "logs"  # in the job's folder
 BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
 LASTING = (USAGE, DATA, MODEL)  # exit codes that another run would end with again
+LOOK_S, COUNT_S = 0.1, 3.0
+STOP_S = 60.0  # for groups to stop after SIGTERM
 
 
 def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str, Any]]:
@@ -32,8 +54,11 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
         raise UsageError(what, where, f"{ranks} ranks of torchrun", fix="start it without torchrun")
     pair = placed(pair_files(run, folders)[0], [world])
     job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
+    rows = job.index.rows  # of a new job the longest text is known by its bytes only
+    longest = int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2)) if job.is_new else 0
+    slots = longest or longest_in(job.journal)
     # By the figures of the cluster that is named; None where it says too little.
-    prediction = predict(pair.run, pair.placement, slots=min(_slots(job), pair.run.model.context))
+    prediction = predict(pair.run, pair.placement, slots=min(slots, pair.run.model.context))
     require_fit(prediction, run.plan.enforce)
     return job, {
         "task": run.task.name,
@@ -78,14 +103,6 @@ def show(summary: dict[str, Any], output: Output, *more: str) -> None:
     console.document(summary, output)
 
 
-def _slots(job: Job) -> int:
-    """Tokens of the longest text: as counted when the job began, else by its bytes."""
-    if not job.is_new:
-        return longest_in(job.journal)
-    rows = job.index.rows
-    return int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2))
-
-
 def code_of(returned: int, file: Path | None = None) -> int:
     """How a group ended: 0, the code that a rank wrote, or that of the process that started the ranks.
 
@@ -95,3 +112,144 @@ def code_of(returned: int, file: Path | None = None) -> int:
         with suppress(OSError, ValueError):
             return int(file.read_text(encoding="ascii"))
     return 128 - returned if returned < 0 else returned
+
+
+@dataclass
+class WorkerGroup:
+    """One group: its process, and how often it has ended without progress of the job."""
+
+    log: Path
+    command: list[str]
+    devices: list[str] | None = None
+    process: subprocess.Popen[bytes] | None = None
+    began: int = 0
+    fruitless: int = 0
+    failures: int = 0
+    code: int = OK
+
+    def start(self, finished: int) -> None:
+        """Starts the command; `finished` counts the job's finished records."""
+        self.began = finished
+        devices = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)}
+        with storing(self.log), self.log.open("ab") as log_:
+            self.process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **import_path(), **devices},
+                stdin=subprocess.DEVNULL,
+                stdout=log_,
+                stderr=log_,
+                start_new_session=True,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
+            )
+
+    def has_ended(self, finished: int) -> bool:
+        """True once, after the process has ended; `finished` counts the job's finished records."""
+        if self.process is None or (returned := self.process.poll()) is None:
+            return False
+        self.process, self.code = None, code_of(returned)
+        self.fruitless = 0 if finished > self.began else self.fruitless + 1
+        self.failures += self.code != OK
+        return True
+
+    def is_given_up(self, retries: int) -> bool:
+        """Whether it is not started again after it has failed; `fruitless` runs in a row finished no record.
+
+        A record that kills its ranks does so twice among others and `retries` times alone; then it is set
+        aside, which counts as finished. So more fruitless runs in a row have another cause.
+        """
+        return self.code in LASTING or self.fruitless > retries + 1
+
+
+def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
+    """Runs groups on this machine to the end; the exit code of the first that failed for good."""
+    task, began = run.task_as(BatchConf), time.time()
+    if run.cluster.nodes > 1:
+        what, found = "several groups of several nodes need a scheduler", f"cluster.nodes={run.cluster.nodes}"
+        fix = "use cluster.scheduler=slurm, or start torchrun for each group yourself (docs/cluster.md)"
+        raise UsageError(what, found=found, fix=fix)
+    devices = _dealt(run)
+    ranks = run.cluster.gpus or len(devices[0] or [""])
+    job, summary = share(run, folders, ranks)
+    logs = job.work / LOGS
+    with storing(logs):
+        logs.mkdir(parents=True, exist_ok=True)
+    job.reopen()
+    job.index.save(job.work)
+    own = words_of_one(words, job.seed, *job.drafts, f"cluster.gpus={ranks}", f"ranks={ranks}")
+    command = [sys.executable, "-m", "llama_ssp", *own]
+    count = min(run.cluster.groups, max(job.missing, 1))
+    groups = [WorkerGroup(logs / f"group-{n}.log", command, devices[n]) for n in range(count)]
+    log.info("groups: %d, with %d ranks each; logs in %s", count, ranks, logs)
+    try:
+        _run(groups, job, task.retries)
+    finally:  # however this ends, no group outlives it; each stops at a record's end
+        processes = [group.process for group in groups if group.process is not None]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + STOP_S
+        for process in processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    code = next((group.code for group in groups if group.code != OK), OK)
+    show(summary | _figures(job, groups, began, code), run.output)
+    return code
+
+
+def _run(groups: list[WorkerGroup], job: Job, retries: int) -> None:
+    finished, counted_at = count_finished(job.work), time.monotonic()
+    for group in groups:
+        group.start(finished)
+    with Progress("batch", job.manifest.records, "records") as bar:
+        bar.start(finished)
+        while processes := [group.process for group in groups if group.process]:
+            time.sleep(LOOK_S)
+            if time.monotonic() - counted_at < COUNT_S and all(each.poll() is None for each in processes):
+                continue
+            before, finished, counted_at = finished, count_finished(job.work), time.monotonic()
+            bar.advance(finished - before)
+            for group in groups:
+                if not group.has_ended(finished) or group.code == OK:
+                    continue
+                if group.is_given_up(retries):
+                    log.error("a group gave up with %d; see %s", group.code, group.log)
+                else:
+                    log.warning("a group ended with %d, started again; %s", group.code, group.log)
+                    group.start(finished)
+
+
+def _figures(job: Job, groups: list[WorkerGroup], began: float, code: int) -> dict[str, Any]:
+    """The summary of all groups that this machine has started since then."""
+    (standing, done), wall_s, node = job.journal.survey(), time.time() - began, socket.gethostname()
+    ours = [group for group in done if group.node == node and group.began >= began]
+    status = "done" if job.output.is_file() else "partial"  # others are at work on the rest
+    tokens = sum(group.tokens for group in ours)
+    return {
+        **asdict(standing),
+        "shards_missing": job.missing,
+        "status": status if code == OK else "error",
+        "groups": len(groups),
+        "failures": sum(group.failures for group in groups),
+        "tokens_committed": tokens,
+        "acceptance_rate": acceptance(ours),
+        "tokens_per_s": ratio(tokens, wall_s),
+        "wall_s": wall_s,
+    }
+
+
+def _dealt(run: RunConf) -> list[list[str] | None]:
+    """Each group's GPUs, as CUDA_VISIBLE_DEVICES names them; None where the CPU computes."""
+    cluster = run.cluster
+    there = [] if CPU in (cluster.gpu, run.placement.target_device) else gpus_here()
+    if not there:
+        return [None] * cluster.groups
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = hidden.split(",") if hidden else [str(number) for number in range(len(there))]
+    each = cluster.gpus or len(names) // cluster.groups
+    if each == 0 or each * cluster.groups > len(names):
+        what, found = "there are too few GPUs for the groups", f"{cluster.groups} groups of {max(each, 1)}"
+        where, fix = "cluster.groups, cluster.gpus", "ask for fewer or smaller groups"
+        raise UsageError(what, where, found, f"{len(names)} GPUs in all", fix)
+    return [names[number * each : (number + 1) * each] for number in range(cluster.groups)]

@@ -14,7 +14,7 @@ import pytest
 
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.manifest import Manifest
-from llama_ssp.batch.slurm.script import sbatch_script
+from llama_ssp.batch.slurm.submit import sbatch_script
 from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
 from llama_ssp.config.validation import check_values

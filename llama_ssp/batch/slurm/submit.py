@@ -1,17 +1,22 @@
-"""task=batch on Slurm: prints the script or submits it, and reads the queue. No torch."""
+"""task=batch on Slurm: the script of an array, printed or submitted; and the queue. No torch."""
 
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
+import sys
 from pathlib import Path
+from shlex import quote
 
+from llama_ssp import __version__
 from llama_ssp.batch.atomic_files import replace_whole, storing
 from llama_ssp.batch.job import Job
-from llama_ssp.batch.slurm.script import sbatch_script
 from llama_ssp.batch.workers import LOGS, share, words_of_one
 from llama_ssp.config import BatchConf, Output, RunConf
+from llama_ssp.distributed.launcher import SOURCES
 from llama_ssp.errors import OK, DistributedError, UsageError, one_line
+from llama_ssp.planner.storage import CPU
 from llama_ssp.report.console import Console
 
 log = logging.getLogger(__name__)
@@ -20,6 +25,15 @@ FOLDER, SCRIPT = "slurm", ".sbatch"  # in the job's folder: each script that was
 PATIENCE_S = 60.0  # a controller that is down keeps its commands waiting
 # What squeue tells of an element that waits or runs; `number` is SLURM_JOB_ID in its processes.
 QUEUED = {"job": "%i", "number": "%A", "state": "%T", "reason": "%r", "spent": "%M", "nodes": "%N"}
+NO_TIME = "# No --time: the partition's own limit. cluster.slurm.time=4:00:00 sets another."
+ON_ERROR = """trap 'echo "error: line $LINENO failed with $?: $BASH_COMMAND" >&2; exit 2' ERR"""
+LOG = '"$logs/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out"'
+NODES = 'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))'
+# The port is below those that the system deals out.
+MEETING = (
+    '--rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$((20000 + SLURM_JOB_ID % 10000))"',
+    '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
+)
 
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
@@ -54,6 +68,75 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     return OK
 
 
+def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
+    """Returns the script of an array; `words` are the command of one process of a group."""
+    cluster = job.run.cluster
+    slurm, ranks, work = cluster.slurm, cluster.gpus or 1, job.work.absolute()
+    name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
+    gpus = f"{slurm.gpu_type}:{ranks}" if slurm.gpu_type else ranks
+    cpus = slurm.cpus_per_rank and slurm.cpus_per_rank * ranks
+    # Values hold no quotes, backslashes or line breaks (config/validation).
+    options: dict[str, object] = {"job-name": name, "partition": slurm.partition, "account": slurm.account}
+    options |= {"qos": slurm.qos, "constraint": slurm.constraint, "array": f"0-{elements - 1}"}
+    options |= {"nodes": cluster.nodes, "ntasks-per-node": 1, "cpus-per-task": cpus}
+    options |= {"gpus-per-node": None if cluster.gpu == CPU else gpus, "mem": slurm.mem, "time": slurm.time}
+    options |= {"signal": f"B:USR1@{slurm.signal_s}", "requeue": "", "output": "/dev/null"}
+    options |= {key: value for key, _, value in (option[2:].partition("=") for option in slurm.options)}
+    given = {key: str(value) for key, value in options.items() if value is not None}
+    torchrun = f"-m torch.distributed.run --nproc-per-node={ranks} --max-restarts=0"
+    meeting = (f"{torchrun} --nnodes={cluster.nodes}", *MEETING) if cluster.nodes > 1 else ()
+    alone = (f"{torchrun} --standalone",) if ranks > 1 else ()
+    lines = [
+        "#!/bin/bash",
+        f"# Made by llama-ssp {__version__}.",
+        *(f"#SBATCH --{key}{value and '=' + quote(value)}" for key, value in given.items()),
+        *([] if "time" in given else [NO_TIME]),
+        "",
+        "# Slurm opens no log in a folder that does not exist, so the script opens it.",
+        f"logs={quote(str(work / LOGS))}",
+        f'mkdir -p "$logs" && exec >>{LOG} 2>&1 || exit 6',
+        ON_ERROR,
+        f"cd -- {quote(str(Path.cwd()))}",
+        *slurm.setup,
+        f"python={quote(slurm.python or sys.executable)}",
+        f"export PYTHONPATH={quote(str(SOURCES))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "export PYTHONSAFEPATH=1  # no module comes from the folder of the data",
+        *([f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{slurm.cpus_per_rank}}}"] if cpus else []),
+        "\nwords=(",
+        *(f"    {quote(word)}" for word in words),
+        ")",
+        *([NODES] if meeting else []),
+        "\n# The supervisor stops the ranks before the time limit, and requeues the job if work is left.",
+        'exec "$python" -m llama_ssp.batch.slurm.supervisor \\',
+        f"    {quote(str(work))} {slurm.signal_s} \\",
+        f'    srun --kill-on-bad-exit=1{f" --cpus-per-task={cpus}" if cpus else ""} "$python" \\',
+        *(f"    {line} \\" for line in meeting or alone),
+        '    -m llama_ssp "${words[@]}"',
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _submit(job: Job, script: str) -> str:
+    """Submits the script; returns the job's number. Raises UsageError for a job that is in the queue."""
+    ping = _run("scontrol", "ping")
+    if " UP" not in ping.stdout:
+        raise _silent(ping.stdout or ping.stderr)
+    holders = {str(holder.get("job")) for holder in job.journal.holders()}
+    if waiting := queue_of([*submissions(job.work), *filter(str.isdecimal, holders)]):
+        found = f"job {waiting[0]['job']}, {waiting[0]['state']}"
+        fix = "follow it with task.status=true, or cancel it with scancel first"
+        raise UsageError("this job is in the queue already", where=job.work, found=found, fix=fix)
+    done = _run("sbatch", "--parsable", script=script)
+    number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
+    if done.returncode != 0 or not number.isdecimal():
+        said, fix = one_line(done.stderr.replace("sbatch:", "")), "correct cluster.slurm.*, nodes and gpus"
+        raise UsageError("Slurm refuses the job", found=said, fix=fix)
+    keep_submission(job.work, number, script)
+    job.index.save(job.work)  # before the first element has started
+    return number
+
+
 def keep_submission(work: Path, job: str, text: str) -> None:
     with storing(work / FOLDER):
         (work / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -76,26 +159,6 @@ def queue_of(jobs: list[str]) -> list[dict[str, str]]:
         raise _silent(done.stderr)
     lines = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == len(QUEUED) - 1]
     return [dict(zip(QUEUED, line, strict=True)) for line in lines]
-
-
-def _submit(job: Job, script: str) -> str:
-    """Submits the script; returns the job's number. Raises UsageError for a job that is in the queue."""
-    ping = _run("scontrol", "ping")
-    if " UP" not in ping.stdout:
-        raise _silent(ping.stdout or ping.stderr)
-    work, holders = job.work, {str(holder.get("job")) for holder in job.journal.holders()}
-    if waiting := queue_of([*submissions(work), *filter(str.isdecimal, holders)]):
-        found = f"job {waiting[0]['job']}, {waiting[0]['state']}"
-        fix = "follow it with task.status=true, or cancel it with scancel first"
-        raise UsageError("this job is in the queue already", where=work, found=found, fix=fix)
-    done = _run("sbatch", "--parsable", script=script)
-    number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
-    if done.returncode == 0 and number.isdecimal():
-        keep_submission(work, number, script)
-        job.index.save(work)  # before the first element has started
-        return number
-    said, fix = one_line(done.stderr.replace("sbatch:", "")), "correct cluster.slurm.*, nodes and gpus"
-    raise UsageError("Slurm refuses the job", found=said, fix=fix)
 
 
 def _run(*command: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
