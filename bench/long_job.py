@@ -91,10 +91,10 @@ def work_until(run: RunConf, work: Path, share: float) -> None:
         attempt = journal.attempt(shard)
         missing = attempt.missing
         attempt.begin(missing[:8], 8)
-        for number in missing if shard.number < last else missing[: SHARD // 2]:
+        for number in missing if int(shard.name) < last else missing[: SHARD // 2]:
             line = {"id": f"record-{number:07d}", "text": "word " * 80, "token_ids": list(range(100))}
             attempt.finish(number, {**line, "finish_reason": "length", "output_tokens": 100})
-        if shard.number < last:
+        if int(shard.name) < last:
             attempt.publish()
 
 

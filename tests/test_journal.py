@@ -180,7 +180,7 @@ def test_the_first_attempt_to_end_publishes(tmp_path: Path):
             attempt.finish(index, {**answer(index), "by": number})
     assert [both[1].publish(), both[0].publish()] == [True, False]
     lines = (tmp_path / "done" / f"{shard.name}.jsonl").read_bytes().splitlines()
-    assert {json.loads(line)["by"] for line in lines} == {1} and len(lines) == shard.count
+    assert {json.loads(line)["by"] for line in lines} == {1} and len(lines) == len(shard.indices)
 
 
 def test_a_name_whose_reply_was_lost_is_this_calls_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -328,7 +328,7 @@ def test_a_torn_line_about_an_end_does_not_spoil_the_next(tmp_path: Path):
 
 
 def test_shards_are_even():
-    assert [shard.count for shard in shards_of(14, 5)] == [5, 5, 4]
+    assert [len(shard.indices) for shard in shards_of(14, 5)] == [5, 5, 4]
     assert [shard.indices for shard in shards_of(3, 1)] == [range(n, n + 1) for n in range(3)]
     assert shards_of(0, 5) == ()
 

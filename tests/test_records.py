@@ -16,7 +16,7 @@ import pytest
 from llama_ssp.batch.atomic_files import sealed
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.job import job_of, require_good
-from llama_ssp.batch.requests import Form, Reader, Refused, Request, simple_id
+from llama_ssp.batch.requests import Form, Reader, Refused, Request
 from llama_ssp.batch.responses import Reply, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
@@ -157,13 +157,13 @@ OTHERS = [
 def test_a_line_that_is_read_fast_is_the_request_that_a_whole_reading_gives(text: str, tmp_path: Path):
     """Any other line is read whole."""
     line, reader = Line(3, 0, text.encode(), "in.jsonl"), Reader(run_of(tmp_path / "in.jsonl"), is_text=False)
-    found, whole = simple_id(line, reader), reader.read(line, 0)
+    found, whole = reader.simple_id(line), reader.read(line, 0)
     assert (found is not None) is (text in PLAIN)
     if found is not None:
         assert isinstance(whole, Request)
         assert (whole.id, whole.max_new_tokens, whole.form) == (found, 32, Form.plain)
     damaged = line._replace(raw=text.encode().replace(b"x", b"\xff"))
-    assert b"x" not in line.raw or simple_id(damaged, reader) is None
+    assert b"x" not in line.raw or reader.simple_id(damaged) is None
 
 
 GOOD, BAD = '{"id": "dup", "prompt": "f"}', '{"id": "dup", "prompt": "f", "tempratur": 1}'

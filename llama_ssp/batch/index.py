@@ -17,14 +17,14 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from llama_ssp.batch.atomic_files import drafted, replace_whole, storing, synced
-from llama_ssp.batch.requests import Form, Reader, Refused, Request, simple_id
+from llama_ssp.batch.requests import Form, Reader, Refused, Request
 from llama_ssp.config import BatchConf, RunConf, home_expanded
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.report.console import Progress
@@ -54,25 +54,17 @@ class Source:
     def shown(self) -> str:
         return "standard input" if self.name == STDIN else self.name
 
-    def begins_ids(self, sources: int) -> str:
-        """The beginning of the ids of lines without one: of several files it is the file's name."""
-        return f"{Path(self.name).name}-" if sources > 1 else ""
 
-
+@dataclass
 class Index:
     """Every record of a job's input: `rows` say where it lies, `refused` which lines make no request."""
 
-    def __init__(
-        self,
-        sources: list[Source],
-        sha256: str,
-        rows: Any,
-        refused: dict[int, Refused],
-        is_kept: bool = False,
-    ) -> None:
-        self.sources, self.sha256, self.rows, self.refused = sources, sha256, rows, refused
-        self._is_kept = is_kept
-        self._readers: dict[int, tuple[IO[bytes], Reader]] = {}
+    sources: list[Source]
+    sha256: str
+    rows: Any
+    refused: dict[int, Refused]
+    is_kept: bool = False  # in the job's folder
+    _readers: dict[int, Reader] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -81,15 +73,13 @@ class Index:
     def of_run(run: RunConf, work: Path) -> Index:
         """The index in the job's folder, if the input is as it was; else a new one, not yet saved."""
         names, kept = _names(str(run.task_as(BatchConf).input)), Index.kept(work)
-        if kept and kept._is_of(names):
-            return kept
+        if kept and [source.name for source in kept.sources] == names:
+            files = [
+                source for source in kept.sources if source.state
+            ]  # what came through a pipe is as it was
+            if all(source.state == _state(Path(source.name)) for source in files):
+                return kept
         return Index._build(run, names, work)
-
-    def _is_of(self, names: list[str]) -> bool:
-        """Whether these are its files, as they were; what came through a pipe is."""
-        files = [source for source in self.sources if source.state]
-        same_names = [source.name for source in self.sources] == names
-        return same_names and all(source.state == _state(Path(source.name)) for source in files)
 
     @staticmethod
     def kept(work: Path) -> Index | None:
@@ -103,6 +93,16 @@ class Index:
         refused = {one[0]: Refused(one[0], one[1], Form(one[2]), one[3]) for one in head["refused"]}
         return Index([Source(**source) for source in head["sources"]], head["sha256"], rows, refused, True)
 
+    def save(self, work: Path) -> None:
+        """Keeps the index for all groups."""
+        if self.is_kept:
+            return
+        refused = [[one.index, one.id, one.form.value, one.error] for one in self.refused.values()]
+        sources = [asdict(source) for source in self.sources]
+        head = {"sha256": self.sha256, "rows": len(self), "sources": sources, "refused": refused}
+        replace_whole(work / INDEX, json.dumps(head).encode() + b"\n" + self.rows.tobytes())
+        self.is_kept = True
+
     def corrected(self, held: Index | None) -> set[int] | None:
         """The records that differ from those of the job so far; None where these are not other lines of it.
 
@@ -110,36 +110,34 @@ class Index:
         """
         if held is None or len(self) != len(held):
             return None
-        changed, renamed = (
-            set(np.flatnonzero(np.any([self.rows[name] != held.rows[name] for name in names], 0)).tolist())
-            for names in (("crc", "bytes"), ("id",))
+        renamed, *changed = (
+            set(np.flatnonzero(self.rows[name] != held.rows[name]).tolist())
+            for name in ("id", "crc", "bytes")
         )
         if not renamed <= held.refused.keys():
             return None
-        return changed | renamed | (self.refused.keys() ^ held.refused.keys())
+        return renamed.union(*changed, self.refused.keys() ^ held.refused.keys())
 
     @staticmethod
     def _build(run: RunConf, names: list[str], work: Path) -> Index:
         """Reads the whole input once, and checks every line."""
-        sources = [_source(name, number, work) for number, name in enumerate(names)]
-        total = sum(Path(source.plain).stat().st_size for source in sources)
-        digest, refused, rows, count = hashlib.sha256(), dict[int, Refused](), bytearray(), 0
-        usual_new = run.task.max_new_tokens
+        index = Index([_source(name, number, work) for number, name in enumerate(names)], "", None, {})
+        total = sum(Path(source.plain).stat().st_size for source in index.sources)
+        digest, rows, count = hashlib.sha256(), bytearray(), 0
         with Progress("reading prompts", total, "bytes") as progress:
-            for number, source in enumerate(sources):
-                reader = Reader(run, source.is_text, source.begins_ids(len(sources)))
-                with Path(source.plain).open("rb") as file:
-                    for line in prompts.lines_of(_hashed(file, digest, progress), source.shown):
-                        name, new, raw = simple_id(line, reader), usual_new, line.raw
-                        if name is None:
-                            record = reader.read(line, count)
-                            name, new = record.id, getattr(record, "max_new_tokens", 0)
-                            if isinstance(record, Refused):
-                                refused[count] = record
-                        sums = zlib.crc32(raw), zlib.crc32(name.encode("utf-8", "surrogatepass"))
-                        rows += PACKED.pack(number, line.number, line.start, len(raw), *sums, new)
-                        count += 1
-        index = Index(sources, digest.hexdigest(), np.frombuffer(rows, ROW), refused)
+            for number, source in enumerate(index.sources):
+                reader = index._reader(number, run)
+                for line in prompts.lines_of(_hashed(Path(source.plain), digest, progress), source.shown):
+                    name, new, raw = reader.simple_id(line), run.task.max_new_tokens, line.raw
+                    if name is None:
+                        record = reader.read(line, count)
+                        name, new = record.id, getattr(record, "max_new_tokens", 0)
+                        if isinstance(record, Refused):
+                            index.refused[count] = record
+                    sums = zlib.crc32(raw), zlib.crc32(name.encode("utf-8", "surrogatepass"))
+                    rows += PACKED.pack(number, line.number, line.start, len(raw), *sums, new)
+                    count += 1
+        index.sha256, index.rows = digest.hexdigest(), np.frombuffer(rows, ROW)
         index._refuse_twice(run)
         return index
 
@@ -165,29 +163,23 @@ class Index:
         """The record of this number, from the input. Raises StorageError, DataError if it has changed."""
         if (known := self.refused.get(number)) is not None:
             return known
-        row = self.rows[number]
-        file, size = int(row["file"]), int(row["bytes"])
-        source = self.sources[file]
-        with reading("task.input", Path(source.plain)):
-            if file not in self._readers:
-                reader = Reader(run, source.is_text, source.begins_ids(len(self.sources)))
-                self._readers[file] = Path(source.plain).open("rb"), reader  # noqa: SIM115
-            opened, reader = self._readers[file]
-            opened.seek(int(row["start"]))
-            raw = opened.read(size)
-        if zlib.crc32(raw) != row["crc"]:
+        of, line, start, size, crc, *_ = self.rows[number].tolist()
+        source = self.sources[of]
+        with reading("task.input", Path(source.plain)), Path(source.plain).open("rb") as file:
+            file.seek(start)
+            raw = file.read(size)
+        if zlib.crc32(raw) != crc:
             what, fix = "the input has changed while the job runs", "put it back, and start the command again"
             raise DataError(what, self.where(number), fix=fix)
-        return reader.read(prompts.Line(int(row["line"]), int(row["start"]), raw, source.shown), number)
+        return self._reader(of, run).read(prompts.Line(line, start, raw, source.shown), number)
 
-    def save(self, work: Path) -> None:
-        """Keeps the index for all groups."""
-        refused = [[one.index, one.id, one.form.value, one.error] for one in self.refused.values()]
-        sources = [asdict(source) for source in self.sources]
-        head = {"sha256": self.sha256, "rows": len(self), "sources": sources, "refused": refused}
-        if not self._is_kept:
-            replace_whole(work / INDEX, json.dumps(head).encode() + b"\n" + self.rows.tobytes())
-            self._is_kept = True
+    def _reader(self, number: int, run: RunConf) -> Reader:
+        """What reads the lines of a file; of several files its name begins the ids of lines without one."""
+        if number not in self._readers:
+            source = self.sources[number]
+            named = f"{Path(source.name).name}-" if len(self.sources) > 1 else ""
+            self._readers[number] = Reader(run, source.is_text, named)
+        return self._readers[number]
 
 
 def _names(name: str) -> list[str]:
@@ -255,10 +247,11 @@ def _table_lines(path: Path) -> Iterator[bytes]:
                 yield json.dumps(known, default=str).encode() + b"\n"
 
 
-def _hashed(file: IO[bytes], digest: Any, progress: Progress) -> Iterator[bytes]:
+def _hashed(path: Path, digest: Any, progress: Progress) -> Iterator[bytes]:
     """The lines of a file, which are added to the digest."""
-    while lines := file.readlines(BLOCK):
-        block = b"".join(lines)
-        digest.update(block)
-        yield from lines
-        progress.advance(len(block))
+    with path.open("rb") as file:
+        while lines := file.readlines(BLOCK):
+            block = b"".join(lines)
+            digest.update(block)
+            yield from lines
+            progress.advance(len(block))

@@ -184,7 +184,7 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
         require_good(run, [index.refused[number] for number in corrected & index.refused.keys()])
     manifest.require_same(held, str(work))
     if len(held.shards) != len(shards):
-        size = max(shard.count for shard in held.shards)
+        size = max(len(shard.indices) for shard in held.shards)
         log.info("the job keeps its shards of %d records: task.shard_size is for a new job", size)
     return Job(run, work, output, held, index, frozenset(corrected or ()))
 

@@ -90,11 +90,10 @@ class Journal:
             for name in (PARTS, DONE, CLAIMS):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         files.require_file_system(folder)
-        if files.write_once(folder / MANIFEST, manifest.as_bytes()):
-            return Journal(folder, manifest)
-        journal = Journal.find(folder)
-        manifest.require_same(journal.manifest, str(folder))
-        return journal
+        if not files.write_once(folder / MANIFEST, manifest.as_bytes()):
+            manifest.require_same(held := Journal.find(folder).manifest, str(folder))
+            manifest = held
+        return Journal(folder, manifest)
 
     @staticmethod
     def held(folder: Path) -> Manifest | None:
@@ -108,10 +107,9 @@ class Journal:
     @staticmethod
     def find(folder: Path) -> Journal:
         """A journal that is there already. Raises DataError where none is."""
-        manifest = Journal.held(folder)
-        if manifest is None:
-            raise DataError("there is no job in this folder", folder, fix="check task.output")
-        return Journal(folder, manifest)
+        if manifest := Journal.held(folder):
+            return Journal(folder, manifest)
+        raise DataError("there is no job in this folder", folder, fix="check task.output")
 
     def kept(self, name: str, value: Any) -> Any:
         """Writes a value to the file of this name, once; returns what the first process wrote."""
@@ -131,9 +129,7 @@ class Journal:
         for role, how in kinds.items():
             if (then := held.get(role, how)) != how:
                 what, found = "the job has begun with another engine", f"{role}: {engines[role]}"
-                raise DataError(
-                    what, self.folder / TRIALS, found, f"{role}: {then}", fix=f"give engine={then}"
-                )
+                raise DataError(what, self.folder / TRIALS, found, f"{role}: {then}", f"give engine={then}")
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()
@@ -279,12 +275,10 @@ class Journal:
                 fix = "undo the change, or choose another task.output"
                 raise DataError(what, self.folder, found, allowed, fix)
             if taken:
-                kept: list[dict[str, Any]] = [
-                    {FINISHED: index, "record": answers[index]} for index in answers.keys() - taken
-                ]
+                lines = [files.sealed({FINISHED: i, "record": answers[i]}) for i in answers.keys() - taken]
                 replaced = {*self._parts(shard), self._done(shard)}
                 path = self.folder / PARTS / f"{shard.name}.000.reopened-{files.unique_name()}.jsonl"
-                files.replace_whole(path, b"".join(map(files.sealed, [*kept, {LEFT: True}])))
+                files.replace_whole(path, b"".join([*lines, files.sealed({LEFT: True})]))
                 with files.storing(path):
                     for old in replaced - {path}:
                         old.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -15,17 +15,8 @@ from llama_ssp.errors import DataError
 class Shard:
     """Consecutive records of the input."""
 
-    number: int
-    first: int
-    count: int
-
-    @property
-    def indices(self) -> range:
-        return range(self.first, self.first + self.count)
-
-    @property
-    def name(self) -> str:
-        return f"{self.number:05d}"
+    name: str
+    indices: range
 
 
 GONE = (("speculation.siblings", 0),)  # settings of earlier versions that change nothing
@@ -42,7 +33,7 @@ class Manifest:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_bytes(self) -> bytes:
-        body = {**asdict(self), "shards": len(self.shards), "key": self.key}
+        body = {**vars(self), "shards": len(self.shards), "key": self.key}
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
     @property
@@ -85,4 +76,4 @@ def shards_of(records: int, most: int) -> tuple[Shard, ...]:
 def dealt(records: int, number: int) -> tuple[Shard, ...]:
     """So many shards, as even as can be."""
     bounds = [*(-(-records * n // number) for n in range(number)), records]
-    return tuple(Shard(n, start, end - start) for n, (start, end) in enumerate(pairwise(bounds)))
+    return tuple(Shard(f"{n:05d}", range(start, end)) for n, (start, end) in enumerate(pairwise(bounds)))

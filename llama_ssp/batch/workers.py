@@ -1,8 +1,8 @@
 """A batch job that several groups of ranks share, and its groups on this machine. No torch.
 
 Each group runs this very command on shards that no other group works on; they share only the job's folder. On
-this machine, with cluster.groups=N, a group has GPUs and a log of its own, and is started again as long as the
-job progresses. On a cluster Slurm starts them (slurm/).
+this machine, with cluster.groups=N, a group has GPUs and a log of its own, and is started again as long as
+the job progresses. On a cluster Slurm starts them (slurm/).
 """
 
 from __future__ import annotations
