@@ -18,7 +18,7 @@ from llama_ssp.speculative.rng import prompt_key
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.detokenizer import Decode, Stop, Writing
-from llama_ssp.text.logprobs import ScoredToken
+from llama_ssp.text.logprobs import are_damaged
 
 
 @dataclass(frozen=True)
@@ -73,26 +73,21 @@ class ContinuousBatch:
         echoed = [request for request in requests if request.echo]
         for start in range(0, len(echoed), rows):
             batch = echoed[start : start + rows]
-            self._echoed = self._scored(batch, begin)
+            begin([request.index for request in batch])
+            reader = LogprobReader(None, self.sampled)
+            for row, request in enumerate(batch):
+                self.engine.transform.assign(row, request.sampling)
+                reader.by_row[row] = request.logprobs
+            found = self.engine.score([request.prompt for request in batch], reader)
+            self._echoed = {request.index: scores for request, scores in zip(batch, found, strict=True)}
             for request in batch:
                 if not request.max_new_tokens:
                     length, scores = len(request.prompt.token_ids), self._echoed[request.index]
-                    yield Reply(request.index, "", [], "length", length, [], scores)
+                    finish = "error" if are_damaged(scores) else "length"
+                    yield Reply(request.index, "", [], finish, length, [], scores)
             yield from self._write([one for one in batch if one.max_new_tokens], rows, begin, list, 0)
         self._echoed = {}
         yield from self._write([one for one in requests if not one.echo], rows, begin, more, longest)
-
-    def _scored(
-        self, batch: list[TokenRequest], begin: Callable[[list[int]], None]
-    ) -> dict[int, list[ScoredToken]]:
-        """The log-probabilities of each prompt's tokens, by the request's index."""
-        begin([request.index for request in batch])
-        reader = LogprobReader(None, self.sampled)
-        for row, request in enumerate(batch):
-            self.engine.transform.assign(row, request.sampling)
-            reader.by_row[row] = request.logprobs
-        found = self.engine.score([request.prompt for request in batch], reader)
-        return {request.index: scores for request, scores in zip(batch, found, strict=True)}
 
     def _write(
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None],
@@ -103,9 +98,10 @@ class ContinuousBatch:
         self.engine.logprobs = LogprobReader(None, self.sampled)
         self._waiting, self._begin, self._more = deque(requests), begin, more
         self._fill(rows)
-        first = [self._waiting.popleft() for _ in range(min(rows, len(self._waiting)))]
-        if not first:
+        if not self._waiting:
             return
+        longest = max(longest, *(request.longest for request in self._waiting))
+        first = [self._waiting.popleft() for _ in range(min(rows, len(self._waiting)))]
         prompts = [request.prompt for request in first]
         self._in_row = dict[int, TokenRequest]()
         self._writing = Writing(self.decode, [prompt.token_ids for prompt in prompts], [])
@@ -113,9 +109,7 @@ class ContinuousBatch:
         begin([request.index for request in first])
         for row, request in enumerate(first):
             self._assign(row, request)
-        state = self.engine.prefill(
-            prompts, 0, max([longest, *(one.longest for one in [*first, *self._waiting])])
-        )
+        state = self.engine.prefill(prompts, 0, longest)
         for step in generate(self.engine, state, self._limits, self.lookahead(state.rows), self):
             for taken in step.rows:
                 self._counts.add(taken)
@@ -158,8 +152,9 @@ class ContinuousBatch:
 
     def _reply(self, state: State, row: int, finish: str) -> Reply:
         text, ids, index = self._writing.text(row), state.generated(row), self._in_row[row].index
-        scores = state.logprobs[row], self._echoed.get(index, [])
-        return Reply(index, text, ids, finish, state.prompt_lengths[row], *scores)
+        echoed = self._echoed.get(index, [])
+        finish = "error" if are_damaged(echoed) else finish
+        return Reply(index, text, ids, finish, state.prompt_lengths[row], state.logprobs[row], echoed)
 
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""

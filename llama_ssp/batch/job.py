@@ -87,7 +87,7 @@ class Job:
     @property
     def missing(self) -> int:
         """Shards that are not done."""
-        return len(self.manifest.shards) - (0 if self.is_new else len(self.journal.done()))
+        return len(self.manifest.shards) - len(self.journal.done())
 
     def begin(self, longest: int) -> Journal:
         """The job's journal; a new one keeps how long a text may get. The output can be written, too."""

@@ -28,9 +28,7 @@ TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every voc
 SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", *SAMPLING, *ALIASES)
-# What a line of each form may say besides; and what it may not.
-ALSO = {"plain": ("echo",), COMPLETIONS: ("echo",), CHAT: ("top_logprobs",)}
-NEVER = {COMPLETIONS: "messages", CHAT: "prompt"}
+PLAIN = (*SETTINGS, "echo")
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
 WITHOUT_EFFECT: dict[str, Any] = {
     "model": None, "user": None, "metadata": None, "store": None, "service_tier": None, "n": 1, "best_of": 1,
@@ -92,22 +90,6 @@ class Reader:
     named: str = ""
     _checked: set[str] = field(default_factory=set)
 
-    def read(self, line: Line, index: int) -> Request | Refused:
-        """The line's request, or what is known of a line that makes none."""
-        try:
-            request = self._request(line, index)
-            if (problem := problem_of(TextPrompt(request.id, request.said, request.where), {})) is None:
-                return request
-        except DataError as error:
-            problem = error
-        name, form = self.name_of(line), Form.plain
-        with suppress(DataError):
-            record = {} if self.is_text else parsed_object(line)
-            form = Form.completions if "custom_id" in record else Form.plain
-            own = name_of(record.get("custom_id", record.get("id", name)), line.where)
-            name = own if is_usable(own) else name
-        return Refused(index, name, form, str(problem))
-
     def simple_id(self, line: Line) -> str | None:
         """The id of a good line that has only a prompt and an id; None of others, which are read whole.
 
@@ -119,17 +101,33 @@ class Reader:
             return None
         with suppress(UnicodeDecodeError):
             raw.decode()
-            name = match[1] or match[2] if match else None
-            name = name.decode() if name else self.name_of(line)
+            own = match and (match[1] or match[2])
+            name = own.decode() if own else self._name_of(line)
             return name if is_usable(name) else None
         return None
 
-    def name_of(self, line: Line) -> str:
+    def read(self, line: Line, index: int) -> Request | Refused:
+        """The line's request, or what is known of a line that makes none."""
+        try:
+            request = self._request(line, index)
+            if (problem := problem_of(TextPrompt(request.id, request.said, request.where), {})) is None:
+                return request
+        except DataError as error:
+            problem = error
+        name, form = self._name_of(line), Form.plain
+        with suppress(DataError):
+            record = {} if self.is_text else parsed_object(line)
+            form = Form.completions if "custom_id" in record else Form.plain
+            own = name_of(record.get("custom_id", record.get("id", name)), line.where)
+            name = own if is_usable(own) else name
+        return Refused(index, name, form, str(problem))
+
+    def _name_of(self, line: Line) -> str:
         """The id of a line that has none."""
         return f"{self.named}line-{line.number}"
 
     def _request(self, line: Line, index: int) -> Request:
-        task, name, where = self.run.task_as(BatchConf), self.name_of(line), line.where
+        task, name, where = self.run.task_as(BatchConf), self._name_of(line), line.where
         settings = self.run.sampling, task.max_new_tokens, tuple(task.stop)
         usual = Request(index, name, Form.plain, where, "", (), *settings, logprobs=task.logprobs)
         if self.is_text:
@@ -138,9 +136,8 @@ class Reader:
         if "custom_id" in record or ("body" in record and not {"prompt", "messages"} & record.keys()):
             return self._openai(record, usual)
         name = name_of(record.pop("id", name), where)
-        known = (*SETTINGS, *ALSO["plain"])
         for key in record:  # other columns of a table are ignored, misspelt settings are not
-            if key not in known and (near := _nearest(key)):
+            if key not in PLAIN and (near := _nearest(key)):
                 what, fix = f"the line has an unknown setting {key}", f"did you mean {near}?"
                 raise DataError(what, where, fix=fix)
         return self._with_own(record, replace(usual, id=name))
@@ -155,17 +152,18 @@ class Reader:
         if not isinstance(body, dict) or "custom_id" not in record:
             missing = "custom_id" if isinstance(body, dict) else "body"
             raise DataError(f"the request has no {missing}", where, ", ".join(record), fix="add it")
-        served = [key for key in (*SETTINGS, *ALSO[url]) if key != NEVER[url]]
+        form, also, never = Form.completions, "echo", "messages"
+        if url == CHAT:
+            form, also, never = Form.chat, "top_logprobs", "prompt"
+        served = [key for key in (*SETTINGS, also) if key != never]
         asked = {key: value for key, value in body.items() if value is not None}
         for key, only in WITHOUT_EFFECT.items():
             if key in asked and asked.pop(key) != only and only is not None:
                 found = repr(body[key])[:60]
                 raise DataError(f"the request asks for {key}", where, found, repr(only), "leave it out")
-        for key in asked:
-            if key not in served:
-                what = f"the request to {url} asks for {key}, which is not served"
-                raise DataError(what, where, None, ", ".join(served), "leave it out, or choose the other url")
-        form = Form.chat if url == CHAT else Form.completions
+        if unknown := [key for key in asked if key not in served]:
+            what = f"the request to {url} asks for {unknown[0]}, which is not served"
+            raise DataError(what, where, None, ", ".join(served), "leave it out, or choose the other url")
         return self._with_own(asked, replace(usual, id=name_of(record["custom_id"], where), form=form))
 
     def _with_own(self, record: dict[str, Any], usual: Request) -> Request:
@@ -177,15 +175,20 @@ class Reader:
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
             raise DataError("stop is not a list of texts", where, repr(stop), fix='write ["\\n"]')
-        logprobs, echo = _logprobs(changes, usual, where), changes.get("echo", False)
+        logprobs, echo = _logprobs(changes, usual), changes.get("echo", False)
         if not isinstance(echo, bool) or (echo and usual.form is Form.plain and logprobs is None):
             allowed = "true or false" + ", and logprobs with true" * (usual.form is Form.plain)
             raise DataError("echo is unusable", where, repr(echo), allowed, "correct it")
-        new = _whole(changes, "max_new_tokens", usual.max_new_tokens, 1 - echo, where)
-        seed = _whole(changes, "seed", 0, 0, where) if changes.get("seed") is not None else None
+        new, seed = changes.get("max_new_tokens", usual.max_new_tokens), changes.get("seed")
+        _require_whole("max_new_tokens", new, 1 - echo, MAX_SEED, where)
+        _require_whole("seed", 0 if seed is None else seed, 0, MAX_SEED, where)
         own = {key: changes[key] for key in SAMPLING if key in changes}
-        if "logit_bias" in own:
-            own["logit_bias"] = _biases(own["logit_bias"], where)
+        if "logit_bias" in own:  # JSON has texts for keys
+            biases = own["logit_bias"]
+            if not isinstance(biases, dict) or not all(map(TOKEN_ID.fullmatch, biases)):
+                what, fix = "logit_bias is not a map of tokens to numbers", 'write {"42": -1.5}'
+                raise DataError(what, where, repr(biases), fix=fix)
+            own["logit_bias"] = {int(token): bias for token, bias in biases.items()}
         sampling = replace(usual.sampling, **own) if own else usual.sampling
         if own or new != usual.max_new_tokens:
             self._check(sampling, new, where)
@@ -213,7 +216,7 @@ class Reader:
 @lru_cache(1024)
 def _nearest(key: str) -> str:
     """The setting that a name may be meant for; empty of none."""
-    return next(iter(difflib.get_close_matches(key, (*SETTINGS, *ALSO["plain"]), n=1, cutoff=0.8)), "")
+    return next(iter(difflib.get_close_matches(key, PLAIN, n=1, cutoff=0.8)), "")
 
 
 def _said(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]:
@@ -243,9 +246,9 @@ def _message(message: object) -> Message | None:
     return {"role": ROLES[role], "content": content}
 
 
-def _logprobs(record: dict[str, Any], usual: Request, where: str) -> int | None:
+def _logprobs(record: dict[str, Any], usual: Request) -> int | None:
     """How many alternatives each token comes with; None for no log-probabilities. A chat says it in two."""
-    key, value = "logprobs", record.get("logprobs", usual.logprobs)
+    key, value, where = "logprobs", record.get("logprobs", usual.logprobs), usual.where
     if usual.form is Form.chat and "logprobs" in record:
         if not isinstance(value, bool) or ("top_logprobs" in record and not value):
             allowed = "true or false, and true with top_logprobs"
@@ -255,21 +258,10 @@ def _logprobs(record: dict[str, Any], usual: Request, where: str) -> int | None:
         raise DataError("top_logprobs is given without logprobs", where, fix='add "logprobs": true')
     if value is None or value is False:
         return None
-    if isinstance(value, int) and value is not True and 0 <= value <= MAX_LOGPROBS:
-        return value
-    raise DataError(f"{key} is out of range", where, repr(value), f"0..{MAX_LOGPROBS}", "correct it")
+    _require_whole(key, value, 0, MAX_LOGPROBS, where)
+    return int(value)
 
 
-def _biases(value: object, where: str) -> dict[int, float]:
-    """JSON has texts for keys."""
-    if isinstance(value, dict) and all(TOKEN_ID.fullmatch(token) for token in value):
-        return {int(token): bias for token, bias in value.items()}
-    what, fix = "logit_bias is not a map of tokens to numbers", 'write {"42": -1.5}'
-    raise DataError(what, where, repr(value), fix=fix)
-
-
-def _whole(record: dict[str, Any], key: str, default: int, least: int, where: str) -> int:
-    value = record.get(key, default)
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_SEED:
-        return value
-    raise DataError(f"{key} is out of range", where, repr(value), f"whole numbers from {least}", "correct it")
+def _require_whole(key: str, value: object, least: int, most: int, where: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise DataError(f"{key} is out of range", where, repr(value), f"{least}..{most}", "correct it")

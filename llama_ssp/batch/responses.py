@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_ssp.batch.requests import Form, Refused, Request
-from llama_ssp.text.logprobs import ScoredToken, Spell, are_damaged, chat, completions, plain, spelled
+from llama_ssp.text.logprobs import ScoredToken, Spell, chat, completions, plain, spelled
 
 BY_OPENAI = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 BAD_REQUEST, BROKEN = 400, 500
@@ -26,11 +26,6 @@ class Reply:
     prompt_tokens: int
     logprobs: list[ScoredToken] = field(default_factory=list)
     echoed: list[ScoredToken] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """A prompt that is only scored ends with the error, too, where logits are not numbers."""
-        if are_damaged(self.echoed):
-            object.__setattr__(self, "finish_reason", "error")
 
 
 def answer(

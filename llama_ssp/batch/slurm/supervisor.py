@@ -20,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -65,13 +64,9 @@ def keep_end(work: Path, end: End) -> None:
 
 
 def ends(work: Path, job: str = "*") -> list[End]:
-    """In the order they were written; a torn line is left out."""
-    result = []
-    for path in sorted((work / FOLDER).glob(f"{job}{ENDS}")):
-        for entry in lines_in(path):
-            with suppress(TypeError):
-                result.append(End(**entry))
-    return result
+    """In the order they were written."""
+    paths = sorted((work / FOLDER).glob(f"{job}{ENDS}"))
+    return [End(**entry) for path in paths for entry in lines_in(path)]
 
 
 def fruitless(ends: list[End]) -> Counter[str]:
@@ -102,12 +97,14 @@ class Supervisor:
         log.info("ended with %d%s", code, f", stopped by {self.stopped_by}" if self.stopped_by else "")
         if code == OK or self.stopped_by == BY_SLURM:
             return code  # Slurm decides whether the element runs again
+        if code == INPUT_OUTPUT:
+            log.error("held: mend the error above (a full disk?), then scontrol release %s", self.element)
+            return self._requeue(code, "requeuehold")
         counts = fruitless(ends(self.work, self.job))
         bad = [node for node, count in counts.items() if count >= FRUITLESS]
         # A second node that finishes nothing shows that nodes are not the cause; so does one that comes back.
-        may_help = len(bad) < 2 and counts[self.node] <= FRUITLESS
-        if code == INPUT_OUTPUT or (code not in LASTING and may_help):
-            return self._requeue(code, bad if code != INPUT_OUTPUT else ())
+        if code not in LASTING and len(bad) < 2 and counts[self.node] <= FRUITLESS:
+            return self._requeue(code, "requeue", bad)
         log.error("error: not started again after %d; see above for the error, then submit again", code)
         return code
 
@@ -116,11 +113,18 @@ class Supervisor:
 
     def _run_ranks(self) -> int:
         """Runs the command to its end and records that; returns the ranks' exit code."""
-        began = time.monotonic()
+        began, until = time.monotonic(), math.inf
         file = self.work / FOLDER / f"{self.job}.{self.restart}.code"
         file.parent.mkdir(parents=True, exist_ok=True)
         ranks = subprocess.Popen(self.command, env={**os.environ, CODE_FILE: str(file)})
-        code = code_of(self._wait(ranks), file)
+        while (returned := ranks.poll()) is None and time.monotonic() < until:
+            if self.stopped_by == BY_TIME and until == math.inf:
+                until = time.monotonic() + self.signal_s / 2
+                log.info("the time limit is near: stopping the ranks")
+                subprocess.call(["scancel", "--signal=TERM", self.element])  # srun would have them killed
+            time.sleep(LOOK_S)
+        # If they have not stopped in time, the requeue kills them.
+        code = code_of(-signal.SIGKILL if returned is None else returned, file)
         file.unlink(missing_ok=True)
         finished = count_finished(self.work, f"{self.job}-{self.restart}-")  # its own, not the job's
         seconds = time.monotonic() - began
@@ -132,26 +136,12 @@ class Supervisor:
             return INPUT_OUTPUT
         return code
 
-    def _wait(self, ranks: subprocess.Popen[bytes]) -> int:
-        """Returns the return code of the ranks. If they do not stop in time, the requeue will kill them."""
-        until = math.inf
-        while (returned := ranks.poll()) is None and time.monotonic() < until:
-            if self.stopped_by == BY_TIME and until == math.inf:
-                until = time.monotonic() + self.signal_s / 2
-                log.info("the time limit is near: stopping the ranks")
-                subprocess.call(["scancel", "--signal=TERM", self.element])  # srun would have them killed
-            time.sleep(LOOK_S)
-        return -signal.SIGKILL if returned is None else returned
-
-    def _requeue(self, code: int, excluded: Sequence[str] = ()) -> int:
+    def _requeue(self, code: int, verb: str, excluded: Sequence[str] = ()) -> int:
         """Requeues the element, unless Slurm, which may have given up this node, has started it again.
 
         A full disk holds it, until someone has made room. It is not started on the `excluded` nodes again:
         Slurm takes that of a job that waits alone, so this process lives on after the requeue to say so.
         """
-        verb = "requeuehold" if code == INPUT_OUTPUT else "requeue"
-        if code == INPUT_OUTPUT:
-            log.error("held: mend the error above (a full disk?), then scontrol release %s", self.element)
         signal.signal(signal.SIGTERM, signal.SIG_IGN if excluded else signal.SIG_DFL)
         show = ["scontrol", "show", "job", "-o", self.element]
         for left in reversed(range(TRIES)):
