@@ -411,6 +411,7 @@ def test_a_process_that_proc_hides_may_live(monkeypatch: pytest.MonkeyPatch):
 def test_a_claim_that_names_too_little_lapses_with_its_heartbeat(lacking: str, tmp_path: Path):
     """That of an older version, or of a machine that does not tell when a process began."""
     job, own = Journal.begin(tmp_path, manifest()), claims.this_process()
+    (tmp_path / "claims").mkdir()
     for shard in job.manifest.shards:
         (tmp_path / "claims" / shard.name).write_text(json.dumps({**own, lacking: ""}))
     assert job.claim() is None and {name for name, _ in job.silent()} == {"00000", "00001", "00002"}

@@ -55,9 +55,10 @@ def replace_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def drafted(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file, which the body writes and gives its final name; else it goes."""
+    """A new file, which the body writes and gives its final name; else it goes. The folder is made."""
     draft = path.with_name(f".{path.name[:40]}.{unique_name()}")  # `path` may have the longest name allowed
     with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             draft.unlink(missing_ok=True)  # left by a killed process of this name: it may be `path` itself
             with draft.open("xb") as file:
@@ -125,32 +126,27 @@ def unique_name() -> str:
 
 def require_file_system(folder: Path) -> None:
     """Raises StorageError where the folder's file system cannot append, sync, or link without replacing."""
-    path = folder / f".probe.{unique_name()}"
-    other, lacking = path.with_name(f"{path.name}.link"), "append"
+    path, lacking = folder / f".probe.{unique_name()}", "append"
     with storing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a killed process of this name may have left it
         try:
-            for name in (path, other):
-                name.unlink(missing_ok=True)  # a killed process of this name may have left it
             for letter in (b"a", b"b"):
-                with path.open("ab", buffering=0) as file:
+                with path.open("ab") as file:
                     file.write(letter)
             if path.read_bytes() == b"ab":
                 lacking = "fsync"
                 with path.open("ab") as file:
-                    os.fsync(file.fileno())
+                    synced(file)
                 lacking = "hard links"
-                for _ in range(2):
-                    os.link(path, other)
-        except FileExistsError:
-            lacking = "" if other.samefile(path) else lacking
-        except OSError as error:
-            if error.errno not in NOT_ABLE:
+                path.unlink()
+                if write_once(path, b"") and not write_once(path, b""):
+                    return
+        except (OSError, StorageError) as error:
+            if getattr(error.__cause__ or error, "errno", None) not in NOT_ABLE:
                 raise
         finally:
-            for name in (path, other):
-                with suppress(OSError):
-                    name.unlink(missing_ok=True)
-    if lacking:
+            path.unlink(missing_ok=True)
         what, allowed = "a job cannot be kept on this file system", "a disk, NFS, Lustre, CephFS"
         fix = "choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough"
         raise StorageError(what, folder, f"no {lacking}", allowed, fix)

@@ -67,6 +67,7 @@ class Attempt:
                 self.damaged_on[index].add(past.node)
         self._unsynced, self._synced_at = 0, time.monotonic()
         with storing(path):
+            path.parent.mkdir(exist_ok=True)
             self._file: BinaryIO = path.open("xb", buffering=0)
             sync_folder(path.parent)
 

@@ -214,8 +214,6 @@ def _source(name: str, number: int, work: Path) -> Source:
             return Source(name, name, is_text, state)
     kept = work / KEPT.format(number)
     if state or not kept.exists():
-        with storing(work):
-            work.mkdir(parents=True, exist_ok=True)
         with reading("task.input", path):
             lines = sys.stdin.buffer if name == STDIN else gzip.open(path) if is_packed else path.open("rb")  # noqa: SIM115
         with lines, drafted(kept) as (draft, file):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_ssp.batch.atomic_files import drafted, replace_whole, storing
+from llama_ssp.batch.atomic_files import drafted, replace_whole
 from llama_ssp.batch.journal import MANIFEST, Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.requests import Refused
@@ -92,8 +92,6 @@ class Job:
     def begin(self, longest: int) -> Journal:
         """The job's journal; a new one keeps how long a text may get. The output can be written, too."""
         if not self.output.exists():
-            with storing(self.output):
-                self.output.parent.mkdir(parents=True, exist_ok=True)
             with drafted(self.output):  # only tries to write there
                 pass
         facts = {LONGEST: longest} if self.is_new else self.manifest.facts

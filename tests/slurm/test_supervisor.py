@@ -191,6 +191,7 @@ def test_an_element_counts_its_own_records(node: Node):
     """What healthy groups finish meanwhile does not keep a broken one alive."""
     journal = Journal.begin(node.work, Manifest("ab" * 32, 10, {}, shards_of(10, 5)))
     counts = {"shard": "00000", "at": 1.0, "records": 5, "failed": 0, "tokens": 9}
+    (journal.folder / "done").mkdir()
     (journal.folder / "done" / "00000.jsonl").touch()
     for name, finished in (("8-0-1", 0), ("7-0-1", 5)):
         append_line(node.work / "counts", counts)

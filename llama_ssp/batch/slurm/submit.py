@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 
 from llama_ssp import __version__
-from llama_ssp.batch.atomic_files import replace_whole, storing
+from llama_ssp.batch.atomic_files import replace_whole
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.workers import LOGS, share, words_of_one
 from llama_ssp.config import BatchConf, Output, RunConf
@@ -138,8 +138,6 @@ def _submit(job: Job, script: str) -> str:
 
 
 def keep_submission(work: Path, job: str, text: str) -> None:
-    with storing(work / FOLDER):
-        (work / FOLDER).mkdir(parents=True, exist_ok=True)
     replace_whole(work / FOLDER / f"{job}{SCRIPT}", text.encode())
 
 
