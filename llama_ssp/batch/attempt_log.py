@@ -60,9 +60,9 @@ class Attempt:
         self.damaged_on = defaultdict[int, set[str]](set)
         for past in earlier:
             self._finished = past.finished | self._finished
-            self.deaths.update(past.failed_at)
-            if past.among == 1 and len(past.failed_at) == 1:
-                self.deaths_alone[min(past.failed_at)].append(past.node)
+            self.deaths.update(died := past.failed_at)
+            for index in died if past.among == len(died) == 1 else ():
+                self.deaths_alone[index].append(past.node)
             for index in past.damaged:
                 self.damaged_on[index].add(past.node)
         self._unsynced, self._synced_at = 0, time.monotonic()

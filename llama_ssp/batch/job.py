@@ -130,13 +130,14 @@ def chosen_seed(run: RunConf, is_job: bool) -> int:
         return run.seed
     if is_job and (held := Journal.held(folders_of(run)[0])):
         return int(held.settings["seed"])
+    seed, why = secrets.randbelow(2**31), "drawn; give it again to repeat this run"
     if is_job and run.cluster.scheduler is not Scheduler.none:
-        folder = str(folders_of(run)[0].absolute())
-        seed = int.from_bytes(hashlib.sha256(folder.encode(errors="surrogateescape")).digest()[:4]) >> 1
-        log.debug("seed=%d (this folder's; seed=N is for another)", seed)
-        return seed
-    seed = secrets.randbelow(2**31)
-    log.debug("seed=%d (drawn; give it again to repeat this run)", seed)
+        folder = str(folders_of(run)[0].absolute()).encode(errors="surrogateescape")
+        seed, why = (
+            int.from_bytes(hashlib.sha256(folder).digest()[:4]) >> 1,
+            "this folder's; seed=N is for another",
+        )
+    log.debug("seed=%d (%s)", seed, why)
     return seed
 
 
@@ -145,13 +146,13 @@ def continued(run: RunConf) -> RunConf:
 
     So a job goes on on another machine as it began.
     """
-    spec, task = run.speculation, run.task
-    held = Journal.held(folders_of(run)[0]) if isinstance(task, BatchConf) and task.output else None
-    kept = {} if held is None else held.settings
-    names = [name for name in ("k", "cost_ratio") if getattr(spec, name) is None]
-    names += ["adaptive"] * (spec.k is None)
-    values = {name: kept[f"speculation.{name}"] for name in names if f"speculation.{name}" in kept}
-    return replace(run, speculation=replace(spec, **values))
+    spec, kept = run.speculation, dict[str, Any]()
+    if run.task_as(BatchConf).output and (held := Journal.held(folders_of(run)[0])):
+        kept = held.settings
+    given = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": spec.k}
+    values = {name: kept.get(f"speculation.{name}") for name in given if given[name] is None}
+    known = {name: value for name, value in values.items() if value is not None}
+    return replace(run, speculation=replace(spec, **known))
 
 
 def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:

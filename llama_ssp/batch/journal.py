@@ -144,10 +144,9 @@ class Journal:
 
     def silent(self) -> set[tuple[str, float]]:
         """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
-        done, found = self.done(), self._claims()
-        return {
-            (path.name, at) for path, one, at in found if path.name not in done and claims.lives(one) is None
-        }
+        done = self.done()
+        unknown = [(path.name, at) for path, holder, at in self._claims() if claims.lives(holder) is None]
+        return {(name, at) for name, at in unknown if name not in done}
 
     def claim(self) -> tuple[Shard, AbstractContextManager[None]] | None:
         """The first shard that is neither done nor claimed by a living process, and the claim on it."""
@@ -186,34 +185,27 @@ class Journal:
     def survey(self) -> tuple[Standing, list[GroupWork]]:
         """How far the job is, and by whom. Of a done shard only its counts are read, where there are some."""
         done, groups = self.done(), dict[str, GroupWork]()
-        published = list[tuple[GroupWork, dict[str, Any]]]()
+        last = dict[str, tuple[float, GroupWork, dict[str, Any]]]()  # by shard; it may have been reopened
         for path in sorted((self.folder / GROUPS).glob("*.jsonl")):
             group = groups[path.stem] = GroupWork(path.stem)
             for entry in files.lines_in(path):
-                if "shard" in entry:
-                    published.append((group, entry))
-                else:
+                if (name := entry.pop("shard", None)) is None:
                     vars(group).update(entry)
-        published.sort(key=lambda of: of[1]["at"])  # of a shard that was reopened the last counts
+                elif name in done and (name not in last or entry["at"] >= last[name][0]):
+                    last[name] = entry["at"], group, entry
+        for _, group, entry in last.values():
+            group.add(**entry)
         uncounted = groups.setdefault("", GroupWork(""))  # by groups that were killed before they counted it
-        last = {entry["shard"]: (group, entry) for group, entry in published}
-        for name in done:
-            if name in last:
-                group, entry = last[name]
-                group.add(*(entry[key] for key in ("at", "records", "failed", "tokens")))
-            else:
-                uncounted.add(0.0, **counted(self.answers(self.manifest.shards[int(name)]).values()))
+        for name in done - last.keys():
+            uncounted.add(0.0, **counted(self.answers(self.manifest.shards[int(name)]).values()))
         seen = set[int]()
         for path in sorted((self.folder / PARTS).glob("*.jsonl")):
             shard, _, name = path.stem.split(".", 2)
             if shard not in done:
-                past = read_part(path)
-                group = groups.setdefault(name, GroupWork(name))
+                past, group = read_part(path), groups.setdefault(name, GroupWork(name))
                 group.add(past.last_at, **counted(past.finished[i] for i in past.finished.keys() - seen))
                 seen.update(past.finished)
-        finished, failed = (
-            sum(getattr(one, key) for one in groups.values()) for key in ("records", "failed")
-        )
+        finished, failed = (sum(vars(one)[key] for one in groups.values()) for key in ("records", "failed"))
         standing = Standing(self.manifest.records, finished, failed, len(self.manifest.shards), len(done))
         return standing, [group for group in groups.values() if group.group or group.records]
 

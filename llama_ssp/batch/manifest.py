@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,14 +32,8 @@ class Manifest:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_bytes(self) -> bytes:
-        body = {**vars(self), "shards": len(self.shards), "key": self.key}
+        body = {**vars(self), "shards": len(self.shards)}
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
-
-    @property
-    def key(self) -> str:
-        """Equal for the same job alone."""
-        body = {"input": self.input_sha256, "records": self.records, "settings": self.settings}
-        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
     @staticmethod
     def read(data: bytes, where: str) -> Manifest:
@@ -57,15 +50,14 @@ class Manifest:
 
     def require_same(self, held: Manifest, where: str) -> None:
         """Raises DataError if the folder's manifest `held` is another job's."""
-        if held.key == self.key:
-            return
         changed = [key for key in ("input_sha256", "records") if getattr(held, key) != getattr(self, key)]
         for key in sorted(held.settings.keys() | self.settings.keys()):
             old, new = held.settings.get(key), self.settings.get(key)
             changed += [f"{key}={old!r} now {new!r}"] * (old != new)
-        what, allowed = "the folder holds the results of another job", "the same input and settings"
-        fix = "undo the change, or choose another task.output"
-        raise DataError(what, where, "; ".join(changed[:8]), allowed, fix)
+        if changed:
+            what, allowed = "the folder holds the results of another job", "the same input and settings"
+            fix = "undo the change, or choose another task.output"
+            raise DataError(what, where, "; ".join(changed[:8]), allowed, fix)
 
 
 def shards_of(records: int, most: int) -> tuple[Shard, ...]:

@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llama_ssp.batch.atomic_files import append_line, lines_in
@@ -51,7 +51,6 @@ class End:
     stopped_by: str  # BY_TIME, BY_SLURM, or BY_NOBODY: then a code that is not 0 is a failure
     finished: int
     seconds: float
-    at: float = field(default_factory=time.time, compare=False)
 
     @property
     def failed(self) -> bool:
