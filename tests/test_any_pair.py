@@ -54,14 +54,8 @@ def refusal(answer: Any) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        pytest.param(("speculation=adaptive",), marks=pytest.mark.slow),
-        pytest.param(("task.batch_size=1",), marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("overrides", [(), ("speculation=adaptive",), ("task.batch_size=1",)])
 def test_greedy_texts_are_the_target_s(
     overrides: tuple[str, ...], other: str, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,7 +39,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(50)
+@pytest.mark.few(40)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_line_and_its_code(
     case: Case, command: Command, saved: Saved, monkeypatch: pytest.MonkeyPatch

@@ -68,7 +68,7 @@ MEETINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_no_text_depends_on_its_batch(meeting: str) -> None:

@@ -221,7 +221,7 @@ SHOWN: list[tuple[Any, Callable[..., Check], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("fault", "check", "given"), SHOWN, ids=[f"{fault.name} {given}" for fault, _, given in SHOWN]
 )

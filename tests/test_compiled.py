@@ -18,9 +18,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import cpp_builder
-from torch._inductor.fx_passes import pad_mm
-from torch._inductor.utils import run_and_get_code
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.models import programs, steps
@@ -132,6 +129,9 @@ def test_a_step_in_bf16(monkeypatch):
     Buffers have sizes of tokens alone. A size that might be 0 would be written as max(1, size). Padding to
     sizes that suit a GPU would copy a head of 50257 tokens in every step.
     """
+    from torch._inductor.fx_passes import pad_mm
+    from torch._inductor.utils import run_and_get_code
+
     padded = []
     monkeypatch.setattr(pad_mm, "check_device", lambda *tensors: bool(padded.append(tensors)))
     monkeypatch.setattr(programs, "load", lambda _: None)
@@ -258,6 +258,7 @@ def test_processes_that_start_together_compile_once(monkeypatch, tmp_path):
 @pytest.mark.compiler
 def test_half_a_kernel_is_none(monkeypatch, tmp_path):
     """torch takes any file for one: after a kill -9 in the compiler each start ended in a bus error."""
+    from torch._inductor import cpp_builder
 
     def killed(command: str, _: str) -> None:
         Path(command.split("-o ")[1].split()[0]).write_text("half")

@@ -211,6 +211,7 @@ def useless(machine: Machine) -> float:
     return machine.tokens / machine.seconds
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "times"),

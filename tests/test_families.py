@@ -67,7 +67,7 @@ def test_greedy_is_what_transformers_writes(name: str, command: Command, tmp_pat
     assert output["token_ids"] == greedy_text(build(name, **ENDS), ids, NEW)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", {family: name for name, (family, _) in FAMILIES.items()}.values())
 def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_two_tensors_of_one_name(sound: Sound, tmp_path: Path) -> None:
     assert "duplicated tensor" in refused(written(tmp_path, raw))
 
 
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("seed", range(8))
 def test_flipped_bytes(sound: Sound, seed: int, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from llama_ssp.text.vocabulary import read_vocabularies, read_vocabulary
 from tests import checkpoints
 from tests.gguf_files import finish, gguf
 from tests.test_gguf import made
-from tests.warm import ROOT
+from tests.warm import ROOT, python
 
 # The first one has letters that are not of the byte alphabet, as DeepSeek's.
 SPECIAL, PLAIN, PADDING = ["<｜begin｜>", "<|im_end|>", "<|end_of_text|>"], ["<think>"], 5
@@ -202,6 +202,7 @@ def test_a_later_start_imports_neither_transformers_nor_the_compiler(tmp_path: P
     """And writes what the first one wrote, which has made and kept the config and the tokenizer."""
     path, _ = made("llama", tmp_path, metadata=add_that_of_folders)
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", LATER, str(path)]
-    first, second = (subprocess.check_output(words, env=env, text=True) for _ in range(2))
-    assert "'transformers'" in first and second == f"{first[: first.index(']') + 1]} set()\n"
+    (script := tmp_path / "later.py").write_text(LATER)
+    first = python([script, path], tmp_path, env)  # in a process that has imported both
+    second = subprocess.check_output([sys.executable, script, path], env=env, text=True)
+    assert "'transformers'" in first.out and second == f"{first.out[: first.out.index(']') + 1]} set()\n"

@@ -163,7 +163,7 @@ def test_full_matrix(case: Case) -> None:
     check("llama-gqa", case)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EVERY if name != "llama-gqa"])
 def test_a_part_of_the_matrix(family: str) -> None:
@@ -182,7 +182,7 @@ def test_the_perturbed_draft_agrees_sometimes(family: str) -> None:
     assert 0.1 * run.drafted < run.accepted < 0.95 * run.drafted
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("family", "draft"),
     [

@@ -82,6 +82,7 @@ def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.Mo
     assert order == [(name, prompt, repeat) for prompt, repeat in at for name in names]
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "pairs", "has_draft"),

@@ -50,7 +50,7 @@ def reported(model: Model, run: Run) -> GreedyReport:
 SKIPPED = ("falcon", "gpt_neo")  # the one repeats one token; the other has a decoder only
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mild", [True, False], ids=["mild", "sharp"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SKIPPED])

@@ -138,7 +138,7 @@ def test_the_readme_has_commands():
     assert len(readme_commands()) >= 12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", readme_commands())
 def test_readme_command(command, tmp_path):
     words = shlex.split(command)[1:]

@@ -362,12 +362,10 @@ WAYS: dict[str, tuple[tuple[str, ...], list[str]]] = {
         ["regular", "speculative, greedy", "regular, greedy"],
     ),
 }
-SLOW = ("certify", "eval", "measure")
+MARKS = {"certify": [pytest.mark.long], "eval": [pytest.mark.long], "measure": [pytest.mark.slow]}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WAYS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in WAYS])
 def test_every_task_keeps_predicted_beside_measured(
     command: Command, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

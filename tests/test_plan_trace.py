@@ -73,7 +73,7 @@ def test_a_llama_is_bounded() -> None:
     compare(model("llama"), Dtype.bf16, ROWS, CAPACITY, 1, 0)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1)])
@@ -103,7 +103,7 @@ def test_rows_and_key_heads(rows: int, kvs: int) -> None:
     compare(model(family, n_kv_heads=kvs), Dtype.fp32, rows, CAPACITY, 1, 0)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shapes())
 def test_every_preset_is_bounded(name: str) -> None:

@@ -90,7 +90,7 @@ def like(weight: Tensor, part: Tensor) -> Tensor:
     return part.view(len(weight), -1, part.shape[-1]).transpose(1, 2) if weight.ndim == 3 else part
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ALL)
 def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
     """Of the first layer: whole, and parts that begin and end inside groups and words."""
@@ -111,7 +111,7 @@ def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
                 assert cut is None or weight.unique().numel() > 8
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ALL)
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, folders: Path) -> None:

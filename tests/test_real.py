@@ -10,6 +10,7 @@ import os
 import signal
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,12 +24,15 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.packages import package_copy
 from llama_ssp.text.tokenizer import read_tokens
 from tests.families import greedy_text
+from tests.gguf_files import gguf
 from tests.processes import kill, wait_for
 from tests.warm import LAUNCH, python, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
 
 NEW, FP32 = 16, ("model.dtype=fp32", "sampling=greedy")
+# transformers reads a header anew for each thing that it wants to know, which takes seconds.
+ONCE = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
 TEXTS = ["The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5, 6,"]
 GEMMA = ModelConf(
     name="gemma-3-270m",
@@ -54,7 +58,8 @@ def file_of(name: str) -> Path:
 def transformers_texts(name: str) -> list[list[int]]:
     """What transformers writes after each of TEXTS, as it reads the same file."""
     file = file_of(name)
-    module = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    with patch.multiple(gguf, **ONCE):
+        module = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokens = read_tokens(file, module.config.vocab_size)
     return [greedy_text(module, tokens.encode(text), NEW, module.config.eos_token_id) for text in TEXTS]
 
@@ -73,7 +78,8 @@ def test_greedy_is_what_transformers_writes(name: str) -> None:
 def test_a_chat_is_written_as_transformers_writes_it() -> None:
     """By the template in the file's header; a control has another message."""
     file = file_of("smollm2")
-    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    with patch.multiple(gguf, **ONCE):
+        theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     said = [("system", "Be brief."), ("user", "hello"), ("assistant", "Hi."), ("user", "What is 2+2?")]
     ours = read_tokens(file, len(theirs))
     for turns in (said[1:2], said):  # without a system message the template has its own

@@ -214,6 +214,7 @@ def test_a_chat_says_what_ends_its_loading(open_terminal: Any, tmp_path: Path) -
     assert "error: " in terminal.seen and "Traceback" not in terminal.seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
     """Ctrl-C stops the reply and not the program, nor a rank; a block of lines is one message; at the prompt

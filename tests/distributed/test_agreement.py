@@ -109,7 +109,7 @@ def ended(models: Models) -> Case:
     return Case(4, 4, SAMPLED, ends=frozenset({free.texts[0][6], free.texts[1][11]}))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_placement_writes_what_one_process_writes(name: str, models: Models):
@@ -244,7 +244,7 @@ def test_layers_write_what_one_device_writes(models: Models):
         assert same(written(*pair, case), models.expected(case))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_real_ranks_write_what_one_process_writes(name: str, models: Models):

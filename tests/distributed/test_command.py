@@ -82,7 +82,7 @@ TASKS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("task", TASKS)
 def test_two_ranks_give_one_processes_figures(task: str, command: Command, saved: Any, tmp_path: Path):
     """The leader shares the prompts; one rank prints. What ranks say to each other has its time."""

@@ -59,7 +59,7 @@ def texts(answer: Answer) -> list[list[int]]:
     return [output["token_ids"] for output in answer.document["outputs"]]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_target_goes_on_alone(name: str, command: Command, tmp_path: Path):

@@ -224,6 +224,7 @@ def endless(folder: Path) -> Any:
     return launcher
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "said"),
     [("SIGKILL,verify", "error: rank 1 is gone"), (f"{K},start", f"error: rank 1: {OUT_OF_RANGE}")],
@@ -254,6 +255,7 @@ def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Pa
     assert content["status"] in ("interrupted", "error") and content["outputs"][0]["output_tokens"] > 0
 
 
+@pytest.mark.long
 def test_two_nodes_write_what_one_process_writes(command: Command, tmp_path: Path):
     """Two launchers that each start one rank, as on two machines."""
     run = (*RUN, "model.dtype=fp32", "draft.dtype=fp32", "out=null")

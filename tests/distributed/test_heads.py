@@ -39,7 +39,8 @@ def saved(folder: Path, kind: str) -> tuple[Path, Path]:
     return folder / "target", save(folder / "head", **{**SIZES, **how})
 
 
-@pytest.mark.parametrize(("kind", "world"), [("EAGLE-3", 2), ("the target's embedding", 3), ("DFlash", 2)])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("kind", "world"), [("EAGLE-3", 2), ("DFlash", 2), ("the target's embedding", 3)])
 def test_a_head_on_the_leader_writes_what_one_process_writes(kind: str, world: int, tmp_path: Path) -> None:
     """One row and ragged ones, with ends, adaptive K, rows that are refilled: a text is its prompt's alone.
 

@@ -63,14 +63,6 @@ def texts(answer: Answer) -> list[Any]:
     return [output["token_ids"] for output in answer.document["outputs"]]
 
 
-def test_the_text_is_that_of_one_process_and_one_rank_writes(command: Command, tmp_path: Path):
-    """From a pipe; the document is the only line of standard output."""
-    words = [*(word for word in TINY[:-1] if word != "prompt=hello"), "max_new_tokens=24"]
-    answer = run(tmp_path, *words, "ranks=3", stdin="hello\na b c\n")
-    assert texts(answer) == texts(command("task=generate", *words[1:], stdin=b"hello\na b c\n"))
-    assert len(answer.out.splitlines()) == 1 and "over 3 ranks" in answer.document["devices"]["model"]
-
-
 # What is wrong, the code, and a part of the line. Some are found by this process, some by a rank with torch.
 MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "an unknown key": (("modle=x",), USAGE, "modle"),
@@ -96,14 +88,14 @@ def test_a_mistake_is_one_line_and_its_own_code(mistake: str, tmp_path: Path):
     assert said in answer.errors[0] and "Traceback" not in answer.err
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("loaded", "victim", "by", "code", "line"),
     [
+        (False, 1, signal.SIGKILL, DISTRIBUTED, "rank 1 was killed by SIGKILL during start"),
+        (False, None, signal.SIGINT, 130, "SIGINT during start"),
         (True, None, signal.SIGTERM, 143, "stopped by SIGTERM"),
         (True, None, signal.SIGINT, 130, "stopped by SIGINT"),
-        (False, None, signal.SIGINT, 130, "SIGINT during start"),
-        (False, 1, signal.SIGKILL, DISTRIBUTED, "rank 1 was killed by SIGKILL during start"),
         (True, 1, signal.SIGKILL, DISTRIBUTED, "rank 1 is gone"),
         (True, 0, signal.SIGKILL, DISTRIBUTED, "rank 0 is gone"),
         (True, None, signal.SIGKILL, -9, ""),
@@ -128,17 +120,20 @@ def test_whoever_is_stopped_all_end(
 
 
 def test_a_job_of_the_shell_stops_and_goes_on_whole(command: Command, tmp_path: Path):
-    """Ctrl-Z, and fg: the text is that of one process."""
-    words = (*TINY[:-1], "max_new_tokens=400", "ignore_eos=true")
-    parent = Parent(tmp_path, *words, "ranks=2", "-v")
+    """Ctrl-Z, and fg: texts are those of one process, of prompts from a pipe; one rank writes, one line."""
+    words = (*(word for word in TINY[:-1] if word != "prompt=hello"), "max_new_tokens=200", "ignore_eos=true")
+    parent = Parent(tmp_path, *words, "ranks=2", "-v", stdin="hello\na b c\n")
     parent.until("over 2 ranks")
     ranks = parent.ranks().values()
     kill(parent.pid, by=signal.SIGTSTP)
     wait_for(lambda: all(stands_still(pid) for pid in (parent.pid, *(rank.pid for rank in ranks))))
     kill(parent.pid, by=signal.SIGCONT)
-    assert texts(parent.finish()) == texts(command("task=generate", *words[1:]))
+    answer = parent.finish()
+    assert texts(answer) == texts(command("task=generate", *words[1:], stdin=b"hello\na b c\n"))
+    assert len(answer.out.splitlines()) == 1 and "over 2 ranks" in answer.document["devices"]["model"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("message_us", "used"), [(0, 2), (10**6, 1)])
 def test_ranks_of_torchrun_without_work_leave_and_the_others_meet_again(
     message_us: int, used: int, command: Command, tmp_path: Path
@@ -173,17 +168,9 @@ def test_a_sweep_and_a_batch_job(tmp_path: Path):
     answer = run(tmp_path, *sweep, "max_new_tokens=8", "ranks=2", "--multirun", "seed=1,2", "out=runs")
     assert answer.code == 0 and len(list((tmp_path / "runs").rglob("summary.json"))) == 2, answer.err
     (tmp_path / "prompts.txt").write_text("".join(f"question {n}\n" for n in range(30)))
-    batch = (
-        "batch",
-        "speculation.k=4",
-        "model=tiny",
-        "draft=tiny_draft",
-        *FP32,
-        "seed=5",
-        "input=prompts.txt",
-        "ignore_eos=true",
-    )
-    batch = (*batch, "max_new_tokens=40", "task.batch_size=2", "shard_size=10", "ranks=2")
+    pair = ("model=tiny", "draft=tiny_draft", *FP32, "seed=5", "speculation.k=4", "ignore_eos=true")
+    batch = ("batch", *pair, "ranks=2", "input=prompts.txt", "max_new_tokens=40", "task.batch_size=2")
+    batch = (*batch, "shard_size=10")
     whole = (*batch, "task.output=whole.jsonl")
     assert run(tmp_path, *whole).code == 0
     for kills in (1, 2):

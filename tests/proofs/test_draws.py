@@ -325,6 +325,7 @@ class Noted:
         return self._source.categorical(probs_BV, slot)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_asks_for_no_number_twice(rule):
     """Of one row after the other, round for round: every coin, draft and clock has a number of its own."""
