@@ -216,7 +216,13 @@ class SlurmConf:
     constraint: str | None = slurm_word("Features that nodes must have.", r"[\w.,:+&|*()\[\]{}-]+")
     time: str | None = slurm_word("The time limit, as H:MM:SS or D-HH:MM:SS.", r"(\d+-)?\d+(:\d+){0,2}")
     mem: str | None = slurm_word("Memory of a node, such as 64G.", r"\d+[KMGT]?")
-    cpus_per_rank: int | None = number(1, 1, 4096, "CPU cores of a rank; null is the cluster's own default.")
+    cpus_per_rank: int | None = number(
+        None,
+        0,
+        4096,
+        "CPU cores of a rank; 0 is the cluster's own default, null that too if it counts cores by GPU, else "
+        "8 or what the nodes have; of ranks on CPUs 1.",
+    )
     gpu_type: str | None = slurm_word("The GPUs' name in the cluster's own gres.", r"[\w.-]+")
     job_name: str | None = slurm_word("The job's name.", r"[\w.+=@-]{1,100}")
     signal_s: int = number(120, 1, 65535, "Seconds before the time limit at which work stops.")

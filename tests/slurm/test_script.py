@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.manifest import Manifest
-from llama_ssp.batch.slurm.submit import sbatch_script
+from llama_ssp.batch.slurm.submit import sbatch_script, with_cores
 from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
 from llama_ssp.config.validation import check_values
@@ -60,9 +61,33 @@ def test_what_is_asked_of_slurm():
         "time=4:00:00", "signal=B:USR1@90", "requeue", "output=/dev/null", "exclusive",
         "comment='for the paper'",
     ]  # fmt: skip
-    assert "cpus-per-task=2" in options(script(ClusterConf(gpus=2)))  # the ranks of a node
-    site_default = ClusterConf(gpus=2, slurm=SlurmConf(cpus_per_rank=None))
-    assert "cpus" not in script(site_default) and "OMP" not in script(site_default)
+    site_default = script(ClusterConf(gpus=2, slurm=SlurmConf(cpus_per_rank=0)))
+    assert "cpus-per-task=" not in site_default and "OMP" not in site_default
+    assert "# No --cpus-per-task: the cluster's own default" in site_default
+
+
+@pytest.mark.parametrize(
+    ("told", "sizes", "cores"),
+    [
+        ("JobDefaults = (null)", "128+", 8),
+        ("JobDefaults = (null)", "128\n12", 6),
+        ("JobDefaults = (null)", "1", 1),
+        ("JobDefaults = DefCpuPerGPU=16", "128", 0),
+    ],
+)
+def test_cores_are_the_clusters_own_or_eight(
+    told: str, sizes: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of two ranks a node; elsewhere than on the cluster eight, of ranks on CPUs one."""
+    executable(tmp_path, scontrol=f"echo '{told}'", sinfo=f"printf '{sizes}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert with_cores(ClusterConf(gpus=2)).slurm.cpus_per_rank == cores
+    asked = options(script(with_cores(ClusterConf(gpus=2))))
+    assert [entry for entry in asked if "cpus" in entry] == [f"cpus-per-task={2 * cores}"] * (cores > 0)
+    given = ClusterConf(gpus=2, slurm=SlurmConf(cpus_per_rank=3))
+    assert with_cores(given) == given and with_cores(ON_CPU).slurm.cpus_per_rank == 1
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert with_cores(ClusterConf(gpus=2)).slurm.cpus_per_rank == 8
 
 
 def test_a_script_without_a_time_limit_says_so_and_has_each_option_once():
@@ -153,7 +178,7 @@ def test_the_first_line_that_fails_ends_the_script(tmp_path: Path, monkeypatch: 
         ("time", "4 hours"), ("mem", "12 GB"), ("gpu_type", "a100:8"), ("constraint", "a;b"),
         ("options", ["-N9"]), ("options", ["--nodes=9"]), ("options", ["--comment=it's"]),
         ("options", ["--wrap=id"]), ("options", ["--x\n#SBATCH --nodes=9"]), ("setup", ["a\nb"]),
-        ("options", ["--comment=a\\b"]), ("signal_s", 0), ("cpus_per_rank", 0),
+        ("options", ["--comment=a\\b"]), ("signal_s", 0), ("cpus_per_rank", -1),
     ],
 )  # fmt: skip
 def test_values_that_are_refused(key: str, value: object):

@@ -6,6 +6,8 @@ import logging
 import re
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -13,7 +15,7 @@ from llama_ssp import __version__
 from llama_ssp.batch.atomic_files import replace_whole
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.workers import LOGS, share, words_of_one
-from llama_ssp.config import BatchConf, Output, RunConf
+from llama_ssp.config import BatchConf, ClusterConf, Output, RunConf
 from llama_ssp.distributed.launcher import SOURCES
 from llama_ssp.errors import OK, DistributedError, UsageError, one_line
 from llama_ssp.planner.storage import CPU
@@ -23,9 +25,11 @@ log = logging.getLogger(__name__)
 
 FOLDER, SCRIPT = "slurm", ".sbatch"  # in the job's folder: each script that was submitted, by its number
 PATIENCE_S = 60.0  # a controller that is down keeps its commands waiting
+CORES = 8  # of a rank: for Python, NCCL's threads and what compiles
 # What squeue tells of an element that waits or runs; `number` is SLURM_JOB_ID in its processes.
 QUEUED = {"job": "%i", "number": "%A", "state": "%T", "reason": "%r", "spent": "%M", "nodes": "%N"}
 NO_TIME = "# No --time: the partition's own limit. cluster.slurm.time=4:00:00 sets another."
+NO_CORES = "# No --cpus-per-task: the cluster's own default. cluster.slurm.cpus_per_rank=8 sets another."
 ON_ERROR = """trap 'echo "error: line $LINENO failed with $?: $BASH_COMMAND" >&2; exit 2' ERR"""
 LOG = '"$logs/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out"'
 NODES = 'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))'
@@ -38,7 +42,9 @@ MEETING = (
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     """Prints the script or submits it; `words` are the command's own. Returns the exit code."""
-    cluster, task = run.cluster, run.task_as(BatchConf)
+    task = run.task_as(BatchConf)
+    run = replace(run, cluster=with_cores(run.cluster))
+    cluster = run.cluster
     assert cluster.gpus is not None
     job, summary = share(run, folders, cluster.nodes * cluster.gpus)
     if (task.retry_errors or job.corrected) and not (task.submit or job.is_new):
@@ -68,13 +74,29 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     return OK
 
 
+def with_cores(cluster: ClusterConf) -> ClusterConf:
+    """Returns the cluster with the CPU cores of a rank, if the user has not said how many."""
+    slurm, cores = cluster.slurm, 1
+    if slurm.cpus_per_rank is not None:
+        return cluster
+    if cluster.gpu != CPU:
+        cores, told, sizes = CORES, "", ""
+        with suppress(DistributedError):  # the script may be for another machine
+            told = _run("scontrol", "show", "config").stdout
+            told += _run("scontrol", "show", "partition", *filter(None, [slurm.partition])).stdout
+            sizes = _run("sinfo", "-ho%c", *([f"-p{slurm.partition}"] if slurm.partition else [])).stdout
+        cores = min([cores, *(int(size) // (cluster.gpus or 1) for size in re.findall(r"\d+", sizes))])
+        cores = 0 if "DefCpuPerGPU=" in told else max(cores, 1)
+    return replace(cluster, slurm=replace(slurm, cpus_per_rank=cores))
+
+
 def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     """Returns the script of an array; `words` are the command of one process of a group."""
     cluster = job.run.cluster
     slurm, ranks, work = cluster.slurm, cluster.gpus or 1, job.work.absolute()
     name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
     gpus = f"{slurm.gpu_type}:{ranks}" if slurm.gpu_type else ranks
-    cpus = slurm.cpus_per_rank and slurm.cpus_per_rank * ranks
+    cpus = (slurm.cpus_per_rank or 0) * ranks or None
     # Values hold no quotes, backslashes or line breaks (config/validation).
     options: dict[str, object] = {"job-name": name, "partition": slurm.partition, "account": slurm.account}
     options |= {"qos": slurm.qos, "constraint": slurm.constraint, "array": f"0-{elements - 1}"}
@@ -91,6 +113,7 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
         f"# Made by llama-ssp {__version__}.",
         *(f"#SBATCH --{key}{value and '=' + quote(value)}" for key, value in given.items()),
         *([] if "time" in given else [NO_TIME]),
+        *([] if cpus else [NO_CORES]),
         "",
         "# Slurm opens no log in a folder that does not exist, so the script opens it.",
         f"logs={quote(str(work / LOGS))}",
