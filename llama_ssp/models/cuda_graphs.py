@@ -27,7 +27,7 @@ from torch import Tensor
 from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.decoder import KeysValues
 from llama_ssp.models.feed import Feed, sent
-from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, padded
+from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, padded, sizes_up_to
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
@@ -61,16 +61,20 @@ class GraphedModel(SteppedModel):
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
-        """Also captures steps of `rows` texts with `widths` tokens each, in caches of this capacity."""
+        """Also captures all steps of up to `rows` texts of the largest width, in caches of this capacity.
+
+        Rows that end or draft less make steps of any number of tokens. The largest step is first: the others
+        use its scratch memory.
+        """
         self.new_cache(rows, capacity)  # all steps below are captured in its memory
-        widths = sorted(set(widths))
-        self.longest_prompt = rows * max(widths, default=0)
+        widest = max(widths, default=0)
+        self.longest_prompt = rows * widest
         super().prepare()
         cache = self.new_cache(rows, capacity)
-        for width in widths:
-            token_BW = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
-            feed = Feed((0,) * rows, (width,) * rows, capacity, self.device)
-            self._try(token_BW, feed, cache)
+        for size in reversed(sizes_up_to(min(rows * widest, self.most_tokens))):
+            counts = tuple(min(max(size - row * widest, 0), widest) for row in range(rows))
+            token_BW = torch.zeros(rows, max(counts), dtype=torch.int64, device=self.device)
+            self._try(token_BW, Feed((0,) * rows, counts, capacity, self.device), cache)
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         """In memory that no cache uses any more and that is large enough; smaller unused memory is freed."""
