@@ -74,7 +74,7 @@ class RunConf:
 
     @property
     def given_k(self) -> int | None:
-        """K where the plan does not choose it: the user's, or that of n-grams, whose drafts cost nothing."""
+        """Returns the user's K, or NGRAM_K for free drafts from the text; None if the plan chooses K."""
         k = self.speculation.k
         return NGRAM_K if k is None and self.drafts_from_text else k
 
@@ -116,7 +116,7 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
 
 
 def resolved(value: Any) -> Any:
-    """A run, or a part of it, as plain data for hashes and records. "${...}" in a text stays as it is."""
+    """Converts a run, or a part of it, to plain data for hashes and records; resolves no "${...}"."""
     if is_dataclass(value):
         return {entry.name: resolved(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, dict):

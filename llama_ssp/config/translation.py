@@ -31,12 +31,12 @@ def translated(error: Exception) -> UsageError:
     if match := NO_OPTION.search(text):
         return _no_option(match["group"], match["option"])
     if match := NO_KEY.search(text):
-        given = NOT_THERE.search(text)  # the whole key, where its group is not there either
+        given = NOT_THERE.search(text)  # has the whole key even if its group is unknown
         return unknown_key(given["key"] if given else key, match["schema"])
-    of_batch = "; the file of answers of task=batch is task.output=FILE" * (key == "output")
+    batch_hint = "; task=batch writes its answers to task.output=FILE" * (key == "output")
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
     said = "; ".join(line for line in lines if not line.startswith(HYDRA_NOISE)) or type(error).__name__
-    return UsageError(shortened(said, 400), key, fix=f"see --help for keys and values{of_batch}")
+    return UsageError(shortened(said, 400), key, fix=f"see --help for keys and values{batch_hint}")
 
 
 def unknown_key(key: str, schema: str | None = None) -> UsageError:

@@ -1,8 +1,8 @@
 """What the leader and the draft's first rank send each other over a link: requests and replies.
 
-A link brings each frame whole, once and in order, or it is lost (draft_link.py). Requests are numbered. The
-draft acknowledges each request when it takes it up, and a reply has the number of its request. The leader
-discards and counts replies to earlier requests, for which it did not wait.
+A link delivers each frame whole, once and in order, or the link is lost (draft_link.py). Requests are
+numbered. The draft acknowledges each request when it reads it, and a reply has the number of its request. The
+leader discards and counts replies to earlier requests, for which it did not wait.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Message:
 
 @dataclass
 class DraftClient(LeaderChannel):
-    """The leader's end. When the link is lost, `lost` says why, and nothing is sent from then on.
+    """Sends the leader's requests. When the link is lost, `lost` says why, and nothing more is sent.
 
-    It has `broadcast_ints` as groups of ranks have, so that decisions go through it as through them.
+    Its `broadcast_ints` is that of Ranks, so the leader sends decisions to both with one call.
     """
 
     link: Link
@@ -101,7 +101,7 @@ class DraftClient(LeaderChannel):
                 self._take(left_s)
 
     def _take(self, seconds: float) -> bool:
-        """Whether a frame came."""
+        """Receives and records one frame, if it comes within `seconds`; returns whether it came."""
         try:
             frame = self.link.receive(seconds)
         except LinkLost as lost:
@@ -120,9 +120,9 @@ class DraftClient(LeaderChannel):
 
 @dataclass
 class DraftServer(LeaderChannel):
-    """The draft's end. It receives every request once, in order; only its first rank has it.
+    """Receives each request once, in order, on the first rank of the draft.
 
-    The other ranks that hold the draft get each request from the first, through `group`.
+    It passes each request through `group` to the other ranks that hold the draft.
     """
 
     link: Link
@@ -135,7 +135,7 @@ class DraftServer(LeaderChannel):
         return self.link.has_frame()
 
     def broadcast_ints(self, _values: list[int]) -> list[int]:
-        """The next request, as soon as it comes. Raises LinkLost if none will come."""
+        """Waits for the next request, passes it to `group`, returns it. Raises LinkLost if none will come."""
         began = time.monotonic()
         while (frame := self.link.receive(LOOK_S)) is None:
             pass

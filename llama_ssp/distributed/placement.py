@@ -77,8 +77,9 @@ def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
         what = "DeepSpeed splits the target over all ranks, so the draft cannot be split or have its own"
         found, fix = f"placement.draft={seat.value}", "use placement.splitting=tensor"
         raise DistributedError(what, "", found, "leader, replicated", fix)
-    apart, usual = drafts and seat is DraftSeat.own, int(seat in (DraftSeat.leader, DraftSeat.own))
-    degree = len(conf.draft_ranks or ()) or conf.draft_degree or usual  # 0 is all of the target's ranks
+    apart = drafts and seat is DraftSeat.own
+    default = 1 if seat in (DraftSeat.leader, DraftSeat.own) else 0  # 0: all of the target's ranks
+    degree = len(conf.draft_ranks or ()) or conf.draft_degree or default
     if apart and conf.draft_ranks is None and degree >= world:
         found, fix = f"{world} ranks, {degree} of them the draft's own", f"write ranks={degree + 1}"
         allowed = f"at least {degree + 1} ranks"

@@ -1,8 +1,7 @@
 """Several ranks that exchange tensors and messages over torch.distributed.
 
-Rank 0 leads: it sends its decisions as integers, one broadcast a message, never as pickled objects. A message
-has a number and a checksum: a rank that skipped or repeated one would otherwise silently take its neighbours'
-next message for this one.
+Rank 0 leads: it broadcasts its decisions as integers, never as pickled objects. Each message has a number
+and a checksum: otherwise a rank that skipped or repeated a broadcast would silently read a wrong message.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ NO_GPU, MIG = "none", "MIG"  # in place of a GPU's UUID
 PACKET = 1024  # integers of a message's first broadcast: enough for a round; a list of prompts needs a second
 HEAD = 3  # number, length, checksum
 LOADING = timedelta(minutes=30)  # how long ranks wait for each other while they load
-WORKING_S = 120.0  # and within a round
-FIRST_STEP_S = 60.0  # at least, for a first step, which compiles kernels
+WORKING_S = 120.0  # how long they wait within a round, by default
+FIRST_STEP_S = 60.0  # a first step, which compiles kernels, may take this long even where ranks wait less
 MAX_NAMED = 3  # differences that a message names
-FREED: list[WeakMethod[Callable[[], None]]] = []  # called before ranks part
-LATER_S = 10.0  # NCCL ends the process when it gives up: it does so this much later than the watch
+TO_FREE: list[WeakMethod[Callable[[], None]]] = []  # methods that are called before ranks part
+LATER_S = 10.0  # how much longer NCCL waits than the watch: it ends the process when it gives up
 
 
 class Group(Ranks):
     """Some of the ranks: tensors over one process group, messages over another on the CPU."""
 
     def __init__(self, members: tuple[int, ...], backend: str, watch: Watch, has_gpus: bool = False) -> None:
-        """`members` are torchrun's numbers. All ranks make the group, members or not.
+        """Makes a group of `members`, ranks as torchrun numbers them. Ranks that are no members make it, too.
 
-        `backend` is that of tensors, for all groups of a run; `has_gpus`: some rank of the run has one.
+        `backend` exchanges the tensors of all groups; `has_gpus` says whether any rank of the run has a GPU.
         """
         self._backend, self._watch, self.patience_s = backend, watch, watch.patience_s
         self._has_gpus = has_gpus
@@ -68,10 +67,10 @@ class Group(Ranks):
             self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
             self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=self._tensor_patience)
         if backend == "nccl" and self.rank >= 0:
-            self._try()
+            self._sum_once()
 
-    def _try(self) -> None:
-        """The first sum connects the ranks: a link that is broken or wrong ends the start, not a step."""
+    def _sum_once(self) -> None:
+        """Sums once, which connects the ranks: a broken or wrong link ends the start, not a later step."""
         with self._watch.during("the first sum"):
             count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
             dist.all_reduce(count, group=self._tensors)
@@ -136,11 +135,11 @@ class Group(Ranks):
 
     @property
     def _gathers_by_sum(self) -> bool:
-        """In a compiled step gloo's gather takes a GPU's memory for the host's, and crashes."""
+        """Says whether compiled steps gather by a sum: there gloo's gather crashes on a GPU's memory."""
         return self._has_gpus and self.through_host
 
     def link(self, one: int, other: int) -> Link | None:
-        """`other` listens, and gathers its address with a secret that only ranks know."""
+        """Connects `one` to `other`, which listens and tells all ranks its address and a secret."""
         listener = Listener() if self.rank == other else None
         own = json.dumps([listener.host, listener.port, listener.secret] if listener else [])
         host, port, secret = json.loads(self.gather_texts(own)[other])
@@ -230,14 +229,14 @@ class Group(Ranks):
         return cause
 
     def before_close(self, free: Callable[[], None]) -> None:
-        FREED.append(WeakMethod(free))
+        TO_FREE.append(WeakMethod(free))
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        while FREED:  # NCCL waits without end for graphs that hold its sums, whoever keeps them
-            if free := FREED.pop()():
+        while TO_FREE:  # else NCCL waits forever for CUDA graphs that hold its sums, whoever keeps them
+            if free := TO_FREE.pop()():
                 free()
         gc.collect()
         self._watch.place, self._watch.closing = Place("end"), True
@@ -246,7 +245,7 @@ class Group(Ranks):
         if self.is_leader:
             self._watch.release(self._lost)
         late = DistributedError(
-            "the ranks do not part", f"rank {self._watch.rank}", f"still there after {self.patience_s:g} s",
+            "the ranks cannot disconnect", f"rank {self._watch.rank}", f"not done in {self.patience_s:g} s",
             fix="results are written; if the GPUs stay in use, end the processes",
         )  # fmt: skip
         alarm = leave_within(self.patience_s, late.code, str(late))
@@ -287,9 +286,9 @@ def flat(node: Any, prefix: str = "") -> dict[str, str]:
 
 
 def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
-    """The ranks that torchrun started, or ALONE. A process may open them again after it has closed them.
+    """Returns the ranks that torchrun started, or ALONE. After closing them a process may call it again.
 
-    `patience_s` is how long they may come after each other, be silent, or wait for one another.
+    `patience_s` limits how far apart ranks may start, be silent, or wait for one another.
     """
     if rank_environment().world == 1:
         return ALONE

@@ -11,11 +11,11 @@ from llama_ssp.distributed.placement import LEADER
 
 @dataclass(frozen=True)
 class Roles:
-    """The groups that this rank is in, and its end of a link to a draft apart; None where it has none.
+    """The groups that this rank is in, and its end of the link to a draft on ranks of its own (apart).
 
-    `target` holds the target, `draft` holds one draft model, and `drafting` are the ranks that draft
-    together: with the leader, or apart. The leader has the `client`, the first rank of a draft apart the
-    `server`.
+    `target` holds the target, `draft` holds one draft model, and the ranks of `drafting` draft together:
+    with the leader, or apart. With a draft apart the leader has the `client`, and the draft's first rank
+    the `server`. A field is None where this rank has no part in it.
     """
 
     everyone: Ranks
@@ -47,23 +47,23 @@ SOLE = Roles(ALONE, ALONE, ALONE)
 def roles_of(
     target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks: Ranks, required: bool, wait_s: float
 ) -> Roles:
-    """The rank's groups, for the ranks of each role. Every rank makes all groups, in one order.
+    """Returns this rank's groups, given the ranks of each role. Every rank makes all groups, in one order.
 
-    Of a draft apart: whether the run ends when the draft is lost (`required`), and how long the leader waits
-    for its reply (`wait_s`; 0: as long as ranks wait for one another).
+    For a draft apart, `required` says whether the run ends when the draft is lost, and `wait_s` says how long
+    the leader waits for its reply (0: as long as ranks wait for one another).
     """
-    holding = ranks.among(target)
+    target_group = ranks.among(target)
     if copies:
-        drafting: Ranks | None = ALONE if ranks.rank in draft else None
+        draft_group: Ranks | None = ALONE if ranks.rank in draft else None
     else:
-        drafting = ranks.among(draft) if draft else None
+        draft_group = ranks.among(draft) if draft else None
     if not draft or LEADER in draft:
         others = tuple(rank for rank in draft if rank != LEADER)
-        return Roles(ranks, holding, drafting, ranks.among((LEADER, *others)) if others else None)
-    roles = Roles(ranks, holding, drafting, drafting, apart=draft)
+        return Roles(ranks, target_group, draft_group, ranks.among((LEADER, *others)) if others else None)
+    roles = Roles(ranks, target_group, draft_group, drafting=draft_group, apart=draft)
     link = ranks.link(LEADER, draft[0])
     if link is None:
         return roles
-    if drafting is not None:
-        return replace(roles, server=DraftServer(link, drafting))
+    if draft_group is not None:
+        return replace(roles, server=DraftServer(link, draft_group))
     return replace(roles, client=DraftClient(link, wait_s or ranks.patience_s, required))

@@ -11,9 +11,9 @@ BLOCK = 32  # outputs that linear.cpp and coded.cpp store together
 SLICE = 2**21  # numbers of a 16-bit output matrix that a CPU without our kernels has in fp32 at once
 EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
 MOST = 512  # tokens of a graph, which keeps memory for their logits
-KEPT_BYTES = 2**27  # at most of what graphs that draw and decide read: probabilities, mostly
 BUCKET = 256  # slots: memory of caches is made in multiples of it
-LARGEST = 2**22  # numbers given to a function that draws or decides; a graph keeps its memory
+LARGEST = 72 * 2**20  # numbers given to a graph that draws or decides: 16 rows of 256k tokens at K = 8
+KEPT_BYTES = 4 * LARGEST  # at most of what all graphs that draw and decide read: probabilities, mostly
 DECODED = 2**26  # numbers of experts in codes that are decoded at once, but one expert at least
 
 

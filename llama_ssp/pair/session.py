@@ -97,14 +97,14 @@ class PairSession:
         return usable
 
     def check(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> None:
-        """Raises DistributedError unless the pair fits; reads no weights. Arguments are those of `load`."""
+        """Plans what `open` will load; raises DistributedError if it does not fit. Arguments: see `load`."""
         self.rows, self._slots = rows, min(max_tokens, self.run.model.context)
         self.placements, self._prediction = require_loadable(
             self.spec, self.placements, self.ranks, rows, self._slots, caches
         )
 
     def rows_for(self, texts: int, max_tokens: int) -> int:
-        """Returns how many rows the task names; else how many pay for so many texts. All ranks call it."""
+        """Returns the rows of a batch for so many texts: the task's, or the plan's. All ranks call it."""
         if self.run.task.batch_size is not None:
             return min(self.run.task.batch_size, texts)
         self.check(1, max_tokens)
@@ -157,9 +157,9 @@ class PairSession:
         torch.cuda.empty_cache()  # the next pair is checked against what is free
 
     def measure_costs(self, prompts: Sequence[Prompt] = ()) -> None:
-        """Sets `costs` to what rounds cost at each K, if the task chooses K by that. All ranks call it."""
+        """Measures `costs`, those of a round at each K, if the task chooses K by them. All ranks call it."""
         run, draft, spec = self.run, self.models.draft_context, self.run.speculation
-        # Rounds with a draft of another tokenizer depend on what is written.
+        # With a draft of another tokenizer a round's cost depends on the text, so it is not measured.
         is_bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
         has_drafts = run.drafts_from_text or (run.has_draft_model and not is_bridged)
         if run.task.measures_costs and spec.adaptive and spec.cost_ratio is None and has_drafts:
@@ -211,7 +211,7 @@ class PairSession:
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None
     ) -> RunMeasurement:
-        """Returns what texts written as `run` says took; `figures` are named as in the JSON."""
+        """Returns the speed and acceptance of texts generated with `run`, from the JSON's `figures`."""
         spec = (run or self.run).speculation
         idle = spec.drafter is Drafting.none or not spec.may_draft
         k = 0 if idle else None if spec.adaptive else spec.k
@@ -237,7 +237,7 @@ def ranks_of(run: RunConf) -> Ranks:
 
 @contextmanager
 def first_cause(ranks: Ranks, pair: PairSession | None = None) -> Iterator[None]:
-    """Has all ranks raise what failed first. The error of a full GPU says what the `pair` has there."""
+    """Makes all ranks raise the first failure; for a full GPU its error says what `pair` holds there."""
     if ranks.ended:
         what, fix = "the pair has ended with an earlier error", "start the script again"
         raise UsageError(what, found=ranks.ended, fix=fix)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype
-from llama_ssp.models.graph_sizes import DECODED, LAG, LARGEST, MOST, SLICE, sizes_up_to
+from llama_ssp.models.graph_sizes import DECODED, KEPT_BYTES, LAG, LARGEST, MOST, SLICE, sizes_up_to
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
@@ -264,6 +264,14 @@ class RankWork:
         steps = (moment[HIDDEN] + moment.get(LOGITS, 0) for moment in step.moments())
         decoded = 0 if step._coded_experts else step._dequantised()  # kernels of graphs read other codes
         return max(self._deciding() * decides, max(steps) - decoded)
+
+    def read_by_graphs(self) -> int:
+        """Returns the bytes that graphs read that draw and decide: K + 1 distributions and K of drafts.
+
+        Rounds of every smaller K have graphs of their own: 1 + 3 + ... + (2 K + 1) = (K + 1)^2.
+        """
+        distributions = (self.work.k + 1) ** 2 + 1  # and that from which drafts are drawn
+        return min(KEPT_BYTES, distributions * self.work.rows * self.vocab * FP32)
 
     def _prefill(self, own: RolePart) -> Iterable[Parts]:
         """The moments of the widest chunk with the longest span; the last column has logits."""

@@ -9,7 +9,6 @@ from enum import Enum
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.errors import DistributedError
-from llama_ssp.models.graph_sizes import KEPT_BYTES
 from llama_ssp.planner.activations import RankWork
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
@@ -114,7 +113,8 @@ def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
     name, size = f"{count} CUDA graphs", count * machine.taken["graph"]
     kept = [MemoryLine(one.role, OUTPUTS, own.outputs_of_graphs(one), BOUND) for one in own.roles]
     kept += [MemoryLine(one.role, SCRATCH, own.scratch_of_graphs(one), BOUND) for one in own.roles]
-    read = MemoryLine(LIBRARIES, "inputs of graphs that draw and decide", KEPT_BYTES if count else 0, BOUND)
+    inputs = own.read_by_graphs() if count else 0
+    read = MemoryLine(LIBRARIES, "inputs of graphs that draw and decide", inputs, BOUND)
     lines = (*kept, read, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
     return tuple(line for line in lines if line.bytes)
 

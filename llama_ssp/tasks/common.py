@@ -26,7 +26,7 @@ Conf = TypeVar("Conf", bound=TaskConf)
 
 
 class Task(Generic[Conf]):
-    """One run of a task, on every rank. All but `run` is right at any moment, also after an interrupt."""
+    """Runs a task once, on every rank. Its results can be read at any time, even after an interrupt."""
 
     def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         self._inputs, self._run = inputs, inputs.run
@@ -68,11 +68,11 @@ class Task(Generic[Conf]):
         return pair.prompts(self._inputs.reading.prompts, self._task.on_bad_row, self._skipped)
 
     def _measurement(self, figures: dict[str, Any], how: str = "") -> list[RunMeasurement]:
-        """Returns how fast the pair wrote, by its figures; `how` says more of the way."""
+        """Returns the pair's speed, from the run's figures; `how` is appended to the measurement's name."""
         if self._pair is None:
             return []
-        way = "regular" if self._pair.spec.drafter is None else "speculative"
-        return [self._pair.measurement(way + how, figures)]
+        name = "regular" if self._pair.spec.drafter is None else "speculative"
+        return [self._pair.measurement(name + how, figures)]
 
     def _pair_figures(self) -> dict[str, Any]:
         """Returns what the summary says of the pair and of its prompts."""
@@ -85,7 +85,7 @@ class Task(Generic[Conf]):
             self._console.show(items)
 
     def _draw(self, name: str | None) -> None:
-        """Has the leader draw the run's picture where `task.plot` asks for it, or into the run folder."""
+        """Makes the leader draw the run's picture in the file `name`; if it is None, in the run folder."""
         if self._ranks.is_leader:
             summary = self._folder.summary("", {**self.figures(), "gpus": [gpu.name for gpu in gpus_here()]})
             self._plot = plot(summary, name, self._folder.path)

@@ -102,7 +102,7 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """Larger ids have no token."""
+        """Returns the largest id that has a token, plus one."""
         return 1 + max(self.names, default=-1)
 
     @cached_property
@@ -112,7 +112,7 @@ class Vocabulary:
 
     @cached_property
     def by_surface(self) -> dict[bytes, int]:
-        """The token of some bytes. Of several a numbered byte comes last, then the lowest id first."""
+        """Maps bytes to their token: the lowest id of several, and <0xNN> only if there is no other."""
         found: dict[bytes, int] = {}
         for i in sorted(self.names, key=lambda i: (NUMBERED.fullmatch(self.names[i]) is not None, i)):
             if text := self.surfaces[i]:
@@ -145,7 +145,7 @@ class Vocabulary:
         return ids
 
     def encoded(self, text: bytes) -> list[int]:
-        """Returns the tokens of a text's bytes, by the tokenizer itself where they are UTF-8."""
+        """Tokenizes bytes: with the tokenizer where they are UTF-8, else with `cut`."""
         ids: list[int] = []
         inside = False
         while True:
@@ -157,12 +157,13 @@ class Vocabulary:
                 text, inside = text[error.end :], True
 
     def _encoded(self, text: str, inside: bool) -> list[int]:
+        """Tokenizes a text; one that is `inside`, after other bytes, gets no space before it."""
         if not self.begins_with_space:
             return self.encode(text) if text else []
         bare = text.removeprefix(" ")  # the tokenizer adds it again
         if bare and (bare != text or not inside):
             return self.encode(bare)
-        line, whole = self.encode("\n"), self.encode("\n" + text)  # the space is added to the line before
+        line, whole = self.encode("\n"), self.encode("\n" + text)  # the space goes before the newline
         return whole[len(line) :] if bare and whole[: len(line)] == line else self.cut(text.encode())
 
     def _surface(self, i: int) -> bytes | None:
@@ -201,7 +202,7 @@ def tokenizer_folder(path: Path) -> Path | None:
 
 
 def read_vocabulary(path: Path) -> Vocabulary | None:
-    """The vocabulary of a model with a tokenizer.json; None without one, or where it cannot be read."""
+    """Reads a model's vocabulary from tokenizer.json or a GGUF header; returns None if it cannot."""
     from tokenizers import Tokenizer
 
     folder = tokenizer_folder(path)
@@ -256,7 +257,7 @@ def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Voc
 
 
 def _origin(path: Path) -> object:
-    """What the tokenizer is read from."""
+    """Returns what tells tokenizers apart: the bytes of their files, or the path of a GGUF file."""
     folder = tokenizer_folder(path)
     if folder is None:
         return path

@@ -1,8 +1,8 @@
-"""Texts against texts, and the samplers that they are drawn from.
+"""Tests whether two samplers draw their texts from one distribution; the samplers are here, too.
 
-Are two sets of texts drawn from one distribution? A permutation test on tokens, n-grams and beginnings: under
-one distribution the texts of a prompt may change their labels freely, so the share of shuffles that look as
-different as the labels do is a false-alarm rate that holds at any size.
+A permutation test compares tokens, n-grams and beginnings. Under one distribution the texts of a prompt could
+swap their labels. So the share of shuffled labels that differ as much as the true ones is a p value: it
+bounds the false alarms, however few texts there are.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Sampler(Protocol):
 
 @dataclass
 class EngineSampler:
-    """Samples with an engine, in batches of at most `rows`, on a clock; `watch` looks at its rounds."""
+    """Samples with an engine, in timed batches of `batch_size` texts at most; `watch` sees its rounds."""
 
     name: str
     engine: RankEngine
     lookahead: Callable[[int], DraftLength]
     ends: frozenset[int]
     batch_size: int
-    advance: Callable[[int], None] = lambda _: None
+    advance: Callable[[int], None] = lambda _: None  # is called with the number of texts after each batch
     watch: Watch | None = None
     counts: Counts = field(default_factory=Counts)
-    rows: int = 0
+    rows: int = 0  # of the largest batch so far
 
     def __post_init__(self) -> None:
         self.engine.observer = self.watch or Observer()
@@ -115,10 +115,10 @@ def check_samples(
     figures: dict[str, Any] = {"texts_each": texts, "tokens_a_text": length}
     figures |= {"p_values": p_values, "p_value_that_fails": of_a_family}
     fault = f"the texts differ from regular ones: p value {least:.2g}, {texts} texts each"
-    # Smaller differences of a distribution function are not beyond chance (Massart 1990).
-    shows = min(1.0, math.sqrt(math.log(2 / level) / texts))
+    # Differences of a distribution function that are smaller than this may be chance (Massart 1990).
+    detectable = min(1.0, math.sqrt(math.log(2 / level) / texts))
     right = f"no difference from regular texts: least p value {least:.2g} of {texts} texts each; "
-    right += f"less than {shows:.0%} would not show"
+    right += f"less than {detectable:.0%} would not show"
     against = f"from regular sampling (p value {least_of_wrong:.2g})"
     return [
         judged("two samples", [(least <= of_a_family, fault)], right, figures),
