@@ -1,12 +1,12 @@
 """What rounding of logits does: ties of the first place, greedy texts that differ with drafts, errors.
 
     python bench/ties.py [model=smollm2-135m-instruct-q4] [dtype=packed] [engine=compiled] [prompts=50]
-                         [new=128] [write=FILE.md]
+                         [draft=none] [new=128] [write=FILE.md]
 
-Greedy texts of prompts of facts, code, prose and sums, with K = 0 and with K = 4 (n-grams). A tie is a
-position of a K = 0 text at which the two largest logits are equal. A text differs where a pass of several
-tokens rounds to another first place than passes of one; how far the two largest logits are apart there is
-printed. Errors are of the logits at each prompt's end, against the same weights in fp32, run eagerly.
+Greedy texts of prompts of facts, code, prose and sums, with K = 0 and with K = 4 (n-grams, or draft=int4). A
+tie is a position of a K = 0 text at which the two largest logits are equal. A text differs where a pass of
+several tokens rounds to another first place than passes of one; how far the two largest logits are apart
+there is printed. Errors are of the logits at each prompt's end, against the same weights in fp32, run eagerly.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Settings(Words):
     model: str = "smollm2-135m-instruct-q4"
     dtype: str = "packed"
     engine: str = "compiled"
+    draft: str = "none"
     prompts: int = 50
     new: int = 128
     write: str = ""
@@ -65,9 +66,10 @@ class Seen(Observer):
         self.first = logit_BWV[0, 0].double() if self.first is None else self.first
 
 
-def loaded(told: Settings, dtype: str, engine: str) -> PairSession:
-    words = [f"model={told.model}", f"model.dtype={dtype}", f"engine={engine}", "draft=none"]
-    run = composed([*words, "speculation=ngram", "sampling=greedy", "out=null", "download=true"])
+def loaded(told: Settings, dtype: str, engine: str, draft: str = "none") -> PairSession:
+    drafts = "speculation=ngram" if draft == "none" else "speculation.k=4"
+    words = [f"model={told.model}", f"model.dtype={dtype}", f"engine={engine}", f"draft={draft}", drafts]
+    run = composed([*words, "sampling=greedy", "out=null", "download=true"])
     return PairSession(pair_specs(run, [], 1)[0]).load(1, 512 + told.new)
 
 
@@ -87,7 +89,7 @@ def lines(told: Settings) -> Iterator[str]:
         right = [written(exact, text, 0, 1)[1].first for text in texts]
     ties = positions = equal = 0
     errors = []
-    with closing(loaded(told, told.dtype, told.engine)) as pair:
+    with closing(loaded(told, told.dtype, told.engine, told.draft)) as pair:
         for text, logit_V in zip(texts, right, strict=True):
             (plain, seen), (drafted, _) = (written(pair, text, k, told.new) for k in (0, 4))
             ties, positions = ties + seen.gaps.count(0.0), positions + len(seen.gaps)
@@ -96,7 +98,7 @@ def lines(told: Settings) -> Iterator[str]:
             if plain != drafted:
                 at = next(i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b)
                 yield f"{text[:30]!r} differs at token {at}, where the two are {seen.gaps[at]:.4f} apart"
-    yield f"{told.model}, {told.dtype}, {told.engine}:"
+    yield f"{Path(told.model).stem}, {told.dtype}, {told.engine}, draft {told.draft}:"
     yield f"ties of the first place: {ties} in {positions} positions"
     yield f"texts of {told.new} tokens that are equal with K = 0 and K = 4: {equal} of {len(texts)}"
     largest, mean = max(float(e.max()) for e in errors), sum(float(e.mean()) for e in errors) / len(errors)
