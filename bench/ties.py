@@ -6,7 +6,7 @@
 Greedy texts of prompts of facts, code, prose and sums, with K = 0 and with K = 4 (n-grams, or draft=int4). A
 tie is a position of a K = 0 text at which the two largest logits are equal. A text differs where a pass of
 several tokens rounds to another first place than passes of one; how far the two largest logits are apart
-there is printed. Errors are of the logits at each prompt's end, against the same weights in fp32, run eagerly.
+there is printed. Errors are of the logits at the end of each prompt, against fp32 weights.
 """
 
 from __future__ import annotations
