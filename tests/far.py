@@ -4,12 +4,14 @@ Its tensors hold ordinary ones and compute with them, so what runs there gives w
 by the branches that are not a CPU's. What would have the host wait for a GPU is counted: a copy that is not
 queued, a number read. torch lets one backend a process be written in Python, so this module is a program:
 
-    python -m tests.far        # pairs there and on the host: are texts the same, what was copied and launched
+    python -m tests.far            # pairs there and on the host: are texts the same, what was copied
+    python -m tests.far launches   # what a round launches, by rows, K and sampling controls
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from copy import deepcopy
 from typing import Any
@@ -217,25 +219,41 @@ def main() -> None:
             far = speculate(pair[0], prompts, pair[1], **how, draws=draws)
         said = {"same": far.texts == near.texts, "rounds": far.rounds, "seen": watch.seen}
         print(json.dumps({"case": case, **said}))
-    print(json.dumps({"launches": launches_of_a_round(config, decoders)}))
+    print(json.dumps({"launches": launches_of_a_round(config, decoders, 1, 4, "plain")[0]}))
 
 
-def launches_of_a_round(config: Any, decoders: list[Decoder]) -> float:
-    """What a round of one row and four drafts launches, where each pass is a graph, which counts as one.
+def launches_of_a_round(
+    config: Any, decoders: list[Decoder], rows: int, k: int, controls: str
+) -> tuple[float, float]:
+    """What a round launches, where each pass is a graph, which counts as one; and its copies to the device.
 
     Those of a longer text, less those of a shorter one.
     """
-    sampling, found = SamplingConfig(), []
+    found = []
     with Watch() as watch:
         target, draft = (Replayed(brought(one), config, "far", ALONE) for one in decoders)
         for longest in (10, 40):
             before, draws = watch.launches + watch.replays, CounterDraws(0, target.replay)
-            how: Any = {"k": 4, "max_new": longest, "sampling": sampling, "draws": draws}
-            run = speculate(target, [Prompt("0", (3, 4, 5))], draft, **how)
-            found.append((watch.launches + watch.replays - before, run.rounds))
-    (few, short), (many, long) = found
-    return (many - few) / (long - short)
+            sent = watch.seen["sent, queued"]
+            how: Any = {"k": k, "max_new": longest, "sampling": CONTROLS[controls], "draws": draws}
+            prompts = [Prompt(str(row), (3, 4, 5)) for row in range(rows)]
+            run = speculate(target, prompts, draft if k else None, **how)
+            launched = watch.launches + watch.replays - before
+            found.append((launched, watch.seen["sent, queued"] - sent, run.rounds))
+    (few, sent_few, short), (many, sent_many, long) = found
+    return (many - few) / (long - short), (sent_many - sent_few) / (long - short)
+
+
+def table() -> None:
+    """What a round launches and sends, by rows, K and sampling controls."""
+    modules = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
+    config, decoders = modules[0].config, [decoder_of(module) for module in modules]
+    print("rows  K  controls   launches  sent")
+    for controls in CONTROLS:
+        for rows, k in ((1, 0), (1, 4), (8, 0), (8, 4)):
+            launched, sent = launches_of_a_round(config, decoders, rows, k, controls)
+            print(f"{rows:4}  {k}  {controls:10} {launched:8.1f}  {sent:4.1f}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    table() if sys.argv[1:] == ["launches"] else main()
