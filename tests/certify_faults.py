@@ -87,7 +87,6 @@ def _coins_of_drafts(raw: Any, key: int, stream: int, base: int, count: int) -> 
 
 
 def _hashed(numbers: Sequence[int], rounds: int) -> bool:
-    """True in one of so many rounds."""
     return zlib.crc32(repr(list(numbers)).encode()) % rounds == 0
 
 

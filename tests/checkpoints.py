@@ -35,7 +35,6 @@ def tokenizer(size: int = 300) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, made: Tokenizer, **settings: Any) -> None:
-    """The two files that transformers reads."""
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     content = {
@@ -60,13 +59,11 @@ def save(folder: Path, shard: str = "1GB", made: Tokenizer | None = None, **chan
 
 
 def copied(source: Path, folder: Path) -> Path:
-    """A copy to break."""
     shutil.copytree(source, folder)
     return folder
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a JSON file."""
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))

@@ -134,7 +134,6 @@ class Command:
         return self.line(*small, *overrides, stdin=stdin)
 
     def line(self, *words: str, stdin: bytes = b"") -> Answer:
-        """The words as they are."""
         self._monkeypatch.setattr(sys, "argv", ["llama-ssp", *words])
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         self._capfd.readouterr()

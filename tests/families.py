@@ -55,7 +55,6 @@ SIZES: dict[str, Any] = {
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
-    """What a config says of rotary positions."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}
 
 
@@ -301,7 +300,6 @@ def require_same(module: Any, logits: list[Tensor], prefixes: list[list[int]]) -
 
 
 def synthetic(family: str, **changes: Any) -> ModelConf:
-    """Sizes of a small model with synthetic weights."""
     row, experts = family_of(family), {}
     if row.names.router:
         mixed = {"expert_ffn": 36, "dense_layers": 1} if row.normed_top else {"expert_ffn": 148}

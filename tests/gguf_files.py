@@ -23,7 +23,6 @@ K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # the library reads these, 
 
 
 def number(kind: str) -> Any:
-    """The library's name of a format."""
     return gguf.GGMLQuantizationType[kind]
 
 

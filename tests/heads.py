@@ -63,7 +63,6 @@ def save_head(
     ids: list[int] | None = None, block: str = "llama", dim: int = 16, embeds: bool = True,
     context: int = 160, loud: float = 0.5, flags: tuple[str, ...] = (), **keys: Any,
 ) -> Path:  # fmt: skip
-    """A random EAGLE-3 head."""
     own, inputs = len(ids or range(vocab)), target_dim * len(taps)
     shapes = {"fc": (dim, inputs), "lm_head": (own, dim), "layers.0.hidden_norm": (dim,)}
     for part, outputs in (("q", 24), ("k", 12), ("v", 12)):
@@ -130,12 +129,10 @@ class Reference:
                 part.weight = torch.nn.Parameter(self.weights[f"{name}.weight"], requires_grad=False)
 
     def ids(self) -> list[int]:
-        """The target's id of each of its tokens."""
         own = len(self.weights["lm_head.weight"])
         return (torch.arange(own) + self.weights.get("d2t", torch.zeros(own)).long()).tolist()
 
     def probs(self, states_TX: Tensor, text: list[int], drafts: list[int], vocab: int, heat: float) -> Tensor:
-        """Over the target's tokens."""
         probs = torch.zeros(vocab, dtype=torch.float64)
         probs[self.ids()] = (self.logits(states_TX, text, drafts) / heat).softmax(-1)
         return probs
@@ -177,8 +174,6 @@ class Reference:
 
 
 class DFlashReference(Reference):
-    """A DFlash head by its formulas."""
-
     def logits(self, states_TX: Tensor, text: list[int], drafts: list[int]) -> Tensor:
         """Over its own tokens; of the drafts only the number counts. Each token of a block sees the block."""
         width = self.content["block_size"]

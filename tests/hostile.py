@@ -110,8 +110,6 @@ def access_times_tell(folder: Path) -> bool:
 
 @dataclass
 class Trials(Words):
-    """The command line."""
-
     engine: str = ""
     row: str = ""
 

@@ -115,17 +115,11 @@ class Traced:
 
 
 def trace(
-    role: Role,
-    passes: list[Pass],
-    rows: int,
-    capacity: int,
-    world: int = 1,
-    rank: int = 0,
-    depths: tuple[int, ...] | None = None,
+    role: Role, passes: list[Pass], rows: int, capacity: int, world: int = 1, rank: int = 0, depths: Any = ()
 ) -> Traced:
     """One rank's part of the model through these passes, one after the other."""
     layers = role.model.n_layers
-    if depths is None:  # GPT-Neo's layers come in pairs
+    if not depths:  # GPT-Neo's layers come in pairs
         depths = DEPTHS if layers > DEPTHS[-1] and role.model.family != "gpt_neo" else (layers,)
     found = [_trace(_at_depth(role, depth), passes, rows, capacity, world, rank) for depth in depths]
     if len(found) == 1:
@@ -135,11 +129,8 @@ def trace(
     def deep(a: int, b: int) -> int:
         return a + (b - a) * (layers - DEPTHS[0])
 
-    return Traced(
-        deep(low.weights, high.weights),
-        deep(low.caches, high.caches),
-        tuple(deep(a, b) for a, b in zip(low.peaks, high.peaks, strict=True)),
-    )
+    peaks = tuple(deep(a, b) for a, b in zip(low.peaks, high.peaks, strict=True))
+    return Traced(deep(low.weights, high.weights), deep(low.caches, high.caches), peaks)
 
 
 def _at_depth(role: Role, layers: int) -> Role:
@@ -188,12 +179,10 @@ def _filled(role: Role, world: int, rank: int) -> DecoderModel:
 
 
 def _held(causal: DecoderModel) -> int:
-    """Memory of parameters and buffers, shared ones once."""
     tensors = [*causal.decoder.parameters(), *causal.decoder.buffers()]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def cache_bytes(cache: SlotCache) -> int:
-    """Memory of the keys and values."""
     return sum(tensor.nbytes for layer in cache.layers for tensor in layer)

@@ -144,17 +144,10 @@ def planned(case: Case, rank: int) -> int:
 
 
 def actual(case: Case, ranks: Ranks) -> int:
-    """The same of a real run."""
     role = case.conf
-    if case.world == 1:
-        model = load(role.model, None, role.dtype, CPU, TARGET)
-    else:
-        model = load(role.model, None, role.dtype, CPU, TARGET, ranks)
-    transform, draws, runner = (
-        SamplingTransform(SamplingConfig(), (), VOCAB),
-        CounterDraws(0),
-        ModelRunner(model, CHUNK),
-    )
+    model = load(role.model, None, role.dtype, CPU, TARGET, *[ranks] * (case.world > 1))
+    transform, draws = SamplingTransform(SamplingConfig(), (), VOCAB), CounterDraws(0)
+    runner = ModelRunner(model, CHUNK)
     prompts = [Prompt(name, tuple(range(PROMPT))) for name in "ab"]
     state = State(prompts, ROOM, CPU)
     before = model.weights_bytes + state.token_BS.nbytes
@@ -205,12 +198,10 @@ def _peak(run: Any) -> int:
 
 
 def measured(ranks: Ranks, case: Case) -> int:
-    """Measures one rank of a case, in a process of its own."""
     return actual(case, Patient(ranks) if case.world > 1 else ALONE)
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Runs a case with one process for each rank."""
     found = on_ranks(case.world, measured, case)
     if errors := [one for one in found.values() if isinstance(one, Exception)]:
         raise errors[0]

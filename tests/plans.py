@@ -67,7 +67,6 @@ def request(
 
 
 def alone(world: int) -> Placement:
-    """A target without a draft model over all ranks."""
     return next(placements(world, False))
 
 
@@ -77,5 +76,4 @@ def named(words: str, world: int) -> Placement:
 
 
 def drawn(plan: Plan) -> str:
-    """What a person reads of the plan."""
     return "\n".join(text_of(drawing(plan)))

@@ -177,7 +177,6 @@ def words(code: Tensor, bits: int, order: Any = slice(None)) -> Tensor:
 
 
 def codes(word: Tensor, bits: int, order: Any = slice(None)) -> Tensor:
-    """Returns the codes of such words."""
     parts = word.long()[..., None] >> torch.arange(0, 32, bits) & 2**bits - 1
     result = torch.empty_like(parts)
     result[..., order] = parts
@@ -185,7 +184,6 @@ def codes(word: Tensor, bits: int, order: Any = slice(None)) -> Tensor:
 
 
 def scaled(code_KN: Tensor, zero_GN: Tensor, scale_GN: Tensor, group_K: Tensor) -> Tensor:
-    """Returns the weights of such codes, outputs first."""
     return ((code_KN - zero_GN[group_K]) * scale_GN[group_K]).T
 
 
@@ -322,7 +320,6 @@ def quantised(name: str, folder: Path, **sizes: int) -> Path:
 
 
 def plain(folder: Path) -> Path:
-    """The folder of the same model before it was quantised."""
     return folder.with_name(f"{folder.name}-plain")
 
 

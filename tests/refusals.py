@@ -51,7 +51,6 @@ def nothing(path: Path) -> None:
 
 @damage
 def both(path: Path, *changes: Damage) -> None:
-    """One change after the other."""
     for change in changes:
         change(path)
 
@@ -140,7 +139,6 @@ def pickled(path: Path, name: str) -> None:
 
 @damage
 def code(path: Path, name: str) -> None:
-    """A module that says by a folder that it was imported."""
     text = f"import os\nos.mkdir({str(path.parent / EXECUTED)!r})\nclass C:\n    pass\n"
     replaced(name, text)(path)
 
@@ -194,7 +192,6 @@ def ranks(variables: str, *says: str, command: str = "", **more: Any) -> Case:
 
 
 def hostile(name: str, damage: Damage, *says: str, extra: tuple[str, ...] = (), **more: Any) -> Case:
-    """A model folder."""
     return Case(name, (*ALONE, *extra), says, damage=damage, **more)
 
 

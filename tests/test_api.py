@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,14 +45,8 @@ def tiny() -> Iterator[Pair]:
 
 
 def test_texts_are_those_of_the_command(command: Command) -> None:
-    answer = command(
-        *TINY,
-        "task.batch_size=2",
-        f"task.prompts={json.dumps(PROMPTS)}",
-        "sampling.top_k=40",
-        "speculation.k=3",
-    )
-    expected = answer.document["outputs"]
+    words = "task.batch_size=2", f"task.prompts={json.dumps(PROMPTS)}", "sampling.top_k=40", "speculation.k=3"
+    expected = command(*TINY, *words).document["outputs"]
     sampling, speculation = SamplingConfig(top_k=40), SpeculationConfig(k=3)
     with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
         how = {"max_new_tokens": 12, "sampling": sampling, "speculation": speculation, "seed": 5}
@@ -108,7 +102,7 @@ def drafting(**settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("call", "says"),
     [
         ({"sampling": SamplingConfig(top_p=2.0)}, "sampling.top_p"),
         ({"max_new_tokens": 0}, "task.max_new_tokens"),
@@ -127,17 +121,6 @@ def drafting(**settings: Any) -> dict[str, Any]:
         (drafting(bridge="on"), "speculation.bridge .* found 'on', allowed auto, intersection, off"),
         (drafting(bridge="off"), "a bridge is built when a pair is loaded"),
         (drafting(overlap="ahead"), "ranks of its own"),
-    ],
-)
-def test_what_generate_refuses_is_one_line(asked: dict[str, Any], says: str, tiny: Pair) -> None:
-    with pytest.raises(RunError, match=says) as raised:
-        tiny.generate(**{"prompts": ["x"], **asked})
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
         (lambda _: load_pair("7b"), "there is no model=7b.*did you mean model=7B?"),
         (lambda _: load_pair("no/such/folder"), "model: there is no such folder or file"),
         (lambda _: load_pair("tiny", overrides=["hydra.run.dir=x"]), "hydra"),
@@ -153,9 +136,10 @@ def test_what_generate_refuses_is_one_line(asked: dict[str, Any], says: str, tin
         (lambda pair: pair.score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
     ],
 )
-def test_what_others_refuse_is_one_line(call: Callable[[Pair], Any], says: str, tiny: Pair) -> None:
+def test_what_is_refused_is_one_line(call: Any, says: str, tiny: Pair) -> None:
+    """A call, or what `generate` is asked for."""
     with pytest.raises(RunError, match=says) as raised:
-        call(tiny)
+        call(tiny) if callable(call) else tiny.generate(**{"prompts": ["x"], **call})
     assert "\n" not in str(raised.value)
 
 
@@ -214,9 +198,7 @@ def test_nothing_of_the_process_is_changed() -> None:
     with load_pair("tiny") as pair:
         pair.generate(["hello"], max_new_tokens=4, seed=1)
     assert state() == before
-    code = (
-        "import sys; from llama_ssp import plan; plan('7B', cluster='p4d'); sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, llama_ssp; llama_ssp.plan('7B', cluster='p4d'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

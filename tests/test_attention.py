@@ -46,13 +46,11 @@ def inputs(
 
 
 def in_format(given: Given, dtype: torch.dtype) -> Given:
-    """Queries, keys and values in another number format."""
     query_THD, keys_GND, values_GND, *rest = given
     return query_THD.to(dtype), keys_GND.to(dtype), values_GND.to(dtype), *rest
 
 
 def only(given: Given, token_T: slice | Tensor) -> Given:
-    """The queries of some tokens, and all keys."""
     return given[0][token_T], *given[1:]
 
 

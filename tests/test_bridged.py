@@ -19,14 +19,12 @@ PROMPTS = [Prompt(str(n), ids) for n, ids in enumerate([(0, 1, 1, 0), (1,), (0, 
 
 
 def bridged(name: str, small: Any = None, **how: Any) -> Engine:
-    """An engine whose draft has another vocabulary than its target."""
     target, draft = PAIRS[name]
     given = {"draws": 5, "ends": target.ends, "bridge": bridge(name), **how}
     return engine_of(toy(target.size, 0), small or toy(draft.size, 1), **given)
 
 
 def proposed(engine: Engine, prompt: Prompt, count: int) -> Any:
-    """What the draft proposes after a prompt."""
     state = State([prompt], 16, torch.device("cpu"))
     engine.drafter.start(1, 16)
     engine.drafter.prefill(state)

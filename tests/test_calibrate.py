@@ -30,7 +30,6 @@ def cluster_with(name: str = "cpu", **known) -> ClusterConf:
 
 
 def made(times: dict[str, float], world: int, name: str = "cpu", **known) -> list[float]:
-    """What the cases take on a machine of these constants."""
     true = cluster_with(name, bandwidth_share=0.8, rows_cost={1: 1.0, FAR: 1.6}, **times, **known)
     return [predicted(case, machine_of(true), Dtype.bf16, world).round_s(case.k, 1.0) for case in cases()]
 

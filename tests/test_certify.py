@@ -123,15 +123,11 @@ def watched(rule: str, texts: int, draft: Any = None) -> Decisions:
     return seen
 
 
-def test_ngram_drafts_are_certain() -> None:
+def test_ngram_drafts_are_certain_and_none_prove_nothing() -> None:
     seen = watched("block", 50, "ngram")
     assert (check_decisions(seen, SURE).outcome, seen.places) == (Outcome.passed, [])
     assert seen.drafted > 100
-
-
-def test_nothing_drafted_proves_nothing() -> None:
-    seen = Decisions(RULES["block"], 0)
-    assert check_decisions(seen, SURE).outcome is Outcome.blind
+    assert check_decisions(Decisions(RULES["block"], 0), SURE).outcome is Outcome.blind
 
 
 SAMPLINGS = {
@@ -144,7 +140,6 @@ SAMPLINGS = {
 
 
 def law_check(rule: str = "block", controls: str = "plain") -> Check:
-    """Over 24 texts of 12 tokens."""
     subject = watched_sampler(rule, sampling=SAMPLINGS[controls])
     subject.texts([replace(prompt, id=f"{prompt.id} {n}") for prompt in PROMPTS for n in range(8)], 12)
     found = check_law(

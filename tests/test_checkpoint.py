@@ -43,14 +43,20 @@ def test_shards_hold_what_one_file_holds(saved: Saved) -> None:
     assert whole.tensors == sharded.tensors
     assert whole.tensors["model.embed_tokens.weight"] == ("F32", (300, 64))
     assert len(list(saved.sharded.glob("*.safetensors"))) == 5
+    model = load(local(saved.sharded), saved.sharded, Dtype.fp32, torch.device("cpu"), "model")
+    held = torch.cat([p.flatten() for p in model.decoder.parameters()])
+    stored = torch.cat([tensor.flatten() for tensor in load_file(saved.whole / WEIGHTS).values()])
+    assert torch.equal(held.sort().values, stored.sort().values), "nothing is left to chance"
 
 
 def test_the_shape_is_read_from_the_folder(saved: Saved) -> None:
+    """A tied head may be saved a second time: what a preset says does not count against the folder."""
     model, path = complete(local(saved.whole), "model")
     assert path == saved.whole
     assert (model.family, model.n_layers, model.n_heads, model.n_kv_heads) == ("llama", 2, 4, 2)
     assert (model.head_dim, model.dim, model.ffn, model.vocab) == (16, 64, 96, 300)
     assert (model.context, model.tied) == (checkpoints.CONTEXT, False)
+    assert with_shape(local(saved.whole, tied=True), inspect(saved.whole), "model").tied is False
 
 
 @pytest.mark.parametrize("name", sorted(families.FAMILIES))
@@ -62,12 +68,6 @@ def test_the_counted_weights_are_the_saved_ones(name: str, tmp_path: Path) -> No
     model = with_shape(local(tmp_path), checkpoint, "model")
     assert model.tied is (module.get_input_embeddings().weight is module.get_output_embeddings().weight)
     assert parameters(model) == sum(p.numel() for p in module.parameters())
-
-
-def test_a_tied_head_may_be_saved_a_second_time(saved: Saved) -> None:
-    """The preset's word does not count against the folder's: both are the same model."""
-    model = with_shape(local(saved.whole, tied=True), inspect(saved.whole), "model")
-    assert model.tied is False
 
 
 def test_what_config_json_leaves_out_is_derived() -> None:
@@ -129,7 +129,6 @@ def test_layers_for_multi_token_prediction_are_not_read(family: str, tmp_path: P
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """What a target of this folder holds in memory."""
     model, path = complete(local(folder), "model")
     target: Any = load(model, path, Dtype.fp32, torch.device("cpu"), "model")
     return dict(target.module.state_dict())
@@ -143,6 +142,13 @@ def test_hub_copies_link_to_their_blobs(saved: Saved, tmp_path: Path) -> None:
         (blobs / str(number)).write_bytes(file.read_bytes())
         (home / file.name).symlink_to(blobs / str(number))
     assert inspect(home).tensors == inspect(saved.sharded).tensors
+    (tmp_path / "elsewhere.gguf").write_bytes(b"GGUF")  # a link that the user names is followed
+    (tmp_path / "model").mkdir()
+    link = tmp_path / "model" / "a.gguf"
+    link.symlink_to(tmp_path / "elsewhere.gguf")
+    assert find(local(link), "model") == link
+    with pytest.raises(ModelError, match="leaves the folder"):
+        find(local(tmp_path / "model"), "model")
 
 
 def test_a_fingerprint_tells_models_apart(saved: Saved, tmp_path: Path) -> None:
@@ -180,16 +186,6 @@ def test_a_fingerprint_of_a_large_model_reads_little_of_it(saved: Saved, tmp_pat
     assert int(counts.read_text().split()[1]) - int(before) < 10**7
 
 
-def test_a_link_to_a_gguf_file_that_the_user_names_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere.gguf").write_bytes(b"GGUF")
-    (tmp_path / "model").mkdir()
-    link = tmp_path / "model" / "a.gguf"
-    link.symlink_to(tmp_path / "elsewhere.gguf")
-    assert find(local(link), "model") == link
-    with pytest.raises(ModelError, match="leaves the folder"):
-        find(local(tmp_path / "model"), "model")
-
-
 @exhaustive
 @given(position=st.integers(0, 200), value=st.integers(0, 255), cut=st.integers(0, 300))
 def test_a_damaged_header_gives_one_of_our_errors_or_none(
@@ -208,11 +204,3 @@ def test_a_damaged_header_gives_one_of_our_errors_or_none(
         return
     assert cut == 0
     assert len(checkpoint.tensors) == len(inspect(saved.whole).tensors)
-
-
-def test_loading_leaves_no_tensor_to_chance(saved: Saved) -> None:
-    """What is loaded is what was saved, bit for bit: as many numbers, and all of them."""
-    model = load(local(saved.sharded), saved.sharded, Dtype.fp32, torch.device("cpu"), "model")
-    held = torch.cat([p.flatten() for p in model.decoder.parameters()])
-    stored = torch.cat([tensor.flatten() for tensor in load_file(saved.whole / WEIGHTS).values()])
-    assert torch.equal(held.sort().values, stored.sort().values)

@@ -30,9 +30,9 @@ from llama_ssp.models.steps import SteppedModel
 from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked
 from tests.families import build
+from tests.warm import ROOT
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(64, 128), (70, 320), (33, 136)]  # outputs and inputs, whole blocks and not
 GROUPS = [0, 32, 128]
 SCALES = [torch.float32, torch.bfloat16, torch.float16]
@@ -228,7 +228,6 @@ def test_in_4_bit_every_code_is_the_nearest():
 @pytest.mark.long
 @pytest.mark.compiler
 def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
-    """Compiled and decoded."""
     build("llama-gqa", mild=True, hidden_size=256, intermediate_size=704).save_pretrained(tmp_path)
     model = ModelConf(name="small", dtype=Dtype.int4)
     exact = walked(load(ModelConf(name="small"), tmp_path, Dtype.fp32, CPU, "model"))
@@ -344,20 +343,13 @@ def test_rows_are_decoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(matrix.decoded(torch.float32), whole)
 
 
+SPANS = (0, 128), (128, 160), (64, 130), (6, 17)  # the third from the middle of a group to that of the next
+CUTS = [None, Cut(ROWS, ((3, 7),)), Cut(ROWS, ((0, 2), (9, 12))), *(Cut(COLUMNS, (span,)) for span in SPANS)]
+
+
 @pytest.mark.parametrize("table", ["uint4", "int8", "e4m3"])
 @pytest.mark.parametrize("group", [0, 32, 128])
-@pytest.mark.parametrize(
-    "cut",
-    [
-        None,
-        Cut(ROWS, ((3, 7),)),
-        Cut(ROWS, ((0, 2), (9, 12))),
-        Cut(COLUMNS, ((0, 128),)),
-        Cut(COLUMNS, ((128, 160),)),
-        Cut(COLUMNS, ((64, 130),)),  # from the middle of a group to the middle of the next
-        Cut(COLUMNS, ((6, 17),)),
-    ],
-)
+@pytest.mark.parametrize("cut", CUTS)
 def test_a_part_has_the_weights_of_the_whole(table: str, group: int, cut: Cut | None) -> None:
     matrix = made(table, group)
     part, whole = matrix.cut(cut), matrix.decoded(torch.float32)
@@ -379,11 +371,8 @@ def test_a_part_has_memory_of_its_own() -> None:
             assert each.untyped_storage().data_ptr() not in of_whole
             assert each.untyped_storage().nbytes() == each.nbytes
         assert part.nbytes == sum(each.nbytes for each in held if each is not None)
-
-
-def test_a_byte_of_two_codes_is_not_cut() -> None:
-    with pytest.raises(ValueError, match="before input 3"):
-        made("uint4", 32).cut(Cut(COLUMNS, ((3, 9),)))
+    with pytest.raises(ValueError, match="before input 3"):  # in the middle of a byte
+        matrix.cut(Cut(COLUMNS, ((3, 9),)))
 
 
 def test_matrices_are_joined_by_their_outputs() -> None:

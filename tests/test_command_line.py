@@ -22,8 +22,7 @@ from llama_ssp.config.help import help_for, keys_of_task, markdown, overview
 from llama_ssp.errors import RunError, UsageError
 from llama_ssp.text.prompts import read_prompts
 from tests.conftest import Command
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.warm import ROOT
 
 
 def run_of(*arguments: str) -> RunConf:
@@ -255,10 +254,8 @@ def test_a_sweep_is_over_groups_numbers_and_lists_of_texts(command: Command) -> 
     assert len({document["run_folder"] for document in said}) == 4
     assert all(document["run_folder"].startswith("o,p/") for document in said)
     answer = command("-m", *small, 'out=["x","y,z"]', "prompt=a")
-    assert [json.loads(line)["run_folder"].partition("/")[0] for line in answer.out.splitlines()] == [
-        "x",
-        "y,z",
-    ]
+    folders = [json.loads(line)["run_folder"].partition("/")[0] for line in answer.out.splitlines()]
+    assert folders == ["x", "y,z"]
     before = sorted(Path.cwd().iterdir())
     answer = command("-m", *small, "prompt=a", "seed=-1,2", "out=null")
     assert (answer.code, len(answer.errors), answer.out) == (2, 1, ""), "an error ends the sweep"
@@ -281,15 +278,12 @@ def test_a_prompt_file_may_be_a_pipe_or_standard_input(
         assert [prompt.text for prompt in read_prompts(task).prompts] == ["one", "two"]
 
 
-def test_without_docstrings_it_says_what_to_do() -> None:
+def test_without_docstrings_and_outside_of_its_environment_it_says_what_to_do() -> None:
     done = subprocess.run(
         [sys.executable, "-OO", str(ROOT / "launch" / "run.py"), "--help"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("\n")) == (5, 1) and "-OO or PYTHONOPTIMIZE" in done.stderr
-
-
-def test_outside_of_its_environment_it_says_what_to_do() -> None:
     alone = [sys.executable, "-S", "-E", str(ROOT / "launch" / "run.py"), "--help"]
     done = subprocess.run(alone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 5 and done.stderr.count("\n") == 1

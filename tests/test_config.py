@@ -85,7 +85,6 @@ def plain(name: str) -> str:
 @pytest.mark.few(10)
 @pytest.mark.parametrize("name", presets("model"))
 def test_every_model_composes_and_counts_as_published(name: str, hydra: None) -> None:
-    """As a target and as a draft."""
     run = composed(f"model={name}", f"draft={name}")
     model = run.model
     assert run.draft == model
@@ -134,14 +133,12 @@ def test_the_defaults_are_the_schema_s(hydra: None) -> None:
 
 
 def test_a_config_survives_its_record(hydra: None) -> None:
+    """A text with signs of an interpolation, too."""
     run = composed("model=gemma2-2b", "draft=none", "+sampling.logit_bias={5: -1}", 'task.stop=["a"]')
     plain = config.resolved(run)
     again = OmegaConf.to_yaml(OmegaConf.create(plain))
     assert OmegaConf.to_container(OmegaConf.create(again)) == plain
     assert plain["draft"] is None and plain["model"]["weights"] == "checkpoint"
-
-
-def test_a_text_with_signs_of_an_interpolation_is_recorded_as_it_is() -> None:
     texts = ["${seed}", "${oc.env:HOME}", "${", "\\${seed}", "${nope}"]
     task = config.resolved(filled(task__prompts=texts))["task"]
     assert task["prompts"] == texts and task["on_bad_row"] == "fail"

@@ -23,7 +23,6 @@ SAID = ["hello there", "and then?", "go on"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a chat template."""
     place = checkpoints.save(tmp_path_factory.mktemp("model"), vocab_size=320, max_position_embeddings=512)
     tokens(place)
     return place

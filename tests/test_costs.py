@@ -17,14 +17,7 @@ from llama_ssp.config import USUAL_COST_RATIO, Drafting, ModelConf, RunConf, Spe
 from llama_ssp.pair import session
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.speculative import draft_length, measure_costs
-from llama_ssp.speculative.draft_length import (
-    PAUSE,
-    TRIES,
-    Acceptance,
-    AdaptiveDraftLength,
-    Costs,
-    FixedDraftLength,
-)
+from llama_ssp.speculative.draft_length import Acceptance, AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.engine import Engine, Observer
 from llama_ssp.speculative.measure_costs import measured, timed_rounds
 from llama_ssp.speculative.state import Prompt
@@ -45,7 +38,6 @@ def with_(**changes: Any) -> RunConf:
 
 
 def two_toys() -> Engine:
-    """As a run has them."""
     return engine_of(toy(5, 0), toy(5, 1), sampling=RUN.sampling)
 
 
@@ -111,6 +103,50 @@ def test_rounds_are_measured_as_a_run_plays_them():
     assert any(later < sooner for sooner, later in pairwise(lengths))
 
 
+def seen(overlap: list[float], row: int = 0) -> RowStep:
+    """A round whose drafts had these overlaps, and stand under the token rule."""
+    standing = [*pairwise(accumulate(overlap, mul, initial=1.0))]
+    return RowStep(row, [0], [0] * len(overlap), 0, overlap, 0, None, standing=standing)
+
+
+def test_best_k_follows_acceptance_and_cost():
+    for acceptance, ratio, k in ((0.0, 0.1, 0), (0.8, 0.1, 6), (0.6, 0.3, 1), (0.99, 0.01, 16)):
+        assert Costs.of_ratio(ratio, 16).best(acceptance, acceptance) == k
+
+
+def test_adaptive_k_grows_shrinks_and_tries_again():
+    lookahead = AdaptiveDraftLength(Costs.of_ratio(0.2, 16), 1)
+    [start] = lookahead.choose()
+    for _ in range(30):
+        lookahead.observe([seen([1.0] * 4)])
+    [grown] = lookahead.choose()
+    for _ in range(200):
+        lookahead.observe([seen([0.0] * 4)])
+    chosen = [lookahead.choose()[0] for _ in range(300)]
+    tries = [number for number, k in enumerate(chosen) if k]
+    assert grown > start > 0
+    assert [later - sooner for sooner, later in pairwise(tries)] == [1, 1, 62] * 3 + [1, 1]
+    assert tries[0] == 61 and {chosen[number] for number in tries} == {1}
+    for _ in range(200):
+        lookahead.observe([seen([1.0] * 4)])
+    assert lookahead.choose()[0] >= grown
+
+
+def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
+    """Two rows whose first drafts stand alike; behind them one's draft is sure, the other's useless."""
+    lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, 8), 2)
+    for _ in range(60):
+        sure = seen([0.5, 1.0, 1.0, 1.0], row=0)
+        useless = seen([0.5, 0.0, 0.0, 0.0], row=1)
+        lookahead.observe([sure, useless])
+    assert lookahead.choose() == [8, 1]
+    first, second = lookahead.acceptance
+    assert first.first.value == pytest.approx(second.first.value, abs=0.05)
+    assert first.later.value > 0.95 and second.later.value < 0.1
+    lookahead.restart(0)
+    assert lookahead.choose()[0] == AdaptiveDraftLength(Costs.of_ratio(0.1, 8), 1).choose()[0]
+
+
 @dataclass
 class Machine:
     """Rounds of one row on a computed clock; drafts stand with a given probability on average."""
@@ -128,19 +164,48 @@ class Machine:
         for rounds, kept in parts:
             for _ in range(rounds):
                 [k] = lookahead.choose()
-                overlap = [self.random.betavariate(5 * kept, 5 * (1 - kept)) for _ in range(k)]
-                standing = [*pairwise(accumulate(overlap, mul, initial=1.0))]
-                step = RowStep(0, [0], [0] * k, 0, overlap, 0, None, standing=standing)
+                step = seen([self.random.betavariate(5 * kept, 5 * (1 - kept)) for _ in range(k)])
                 lookahead.observe([step])
                 seconds = self.costs.rounds[k] + (self.reading * missed if k else 0.0)
                 lookahead.took([step], seconds)
-                self.seconds, self.tokens = (
-                    self.seconds + seconds,
-                    self.tokens + 1 + sum(b for _, b in standing),
-                )
+                self.seconds += seconds
+                self.tokens += 1 + sum(stands for _, stands in step.standing)
                 missed = 0 if k else missed + 1
                 chosen.append(k)
         return chosen
+
+
+def best_of(costs: Costs, alpha: float) -> float:
+    """The time of a token with the best fixed K."""
+    return min(costs.rounds[k] / draft_length.tokens_per_round(alpha, k) for k in range(17))
+
+
+def per_token(costs: Costs, alpha: float, seed: int) -> float:
+    """The time of a token of a text of some 200, K adaptive."""
+    machine, k = Machine(costs, seed=seed), costs.best(alpha, alpha)
+    machine.text((round(200 / draft_length.tokens_per_round(alpha, k)), alpha))
+    return machine.seconds / machine.tokens
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("draft", [0.05, 0.3])
+def test_adaptive_k_is_near_the_best_fixed_k_and_no_slower_than_none(alpha, draft):
+    """Emulated, costs known: within 3 % of the best fixed K, and of regular sampling, over 200 tokens."""
+    costs = Costs([1 + (draft + 0.01) * k for k in range(17)])
+    best = best_of(costs, alpha)
+    adaptive = sum(per_token(costs, alpha, seed) for seed in range(100)) / 100
+    assert adaptive <= 1.03 * best
+    assert adaptive <= costs.rounds[0] / 0.97
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.95])
+def test_a_k_that_learns_nothing_of_the_text_is_farther_from_the_best(alpha):
+    """Control of the emulation."""
+    costs = Costs([1 + 0.31 * k for k in range(17)])
+    best = best_of(costs, alpha)
+    with patch.object(Acceptance, "observe", lambda *_: None):
+        assert sum(per_token(costs, alpha, seed) for seed in range(10)) / 10 > 1.06 * best
 
 
 def learning() -> Costs:
@@ -151,7 +216,7 @@ def learning() -> Costs:
 def test_a_text_drafts_again_where_drafting_begins_to_pay() -> None:
     """After a text that did not, and within two pauses in the same text. Control: nothing is tried."""
     undrafted: dict[int, list[float]] = {}
-    for tries in (TRIES, 0):
+    for tries in (draft_length.TRIES, 0):
         with patch.object(draft_length, "TRIES", tries):
             machine = Machine(learning())
             bad, good = machine.text((150, 0.05)), machine.text((30, 0.95))
@@ -159,9 +224,9 @@ def test_a_text_drafts_again_where_drafting_begins_to_pay() -> None:
             undrafted[tries] = [good.count(0) / 30]
             for seed in range(10):
                 machine = Machine(learning(), seed=seed)
-                late = machine.text((200, 0.05), (200, 0.95))[200 + 2 * PAUSE :]
+                late = machine.text((200, 0.05), (200, 0.95))[200 + 2 * draft_length.PAUSE :]
                 undrafted[tries].append(late.count(0) / len(late))
-    assert undrafted == {TRIES: [0] * 11, 0: [1] * 11}
+    assert undrafted == {draft_length.TRIES: [0] * 11, 0: [1] * 11}
 
 
 def test_a_text_starts_as_the_texts_before_it_ended() -> None:

@@ -15,26 +15,14 @@ from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
 from llama_ssp.models.shape import reason_against, shape_of
 from llama_ssp.models.slot_cache import SlotCache
-from tests.families import (
-    CAPACITY,
-    FAMILIES,
-    KINDS,
-    VARIANTS,
-    VOCAB,
-    build,
-    caches_of,
-    decoder_of,
-    module_of,
-    require_same,
-    rope,
-    walked,
-)
+from tests import families
+from tests.families import VOCAB, build, decoder_of, module_of, require_same, walked
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.few(14)
-@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("name", [*families.FAMILIES, *families.VARIANTS])
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(name):
     module = module_of(name)
@@ -58,7 +46,7 @@ OTHERS = {
     "final_logit_softcapping": 1.0, "swiglu_limit": 0.1, "swiglu_alpha": 3.0,
     "hidden_activation": "relu", "activation_function": "relu", "activation": "relu", "hidden_act": "gelu",
     "rms_norm_eps": 0.5, "layer_norm_eps": 0.5, "layer_norm_epsilon": 0.5, "sliding_window": 24,
-    "layer_types": KINDS,
+    "layer_types": families.KINDS,
 }  # fmt: skip
 
 
@@ -90,12 +78,12 @@ def test_neighbours_do_not_change_a_row_by_a_bit():
 
     def logits(place: int, neighbours: int, text: Tensor) -> Tensor:
         """The last pass's logits of the row with the text."""
-        caches, generator = caches_of(decoder, 3), torch.Generator().manual_seed(neighbours)
+        caches, generator = families.caches_of(decoder, 3), torch.Generator().manual_seed(neighbours)
         order = [(row - place) % 3 for row in range(3)]  # the text is row 0
         for start, count in (((0, 0, 0), (9, 5, 2)), ((9, 5, 2), (4, 1, 3))):
             parts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in count]
             parts[0] = text[start[0] : start[0] + count[0]]
-            rows = [(i * CAPACITY, start[row], count[row]) for i, row in enumerate(order)]
+            rows = [(i * families.CAPACITY, start[row], count[row]) for i, row in enumerate(order)]
             logit_TV, _ = decoder(torch.cat([parts[row] for row in order]), Pass.of(rows, CPU), caches)
         return logit_TV.split([count[row] for row in order])[place]
 
@@ -109,7 +97,7 @@ def test_neighbours_do_not_change_a_row_by_a_bit():
     [
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine: False"),
         ("falcon", {"alibi": True}, "alibi: True"),
-        ("llama-mha", rope("dynamic", factor=2.0), "rope_type: dynamic"),
+        ("llama-mha", families.rope("dynamic", factor=2.0), "rope_type: dynamic"),
     ],
 )
 def test_what_the_decoder_does_not_run(name: str, changes: dict[str, Any], reason: str):

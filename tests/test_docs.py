@@ -9,15 +9,14 @@ import json
 import os
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_ssp.config import RunConf
 from tests.conftest import Command
+from tests.warm import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = {file.stem: file for file in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))}
 COMMAND = re.compile(
     r"\s*(?:cat \S+ \| |\[?torchrun [^]]*?|python )?(?:launch/run\.py|llama-ssp)(?= \S)(?P<words>.*)"

@@ -80,11 +80,7 @@ def test_frames_go_over_tcp_in_order_and_whole():
     near.close()
     with pytest.raises(LinkLost):
         far.receive(5.0)
-
-
-def test_a_frame_above_its_bound_is_not_read():
-    """The first frame of a stranger has one; a reply of gigabytes has none."""
-    near, far = line()
+    near, far = line()  # the first frame of a stranger has a bound; a reply of gigabytes has none
     for most in (11, None, 10):
         near.send(11 * b"x")
         if most != 10:
@@ -138,9 +134,6 @@ def test_a_draft_that_went_is_noticed_at_once():
     far.close()
     client.broadcast_ints([4])
     assert client.reply() is None and client.lost
-
-
-def test_where_nobody_listens_nobody_waits_long():
     with pytest.raises(DistributedError, match="cannot connect"):
         connect("127.0.0.1", 1, "", 5.0)
 

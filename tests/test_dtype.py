@@ -59,7 +59,6 @@ PROMPTS = [Prompt("a", (5, 6, 7, 8)), Prompt("b", (9,)), Prompt("c", tuple(range
 
 
 def off(path: Path, dtype: Dtype) -> float:
-    """How far logits are from those in fp32, of the largest."""
     logits, exact = logits_of(opened(path, dtype)), logits_of(opened(path, Dtype.fp32))
     assert torch.isfinite(logits).all()
     return float((logits - exact).abs().max()) / float(exact.abs().max())

@@ -36,7 +36,6 @@ ENDS = {"vocab_size": SIZE, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id"
 
 
 def save(folder: Path, module: Any) -> Path:
-    """A model with a tokenizer."""
     module.save_pretrained(folder)
     checkpoints.write_tokenizer(folder, checkpoints.tokenizer(SIZE))
     return folder

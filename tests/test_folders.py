@@ -48,7 +48,6 @@ def of_an_unknown_class(folder: Path) -> None:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A model folder without a tokenizer."""
     folder = checkpoints.save(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
@@ -82,7 +81,7 @@ SENTENCEPIECE = b"".join(
 
 
 def test_a_sentencepiece_file_is_read_or_its_package_is_named(bare: Path) -> None:
-    """Old folders have nothing else; what reads it is no package that everyone needs."""
+    """Old folders have nothing else; what reads it is no package that everyone needs. So a tiktoken file."""
     (bare / "tokenizer.model").write_bytes(SENTENCEPIECE)
     if find_spec("sentencepiece") and find_spec("google.protobuf"):
         assert read(bare).vocabulary.surfaces[259] == b" a"
@@ -92,9 +91,6 @@ def test_a_sentencepiece_file_is_read_or_its_package_is_named(bare: Path) -> Non
         ) as no:
             read(bare)
         assert no.value.code == 4
-
-
-def test_a_tiktoken_file_is_told_from_it(bare: Path) -> None:
     (bare / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     if not find_spec("tiktoken"):
         with pytest.raises(ModelError, match=r"llama-ssp\[tiktoken\]"):

@@ -67,13 +67,7 @@ def test_calls_fit_into_their_time():
 
 
 def test_a_second_call_runs_what_is_left_and_failures_last():
-    states = {
-        "machine": "ended",
-        "tests": "stopped",
-        "logits": "ended",
-        "steps": "raised",
-        "products": "no time",
-    }
+    states = dict(machine="ended", tests="stopped", logits="ended", steps="raised", products="no time")
     records = [{"part": name, "state": state} for name, state in states.items()]
     names = [part.name for part in gpu.due(2, records)]
     assert names[0] == "machine" and names[-2:] == ["tests", "steps"] and "logits" not in names

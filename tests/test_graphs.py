@@ -251,14 +251,19 @@ def test_graphs_are_captured_before_they_are_needed_and_are_those_that_plans_cou
     assert [model.captures for model in models] == [[], []]
 
 
-def test_without_graphs_steps_run_all_the_same(caplog):
-    """The log says so once."""
+def test_without_graphs_steps_run_all_the_same(caplog, monkeypatch):
+    """Where a capture fails, and where sums go through the host; the log says so once."""
     model = llama(Refusing)
     assert model.has_graphs
     texts = speculate(model, PROMPTS[:2], "ngram", k=3).texts
     assert texts == speculate(llama(), PROMPTS[:2], "ngram", k=3).texts and not model.has_graphs
     error = "RuntimeError: CUDA error: operation not permitted when stream is capturing"
     assert caplog.messages == [f"engine: m runs without graphs: {error}"]
+    caplog.clear()
+    monkeypatch.setattr(ThreadRank, "through_host", True)
+    model = llama(Replayed, ranks=ThreadRank(0, Meeting(1)))
+    assert speculate(model, PROMPTS[:2], None, k=0).texts and not model.captures
+    assert caplog.messages == ["engine: m runs without graphs: its sums go through the host"]
 
 
 def test_ranks_capture_together():
@@ -316,13 +321,6 @@ def test_what_differs_on_one_rank_changes_the_captures_of_all(what: str):
     first, second = together([lambda rank=rank: work(rank) for rank in range(2)], ranks)
     assert first == second
     assert first == ([[1, 2, 3] * 3, 3, True] if what.startswith("a head") else [[], 1, False])
-
-
-def test_where_sums_go_through_the_host_nothing_is_captured(caplog, monkeypatch):
-    monkeypatch.setattr(ThreadRank, "through_host", True)
-    model = llama(Replayed, ranks=ThreadRank(0, Meeting(1)))
-    assert speculate(model, PROMPTS[:2], None, k=0).texts and not model.captures
-    assert caplog.messages == ["engine: m runs without graphs: its sums go through the host"]
 
 
 class Logged(ThreadRank):

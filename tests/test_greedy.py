@@ -103,7 +103,6 @@ def prompt(family: str, number: int, new: int = NEW, context: int | None = None)
 
 
 def prompts(family: str, rows: int, new: int = NEW, context: int | None = None) -> list[Prompt]:
-    """Ragged prompts."""
     return [prompt(family, number, new, context) for number in range(rows)]
 
 

@@ -103,23 +103,18 @@ def test_what_follows_a_failure(code: int, fruitless: int, given_up: bool):
 
 
 def test_the_first_rank_that_fails_says_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without a word the process tells; a code that cannot be kept is no second fault."""
     file = tmp_path / "code"
     monkeypatch.setenv(CODE_FILE, str(file))
     for code in (0, 3, 5):
         leave_code(code)
     assert code_of(1, file) == 3  # torchrun leaves with 1 whatever it was
     assert code_of(0, file) == 0
-
-
-def test_without_a_word_the_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(CODE_FILE, raising=False)
+    monkeypatch.delenv(CODE_FILE)
     leave_code(3)
     (tmp_path / "torn").write_text("")
     assert code_of(-9, tmp_path / "none") == 137
     assert code_of(1, tmp_path / "torn") == 1
-
-
-def test_a_code_that_cannot_be_kept_is_no_second_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(CODE_FILE, str(tmp_path / "no folder" / "code"))
     leave_code(6)
 

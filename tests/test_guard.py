@@ -14,8 +14,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from llama_ssp import cli
 from tests.conftest import Command
+from tests.warm import ROOT
 
-ROOT = Path(__file__).parents[1]
 # The digest runs for minutes without a look at Python's signal handlers, as a collective does.
 DEAF = """
 import hashlib, sys
@@ -41,19 +41,16 @@ def deaf(grace: float | None, before: str = "") -> subprocess.Popen[str]:
     return process
 
 
+PARTING = "own = GUARD.parting('nothing was begun'); own.__enter__()"
+
+
 @pytest.mark.parametrize(
     ("grace", "before", "number", "code", "says"),
     [
         (0.1, "", signal.SIGTERM, 143, ""),
         (0.1, "", signal.SIGINT, 130, ""),
         (0.1, "GUARD.on_signal.append(lambda: 1 / 0)", signal.SIGTERM, 143, ""),
-        (
-            None,
-            "own = GUARD.parting('nothing was begun'); own.__enter__()",
-            signal.SIGINT,
-            130,
-            "error: nothing was begun\n",
-        ),
+        (None, PARTING, signal.SIGINT, 130, "error: nothing was begun\n"),
         (None, "leave_within(0.1, 5, 'one\\nline'); leave_within(0.2, 6)", None, 5, "error: one line\n"),
         (None, "leave_within(0.1, 5).cancel(); leave_within(0.2, 6)", None, 6, ""),
     ],

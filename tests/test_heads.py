@@ -1,4 +1,7 @@
-"""Trained heads: logits against a second reading of the formulas, what is declared, what is refused."""
+"""Trained heads: logits against a second reading of the formulas, what is declared, what is refused.
+
+EAGLE-3 heads draft one token a pass; DFlash heads give all drafts in one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from llama_ssp.models.heads import settings
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.kernels import kept_files
 from llama_ssp.planner.resolve import require_head
-from llama_ssp.speculative.draft_length import FixedDraftLength
+from llama_ssp.planner.speed import RoundTimes
+from llama_ssp.speculative.draft_length import Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
@@ -31,7 +35,7 @@ from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build, decoder_of, model_of, ragged_prompts
-from tests.heads import Reference, loaded, save_dflash, save_head
+from tests.heads import DFlashReference, Reference, loaded, save_dflash, save_head
 from tests.rig import drive, drive_refilled, engine_of, speculate, steps_of
 
 TAPS = (0, 1, 3)  # of three blocks: before the first, between, behind the last
@@ -49,6 +53,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fc_norm, norm_output": {"flags": ("fc_norm", "norm_output")},
     "qwen3 block": {"block": "qwen3", "ids": SOME},
     "the target's embedding": {"embeds": False, "dim": DIM, "raw": True},
+    "DFlash": {},
+    "DFlash, raw": {"raw": True},
+    "DFlash, reduced vocabulary": {"ids": SOME},
+    "DFlash, tables of its own, a draft at the anchor": {"whole": True, "anchor": True, "width": 3},
+    "DFlash, a wider block, three layers": {"width": 7, "layers": 3},
 }
 
 
@@ -130,12 +139,12 @@ def compared(folder: Path, kind: type[Reference] = Reference, fast: bool = False
 @torch.inference_mode()
 def test_declared_distributions_are_the_published_formulas(layout: str) -> None:
     """After rejections, of ragged rows, in every layout and with every flag; the reference keeps nothing."""
+    save, kind = (dflash, DFlashReference) if layout.startswith("DFlash") else (eagle, Reference)
     with TemporaryDirectory() as folder:
-        assert compared(eagle(Path(folder), **LAYOUTS[layout])) > 15
+        assert compared(save(Path(folder), **LAYOUTS[layout]), kind) > 15
 
 
 def theirs_of(model: Any, config: Any, folder: Path, **keys: Any) -> Any:
-    """The head as the library speculators makes it."""
     content = json.loads((folder / "config.json").read_text())
     layer = {**content["transformer_layer_config"], "attn_implementation": "eager"}
     settings = config(transformer_layer_config=layer, draft_vocab_size=VOCAB, **keys)
@@ -167,6 +176,29 @@ def test_the_second_reading_is_that_of_speculators(flags: tuple[str, ...], tmp_p
             expected = reference.logits(states[: place + 1], now, drafts)
             assert (logits[place] - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert len(steps) == 3
+
+
+@torch.inference_mode()
+def test_the_second_reading_of_blocks_is_that_of_speculators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All logits of two blocks of its training pass."""
+    core = pytest.importorskip("speculators.models.dflash.core", reason="speculators is not installed")
+    folder = dflash(tmp_path, whole=True)
+    keys = {"block_size": 4, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": VOCAB - 1}
+    theirs = theirs_of(core.DFlashDraftModel, core.DFlashSpeculatorConfig, folder, **keys)
+    anchors = torch.tensor([3, 6])
+    monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones(2, dtype=torch.bool)))
+    text = [5, 9, 30, 31, 60, 7, 7, 12, 40, 41, 3, 8]
+    states = torch.randn(len(text), 2 * DIM, generator=torch.Generator().manual_seed(2))
+    ones, last = torch.ones(1, len(text)), torch.zeros(1, len(text), DIM)
+    given = states[None], torch.tensor([text]), ones, last, torch.zeros(1, len(text), dtype=torch.int64)
+    logits = theirs._backbone_forward(*given, max_anchors=2)[1][0].view(2, 4, VOCAB)
+    reference = DFlashReference(folder)
+    for block, anchor in enumerate(anchors.tolist()):
+        for place in range(3):
+            expected = reference.logits(states[:anchor], text[: anchor + 1], [0] * place)
+            assert (logits[block, place + 1] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("save", "adaptive"), [(eagle, False), (eagle, True), (dflash, True)])
@@ -316,3 +348,13 @@ def test_where_a_head_may_sit(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pickled.*save_file"):
         complete(local(folder), "draft")
+
+
+def test_a_proposal_has_one_price() -> None:
+    """Where a pass gives all drafts, more of them cost only what their verification costs."""
+    for_each, at_once = (Costs.of_ratio(0.5, 8, at_once=at_once) for at_once in (False, True))
+    assert for_each.rounds[4] == 3.0 and at_once.rounds[4] == 1.5 and at_once.rounds[0] == 1.0
+    assert for_each.best(0.7, 0.7) == 1 and at_once.best(0.7, 0.7) == 8
+    times = RoundTimes(0.0, (1.0,) * 9, 1, once=0.5)
+    assert times.best_k(0.7) == 8 and replace(times, draft=0.5, once=0.0).best_k(0.7) == 1
+    assert times.round_s(0, 0.7) == 1.0 and times.round_s(3, 0.7) == 1.5

@@ -42,7 +42,6 @@ def follow_links() -> None:
 
 
 def import_what_the_model_brings() -> None:
-    """Plants a fault."""
     sys.path.insert(0, "model")
     __import__("evil")
 

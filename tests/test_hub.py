@@ -26,14 +26,8 @@ from llama_ssp.models.hub import commit_of, hub_copy
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 KEPT = ["config.json", "merges.txt", "model.safetensors", "tokenizer.model"]
 PACKED = ["m-Q4_K_M.gguf", "m-q8_0.gguf", "m.Q4_K-00001-of-00002.gguf", "m.Q4_K-00002-of-00002.gguf"]
-OTHERS = [
-    "pytorch_model.bin",
-    "modeling.py",
-    "consolidated.safetensors",
-    "original/model.safetensors",
-    *PACKED,
-]
-FILES = {name: name.encode() for name in [*KEPT, *OTHERS]}
+OTHERS = ["pytorch_model.bin", "modeling.py", "consolidated.safetensors", "original/model.safetensors"]
+FILES = {name: name.encode() for name in [*KEPT, *OTHERS, *PACKED]}
 STATUS = {"gated/model": (403, "GatedRepo"), "no/model": (404, "RepoNotFound"), "busy/model": (451, "")}
 
 
@@ -193,9 +187,6 @@ def test_without_a_network(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyP
     says = r"cannot be reached; http://127\.0\.0\.1:9/a/b; .*or give a folder: model=PATH"
     with pytest.raises(ModelError, match=says):
         find(of("a/b"), "model", download=True)
-
-
-def test_offline_on_purpose(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
         find(of("a/b"), "model", download=True)

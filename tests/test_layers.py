@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.warm import ROOT
+
 PACKAGE = ROOT / "llama_ssp"
 
 # A folder or loose file imports from itself and from what stands behind it; those of one set never meet.
@@ -43,8 +44,6 @@ OWN_ORDER = {("kernels/linear.py", "inputs % word == 0")}
 
 @dataclass(frozen=True)
 class Module:
-    """A file of the package."""
-
     path: Path
     name: str  # without the package's own
     tree: ast.Module
@@ -78,22 +77,18 @@ NAMES = {module.name for module in MODULES}
 
 
 def within(name: str) -> str | None:
-    """The module of the package that an import names."""
     inner = name.removeprefix("llama_ssp.")
     options = (inner, inner.rpartition(".")[0]) if inner != name else ()
     return next((option for option in options if option in NAMES), None)
 
 
 def test_imports_go_one_way():
+    """No modules import each other, not even by way of others."""
     assert {module.room for module in MODULES} == PLACE.keys()
     for module in MODULES:
         for room in {other.partition(".")[0] for name in module.imports if (other := within(name))}:
             right = PLACE[room] > PLACE[module.room] or room == module.room
             assert right, f"{module.name} imports {room}"
-
-
-def test_no_modules_import_each_other():
-    """Not even by way of others."""
     inner = {module.name: {*map(within, module.imports)} - {None, module.name} for module in MODULES}
     while leaves := [name for name, others in inner.items() if not others]:
         inner = {name: others - set(leaves) for name, others in inner.items() if name not in leaves}

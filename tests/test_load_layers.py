@@ -40,7 +40,6 @@ def saved(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def plain_of(model: ModelConf, folder: Path | None, dtype: Dtype = Dtype.fp32) -> CausalModel:
-    """transformers' module in one place."""
     return CausalModel(load_module(model, folder, dtype, CPU, "model"), "plain")
 
 
@@ -61,14 +60,6 @@ def test_layers_on_disk_change_no_bit(name: str, tmp_path: Path):
         assert torch.equal(ours, theirs)
     runs = [speculate(m, PROMPTS, m, k=3, max_new=12) for m in (spread, plain)]
     assert runs[0].texts == runs[1].texts and runs[0].accepted == runs[1].accepted > 0
-
-
-def test_all_in_one_place_is_the_plain_model(tmp_path: Path):
-    folder = saved(tmp_path, "llama-gqa")
-    spread = load_layers(MODEL, folder, Dtype.fp32, {}, None, "model")
-    assert on_disk(spread) == 0
-    for ours, theirs in zip(walked(spread), walked(plain_of(MODEL, folder)), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_synthetic_layers_on_disk(tmp_path: Path):
@@ -95,10 +86,11 @@ def test_synthetic_experts_in_fp64():
         assert torch.allclose(ours.double(), theirs.double(), atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.nf4])
-def test_quantised_layers_in_one_place(dtype: Dtype, tmp_path: Path):
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.int8, Dtype.nf4])
+def test_all_in_one_place_is_the_plain_model(dtype: Dtype, tmp_path: Path):
     folder = saved(tmp_path, "llama-gqa", mild=True, hidden_size=64, intermediate_size=128)
     spread = load_layers(MODEL, folder, dtype, {}, None, "model")
+    assert on_disk(spread) == 0
     for ours, theirs in zip(walked(spread), walked(plain_of(MODEL, folder, dtype)), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -136,13 +128,10 @@ def test_refused_before_weights_are_read(case: str, tmp_path: Path, monkeypatch:
     assert "\n" not in str(refused.value)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_and_quantised_layers_on_a_cpu_next_to_a_gpu(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="offload_folder cannot be written"):
         load_layers(MADE, None, Dtype.fp32, LITTLE, tmp_path / "file", "model")
-
-
-def test_quantised_layers_beside_a_gpu_are_not_put_on_the_cpu():
     with pytest.raises(DistributedError, match="int8, with layers on cpu"):
         layers._require_possible({"model": 0, "lm_head": "cpu"}, Dtype.int8, None, "model")
     layers._require_possible({"model": 0, "lm_head": 1}, Dtype.int8, None, "model")

@@ -1,13 +1,8 @@
-"""What ends a row, what is counted, and how K is chosen."""
+"""What ends a row, and what is counted."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import mul
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,13 +12,7 @@ from hypothesis import strategies as st
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.decision import Decision
-from llama_ssp.speculative.draft_length import (
-    Acceptance,
-    AdaptiveDraftLength,
-    Costs,
-    FixedDraftLength,
-    tokens_per_round,
-)
+from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.generate import Limits, commit, generate
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, RowStep
@@ -192,57 +181,6 @@ def test_counters_add_up(prompts, k, new, has_ends, rule, seed):
         assert reason == ("eos" if has_ends and text[-1] == 2 else full)
 
 
-def test_best_k_follows_acceptance_and_cost():
-    for acceptance, ratio, k in ((0.0, 0.1, 0), (0.8, 0.1, 6), (0.6, 0.3, 1), (0.99, 0.01, 16)):
-        assert Costs.of_ratio(ratio, 16).best(acceptance, acceptance) == k
-
-
-@dataclass
-class Seen:
-    """A round whose drafts had these overlaps, and stand under the token rule."""
-
-    overlap: list[float]
-    row: int = 0
-
-    @property
-    def standing(self) -> list[tuple[float, float]]:
-        before = [1.0, *accumulate(self.overlap, mul)]
-        return list(pairwise(before))
-
-
-def test_adaptive_k_grows_shrinks_and_tries_again():
-    lookahead = AdaptiveDraftLength(Costs.of_ratio(0.2, 16), 1)
-    [start] = lookahead.choose()
-    for _ in range(30):
-        lookahead.observe([Seen([1.0] * 4)])
-    [grown] = lookahead.choose()
-    for _ in range(200):
-        lookahead.observe([Seen([0.0] * 4)])
-    chosen = [lookahead.choose()[0] for _ in range(300)]
-    tries = [number for number, k in enumerate(chosen) if k]
-    assert grown > start > 0
-    assert [later - sooner for sooner, later in pairwise(tries)] == [1, 1, 62] * 3 + [1, 1]
-    assert tries[0] == 61 and {chosen[number] for number in tries} == {1}
-    for _ in range(200):
-        lookahead.observe([Seen([1.0] * 4)])
-    assert lookahead.choose()[0] >= grown
-
-
-def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
-    """Two rows whose first drafts stand alike; behind them one's draft is sure, the other's useless."""
-    lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, 8), 2)
-    for _ in range(60):
-        sure = Seen([0.5, 1.0, 1.0, 1.0], row=0)
-        useless = Seen([0.5, 0.0, 0.0, 0.0], row=1)
-        lookahead.observe([sure, useless])
-    assert lookahead.choose() == [8, 1]
-    first, second = lookahead.acceptance
-    assert first.first.value == pytest.approx(second.first.value, abs=0.05)
-    assert first.later.value > 0.95 and second.later.value < 0.1
-    lookahead.restart(0)
-    assert lookahead.choose()[0] == AdaptiveDraftLength(Costs.of_ratio(0.1, 8), 1).choose()[0]
-
-
 def test_a_draft_token_costs_one_draft_forward():
     """Also after wholly accepted blocks, when the draft model lacks two tokens."""
     rows, k, new = 3, 4, 20
@@ -253,37 +191,3 @@ def test_a_draft_token_costs_one_draft_forward():
     assert all(row.accepted == len(row.drafted) == k for step in steps for row in step.rows)
     assert engine.draft_forwards - before == k * len(steps) == 4 * k
     assert engine.target_forwards - target_before == len(steps)
-
-
-def emulated(alpha: float, costs: Costs, tokens: int, seed: int) -> float:
-    """Time of one text by the clock of `costs`, K adaptive; drafts stand with chance alpha on average."""
-    generator, lookahead = random.Random(seed), AdaptiveDraftLength(costs, 1)
-    spent, made = 0.0, 0
-    while made < tokens:
-        [k] = lookahead.choose()
-        overlap = [generator.betavariate(5 * alpha, 5 * (1 - alpha)) for _ in range(k)]
-        stood = next((i for i in range(k) if generator.random() >= overlap[i]), k)
-        lookahead.observe([Seen(overlap)])
-        spent, made = spent + costs.rounds[k], made + stood + 1
-    return spent / made
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("draft", [0.05, 0.3])
-def test_adaptive_k_is_near_the_best_fixed_k_and_no_slower_than_none(alpha, draft):
-    """Emulated, costs known: within 3 % of the best fixed K, and of regular sampling, over 200 tokens."""
-    costs = Costs([1 + (draft + 0.01) * k for k in range(17)])
-    best = min(costs.rounds[k] / tokens_per_round(alpha, k) for k in range(17))
-    adaptive = sum(emulated(alpha, costs, 200, seed) for seed in range(100)) / 100
-    assert adaptive <= 1.03 * best
-    assert adaptive <= costs.rounds[0] / 0.97
-
-
-@pytest.mark.parametrize("alpha", [0.05, 0.95])
-def test_a_k_that_learns_nothing_of_the_text_is_farther_from_the_best(alpha):
-    """Control of the emulation."""
-    costs = Costs([1 + 0.31 * k for k in range(17)])
-    best = min(costs.rounds[k] / tokens_per_round(alpha, k) for k in range(17))
-    with patch.object(Acceptance, "observe", lambda *_: None):
-        assert sum(emulated(alpha, costs, 200, seed) for seed in range(10)) / 10 > 1.06 * best

@@ -69,10 +69,7 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
         "tokens_per_target_forward": 10 / 4,
         "finish_reasons": {"eos": 1},
     }
-
-
-def test_a_bonus_behind_eos_is_cut_though_no_draft_is() -> None:
-    _, summary = committed([([1, EOS], 2, 7)])
+    _, summary = committed([([1, EOS], 2, 7)])  # the bonus is cut, though no draft is
     assert (summary["tokens_cut_after_end"], summary["tokens_discarded_after_end"]) == (1, 0)
     assert "bonus" not in summary["tokens_committed_by_origin"]
 

@@ -70,10 +70,7 @@ def test_rows_have_an_index_each_and_a_refilled_row_a_new_one():
     proposal = drafter.propose(state, (2, 2))
     assert proposal.drafted_BK.tolist() == [[8, 7], [4, 5]]
     assert proposal.draft_BKV is not None and proposal.draft_BKV.max(-1).values.eq(1).all()
-
-
-def test_ids_of_a_prompt_beyond_the_vocabulary_are_not_drafted() -> None:
-    """A model may have more rows than its tokenizer has tokens, and a prompt may name them."""
+    # A model may have more rows than its tokenizer has tokens, and a prompt may name them.
     state = State([Prompt("0", (1, 2, 7, 1, 2))], 10, torch.device("cpu"))
     proposal = NgramDrafter(1, 4, 5, torch.float32).propose(state, (3,))
     assert proposal.count == (0,)

@@ -19,16 +19,9 @@ from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
 from llama_ssp.models.graph_sizes import BUCKET, DECODED
 from llama_ssp.models.sizes import LAYER
+from llama_ssp.planner import fit
 from llama_ssp.planner.activations import GPU, PROBS, Forward, Kernels, RankWork
-from llama_ssp.planner.fit import (
-    LIBRARIES,
-    OUTPUTS,
-    SCRATCH,
-    FitVerdict,
-    RankMemory,
-    communicators,
-    require_capacity,
-)
+from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, SCRATCH, FitVerdict, RankMemory
 from llama_ssp.planner.layers import layers_lines, stages
 from llama_ssp.planner.memory import peaks, rank_work, segments, tensor_lines
 from llama_ssp.planner.run_plan import HOST_BYTES, Prediction, require_host
@@ -57,7 +50,6 @@ LARGE, SMALL = role(TARGET, "65B"), role(DRAFT, "7B")
 
 
 def lines_of(*what: Any) -> tuple[MemoryLine, ...]:
-    """The lines of rank_work(*what)."""
     return tensor_lines(rank_work(*what))
 
 
@@ -143,19 +135,19 @@ def test_weights_and_caches_are_refused_without_a_plan() -> None:
     """What is checked where nothing else can be planned: weights and caches of the whole models."""
     roles = [(role(TARGET, "7B"), 1), (SMALL, 1)]
     whole = weight_bytes(ModelPart.of(SMALL.model), Dtype.fp16) + 2 * 32 * 4096 * 2 * WORK.slots
-    require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole, 0.0)
+    fit.require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole, 0.0)
     with pytest.raises(DistributedError, match=r"model 7B: weights 12\.6 GiB, cache 1\.0 GiB; draft 7B"):
-        require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole - 1, 0.0)
+        fit.require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole - 1, 0.0)
 
 
 def test_what_deepspeed_splits_is_counted_by_its_part() -> None:
     """70B over four GPUs of 80 GB: all of it was compared with one of them."""
     large, gib = role(TARGET, "llama3.1-70b", Dtype.bf16), 79 * GIB
-    require_capacity([(large, 4)], 1, 2048, "cuda:0", gib, 0.1)
+    fit.require_capacity([(large, 4)], 1, 2048, "cuda:0", gib, 0.1)
     with pytest.raises(DistributedError, match=r"weights 131\.4 GiB.*found 132\.0 GiB needed"):
-        require_capacity([(large, 1)], 1, 2048, "cuda:0", gib, 0.1)
+        fit.require_capacity([(large, 1)], 1, 2048, "cuda:0", gib, 0.1)
     with pytest.raises(DistributedError, match=r"on the host; model llama3.1-70b: [^;]*; found 525\.7 GiB"):
-        require_capacity([(large, 1)] * 4, 0, 1, "the host", 512 * GIB, 0.1)
+        fit.require_capacity([(large, 1)] * 4, 0, 1, "the host", 512 * GIB, 0.1)
 
 
 def test_experts_in_codes_are_decoded_within_a_bound() -> None:
@@ -170,15 +162,7 @@ def test_experts_in_codes_are_decoded_within_a_bound() -> None:
             Forward(part, kernels, 1, tokens, 600)._dequantised() for kernels in (GPU, Kernels(cpu=True))
         )
         assert (coded, cpu) == (one, 6144 * 4096 * 2)
-    small = role(
-        TARGET,
-        "mistral-7b",
-        Dtype.packed,
-        family="mixtral",
-        code_bits=4,
-        code_mix=mix,
-        **{**dense, "expert_ffn": 256},
-    )
+    small = replace(mixtral, model=replace(mixtral.model, expert_ffn=256))
     part = RolePart.of(small, ModelPart.of(small.model), 600)
     assert Forward(part, GPU, 1, 512, 600)._dequantised() == 2 * DECODED
     assert Forward(part, GPU, 1, 10, 600)._dequantised() == 2 * 20 * 512 * 4096
@@ -227,22 +211,18 @@ def test_a_preset_has_the_bytes_of_its_repositorys_headers(name: str) -> None:
     assert found["code_mix"].count(f":{known.n_layers}:") == 4
 
 
-def test_pages_of_segments_are_counted() -> None:
-    """And a share of what passes through."""
+def test_pages_of_segments_and_communicators_are_counted() -> None:
+    """And a share of what passes through. nccl issue 864: every communicator takes its own."""
     work = rank_work(LARGE, None, placed(8), REGULAR, 0)
     line, passing = segments(work), max(sum(parts.values()) for parts in peaks(work).values())
     assert line.kind == BOUND and line.bytes == 22 * MIB + int(1.4 * passing) - passing
-
-
-def test_communicators_are_counted() -> None:
-    """nccl issue 864: every communicator takes its own."""
     for words, world, counts in (
         ("target 0, draft 0 (whole)", 1, [0]),
         ("target 0-3, draft 0-3 (split)", 4, [1] * 4),
         ("target 0-3, draft 0,1 (split)", 4, [2, 2, 1, 1]),
         ("target 0-2, draft 3,4 (own)", 5, [2] * 5),
     ):
-        assert [communicators(named(words, world), rank) for rank in range(world)] == counts
+        assert [fit.communicators(named(words, world), rank) for rank in range(world)] == counts
 
 
 def test_verdict() -> None:

@@ -174,12 +174,9 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_a_drivers_name_is_understood() -> None:
+def test_a_drivers_name_is_understood_and_every_preset_is_whole() -> None:
     gpus = [str(preset["gpu"]) for preset in known().values()]
     assert {name: matching(name, gpus) for name in NAMES} == NAMES
-
-
-def test_every_preset_is_whole() -> None:
     for on in map(machine, sorted(known())):
         assert on.capacity > 0 and on.world >= 1 and on.times.bytes_per_s > 0 and on.times.flops_per_s > 0
         assert on.times.source and on.taken["context"] > 0, on.name

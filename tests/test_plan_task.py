@@ -18,19 +18,9 @@ from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from llama_ssp.planner import run_plan
 from llama_ssp.planner.resolve import PairFiles, choose
-from llama_ssp.planner.run_plan import (
-    Bytes,
-    Prediction,
-    RunMeasurement,
-    compare_with_plan,
-    counted,
-    fitting,
-    predict,
-    request_of,
-    require_fit,
-    warn_of_codes,
-)
+from llama_ssp.planner.run_plan import Prediction, RunMeasurement, compare_with_plan, predict, require_fit
 from llama_ssp.planner.search import round_times
 from llama_ssp.planner.workload import GIB, Workload
 from llama_ssp.report.tables import text_of
@@ -233,21 +223,21 @@ def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
 
 def test_the_request_is_the_runs_own() -> None:
     """One function makes it for every caller: models, formats, workload."""
-    request = request_of(run(), slots=SLOTS)
+    request = run_plan.request_of(run(), slots=SLOTS)
     assert (
         request.work == Workload(1, 1536, 128, k=4, prefill_chunk=2048)
         and request.k_max == 16
         and request.tokens == 128
     )
     assert [role.dtype for role in request.roles] == [Dtype.bf16, Dtype.bf16]
-    other = request_of(run(), rows=3, slots=SLOTS, caches=(2, 1))
+    other = run_plan.request_of(run(), rows=3, slots=SLOTS, caches=(2, 1))
     assert other.work == Workload(3, 1536, 128, k=4, prefill_chunk=2048, target_caches=2)
-    assert request_of(run()).work.prompt_tokens == 512, "before prompts are read"
-    assert request_of(run(), dtypes=[Dtype.int8, Dtype.fp16]).target.dtype is Dtype.int8
-    assert request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
-    on_cpu = request_of(run("cluster=local"), on_cpu=True)
+    assert run_plan.request_of(run()).work.prompt_tokens == 512, "before prompts are read"
+    assert run_plan.request_of(run(), dtypes=[Dtype.int8, Dtype.fp16]).target.dtype is Dtype.int8
+    assert run_plan.request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
+    on_cpu = run_plan.request_of(run("cluster=local"), on_cpu=True)
     assert on_cpu.machine.is_cpu and on_cpu.work.prefill_chunk == 512
-    given = request_of(run("task.prefill_chunk=64"))
+    given = run_plan.request_of(run("task.prefill_chunk=64"))
     assert given.work.prefill_chunk == 64 and request.least_chunk == 512 and given.least_chunk is None
 
 
@@ -292,11 +282,10 @@ def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixtu
     ("dtype", "rows", "lines"), [("nf4", 4, 0), ("int8", 4, 1), ("int8", 1, 0), ("bf16", 4, 0)]
 )
 def test_a_run_warns_once(dtype: str, rows: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
-    """bitsandbytes' layers on a CPU."""
     here = ("cluster=cpu", "cluster.gib=64", "model=7B", "draft=none", "engine=eager")
     conf = run(*here, f"model.dtype={dtype}", f"task.batch_size={rows}")
     with caplog.at_level(logging.WARNING):
-        warn_of_codes(predicted(conf, 1))
+        run_plan.warn_of_codes(predicted(conf, 1))
     said = [line for line in caplog.messages if "slower than bf16" in line]
     assert len(said) == lines == sum(f"model.dtype={dtype} saves memory" in line for line in said)
 
@@ -315,9 +304,9 @@ def test_what_is_not_known_is_not_planned(caplog: pytest.LogCaptureFixture) -> N
 def test_predicted_beside_measured() -> None:
     prediction = predicted(run(), 8)
     _, ms = prediction.ms_per_token(1, 4, 0.7)
-    said = counted(prediction.option.ranks[0])
+    said = run_plan.counted(prediction.option.ranks[0])
     slow = RunMeasurement("speculative", prediction, 1, 4, 2 * ms, 0.7)
-    half: Bytes = {name: size // 2 for name, size in said.items()}
+    half: run_plan.Bytes = {name: size // 2 for name, size in said.items()}
     plan = compare_with_plan([slow, replace(slow, name="regular", k=0, ms_per_token=None)], [half])
     assert plan is not None and plan["verdict"] == "fits"
     assert plan["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
@@ -397,7 +386,7 @@ def test_what_would_have_fitted_counts_what_the_plan_did_not_know() -> None:
     assert prediction.option.runs
     rows = []
     for beyond in (0, 4 * GIB, 8 * GIB):
-        planned, fix = fitting(prediction, 0, worst.total - 4 * GIB, worst.total - 4 * GIB + beyond)
+        planned, fix = run_plan.fitting(prediction, 0, worst.total - 4 * GIB, worst.total - 4 * GIB + beyond)
         assert planned == worst.total
         rows.append(int(re.findall(r"(\d+) rows? instead of 16", fix)[0]))
     assert 16 > rows[0] > rows[2] > 0

@@ -48,21 +48,11 @@ def bound(role: Role, passes: list[Pass], rows: int, capacity: int, world: int, 
     return Traced(sum(held(own.part, role.dtype).values()), own.caches_bytes(rows), tuple(peaks))
 
 
-def compare(
-    conf: ModelConf,
-    dtype: Dtype,
-    rows: int,
-    capacity: int,
-    world: int,
-    rank: int,
-    passes: list[Pass] = PASSES,
-) -> None:
+def compare(conf: ModelConf, dtype: Dtype, passes: list[Pass] = PASSES, **how: int) -> None:
     """Weights and caches to the byte; what passes through is never below, and not far above."""
     role = Role(TARGET, conf, dtype)
-    found, said = (
-        trace(role, passes, rows, capacity, world, rank),
-        bound(role, passes, rows, capacity, world, rank),
-    )
+    how = {"rows": ROWS, "capacity": CAPACITY, "world": 1, "rank": 0, **how}
+    found, said = trace(role, passes, **how), bound(role, passes, **how)
     assert (said.weights, said.caches) == (found.weights, found.caches)
     for real, planned in zip(found.peaks, said.peaks, strict=True):
         total = found.weights + found.caches + real
@@ -70,7 +60,7 @@ def compare(
 
 
 def test_a_llama_is_bounded() -> None:
-    compare(model("llama"), Dtype.bf16, ROWS, CAPACITY, 1, 0)
+    compare(model("llama"), Dtype.bf16)
 
 
 @pytest.mark.few(3)
@@ -80,7 +70,7 @@ def test_a_llama_is_bounded() -> None:
 def test_every_family_is_bounded(family: str, world: int, rank: int) -> None:
     """In either number format, and on one rank and two; all four together in every other family."""
     dtype = (Dtype.fp32, Dtype.bf16)[(list(OWN).index(family) + rank) % 2]
-    compare(model(family), dtype, ROWS, CAPACITY, world, rank)
+    compare(model(family), dtype, world=world, rank=rank)
 
 
 @pytest.mark.few(2)
@@ -90,7 +80,7 @@ def test_every_family_is_bounded(family: str, world: int, rank: int) -> None:
 )
 def test_windows_are_planned_where_the_family_has_them(family: str, window: int | None) -> None:
     """Where the other test has none, and none where it has one."""
-    compare(model(family, sliding_window=window), Dtype.fp32, ROWS, CAPACITY, 1, 0)
+    compare(model(family, sliding_window=window), Dtype.fp32)
 
 
 @pytest.mark.few(2)
@@ -100,7 +90,7 @@ def test_windows_are_planned_where_the_family_has_them(family: str, window: int 
 def test_rows_and_key_heads(rows: int, kvs: int) -> None:
     """One row, and one key head, are looked at where others are copied."""
     family = "llama" if (rows > 1) == (kvs > 1) else "gemma2"
-    compare(model(family, n_kv_heads=kvs), Dtype.fp32, rows, CAPACITY, 1, 0)
+    compare(model(family, n_kv_heads=kvs), Dtype.fp32, rows=rows)
 
 
 @pytest.mark.few(3)
@@ -111,14 +101,13 @@ def test_every_preset_is_bounded(name: str) -> None:
     conf = preset_model(name)
     chunk = min(512, (conf.context - 7) // 2)
     passes = [Pass(chunk, True), Pass(chunk, True), Pass(5), Pass(2)]
-    compare(conf, Dtype.bf16, 2, 2 * chunk + 7, 1, 0, passes)
+    compare(conf, Dtype.bf16, passes, capacity=2 * chunk + 7)
 
 
 @pytest.mark.slow
 def test_ranks_of_uneven_parts_are_bounded() -> None:
     """Seven and six heads, parts of a vocabulary: the last of eight ranks."""
-    conf = preset_model("30B")
-    compare(conf, Dtype.fp16, 1, 2048, 8, 7)
+    compare(preset_model("30B"), Dtype.fp16, rows=1, capacity=2048, world=8, rank=7)
 
 
 @pytest.mark.slow

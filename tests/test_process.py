@@ -142,12 +142,7 @@ def test_no_standard_output(tmp_path: Path) -> None:
     [
         ({"PYTHONIOENCODING": "ascii"}, ['task.prompts=["日本"]', "model=nöpe"], 2, "nöpe"),
         ({"LLAMA_SSP_DEBUG": "1"}, [PROMPT, "speculation.k=-1"], 2, "Traceback"),
-        (
-            {"WORLD_SIZE": "2", "RANK": "1"},
-            [PROMPT],
-            5,
-            "error: rank 1: several ranks were asked for, but not ",
-        ),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, [PROMPT], 5, "error: rank 1: several ranks were asked for, but"),
     ],
     ids=["any-character-in-any-locale", "a-traceback-when-asked-for", "a-rank-without-a-way-to-the-leader"],
 )

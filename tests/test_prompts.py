@@ -33,11 +33,9 @@ def test_the_config_s_prompts_are_numbered() -> None:
 
 
 def test_text_has_a_prompt_a_line_named_after_it() -> None:
+    """Only a line feed ends a line."""
     expected = [("line-1", "one"), ("line-4", "two  "), ("line-5", "three")]
     assert found(b"one\n\n  \ntwo  \r\nthree") == expected
-
-
-def test_only_a_line_feed_ends_a_line() -> None:
     text = "a\x0bb\x0cc\x85d\u2028e\rf"
     assert found(text.encode()) == [("line-1", text)]
 

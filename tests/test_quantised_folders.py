@@ -34,6 +34,7 @@ from llama_ssp.models.loader import differences, load, read
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.models.steps import SteppedModel
+from tests import quantised_folders
 from tests.checkpoints import copied, edit_tensors
 from tests.conftest import Command
 from tests.distributed.test_quantised import off
@@ -41,17 +42,7 @@ from tests.distributed.test_tensor import walked as by_steps
 from tests.distributed.threads import ranks_of, together
 from tests.families import require_same, walked
 from tests.memory_trace import LiveBytes
-from tests.quantised_folders import (
-    ALL,
-    FORMATS,
-    WITH_ACTIVATIONS,
-    matrices,
-    plain,
-    quantised,
-    reference,
-    rewrite,
-    weights_of,
-)
+from tests.quantised_folders import ALL, FORMATS, WITH_ACTIVATIONS, matrices, plain, quantised, weights_of
 from tests.test_gguf import require_near, whole
 from tests.test_packed_bytes import same, some_plain
 
@@ -79,7 +70,6 @@ def loaded(folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
 
 
 def walked_by(folder: Path, world: int, **how: Any) -> tuple[list[Decoder], list[list[Tensor]]]:
-    """Each rank's part, and the logits that it finds."""
     ranks = ranks_of(world)
     parts = [loaded(folder, rank, **how) for rank in ranks]
     return parts, together([lambda part=part: walked(part)[0] for part in parts], ranks)  # type: ignore[misc]
@@ -119,7 +109,7 @@ def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, f
     folder = quantised(name, folders / name)
     expected, texts = walked(loaded(folder))
     if name not in IN_BF16:
-        require_same(reference(name, folder), expected, texts)
+        require_same(quantised_folders.reference(name, folder), expected, texts)
     for world, keeps in [(2, False), (3, False), *((world, True) for world in (1, 2, 3))]:
         if keeps and name == "gptq-act-order":
             continue
@@ -154,7 +144,7 @@ def test_a_packed_target_gives_its_own_distribution_with_a_draft(
 ) -> None:
     """Of the shipped pair, certified; and its score is that without the draft."""
     folder = copied(SHIPPED_FOLDER / "demo", tmp_path / name)
-    rewrite(folder, FORMATS[name])
+    quantised_folders.rewrite(folder, FORMATS[name])
     pair = f"model={folder}", "model.dtype=packed", "draft=demo_draft", "seed=1", "output=json", "out=null"
     sizes = "samples=100", "max_new_tokens=10", "law_tokens=12", "law_rounds=20", "greedy_tokens=12"
     prompts = 'task.prompts=["hello there", "def f"]'

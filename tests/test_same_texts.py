@@ -42,7 +42,6 @@ class Rewritten:
 def difference(
     base: Text, today: Text, rewrite: Rewritten | None = None, ties: list[str] | None = None
 ) -> str:
-    """Returns what is said of one text in a case."""
     never = Rewritten((base, today))
     return first_difference("case", {KEY: base}, {KEY: today}, rewrite or never, [] if ties is None else ties)
 

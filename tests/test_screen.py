@@ -68,15 +68,12 @@ def test_any_text_fits_any_terminal(prompt: str, text: str, width: int, height: 
     assert not [c for c in output if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160]
 
 
-def test_eighty_columns_hold_two_panes() -> None:
+def test_eighty_columns_hold_two_panes_and_few_lines_the_end_of_the_text() -> None:
     output = drawn(scene().end(whole=True), 80, 24)
     first = next(line for line in output.splitlines() if "regular" in line)
     assert "speculative, K = 4" in first and cell_len(first) == 80
     assert "times as fast" in output.splitlines()[-2]
     assert r"\x1b[31mred\x07\u202e" in output
-
-
-def test_a_low_terminal_shows_the_end_of_the_text() -> None:
     long = scene(texts=("\n".join(map(str, range(100))), "short"))
     low, whole = drawn(long.end(whole=False), 80, 16), drawn(long.end(whole=True), 80, 16)
     assert "│ 99" in low and "│ 47" not in low and "│ 47" in whole
@@ -111,12 +108,9 @@ def test_without_colours_the_marks_remain() -> None:
     assert trace_line(record).plain == "0 at 9: 'yes' ~'no'~ (1 of 2), corrected 'so'"
 
 
-def test_the_bar_of_accepted_lengths() -> None:
+def test_the_bar_of_accepted_lengths_and_the_verdict_on_times() -> None:
     assert bars([8, 0, 4, 1]) == "0█8  1 0  2▄4  3▁1"
     assert bars([]) == "" and bars([0, 0]) == "0 0  1 0"
-
-
-def test_the_verdict_compares_times_a_token() -> None:
     said = verdict(scene(texts=("ab" * 10, "c" * 40)).end(whole=True))
     assert said == "0.99 times as fast: 97.50 ms/token, then 98.75; prefill excluded"
     assert verdict(Scene("p", Track("a"), Track("b")).end(whole=True)) == ""
@@ -160,11 +154,8 @@ def track(seconds: float = 0.4, tokens: int = 6) -> Track:
 def test_neighbours_of_one_origin_are_one_piece() -> None:
     assert track().pieces()[:3] == [("abc", "drafted"), ("d", "bonus"), ("e", "corrected")]
     assert track().text == "abcdefghi"
-
-
-def test_a_stop_string_is_no_part_of_the_text() -> None:
     cut = track()
-    cut.length = 4
+    cut.length = 4  # a stop string is no part of the text
     assert cut.text == "abcd"
     assert all(origin in ("drafted", "bonus", "corrected") for _, origin in cut.pieces())
 

@@ -199,8 +199,5 @@ def test_the_medians_interval_is_the_narrowest_that_covers() -> None:
         left_out = int(median_of([float(i) for i in range(n)]).low)
         covers, narrower = (1 - 2 * stats.binom.cdf(left_out + more, n, 0.5) for more in (0, 1))
         assert covers >= 0.95 > narrower
-
-
-def test_percentiles() -> None:
     assert percentiles([float(i) for i in range(101)], (50, 90, 99)) == [50, 90, 99]
     assert percentiles([3.0], (50, 99)) == [3, 3] and percentiles([], (50,)) == [None]

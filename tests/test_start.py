@@ -80,9 +80,7 @@ def test_what_is_configured_counts(started: Any) -> None:
     named = started("model=65B", "draft=7B", "placement=own", "placement.draft_degree=2")
     assert named.ranks == 8 and started("model=65B", "draft=7B", "cluster=p4d", here=[]).ranks == 8
     assert started("model=65B", "draft=7B", "cluster=p4d", "cluster.nodes=2", here=[]).ranks == 16
-
-
-def test_ranks_that_would_only_cost_time_are_not_started(started: Any) -> None:
+    # Ranks that would only cost time are not started.
     few = started("model=demo", "draft=demo_draft", "ranks=8")
     assert few.ranks < 8 and f"ranks={few.ranks} is as fast" in few.notes[-1]
 

@@ -172,16 +172,13 @@ def test_a_stop_may_be_a_token_without_text() -> None:
     assert write([*ids_of("xa"), 25, *ids_of("b")], ["ab", 25], [4]) == ("xa", "xa", 3)
 
 
-def test_a_possible_beginning_is_held_back_then_released() -> None:
+def test_a_possible_beginning_is_held_back_then_released_and_is_its_rows_own() -> None:
     writing, printed = Writing(letters, [()], ["abc"]), []
     for letter in "xabyab":
         writing.kept(0, ids_of(letter))
         printed.append(writing.printable(0, False))
     assert printed == ["x", "", "", "aby", "", ""]
     assert [writing.printable(0, True) for _ in range(2)] == ["ab", ""]
-
-
-def test_rows_do_not_share_text() -> None:
     writing = Writing(letters, [(), (0,)], ["ab"])
     assert writing.kept(0, ids_of("a")) is None
     assert writing.kept(1, ids_of("b")) is None

@@ -35,7 +35,6 @@ def bpe() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def target(bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder of random weights."""
     folder = tmp_path_factory.mktemp("target")
     model = build(replace(smaller(RECIPES["demo"]), layers=3), bpe, seed=0)
     model.lm_head.weight.data *= 20  # so that there is something to learn

@@ -69,7 +69,6 @@ def require_compiled(start: Callable[[], object], generation: int) -> None:
 
 
 def tensor(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    """A tensor without content."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -77,7 +76,6 @@ def codes(
     table: str, group: int, rows: int, scale: torch.dtype, offset: torch.dtype | None = None,
     bias: bool = False,
 ) -> Callable[[], object]:  # fmt: skip
-    """The product with weights in codes."""
     size, groups = 4096, 4096 // group
     width = size // 2 if table in ("uint4", "e2m1", "nf4") else size
     factors = tensor(256), tensor(size, groups, dtype=scale)
@@ -92,7 +90,6 @@ def attends(
     tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype, window: int = 0,
     softcap: float = 0.0, sinks: bool = False,
 ) -> Callable[[], object]:  # fmt: skip
-    """Attention, whose parts are then merged."""
     cache, place = tensor(groups, 4096, size, dtype=dtype), tensor(tokens, dtype=torch.int64)
     given = tensor(tokens, heads, size, dtype=dtype), cache, cache, place, place
     return partial(attention_triton.attend, *given, 0.125, window, softcap, tensor(heads) if sinks else None)
@@ -162,7 +159,6 @@ def inputs(case: int) -> tuple[Pass, tuple[Any, ...]]:
 def by_kernel(
     feed: Pass, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
 ) -> Tensor:
-    """`Pass.attend` by the kernel for GPUs."""
     numbers = scores.scale, scores.window or 0, scores.softcap or 0.0
     return attention_triton.attend(query, keys, values, feed.first_T, feed.position_T, *numbers, sinks)
 

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.warm import ROOT
+
 MOST = 60  # launches of a round of one row and four drafts; each pass is one of them
 
 

@@ -30,10 +30,7 @@ PAIRS: dict[str, tuple[Vocabulary, Vocabulary]] = {
     "overlapping": (tongue("a", "b", "ab"), tongue("b", "ba", "a")),
     "draft within target": (tongue("a", "b", "ab", "ba"), tongue("b", "a")),
     "target within draft": (tongue("a", "b"), tongue("ab", "b", "ba", "a")),
-    "disjoint but for bytes": (
-        tongue("ab", "a", "bb", "b"),
-        tongue("<0x62>", "ba", "<0x61>", marks=True),
-    ),
+    "disjoint but for bytes": (tongue("ab", "a", "bb", "b"), tongue("<0x62>", "ba", "<0x61>", marks=True)),
     "two draft tokens for one": (tongue("a", "b", "bb"), tongue("<0x61>", "b", "a", marks=True)),
     "ends of texts": (
         tongue("a", "</s>", "b", special=("</s>",), ends=("</s>",)),

@@ -39,8 +39,6 @@ RUN = (
 
 
 class Victim(NamedTuple):
-    """Which rank is broken, in which placement."""
-
     rank: int
     world: int
     placement: str
@@ -98,8 +96,6 @@ def strike_at(victim: int, phase: str, strike: Callable[[], None], rank: int) ->
 
 
 class Cell(NamedTuple):
-    """One fault, in one phase, on one kind of rank."""
-
     fault: str
     phase: str
     victim: str

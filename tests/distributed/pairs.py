@@ -11,16 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from llama_ssp.config import (
-    Dtype,
-    ModelConf,
-    Overlap,
-    PlacementConf,
-    RunConf,
-    SamplingConfig,
-    SpeculationConfig,
-    Verification,
-)
+from llama_ssp import config
+from llama_ssp.config import Dtype, ModelConf, PlacementConf, RunConf, SamplingConfig, SpeculationConfig
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.checkpoint import complete
@@ -39,21 +31,18 @@ RAGGED = ragged_prompts(9, 4, 1, 6)
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the loop."""
-
     k: int
     rows: int = 4
     sampling: SamplingConfig = field(default_factory=lambda: GREEDY)
-    verification: Verification = Verification.block
+    verification: config.Verification = config.Verification.block
     adaptive: bool = False
     max_new: int = 16
     ends: frozenset[int] = frozenset()
     rounds: int | None = None  # stops after so many
-    overlap: Overlap = Overlap.auto
+    overlap: config.Overlap = config.Overlap.auto
 
     @property
     def loop(self) -> dict[str, Any]:
-        """What the loop is told."""
         return {name: getattr(self, name) for name in ("k", "max_new", "ends", "adaptive")}
 
 
@@ -67,7 +56,6 @@ def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) ->
 
 
 def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) -> tuple[RankModels, RunConf]:
-    """This rank's part of the pair."""
     entry = entry_of(target, draft, placement, ranks.world)
     return ModelCache(ranks, placement).open(model_placements(entry)), entry.run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,7 @@ PLACEMENTS: dict[str, tuple[int, PlacementConf]] = {
     "2+2 listed": (4, PlacementConf(draft=OWN, target_ranks=[0, 2], draft_ranks=[3, 1])),
 }
 CASES = [
-    *(
-        Case(k, rows, sampling)
-        for k in (0, 1, 4, 8)
-        for rows in (1, 4)
-        for sampling in (Case(0).sampling, SAMPLED)
-    ),
+    *(Case(*how) for how in product((0, 1, 4, 8), (1, 4), (Case(0).sampling, SAMPLED))),
     Case(6, 4, SAMPLED, adaptive=True),
     Case(4, 4, SAMPLED, verification=Verification.token),
 ]

@@ -63,7 +63,6 @@ def texts(answer: Answer) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_target_goes_on_alone(name: str, command: Command, tmp_path: Path):
-    """With the text of one process."""
     loss = LOSSES[name]
     strike = partial(strike_at, loss.world - 1, loss.phase, loss.strike)
     found = Started(tmp_path, loss.world, *RUN, *loss.words, fault=strike).finish()

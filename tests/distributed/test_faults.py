@@ -217,7 +217,6 @@ def ended(launcher: Any, folder: Path) -> tuple[int, list[str]]:
 
 
 def endless(folder: Path) -> Any:
-    """torchrun, whose ranks are at work and would never end."""
     launcher = launched(folder, 2, ",,", *ENDLESS)
     said, first_round = folder / "ranks.out", "0 at 0: "
     wait_for(lambda: said.exists() and first_round in said.read_text(), (folder / "ranks.err").read_text)
@@ -245,7 +244,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Path):
-    """What is done is reported."""
     launcher = endless(tmp_path)
     os.kill(launcher.pid, number)
     _, (line,) = ended(launcher, tmp_path)

@@ -33,7 +33,6 @@ SAVED = {
 
 
 def saved(folder: Path, kind: str) -> tuple[Path, Path]:
-    """A target's folder and a head's."""
     build("llama-mha").save_pretrained(folder / "target")
     save, how = SAVED[kind]
     return folder / "target", save(folder / "head", **{**SIZES, **how})

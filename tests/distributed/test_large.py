@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from llama_ssp.planner.weights import parameters
 from tests.distributed.test_tensor import planned_bytes
 from tests.memory_trace import cache_bytes
 from tests.plans import model as preset
+from tests.warm import ROOT
 
 META = torch.device("meta")
 ROWS, FED, SLOTS = 1, 5, 2048  # a verify pass
@@ -69,7 +69,6 @@ def part(model: ModelConf, world: int, rank: int) -> tuple[DecoderModel, Silent]
 
 
 def verified(causal: DecoderModel) -> tuple[torch.Size, SlotCache]:
-    """The logits' shape of a verify pass, and the cache after it."""
     feed = Feed((SLOTS - FED,) * ROWS, (FED,) * ROWS, SLOTS, META)
     cache = causal.new_cache(ROWS, SLOTS)
     tokens = torch.empty(ROWS, FED, dtype=torch.int64, device=META)
@@ -96,7 +95,6 @@ def test_every_ranks_shapes_and_bytes(name: str, world: int):
     assert sum(planned) == 2 * (parameters(model) + (world - 1) * norms), "the parts are the model"
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # MiB beyond its share: modules that are imported while it loads, one weight on its way, what malloc keeps.
 BESIDES = 300
 

@@ -38,7 +38,6 @@ class Parent:
         return int(self.process.pid)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks' processes that live, by rank."""
         found = {}
         for child in psutil.Process(self.pid).children() if psutil.pid_exists(self.pid) else ():
             if child.status() != psutil.STATUS_ZOMBIE and "RANK" in child.environ():

@@ -58,7 +58,6 @@ def kinds() -> tuple[type, type, type]:
 
 
 def off(found: list[Tensor], exact: list[Tensor]) -> float:
-    """The error of all passes together, of the size of the logits."""
     ours, theirs = torch.cat(found).double(), torch.cat(exact).double()
     return float((ours - theirs).norm() / theirs.norm())
 

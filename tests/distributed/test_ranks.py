@@ -22,14 +22,11 @@ LONG = list(range(-PACKET, 3 * PACKET))
 MESSAGES = [[], [5], [-1, 2**62], LONG]
 
 
-def test_alone_there_is_nothing_to_say():
+def test_alone_there_is_nothing_to_say_and_to_open(monkeypatch: pytest.MonkeyPatch):
     ranks, tensor = ALONE, torch.ones(2)
     assert ranks.is_leader and ranks.world == 1
     assert ranks.broadcast_ints([1, 2]) == [1, 2]
     assert ranks.all_reduce(tensor) is tensor and ranks.all_gather(tensor) == [tensor]
-
-
-def test_one_rank_opens_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert open_ranks(torch.device("cpu")) is ALONE
 

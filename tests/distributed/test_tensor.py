@@ -75,7 +75,6 @@ assert VOCAB % 2 and VOCAB % 3, "the vocabulary is to be cut unevenly"
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory):
-    """Saves a family once, in one file or in several."""
     made: dict[tuple[str, str], Path] = {}
 
     def saved(name: str, shard: str = "1GB") -> Path:
@@ -122,7 +121,6 @@ def on_all(parts: list[Any], ranks: list[ThreadRank]) -> list[list[Tensor]]:
 
 @lru_cache(1)  # tests of one model follow each other
 def whole_of(folder: Path, dtype: Dtype) -> tuple[Any, list[Tensor]]:
-    """The model in one process, and its logits."""
     whole = load(SMALL, folder, dtype, CPU, "model")
     return whole, walked(whole)
 
@@ -198,6 +196,7 @@ def test_a_norm_of_one_ranks_heads_alone_is_seen(folder_of: Any):
 
 
 def test_a_rank_holds_its_share_only(folder_of: Any):
+    """And a tied head once."""
     folder = folder_of("odd-mlp")
     whole = load(SMALL, folder, Dtype.fp32, CPU, "model")
     parts, _ = parts_of(folder, 2)
@@ -211,9 +210,6 @@ def test_a_rank_holds_its_share_only(folder_of: Any):
         for name, parameter in part.decoder.named_parameters():
             size = parameter.untyped_storage().nbytes()
             assert size == parameter.nbytes, f"{name} keeps more of the file than its slice"
-
-
-def test_a_tied_head_is_held_once(folder_of: Any):
     for part in parts_of(folder_of("llama-tied"), 2)[0]:
         assert part.decoder.head.product.weight.data_ptr() == part.decoder.embedding.weight.data_ptr()
 

@@ -78,21 +78,17 @@ def test_who_stands_still_is_ended_and_named(
     assert watch._look() == cause
 
 
-def test_the_others_go_on_without_a_rank_that_they_excuse(watch: Watch) -> None:
+def test_who_is_excused_and_a_script_s_own_interrupt(watch: Watch) -> None:
     watch.spare = frozenset({1})
     time.sleep(2 * PATIENCE_S)
     assert watch._look() is None, "rank 1 is late, and may be"
-
-
-def test_a_script_s_own_interrupt_is_a_cause(watch: Watch) -> None:
-    """Without the guard, which the command line starts, it has no number."""
+    # A script's own interrupt: without the guard, which the command line starts, it has no number.
     watch.place = Place("verify", 2)
     cause = watch._own(KeyboardInterrupt())
     assert cause.code == 130 and cause.line == "rank 0 was stopped by SIGINT during verify, round 2"
 
 
 def asked(ranks: list[ThreadRank], work: Callable[[], list[int]]) -> list[list[int]]:
-    """What each rank gets; only the leader works."""
 
     def nothing() -> list[int]:
         raise AssertionError("only the leader works")

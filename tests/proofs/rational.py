@@ -91,20 +91,13 @@ def _distance(case: Case, probs: dict[Prefix, Fraction]) -> Fraction:
     """Of what a round gives, continued by the target, from the target's first K+1 tokens."""
     vocab, length, distance = case.target.vocab, case.k + 1, Fraction(0)
     for text in itertools.product(range(vocab), repeat=length):
-        mine = sum(
-            (
-                probs.get(text[:n], Fraction(0)) * _continued(case.target, text, n)
-                for n in range(1, length + 1)
-            ),
-            Fraction(0),
-        )
-        distance += abs(mine - _continued(case.target, text, 0))
+        parts = [probs.get(text[:n], 0) * _continued(case.target, text, n) for n in range(1, length + 1)]
+        distance += abs(sum(parts, Fraction(0)) - _continued(case.target, text, 0))
     assert isinstance(distance, Fraction)  # a float would mean that something was rounded
     return distance / 2
 
 
 def drafts(case: Case) -> list[tuple[Prefix, Fraction]]:
-    """Every draft that can be drawn, with its probability."""
     found: list[tuple[Prefix, Fraction]] = []
     open_paths: list[tuple[Prefix, Fraction]] = [((), Fraction(1))]
     while open_paths:
@@ -126,16 +119,11 @@ def as_block(case: Case, paths: list[tuple[Prefix, Fraction]]) -> DraftBlock:
         target.append([case.target(path[:i]) if i <= len(path) else nobody for i in range(case.k + 1)])
         draft.append([case.draft(path[:i]) if i < len(path) else nobody for i in range(case.k)])
         drafted.append([*path, *[0] * (case.k - len(path))])
-    return DraftBlock(
-        np.array(target, dtype=object),
-        np.array(draft, dtype=object),
-        np.array(drafted),
-        np.array([len(path) for path, _ in paths]),
-    )
+    laws = (np.array(each, dtype=object) for each in (target, draft))
+    return DraftBlock(*laws, np.array(drafted), np.array([len(path) for path, _ in paths]))
 
 
 def as_tensors(block: DraftBlock) -> DraftBlock:
-    """The block as the program has it, in fp64."""
 
     def real(probs: np.ndarray) -> torch.Tensor:
         return torch.tensor(probs.astype(float))

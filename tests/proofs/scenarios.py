@@ -109,7 +109,6 @@ def walk(s: Scenario) -> tuple[float, int]:
 
 
 def play(s: Scenario, target: CausalModel, draft: Any, draws: Any) -> Outcome:
-    """One run of the shipping loop under the given draws."""
     engine = engine_of(
         target, draft, s.rule, sampling=s.sampling, ends=s.ends, draws=draws, chunk=s.chunk,
         bridge=bridge(s.bridge) if s.bridge else None,
@@ -118,7 +117,6 @@ def play(s: Scenario, target: CausalModel, draft: Any, draws: Any) -> Outcome:
 
 
 def written(s: Scenario, engine: RankEngine) -> Outcome:
-    """What any rank's engine writes."""
     rows = len(s.prompts)
     lookahead: DraftLength = FixedDraftLength(s.k, rows)
     if s.adaptive:

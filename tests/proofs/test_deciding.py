@@ -110,11 +110,8 @@ def test_the_enumeration_that_proves_the_rules_holds_for_the_decision(rule):
     tried = 0
     for case in rational.cases(45):
         exact, vocab = rational.as_block(case, rational.drafts(case)), case.target.vocab
-        block, rows, chances = (
-            rational.as_tensors(exact),
-            len(exact.count_B),
-            RULES[rule].accept_chances(exact),
-        )
+        block, rows = rational.as_tensors(exact), len(exact.count_B)
+        chances = RULES[rule].accept_chances(exact)
         for passed in itertools.product((False, True), repeat=case.k):
             weights = [rational.chance_of(row, passed) for row in chances]
             accepted = RULES[rule].accepted(np.array([passed] * rows))

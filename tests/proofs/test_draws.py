@@ -43,7 +43,6 @@ def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def coins(source: Any, chance_BN: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The coins of a round of N drafts."""
     rows, count = chance_BN.shape
     return source.round(_coins, None, slot, torch.ones(rows, count + 1, 1), chance_BN)
 
@@ -152,16 +151,9 @@ def test_no_uniform_reaches_a_token_of_probability_zero_or_none():
             token = inverse_cdf(probs, ends[:, None])
             assert (probs.gather(1, token[:, None]) > 0).all()
     edges = torch.tensor([[0.0], [0.25], [0.5], [1 - 2.0**-53]], dtype=torch.float64)
-    assert inverse_cdf(torch.tensor([[0, 0.25, 0, 0.25, 0.5, 0]]).expand(4, -1), edges).tolist() == [
-        1,
-        3,
-        4,
-        4,
-    ]
-
-
-def test_what_is_no_distribution_gives_some_token():
-    """Its row ends with an error; the rows beside it go on."""
+    token = inverse_cdf(torch.tensor([[0, 0.25, 0, 0.25, 0.5, 0]]).expand(4, -1), edges)
+    assert token.tolist() == [1, 3, 4, 4]
+    # What is no distribution gives some token: its row ends with an error, the rows next to it go on.
     probs = torch.tensor([[0.5, 0.5, 0.0], [torch.nan] * 3])
     token = inverse_cdf(probs, torch.tensor([[0.6], [0.6]], dtype=torch.float64))
     assert token[0] == 1 and 0 <= token[1] < 3
@@ -242,7 +234,6 @@ def uniforms_behind(source: Any, slot: Slot, count: int) -> np.ndarray:
 
 
 def clocks_behind(source: Any, slot: Slot, vocab: int) -> np.ndarray:
-    """The clocks of a correction's race."""
     found: list[torch.Tensor] = []
 
     def noted(probs_BV: torch.Tensor, clock_BN: torch.Tensor) -> torch.Tensor:

@@ -135,8 +135,6 @@ class Stage:
 
 
 class StagedLink:
-    """One end."""
-
     def __init__(self, stage: Stage, side: str) -> None:
         self._stage, self._side = stage, side
         self._far = "draft" if side == "leader" else "leader"
@@ -184,7 +182,6 @@ class StagedLink:
 def overlapped(
     s: Scenario, target: CausalModel, draft: CausalModel, draws: Any, schedule: Schedule, watch: Any = None
 ) -> Outcome:  # fmt: skip
-    """One run of the shipping loop on both sides."""
     stage = Stage(schedule)
     asker = DraftClient(StagedLink(stage, "leader"), PATIENCE_S)
     answerer = DraftServer(StagedLink(stage, "draft"), ALONE)

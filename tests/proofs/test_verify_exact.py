@@ -23,15 +23,13 @@ def test_random_pairs(rule):
     assert not any(total_variation(RULES[rule], case) for case in cases(120))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("cut", ["top_k", "top_p", "min_p", "all"])
-def test_with_each_filter_on_both(rule, cut):
-    assert not any(total_variation(RULES[rule], case) for case in cases(30, 1, cut))
+FILTERED = [(30, 1, cut) for cut in ("top_k", "top_p", "min_p", "all")]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_deterministic_drafts_are_one_hot(rule):
-    assert not any(total_variation(RULES[rule], case) for case in cases(60, 2, one_hot=True))
+@pytest.mark.parametrize("given", [*FILTERED, (60, 2, "none", True)])
+def test_with_each_filter_on_both_and_drafts_that_are_one_hot(rule, given):
+    assert not any(total_variation(RULES[rule], case) for case in cases(*given))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -174,7 +174,7 @@ HEAD, BLOCK_HEAD = f"{DRAFTERS}head:HeadDrafter.", f"{DRAFTERS}head:BlockHeadDra
 STEP, SOME = "models.heads.model:Eagle3Model.step", f"{DRAFTERS}local:Sampler.draw"
 FORMULAS = "test_heads", "test_declared_distributions_are_the_published_formulas"
 PUBLISHED, REDUCED = proof(*FORMULAS, "speculators"), proof(*FORMULAS, "reduced vocabulary")
-DFLASH = proof("test_dflash", "test_declared_distributions_are_those_of_the_published_code", "speculators")
+DFLASH = proof(*FORMULAS, "DFlash")
 
 
 @fault("DFlash: states of a rejected draft stay", f"{BLOCK_HEAD}observe", DFLASH)
