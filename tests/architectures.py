@@ -4,8 +4,6 @@
 a copy of the model with noise on its weights, drafts for three prompts of different lengths.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings

@@ -7,8 +7,6 @@ ships, or, one of them, is another library's sampler behind the same interface; 
 ships, the size that of the default run. The exit code is 1 if a verdict is not the one that is due.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json

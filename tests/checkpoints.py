@@ -1,7 +1,5 @@
 """Small real model folders, as transformers saves them, whole or in shards; and what changes them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Loads no torch: the process that starts the workers has no use for it.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json

@@ -5,8 +5,6 @@ repeats one token, and a test on such a text sees little. Here attention is shar
 embedding of the last token, so that a text hangs on all of its prefix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path

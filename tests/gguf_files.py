@@ -1,7 +1,5 @@
 """Small GGUF files, made by the gguf library's own writer and quantisers, from transformers' modules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

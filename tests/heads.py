@@ -3,8 +3,6 @@
 The blocks of a head, which are those of a usual model, are transformers' own.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ started; access times tell what else was read there; what is executed leaves a f
 killed; and what wants memory without end does not get it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import resource

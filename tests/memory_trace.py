@@ -5,8 +5,6 @@ long as its memory lives; what kernels take for themselves is not seen. Models o
 traced, and depth is extrapolated, which is exact: layers between the first and the last are alike.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

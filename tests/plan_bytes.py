@@ -5,8 +5,6 @@ in addition to the weights, caches and tokens that exist before. Every case has 
 profiles in one process miscount each other's blocks.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

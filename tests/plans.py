@@ -1,7 +1,5 @@
 """Plans of presets, without Hydra, for the tests of the planner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes, found by their environment however they were started; what a test starts ends with the test."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

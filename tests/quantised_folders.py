@@ -5,8 +5,6 @@ is quantised on GPUs only (GPTQ, AWQ, MXFP4) gets random codes, and scales of th
 GPTQ and AWQ are read here, as the layouts are published.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

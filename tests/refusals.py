@@ -5,8 +5,6 @@ model folders. A row of the corpus that may run (code 0) brings something that i
 it were not there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Collection

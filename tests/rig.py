@@ -1,7 +1,5 @@
 """One call that runs the engine, and drafts that agree always, sometimes or never."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,12 +153,7 @@ def drive(
         lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, k), len(prompts))
     state, steps = steps_of(engine, prompts, max_new, lookahead, ends, **how)
     rows = [row for step in steps for row in step.rows]
-    return Run(
-        [state.generated(row) for row in range(state.rows)],
-        list(state.finished),
-        rounds=len(steps),
-        drafted=sum(len(row.drafted) for row in rows),
-        accepted=sum(row.accepted for row in rows),
-        longest=[max(len(row.drafted) for row in step.rows) for step in steps],
-        target_forwards=engine.target_forwards,
-    )
+    texts = [state.generated(row) for row in range(state.rows)]
+    counts = len(steps), sum(len(row.drafted) for row in rows), sum(row.accepted for row in rows)
+    longest = [max(len(row.drafted) for row in step.rows) for step in steps]
+    return Run(texts, list(state.finished), *counts, longest, engine.target_forwards)

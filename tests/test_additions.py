@@ -4,8 +4,6 @@ A rule takes a class, a name and a preset; a drafter two files, a number format 
 one. The test edits no other file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Pairs of any tokenizers through the command: what is said, what comes out, what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

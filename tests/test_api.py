@@ -1,7 +1,5 @@
 """The Python API: the command's own texts, its errors, and nothing that an import should not do."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Attention of steps on a CPU (kernels/attention.cpp): as exact as torch's; a token's result is its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

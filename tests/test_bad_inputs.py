@@ -4,8 +4,6 @@ The table is tests/refusals.py, walked here in this process by the engine of one
 tests.hostile` tries its model folders by every engine, and watches what is opened and run.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A text is its prompt's alone: whatever batch it runs in, whatever row it takes (fp32; up to ties)."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

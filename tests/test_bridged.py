@@ -1,7 +1,5 @@
 """Drafters of another vocabulary: what they declare, the caches they keep, what they leave alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """task=calibrate: constants that are there are found, and what it writes is a cluster that plans use."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,9 +107,8 @@ def test_it_writes_a_cluster_that_plans_use(command, small, caplog):
     with open("mine/cluster/calibrated.yaml", encoding="utf-8") as file:
         written = yaml.safe_load(file)
     assert written == summary["cluster"] | {"times": written["times"]} and written["gpu"] == "cpu"
-    assert (
-        machine_of(ClusterConf(**{**written, "times": TimesConf(**written["times"])})).times.bytes_per_s > 0
-    )
+    conf = ClusterConf(**{**written, "times": TimesConf(**written["times"])})
+    assert machine_of(conf).times.bytes_per_s > 0
     said = command("--config-dir", "mine", "task=plan", "cluster=calibrated", "out=null")
     assert said.code == 0, said.err
     plan = said.document

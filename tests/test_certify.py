@@ -1,7 +1,5 @@
 """task=certify: each check by itself, on right and on wrong samplers, and the command as a whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

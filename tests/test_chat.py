@@ -1,7 +1,5 @@
 """Chats: the target's template, whose special tokens count, and what people type, which is text."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

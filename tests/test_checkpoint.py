@@ -1,7 +1,5 @@
 """Model folders: what is read from config.json and headers, and what is let through."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantised matrices: what their codes mean, their cuts, and products by our own kernels."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command line: what its forms mean to Hydra, help, completion; and what is Hydra's own."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """task=compare in a pipe: what it prints, what it counts, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Compiled steps and packed weights: the same products and texts, and one reason where there are none."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess

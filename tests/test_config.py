@@ -1,7 +1,5 @@
 """The configuration: presets and experiments compose and count as published, and types are checked."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

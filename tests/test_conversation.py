@@ -1,7 +1,5 @@
 """task=chat: history, commands, the limit of the context, and what is kept of the KV cache."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What adaptive drafting goes by: measured where it can be, given where it is, and guessed otherwise."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from dataclasses import dataclass, replace

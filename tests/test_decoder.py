@@ -1,7 +1,5 @@
 """The decoder gives the logits of transformers' module, for every family that has a row."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which GPUs a rank touches, how ranks exchange tensors, what a GPU's error is called."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -147,9 +145,8 @@ def test_weights_in_fp16_stay_so_on_a_gpu(
     spec = entry_of(demo, demo, PlacementConf(target_device=device), 1)
     run = replace(spec.run, model=replace(spec.run.model, dtype=asked), draft=None)
     (target,) = model_placements(replace(spec, run=run, target_path=tmp_path))
-    assert target.dtype is (expected or target.dtype) and (target.dtype is Dtype.fp16) == (
-        expected is Dtype.fp16
-    )
+    assert target.dtype is (expected or target.dtype)
+    assert (target.dtype is Dtype.fp16) == (expected is Dtype.fp16)
     assert ("fp16 on disk" in caplog.text) == (device == "cpu")
 
 

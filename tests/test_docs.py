@@ -3,8 +3,6 @@
 tests/test_packaging.py and tests/slurm/test_readme.py run the commands that need no files of the reader's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every reply is the one to its request; a TCP connection carries them."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """Elements of schedulers' jobs, and the Kubernetes manifest in docs/cluster.md that names them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

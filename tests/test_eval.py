@@ -1,7 +1,5 @@
 """task=eval: its questions, what is scored, what is said, and what remains of a run that was stopped."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

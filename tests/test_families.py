@@ -1,7 +1,5 @@
 """Every family from a folder to a text: greedy as transformers writes it, speculative runs certified."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tokenizers as folders have them: each is read as a user would expect, or what is missing is said."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A GPU whose memory is full all the same: one line says what was planned, who holds it, what would fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

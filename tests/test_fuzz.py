@@ -9,8 +9,6 @@ Where every line is known, the prompts that come out must be those of the good l
 changed, what holds for any file must hold: no line is lost, the policies agree, what is taken can be used.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

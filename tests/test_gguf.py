@@ -1,7 +1,5 @@
 """GGUF files: what the gguf library writes is read as it reads it, whole and over ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

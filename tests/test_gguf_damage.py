@@ -1,7 +1,5 @@
 """Damaged and hostile GGUF files: each ends in one line, exit 4, with little time and memory."""
 
-from __future__ import annotations
-
 import os
 import struct
 import tracemalloc

@@ -1,7 +1,5 @@
 """Tokenizers of GGUF headers: the ids of the tokenizers that they were written from."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The script for a GPU, without one: what fails stops nothing, calls go on, and figures are what they say."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Steps as CUDA graphs, all but the capture: what is captured when, where it reads, what runs without it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

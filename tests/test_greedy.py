@@ -5,8 +5,6 @@ reference runs through a near tie (top two logits closer than NEAR) are not used
 decide, and tests/test_numerics.py has the rule for that.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Several groups on one machine: GPUs dealt out, failures started again, and one output."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The guard ends a process whose main thread hears no signal."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

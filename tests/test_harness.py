@@ -1,7 +1,5 @@
 """The pair in lm-evaluation-harness, offline, on small tasks: regular and speculative score alike."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

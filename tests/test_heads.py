@@ -3,8 +3,6 @@
 EAGLE-3 heads draft one token a pass; DFlash heads give all drafts in one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `python -m tests.hostile` does all rows by every engine.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models from the Hugging Face hub: a hub on this machine, the real library, and each way to fail."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

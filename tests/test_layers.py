@@ -1,7 +1,5 @@
 """Imports point down, torch stays out of the command line, and what design forbids is nowhere."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

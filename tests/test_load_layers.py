@@ -1,7 +1,5 @@
 """The `layers` engine: whole layers spread over devices, the CPU and a disk give the plain model's logits."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log-probabilities are the target's own: those of one plain forward over the whole text."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """What ends a row, and what is counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """task=measure: its document, files and turns; where the time goes. How fast anything is, no test says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

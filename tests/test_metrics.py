@@ -1,7 +1,5 @@
 """The counters, on made-up traces and on runs; under the token rule accepted over expected is 1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """n-gram drafts: the index says what a search of the whole text says, at every length of the text."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from unittest.mock import patch

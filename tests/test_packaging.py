@@ -1,7 +1,5 @@
 """The wheel holds what the program needs, and the README's commands run as they stand."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

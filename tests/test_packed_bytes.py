@@ -1,7 +1,5 @@
 """The plan's bytes are those of loaded models, to the byte, on 1, 2 and 3 ranks; and the peak of loading."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

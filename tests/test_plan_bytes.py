@@ -1,7 +1,5 @@
 """The plan's bound against the allocator's own events, on models that run for real (tests/plan_bytes.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

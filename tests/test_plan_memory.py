@@ -1,7 +1,5 @@
 """The memory of each rank, and the cases in which others say "it fits" and then run out of memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

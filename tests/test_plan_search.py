@@ -1,7 +1,5 @@
 """Placements of a pair, ranked, and what is advised where none fits; the clusters that they are on."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace

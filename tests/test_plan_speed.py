@@ -1,7 +1,5 @@
 """The plan's times: calibrated on four published runs, right about others, by the engine that runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """task=plan as a command, and the plan of a run: what is refused, and predicted beside measured."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

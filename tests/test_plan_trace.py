@@ -1,7 +1,5 @@
 """The plan's bound of a pass beside what a trace of the runner's own modules finds (memory_trace.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

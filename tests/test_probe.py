@@ -1,7 +1,5 @@
 """Families that are not on the tested list: accepted if they obey, refused in one clear line if not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The command as a process of its own: what it imports, how it ends, what its streams do to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is counted of a profile: the calls in one part, not those by which the profiler ends."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The count that people see while a job runs, and claims that nobody stands behind any more."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,10 +55,8 @@ def test_the_pace_is_that_of_groups_at_work(journal: Journal, monkeypatch: pytes
     for module in (attempt_log, journals):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
     monkeypatch.setattr(atomic_files, "unique_name", lambda: name)
-    first, again = (
-        journal.attempt(journal.manifest.shards[0]),
-        journal.attempt(journal.manifest.shards[0], "b"),
-    )
+    shard = journal.manifest.shards[0]
+    first, again = journal.attempt(shard), journal.attempt(shard, "b")
     journal.note(ranks=4, gpus=2, began=now)
     name = "b"
     journal.note(gpus=1, began=now)

@@ -1,7 +1,5 @@
 """Prompts: what is read, with which id, from which line; and which of them are refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

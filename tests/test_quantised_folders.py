@@ -1,7 +1,5 @@
 """Quantised folders: each weight is the library's to the bit, in one process and over ranks; experts, too."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing
 from pathlib import Path

@@ -4,8 +4,6 @@ They are fetched once, into the user's cache. Where the index does not answer th
 LLAMA_SSP_NEED_REAL=1.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import cache

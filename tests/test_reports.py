@@ -1,7 +1,5 @@
 """Tables, the page of a run, and the folders of a sweep: on made-up runs."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

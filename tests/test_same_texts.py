@@ -1,7 +1,5 @@
 """Texts of two commits are compared: made-up outputs, without a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

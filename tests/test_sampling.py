@@ -1,7 +1,5 @@
 """The vectorised distribution against the plain one, and what must hold for every law."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

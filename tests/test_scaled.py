@@ -1,7 +1,5 @@
 """Models that scale their positions in longer texts: beyond the limit they go on as in transformers."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

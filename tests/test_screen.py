@@ -1,7 +1,5 @@
 """The picture of a comparison fits its terminal, whatever the size and whatever the models write."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

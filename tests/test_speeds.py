@@ -1,7 +1,5 @@
 """What task=measure makes of clocks, on made-up samples; intervals, against published figures."""
 
-from __future__ import annotations
-
 from math import comb
 
 import pytest

@@ -1,7 +1,5 @@
 """How many ranks a command starts, on which of eight pretended GPUs, with how many drafts; what it says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

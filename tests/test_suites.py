@@ -1,7 +1,5 @@
 """Suites: published question files, by category."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

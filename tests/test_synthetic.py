@@ -1,7 +1,5 @@
 """Synthetic pairs: the agreement that was asked for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

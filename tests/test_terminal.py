@@ -1,7 +1,5 @@
 """task=compare and task=chat in a real terminal: typed prompts, a resize, Ctrl-C, the end of the input."""
 
-from __future__ import annotations
-
 import codecs
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Tokens to text: pieces that add up, characters that are whole, stop strings wherever they fall."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Kernels for GPUs: they compile for every generation, and the interpreter gives the reference's numbers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Vocabularies: what tokens stand for, which are the same, what is found and what is done about it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import replace

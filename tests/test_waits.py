@@ -1,7 +1,5 @@
 """On a device that is not the host, a round has the host wait once, and launches little (tests/far.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tiny vocabularies, written down token by token, and translations between them."""
 
-from __future__ import annotations
-
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.translation import Intersection
 from llama_ssp.text.vocabulary import Notation, Vocabulary

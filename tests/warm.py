@@ -4,8 +4,6 @@ Importing them takes five seconds of a core; a process from here starts in a mom
 imports, or of how it starts, start Python themselves.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -6,8 +6,6 @@ A cell starts ranks by torchrun, breaks one of them in its second round (or whil
 and waits for all to be gone. Faults are put in from here: the program has no door for them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A pair opened under a placement, on ranks that are threads or processes, and runs on it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

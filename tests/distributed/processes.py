@@ -1,7 +1,5 @@
 """Real gloo ranks: runs a function on each of N processes and returns what each returned."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every placement of a pair writes what one process writes; the leader alone decides."""
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The command on real ranks: the figures of one process, of a GGUF file, too; one voice, and one cause."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The `deepspeed` engine: the whole model's logits, on every family it takes; no words, no remains."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A draft on ranks of its own that dies, falls silent or is slow costs speed: the text is the target's."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

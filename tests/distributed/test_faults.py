@@ -3,8 +3,6 @@
 `python -m tests.distributed.faults` goes through every cell and measures how soon; here a few stand for all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

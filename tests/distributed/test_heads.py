@@ -1,7 +1,5 @@
 """A head on the leader of several ranks: the text, and the drafts, of one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

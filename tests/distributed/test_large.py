@@ -1,7 +1,5 @@
 """30B and 65B over 3, 6 and 8 ranks, cut without memory for one weight; memory while a model is loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """`ranks=N`: a process that starts its ranks, speaks with one voice, and ends with them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

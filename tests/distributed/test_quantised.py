@@ -1,7 +1,5 @@
 """8 and 4 bit over ranks: each quantises its own slices, and no accuracy is lost by it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Who holds what, and which share: every part is held, no rank is empty, what is impossible is one line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What ranks say to each other arrives whole, in step, or ends them."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

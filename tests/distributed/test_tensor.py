@@ -1,7 +1,5 @@
 """A model cut over ranks gives the whole model's logits, on every rank, from the ranks' slices alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 On CPUs nothing is tried by default, as no graph can hang there: these tests ask for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

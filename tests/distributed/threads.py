@@ -1,7 +1,5 @@
 """Ranks that are threads of one process: real values, no process groups, for many small cases."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

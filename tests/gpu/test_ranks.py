@@ -5,8 +5,6 @@ So compiled sums, captures, the order of closing and the watch are those of seve
 how fast, only several GPUs show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What only a GPU can show: captured graphs, the kernels, how often a round waits."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

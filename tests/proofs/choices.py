@@ -7,8 +7,6 @@ random number, which walking cannot see: so it is an error here, and test_draws.
 have different numbers. Control: two of the planted faults reuse a key (mutants.py, "not keyed by length").
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any

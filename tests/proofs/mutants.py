@@ -7,8 +7,6 @@ where it is planted, and the tests that must fail, exact ones by a total variati
 above 1e-12 (fp64), others by their own comparison. Without a fault all of them must pass.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator

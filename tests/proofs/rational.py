@@ -8,8 +8,6 @@ of that distribution from p's own over K+1 tokens: it must be 0, not small. The 
 rules in mutants.py (ratio swapped, residual not clamped at zero, ...).
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

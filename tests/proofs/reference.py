@@ -4,8 +4,6 @@ The proofs over whole texts compare the loop with it (scenarios.py), and tests/t
 sampling.py with it at random controls, within 1e-12. It shares no code with what ships.
 """
 
-from __future__ import annotations
-
 import math
 
 from llama_ssp.config import SamplingConfig

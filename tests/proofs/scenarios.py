@@ -7,8 +7,6 @@ small (2 to 5 tokens, K <= 3, texts of 2 to 5 tokens), but its models have atten
 (toy.py). The controls are the planted faults of mutants.py: each names a scenario that must show it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache

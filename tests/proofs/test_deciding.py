@@ -8,8 +8,6 @@ rows, ended rows, up to 257 tokens), and for carried weights down to 1e-30. Cont
 of its chance decides otherwise; broken numbers (NaN) are told for their row alone.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

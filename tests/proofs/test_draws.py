@@ -8,8 +8,6 @@ distributions, and texts of real draws with the target's. Controls: a distributi
 (power above 0.999), and mutants.py lets coins read the drafts' numbers, and races those of coins.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

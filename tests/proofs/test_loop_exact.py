@@ -8,8 +8,6 @@ variation of 1e-12 in fp64; 1e-6 for transformers' classes, which compute rope o
 the faults that mutants.py plants in drafts, caches, masks, controls and ends each fail a scenario here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every planted fault is caught: the tests that its row names fail with it, and pass without it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.proofs.mutants import every, is_sound

@@ -13,8 +13,6 @@ uncommitted token each give another distribution; a guess that is used behind an
 text.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ number of accepted drafts, exactly. Controls: each fault that mutants.py plants 
 `test_random_pairs` fail.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

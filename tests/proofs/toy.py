@@ -5,8 +5,6 @@ key or a mask that looks ahead changes its distribution: mutants.py plants each 
 must show it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

@@ -5,8 +5,6 @@ another one than the target's. A method of `Rule` is given the rule, the block, 
 stand.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate
 

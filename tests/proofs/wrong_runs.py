@@ -4,8 +4,6 @@ Controls of the walked runs (a total variation above 1e-12), of the enumerated c
 of single tests that compare with another implementation.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
