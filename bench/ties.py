@@ -25,7 +25,7 @@ from surroundings import report  # noqa: E402
 from torch import Tensor  # noqa: E402
 from words import Words  # noqa: E402
 
-from llama_ssp.config.compose import composed  # noqa: E402
+from llama_ssp.config.compose import composed, pair_words  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
@@ -68,8 +68,9 @@ class Seen(Observer):
 
 def loaded(told: Settings, dtype: str, engine: str, draft: str = "none") -> PairSession:
     drafts = "speculation=ngram" if draft == "none" else "speculation.k=4"
-    words = [f"model={told.model}", f"model.dtype={dtype}", f"engine={engine}", f"draft={draft}", drafts]
-    run = composed([*words, "sampling=greedy", "out=null", "download=true"])
+    words = [f"model.dtype={dtype}", f"engine={engine}", drafts, "sampling=greedy", "out=null"]
+    words = pair_words(told.model, None if draft == "none" else draft, [*words, "download=true"])
+    run = composed(words)
     return PairSession(pair_specs(run, [], 1)[0]).load(1, 512 + told.new)
 
 

@@ -260,11 +260,11 @@ def test_what_a_job_keeps_is_measured_on_its_prompts() -> None:
 def test_tries_of_all_rows_take_little_of_a_jobs_time(rows: int) -> None:
     """Rounds of which some row drafts take 1.35; rows begin anywhere. Control: pauses of one row."""
     costs = Costs([1.0 + 0.35 * k for k in range(9)], Acceptance(0.05, 0.05))
-    for pause, allowed in ((costs.kept(rows)["pause"], 0.025), (PAUSE, 0.05)):
+    for pause, allowed in ((costs.kept(rows)["pause"], 0.025), (draft_length.PAUSE, 0.05)):
         lookahead = AdaptiveDraftLength(replace(costs, pause=pause), rows)
         lookahead._idle, rounds = [Random(row).randrange(pause) for row in range(rows)], 4000
         lost = sum(0.35 for _ in range(rounds) if any(lookahead.choose())) / rounds
-        assert (lost < allowed) == (pause != PAUSE or rows == 1), (lost, pause)
+        assert (lost < allowed) == (pause != draft_length.PAUSE or rows == 1), (lost, pause)
 
 
 def useless(machine: Machine) -> float:
