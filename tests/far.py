@@ -203,7 +203,6 @@ CASES = (
 
 def main() -> None:
     """One line a case: what it was, whether texts are the same as on the host, and what was seen."""
-    steps.attention_kernel.attend = attend
     modules = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
     config, decoders = modules[0].config, [decoder_of(module) for module in modules]
     for case in CASES:
@@ -256,4 +255,5 @@ def table() -> None:
 
 
 if __name__ == "__main__":
+    steps.attention_kernel.attend = attend
     table() if sys.argv[1:] == ["launches"] else main()
