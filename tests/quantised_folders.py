@@ -56,7 +56,6 @@ def compressed(
     }  # fmt: skip
 
     def library() -> tuple[Any, Any]:
-        """What compresses a matrix, and the scheme by which it does."""
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

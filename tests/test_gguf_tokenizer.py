@@ -37,7 +37,6 @@ LLAMA_3 = PRETOKENIZE_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 def trained(expression: str | None, composed: bool = False, whole: bool = False) -> Tokenizer:
-    """A byte-level tokenizer as model folders have it."""
     made = Tokenizer(models.BPE(ignore_merges=whole))
     made.normalizer = normalizers.NFC() if composed else None
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression in (None, DIGITS))
@@ -80,7 +79,6 @@ def add_that_of_folders(writer: Any) -> int:
 
 
 def written(path: Path, architecture: str, add: Callable[..., int], *how: Any, **more: Any) -> Path:
-    """A file with a tokenizer, and an embedding."""
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
     for key, value in {**sizes, "attention.head_count": 2}.items():

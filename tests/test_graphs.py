@@ -79,8 +79,6 @@ class Replayed(GraphedModel):
 
 
 class Refusing(Replayed):
-    """Captures fail."""
-
     def _captured(self, step: Call) -> Call:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
 
@@ -367,8 +365,6 @@ class ColdOnRank1(LoggedModel):
 
 
 class ForgetfulOnRank1(LoggedModel):
-    """Rank 1 captures each step again."""
-
     def _call(self, arguments: Any) -> list[Tensor]:
         if self.ranks.rank == 1:
             for memory in self._memories:
@@ -377,8 +373,6 @@ class ForgetfulOnRank1(LoggedModel):
 
 
 class AloneOnRank1(LoggedModel):
-    """Rank 1 goes by its own facts."""
-
     def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
         return facts if self.ranks.rank == 1 else super()._on_all_ranks(facts)
 

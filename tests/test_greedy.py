@@ -43,7 +43,6 @@ def module(family: str, context: int | None) -> Any:
 
 @cache
 def plain(family: str, context: int | None = None) -> Any:
-    """The reference module: never touched by this program."""
     own = module(family, context)
     own.generation_config.eos_token_id = None
     return own
@@ -115,7 +114,6 @@ def compared(
     family: str, draft: str, rows: int, k: int, *, new: int = NEW, end: int | None = None,
     context: int | None = None, drafter: Any = None, **how: Any,
 ) -> Run:  # fmt: skip
-    """A run whose texts are the references."""
     batch = prompts(family, rows, new, context)
     ends = frozenset() if end is None else frozenset({end})
     target = model(family, "always", context)  # which drafts, too, where a draft is to agree always

@@ -133,8 +133,6 @@ def test_what_was_measured_remains_when_it_is_stopped(
 
 
 class Clock:
-    """Time that passes when it is told to."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: self.now)

@@ -35,7 +35,6 @@ def pair(family: str, mild: bool, dtype: torch.dtype) -> tuple[CausalModel, Caus
 
 @cache
 def runs(*model: Any) -> tuple[Run, Run]:
-    """Without the draft and with it."""
     target, draft = pair(*model)
     plain = speculate(target, PROMPTS, None, k=0, max_new=NEW)
     return plain, speculate(target, PROMPTS, draft, k=K, max_new=NEW)

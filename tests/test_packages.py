@@ -34,7 +34,6 @@ def wheel(folder: Path, name: str, version: str, **files: bytes) -> None:
 
 @pytest.fixture(autouse=True)
 def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """pip's index, and the user's cache."""
     (links := tmp_path / "index").mkdir()
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(links), "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)

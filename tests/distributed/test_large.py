@@ -30,8 +30,6 @@ CASES = [("30B", 8), ("65B", 8), ("65B", 3), ("65B", 6)]
 
 
 class Shapes:
-    """A source of weights that are shapes."""
-
     def __init__(self, config: Any) -> None:
         head = f"{FAMILIES[config.model_type].names.head}.weight"
         self.shapes = {

@@ -88,8 +88,6 @@ def test_two_real_ranks():
 
 
 class Freed:
-    """As a model with graphs."""
-
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self.said = name, said
 

@@ -213,8 +213,6 @@ def schedules(k: int, rounds: int, whole: bool = True) -> Iterator[Schedule]:
 
 @dataclass
 class Seen:
-    """What a walk went through."""
-
     schedules: int = 0
     runs: int = 0
     drafted: int = 0
