@@ -43,22 +43,18 @@ def answer(
             line |= {"prompt_logprobs": plain(spelled(reply.echoed, spell))} if request.echo else {}
         return {key: line[key] for key in line if not fields or key in (*fields, *ALWAYS)}
     is_chat, text = request.form is Form.chat, request.prompt * request.echo + reply.text
-    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    logprobs = None
+    choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None}
+    if is_chat:
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": None}
     if request.logprobs is not None:
         found = spelled([*reply.echoed, *reply.logprobs], spell)
-        logprobs = chat(found) if is_chat else completions(found, text)
-    total = prompt_tokens + output_tokens
-    body = {
-        "id": _name("chatcmpl-" if is_chat else "cmpl-", request.id),
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": 0,  # equal runs write equal files
-        "model": model,
-        "choices": [
-            {"index": 0, **said, "logprobs": logprobs, "finish_reason": BY_OPENAI[reply.finish_reason]}
-        ],
-        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens, "total_tokens": total},
-    }
+        choice["logprobs"] = chat(found) if is_chat else completions(found, text)
+    choice["finish_reason"] = BY_OPENAI[reply.finish_reason]
+    name, kind = ("chatcmpl-", "chat.completion") if is_chat else ("cmpl-", "text_completion")
+    # `created` is 0: equal runs write equal files
+    body = {"id": _name(name, request.id), "object": kind, "created": 0, "model": model, "choices": [choice]}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
+    body["usage"] = {**usage, "total_tokens": prompt_tokens + output_tokens}
     return _openai(request.id, 200, body)
 
 

@@ -28,7 +28,6 @@ def execute(run: RunConf) -> int:
     work, output = folders_of(run)
     jobs = submissions(work)
     journal = Journal.find(work) if Journal.held(work) is not None or not jobs else None
-    ended = ends(work)
     try:
         queued = queue_of(jobs)
     except DistributedError as silent:  # the files tell what is done all the same
@@ -40,22 +39,15 @@ def execute(run: RunConf) -> int:
         status = "done"
     elif journal and journal.holders():
         status = "running"
-    summary: dict[str, Any] = {
-        "task": run.task.name,
-        "status": status,
-        **asdict(standing),
-        **pace(groups, standing, time.time()),
-        "gpu_hours": sum(group.hours * group.gpus for group in groups),
-        "groups": [{**asdict(group), "hours": group.hours} for group in groups],
-        "failures": sum(end.failed for end in ended),
-        "jobs": jobs,
-        "queue": queued,
-        "output": str(output),
-        "work": str(work),
-    }
+    summary: dict[str, Any] = {"task": run.task.name, "status": status, **asdict(standing)}
+    summary |= pace(groups, standing, time.time())
     summary["eta_s"] = summary["eta_s"] if status == "running" else None
-    failed = [end for end in ended if end.failed][-5:]  # their logs say why
-    show(summary, run.output, *_lines(summary, groups, failed))
+    summary["gpu_hours"] = sum(group.hours * group.gpus for group in groups)
+    summary["groups"] = [{**asdict(group), "hours": group.hours} for group in groups]
+    failed = [end for end in ends(work) if end.failed]  # their logs say why
+    summary |= {"failures": len(failed), "jobs": jobs, "queue": queued}
+    summary |= {"output": str(output), "work": str(work)}
+    show(summary, run.output, *_lines(summary, groups, failed[-5:]))
     return OK
 
 
@@ -65,17 +57,11 @@ def pace(groups: list[GroupWork], standing: Standing, now: float) -> dict[str, A
     Clocks are those of the nodes: they may differ by seconds. A rate is None where no group is at work.
     """
     working = [group for group in groups if group.records and group.hours and group.last_at > now - RECENT_S]
-    records, tokens = (
-        sum(getattr(group, name) / group.hours for group in working) / 3600 for name in ("records", "tokens")
-    )
-    left = standing.records - standing.records_finished
-    return {
-        "tokens_committed": sum(group.tokens for group in groups),
-        "tokens_per_s": tokens or None,
-        "records_per_s": records or None,
-        "eta_s": left / records if records else None,
-        "acceptance_rate": acceptance(groups),
-    }
+    tokens = sum(group.tokens / group.hours for group in working) / 3600 or None
+    records = sum(group.records / group.hours for group in working) / 3600 or None
+    eta_s = (standing.records - standing.records_finished) / records if records else None
+    summary = {"tokens_committed": sum(group.tokens for group in groups), "tokens_per_s": tokens}
+    return {**summary, "records_per_s": records, "eta_s": eta_s, "acceptance_rate": acceptance(groups)}
 
 
 def _lines(summary: dict[str, Any], groups: list[GroupWork], failed: list[End]) -> list[str]:

@@ -60,18 +60,11 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
     # By the figures of the cluster that is named; None where it says too little.
     prediction = predict(pair.run, pair.placement, slots=min(slots, pair.run.model.context))
     require_fit(prediction, run.plan.enforce)
-    return job, {
-        "task": run.task.name,
-        "config_sha256": config_sha256(job.run),
-        "seed": job.seed,
-        "versions": versions(),
-        "records": len(job.index),
-        "shards": len(job.manifest.shards),
-        "shards_missing": job.missing,
-        "verdict": prediction.option.verdict.value if prediction else None,
-        "output": str(job.output),
-        "work": str(job.work),
-    }
+    verdict = prediction.option.verdict.value if prediction else None
+    summary = {"task": run.task.name, "config_sha256": config_sha256(job.run), "seed": job.seed}
+    summary |= {"versions": versions(), "records": len(job.index), "shards": len(job.manifest.shards)}
+    summary |= {"shards_missing": job.missing, "verdict": verdict, "output": str(job.output)}
+    return job, {**summary, "work": str(job.work)}
 
 
 def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
@@ -224,19 +217,12 @@ def _figures(job: Job, groups: list[WorkerGroup], began: float, code: int) -> di
     """The summary of all groups that this machine has started since then."""
     (standing, done), wall_s, node = job.journal.survey(), time.time() - began, socket.gethostname()
     ours = [group for group in done if group.node == node and group.began >= began]
+    tokens, failures = sum(group.tokens for group in ours), sum(group.failures for group in groups)
     status = "done" if job.output.is_file() else "partial"  # others are at work on the rest
-    tokens = sum(group.tokens for group in ours)
-    return {
-        **asdict(standing),
-        "shards_missing": job.missing,
-        "status": status if code == OK else "error",
-        "groups": len(groups),
-        "failures": sum(group.failures for group in groups),
-        "tokens_committed": tokens,
-        "acceptance_rate": acceptance(ours),
-        "tokens_per_s": ratio(tokens, wall_s),
-        "wall_s": wall_s,
-    }
+    summary = {**asdict(standing), "shards_missing": job.missing, "status": "error" if code else status}
+    summary |= {"groups": len(groups), "failures": failures, "tokens_committed": tokens}
+    summary |= {"acceptance_rate": acceptance(ours), "tokens_per_s": ratio(tokens, wall_s), "wall_s": wall_s}
+    return summary
 
 
 def _dealt(run: RunConf) -> list[list[str] | None]:
