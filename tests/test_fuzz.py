@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llama_ssp.batch.requests import CHAT, COMPLETIONS, Refused, Request
+from llama_ssp.batch.records import CHAT, COMPLETIONS, Refused, Request
 from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf
 from llama_ssp.errors import RunError
 from llama_ssp.text import prompts
@@ -148,5 +148,5 @@ def test_files_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     numbers = range(ONLY, ONLY + 1) if ONLY >= 0 else range(FILES)
     assert list(faults(SEED, numbers, tmp_path)) == []
     monkeypatch.setattr(prompts, "problem_of", lambda *_: None)
-    monkeypatch.setattr("llama_ssp.batch.requests.problem_of", lambda *_: None)
+    monkeypatch.setattr("llama_ssp.batch.records.problem_of", lambda *_: None)
     assert list(faults(7, range(150), tmp_path))

@@ -16,8 +16,7 @@ import pytest
 from llama_ssp.batch.atomic_files import sealed
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.job import job_of, require_good
-from llama_ssp.batch.requests import Form, Reader, Refused, Request
-from llama_ssp.batch.responses import Reply, answer, refusal
+from llama_ssp.batch.records import Form, Reader, Refused, Reply, Request, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
 from llama_ssp.text.logprobs import ScoredToken

@@ -1,8 +1,7 @@
 """Batch jobs: every record is answered exactly once, whatever is killed when. No torch, except in
 continuous_batching.
 
-requests.py       what each line of the input asks for: plain, OpenAI or text
-responses.py      the line that answers it; every line of the input that is not blank gets one
+records.py        what each line of the input asks for (plain, OpenAI or text), and the line that answers it
 index.py          where each record of the input lies: made once, read by every group
 job.py            the input, and the run's settings
 journal.py        what is done, on disk: readable after any crash, and right at any moment (docs/batch.md)

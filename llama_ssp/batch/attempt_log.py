@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from llama_ssp.batch.atomic_files import append_line, lines_in, sealed, storing, sync_folder, write_once
 from llama_ssp.batch.manifest import Shard
-from llama_ssp.batch.responses import counted
+from llama_ssp.batch.records import counted
 
 BEGUN, FINISHED, LEFT, AT, AMONG = "begun", "finished", "left", "at", "among"
 DAMAGED, NODE = "damaged", "node"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_ssp.batch.responses import Reply
+from llama_ssp.batch.records import Reply
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import RankEngine

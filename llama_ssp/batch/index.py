@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from llama_ssp.batch.atomic_files import drafted, replace_whole, storing, synced
-from llama_ssp.batch.requests import Form, Reader, Refused, Request
+from llama_ssp.batch.records import Form, Reader, Refused, Request
 from llama_ssp.config import BatchConf, RunConf, home_expanded
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.report.console import Progress

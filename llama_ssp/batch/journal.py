@@ -16,7 +16,7 @@ from llama_ssp.batch import atomic_files as files
 from llama_ssp.batch import claims
 from llama_ssp.batch.attempt_log import FINISHED, LEFT, Attempt, read_part
 from llama_ssp.batch.manifest import Manifest, Shard
-from llama_ssp.batch.responses import counted, is_error
+from llama_ssp.batch.records import counted, is_error
 from llama_ssp.errors import DataError, StorageError
 from llama_ssp.speculative.stats import ratio
 

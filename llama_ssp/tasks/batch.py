@@ -25,8 +25,7 @@ from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import Job, job_of, longest_in, require_good
 from llama_ssp.batch.journal import COSTS, ROWS, Journal
 from llama_ssp.batch.manifest import Shard
-from llama_ssp.batch.requests import Refused, Request
-from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
+from llama_ssp.batch.records import BROKEN, Refused, Reply, Request, answer, refusal
 from llama_ssp.batch.workers import BYTES_PER_TOKEN
 from llama_ssp.config import BatchConf, LogprobsOf, Splitting
 from llama_ssp.distributed.comm import Ranks

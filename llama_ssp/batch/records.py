@@ -1,9 +1,11 @@
-"""One line of the input as a request, read strictly: a prompt and its settings."""
+"""One line of the input as a request, read strictly; and the line that answers it, plain or as by OpenAI."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -16,6 +18,7 @@ from llama_ssp.config.tasks import MAX_LOGPROBS
 from llama_ssp.config.validation import check, check_context, check_values
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.text import prompts
+from llama_ssp.text.logprobs import ScoredToken, Spell, chat, completions, plain, spelled
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
 from llama_ssp.text.tokenizer import Message
 
@@ -29,6 +32,9 @@ SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", *SAMPLING, *ALIASES)
 PLAIN = (*SETTINGS, "echo")
+BY_OPENAI = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+BAD_REQUEST, BROKEN = 400, 500
+ALWAYS = ("id", "output_tokens")  # of a plain answer: what jobs are counted by
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
 WITHOUT_EFFECT: dict[str, Any] = {
     "model": None, "user": None, "metadata": None, "store": None, "service_tier": None, "n": 1, "best_of": 1,
@@ -265,3 +271,80 @@ def _logprobs(record: dict[str, Any], usual: Request) -> int | None:
 def _require_whole(key: str, value: object, least: int, most: int, where: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise DataError(f"{key} is out of range", where, repr(value), f"{least}..{most}", "correct it")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A generated text; `index` is the request's. `echoed` are the prompt's log-probabilities."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    echoed: list[ScoredToken] = field(default_factory=list)
+
+
+def answer(
+    request: Request, reply: Reply, model: str, spell: Spell, fields: list[str] | None = None
+) -> dict[str, Any]:
+    """The line for a generated text; `spell` gives tokens' text. A plain line has these `fields`, or all."""
+    prompt_tokens, output_tokens = reply.prompt_tokens, len(reply.token_ids)
+    if request.form is Form.plain:
+        asked = {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
+        line: dict[str, Any] = {"id": request.id, **asked, "text": reply.text, "token_ids": reply.token_ids}
+        line |= {"finish_reason": reply.finish_reason, "prompt_tokens": prompt_tokens}
+        line["output_tokens"] = output_tokens
+        if request.logprobs is not None:
+            line["logprobs"] = plain(spelled(reply.logprobs, spell))
+            line |= {"prompt_logprobs": plain(spelled(reply.echoed, spell))} if request.echo else {}
+        return {key: line[key] for key in line if not fields or key in (*fields, *ALWAYS)}
+    is_chat, text = request.form is Form.chat, request.prompt * request.echo + reply.text
+    choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None}
+    if is_chat:
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": None}
+    if request.logprobs is not None:
+        found = spelled([*reply.echoed, *reply.logprobs], spell)
+        choice["logprobs"] = chat(found) if is_chat else completions(found, text)
+    choice["finish_reason"] = BY_OPENAI[reply.finish_reason]
+    name, kind = ("chatcmpl-", "chat.completion") if is_chat else ("cmpl-", "text_completion")
+    # `created` is 0: equal runs write equal files
+    body = {"id": _name(name, request.id), "object": kind, "created": 0, "model": model, "choices": [choice]}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
+    body["usage"] = {**usage, "total_tokens": prompt_tokens + output_tokens}
+    return _openai(request.id, 200, body)
+
+
+def counted(answers: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """How many answers these are, how many of them are errors, and how many tokens were generated."""
+    records = failed = tokens = 0
+    for line in answers:
+        usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
+        records += 1
+        failed += is_error(line)
+        tokens += int(line.get("output_tokens", usage.get("completion_tokens", 0)))
+    return {"records": records, "failed": failed, "tokens": tokens}
+
+
+def is_error(line: dict[str, Any]) -> bool:
+    return bool(line.get("error")) or (line.get("response") or {}).get("status_code", 200) != 200
+
+
+def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> dict[str, Any]:
+    """The line for a request that gets no text."""
+    about: dict[str, Any] = {"code": code, "message": error}
+    if record.form is Form.plain:
+        return {"id": record.id, "error": about}
+    about["type"] = "invalid_request_error" if code == BAD_REQUEST else "error"
+    return _openai(record.id, code, {"error": about})
+
+
+def _openai(name: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": _name("req_", name), "body": body}
+    return {"id": _name("batch_req_", name), "custom_id": name, "response": response, "error": None}
+
+
+def _name(kind: str, of: str) -> str:
+    """Returns an id that the same request always gets."""
+    return f"{kind}{hashlib.sha256(of.encode()).hexdigest()[:24]}"
