@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from llama_ssp.batch import attempt_log
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.job import LONGEST
-from llama_ssp.batch.journal import Journal
-from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.journal import Journal, Manifest, shards_of
 from llama_ssp.batch.status import pace
 from llama_ssp.config import BatchConf, ModelConf, RunConf
 

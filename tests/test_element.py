@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llama_ssp.batch.journal import Journal
-from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.journal import Journal, Manifest, shards_of
 from llama_ssp.batch.workers import LASTING
 from llama_ssp.config import RunConf
 from llama_ssp.distributed import identity

@@ -10,7 +10,7 @@ import pytest
 
 from llama_ssp.batch import workers as groups
 from llama_ssp.batch.job import Job
-from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.journal import Manifest, shards_of
 from llama_ssp.batch.workers import WorkerGroup, _dealt, code_of, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE, leave_code

@@ -22,8 +22,7 @@ import pytest
 from llama_ssp.batch import atomic_files, claims
 from llama_ssp.batch.atomic_files import require_file_system, sealed
 from llama_ssp.batch.attempt_log import Attempt, JournalThread, read_part
-from llama_ssp.batch.journal import Journal
-from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.journal import Journal, Manifest, shards_of
 from llama_ssp.batch.slurm.supervisor import End, ends, keep_end
 from llama_ssp.distributed import identity
 from llama_ssp.errors import DataError, StorageError

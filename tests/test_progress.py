@@ -9,8 +9,7 @@ import pytest
 from llama_ssp.batch import atomic_files, attempt_log
 from llama_ssp.batch import journal as journals
 from llama_ssp.batch.atomic_files import sealed
-from llama_ssp.batch.journal import Journal, count_finished
-from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.journal import Journal, Manifest, count_finished, shards_of
 from llama_ssp.batch.status import RECENT_S, pace
 from llama_ssp.errors import DataError
 

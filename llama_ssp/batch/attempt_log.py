@@ -20,13 +20,20 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from llama_ssp.batch.atomic_files import append_line, lines_in, sealed, storing, sync_folder, write_once
-from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.records import counted
 
 BEGUN, FINISHED, LEFT, AT, AMONG = "begun", "finished", "left", "at", "among"
 DAMAGED, NODE = "damaged", "node"
 SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
 SYNC_S = 5.0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Consecutive records of the input."""
+
+    name: str
+    indices: range
 
 
 @dataclass

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.batch.atomic_files import drafted, replace_whole
-from llama_ssp.batch.journal import MANIFEST, Journal
-from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.journal import MANIFEST, Journal, Manifest, shards_of
 from llama_ssp.batch.records import Refused
 from llama_ssp.config import BatchConf, OnBadRow, RunConf, Scheduler, home_expanded, resolved
 from llama_ssp.errors import DataError, UsageError

@@ -7,15 +7,15 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch import atomic_files as files
 from llama_ssp.batch import claims
-from llama_ssp.batch.attempt_log import FINISHED, LEFT, Attempt, read_part
-from llama_ssp.batch.manifest import Manifest, Shard
+from llama_ssp.batch.attempt_log import FINISHED, LEFT, Attempt, Shard, read_part
 from llama_ssp.batch.records import counted, is_error
 from llama_ssp.errors import DataError, StorageError
 from llama_ssp.speculative.stats import ratio
@@ -24,6 +24,44 @@ MANIFEST, TRIALS, COSTS, ROWS = "run.json", "trials.json", "costs.json", "rows.j
 PARTS, DONE, CLAIMS = "parts", "done", "claims"
 GROUPS, PUBLISHED = "groups", "published"
 CHUNK = 2**20  # bytes
+GONE = ("speculation.siblings", 0)  # a setting of earlier versions that changes nothing
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What run.json holds. `settings` is all that decides the output, flat; `facts` follow from the input."""
+
+    input_sha256: str
+    records: int
+    settings: dict[str, Any]
+    shards: tuple[Shard, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def as_bytes(self) -> bytes:
+        body = {**vars(self), "shards": len(self.shards)}
+        return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+
+    def require_same(self, held: Manifest, where: str) -> None:
+        """Raises DataError if the folder's manifest `held` is another job's."""
+        changed = [key for key in ("input_sha256", "records") if getattr(held, key) != getattr(self, key)]
+        for key in sorted(held.settings.keys() | self.settings.keys()):
+            old, new = held.settings.get(key), self.settings.get(key)
+            changed += [f"{key}={old!r} now {new!r}"] * (old != new)
+        if changed:
+            what, allowed = "the folder holds the results of another job", "the same input and settings"
+            fix = "undo the change, or choose another task.output"
+            raise DataError(what, where, "; ".join(changed[:8]), allowed, fix)
+
+
+def shards_of(records: int, most: int) -> tuple[Shard, ...]:
+    """Shards of at most `most` records, as even as can be."""
+    return dealt(records, -(-records // most))
+
+
+def dealt(records: int, number: int) -> tuple[Shard, ...]:
+    """So many shards, as even as can be."""
+    bounds = [*(-(-records * n // number) for n in range(number)), records]
+    return tuple(Shard(f"{n:05d}", range(start, end)) for n, (start, end) in enumerate(pairwise(bounds)))
 
 
 @dataclass(frozen=True)
@@ -95,11 +133,21 @@ class Journal:
     @staticmethod
     def held(folder: Path) -> Manifest | None:
         """The job that this folder holds; None where it holds none."""
-        path = folder / MANIFEST
-        if not path.is_file():
+        if not (path := folder / MANIFEST).is_file():
             return None
-        with files.storing(path, reads=True):
-            return Manifest.read(path.read_bytes(), str(path))
+        try:
+            with files.storing(path, reads=True):
+                body = json.loads(path.read_bytes())
+            count = body["shards"]  # 0.3 listed them
+            shards = dealt(body["records"], count if isinstance(count, int) else len(count))
+            settings = {key: value for key, value in body["settings"].items() if (key, value) != GONE}
+            return Manifest(body["input_sha256"], body["records"], settings, shards, body["facts"])
+        except (ValueError, KeyError, TypeError) as error:
+            found, fix = (
+                f"{type(error).__name__}: {error}",
+                "it is not ours, or damaged: choose another folder",
+            )
+            raise DataError("run.json cannot be read", path, found, fix=fix) from None
 
     @staticmethod
     def find(folder: Path) -> Journal:

@@ -19,12 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from llama_ssp.batch.attempt_log import Attempt, JournalThread
+from llama_ssp.batch.attempt_log import Attempt, JournalThread, Shard
 from llama_ssp.batch.claims import BEAT_S, STALE_S
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import Job, job_of, longest_in, require_good
 from llama_ssp.batch.journal import COSTS, ROWS, Journal
-from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.records import BROKEN, Refused, Reply, Request, answer, refusal
 from llama_ssp.batch.workers import BYTES_PER_TOKEN
 from llama_ssp.config import BatchConf, LogprobsOf, Splitting

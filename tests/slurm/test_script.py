@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.batch.job import Job
-from llama_ssp.batch.manifest import Manifest
+from llama_ssp.batch.journal import Manifest
 from llama_ssp.batch.slurm.submit import sbatch_script, with_cores
 from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf

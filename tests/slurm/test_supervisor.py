@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch.atomic_files import append_line
-from llama_ssp.batch.journal import Journal
-from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.journal import Journal, Manifest, shards_of
 from llama_ssp.batch.slurm import supervisor
 from llama_ssp.batch.slurm.supervisor import BY_SLURM, BY_TIME, End, ends, fruitless
 from llama_ssp.distributed.signals import CODE_FILE
