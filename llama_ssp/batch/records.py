@@ -149,7 +149,7 @@ class Reader:
         return self._with_own(record, replace(usual, id=name))
 
     def _openai(self, record: dict[str, Any], usual: Request) -> Request:
-        """The same settings in OpenAI's envelope. Raises DataError for what is not served."""
+        """Reads the settings from OpenAI's envelope. Raises DataError for what is not served."""
         url, body, where = record.get("url"), record.get("body"), usual.where
         method = record.get("method", "POST")
         if url not in (COMPLETIONS, CHAT) or method != "POST":
