@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from llama_ssp.batch.records import Reply
@@ -101,15 +102,11 @@ class ContinuousBatch:
         if not self._waiting:
             return
         longest = max(longest, *(request.longest for request in self._waiting))
-        first = [self._waiting.popleft() for _ in range(min(rows, len(self._waiting)))]
-        prompts = [request.prompt for request in first]
         self._in_row = dict[int, TokenRequest]()
-        self._writing = Writing(self.decode, [prompt.token_ids for prompt in prompts], [])
+        texts = [request.prompt.token_ids for request in islice(self._waiting, rows)]
+        self._writing = Writing(self.decode, texts, [])
         self._limits = Limits(0, self.ends, self._writing)
-        begin([request.index for request in first])
-        for row, request in enumerate(first):
-            self._assign(row, request)
-        state = self.engine.prefill(prompts, 0, longest)
+        state = self.engine.prefill([*self._take(range(rows)).values()], 0, longest)
         for step in generate(self.engine, state, self._limits, self.lookahead(state.rows), self):
             for taken in step.rows:
                 self._counts.add(taken)
@@ -125,13 +122,9 @@ class ContinuousBatch:
         if len(self._waiting) < len(free):
             engine.flush()  # what `more` exchanges must not come between a decision's messages
             self._fill(len(free))
-        taken = {row: self._waiting.popleft() for row in free[: len(self._waiting)]}
-        if taken:
-            self._begin([request.index for request in taken.values()])
-            engine.admit(state, {row: request.prompt for row, request in taken.items()})
-        for row, request in taken.items():
-            self._assign(row, request)
-        return list(taken)
+        if prompts := self._take(free):
+            engine.admit(state, prompts)
+        return list(prompts)
 
     def _fill(self, count: int) -> None:
         """Has at least so many requests wait, if there are more."""
@@ -140,15 +133,20 @@ class ContinuousBatch:
         if len(self._waiting) < count:
             self._more = list  # it is not asked again: other ranks no longer answer
 
-    def _assign(self, row: int, request: TokenRequest) -> None:
-        """Sets everything that a row has of its own request."""
-        self._in_row[row] = request
-        self._limits.by_row[row] = request.max_new_tokens
-        self._writing.begin(row, request.prompt.token_ids, request.stop)
-        self.engine.transform.assign(row, request.sampling)
-        self.engine.logprobs.by_row[row] = request.logprobs
-        if request.seed is not None:
-            self.engine.draws.own[prompt_key(request.prompt.id)] = request.seed
+    def _take(self, rows: Sequence[int]) -> dict[int, Prompt]:
+        """Puts waiting requests into rows, with all that each has of its own; returns their prompts."""
+        taken = {row: self._waiting.popleft() for row in rows[: len(self._waiting)]}
+        if taken:
+            self._begin([request.index for request in taken.values()])
+        for row, request in taken.items():
+            self._in_row[row] = request
+            self._limits.by_row[row] = request.max_new_tokens
+            self._writing.begin(row, request.prompt.token_ids, request.stop)
+            self.engine.transform.assign(row, request.sampling)
+            self.engine.logprobs.by_row[row] = request.logprobs
+            if request.seed is not None:
+                self.engine.draws.own[prompt_key(request.prompt.id)] = request.seed
+        return {row: request.prompt for row, request in taken.items()}
 
     def _reply(self, state: State, row: int, finish: str) -> Reply:
         text, ids, index = self._writing.text(row), state.generated(row), self._in_row[row].index
