@@ -422,6 +422,27 @@ def test_a_claim_that_names_too_little_lapses_with_its_heartbeat(lacking: str, t
         assert {name for name, _ in job.silent()} == {"00000", "00002"}
 
 
+def test_an_element_that_slurm_starts_again_has_its_claims_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On whichever machine; a claim of another element lapses."""
+    job = Journal.begin(tmp_path, manifest())
+    with ExitStack() as held:
+        for number in ("7", "8", "7"):
+            monkeypatch.setenv("SLURM_JOB_ID", number)
+            taken = job.claim()
+            assert taken is not None
+            held.enter_context(taken[1])
+        monkeypatch.setattr(identity, "_machine", lambda: "elsewhere")
+        assert job.claim() is None
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        for name in ("00000", "00002"):
+            taken = job.claim()
+            assert taken is not None and taken[0].name == name
+            held.enter_context(taken[1])
+        assert job.claim() is None
+
+
 def test_who_counts_the_claims_writes_nothing(tmp_path: Path):
     """Anyone who may read the folder may ask for the job's state."""
     taken = Journal.begin(tmp_path, manifest()).claim()
