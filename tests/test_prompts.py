@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from llama_ssp.config import GenerateConf, OnBadRow
 from llama_ssp.errors import DataError, StorageError, UsageError
-from llama_ssp.text.prompts import SAMPLE, Reading, _checked, _parse, _record, _text, read_prompts
+from llama_ssp.text.prompts import SAMPLE, Reading, _record, _text, checked, lines_of, read_prompts
 
 exhaustive = settings(derandomize=True, deadline=None, database=None)
 
 
 def reading(data: bytes, jsonl: bool = False, policy: OnBadRow = OnBadRow.fail) -> Reading:
-    return _checked(_parse(data, "f", _record if jsonl else _text), policy)
+    return checked(lines_of(data, "f"), _record if jsonl else _text, policy)
 
 
 def found(data: bytes, jsonl: bool = False) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from llama_ssp.config import BatchConf, RunConf, home_expanded
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.report.console import Progress
 from llama_ssp.text import prompts
-from llama_ssp.text.prompts import JSON_ENDINGS, STDIN, TextPrompt, begins_object, problem_of, reading
+from llama_ssp.text.prompts import JSON_ENDINGS, STDIN, TextPrompt, begins_object, reading, require_usable
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,9 @@ class Index:
         for place in np.union1d(twice_N, twice_N + 1):
             number = int(order[place])
             record = self.refused.get(number) or self.read(number, run)
-            if (twice := problem_of(TextPrompt(record.id, "", self.where(number)), first)) is not None:
+            try:
+                require_usable(TextPrompt(record.id, "", self.where(number)), first)
+            except DataError as twice:
                 self.refused[number] = Refused(number, record.id, record.form, str(twice))
             first.setdefault(record.id, self.where(number))
         self.refused = dict(sorted(self.refused.items()))

@@ -19,7 +19,7 @@ from llama_ssp.config.validation import check, check_context, check_values
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.text import prompts
 from llama_ssp.text.logprobs import ScoredToken, Spell, chat, completions, plain, spelled
-from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
+from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, require_usable
 from llama_ssp.text.tokenizer import Message
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -116,8 +116,8 @@ class Reader:
         """The line's request, or what is known of a line that makes none."""
         try:
             request = self._request(line, index)
-            if (problem := problem_of(TextPrompt(request.id, request.said, request.where), {})) is None:
-                return request
+            require_usable(TextPrompt(request.id, request.said, request.where))
+            return request
         except DataError as error:
             problem = error
         name, form = self._name_of(line), Form.plain

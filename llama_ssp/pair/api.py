@@ -31,7 +31,7 @@ from llama_ssp.planner.resolve import pair_specs, require_own_ranks
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spelled
-from llama_ssp.text.prompts import TextPrompt, problem_of
+from llama_ssp.text.prompts import TextPrompt, require_usable
 
 USUAL_TOKENS = 2048  # of a prompt and its continuation, in the memory check
 OF_CALLS = (
@@ -294,8 +294,7 @@ class Pair:
         tokens, result = self._session.tokens, list[Prompt]()
         for n, text in enumerate(texts):
             given = TextPrompt(str(n), text if isinstance(text, str) else "", f"prompt {n}")
-            if (problem := problem_of(given, {})) is not None:
-                raise problem
+            require_usable(given)
             if isinstance(text, str) and shorter:
                 result.append(self._session.prompt(given, run))
                 continue

@@ -17,7 +17,7 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.detokenizer import Decode, Stop, Writing
 from llama_ssp.text.logprobs import ScoredToken
-from llama_ssp.text.prompts import TextPrompt, problem_of
+from llama_ssp.text.prompts import TextPrompt, require_usable
 from llama_ssp.text.tokenizer import Message, Tokens, conversation
 
 CHARACTERS_A_TOKEN = 16  # more than texts have on average: a text's beginning shows that it is too long
@@ -157,8 +157,7 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence
     if messages or task.chat:
         messages = list(messages) or conversation(text.text, None)
         if task.system and messages[0]["role"] != "system":
-            if (problem := problem_of(TextPrompt("system", task.system, "task.system"), {})) is not None:
-                raise problem
+            require_usable(TextPrompt("system", task.system, "task.system"))
             messages.insert(0, {"role": "system", "content": task.system})
         ids = tokens.chat(messages)
     else:

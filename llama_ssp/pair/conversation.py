@@ -21,7 +21,7 @@ from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.detokenizer import Writing
-from llama_ssp.text.prompts import TextPrompt, problem_of
+from llama_ssp.text.prompts import TextPrompt, require_usable
 from llama_ssp.text.tokenizer import Message
 
 # How a conversation is written for a model without a chat template.
@@ -128,8 +128,7 @@ class Conversation:
         """Returns the conversation up to the model's answer, as token ids. Raises DataError."""
         text = TextPrompt(f"turn {len(self.replies)}", messages[-1]["content"], "the conversation")
         for given in (text, TextPrompt("system", self.system or "", "the system message")):
-            if (problem := problem_of(given, {})) is not None:
-                raise problem
+            require_usable(given)
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages, tokens = [*system, *messages], self._pair.tokens
         ids = tokens.chat(messages) if self.has_template else tokens.encode(written(messages))

@@ -15,9 +15,11 @@ from typing import Any
 from llama_ssp.report.statistics import Estimate, median_coverage, median_of, percentiles, ratio_of_sums
 from llama_ssp.speculative.draft_length import tokens_per_round
 from llama_ssp.speculative.stats import Counts, ratio
-from llama_ssp.text.prompts import TextPrompt, subtask
+from llama_ssp.text.prompts import TextPrompt
 
 PERCENTILES = (50, 90, 99)
+# MT-bench's categories, which are one of Spec-Bench's subtasks.
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 Answers = Mapping[str, list[Counts]]  # by question: what its turns took together, one a repeat
 
@@ -147,13 +149,15 @@ def predicted(alpha: float | None, cost_ratio: float | None, k: int | None) -> f
 def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers) -> list[dict[str, Any]]:
     """Returns a row for each category of the questions that both have answered, then one for all of them.
 
-    Intervals are over questions: 95 % for other questions of the same kind.
+    Intervals are over questions: 95 % for other questions of the same kind. Spec-Bench takes MT-bench's
+    categories as one; a file of MT-bench alone keeps them apart.
     """
     answered = [question for question in questions if question.id in regular and question.id in pair]
-    categories = {question.category for question in questions}
+    joins = not {question.category for question in questions} <= {*MT_BENCH}
     groups: dict[str, list[str]] = {}
     for question in answered:
-        groups.setdefault(subtask(question.category, categories), []).append(question.id)
+        name = "mt_bench" if joins and question.category in MT_BENCH else question.category
+        groups.setdefault(name, []).append(question.id)
     if len(groups) > 1:
         groups["overall"] = [question.id for question in answered]
     return [_row(name, [(regular[key], pair[key]) for key in keys]) for name, keys in groups.items()]

@@ -24,7 +24,7 @@ from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.tasks.common import Task, longest, output_of
 from llama_ssp.tasks.interactive import Terminal, typed_lines
 from llama_ssp.text.detokenizer import Detokenizer, Writing, visible
-from llama_ssp.text.prompts import TextPrompt, problem_of
+from llama_ssp.text.prompts import TextPrompt, require_usable
 
 log = logging.getLogger(__name__)
 
@@ -147,9 +147,7 @@ class CompareTask(Task[CompareConf]):
         for number, typed in enumerate(typed_lines(self._ranks, terminal), start=1):
             text = TextPrompt(str(number), typed, f"prompt {number}")
             try:
-                wrong = problem_of(text, {})  # what is read from a file was checked before
-                if wrong is not None:
-                    raise wrong
+                require_usable(text)  # what is read from a file was checked before
                 prompt, allowed = pair.prompt(text), f"at most {TYPED_TOKENS}"
                 if (count := len(prompt.token_ids)) > TYPED_TOKENS:
                     what, fix = "a typed prompt is longer than memory was planned for", "use task.prompt_file"

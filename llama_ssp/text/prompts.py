@@ -12,16 +12,17 @@ import logging
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn, TypeVar
 
 from llama_ssp.config import OnBadRow, PromptedConf, home_expanded
 from llama_ssp.errors import DataError, StorageError, UsageError, shortened
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_INPUT_BYTES = 2**28  # of standard input, which is read whole
@@ -33,12 +34,7 @@ STDIN = "-"  # as the name of a prompt file
 CORRECT_PROMPTS = "correct them; the log names each"
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
 # Published question files: the keys of a line's object tell which one it is.
-FORMATS = (
-    "Spec-Bench or MT-bench (question_id, category, turns), HumanEval (task_id, prompt) "
-    "or GSM8K (question, answer)"
-)
-# MT-bench's categories, which are one of Spec-Bench's subtasks.
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+FORMATS = "Spec-Bench or MT-bench (category, turns), HumanEval (task_id, prompt) or GSM8K (question, answer)"
 SHORT = [  # for tasks that compare models; the shipped pair was trained on such text
     "def hello",
     'def factorial(n):\n    """Return',
@@ -124,32 +120,36 @@ def read_prompts(task: PromptedConf) -> Reading:
 
     There are none where a comparison asks on the terminal, or where a measurement has lengths instead.
     """
+    policy = task.on_bad_row
     if task.prompts is not None:
-        found = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
-        return _checked(iter(found), task.on_bad_row)
+        given = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
+        return checked(given, lambda prompt: prompt, policy)
     if task.prompt_file == STDIN and sys.stdin is not None:
-        return _from_stdin(task.on_bad_row)
+        return _from_stdin(policy)
     if task.prompt_file is not None:
-        data = file_bytes("task.prompt_file", task.prompt_file)
+        data = _file_bytes("task.prompt_file", task.prompt_file)
         made = _record if has_objects(task.prompt_file, data) else _text
-        return _checked(_parse(data, task.prompt_file, made), task.on_bad_row)
+        return checked(lines_of(data, task.prompt_file), made, policy)
     if task.suite is not None:
-        data = file_bytes("task.suite", task.suite)
-        return _checked(_parse(data, task.suite, _question), task.on_bad_row)
+        return checked(lines_of(_file_bytes("task.suite", task.suite), task.suite), _question, policy)
     if task.usual_prompts == "sentences":
         return _samples([] if task.lengths else SENTENCES, "sentences")
     if task.usual_prompts == "short":
         return _samples(SHORT)
     if sys.stdin is None or sys.stdin.isatty():
         return _samples([] if task.asks_for_prompts and sys.stdin is not None else SAMPLE)
-    return _from_stdin(task.on_bad_row)
+    return _from_stdin(policy)
 
 
 def _from_stdin(policy: OnBadRow) -> Reading:
-    """The prompts of standard input: objects if the first line begins one, else a prompt a line."""
-    data = _stdin_bytes()
-    made = _record if begins_object(data) else _text
-    return _checked(_parse(data, "standard input", made), policy)
+    """Returns the prompts of standard input: objects if the first line begins one, else a prompt a line."""
+    name = "standard input"
+    try:
+        data = _pipe_bytes(sys.stdin.buffer, name)
+    except OSError as error:
+        fix = "put the prompts into a file: prompt_file=FILE"
+        raise StorageError(f"cannot read {name}: {error.strerror}", fix=fix) from None
+    return checked(lines_of(data, name), _record if begins_object(data) else _text, policy)
 
 
 def _samples(texts: list[str], where: str = "sample") -> Reading:
@@ -167,25 +167,16 @@ def begins_object(data: bytes) -> bool:
     return data.removeprefix(BOM).lstrip()[:1] == b"{"
 
 
-def _stdin_bytes() -> bytes:
-    try:
-        data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
-    except OSError as error:
-        fix = "put the prompts into a file: prompt_file=FILE"
-        raise StorageError(f"cannot read standard input: {error.strerror}", fix=fix) from None
-    if len(data) > MAX_INPUT_BYTES:
-        allowed, fix = f"{MAX_INPUT_BYTES} bytes", "put the prompts into a file, and use task=batch"
-        raise DataError("standard input is too large", "", f"more than {allowed}", allowed, fix)
-    return data
-
-
-def file_bytes(key: str, name: str) -> bytes:
-    """The content of the file that the config names with this key. Raises DataError or StorageError."""
+def _file_bytes(key: str, name: str) -> bytes:
+    """Returns the content of the file that `key` names. Raises DataError or StorageError."""
     path = home_expanded(name)
     with reading(key, path):
         found = path.stat()
         if stat.S_ISFIFO(found.st_mode):  # <(command)
-            return _pipe_bytes(key, path)
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for a writer
+            os.set_blocking(handle, True)
+            with open(handle, "rb") as pipe:
+                return _pipe_bytes(pipe, key, path)
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{key} is not a regular file", path, fix="give a text file or a .jsonl file")
         if found.st_size > MAX_FILE_BYTES:
@@ -206,22 +197,19 @@ def reading(key: str, path: Path) -> Iterator[None]:
         raise StorageError(f"cannot read {key}: {error.strerror}", path, fix=fix) from None
 
 
-def _pipe_bytes(key: str, path: Path) -> bytes:
-    """All that comes through a pipe; nothing where no process writes into it."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for a writer
-    os.set_blocking(handle, True)
-    with open(handle, "rb") as pipe:
-        data = pipe.read(MAX_INPUT_BYTES + 1)
+def _pipe_bytes(pipe: IO[bytes], what: str, path: object = "") -> bytes:
+    """Returns all that comes through a pipe; nothing where no process writes into it. Raises DataError."""
+    data = pipe.read(MAX_INPUT_BYTES + 1)
     if len(data) > MAX_INPUT_BYTES:
-        allowed = f"{MAX_INPUT_BYTES} bytes"
-        raise DataError(f"{key} is too large", path, f"more than {allowed}", allowed, "write it to a file")
+        allowed, fix = f"{MAX_INPUT_BYTES} bytes", "put the prompts into a file, and use task=batch"
+        raise DataError(f"{what} is too large", path, f"more than {allowed}", allowed, fix)
     return data
 
 
-def lines_of(raws: Iterable[bytes], file: str) -> Iterator[Line]:
-    """The lines of a file that are not blank, without their ends. Raises DataError for UTF-16."""
+def lines_of(raws: bytes | Iterable[bytes], file: str) -> Iterator[Line]:
+    """Yields the lines of a file that are not blank, without their ends. Raises DataError for UTF-16."""
     start = 0
-    for number, raw in enumerate(raws, start=1):
+    for number, raw in enumerate(io.BytesIO(raws) if isinstance(raws, bytes) else raws, start=1):
         if number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
             fix = "convert them: iconv -f utf-16 -t utf-8"
             raise DataError("the prompts are UTF-16", file, allowed="UTF-8", fix=fix)
@@ -232,48 +220,27 @@ def lines_of(raws: Iterable[bytes], file: str) -> Iterator[Line]:
         start += len(raw)
 
 
-def _parse(data: bytes, name: str, made: Callable[[Line], TextPrompt]) -> Iterator[TextPrompt | DataError]:
-    for line in lines_of(io.BytesIO(data), name):
-        try:
-            yield made(line)
-        except DataError as error:
-            yield error
-
-
 def _text(line: Line) -> TextPrompt:
     return TextPrompt(f"line-{line.number}", line.text, line.where)
 
 
 def _question(line: Line) -> TextPrompt:
-    """A suite's question."""
-    own_id, category, turns = question_of(parsed_object(line), f"line-{line.number}", line.where)
-    return TextPrompt(name_of(own_id, line.where), turns[0], line.where, category, turns[1:])
-
-
-def question_of(record: dict[str, Any], usual_id: str, where: str) -> tuple[Any, str, list[str]]:
-    """The id, the category and the turns of a line's question. Raises DataError for other formats."""
+    """Returns a suite's question. Raises DataError for other formats."""
+    record, where, own_id = parsed_object(line), line.where, f"line-{line.number}"
     match record:
         case {"turns": [_, *_] as turns}:
-            found = record.get("question_id", usual_id), record.get("category", "all"), turns
+            own_id, category = record.get("question_id", own_id), record.get("category", "all")
         case {"task_id": own_id, "prompt": prompt}:
-            found = own_id, "humaneval", [prompt]
+            category, turns = "humaneval", [prompt]
         case {"question": question, "answer": _}:
-            found = usual_id, "gsm8k", [question]
+            category, turns = "gsm8k", [question]
         case _:
             what, fix = "the line is not a known suite's question", "other prompts go into task.prompt_file"
             raise DataError(what, where, ", ".join(record), FORMATS, fix)
-    if not all(isinstance(text, str) for text in [found[1], *found[2]]):
+    if not all(isinstance(text, str) for text in [category, *turns]):
         what, fix = "a question's turns or category are not text", "use the published file as it is"
         raise DataError(what, where, fix=fix)
-    return found
-
-
-def subtask(category: str, every: set[str]) -> str:
-    """The row of Spec-Bench's table that a category belongs to; `every` has all categories of the file.
-
-    Spec-Bench takes MT-bench's categories as one; a file of MT-bench alone keeps them apart.
-    """
-    return "mt_bench" if category in MT_BENCH and not every <= {*MT_BENCH} else category
+    return TextPrompt(name_of(own_id, where), turns[0], where, category, turns[1:])
 
 
 def _record(line: Line) -> TextPrompt:
@@ -333,19 +300,21 @@ DECODER = json.JSONDecoder(
 )  # made once: to make one takes as long as to read a line
 
 
-def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], policy: OnBadRow) -> Reading:
-    """Applies the checks of every prompt, and the policy on bad ones."""
+def checked(items: Iterable[Item], made: Callable[[Item], TextPrompt], policy: OnBadRow) -> Reading:
+    """Returns the prompts that are `made` of the items. Bad ones are raised or skipped."""
     reading, seen = Reading([], []), dict[str, str]()
-    for item in found:
-        problem = item if isinstance(item, DataError) else problem_of(item, seen)
-        if problem is None and isinstance(item, TextPrompt):
-            seen[item.id] = item.where
-            reading.prompts.append(item)
-        elif problem is not None and policy is OnBadRow.fail:
-            raise problem
-        else:
+    for item in items:
+        try:
+            prompt = made(item)
+            require_usable(prompt, seen)
+        except DataError as problem:
+            if policy is OnBadRow.fail:
+                raise
             log.warning("skipped: %s", problem)
             reading.skipped.append(str(problem))
+        else:
+            seen[prompt.id] = prompt.where
+            reading.prompts.append(prompt)
     if reading.skipped and not reading.prompts:
         bad = f"{len(reading.skipped)} bad ones, first: {reading.skipped[0]}"
         raise DataError("no usable prompt is left", found=bad, fix=CORRECT_PROMPTS)
@@ -360,21 +329,20 @@ def is_usable(own_id: str) -> bool:
     return 0 < len(own_id) <= MAX_ID_LENGTH and own_id.isprintable()
 
 
-def problem_of(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
-    """What is wrong with a prompt, or None; `seen` is where the ids before it are from."""
+def require_usable(prompt: TextPrompt, seen: Mapping[str, str] = {}) -> None:
+    """Raises DataError for a prompt that cannot be used; `seen` is where the ids before it are from."""
     where, own_id = prompt.where, repr(shortened(prompt.id, 40))
     if prompt.id in seen:
         places, fix = f"{seen[prompt.id]} and {where}", "give every prompt an id of its own"
-        return DataError("an id is used twice", places, own_id, fix=fix)
+        raise DataError("an id is used twice", places, own_id, fix=fix)
     if not is_usable(prompt.id):
         allowed = f"1 to {MAX_ID_LENGTH} printable characters"
-        return DataError("an id is unusable", where, own_id, allowed, "shorten or clean it")
+        raise DataError("an id is unusable", where, own_id, allowed, "shorten or clean it")
     if "\0" in prompt.text:
         found = f"at character {prompt.text.index(chr(0))}"
-        return DataError("the prompt holds a NUL character", where, found, fix="remove it")
+        raise DataError("the prompt holds a NUL character", where, found, fix="remove it")
     lone = next((i for i, c in enumerate(prompt.text) if "\ud800" <= c <= "\udfff"), None)
     if lone is not None:
         what = "the prompt holds a byte that is not UTF-8, or half a surrogate pair"
         fix = "convert the text to UTF-8, or write the character whole"
-        return DataError(what, where, f"at character {lone}", fix=fix)
-    return None
+        raise DataError(what, where, f"at character {lone}", fix=fix)
