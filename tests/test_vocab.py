@@ -208,17 +208,12 @@ def test_the_draft_reads_the_same_text(text: str, fewer: Vocabulary) -> None:
         assert draft.text_of(bridge.later_ids(ids)) == text.encode()
 
 
-def test_long_texts_are_translated_in_parts(fewer: Vocabulary) -> None:
-    """Where a part ends hangs on the text alone, and the parts add up to it."""
-    text = "def mean(values):\n    return sum(values) / len(values)\n\n" * 8
+def test_texts_are_translated_token_by_token(fewer: Vocabulary) -> None:
+    """What comes later changes nothing."""
+    text = "def mean(values):\n    return sum(values) / len(values)\n\n" * 2
     ids, bridge = WORDS.encode(text), bridge_of(WORDS, fewer)
-    ends, parts = [0], list[int]()
-    while (at := bridge.split_after(ids, ends[-1])) is not None:
-        assert bridge.split_after(ids[: at + 1], ends[-1]) == at, "what comes later changes nothing"
-        parts += bridge.later_ids(ids[ends[-1] : at])
-        ends.append(at)
-    parts += bridge.later_ids(ids[ends[-1] :])
-    assert len(ends) > 3 and parts == bridge.later_ids(ids) and fewer.text_of(parts).decode() == text
+    parts = [i for token in ids for i in bridge.later_ids([token])]
+    assert parts == bridge.later_ids(ids) and fewer.text_of(parts).decode() == text
 
 
 def test_the_file_and_the_library_say_the_same(tmp_path: Path) -> None:

@@ -142,15 +142,7 @@ def _shown(tokens: list[str]) -> str:
 
 def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], how: Bridging) -> Diagnosis:
     """Returns how the two are used; `widths` are the logits of each. Raises ModelError if they cannot be."""
-    found = diagnose(target, draft, widths)
-    _require_usable(found, how)
-    if not found.bridged:
-        return found
-    return replace(found, bridge=Intersection(target, draft, found.match, found.expansion))
-
-
-def _require_usable(found: Diagnosis, how: Bridging) -> None:
-    family = "choose a draft of the same family"
+    found, family = diagnose(target, draft, widths), "choose a draft of the same family"
     misleading = found.verdict is VocabularyMatch.misleading
     if (misleading and how is Bridging.auto) or (found.bridged and how is Bridging.off):
         what = f"target and draft have different tokenizers{' of the same size' * misleading}"
@@ -172,3 +164,6 @@ def _require_usable(found: Diagnosis, how: Bridging) -> None:
         only = f"{len(found.beyond)} tokens only in the larger ({', '.join(map(repr, found.beyond[:3]))})"
         logits = f"{found.widths[0]} and {found.widths[1]} logits, {only}"
         raise ModelError(what, "", logits, "sizes that differ by padding only", family)
+    if not found.bridged:
+        return found
+    return replace(found, bridge=Intersection(target, draft, found.match, found.expansion))

@@ -15,7 +15,6 @@ from itertools import groupby
 from llama_ssp.text.vocabulary import Vocabulary
 
 NONE = -1  # no counterpart
-STRIDE = 48  # the least number of target tokens that are translated together, in a long text
 
 
 @dataclass(frozen=True)
@@ -77,40 +76,24 @@ class Intersection:
     expansion: float
 
     def prompt_ids(self, prompt: Sequence[int]) -> list[int]:
-        """The draft ids of a prompt."""
-        start = self.target.start
-        parts = _parts(prompt[len(start) :] if tuple(prompt[: len(start)]) == start else prompt, self.target)
-        if parts and isinstance(parts[0], bytes) and self.target.begins_with_space:
-            parts[0] = parts[0].removeprefix(b" ")  # the target's tokenizer put it there
-        return [*self.draft.start, *(i for part in parts for i in self._part(part))]
+        """Returns the draft ids of a prompt: the draft's tokenizer cuts what is between special tokens."""
+        start, ids = self.target.start, [*self.draft.start]
+        rest = prompt[len(start) :] if tuple(prompt[: len(start)]) == start else prompt
+        for number, (special, run) in enumerate(groupby(rest, lambda i: i in self.target.special)):
+            if special:  # a name is text where the draft has no such token
+                names = self.target.names
+                ids += [i for t in run for i in self._own(t) or self.draft.encoded(names.get(t, "").encode())]
+                continue
+            text = self.target.text_of(run)
+            if number == 0 and self.target.begins_with_space:
+                text = text.removeprefix(b" ")  # the target's tokenizer put it there
+            ids += self.draft.encoded(text)
+        return ids
 
     def later_ids(self, written: Sequence[int]) -> list[int]:
         """Returns the draft ids of the text after the prompt; a token that the draft lacks is cut."""
-        return [i for token in written for i in self._token(token)]
+        return [i for t in written for i in self._own(t) or self.draft.cut(self.target.text_of([t]))]
 
-    def split_after(self, written: Sequence[int], start: int) -> int | None:
-        """Returns the next index after `start` where `written` may be split: the ids of both parts add up."""
-        return start + STRIDE if start + STRIDE < len(written) else None
-
-    def _part(self, part: bytes | int) -> list[int]:
-        """Returns the ids of a text by the draft's tokenizer, or of a special token's counterpart or name."""
-        if isinstance(part, bytes):
-            return self.draft.encoded(part)
-        own = self._counterpart(part)
-        return [own] if own != NONE else self.draft.encoded(self.target.names.get(part, "").encode())
-
-    def _token(self, token: int) -> list[int]:
-        own = self._counterpart(token)
-        return [own] if own != NONE else self.draft.cut(self.target.text_of([token]))
-
-    def _counterpart(self, token: int) -> int:
-        return self.match.draft_of[token] if token < len(self.match.draft_of) else NONE
-
-
-def _parts(ids: Sequence[int], vocabulary: Vocabulary) -> list[bytes | int]:
-    """Runs of text as bytes, and special tokens as ids."""
-    parts: list[bytes | int] = []
-    for special, run in groupby(ids, lambda i: i in vocabulary.special):
-        same = list(run)
-        parts += same if special else [vocabulary.text_of(same)]
-    return parts
+    def _own(self, token: int) -> list[int]:
+        """Returns the draft's token for a target token; nothing if it has none."""
+        return [i for i in self.match.draft_of[token : token + 1] if i != NONE]

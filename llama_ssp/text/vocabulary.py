@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from filecmp import cmpfiles
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,11 @@ class Notation(Enum):
 
 def notation_of(decoder: Any) -> Notation:
     """From the decoder of a tokenizer.json."""
-    steps = _steps(decoder)
-    kinds = {step.get("type") for step in steps}
-    if "ByteLevel" in kinds:
+    said = json.dumps(decoder, ensure_ascii=False)  # its steps are nested
+    if '"ByteLevel"' in said:
         return Notation.letters
-    replaces = any((step.get("pattern") or {}).get("String") == SPACE_MARK for step in steps)
-    return Notation.marks if replaces or kinds & {"Metaspace", "ByteFallback"} else Notation.plain
-
-
-def _steps(decoder: Any) -> list[dict[str, Any]]:
-    if not isinstance(decoder, dict):
-        return []
-    return [decoder, *(step for part in decoder.get("decoders") or [] for step in _steps(part))]
+    marks = any(f'"{word}"' in said for word in ("Metaspace", "ByteFallback", SPACE_MARK))
+    return Notation.marks if marks else Notation.plain
 
 
 def notation_guessed(tokens: list[str]) -> Notation:
@@ -249,20 +243,13 @@ def tokenizing(folder: Path) -> Iterator[None]:
 
 
 def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Vocabulary | None]:
-    """Those of two models; equal files are read once, as large ones take a second."""
-    found = read_vocabulary(target)
-    if _origin(target) == _origin(draft) and end_ids_of(target) == end_ids_of(draft):
-        return found, found
-    return found, read_vocabulary(draft)
-
-
-def _origin(path: Path) -> object:
-    """Returns what tells tokenizers apart: the bytes of their files, or the path of a GGUF file."""
-    folder = tokenizer_folder(path)
-    if folder is None:
-        return path
-    files = [folder / name for name in (FILE, SETTINGS)]
-    return [file.read_bytes() if file.is_file() else None for file in files]
+    """Reads those of two models; equal files are read once, as large ones take a second."""
+    result, files = read_vocabulary(target), [FILE, SETTINGS]
+    one, other = tokenizer_folder(target), tokenizer_folder(draft)
+    same = one and other and cmpfiles(one, other, files, shallow=False)[0] == files
+    if same and end_ids_of(target) == end_ids_of(draft):
+        return result, result
+    return result, read_vocabulary(draft)
 
 
 def end_ids_of(path: Path) -> frozenset[int]:

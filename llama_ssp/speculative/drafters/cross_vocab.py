@@ -105,12 +105,11 @@ class IntersectionDrafter(ModelDrafter):
         return room
 
     def _translated(self, state: State, row: int) -> list[int]:
-        """The row's text; only what follows the last place where it may be split is translated anew."""
+        """The row's text; only tokens that are new are translated."""
         known, written = self._prompt(state, row), state.generated(row)
-        while (at := self._bridge.split_after(written, known.read)) is not None:
-            known.written += self._bridge.later_ids(written[known.read : at])
-            known.read = at
-        return known.prompt + known.written + self._bridge.later_ids(written[known.read :])
+        known.written += self._bridge.later_ids(written[known.read :])
+        known.read = len(written)
+        return known.prompt + known.written
 
     def _write(self, row: int, text: list[int]) -> None:
         """Writes the part of a text that fits; a text that does not fit gets no drafts."""
