@@ -28,11 +28,11 @@ import torch  # noqa: E402
 from surroundings import report  # noqa: E402
 
 from bench.words import divided  # noqa: E402
-from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
 from llama_ssp.config import Dtype, RunConf  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import engine_for, lookahead_for  # noqa: E402
+from llama_ssp.pair.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402

@@ -51,7 +51,12 @@ def test_texts_are_those_of_the_command(command: Command) -> None:
         found = pair.generate(PROMPTS, **how)
         again = pair.generate(PROMPTS, **how)
         rows: dict[int, list[int]] = {n: [] for n in range(len(PROMPTS))}
-        for step in pair.stream(PROMPTS, **how):
+        steps = list(pair.stream(PROMPTS, **how))
+        together = {tuple(row.index for row in step) for step in steps}
+        assert {(0, 1)} < together & {(0, 1), (0, 2), (2, 1)}, (
+            "a row that ends takes the third prompt at once"
+        )
+        for step in steps:
             for row in step:
                 rows[row.index] += row.token_ids
     assert [(one.prompt, one.token_ids, one.text) for one in found] == [

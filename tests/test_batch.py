@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,11 +24,11 @@ import pytest
 
 from llama_ssp import cli
 from llama_ssp.batch.atomic_files import append_line
-from llama_ssp.batch.continuous_batching import ContinuousBatch
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.process_group import NO_GPU
+from llama_ssp.pair.continuous_batching import ContinuousBatch
 from llama_ssp.pair.session import PairSession
 from llama_ssp.report.console import Progress
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -429,13 +428,14 @@ def test_a_record_without_numbers_is_to_blame_alone_or_on_two_nodes(
     nodes: int, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):
     ids = ["r/4"] if nodes == 1 else ["r/0", "r/1", "r/2", "r/3"]
-    whole = ContinuousBatch._reply
+    whole = ContinuousBatch._ended
 
-    def reply(self: ContinuousBatch, *args: Any) -> Any:
+    def ended(self: ContinuousBatch, *args: Any) -> Any:
         said = whole(self, *args)
-        return replace(said, finish_reason="error") if f"r/{said.index}" in ids else said
+        said.finish_reason = "error" if f"r/{said.index}" in ids else said.finish_reason
+        return said
 
-    monkeypatch.setattr(ContinuousBatch, "_reply", reply)
+    monkeypatch.setattr(ContinuousBatch, "_ended", ended)
     for node in range(nodes):
         monkeypatch.setattr(batch.socket, "gethostname", lambda node=node: f"node{node}")
         done = command(*SMALL, "task.output=out.jsonl")
@@ -448,14 +448,15 @@ def test_a_record_without_numbers_is_to_blame_alone_or_on_two_nodes(
 def test_errors_are_counted_and_answered_again_when_asked(
     command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):
-    whole = ContinuousBatch._reply
+    whole = ContinuousBatch._ended
 
-    def reply(self: ContinuousBatch, *args: Any) -> Any:
+    def ended(self: ContinuousBatch, *args: Any) -> Any:
         said = whole(self, *args)
-        return replace(said, finish_reason="error") if said.index == 4 else said
+        said.finish_reason = "error" if said.index == 4 else said.finish_reason
+        return said
 
     with monkeypatch.context() as patch:
-        patch.setattr(ContinuousBatch, "_reply", reply)
+        patch.setattr(ContinuousBatch, "_ended", ended)
         assert command(*SMALL, "task.output=out.jsonl").document["records_failed"] == 1
     found = command("task=batch", "task.status=true", "task.output=out.jsonl").document
     assert (found["records_failed"], found["status"]) == (1, "done")

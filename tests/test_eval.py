@@ -6,9 +6,9 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from llama_ssp.config.compose import composed
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.interface import Model
 from llama_ssp.pair import assembly as pair
-from llama_ssp.pair import batches
+from llama_ssp.pair.continuous_batching import ContinuousBatch
+from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report import console as report
 from llama_ssp.tasks import arithmetic
@@ -45,6 +46,12 @@ class Sheet:
 
     token_BS: Tensor
     capacity: int
+
+    def row(self, row: int) -> Self:
+        return replace(self, token_BS=self.token_BS[row : row + 1])
+
+    def clear(self, row: int) -> None:
+        self.token_BS[row] = 0
 
 
 class Calculator(Model):
@@ -186,13 +193,13 @@ def test_a_target_alone_drafts_from_n_grams() -> None:
 def test_modes_draw_from_streams_of_their_own(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ids that name the streams: never the same in both modes, and never twice."""
     seen: list[str] = []
-    begin = batches.Batches.begin
+    requests = PairSession.requests
 
-    def spied(self: batches.Batches, prompts: list[Any]) -> Any:
+    def spied(self: PairSession, prompts: list[Any], *how: Any) -> Any:
         seen.extend(prompt.id for prompt in prompts)
-        return begin(self, prompts)
+        return requests(self, prompts, *how)
 
-    monkeypatch.setattr(batches.Batches, "begin", spied)
+    monkeypatch.setattr(PairSession, "requests", spied)
     assert command(*EVAL, "task.quick=true").code == 0
     assert len(seen) == len(set(seen)) == 20
 
@@ -200,16 +207,16 @@ def test_modes_draw_from_streams_of_their_own(command: Command, monkeypatch: pyt
 def test_what_was_finished_is_reported(
     command: Command, calculators: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the last of six batches the speculative mode has done the first size and half the rest."""
-    begin, left = batches.Batches.begin, [5]
+    """All 24 of regular sampling; of the speculative mode the first size, and half the rest."""
+    ended, left = ContinuousBatch._ended, [24 + 8 + 8]
 
-    def stopped(self: batches.Batches, prompts: list[Any]) -> Any:
+    def stopped(self: ContinuousBatch, *given: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
-        return begin(self, prompts)
+        return ended(self, *given)
 
-    monkeypatch.setattr(batches.Batches, "begin", stopped)
+    monkeypatch.setattr(ContinuousBatch, "_ended", stopped)
     run = (*EVAL, "task.seeds=[0,1]", "task.sizes=[4,12]", "task.batch_size=8")
     answer = command(*run)
     assert answer.code == 130 and "stopped by a signal" in answer.errors[0]

@@ -16,9 +16,12 @@ import pytest
 from llama_ssp.batch.atomic_files import sealed
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.job import job_of, require_good
-from llama_ssp.batch.records import Form, Reader, Refused, Reply, Request, answer, refusal
+from llama_ssp.batch.records import Form, Reader, Refused, Request, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
+from llama_ssp.pair.continuous_batching import Reply, TokenRequest
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.text.detokenizer import TextSoFar
 from llama_ssp.text.logprobs import ScoredToken
 from llama_ssp.text.prompts import Line
 from tests.test_journal import KILLED, Deadly, in_child
@@ -268,7 +271,10 @@ def test_corrections_that_are_killed_anywhere_are_made_once(tmp_path: Path):
     assert job.journal.standing().records_finished == 3
 
 
-REPLY = Reply(0, "text", [5, 6], "eos", 3)
+WRITTEN = TextSoFar(lambda _: "", (), ())
+WRITTEN.text = "text"
+ASKED = TokenRequest(0, Prompt("0", (1, 2, 3)), SamplingConfig(), 2, ())
+REPLY = Reply(ASKED, WRITTEN, [5, 6], "eos")
 
 
 def spell(token: int) -> tuple[str, bytes | None]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config import BatchConf, RunConf, SamplingConfig
 from llama_ssp.config.schema import MAX_SEED
@@ -18,9 +18,12 @@ from llama_ssp.config.tasks import MAX_LOGPROBS
 from llama_ssp.config.validation import check, check_context, check_values
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.text import prompts
-from llama_ssp.text.logprobs import ScoredToken, Spell, chat, completions, plain, spelled
+from llama_ssp.text.logprobs import Spell, chat, completions, plain, spelled
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, require_usable
 from llama_ssp.text.tokenizer import Message
+
+if TYPE_CHECKING:
+    from llama_ssp.pair.continuous_batching import Reply
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -273,19 +276,6 @@ def _require_whole(key: str, value: object, least: int, most: int, where: str) -
         raise DataError(f"{key} is out of range", where, repr(value), f"{least}..{most}", "correct it")
 
 
-@dataclass(frozen=True)
-class Reply:
-    """A generated text; `index` is the request's. `echoed` are the prompt's log-probabilities."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    logprobs: list[ScoredToken] = field(default_factory=list)
-    echoed: list[ScoredToken] = field(default_factory=list)
-
-
 def answer(
     request: Request, reply: Reply, model: str, spell: Spell, fields: list[str] | None = None
 ) -> dict[str, Any]:
@@ -307,7 +297,7 @@ def answer(
     if request.logprobs is not None:
         found = spelled([*reply.echoed, *reply.logprobs], spell)
         choice["logprobs"] = chat(found) if is_chat else completions(found, text)
-    choice["finish_reason"] = BY_OPENAI[reply.finish_reason]
+    choice["finish_reason"] = BY_OPENAI[str(reply.finish_reason)]
     name, kind = ("chatcmpl-", "chat.completion") if is_chat else ("cmpl-", "text_completion")
     # `created` is 0: equal runs write equal files
     body = {"id": _name(name, request.id), "object": kind, "created": 0, "model": model, "choices": [choice]}

@@ -13,7 +13,6 @@ texts, the others get empty lists. Errors are `RunError`s. Nothing here configur
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
@@ -25,9 +24,11 @@ from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.validation import chosen, listed
 from llama_ssp.errors import DataError, UsageError
-from llama_ssp.pair.batches import Batch, require_numbers, texts_of, usable
+from llama_ssp.pair.batches import require_numbers, usable
+from llama_ssp.pair.continuous_batching import ContinuousBatch
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.planner.resolve import pair_specs, require_own_ranks
+from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spelled
@@ -159,22 +160,19 @@ class Pair:
             run = self._run(
                 max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
             )
-            for batch, first in self._batches(prompts, run):
-                drafted, accepted = Counter[int](), Counter[int]()
-                for step in batch.steps:
-                    for row in step.rows:
-                        drafted[row.row] += len(row.drafted)
-                        accepted[row.row] += row.accepted
-                state = batch.state
-                require_numbers(*texts_of(state))
-                done += [
-                    Completion(
-                        self._text(prompts[first + n]), text, state.generated(n), str(state.finished[n]),
-                        state.prompt_lengths[n], drafted[n], accepted[n],
-                        None if logprobs is None else self._spelled(state.logprobs[n]),
-                    )
-                    for n, text in enumerate(batch.texts())
-                ]  # fmt: skip
+            writer, steps = self._begin(prompts, run)
+            for _ in steps:
+                pass
+            replies = [writer.replies[n] for n in range(len(prompts))]
+            require_numbers(*(reply.end for reply in replies))
+            done = [
+                Completion(
+                    self._text(prompts[reply.index]), reply.text, reply.token_ids, str(reply.finish_reason),
+                    reply.prompt_tokens, reply.drafted, reply.accepted,
+                    None if logprobs is None else self._spelled(reply.logprobs),
+                )
+                for reply in replies
+            ]  # fmt: skip
         return done if self._ranks.is_leader else []
 
     def stream(
@@ -188,20 +186,17 @@ class Pair:
             run = self._run(
                 max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
             )
-            for batch, first in self._batches(listed("prompts", prompts), run):
-                given = batch.state.logprobs
-                for step in batch.steps:
-                    rows = [
-                        StreamedRow(
-                            first + row.row, batch.writing.text(row.row), row.tokens, len(row.drafted),
-                            row.accepted, row.finish,
-                            None if logprobs is None
-                            else self._spelled(given[row.row][len(given[row.row]) - len(row.tokens) :]),
-                        )
-                        for row in step.rows
-                    ]  # fmt: skip
-                    yield rows if self._ranks.is_leader else []
-                require_numbers(*texts_of(batch.state))
+            writer, steps = self._begin(listed("prompts", prompts), run)
+            for step in steps:
+                rows = []
+                for row in step.rows:
+                    reply = writer.replies[row.row]
+                    given = reply.logprobs[len(reply.logprobs) - len(row.tokens) :]
+                    new = None if logprobs is None else self._spelled(given)
+                    counts = len(row.drafted), row.accepted
+                    rows.append(StreamedRow(row.row, reply.text, row.tokens, *counts, row.finish, new))
+                yield rows if self._ranks.is_leader else []
+            require_numbers(*(reply.end for reply in writer.replies.values()))
 
     def score(
         self, texts: Sequence[TextOrIds], *, top: int = 0, sampling: SamplingConfig | None = None
@@ -276,18 +271,16 @@ class Pair:
         require_own_ranks(run, self._session.spec.placement)
         return run
 
-    def _batches(self, prompts: list[TextOrIds], run: RunConf) -> Iterator[tuple[Batch, int]]:
-        """Yields each batch of a run with these settings, and the number of its first prompt."""
-        pair, task = self._session, run.task_as(GenerateConf)
-        if not prompts:
-            return
-        seed = run.seed
-        if seed is None:
+    def _begin(self, prompts: list[TextOrIds], run: RunConf) -> tuple[ContinuousBatch, Iterator[Step]]:
+        """Returns what writes the texts of these prompts, with these settings, and the rounds of it."""
+        pair, task, seed = self._session, run.task_as(GenerateConf), run.seed
+        if seed is None and prompts:
             seed = self._ranks.broadcast_ints([secrets.randbelow(2**31)] if self._ranks.is_leader else [])[0]
-        read = self._read(prompts, run)
-        batches = pair.batches(seed, run, task.stop, pair.costs)
-        for first in range(0, len(read), task.batch_size):
-            yield batches.begin(read[first : first + task.batch_size]), first
+        writer, requests = (
+            pair.writer(seed or 0, run),
+            pair.requests(self._read(prompts, run), run, task.stop),
+        )
+        return writer, writer.rounds(requests, task.batch_size)
 
     def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:
         """Returns the texts as token ids, `shorter` than the context or not. Raises DataError."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llama_ssp.config import RunConf
@@ -12,11 +11,8 @@ from llama_ssp.errors import DataError, ModelError
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
-from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.text.detokenizer import Decode, Stop, Writing
-from llama_ssp.text.logprobs import ScoredToken
 from llama_ssp.text.prompts import TextPrompt, require_usable
 from llama_ssp.text.tokenizer import Message, Tokens, conversation
 
@@ -79,59 +75,10 @@ class TimedRun:
         }
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Texts that are written together; `steps` runs the rounds until every row has ended."""
-
-    state: State
-    writing: Writing
-    steps: Iterator[Step]
-
-    def texts(self) -> list[str]:
-        """Returns what each row has written so far."""
-        return [self.writing.text(row) for row in range(self.state.rows)]
-
-
-class Batches:
-    """Runs batches on one engine. `figures` is right at any moment, also after a failure."""
-
-    def __init__(
-        self, engine: RankEngine, decode: Decode, lookahead: Callable[[int], DraftLength],
-        max_new_tokens: int, ends: frozenset[int], stops: list[Stop],
-    ) -> None:  # fmt: skip
-        """Takes `lookahead`, which makes the choice of K for a batch of this many rows."""
-        self._engine, self._decode, self._lookahead = engine, decode, lookahead
-        self._max_new_tokens, self._ends, self._stops = max_new_tokens, ends, stops
-        self._counts = Counts()
-
-    def begin(self, prompts: list[Prompt]) -> Batch:
-        """Prefills a batch."""
-        timed = TimedRun(self._engine, prompts, self._max_new_tokens, self._counts)
-        writing = Writing(self._decode, [prompt.token_ids for prompt in prompts], self._stops)
-        limits = Limits(self._max_new_tokens, self._ends, writing)
-        rounds = timed.rounds(limits, self._lookahead(timed.state.rows))
-        return Batch(timed.state, writing, (step for step, _ in rounds))
-
-    def score(self, prompts: list[Prompt]) -> list[list[ScoredToken]]:
-        """Returns the log-probabilities of given texts, an entry a token, on the leader."""
-        reader = self._engine.logprobs or LogprobReader()
-        return self._engine.score(prompts, reader)
-
-    def figures(self) -> dict[str, Any]:
-        """Returns the counters and clocks under the names of the JSON interface."""
-        return {
-            "target_forwards": self._engine.target_forwards,
-            "target_forwards_prefill": self._counts.prefill_forwards,
-            "draft_forwards": self._engine.draft_forwards,
-            "overlap": self._engine.overlap,
-            **self._counts.figures(),
-        }
-
-
 def nothing_run() -> dict[str, Any]:
     """Returns the figures of a run that got no further than its checks."""
     forwards = dict.fromkeys(("target_forwards", "target_forwards_prefill", "draft_forwards"), 0)
-    return {**forwards, "overlap": None, **Counts().figures()}
+    return {**forwards, "overlap": None, **Counts().figures(), "tokens_per_s": None}
 
 
 def require_numbers(*texts: tuple[str, int, str | None]) -> None:

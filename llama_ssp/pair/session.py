@@ -27,7 +27,8 @@ from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import device_of, usage_of
 from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, lookahead_for, prepare
-from llama_ssp.pair.batches import Batches, prompt_of
+from llama_ssp.pair.batches import prompt_of
+from llama_ssp.pair.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
 from llama_ssp.planner.engine import compiled_before
 from llama_ssp.planner.resolve import PairSpec
@@ -35,7 +36,6 @@ from llama_ssp.planner.run_plan import Prediction, RunMeasurement, fitting
 from llama_ssp.planner.workload import GIB, MIB
 from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.engine import RankEngine
-from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.measure_costs import measured
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import Rule
@@ -196,17 +196,21 @@ class PairSession:
         ends = self.end_ids if end_ids is None else end_ids
         return engine_for(self.models, run, self.tokens, ends, seed, rule)
 
-    def batches(
-        self, seed: int, run: RunConf | None = None, stops: Sequence[str] = (), costs: Costs | None = None
-    ) -> Batches:
-        """Returns batches on an engine of their own; an adaptive K goes by `costs`, if they are measured."""
+    def writer(self, seed: int, run: RunConf | None = None, clocked: bool = True) -> ContinuousBatch:
+        """Returns what writes texts, on an engine of its own; an adaptive K goes by `costs`."""
         run = run or self.run
-        engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=costs)
-        task = run.task
-        if task.logprobs is not None:
-            engine.logprobs = LogprobReader(task.logprobs, task.logprobs_of is LogprobsOf.sampled)
-        ends, stopped = self.end_ids, self.tokens.stops(stops)
-        return Batches(engine, self.tokens.decode, lookahead, task.max_new_tokens, ends, stopped)
+        engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=self.costs)
+        sampled = run.task.logprobs_of is LogprobsOf.sampled
+        return ContinuousBatch(engine, self.tokens.decode, lookahead, self.end_ids, sampled, clocked)
+
+    def requests(
+        self, prompts: Sequence[Prompt], run: RunConf | None = None, stops: Sequence[str] = ()
+    ) -> list[TokenRequest]:
+        """Returns the requests to continue these prompts as `run` says; their indices count from 0."""
+        run = run or self.run
+        task, stopped = run.task, tuple(self.tokens.stops(stops))
+        given = run.sampling, task.max_new_tokens, stopped, None, task.logprobs
+        return [TokenRequest(index, prompt, *given) for index, prompt in enumerate(prompts)]
 
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None

@@ -21,19 +21,18 @@ import numpy as np
 
 from llama_ssp.batch.attempt_log import Attempt, JournalThread, Shard
 from llama_ssp.batch.claims import BEAT_S, STALE_S
-from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import Job, job_of, longest_in, require_good
 from llama_ssp.batch.journal import COSTS, ROWS, Journal
-from llama_ssp.batch.records import BROKEN, Refused, Reply, Request, answer, refusal
+from llama_ssp.batch.records import BROKEN, Refused, Request, answer, refusal
 from llama_ssp.batch.workers import BYTES_PER_TOKEN
-from llama_ssp.config import BatchConf, LogprobsOf, Splitting
+from llama_ssp.config import BatchConf, Splitting
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.process_group import NO_GPU, gpu_of
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, DistributedError, StorageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import every_device
-from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
+from llama_ssp.pair.continuous_batching import ContinuousBatch, Reply, TokenRequest
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
@@ -85,11 +84,8 @@ class BatchTask(Task[BatchConf]):
             prompts = [Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(texts)]
             pair.load(min(self._max_rows, missing), longest, prompts=prompts)
             kept = while_others_wait(ranks, partial(self._keep, pair))
-            costs = pair.costs and Costs.of_kept(kept, pair.costs.drafter)
-            engine = pair.engine(self._inputs.seed)
-            lookahead = partial(lookahead_for, pair.run, costs=costs)
-            sampled = self._task.logprobs_of is LogprobsOf.sampled
-            self._rows = ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids, sampled)
+            pair.costs = pair.costs and Costs.of_kept(kept, pair.costs.drafter)
+            self._rows = pair.writer(self._inputs.seed, clocked=False)
         if shards:
             with self._leading() if ranks.is_leader else nullcontext():
                 while message := while_others_wait(ranks, partial(self._next_batch, pair)):
@@ -111,7 +107,7 @@ class BatchTask(Task[BatchConf]):
             "records_refused_here": self._refused,
             "records_set_aside_here": self._set_aside,
             **{key: self._pair_figures()[key] for key in ("devices", "engines")},
-            **(self._rows.figures() if self._rows else {**nothing_run(), "tokens_per_s": None}),
+            **(self._rows.figures() if self._rows else {**nothing_run()}),
         }
 
     def measurements(self) -> list[RunMeasurement]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_ssp.config import EvalConf
 from llama_ssp.pair.assembly import ModelCache
-from llama_ssp.pair.batches import require_numbers, texts_of, usable
+from llama_ssp.pair.batches import require_numbers, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.report.console import Progress
@@ -114,24 +114,24 @@ class EvalTask(Task[EvalConf]):
     def _answer(self, scored: ScoredPair, mode: str, answers: Answers) -> None:
         task, pair = self._task, scored.pair
         run = regular(pair.run) if mode == REGULAR else pair.run
-        batches = pair.batches(self._inputs.seed, run, [STOP])
+        writer = pair.writer(self._inputs.seed, run)
         name = f"{scored.pair.spec.name}, {mode}"
         with Progress(name, sum(map(len, scored.blocks)), "prompts") as progress:
             for size, block in zip(self._sizes, scored.blocks, strict=True):
-                for first in range(0, len(block), task.batch_size):
-                    part = block[first : first + task.batch_size]
-                    # The two modes draw from random streams of their own: with shared ones their texts would
-                    # agree more often than the distributions do, and the interval would claim too much.
-                    prompts = [Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in part]
-                    batch = batches.begin(prompts)
-                    for _ in batch.steps:
-                        pass
-                    require_numbers(*texts_of(batch.state))
-                    for (question, _), written in zip(part, batch.texts(), strict=True):
-                        answers.right[question.id] = question.is_answered_by(written)
-                    answers.figures[size] = batches.figures()
-                    progress.advance(len(part))
-        self._measured.append(pair.measurement(name, batches.figures(), run))
+                # The two modes draw from random streams of their own: with shared ones their texts would
+                # agree more often than the distributions do, and the interval would claim too much.
+                prompts = [Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in block]
+                ends = []
+                for reply in writer.write(pair.requests(prompts, run, [STOP]), task.batch_size):
+                    ends.append(reply.end)
+                    if reply.finish_reason == "error":
+                        continue
+                    question = block[reply.index][0]
+                    answers.right[question.id] = question.is_answered_by(reply.text)
+                    answers.figures[size] = writer.figures()
+                    progress.advance(1)
+                require_numbers(*ends)
+        self._measured.append(pair.measurement(name, writer.figures(), run))
 
     def _reached(self, *modes: Answers) -> Iterator[tuple[int, list[str]]]:
         """Yields each size that all these have worked on, and the prompts that all have answered."""

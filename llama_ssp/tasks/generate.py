@@ -9,15 +9,14 @@ from dataclasses import asdict
 from typing import Any
 
 from llama_ssp.config import GenerateConf, Output
-from llama_ssp.pair.batches import Batch, Batches, nothing_run, require_numbers
+from llama_ssp.pair.batches import nothing_run, require_numbers
+from llama_ssp.pair.continuous_batching import ContinuousBatch, Reply, TokenRequest
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Console, rich_console
 from llama_ssp.report.live_view import TRACE_LEGEND, trace_line
 from llama_ssp.speculative.generate import Step
-from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
-from llama_ssp.tasks.common import Task, longest, output_of, pace_in_words
-from llama_ssp.text.detokenizer import Writing
+from llama_ssp.tasks.common import Task, longest, pace_in_words
 from llama_ssp.text.logprobs import ScoredToken, are_damaged, plain, spelled
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
@@ -28,22 +27,20 @@ log = logging.getLogger(__name__)
 class GenerateTask(Task[GenerateConf]):
     """Continues every prompt, `task.batch_size` at a time."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._batches: Batches | None = None
-        self._explained = False  # the marks of a trace
+    _writer: ContinuousBatch | None = None
+    _explained = False  # the marks of a trace
 
     def run(self) -> str:
         task, pair = self._task, self._open()
         prompts = self._prompts(pair)
         most = longest(prompt for _, prompt in prompts) + task.max_new_tokens
         pair.load(min(task.batch_size, len(prompts)), most)
-        self._batches = pair.batches(self._inputs.seed, stops=task.stop, costs=pair.costs)
-        starts = range(0, len(prompts), task.batch_size)
-        for number, first in enumerate(starts, start=1):
-            self._write(self._batches, prompts[first : first + task.batch_size], pair.tokens)
-            if len(starts) > 1:
-                log.info("batch %d of %d done", number, len(starts))
+        self._writer = pair.writer(self._inputs.seed)
+        texts = [text for text, _ in prompts]
+        requests = pair.requests([prompt for _, prompt in prompts], stops=task.stop)
+        rows = task.batch_size if task.echo else len(prompts)  # a pass of its own scores as many as fit
+        for first in range(0, len(prompts), rows):
+            self._write(self._writer, texts, requests[first : first + rows], pair.tokens)
         require_numbers(
             *((o["id"], o["prompt_tokens"] + o["output_tokens"], o["finish_reason"]) for o in self._found)
         )
@@ -51,41 +48,49 @@ class GenerateTask(Task[GenerateConf]):
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        counted = self._batches.figures() if self._batches else nothing_run()
+        counted = self._writer.figures() if self._writer else nothing_run()
         return {"outputs": self._found, **self._pair_figures(), **counted}
 
     def measurements(self) -> list[RunMeasurement]:
-        return self._measurement(self._batches.figures()) if self._batches else []
+        return self._measurement(self._writer.figures()) if self._writer else []
 
-    def _write(self, batches: Batches, rows: list[tuple[TextPrompt, Prompt]], tokens: Tokens) -> None:
-        """Continues one batch; what it has written is kept also if it is interrupted."""
-        prompts = [prompt for _, prompt in rows]
-        echoed: list[Any] = batches.score(prompts) if self._task.echo else [None] * len(rows)
+    def _write(
+        self, writer: ContinuousBatch, texts: list[TextPrompt], requests: list[TokenRequest], tokens: Tokens
+    ) -> None:
+        """Continues prompts; what it has written is kept also if it is interrupted."""
+        echoed = writer.scored(requests) if self._task.echo else {}
         if not self._task.max_new_tokens:
             unwritten = {"text": "", "token_ids": [], "finish_reason": "length"}
-            for (text, prompt), scored in zip(rows, echoed, strict=True):
-                counts = {"prompt_tokens": len(prompt.token_ids), "output_tokens": 0}
-                self._found.append(self._output(text, unwritten | counts, [], scored))
+            for request in requests:
+                counts = {"prompt_tokens": len(request.prompt.token_ids), "output_tokens": 0}
+                text, scores = texts[request.index], echoed.get(request.index, [])
+                self._found.append(self._output(text, unwritten | counts, [], scores))
                 self._print([f"{text.id}: {scores_in_words(self._found[-1]['prompt_logprobs'])}"])
                 self._lines(self._found[-1:])
             return
-        batch = batches.begin(prompts)
-        stream = _Stream(self._console, [text for text, _ in rows], batch.writing, self._task.chat)
+        stream = _Stream(self._console, texts, writer.replies, requests[0].index, self._task.chat)
 
-        def output(row: int) -> dict[str, Any]:
-            written = output_of(batch.state, row, batch.writing.text(row))
-            return self._output(rows[row][0], written, batch.state.logprobs[row], echoed[row])
+        def output(index: int) -> dict[str, Any]:
+            reply = writer.replies[index]
+            written = {
+                "text": reply.text,
+                "token_ids": reply.token_ids,
+                "finish_reason": reply.finish_reason,
+                "prompt_tokens": reply.prompt_tokens,
+                "output_tokens": len(reply.token_ids),
+            }
+            return self._output(texts[index], written, reply.logprobs, echoed.get(index))
 
         try:
-            for step in batch.steps:
+            for step in writer.rounds(requests, self._task.batch_size):
                 self._lines(output(row.row) for row in step.rows if row.finish)
                 if self._task.trace:
-                    self._trace(step, batch, tokens, self._run.output is not Output.text)
+                    self._trace(step, writer.replies, tokens, self._run.output is not Output.text)
                 elif self._run.output is Output.text:
-                    stream.show(step)
+                    stream.show()
         finally:
             stream.end()
-            self._found += [output(row) for row in range(len(rows))]
+            self._found += [output(one.index) for one in requests if one.index in writer.replies]
 
     def _lines(self, outputs: Iterable[dict[str, Any]]) -> None:
         """With output=jsonl, prints a line of JSON for each text that has ended."""
@@ -107,12 +112,12 @@ class GenerateTask(Task[GenerateConf]):
                 output["finish_reason"] = "error" if are_damaged(echoed) else output["finish_reason"]
         return output
 
-    def _trace(self, step: Step, batch: Batch, tokens: Tokens, silent: bool) -> None:
+    def _trace(self, step: Step, replies: dict[int, Reply], tokens: Tokens, silent: bool) -> None:
         """Records a round, and prints it."""
         for row in step.rows:
-            name, text = batch.state.prompts[row.row].id, batch.writing.text(row.row)
-            position = len(batch.state.generated(row.row)) - len(row.tokens)
-            record = traced(step.round, name, position, row, tokens, text)
+            reply = replies[row.row]
+            position = len(reply.token_ids) - len(row.tokens)
+            record = traced(step.round, reply.request.prompt.id, position, row, tokens, reply.text)
             self._folder.round(record)
             if not silent:
                 self._console.show([TRACE_LEGEND] * (not self._explained))
@@ -126,26 +131,25 @@ class _Stream:
     On a terminal each follows its prompt; several prompts have a line with their id between them.
     """
 
-    def __init__(self, console: Console, prompts: list[TextPrompt], writing: Writing, chat: bool) -> None:
-        self._console, self._prompts, self._writing, self._chat = console, prompts, writing, chat
-        self._ended = [False] * len(prompts)
-        self._row = 0
+    def __init__(
+        self, console: Console, prompts: list[TextPrompt], replies: dict[int, Reply], first: int, chat: bool
+    ) -> None:
+        self._console, self._prompts, self._replies, self._chat = console, prompts, replies, chat
+        self._next = first
         self._begun = False
 
-    def show(self, step: Step) -> None:
-        for row in step.rows:
-            self._ended[row.row] = row.finish is not None
-        while self._row < len(self._prompts):
-            ended = self._ended[self._row]
-            piece = self._writing.printable(self._row, ended)
+    def show(self) -> None:
+        while reply := self._replies.get(self._next):
+            ended = reply.finish_reason is not None
+            piece = reply.written.printable(ended)
             if not self._begun and self._console.is_terminal:
-                self._console.write(self._heading(self._prompts[self._row]))
+                self._console.write(self._heading(self._prompts[self._next]))
             self._begun = True
             self._console.write(piece)
             if not ended:
                 return
             self.end()
-            self._row += 1
+            self._next += 1
 
     def _heading(self, prompt: TextPrompt) -> str:
         """The prompt, dim: of a chat as a paragraph, else as the beginning of the text."""

@@ -56,41 +56,23 @@ def _tail(decode: Decode, tokens: list[int]) -> list[int]:
     return next((tail for tail in tails if not decode(tail).startswith(INCOMPLETE)), tails[0])
 
 
-class Writing:
-    """The texts of a batch: where a stop ends a row, and what may be printed."""
+class TextSoFar:
+    """The text of one row: where a stop ends it, and what may be printed."""
 
-    def __init__(self, decode: Decode, prompts: list[tuple[int, ...]], stops: Sequence[Stop]) -> None:
-        self._decode = decode
-        self._rows = [_RowText(Detokenizer(decode, list(prompt)), stops) for prompt in prompts]
-
-    def begin(self, row: int, prompt: tuple[int, ...], stops: Sequence[Stop]) -> None:
-        """Starts another text in the row."""
-        self._rows[row] = _RowText(Detokenizer(self._decode, list(prompt)), stops)
-
-    def kept(self, row: int, tokens: list[int], last: bool = False) -> int | None:
-        """Adds the row's next tokens, or its last; returns how many are kept if a stop ends inside them."""
-        for count, token in enumerate(tokens, start=1):
-            if self._rows[row].push(token):
-                return count
-        return len(tokens) if last and self._rows[row].end() else None
-
-    def text(self, row: int) -> str:
-        """The row's text so far, without a stop string that ended it."""
-        return self._rows[row].text
-
-    def printable(self, row: int, ended: bool) -> str:
-        """The text to print now: a possible beginning of a stop string is held back."""
-        return self._rows[row].take(ended)
-
-
-class _RowText:
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[Stop]) -> None:
-        self._detokenizer = detokenizer
+    def __init__(self, decode: Decode, prompt: Sequence[int], stops: Sequence[Stop]) -> None:
+        self._detokenizer = Detokenizer(decode, list(prompt))
         self._stops = [stop for stop in stops if isinstance(stop, str)]
         self._stop_ids = {stop for stop in stops if isinstance(stop, int)}
         self._longest = max(map(len, self._stops), default=0)
         self._taken = 0
-        self.text = ""
+        self.text = ""  # without a stop string that ended it
+
+    def kept(self, tokens: list[int], last: bool = False) -> int | None:
+        """Adds the next tokens, or the last; returns how many are kept if a stop ends inside them."""
+        for count, token in enumerate(tokens, start=1):
+            if self.push(token):
+                return count
+        return len(tokens) if last and self.end() else None
 
     def push(self, token: int) -> bool:
         """Adds a token; returns whether a stop is complete."""
@@ -112,7 +94,8 @@ class _RowText:
             self.text = self.text[: min(found)]
         return bool(found)
 
-    def take(self, ended: bool) -> str:
+    def printable(self, ended: bool) -> str:
+        """Returns the text to print now: a possible beginning of a stop string is held back."""
         safe = len(self.text)
         if not ended:  # the longest tail that a stop string begins with is held back
             sizes, stops = range(min(self._longest - 1, safe), 0, -1), self._stops
@@ -120,6 +103,22 @@ class _RowText:
         piece = self.text[self._taken : safe]
         self._taken = max(self._taken, safe)
         return piece
+
+
+class Writing:
+    """The texts of a batch whose rows stay."""
+
+    def __init__(self, decode: Decode, prompts: list[tuple[int, ...]], stops: Sequence[Stop]) -> None:
+        self._rows = [TextSoFar(decode, prompt, stops) for prompt in prompts]
+
+    def kept(self, row: int, tokens: list[int], last: bool = False) -> int | None:
+        return self._rows[row].kept(tokens, last)
+
+    def text(self, row: int) -> str:
+        return self._rows[row].text
+
+    def printable(self, row: int, ended: bool) -> str:
+        return self._rows[row].printable(ended)
 
 
 def visible(text: str) -> str:
