@@ -23,7 +23,7 @@ from tqdm import tqdm
 from llama_ssp import SamplingConfig, load_pair
 from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.errors import RunError, UsageError
-from llama_ssp.text.tokenizer import HubTokens
+from llama_ssp.text.tokenizer import Tokens
 
 LONGEST = 4096  # tokens of a prompt and its answer, unless max_length says otherwise
 SCORED_AT_ONCE = 16  # batches between two steps of the progress bar
@@ -150,20 +150,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Returns the conversation in the target's chat template. Raises DataError without one."""
-        return self._hub_tokens().rendered(chat_history, goes_on=not add_generation_prompt)
+        return self._templated().rendered(chat_history, goes_on=not add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Returns the template, for the harness's record. Raises UsageError for another than the model's."""
         if isinstance(chat_template, str):
             raise UsageError("the model has one chat template", "", repr(chat_template), fix="write no name")
-        return self._hub_tokens().template if chat_template else ""
+        return self._templated().template if chat_template else ""
 
     @property
     def tokenizer_name(self) -> str:
         return str(self._session.spec.target).replace("/", "__")
 
-    def _hub_tokens(self) -> HubTokens:
-        if not isinstance(self._tokens, HubTokens):
+    def _templated(self) -> Tokens:
+        if self._tokens.vocabulary is None:
             raise UsageError("synthetic models have no chat template", fix="leave out --apply_chat_template")
         return self._tokens
 

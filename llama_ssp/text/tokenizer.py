@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError, ModelError
@@ -36,35 +36,60 @@ WORD = "7046215937"  # begins a message that no template rewrites, to see whethe
 Message = dict[str, str]  # its role and its content
 
 
-class Tokens(Protocol):
-    """Text to token ids and back."""
+class Tokens:
+    """Text to token ids and back. This base class is for models without a tokenizer (synthetic weights).
 
-    end_ids: frozenset[int]
-    bos_id: int | None
-    size: int  # larger ids have no token: rows that pad a model's vocabulary
-    paired: Diagnosis | None  # with the draft's tokenizer; None without one, and for bytes
+    Its tokens are bytes; ids above 255 have no text.
+    """
+
+    end_ids: frozenset[int] = frozenset()
+    bos_id: int | None = None
+    template = ""  # of chats
+    paired: Diagnosis | None = None  # with the draft's tokenizer; None without one, and for bytes
+
+    def __init__(self, size: int) -> None:
+        self.size = size  # larger ids have no token: rows that pad a model's vocabulary
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """The meaning of the ids; None for bytes."""
+        return None
 
     @property
     def has_template(self) -> bool:
         """Whether there is a chat template, so that `chat` can be called."""
+        return bool(self.template)
 
     def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
         """Returns a text's ids. Names of special tokens in it are read as text, with `special` as tokens.
 
         With `begin`, the special tokens that the tokenizer adds to a text are added.
         """
+        return [byte % self.size for byte in text.encode()]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of these tokens; special ones have none."""
+        """Returns the text of these tokens; special ones have none."""
+        return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
 
     def stops(self, texts: Sequence[str]) -> list[Stop]:
-        """The stop strings, and the ids of special tokens that they name: these are not in any text."""
+        """Returns the stop strings, and the ids of special tokens that they name: no text has these."""
+        return [*texts]
 
     def spell(self, token_id: int) -> tuple[str, bytes | None]:
-        """The token's text and bytes; of a special token its name, and None."""
+        """Returns the token's text and bytes; of a special token its name, and None."""
+        text = self.decode([token_id])
+        return text, text.encode()
+
+    def rendered(self, messages: list[Message], goes_on: bool = False) -> str:
+        """Returns a conversation as text, by the model's own template, up to the model's answer.
+
+        With `goes_on` its last message is left open. Raises DataError.
+        """
+        raise DataError("synthetic models have no chat template", fix="use task.chat=false")
 
     def chat(self, messages: list[Message]) -> list[int]:
-        """The ids of a conversation by the model's own template, up to the model's answer."""
+        """Returns the ids of the text that `rendered` returns."""
+        return self.encode(self.rendered(messages), special=True, begin=False)
 
 
 def conversation(text: str, system: str | None) -> list[Message]:
@@ -73,10 +98,8 @@ def conversation(text: str, system: str | None) -> list[Message]:
     return [*before, {"role": "user", "content": text}]
 
 
-class HubTokens:
+class HubTokens(Tokens):
     """A Hugging Face tokenizer, read from a local folder."""
-
-    paired: Diagnosis | None = None
 
     def __init__(self, path: Path, end_ids: frozenset[int]) -> None:
         self._path, self._warned = path, False
@@ -95,8 +118,8 @@ class HubTokens:
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
         own = self._tokenizer.eos_token_id
         self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
-        self.bos_id: int | None = self._tokenizer.bos_token_id
-        self.size = 1 + max(ids.values())
+        self.bos_id, self.size = self._tokenizer.bos_token_id, 1 + max(ids.values())
+        self.template = str(self._tokenizer.chat_template or "")
 
     def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
         with self._lock, tokenizing(self._path):
@@ -146,13 +169,8 @@ class HubTokens:
         added = self._tokenizer.added_tokens_decoder
         return {str(token): token_id for token_id, token in added.items() if token.special}
 
-    @property
-    def has_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
-
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The meaning of its ids."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         ids: dict[str, int] = self._tokenizer.get_vocab()
         if backend is not None:
@@ -165,18 +183,9 @@ class HubTokens:
         bare = partial(self.encode, begin=False)
         return vocabulary_of(content, ids, bare, self.encode, self.end_ids, template, notation)
 
-    @property
-    def template(self) -> str:
-        """The chat template; empty without one."""
-        return str(self._tokenizer.chat_template or "")
-
     def rendered(self, messages: list[Message], goes_on: bool = False) -> str:
-        """The conversation as text, up to the model's answer; with `goes_on` its last message is left open.
-
-        Raises DataError.
-        """
         where, without = "task.chat=true", "use task.chat=false"
-        if not self._tokenizer.chat_template:
+        if not self.has_template:
             fix = "use an instruct model, or task.chat=false"
             raise DataError("the model has no chat template", where, fix=fix)
         try:
@@ -227,44 +236,16 @@ def _unreadable(path: Path, found: str) -> ModelError:
     return ModelError("the tokenizer cannot be read", where=str(path), found=found[:200], fix=fix)
 
 
-class ByteTokens:
-    """Bytes as tokens, for models without a tokenizer (synthetic weights). Ids above 255 have no text."""
-
-    end_ids: frozenset[int] = frozenset()
-    bos_id: int | None = None
-    paired: Diagnosis | None = None
-    has_template = False
-
-    def __init__(self, vocab: int) -> None:
-        self.size = vocab
-
-    def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
-        return [byte % self.size for byte in text.encode()]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
-
-    def stops(self, texts: Sequence[str]) -> list[Stop]:
-        return [*texts]
-
-    def spell(self, token_id: int) -> tuple[str, bytes | None]:
-        text = self.decode([token_id])
-        return text, text.encode()
-
-    def chat(self, messages: list[Message]) -> list[int]:
-        raise DataError("synthetic models have no chat template", fix="use task.chat=false")
-
-
 def read_tokens(path: Path | None, vocab: int) -> Tokens:
-    """The tokenizer of a model folder; bytes for no folder."""
-    return ByteTokens(vocab) if path is None else HubTokens(path, end_ids_of(path))
+    """Returns the tokenizer of a model folder; bytes for no folder."""
+    return Tokens(vocab) if path is None else HubTokens(path, end_ids_of(path))
 
 
 def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], how: Bridging) -> Diagnosis | None:
     """Returns how the vocabularies match; None for bytes. `widths` count logits. Raises ModelError."""
-    if isinstance(target, HubTokens) and isinstance(draft, HubTokens):
+    if target.vocabulary is not None and draft.vocabulary is not None:
         return pair(target.vocabulary, draft.vocabulary, widths, how)
-    if type(target) is not type(draft):
+    if target.vocabulary is not draft.vocabulary:
         fix = "give both by path, or both weights=synthetic"
         raise ModelError("one model has a tokenizer and the other has none", fix=fix)
     return None
