@@ -223,14 +223,15 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     `place` is a sweep's folder for the run.
     """
     from llama_ssp.batch.job import chosen_seed, continued
-    from llama_ssp.config import validation as checks
+    from llama_ssp.config.compose import to_run
+    from llama_ssp.config.validation import check_sharing
     from llama_ssp.planner.start import prepared
     from llama_ssp.report.plots import check_plot
     from llama_ssp.tasks.inputs import RunInputs
     from llama_ssp.text.prompts import Reading, read_prompts
 
-    checked = checks.to_run(job.cfg)
-    checks.check_sharing(checked, job.words)
+    checked = to_run(job.cfg)
+    check_sharing(checked, job.words)
     task, leads, world = checked.task, _environment().is_leader, rank_environment().world
     dry = not {*DRY}.isdisjoint(sys.argv)
     if dry or task.name == "plan":

@@ -16,6 +16,7 @@ from llama_ssp import config
 from llama_ssp.config import TASKS, GenerateConf, ModelConf, RunConf, Weights
 from llama_ssp.config import presets as preset_files
 from llama_ssp.config import validation as checks
+from llama_ssp.config.compose import to_run
 from llama_ssp.errors import UsageError
 from llama_ssp.planner.weights import parameters
 from llama_ssp.tasks.plan import plan
@@ -72,7 +73,7 @@ def hydra() -> Iterator[None]:
 
 
 def composed(*overrides: str) -> RunConf:
-    return checks.to_run(compose("run", list(overrides)))
+    return to_run(compose("run", list(overrides)))
 
 
 def plain(name: str) -> str:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import NoneType
-from typing import Any, NoReturn, get_origin
+from typing import Any, NoReturn, get_origin, get_type_hints
 
 from llama_ssp.config.presets import GROUPS, ROLES, model_words, nearest, options, quoted
 from llama_ssp.config.run import RunConf, key_types, kinds_of
@@ -43,6 +43,8 @@ WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DO
 TEXT = r'"(?:[^"\\]|\\.)*"|' + r"'(?:[^'\\]|\\.)*'"
 TEXTS = re.compile(rf"\[\s*(?:(?:{TEXT})\s*(?:,\s*(?:{TEXT})\s*)*)?\]", re.DOTALL)
 MEANT = {"run": "generate", "serve": "batch", "bench": "measure"}  # as other programs have it
+# Settings of other programs that change the output distribution.
+LOSSY = ("lenience", "typical_acceptance", "posterior_threshold", "accept_threshold", "ensemble_weight")
 USAGE = "llama-ssp TASK [TARGET [DRAFT]] [KEY=VALUE ...]"
 
 
@@ -162,7 +164,22 @@ def listed_texts(value: str) -> list[str] | None:
     ]
 
 
-def meant(key: str) -> str:
+def unknown_key(key: str, schema: str | None = None) -> UsageError:
+    """Returns the error for a key that is not there; `schema` is the class that lacks it."""
+    leaf = key.rpartition(".")[2]
+    others = [name for name, conf in TASKS.items() if leaf in get_type_hints(conf)]
+    task = next((name for name, conf in TASKS.items() if conf.__name__ == schema), None)
+    if task and others:
+        what = f"task={task} has no key {'prompt' if leaf == 'prompts' else leaf}"
+        fix = f"it is for {', '.join(others)}; llama-ssp {task} --help lists the keys of {task}"
+        return UsageError(what, "", key, fix=fix)
+    if leaf in LOSSY:
+        fix = "the output distribution is exactly the target's; there is no option to change that"
+        return UsageError(f"{key} is refused: not lossless", fix=fix)
+    return UsageError(f"unknown key {key}", fix=_meant(key))
+
+
+def _meant(key: str) -> str:
     """Suggests a key for an unknown one: the shortest whose last part holds its name, or one spelt alike."""
     if key.startswith("hydra"):
         return "--cfg hydra shows Hydra's own keys"
@@ -188,7 +205,7 @@ def _key_of(flag: str) -> str:
     known = {PROMPT, *SHORT_KEYS, *RUN_KEYS, *key_types()}
     if key in known or key.startswith(("hydra.", "hydra/")):
         return key
-    raise UsageError(f"unknown flag {flag}", fix=meant(key))
+    raise UsageError(f"unknown flag {flag}", fix=_meant(key))
 
 
 def _is_bare(word: str) -> bool:

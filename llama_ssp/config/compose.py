@@ -1,8 +1,12 @@
-"""Has Hydra run the jobs of a command line, or merge other overrides into a checked run. No torch."""
+"""Has Hydra run the jobs of a command line, or merge other overrides into a checked run. No torch.
+
+Errors of Hydra and OmegaConf become UsageErrors: one line with the key, what was found, what is allowed.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -20,13 +24,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.config import RunConf, register
-from llama_ssp.config.arguments import completable, hydra_arguments, in_full
-from llama_ssp.config.presets import CONF, quoted
-from llama_ssp.config.translation import translated
-from llama_ssp.config.validation import listed, to_run
-from llama_ssp.errors import OK, USAGE, RunError
+from llama_ssp.config.arguments import completable, hydra_arguments, in_full, unknown_key
+from llama_ssp.config.presets import CONF, GROUPS, NAMES_OF_A_MODEL, ROLES, nearest, options, quoted
+from llama_ssp.config.validation import check, listed
+from llama_ssp.errors import OK, USAGE, RunError, UsageError, shortened
 
 COMPOSING = threading.Lock()
+HYDRA_NOISE = (
+    "full_key:", "object_type", "reference_type", "Set the env", "Config search path", "provider=",
+    "To append to your", "Error merging override",
+)  # fmt: skip
+NO_KEY = re.compile(r"Key '(?P<key>[^']*)' (?:not in '(?P<schema>\w+)'|is not in struct)")
+NOT_THERE = re.compile(r"Could not override '(?P<key>[^']*)'")
+NO_OPTION = re.compile(r"Could not find '(?P<group>[^']+)/(?P<option>[^'/]*)'")
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
     except Exception as error:  # what Hydra cannot merge is the user's mistake, whatever its class
         if isinstance(error, OSError) and not isinstance(error, HydraException):
             raise
-        raise translated(error) from error
+        raise _translated(error) from error
     finally:
         sys.argv = before
     if errors:
@@ -102,6 +112,18 @@ def _job(cfg: DictConfig, given: Sequence[str]) -> ComposedJob:
     return ComposedJob(cfg, folders, words, number, [word for word in words if word not in given])
 
 
+def to_run(cfg: DictConfig) -> RunConf:
+    """Returns Hydra's merged config as dataclasses, checked. Raises UsageError."""
+    try:
+        run = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise _translated(error) from error
+    if not isinstance(run, RunConf):
+        raise UsageError("the configuration does not start from the schema", "conf/run.yaml")
+    check(run)
+    return run
+
+
 def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
     """The run of these overrides; `folders` are private ones that may hold presets. Raises UsageError."""
     register()
@@ -118,7 +140,7 @@ def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
                 instance.hydra = before
                 GlobalHydra.set_instance(instance)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise translated(error) from error
+        raise _translated(error) from error
 
 
 def pair_words(model: str | Path, draft: str | Path | None, overrides: Sequence[str] = ()) -> list[str]:
@@ -126,3 +148,28 @@ def pair_words(model: str | Path, draft: str | Path | None, overrides: Sequence[
     names = zip(("model", "draft"), (model, "none" if draft is None else draft), strict=True)
     given = [f"{role}={Path(name).absolute() if isinstance(name, Path) else name}" for role, name in names]
     return in_full([*given, *listed("overrides", overrides)])
+
+
+def _translated(error: Exception) -> UsageError:
+    """Returns the error in one line."""
+    if override := getattr(error, "override", ""):  # a word that is not in Hydra's grammar
+        fix = 'write KEY=VALUE; quote a text in a list: KEY=["a b"]'
+        return UsageError("an override cannot be read", shortened(override, 80), fix=fix)
+    text = f"{error}\n{error.__cause__ or ''}"
+    key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
+    if match := NO_OPTION.search(text):
+        return _no_option(match["group"], match["option"])
+    if match := NO_KEY.search(text):
+        given = NOT_THERE.search(text)  # has the whole key even if its group is unknown
+        return unknown_key(given["key"] if given else key, match["schema"])
+    batch_hint = "; task=batch writes its answers to task.output=FILE" * (key == "output")
+    lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
+    said = "; ".join(line for line in lines if not line.startswith(HYDRA_NOISE)) or type(error).__name__
+    return UsageError(shortened(said, 400), key, fix=f"see --help for keys and values{batch_hint}")
+
+
+def _no_option(group: str, option: str) -> UsageError:
+    known = options(group) if group in GROUPS else []
+    near, allowed = nearest(option, known), NAMES_OF_A_MODEL if group in ROLES else ", ".join(known)
+    fix = f"did you mean {group}={near}?" if near else "see --help; a text is prompt='...'"
+    return UsageError(f"there is no {group}={option}", allowed=allowed, fix=fix)

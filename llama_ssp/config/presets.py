@@ -19,7 +19,7 @@ CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
 ROLES = ("model", "draft")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-HUB_FILE = re.compile(rf"({HUB_ID.pattern}):([\w.-]+)")  # a GGUF file of a repository: ORG/NAME:Q4_K_M
+HUB_NAME = re.compile(rf"({HUB_ID.pattern})(?::([\w.-]+))?")  # with a GGUF file of it: ORG/NAME:Q4_K_M
 HUB_PAGE = "https://huggingface.co/"
 UNNAMED = "local"  # the preset behind every folder and id
 NAMES_OF_A_MODEL = "a preset, a folder, a GGUF file, or ORG/NAME[:Q4_K_M] on the Hugging Face hub"
@@ -40,17 +40,11 @@ def model_words(role: str, name: str) -> list[str]:
     if name in options(role):
         return [f"{role}={name}"]
     if os.path.isdir(path) and (is_place or os.path.exists(path / "config.json")):
-        source, shown = "path", Path(os.path.abspath(path)).name
+        keys = {"name": Path(os.path.abspath(path)).name, "path": name}
     elif path.suffix == ".gguf" and os.path.isfile(path):
-        source, shown = "path", path.name
-    elif HUB_ID.fullmatch(name) and not name.startswith("."):
-        source, shown = "repo", name
-    elif (of_hub := HUB_FILE.fullmatch(name)) and not name.startswith("."):
-        repo, file = of_hub.groups()
-        return [
-            f"{role}={UNNAMED}", f"{role}.name={quoted(name)}", f"{role}.repo={quoted(repo)}",
-            f"{role}.file={quoted(file)}",
-        ]  # fmt: skip
+        keys = {"name": path.name, "path": name}
+    elif of_hub := HUB_NAME.fullmatch(name):
+        keys = {"name": name, "repo": of_hub[1]} | ({"file": of_hub[2]} if of_hub[2] else {})
     elif os.path.isfile(path):
         what, fix = f"{role} is neither a model folder nor a GGUF file", "give the folder that holds the file"
         raise ModelError(what, path, fix=fix)
@@ -58,7 +52,7 @@ def model_words(role: str, name: str) -> list[str]:
         raise ModelError(f"{role}: there is no such folder or file", path, fix="check the path")
     else:  # Hydra looks for a preset of the user's own
         return [f"{role}={quoted(name)}"]
-    return [f"{role}={UNNAMED}", f"{role}.name={quoted(shown)}", f"{role}.{source}={quoted(name)}"]
+    return [f"{role}={UNNAMED}", *(f"{role}.{key}={quoted(value)}" for key, value in keys.items())]
 
 
 def quoted(text: object, as_written: bool = True) -> str:

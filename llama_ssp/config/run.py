@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -115,15 +117,18 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
-def resolved(value: Any) -> Any:
-    """Converts a run, or a part of it, to plain data for hashes and records; resolves no "${...}"."""
-    if is_dataclass(value):
-        return {entry.name: resolved(getattr(value, entry.name)) for entry in fields(value)}
-    if isinstance(value, dict):
-        return {name: resolved(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [resolved(item) for item in value]
-    return value.name if isinstance(value, Enum) else value
+def resolved(run: RunConf) -> dict[str, Any]:
+    """Converts a run to plain data for hashes and records; resolves no "${...}"."""
+    return asdict(run, dict_factory=lambda items: {k: str(v) if isinstance(v, Enum) else v for k, v in items})
+
+
+def flat(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the values of a JSON document as JSON, each with its dotted key."""
+    if isinstance(node, dict) and node:
+        for name, value in node.items():
+            yield from flat(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, json.dumps(node, ensure_ascii=False, default=str)
 
 
 def home_expanded(name: str) -> Path:

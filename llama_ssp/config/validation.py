@@ -9,28 +9,13 @@ from enum import EnumType
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from llama_ssp.config.arguments import unknown_key
 from llama_ssp.config.run import SIZES, RunConf
 from llama_ssp.config.schema import MAX_INT, ModelConf, Output, Scheduler, Splitting, Weights
 from llama_ssp.config.tasks import TASKS
-from llama_ssp.config.translation import translated, unknown_key
 from llama_ssp.errors import UsageError
 
 T = TypeVar("T")
-
-
-def to_run(cfg: DictConfig) -> RunConf:
-    """Hydra's merged config as dataclasses, checked. Raises UsageError."""
-    try:
-        run = OmegaConf.to_object(cfg)
-    except OmegaConfBaseException as error:
-        raise translated(error) from error
-    if not isinstance(run, RunConf):
-        raise UsageError("the configuration does not start from the schema", "conf/run.yaml")
-    check(run)
-    return run
 
 
 def check(run: RunConf) -> None:
