@@ -50,6 +50,10 @@ class DistributedError(RunError):
     code = DISTRIBUTED
 
 
+class LostPeer(DistributedError):
+    """Another rank has ended, is stuck, or cannot be reached: the cause is there, not here."""
+
+
 class JointError(RunError):
     """Ends all ranks of a run, with one line that one of them prints, and one code."""
 

@@ -11,11 +11,11 @@ import torch
 
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, RunConf
 from llama_ssp.distributed import process_group
-from llama_ssp.distributed.comm import ALONE, LostPeer, Ranks
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.errors import DISTRIBUTED, DistributedError, UsageError
+from llama_ssp.errors import DISTRIBUTED, DistributedError, LostPeer, UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.models.devices import memory_of
 from llama_ssp.models.host_memory import memory_here

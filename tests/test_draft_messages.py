@@ -11,10 +11,10 @@ import torch
 
 from llama_ssp.config import ModelConf, OnDraftLoss, PlacementConf, RunConf
 from llama_ssp.distributed.comm import ALONE
-from llama_ssp.distributed.draft_link import LinkLost, Listener, connect
+from llama_ssp.distributed.draft_link import Listener, connect
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer, Message, MessageKind
 from llama_ssp.distributed.roles import Roles
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, LostPeer
 from llama_ssp.pair.assembly import RankModels, engine_for
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine
@@ -76,14 +76,14 @@ def test_frames_go_over_tcp_in_order_and_whole():
     sender.join()
     assert far.receive(0) is None
     near.close()
-    with pytest.raises(LinkLost):
+    with pytest.raises(LostPeer):
         far.receive(5.0)
     near, far = line()  # the first frame of a stranger has a bound; a reply of gigabytes has none
     for most in (11, None, 10):
         near.send(11 * b"x")
         if most != 10:
             assert far.receive(5.0, most) == 11 * b"x"
-    with pytest.raises(LinkLost):
+    with pytest.raises(LostPeer):
         far.receive(5.0, 10)
 
 
@@ -97,7 +97,7 @@ def test_a_draft_that_is_given_up_is_dismissed():
     client.flush()
     assert client.reply() is None, "what is lost is not waited for again"
     assert server.broadcast_ints([]) == [4]
-    with pytest.raises(LinkLost, match="goes on alone"):
+    with pytest.raises(LostPeer, match="goes on alone"):
         server.broadcast_ints([])
 
 

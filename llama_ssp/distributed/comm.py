@@ -16,10 +16,6 @@ from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import DistributedError
 
 
-class LostPeer(DistributedError):
-    """Another rank has ended, or is stuck: the cause is there, not here."""
-
-
 def checksum(values: Iterable[int]) -> int:
     """Tells lists of integers apart; ranks compare it instead of the lists."""
     return zlib.crc32(",".join(map(str, values)).encode())

@@ -18,14 +18,10 @@ import struct
 import time
 from multiprocessing.connection import Connection
 
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, LostPeer
 
 MOST = 1024  # bytes of the first frame, from an end that may be anybody
 LOOPBACK = "127.0.0.1"
-
-
-class LinkLost(Exception):
-    """The connection is gone, or what comes is not what was sent; the text says why."""
 
 
 class Link:
@@ -40,11 +36,11 @@ class Link:
         self._connection = Connection(connection.detach())
 
     def send(self, frame: bytes) -> None:
-        """Raises LinkLost when the connection is gone."""
+        """Raises LostPeer when the connection is gone."""
         try:
             self._connection.send_bytes(frame)
         except OSError as error:
-            raise LinkLost(_reason(error)) from error
+            raise LostPeer(_reason(error)) from error
 
     def has_frame(self) -> bool:
         """Whether one has begun to come, or the connection is gone; does not wait."""
@@ -53,14 +49,14 @@ class Link:
     def receive(self, seconds: float, most: int | None = None) -> bytes | None:
         """The next frame; None if none comes in time. With 0 it only looks.
 
-        `most` bounds its bytes; frames of large batches have gigabytes. Raises LinkLost.
+        `most` bounds its bytes; frames of large batches have gigabytes. Raises LostPeer.
         """
         try:
             return self._connection.recv_bytes(most) if self._connection.poll(seconds) else None
         except EOFError as error:
-            raise LinkLost("the other rank has closed the connection") from error
+            raise LostPeer("the other rank has closed the connection") from error
         except OSError as error:
-            raise LinkLost(_reason(error)) from error
+            raise LostPeer(_reason(error)) from error
 
     def close(self, last: bytes = b"") -> None:
         """`last` is a short frame, sent where nobody has to wait for the other rank."""
@@ -95,7 +91,7 @@ class Listener:
                 except OSError as error:
                     raise _unreachable(self.host, error) from error
                 link = Link(connection, patience_s)
-                with contextlib.suppress(LinkLost):
+                with contextlib.suppress(LostPeer):
                     word = link.receive(min(patience_s, 5.0), MOST) or b""
                     if secrets.compare_digest(word, self.secret.encode()):
                         return link
@@ -107,7 +103,7 @@ def connect(host: str, port: int, secret: str, patience_s: float) -> Link:
     try:
         link = Link(socket.create_connection((host, port), patience_s), patience_s)
         link.send(secret.encode())
-    except (OSError, LinkLost) as error:
+    except (OSError, LostPeer) as error:
         raise _unreachable(host, error) from error
     return link
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from llama_ssp.distributed.comm import LeaderChannel, Ranks
-from llama_ssp.distributed.draft_link import Link, LinkLost
+from llama_ssp.distributed.draft_link import Link
+from llama_ssp.errors import LostPeer
 
 HEAD = struct.Struct("<BQQ")  # kind, number, how many integers
 LOOK_S = 1.0  # how long one wait for the next request lasts: signals interrupt between two
@@ -72,7 +73,7 @@ class DraftClient(LeaderChannel):
                 pass
             try:
                 self.link.send(Message(MessageKind.REQUEST, self._number, values).pack())
-            except LinkLost as lost:
+            except LostPeer as lost:
                 self.give_up(str(lost))
         return values
 
@@ -104,7 +105,7 @@ class DraftClient(LeaderChannel):
         """Receives and records one frame, if it comes within `seconds`; returns whether it came."""
         try:
             frame = self.link.receive(seconds)
-        except LinkLost as lost:
+        except LostPeer as lost:
             self.give_up(str(lost))
             return False
         if frame is None:
@@ -135,14 +136,14 @@ class DraftServer(LeaderChannel):
         return self.link.has_frame()
 
     def broadcast_ints(self, _values: list[int]) -> list[int]:
-        """Waits for the next request, passes it to `group`, returns it. Raises LinkLost if none will come."""
+        """Waits for the next request, passes it to `group`, returns it. Raises LostPeer if none will come."""
         began = time.monotonic()
         while (frame := self.link.receive(LOOK_S)) is None:
             pass
         self.waited_s += time.monotonic() - began
         request = Message.unpack(frame)
         if request.kind is MessageKind.DISMISS:
-            raise LinkLost("the leader goes on alone")
+            raise LostPeer("the leader goes on alone")
         self._number = request.number
         self.link.send(Message(MessageKind.ACK, self._number, []).pack())
         return self.group.broadcast_ints(request.values)

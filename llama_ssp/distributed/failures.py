@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -18,8 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from llama_ssp.config.environment import START, number_of, rank_environment
-from llama_ssp.distributed.comm import LostPeer
-from llama_ssp.distributed.draft_link import LinkLost
 from llama_ssp.distributed.identity import Identity, own_identity
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, leave_within
@@ -29,6 +28,7 @@ from llama_ssp.errors import (
     OK,
     DistributedError,
     JointError,
+    LostPeer,
     RunError,
     machine_error,
 )
@@ -42,6 +42,9 @@ EARLY_S = 10.0  # for a rank that fails before all have met, to tell the others
 LEADER_S = 1.0  # for the leader to say first what all ranks would say
 LOOK_S = 0.05
 CAUSE, LOOPBACK = "cause", "lo"
+# Until when a rank may do something; what is said, and called before, when that is over.
+Deadline = tuple[float, str, Callable[[], None]]
+NEVER: Deadline = (math.inf, "", lambda: None)
 MET: list[Any] = []  # torch's store, once for each meeting of this process: each has keys of its own
 stores: Any = dist  # has them, though its type does not say so
 
@@ -55,15 +58,6 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.phase}, round {self.round}" if self.round else self.phase
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """The time until which a rank may do something; what is said, and called before, when it is over."""
-
-    until: float
-    line: str
-    on_timeout: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -90,12 +84,10 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
             raise JointError(cause.line, cause.code, speaks=False)
         if time.monotonic() > until:
             absent = [rank for rank, key in enumerate(watch.keys) if not store.check([key])]
-            raise DistributedError(
-                "not all ranks have come",
-                where=f"rank {here.rank} of {here.world}",
-                found=f"no rank {', '.join(map(str, absent))} after {patience_s:g} s",
-                fix="look at these ranks' machines, or raise placement.timeout_s",
-            )
+            where, found = f"rank {here.rank} of {here.world}", ", ".join(map(str, absent))
+            fix = "look at these ranks' machines, or raise placement.timeout_s"
+            found = f"no rank {found} after {patience_s:g} s"
+            raise DistributedError("not all ranks have come", where, found, fix=fix)
         time.sleep(LOOK_S)
     MET.append(store.underlying_store)
     watch.start()
@@ -124,18 +116,11 @@ def _store(patience_s: float) -> Any:
     """Connects to the store that torchrun keeps; its keys are of this meeting and this start of the ranks."""
     here = rank_environment()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        raise DistributedError(
-            "several ranks were asked for, but not by torchrun",
-            where="environment",
-            found="no store that a launcher keeps",
-            fix=START,
-        )
+        what, found = "several ranks were asked for, but not by torchrun", "no store that a launcher keeps"
+        raise DistributedError(what, "environment", found, fix=START)
     host, port = os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT", 1, 65535)
-    silent = DistributedError(
-        "torchrun's store does not answer",
-        where=f"rank {here.rank} of {here.world}, {host}:{port}",
-        fix="start torchrun again; check MASTER_ADDR and MASTER_PORT",
-    )
+    where, fix = f"rank {here.rank} of {here.world}, {host}:{port}", "check MASTER_ADDR and MASTER_PORT"
+    silent = DistributedError("torchrun's store does not answer", where, fix=f"start torchrun again; {fix}")
     # TCPStore waits without end for a process that accepts the connection and is silent.
     alarm = leave_within(2 * patience_s, silent.code, str(silent))
     try:
@@ -145,15 +130,11 @@ def _store(patience_s: float) -> Any:
         raise silent from error
     finally:
         alarm.cancel()
-    return _meeting(tcp, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), len(MET))
+    return meeting(tcp, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), len(MET))
 
 
-def first_meeting(store: Any) -> Any:
-    """The part of a store in which the ranks of a first start meet."""
-    return _meeting(store, "0", 0)
-
-
-def _meeting(store: Any, attempt: str, number: int) -> Any:
+def meeting(store: Any, attempt: str = "0", number: int = 0) -> Any:
+    """Returns the part of a store in which ranks meet: those of a first start, unless `attempt` is given."""
     return stores.PrefixStore(f"llama_ssp/{attempt}/{number}", store)
 
 
@@ -176,7 +157,7 @@ class Watch(threading.Thread):
         self._beats, self._said = 0, [b""] * world  # what each rank has written last
         self._heard = dict.fromkeys(range(world), time.monotonic())  # when each rank's last beat came
         self._cause: Cause | None = None
-        self._deadline: Deadline | None = None  # of what the main thread does
+        self._deadline = NEVER  # of what the main thread does
         self._found, self._stopped = threading.Event(), threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
         self._wake = threading.Event()
@@ -203,7 +184,7 @@ class Watch(threading.Thread):
     def within(self, seconds: float, what: str, on_timeout: Callable[[], None]) -> Iterator[None]:
         """Ends all ranks if this takes longer, whatever the main thread waits for."""
         outer, until = self._deadline, time.monotonic() + seconds
-        self._deadline = Deadline(until, f"{what}: no end after {seconds:g} s", on_timeout)
+        self._deadline = until, f"{what}: no end after {seconds:g} s", on_timeout
         try:
             yield
         finally:
@@ -241,8 +222,10 @@ class Watch(threading.Thread):
         GUARD.ending = True
         if _is_broken_collective(error):
             error = self._lost_peer(error, "exchanging")
-        elsewhere = isinstance(error, LostPeer | LinkLost | KeyboardInterrupt)
-        cause = self._find() if elsewhere else None
+        if elsewhere := isinstance(error, LostPeer | KeyboardInterrupt):  # the thread may find the cause
+            self._wake.set()
+            self._found.wait(FIND_S if self.is_alive() else 0.0)
+        cause = self._cause if elsewhere else None
         if cause is None and self.rank in self.spare and not isinstance(error, KeyboardInterrupt):
             cause = Cause(self._own(error).line, OK, -1 if elsewhere else self.rank)
         elif cause is None:
@@ -253,26 +236,21 @@ class Watch(threading.Thread):
         self.stop()
         return JointError(cause.line, cause.code, cause.by == self.rank)
 
-    def _find(self) -> Cause | None:
-        """The cause, as soon as the thread has it; None if there is none, or the others go on."""
-        self._wake.set()
-        self._found.wait(FIND_S if self.is_alive() else 0.0)
-        return self._cause
-
     def _own(self, error: BaseException) -> Cause:
         """This rank's error as a cause."""
-        where = f"rank {self.rank} failed during {self.place}"
-        if isinstance(error, KeyboardInterrupt):  # the guard's has the signal's number, Python's own has none
-            return self._signal(error.args[0] if error.args else signal.SIGINT)
-        if isinstance(error, LostPeer | LinkLost):  # ranks out of step show
-            places = (f"rank {rank}: {self._place_of(rank)[0]}" for rank in range(self.world))
-            return self._cause_here(f"rank {self.rank} gets no answer; {error}; {', '.join(places)}")
-        if isinstance(error, RunError):
-            return self._cause_here(f"{where}: {error}", error.code)
-        if known := machine_error(error):
-            return self._cause_here(f"{where}: {known}", known.code)
-        code = INPUT_OUTPUT if isinstance(error, OSError) else DISTRIBUTED
-        return self._cause_here(f"{where}: {type(error).__name__}: {error}", code)
+        match error if isinstance(error, RunError) else machine_error(error) or error:
+            case KeyboardInterrupt(args=args):  # the guard's has the signal's number, Python's own has none
+                return self._signal(args[0] if args else signal.SIGINT)
+            case LostPeer():  # ranks out of step show
+                places = (f"rank {rank}: {self._place_of(rank)[0]}" for rank in range(self.world))
+                return self._cause_here(f"rank {self.rank} gets no answer; {error}; {', '.join(places)}")
+            case RunError() as known:
+                said, code = str(known), known.code
+            case OSError():
+                said, code = f"{type(error).__name__}: {error}", INPUT_OUTPUT
+            case _:
+                said, code = f"{type(error).__name__}: {error}", DISTRIBUTED
+        return self._cause_here(f"rank {self.rank} failed during {self.place}: {said}", code)
 
     def _signal(self, number: int) -> Cause:
         line = f"rank {self.rank} was stopped by {signal.Signals(number).name} during {self.place}"
@@ -316,9 +294,8 @@ class Watch(threading.Thread):
                     cause = first_cause(self._thread_store, self._signal(number))
             except RuntimeError:
                 is_first = os.environ.get("LOCAL_RANK") == "0"
-                cause = Cause(
-                    "torchrun, which keeps the ranks' store, is gone", by=self.rank if is_first else -1
-                )
+                line = "torchrun, which keeps the ranks' store, is gone"
+                cause = Cause(line, by=self.rank if is_first else -1)
             if cause and not self._stopped.is_set():
                 self._cause = cause
                 leave_within(LEAVE_S, cause.code, cause.line if cause.by == self.rank else "")
@@ -348,9 +325,10 @@ class Watch(threading.Thread):
         self._said = said
         if cause := first_cause(self._thread_store):  # also of a rank that has died since
             return cause
-        if (over := self._deadline) is not None and now > over.until:
-            over.on_timeout()
-            line = f"rank {self.rank}: {over.line}, in {self.place}"
+        until, late_line, on_timeout = self._deadline
+        if now > until:
+            on_timeout()
+            line = f"rank {self.rank}: {late_line}, in {self.place}"
             return first_cause(self._thread_store, self._cause_here(line))
         if self.rank in self.spare and self._thread_store.check([f"excused/{self.rank}"]):
             leave_within(LEAVE_S, OK)  # the main thread may be stuck

@@ -146,10 +146,10 @@ class RankProcesses:
 
     def _speak_for(self, rank: int, code: int) -> None:
         """A rank ended before all have met, and said nothing: tells the others, who would wait for it."""
-        from llama_ssp.distributed.failures import Cause, first_cause, first_meeting
+        from llama_ssp.distributed.failures import Cause, first_cause, meeting
 
         with suppress(RuntimeError):
-            store = first_meeting(self._store)
+            store = meeting(self._store)
             self._met = self._met or store.check([f"rank/{n}" for n in range(len(self._processes))])
             number = -code if code < 0 else code - 128
             is_stop = number in STOPPING

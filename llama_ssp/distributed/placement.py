@@ -7,7 +7,7 @@ the target (the leader alone, a copy on each, or split over the first ones) or o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -40,12 +40,9 @@ class Placement:
         """Whether the draft has ranks, and so GPUs, of its own."""
         return bool(self.draft) and self.draft[0] not in self.target
 
-    def as_plain(self) -> dict[str, Any]:
-        """For messages between ranks."""
-        return {**asdict(self), "splitting": self.splitting.value}
-
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> Placement:
+        """Returns a placement that came as a message: JSON of its fields."""
         ranks = {key: tuple(plain[key]) for key in ("target", "draft")}
         return Placement(**{**plain, **ranks, "splitting": Splitting(plain["splitting"])})
 

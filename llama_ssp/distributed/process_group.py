@@ -24,6 +24,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ssp.config.environment import MAX_WORLD, number_of, rank_environment
+from llama_ssp.config.run import flat
 from llama_ssp.distributed.comm import ALONE, Ranks, checksum
 from llama_ssp.distributed.draft_link import Link, Listener, connect
 from llama_ssp.distributed.failures import Place, Watch, meet
@@ -244,10 +245,9 @@ class Group(Ranks):
         self._watch.stop()
         if self.is_leader:
             self._watch.release(self._lost)
-        late = DistributedError(
-            "the ranks cannot disconnect", f"rank {self._watch.rank}", f"not done in {self.patience_s:g} s",
-            fix="results are written; if the GPUs stay in use, end the processes",
-        )  # fmt: skip
+        what, found = "the ranks cannot disconnect", f"not done in {self.patience_s:g} s"
+        fix = "results are written; if the GPUs stay in use, end the processes"
+        late = DistributedError(what, f"rank {self._watch.rank}", found, fix=fix)
         alarm = leave_within(self.patience_s, late.code, str(late))
         dist.destroy_process_group()
         alarm.cancel()
@@ -268,21 +268,13 @@ class Group(Ranks):
 def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
     """The first keys in which two JSON objects differ, with both values; nothing of other texts."""
     with suppress(ValueError):
-        own, other = flat(json.loads(text)), flat(json.loads(leaders))
+        own, other = dict(flat(json.loads(text))), dict(flat(json.loads(leaders)))
         keys = [key for key in {**other, **own} if own.get(key) != other.get(key)]
         both = [(key, own.get(key, "nothing"), other.get(key, "nothing")) for key in keys]
         said = [f"{key} {one} on rank {ranks[0]}, {two} on rank {ranks[1]}" for key, one, two in both]
         more = f"; and {len(keys) - MAX_NAMED} more" * (len(keys) > MAX_NAMED)
         return f": {'; '.join(said[:MAX_NAMED])}{more}"
     return ""
-
-
-def flat(node: Any, prefix: str = "") -> dict[str, str]:
-    """The values of a JSON document as JSON, by dotted key."""
-    if not isinstance(node, dict) or not node:
-        return {prefix.rstrip("."): json.dumps(node)}
-    inner = [flat(value, f"{prefix}{name}.").items() for name, value in node.items()]
-    return {key: text for items in inner for key, text in items}
 
 
 def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
@@ -294,12 +286,8 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         return ALONE
     if dist.is_initialized():
         found = "a pair that is not closed, or a process group of the script's own"
-        raise UsageError(
-            "torch.distributed is in use in this process",
-            "",
-            found,
-            fix="close it first; after an error start the script again",
-        )
+        fix = "close it first; after an error start the script again"
+        raise UsageError("torch.distributed is in use in this process", "", found, fix=fix)
     if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
         torch.cuda.set_device(device)
         # Registered graphs may read memory that the allocator has moved (expandable segments).

@@ -13,7 +13,7 @@ import yaml
 
 from llama_ssp.config import home_expanded
 from llama_ssp.config.compose import composed
-from llama_ssp.config.run import resolved
+from llama_ssp.config.run import flat, resolved
 from llama_ssp.errors import OK, DataError, UsageError, first_line, shortened, writing
 from llama_ssp.report.console import Console
 from llama_ssp.report.plots import svg
@@ -84,8 +84,8 @@ def page(folder: Path, summary: Row, settings: Row) -> str:
     """Returns the page: settings that are not the defaults, where it ran, picture, tables, all settings."""
     pair = " with ".join(str(summary[key]) for key in ("target", "drafter") if summary.get(key))
     title = f"llama-ssp: {summary['task']}{', ' * bool(pair)}{pair}"
-    defaults = dict(_flat(resolved(composed([f"task={summary['task']}"]))))
-    given = {key: value for key, value in _flat(settings) if key not in WHERE_IT_RAN}
+    defaults = dict(flat(resolved(composed([f"task={summary['task']}"]))))
+    given = {key: value for key, value in flat(settings) if key not in WHERE_IT_RAN}
     key, value, default = (Column(name, is_text=True) for name in ("key", "value", "default"))
     rows: list[Row] = [{"key": name, "value": given[name], "default": defaults.get(name)} for name in given]
     changed = [row for row in rows if row["value"] != row["default"]]
@@ -124,12 +124,3 @@ def _facts(folder: Path, summary: Row) -> Iterator[tuple[str, str]]:
     yield "GPUs", ", ".join(summary.get("gpus") or [])
     yield "devices", "; ".join(f"{role}: {device}" for role, device in devices.items())
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _flat(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yields every setting as dotted key and text."""
-    if isinstance(settings, dict) and settings:
-        for name, value in settings.items():
-            yield from _flat(value, f"{key}.{name}" if key else str(name))
-    elif key:
-        yield key, json.dumps(settings, ensure_ascii=False, default=str)

@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from llama_ssp.distributed.comm import LeaderChannel, LostPeer, checksum
+from llama_ssp.distributed.comm import LeaderChannel, checksum
 from llama_ssp.distributed.roles import Roles
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, LostPeer
 from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.state import Proposal, State
 

@@ -76,7 +76,7 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     drafts = [{key: getattr(pair.run.speculation, key) for key in OF_PLAN} for pair in inputs.pairs]
     compared = {**deciding(_with(inputs.run, dict.fromkeys(OF_PLAN))), "versions": versions()}
     ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
-    placements = [pair.placement.as_plain() for pair in inputs.pairs]
+    placements = [asdict(pair.placement) for pair in inputs.pairs]
     own = {"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements}
     sent = broadcast_json({**own, "drafts": drafts}, ranks)
     prompts = [TextPrompt(**prompt) for prompt in sent["reading"]["prompts"]]
