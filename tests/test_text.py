@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from llama_ssp.text.detokenizer import INCOMPLETE, Detokenizer, Stop, Writing, visible
+from llama_ssp.report.console import visible
+from llama_ssp.text.detokenizer import INCOMPLETE, Detokenizer, Stop, Writing
 from tests import checkpoints
 
 exhaustive = settings(derandomize=True, deadline=None, database=None)

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +27,9 @@ from llama_ssp.errors import StorageError
 from llama_ssp.report.tables import Table, text_of
 
 log = logging.getLogger(__name__)
+PLAIN = "\n\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"  # what does no harm in a terminal
+CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
+TAB = "    "
 
 Item = Table | RenderableType
 """What a task shows: tables, lines of text, and what else rich can draw."""
@@ -182,3 +186,11 @@ def above_progress() -> Iterator[None]:
 def _is_terminal() -> bool:
     """Whether standard error is a terminal; it may be closed."""
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def visible(text: str) -> str:
+    """Escapes characters that control a terminal: controls, direction marks, separators."""
+    return "".join(
+        c if c in PLAIN or unicodedata.category(c) not in CONTROLS else repr(c)[1:-1]
+        for c in text.replace("\t", TAB)
+    )

@@ -18,8 +18,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from llama_ssp.errors import writing
+from llama_ssp.report.console import visible
 from llama_ssp.speculative.stats import Counts, ratio
-from llama_ssp.text.detokenizer import visible
 
 SIDE_BY_SIDE = 60  # columns that two panes need; a narrower terminal gets plain lines
 FRAME = 4  # columns that a pane's border and padding take

@@ -14,9 +14,9 @@ from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import nothing_run
 from llama_ssp.pair.conversation import STOPPED, Conversation
+from llama_ssp.report.console import visible
 from llama_ssp.tasks.common import Task, pace_in_words
 from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines, typed_while
-from llama_ssp.text.detokenizer import visible
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.console import rich_console
+from llama_ssp.report.console import rich_console, visible
 from llama_ssp.report.live_view import ONE_PROMPT, SIDE_BY_SIDE, Scene, Screen, Track, figures, save, verdict
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
@@ -23,7 +23,7 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.tasks.common import Task, longest, output_of
 from llama_ssp.tasks.interactive import Terminal, typed_lines
-from llama_ssp.text.detokenizer import Detokenizer, Writing, visible
+from llama_ssp.text.detokenizer import Detokenizer, Writing
 from llama_ssp.text.prompts import TextPrompt, require_usable
 
 log = logging.getLogger(__name__)

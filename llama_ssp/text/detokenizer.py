@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
@@ -11,8 +10,6 @@ Stop = str | int  # a text, or a special token's id
 CONTEXT_TOKENS = 8  # of the prompt, decoded with the text: a token's text may depend on its neighbours
 CHARACTER_TOKENS = 4  # the most tokens of one character
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
-TAB = "    "
 
 
 class Detokenizer:
@@ -119,15 +116,3 @@ class Writing:
 
     def printable(self, row: int, ended: bool) -> str:
         return self._rows[row].printable(ended)
-
-
-def visible(text: str) -> str:
-    """The text, with characters escaped that control a terminal: controls, direction marks, separators."""
-    return "".join(_escaped(character) for character in text.replace("\t", TAB))
-
-
-def _escaped(character: str) -> str:
-    controls = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    if character == "\n" or character in JOINERS or not controls:
-        return character
-    return character.encode("unicode_escape", "surrogatepass").decode()

@@ -60,11 +60,8 @@ def chat(found: Sequence[TokenLogprob]) -> dict[str, Any]:
     """As OpenAI's chat completions have them."""
 
     def item(one: TokenLogprob) -> dict[str, Any]:
-        return {
-            "token": one.token,
-            "logprob": number(one.logprob),
-            "bytes": None if one.bytes is None else list(one.bytes),
-        }
+        letters = None if one.bytes is None else list(one.bytes)
+        return {"token": one.token, "logprob": number(one.logprob), "bytes": letters}
 
     return {"content": [{**item(one), "top_logprobs": list(map(item, one.top))} for one in found]}
 

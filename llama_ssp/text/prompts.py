@@ -29,7 +29,6 @@ MAX_INPUT_BYTES = 2**28  # of standard input, which is read whole
 MAX_FILE_BYTES = 2**30
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson", ".jl")  # of files with an object a line, in upper or lower case
 MAX_ID_LENGTH = 256
-MAX_DIGITS = 100  # of a whole number
 STDIN = "-"  # as the name of a prompt file
 CORRECT_PROMPTS = "correct them; the log names each"
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
@@ -282,12 +281,6 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
-
-
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
@@ -295,9 +288,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-DECODER = json.JSONDecoder(
-    parse_constant=_no_constant, parse_int=_whole, object_pairs_hook=_no_duplicates
-)  # made once: to make one takes as long as to read a line
+# Made once: to make one takes as long as to read a line. Python refuses a number of thousands of digits.
+DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
 
 
 def checked(items: Iterable[Item], made: Callable[[Item], TextPrompt], policy: OnBadRow) -> Reading:

@@ -28,12 +28,7 @@ NUMBERED = re.compile(r"<0x([0-9A-F]{2})>")
 OWN_LETTERS = (range(33, 127), range(161, 173), range(174, 256))  # bytes written as their own letters
 
 
-class Notation(Enum):
-    """How token strings are read."""
-
-    letters = "byte-level"
-    marks = "SentencePiece"
-    plain = "plain text"
+Notation = Enum("Notation", ["letters", "marks", "plain"])  # how token strings are read
 
 
 def notation_of(decoder: Any) -> Notation:
