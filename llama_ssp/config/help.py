@@ -79,7 +79,7 @@ def _of_task(name: str) -> list[str]:
     lines += ["", "Keys of the run", *_table(keys_of_run())]
     groups = schema.groups.split()
     for group in (group for group in groups if group in SHOWN):
-        choices = _wrapped(f"{group}={'|'.join(options(group))}", "  ")
+        choices = _wrapped(f"{group}={'|'.join(options(group))}", 2)
         lines += ["", run[group], *choices, *_table(keys_of_group(group))]
     others = [Key(group, "NAME", run[group]) for group in groups if group not in SHOWN]
     return [*lines, "", "Further groups: llama-ssp GROUP --help", *_table(others)]
@@ -87,25 +87,23 @@ def _of_task(name: str) -> list[str]:
 
 def _of_group(name: str) -> list[str]:
     about, keys = descriptions(RunConf).get(name, "Settings of several groups."), keys_of_group(name)
-    lines = [f"{name}=NAME", "", *_wrapped(about), "", "Names", *_wrapped(", ".join(options(name)), "  ")]
+    lines = [f"{name}=NAME", "", *_wrapped(about), "", "Names", *_wrapped(", ".join(options(name)), 2)]
     return [*lines, "", "Keys", *_table(keys)] if keys else lines
 
 
 def _table(keys: Sequence[Key]) -> list[str]:
-    """A key with its default, and its description next to it."""
+    """Returns a key with its default, and its description next to it."""
     lines = list[str]()
     for key in keys:
-        head = f"  {key.name}={key.default}"
-        if len(head) > MARGIN - 2:
-            lines.append(head)
-            head = ""
-        lines += _wrapped(key.text, " " * MARGIN, head.ljust(MARGIN))
+        head, (first, *rest) = f"  {key.name}={key.default}", _wrapped(key.text, MARGIN)
+        lines += [head + first[len(head) :]] if len(head) <= MARGIN - 2 else [head, first]
+        lines += rest
     return lines
 
 
-def _wrapped(text: str, margin: str = "", head: str | None = None) -> list[str]:
-    head = margin if head is None else head
-    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=margin)
+def _wrapped(text: str, margin: int = 0) -> list[str]:
+    indent = " " * margin
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
 def markdown() -> str:

@@ -354,10 +354,7 @@ class BatchConf(TaskConf):
     ignore_eos: bool = key(False, "Continue after the model's end token.")
     on_bad_row: OnBadRow = key(OnBadRow.fail, "A bad record: fail ends the job, skip gives an error.")
     batch_size: int | None = number(
-        None,
-        1,
-        MOST_ROWS,
-        "Rows at a time; null, or auto: what the plan finds fastest of those that fit, or 8.",
+        None, 1, MOST_ROWS, "Rows at a time; null, or auto: what the plan finds fastest of what fits, or 8."
     )
     prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
     shard_size: int = number(256, 1, 10**6, "Records of a shard.")

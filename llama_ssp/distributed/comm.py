@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ from llama_ssp.errors import DistributedError
 def checksum(values: Iterable[int]) -> int:
     """Tells lists of integers apart; ranks compare it instead of the lists."""
     return zlib.crc32(",".join(map(str, values)).encode())
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank is doing. An engine counts its rounds from 1; 0 is outside of them."""
+
+    phase: str
+    round: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.phase}, round {self.round}" if self.round else self.phase
 
 
 class LeaderChannel:

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from llama_ssp.config.environment import START, number_of, rank_environment
+from llama_ssp.distributed.comm import Place
 from llama_ssp.distributed.identity import Identity, own_identity
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, leave_within
@@ -47,17 +48,6 @@ Deadline = tuple[float, str, Callable[[], None]]
 NEVER: Deadline = (math.inf, "", lambda: None)
 MET: list[Any] = []  # torch's store, once for each meeting of this process: each has keys of its own
 stores: Any = dist  # has them, though its type does not say so
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a rank is doing. An engine counts its rounds from 1; 0 is outside of them."""
-
-    phase: str
-    round: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.phase}, round {self.round}" if self.round else self.phase
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ssp.config.environment import MAX_WORLD, number_of, rank_environment
 from llama_ssp.config.run import flat
-from llama_ssp.distributed.comm import ALONE, Ranks, checksum
+from llama_ssp.distributed.comm import ALONE, Place, Ranks, checksum
 from llama_ssp.distributed.draft_link import Link, Listener, connect
-from llama_ssp.distributed.failures import Place, Watch, meet
+from llama_ssp.distributed.failures import Watch, meet
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import leave_within
 from llama_ssp.errors import DistributedError, UsageError

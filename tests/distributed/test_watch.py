@@ -13,8 +13,8 @@ from functools import partial
 import pytest
 
 from llama_ssp.distributed import identity
-from llama_ssp.distributed.comm import ALONE
-from llama_ssp.distributed.failures import Place, Watch
+from llama_ssp.distributed.comm import ALONE, Place
+from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DistributedError
 from llama_ssp.tasks import interactive as asking
