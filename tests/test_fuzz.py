@@ -147,6 +147,6 @@ def test_files_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Reading that lets everything through meets a fault in some file."""
     numbers = range(ONLY, ONLY + 1) if ONLY >= 0 else range(FILES)
     assert list(faults(SEED, numbers, tmp_path)) == []
-    monkeypatch.setattr(prompts, "problem_of", lambda *_: None)
-    monkeypatch.setattr("llama_ssp.batch.records.problem_of", lambda *_: None)
+    monkeypatch.setattr(prompts, "require_usable", lambda *_: None)
+    monkeypatch.setattr("llama_ssp.batch.records.require_usable", lambda *_: None)
     assert list(faults(7, range(150), tmp_path))

@@ -67,7 +67,7 @@ class Override:
 
 
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
-    """The overrides and flags that these arguments mean, overrides first. Raises UsageError."""
+    """Returns the overrides and flags that these arguments mean, overrides first. Raises UsageError."""
     words, flags = divided(arguments)
     flags = [flag for flag in flags if flag not in (*QUIET, *VERBOSE, *DRY)]
     parser = _hydra_parser()
@@ -112,7 +112,7 @@ def each_key_once(words: Sequence[str]) -> dict[str, str]:
 
 
 def completable(line: str) -> str:
-    """A line of the shell that is to be completed: short forms before its last word are written out.
+    """Returns a line of the shell that is to be completed: short forms before its last word are written out.
 
     Hydra divides the line at blanks, so words that hold some are left out.
     """
@@ -125,7 +125,7 @@ def completable(line: str) -> str:
 
 
 def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
-    """The overrides that these words mean, in Hydra's grammar. Raises UsageError or ModelError.
+    """Returns the overrides that these words mean, in Hydra's grammar. Raises UsageError or ModelError.
 
     In a sweep, commas divide the values of groups and numbers, and a list of quoted texts those of a text.
     """
@@ -180,7 +180,7 @@ def unknown_key(key: str, schema: str | None = None) -> UsageError:
 
 
 def _meant(key: str) -> str:
-    """Suggests a key for an unknown one: the shortest whose last part holds its name, or one spelt alike."""
+    """Suggests a key for an unknown one: the shortest whose last part holds its name, or a similar one."""
     if key.startswith("hydra"):
         return "--cfg hydra shows Hydra's own keys"
     known, leaf = key_types(), key.rpartition(".")[2]
@@ -209,7 +209,7 @@ def _key_of(flag: str) -> str:
 
 
 def _is_bare(word: str) -> bool:
-    """Whether a word is a task or a model: it has no key, or names a file with a = in its name."""
+    """Returns whether a word is a task or a model: it has no key, or names a file with a = in its name."""
     override = Override.of(word)
     if word.startswith(("/", "./", "../", "~/", "${")):
         return True
@@ -219,7 +219,7 @@ def _is_bare(word: str) -> bool:
 
 
 def _named(words: Sequence[str]) -> list[Override]:
-    """The words without a key, with the keys that their places give them."""
+    """Returns the words without a key, with the keys that their places give them."""
     if not words:
         return []
     first, others = words[0], words[1 + len(ROLES) :]

@@ -99,7 +99,7 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
 
 
 def _job(cfg: DictConfig, given: Sequence[str]) -> ComposedJob:
-    """The job that Hydra has merged now; `given` are the words that it was given."""
+    """Returns the job that Hydra has merged now; `given` are the words that it was given."""
     hydra_conf = HydraConfig.get()
     folders = [
         Path(source.path)

@@ -52,7 +52,7 @@ def refuse_copies() -> None:
 
 
 def number_of(name: str, least: int, most: int, default: int | None = None) -> int:
-    """The number in this variable; the default where it is not set or empty."""
+    """Returns the number in this variable; the default where it is not set or empty."""
     text = os.environ.get(name, "")
     if not text and default is not None:
         return default

@@ -49,7 +49,7 @@ A key of a text or a path takes its value as it is; `--KEY VALUE` is `KEY=VALUE`
 
 
 def help_for(arguments: Sequence[str]) -> str:
-    """The help for the first task or group among the arguments; the overview without one.
+    """Returns the help for the first task or group among the arguments; the overview without one.
 
     Raises UsageError if the first argument is no task, no group, no setting and no flag.
     """
@@ -134,18 +134,18 @@ class Key:
 
 
 def intro(schema: type) -> list[str]:
-    """The description of a schema: its first line, and the rest in one."""
+    """Returns the description of a schema: its first line, and the rest in one."""
     first, _, rest = inspect.cleandoc(schema.__doc__ or "").partition("\n\n")
     return [" ".join(part.split()) for part in (first, rest) if part]
 
 
 def descriptions(schema: type) -> dict[str, str]:
-    """The description of each key."""
+    """Returns the description of each key."""
     return {entry.name: entry.metadata["about"] for entry in fields(schema)}
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
-    """The keys of a schema and of the schemas in it, except the name of a model or task."""
+    """Yields the keys of a schema and of the schemas in it, except the name of a model or task."""
     hints = get_type_hints(schema)
     for entry in fields(schema):
         inner = entry.default_factory
@@ -157,7 +157,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def keys_of_group(group: str) -> list[Key]:
-    """The keys of a group of the run, such as sampling."""
+    """Returns the keys of a group of the run, such as sampling."""
     known = keys_of(ModelConf, "draft.") if group == "draft" else keys_of(RunConf)
     return [key for key in known if key.name.startswith(f"{group}.")]
 
@@ -170,7 +170,7 @@ def keys_of_task(task: str) -> list[Key]:
 
 
 def keys_of_run() -> list[Key]:
-    """The keys that are in no group of presets."""
+    """Returns the keys that are in no group of presets."""
     keys = [key for key in keys_of(RunConf) if "." not in key.name and key.name != "draft"]
     return [*keys, *keys_of_group("plan")]
 
@@ -182,7 +182,7 @@ def _default(entry: Field[Any]) -> str:
 
 
 def _allowed(hint: Any, entry: Field[Any]) -> str:
-    """The choices of a key, or the range of its numbers; empty where the type says enough."""
+    """Returns the choices of a key, or the range of its numbers; empty where the type says enough."""
     kind = kinds_of(hint)[0]
     if isinstance(kind, EnumType):
         return f"[{'|'.join(kind)}]"

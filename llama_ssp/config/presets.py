@@ -21,12 +21,12 @@ ROLES = ("model", "draft")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 HUB_NAME = re.compile(rf"({HUB_ID.pattern})(?::([\w.-]+))?")  # with a GGUF file of it: ORG/NAME:Q4_K_M
 HUB_PAGE = "https://huggingface.co/"
-UNNAMED = "local"  # the preset behind every folder and id
+UNNAMED = "local"  # the preset of every folder and id
 NAMES_OF_A_MODEL = "a preset, a folder, a GGUF file, or ORG/NAME[:Q4_K_M] on the Hugging Face hub"
 
 
 def options(group: str) -> list[str]:
-    """The names that GROUP=NAME takes."""
+    """Returns the names that GROUP=NAME takes."""
     names = TASKS if group == "task" else (file.stem for file in (CONF / group).glob("*.yaml"))
     return sorted({*names} - ({UNNAMED} if group in ROLES else {""}))
 
@@ -67,7 +67,7 @@ def quoted(text: object, as_written: bool = True) -> str:
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    """The name that is most alike, also in other letters (7b for 7B); None if none is."""
+    """Returns the most similar name, also in other letters (7b for 7B); None if none is."""
     by_letters = {other.lower(): other for other in names}
     matches = difflib.get_close_matches(name.lower(), by_letters, n=1)
     return by_letters[matches[0]] if matches else None

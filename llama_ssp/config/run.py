@@ -65,13 +65,13 @@ class RunConf:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a draft model takes part."""
+        """Returns whether a draft model takes part."""
         spec = self.speculation
         return self.draft is not None and spec.drafter is Drafting.model and spec.may_draft
 
     @property
     def drafts_from_text(self) -> bool:
-        """Whether tokens are looked up in the text so far."""
+        """Returns whether tokens are looked up in the text so far."""
         return self.speculation.drafter not in (Drafting.model, Drafting.none) and self.speculation.may_draft
 
     @property
@@ -82,7 +82,7 @@ class RunConf:
 
     @property
     def drafter_name(self) -> str | None:
-        """The name of the draft model, or of what drafts from the text; None without drafts."""
+        """Returns the name of the draft model, or of what drafts from the text; None without drafts."""
         if self.drafts_from_text:
             return self.speculation.drafter.value
         return self.draft.name if self.draft and self.has_draft_model else None
@@ -101,7 +101,7 @@ def register() -> None:
 
 @cache
 def key_types(schema: type = RunConf, prefix: str = "") -> dict[str, Any]:
-    """The type of every dotted key of the schema, of all tasks."""
+    """Returns the type of every dotted key of the schema, of all tasks."""
     result, hints = dict[str, Any](), get_type_hints(schema)
     for entry in fields(schema):
         name = prefix + entry.name
@@ -113,7 +113,7 @@ def key_types(schema: type = RunConf, prefix: str = "") -> dict[str, Any]:
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """The types that a type allows: those of a union, or itself."""
+    """Returns the types that a type allows: those of a union, or itself."""
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
@@ -132,5 +132,5 @@ def flat(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def home_expanded(name: str) -> Path:
-    """The path with a leading ~ expanded, except an unknown user's."""
+    """Returns the path with a leading ~ expanded, except an unknown user's."""
     return Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user

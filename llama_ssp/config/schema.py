@@ -14,7 +14,7 @@ MAX_INT = 2**31 - 1
 
 
 def key(default: Any, about: str, **rules: Any) -> Any:
-    """A field with its description, for --help and docs/keys.md. `default` is a value or makes one.
+    """Returns a field with its description, for --help and docs/keys.md. `default` is a value or makes one.
 
     `rules` are for validation.py: of numbers `range`; of texts `shape`, a regular expression, and what
     is `allowed` in words.
@@ -31,7 +31,7 @@ def number(default: Any, low: float, high: float, about: str, above: bool = Fals
 
 
 def size(about: str) -> Any:
-    """A field with a size of a model; 0 is not known, or none."""
+    """Returns a field with a size of a model; 0 is not known, or none."""
     return number(0, 0, MAX_INT, about)
 
 
@@ -40,12 +40,12 @@ def share(default: float | None, about: str) -> Any:
 
 
 def figure(about: str, above: bool = False) -> Any:
-    """A field with a figure of a machine; null is looked up."""
+    """Returns a field with a figure of a machine; null is looked up."""
     return number(None, 0.0, 1e9, about, above)
 
 
 def not_empty(about: str, default: Any = None) -> Any:
-    """A field with a text, such as a path, or a list of texts."""
+    """Returns a field with a text, such as a path, or a list of texts."""
     return key(default, about, shape=r"[^\0]+", allowed="a text that is not empty")
 
 
@@ -144,7 +144,7 @@ class ModelConf:
 
     @property
     def is_head(self) -> bool:
-        """Whether it is a trained head, which reads the target's hidden states."""
+        """Returns whether it is a trained head, which reads the target's hidden states."""
         return self.head_inputs > 0
 
 
@@ -334,10 +334,10 @@ class SpeculationConfig:
 
     @property
     def may_draft(self) -> bool:
-        """Whether K may be more than 0."""
+        """Returns whether K may be more than 0."""
         return self.k != 0 or self.adaptive
 
     @property
     def longest(self) -> int:
-        """The most drafts of a round."""
+        """Returns the largest number of drafts of a round."""
         return self.k_max if self.adaptive or self.k is None else self.k

@@ -35,7 +35,7 @@ LOGPROBS_OF = "Whose log-probabilities: the target's at temperature 1, or those 
 
 
 def picture(what: str, endings: str = "png|svg|pdf", null: str = "null is plot.svg in the run folder") -> Any:
-    """A field for the name of a picture, with one of these endings; null by default."""
+    """Returns a field for the name of a picture, with one of these endings; null by default."""
     about = f"The picture of {what}, as .{endings.replace('|', ', .')}; {null}."
     return key(None, about, shape=rf".*\.({endings})", allowed=f"a name with the ending {endings}")
 
@@ -75,7 +75,7 @@ class TaskConf:
 
     @property
     def writes_past_end(self) -> bool:
-        """Whether an end-of-text token ends no text."""
+        """Returns whether an end-of-text token ends no text."""
         return bool(self.ignore_eos)
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:

@@ -98,7 +98,7 @@ def check_sharing(run: RunConf, words: Sequence[str] = ()) -> None:
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
-    """The entries. Raises UsageError for a single text: its letters are not meant as entries."""
+    """Returns the entries. Raises UsageError for a single text: its letters are not meant as entries."""
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise UsageError(f"{name} is of the wrong type", "", repr(given), "a list", "write [...] around it")
     return list(given)
@@ -135,7 +135,7 @@ def check_values(node: Any, prefix: str = "") -> None:
 
 
 def _items(key: str, value: Any) -> list[tuple[str, Any]]:
-    """The entries of a list or a map with their names; a value itself, unless it is null."""
+    """Returns the entries of a list or a map with their names; a value itself, unless it is null."""
     if isinstance(value, dict):
         return [(f"{key}.{name}", item) for name, item in value.items()]
     if isinstance(value, list):

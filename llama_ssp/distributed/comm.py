@@ -41,7 +41,7 @@ class LeaderChannel:
     loss_logged = False
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
-        """The leader's integers, on every rank; what the other ranks pass is ignored."""
+        """Returns the leader's integers, on every rank; what the other ranks pass is ignored."""
         return values
 
     def flush(self) -> None:
@@ -63,20 +63,20 @@ class Ranks(LeaderChannel):
 
     @property
     def label(self) -> str:
-        """The group and this rank's place in it. A compiled step is for one label."""
+        """Returns the group and this rank's place in it. A compiled step is for one label."""
         return ""
 
     @property
     def through_host(self) -> bool:
-        """Whether tensors of GPUs are exchanged by way of the host: no CUDA graph can hold that."""
+        """Returns whether tensors of GPUs are exchanged by way of the host: no CUDA graph can hold that."""
         return False
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Returns the sum over ranks, in place."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor; all have one shape."""
+        """Returns every rank's tensor; all have one shape."""
         return [tensor]
 
     def during(self, what: str) -> AbstractContextManager[None]:
@@ -88,11 +88,11 @@ class Ranks(LeaderChannel):
         return nullcontext()
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
-        """Every rank's integers; all ranks pass equally many."""
+        """Returns every rank's integers; all ranks pass equally many."""
         return [values]
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text."""
+        """Returns every rank's text."""
         encoded = text.encode()
         lengths = [length for (length,) in self.gather_ints([len(encoded)])]
         padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
@@ -119,11 +119,11 @@ class Ranks(LeaderChannel):
         return self if LEADER in members else None
 
     def link(self, one: int, other: int) -> Link | None:
-        """A connection between two ranks; None on the others. All ranks call it."""
+        """Returns a connection between two ranks; None on the others. All ranks call it."""
         raise DistributedError("a single rank has no other to connect to", found=f"ranks {one} and {other}")
 
     def may_lose(self, members: tuple[int, ...]) -> None:
-        """From now on these ranks, and no others, may fail without ending the run. All ranks call it."""
+        """Lets these ranks, and no others, fail without ending the run, from now on. All ranks call it."""
 
     def drop_lost(self) -> None:
         """Goes on without the ranks that `may_lose` named. All other ranks call it, at the same place."""
@@ -132,7 +132,7 @@ class Ranks(LeaderChannel):
         """Records what this rank does next, and in which round, for messages about failures."""
 
     def keep_errors_in(self, folder: Path | None) -> None:
-        """Where a rank that fails writes its record; the leader's folder counts."""
+        """Says where a rank that fails writes its record; the leader's folder counts."""
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Why this rank ends: the error, which it passes to the others, or the error they ended with."""
@@ -149,7 +149,7 @@ ALONE = Ranks()
 
 
 def broadcast_json(plain: Any, ranks: Ranks) -> Any:
-    """The leader's JSON value, on every rank; what the other ranks pass is ignored."""
+    """Returns the leader's JSON value, on every rank; what the other ranks pass is ignored."""
     if ranks.world == 1:
         return plain
     own = json.dumps(plain).encode() if ranks.is_leader else b""

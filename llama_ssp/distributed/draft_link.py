@@ -43,11 +43,11 @@ class Link:
             raise LostPeer(_reason(error)) from error
 
     def has_frame(self) -> bool:
-        """Whether one has begun to come, or the connection is gone; does not wait."""
+        """Returns whether one has begun to come, or the connection is gone; does not wait."""
         return self._connection.poll()
 
     def receive(self, seconds: float, most: int | None = None) -> bytes | None:
-        """The next frame; None if none comes in time. With 0 it only looks.
+        """Returns the next frame; None if none comes in time. With 0 it only looks.
 
         `most` bounds its bytes; frames of large batches have gigabytes. Raises LostPeer.
         """
@@ -81,7 +81,7 @@ class Listener:
         self.port = int(self._socket.getsockname()[1])
 
     def accept(self, patience_s: float) -> Link:
-        """The connection to the end that knows the secret; others are closed."""
+        """Returns the connection to the end that knows the secret; others are closed."""
         until = time.monotonic() + patience_s
         with self._socket:
             while True:
@@ -99,7 +99,7 @@ class Listener:
 
 
 def connect(host: str, port: int, secret: str, patience_s: float) -> Link:
-    """The connection to the Listener there."""
+    """Returns the connection to the Listener there."""
     try:
         link = Link(socket.create_connection((host, port), patience_s), patience_s)
         link.send(secret.encode())

@@ -87,7 +87,7 @@ class DraftClient(LeaderChannel):
         self._wait(lambda: self._acknowledged == self._number)
 
     def give_up(self, why: str) -> None:
-        """From now on nothing is sent or waited for."""
+        """Sends nothing and waits for nothing from now on."""
         if self.lost is None:
             self.lost, self._reply = why, None
             self.link.close(Message(MessageKind.DISMISS, self._number, []).pack())
@@ -132,7 +132,7 @@ class DraftServer(LeaderChannel):
     _number: int = 0  # of the last request
 
     def has_request(self) -> bool:
-        """Whether the next request has come, or none will; does not wait."""
+        """Returns whether the next request has come, or none will; does not wait."""
         return self.link.has_frame()
 
     def broadcast_ints(self, _values: list[int]) -> list[int]:
@@ -149,5 +149,5 @@ class DraftServer(LeaderChannel):
         return self.group.broadcast_ints(request.values)
 
     def send_reply(self, values: list[int], payload: bytes) -> None:
-        """The reply to the last request."""
+        """Sends the reply to the last request."""
         self.link.send(Message(MessageKind.REPLY, self._number, values, payload).pack())

@@ -205,7 +205,7 @@ class Watch(threading.Thread):
         self.join(LEAVE_S)
 
     def cause_of(self, error: BaseException) -> JointError:
-        """What all ranks end with: the first cause in the store, which may be this error.
+        """Returns what all ranks end with: the first cause in the store, which may be this error.
 
         A rank that may be lost ends by itself, and with code 0: a launcher would take another for the run's.
         """
@@ -227,7 +227,7 @@ class Watch(threading.Thread):
         return JointError(cause.line, cause.code, cause.by == self.rank)
 
     def _own(self, error: BaseException) -> Cause:
-        """This rank's error as a cause."""
+        """Returns this rank's error as a cause."""
         match error if isinstance(error, RunError) else machine_error(error) or error:
             case KeyboardInterrupt(args=args):  # the guard's has the signal's number, Python's own has none
                 return self._signal(args[0] if args else signal.SIGINT)
@@ -301,7 +301,7 @@ class Watch(threading.Thread):
         self._thread_store.set(self.keys[self.rank], json.dumps(said))
 
     def _place_of(self, rank: int) -> tuple[str, Identity]:
-        """Where a rank was at its last beat, and its process."""
+        """Returns where a rank was at its last beat, and its process."""
         _, place, *process = json.loads(self._said[rank]) if self._said[rank] else (0, "start", "", 0, "")
         return place, Identity(*process)
 

@@ -24,7 +24,7 @@ class Identity:
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process still runs; None where this machine cannot tell."""
+        """Returns whether the process still runs; None where this machine cannot tell."""
         if not self.started or self.machine != _machine():
             return None
         if stat := _stat(self.pid):
@@ -68,7 +68,7 @@ def own_element() -> Element | None:
 
 
 def _machine() -> str:
-    """The same for processes that see each other's pids, and for no others."""
+    """Returns a name that is the same for processes that see each other's pids, and for no others."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -82,7 +82,7 @@ def _started(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What Linux tells of a process after its name; empty if it is gone, or hidden."""
+    """Returns what Linux tells of a process after its name; empty if it is gone, or hidden."""
     with contextlib.suppress(OSError):
         said = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         return said.rpartition(")")[2].split()

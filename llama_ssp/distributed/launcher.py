@@ -45,7 +45,7 @@ def import_path() -> dict[str, str]:
 
 
 def run_ranks(world: int, environment: Mapping[str, str]) -> int:
-    """Runs this command as `world` ranks, with this `environment` besides; returns the exit code.
+    """Runs this command as `world` ranks, with this `environment` added; returns the exit code.
 
     It is the leader's, or, where a signal killed the leader, another rank's.
     """
@@ -100,10 +100,9 @@ class RankProcesses:
         import torch.distributed as dist
 
         stores: Any = dist
-        self._store = stores.TCPStore(
-            HOST, listener.getsockname()[1], is_master=True, wait_for_workers=False,
-            timeout=timedelta(seconds=PART_S), master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        host, limit = (HOST, listener.getsockname()[1]), timedelta(seconds=PART_S)
+        own = {"is_master": True, "master_listen_fd": listener.detach()}
+        self._store = stores.TCPStore(*host, timeout=limit, wait_for_workers=False, **own)
 
     def wait(self) -> int:
         """Waits until all ranks have ended; passes signals on. Returns the exit code."""
@@ -145,7 +144,7 @@ class RankProcesses:
                 process.send_signal(signal.SIGCONT)
 
     def _speak_for(self, rank: int, code: int) -> None:
-        """A rank ended before all have met, and said nothing: tells the others, who would wait for it."""
+        """Tells the others of a rank that ended before all have met, and said nothing: they wait for it."""
         from llama_ssp.distributed.failures import Cause, first_cause, meeting
 
         with suppress(RuntimeError):

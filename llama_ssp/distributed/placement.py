@@ -1,4 +1,4 @@
-"""Which ranks hold target and draft, resolved once and alike on every rank. No torch.
+"""Which ranks hold target and draft, resolved once, in the same way on every rank. No torch.
 
 Rank 0 leads: it holds a part of the target, decides, and alone prints and writes. The draft is on ranks of
 the target (the leader alone, a copy on each, or split over the first ones) or on ranks of its own.
@@ -32,12 +32,12 @@ class Placement:
 
     @property
     def draft_degree(self) -> int:
-        """How many ranks one draft model is split over."""
+        """Returns how many ranks one draft model is split over."""
         return 1 if self.copies else max(len(self.draft), 1)
 
     @property
     def draft_apart(self) -> bool:
-        """Whether the draft has ranks, and so GPUs, of its own."""
+        """Returns whether the draft has ranks, and so GPUs, of its own."""
         return bool(self.draft) and self.draft[0] not in self.target
 
     @staticmethod
@@ -60,7 +60,7 @@ class Placement:
 
 
 def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
-    """The placement for this many ranks; `drafts` says whether a draft model takes part at all.
+    """Returns the placement for this many ranks; `drafts` says whether a draft model takes part at all.
 
     `auto` puts the draft on the leader here; a plan, which knows sizes and speeds, chooses better. Raises
     DistributedError if the configuration does not fit the ranks.
@@ -96,7 +96,7 @@ def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
 
 
 def _on_target(target: tuple[int, ...], seat: DraftSeat, degree: int) -> tuple[int, ...]:
-    """The draft's ranks among the target's."""
+    """Returns the draft's ranks among the target's."""
     if degree > len(target):
         what, fix = "placement.draft_degree exceeds the target's ranks", "lower it, or start more ranks"
         raise DistributedError(what, "", degree, f"1..{len(target)}", fix)
@@ -134,7 +134,7 @@ def _check(placement: Placement, seat: DraftSeat) -> None:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """0-2,5,6 for 0, 1, 2, 5, 6."""
+    """Returns 0-2,5,6 for 0, 1, 2, 5, 6."""
     groups = groupby(enumerate(ranks), lambda place: place[1] - place[0])
     runs = [[rank for _, rank in group] for _, group in groups]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -266,7 +266,7 @@ class Group(Ranks):
 
 
 def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
-    """The first keys in which two JSON objects differ, with both values; nothing of other texts."""
+    """Returns the first keys in which two JSON objects differ, with both values; nothing of other texts."""
     with suppress(ValueError):
         own, other = dict(flat(json.loads(text))), dict(flat(json.loads(leaders)))
         keys = [key for key in {**other, **own} if own.get(key) != other.get(key)]
@@ -308,7 +308,7 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
 
 
 def _backend(device: torch.device, store: Any, watch: Watch) -> tuple[str, bool]:
-    """The backend of all ranks' tensors, and whether a rank has a GPU.
+    """Returns the backend of all ranks' tensors, and whether a rank has a GPU.
 
     It is NCCL where every rank has a GPU of its own, else gloo.
     """
@@ -336,7 +336,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def backend_of(gpus: Sequence[str]) -> tuple[str, str]:
-    """The backend for ranks with these devices, by rank, and why."""
+    """Returns the backend for ranks with these devices, by rank, and why."""
     first: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         if gpu == NO_GPU:

@@ -28,7 +28,7 @@ class Roles:
 
     @property
     def draft_channel(self) -> LeaderChannel | None:
-        """What carries requests for drafts."""
+        """Returns what carries requests for drafts."""
         return self.client or self.server or self.drafting
 
     @property
@@ -37,7 +37,7 @@ class Roles:
 
     @property
     def drafts_apart(self) -> bool:
-        """Whether the drafts come to the leader from other ranks."""
+        """Returns whether the drafts come to the leader from other ranks."""
         return bool(self.apart)
 
 

@@ -50,7 +50,7 @@ class Guard:
         self._spared = 0  # signals that the guard's thread leaves to it
 
     def start(self, grace_s: float | None) -> None:
-        """From the main thread. A signal is obeyed after `grace_s` at the latest; None is without limit."""
+        """Starts, in the main thread. A signal is obeyed after `grace_s` at the latest; None is no limit."""
         self._reset(grace_s)
         self._receiving, self._sending = os.pipe()
         os.set_blocking(self._sending, False)
@@ -92,7 +92,7 @@ class Guard:
 
     @contextlib.contextmanager
     def softened(self, call: Call) -> Iterator[None]:
-        """The first Ctrl-C inside only calls `call`, in the main thread; a second one ends the process."""
+        """Has the first Ctrl-C inside only call `call`, in the main thread; a second one ends the process."""
         self._soft, self._spared = call, 1
         try:
             yield
@@ -143,7 +143,7 @@ GUARD = Guard()
 
 
 def _is_lost(frame: FrameType | None) -> bool:
-    """Whether an exception raised here may be lost: in a destructor, a weak callback, an import."""
+    """Returns whether an exception raised here may be lost: in a destructor, a weak callback, an import."""
     while frame is not None:
         if frame.f_code.co_name == "__del__" or frame.f_code.co_filename in LOSING:
             return True
@@ -171,7 +171,7 @@ def leave(code: int, line: str = "") -> NoReturn:
 
 
 def leave_within(seconds: float, code: int, line: str = "") -> threading.Timer:
-    """The process leaves after this time if it still runs, unless the timer is cancelled."""
+    """Ends the process after this time if it still runs, unless the returned timer is cancelled."""
     timer = threading.Timer(seconds, leave, (code, line))
     timer.daemon = True
     timer.start()

@@ -54,11 +54,11 @@ class Diagnosis:
 
     @property
     def bridged(self) -> bool:
-        """Whether ids would have to be translated."""
+        """Returns whether ids would have to be translated."""
         return self.verdict in (VocabularyMatch.different, VocabularyMatch.misleading)
 
     def in_words(self) -> str:
-        """One line."""
+        """Returns it in one line."""
         if self.verdict is VocabularyMatch.same:
             words = f"same, {self.tokens[0]} tokens"
         elif self.verdict is VocabularyMatch.padded:
@@ -74,7 +74,7 @@ class Diagnosis:
         return "; ".join([f"vocabularies: {words}", *self.notes, *drafts])
 
     def record(self) -> dict[str, Any]:
-        """The same for the summary."""
+        """Returns it as plain data, for the summary."""
         return {
             "verdict": self.verdict.value,
             "target_tokens": self.tokens[0],
@@ -136,7 +136,7 @@ def _other_settings(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:
 
 
 def _shown(tokens: list[str]) -> str:
-    """The first three, for messages."""
+    """Returns the first three, for messages."""
     return ", ".join(repr(token if len(token) <= 40 else token[:40] + "...") for token in tokens[:3])
 
 

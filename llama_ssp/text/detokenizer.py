@@ -27,7 +27,7 @@ class Detokenizer:
         self._early = 0  # characters of the tokens after `_read` that were returned already
 
     def push(self, token: int) -> str:
-        """The text that this token completes."""
+        """Returns the text that this token completes."""
         self._tokens.append(token)
         known = self._decode(self._tokens[: self._read])
         grown = self._decode(self._tokens)
@@ -48,7 +48,7 @@ class Detokenizer:
 
 
 def _tail(decode: Decode, tokens: list[int]) -> list[int]:
-    """The last few tokens, from a whole character on."""
+    """Returns the last few tokens, from a whole character on."""
     tails = [tokens[-CONTEXT_TOKENS - more :] for more in range(CHARACTER_TOKENS)]
     return next((tail for tail in tails if not decode(tail).startswith(INCOMPLETE)), tails[0])
 

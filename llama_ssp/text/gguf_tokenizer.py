@@ -19,7 +19,7 @@ from llama_ssp.models.kernels.kept_files import kept
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens
 ROLES = ("bos", "unknown", "eos", "eot", "eom")  # the last three end a text
 SPACE_MARK = "\u2581"
-UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the space behind them
+UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the space after them
 # Tokens that end a turn; a header names one of them, where config files list all.
 TURN_ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",

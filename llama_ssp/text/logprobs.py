@@ -25,7 +25,7 @@ class ScoredToken(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The same with text.
+    """A scored token with its text.
 
     `bytes` is what the token adds to a text: exact where it is half a character, for which `token` has a
     replacement character; None for a special token, of which `token` is the name.
@@ -39,7 +39,7 @@ class TokenLogprob:
 
 
 def spelled(found: Iterable[ScoredToken], spell: Spell) -> list[TokenLogprob]:
-    """The tokens with their text."""
+    """Returns the tokens with their text."""
 
     def one(token_id: int, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         return TokenLogprob(token_id, *spell(token_id), logprob, top)
@@ -48,7 +48,7 @@ def spelled(found: Iterable[ScoredToken], spell: Spell) -> list[TokenLogprob]:
 
 
 def plain(found: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """An object a token: `token_id`, `token`, `logprob`, and the same of the likeliest in `top_logprobs`."""
+    """Returns an object a token: `token_id`, `token`, `logprob`; `top_logprobs` has the likeliest."""
     return [{**_named(one), "top_logprobs": [_named(other) for other in one.top]} for one in found]
 
 
@@ -57,7 +57,7 @@ def _named(one: TokenLogprob) -> dict[str, Any]:
 
 
 def chat(found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """As OpenAI's chat completions have them."""
+    """Returns them in the form of OpenAI's chat completions."""
 
     def item(one: TokenLogprob) -> dict[str, Any]:
         letters = None if one.bytes is None else list(one.bytes)
@@ -67,7 +67,7 @@ def chat(found: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def completions(found: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
-    """As OpenAI's completions have them, for the tokens of `text`.
+    """Returns them in the form of OpenAI's completions, for the tokens of `text`.
 
     Of alternatives with the same text the likeliest is listed.
     """
@@ -89,10 +89,10 @@ def completions(found: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
 
 
 def number(logprob: float | None) -> float | None:
-    """A log-probability for JSON, which has no NaN."""
+    """Returns a log-probability for JSON, which has no NaN."""
     return None if logprob is None or isnan(logprob) else round(max(logprob, LEAST), DIGITS)
 
 
 def are_damaged(found: Iterable[ScoredToken]) -> bool:
-    """Whether some are not numbers, as the logits were none."""
+    """Returns whether some are not numbers, because logits were not."""
     return any(one.logprob is not None and isnan(one.logprob) for one in found)

@@ -115,7 +115,7 @@ class Line(NamedTuple):
 
 
 def read_prompts(task: PromptedConf) -> Reading:
-    """The prompts of a run, from the one source that the config names.
+    """Returns the prompts of a run, from the one source that the config names.
 
     There are none where a comparison asks on the terminal, or where a measurement has lengths instead.
     """
@@ -251,7 +251,7 @@ def _record(line: Line) -> TextPrompt:
 
 
 def parsed_object(line: Line) -> dict[str, Any]:
-    """The line's JSON object, read strictly. Raises DataError."""
+    """Returns the line's JSON object, read strictly. Raises DataError."""
     text = line.text
     try:
         record = DECODER.decode(text)
@@ -270,7 +270,7 @@ def _no_prompt(line: Line, found: str) -> DataError:
 
 
 def name_of(value: object, where: str) -> str:
-    """An id as text. Raises DataError."""
+    """Returns an id as text. Raises DataError."""
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         what, fix = "the id is neither text nor a whole number", "write the id as a string"
         raise DataError(what, where, type(value).__name__, fix=fix)
@@ -317,7 +317,7 @@ def checked(items: Iterable[Item], made: Callable[[Item], TextPrompt], policy: O
 
 
 def is_usable(own_id: str) -> bool:
-    """Whether an id is printable and not too long."""
+    """Returns whether an id is printable and not too long."""
     return 0 < len(own_id) <= MAX_ID_LENGTH and own_id.isprintable()
 
 

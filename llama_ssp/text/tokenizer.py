@@ -52,12 +52,12 @@ class Tokens:
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
-        """The meaning of the ids; None for bytes."""
+        """Returns the meaning of the ids; None for bytes."""
         return None
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template, so that `chat` can be called."""
+        """Returns whether there is a chat template, so that `chat` can be called."""
         return bool(self.template)
 
     def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
@@ -93,7 +93,7 @@ class Tokens:
 
 
 def conversation(text: str, system: str | None) -> list[Message]:
-    """A user's message, after the system's."""
+    """Returns a user's message, after the system's."""
     before = [{"role": "system", "content": system}] if system else []
     return [*before, {"role": "user", "content": text}]
 
@@ -143,7 +143,7 @@ class HubTokens(Tokens):
         return letters.decode("utf-8", "replace"), letters
 
     def chat(self, messages: list[Message]) -> list[int]:
-        """The template's special tokens are read as such; those in the messages are text."""
+        """Reads special tokens of the template as such; those in the messages are text."""
         rendered, typed = self.rendered(messages), [message["content"] for message in messages]
         if self._special_in(typed) is None:
             return self.encode(rendered, special=True, begin=False)
@@ -160,12 +160,12 @@ class HubTokens(Tokens):
         raise DataError(what, "task.chat=true", self._special_in(typed), fix=fix)
 
     def _special_in(self, texts: list[str]) -> str | None:
-        """A special token that is named in the texts."""
+        """Returns a special token that is named in the texts."""
         return next((name for name in self._special if any(name in text for text in texts)), None)
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """The ids of special tokens by name: of all, not only those with a role."""
+        """Returns the ids of special tokens by name: of all, not only those with a role."""
         added = self._tokenizer.added_tokens_decoder
         return {str(token): token_id for token_id, token in added.items() if token.special}
 

@@ -30,12 +30,12 @@ class Match:
 
     @cached_property
     def shared(self) -> int:
-        """How many of the target's tokens the draft can propose."""
+        """Returns how many of the target's tokens the draft can propose."""
         return sum(i != NONE for i in self.draft_of)
 
 
 def match(target: Vocabulary, draft: Vocabulary) -> Match:
-    """By name where it has the same bytes in both, else by bytes; tokens that end a text match each other."""
+    """Matches by name where the bytes are the same, else by bytes; tokens that end a text match."""
     target_of = [_counterpart(i, target, draft) for i in range(draft.size)]
     draft_of = [NONE] * target.size
 

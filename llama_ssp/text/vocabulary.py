@@ -32,7 +32,7 @@ Notation = Enum("Notation", ["letters", "marks", "plain"])  # how token strings 
 
 
 def notation_of(decoder: Any) -> Notation:
-    """From the decoder of a tokenizer.json."""
+    """Returns the notation that the decoder of a tokenizer.json says."""
     said = json.dumps(decoder, ensure_ascii=False)  # its steps are nested
     if '"ByteLevel"' in said:
         return Notation.letters
@@ -41,14 +41,14 @@ def notation_of(decoder: Any) -> Notation:
 
 
 def notation_guessed(tokens: list[str]) -> Notation:
-    """From the tokens alone, for tokenizers without a tokenizer.json."""
+    """Guesses by the tokens alone, for tokenizers without a tokenizer.json."""
     if any(token.startswith(SPACE_MARK) for token in tokens):
         return Notation.marks
     return Notation.letters if any(token.startswith("\u0120") for token in tokens) else Notation.plain
 
 
 def surface(token: str, notation: Notation) -> bytes:
-    """The bytes that the token stands for."""
+    """Returns the bytes that the token stands for."""
     letters = byte_letters() if notation is Notation.letters else {}
     if letters and all(letter in letters for letter in token):
         return bytes(letters[letter] for letter in token)
@@ -96,7 +96,7 @@ class Vocabulary:
 
     @cached_property
     def surfaces(self) -> list[bytes | None]:
-        """The bytes of each id; None for special tokens and for ids without a token."""
+        """Returns the bytes of each id; None for special tokens and for ids without a token."""
         return [self._surface(i) for i in range(self.size)]
 
     @cached_property
@@ -114,15 +114,15 @@ class Vocabulary:
 
     @cached_property
     def begins_with_space(self) -> bool:
-        """Whether it puts a space before a text, as SentencePiece does."""
+        """Returns whether it puts a space before a text, as SentencePiece does."""
         return self.text_of(self.encode("a")) == b" a"
 
     def text_of(self, ids: Iterable[int]) -> bytes:
-        """The bytes of the ids; special ones and ids without a token have none."""
+        """Returns the bytes of the ids; special ones and ids without a token have none."""
         return b"".join(self.surfaces[i] or b"" for i in ids if i < self.size)
 
     def cut(self, text: bytes) -> list[int]:
-        """Tokens for any bytes, the longest first; up to where no token fits."""
+        """Returns tokens for any bytes, the longest first; up to where no token fits."""
         ids, at = [], 0
         while at < len(text):
             sizes = range(min(self.longest, len(text) - at), 0, -1)
@@ -166,7 +166,7 @@ def vocabulary_of(
     content: Mapping[str, Any], ids: Mapping[str, int], encode: Encode, begin: Encode,
     ends: frozenset[int], template: object = None, notation: Notation | None = None,
 ) -> Vocabulary:  # fmt: skip
-    """From the content of a tokenizer.json; `begin` tokenizes a text with what comes before it."""
+    """Makes it of the content of a tokenizer.json; `begin` tokenizes a text with what comes before it."""
     tokens = content.get("added_tokens") or []
     added = frozenset(token["id"] for token in tokens)
     special = frozenset(token["id"] for token in tokens if token["special"]) | (added & ends)
@@ -177,14 +177,14 @@ def vocabulary_of(
 
 
 def before(begin: Encode, encode: Encode) -> tuple[int, ...]:
-    """The ids that `begin` puts before a text."""
+    """Returns the ids that `begin` puts before a text."""
     whole, bare = begin("a"), encode("a")
     at = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return tuple(whole[:at])
 
 
 def tokenizer_folder(path: Path) -> Path | None:
-    """The folder with a model's tokenizer; None where the header of its GGUF file has it."""
+    """Returns the folder with a model's tokenizer; None where the header of its GGUF file has it."""
     if not is_gguf(path):
         return path
     return path.parent if (path.parent / FILE).exists() else None
@@ -248,7 +248,7 @@ def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Voc
 
 
 def end_ids_of(path: Path) -> frozenset[int]:
-    """All tokens that end a text, from generation_config.json or config.json, or a GGUF header."""
+    """Returns all tokens that end a text, from generation_config.json or config.json, or a GGUF header."""
     if is_gguf(path):
         return end_ids(path)
     for name in ("generation_config.json", "config.json"):
