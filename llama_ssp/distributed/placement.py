@@ -87,20 +87,15 @@ def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
     target = _listed("target_ranks", conf.target_ranks, world)
     if target is None:
         target = tuple(rank for rank in range(world) if not (apart and draft and rank in draft))
-    if draft is None:
-        draft = _on_target(target, seat, degree)
+    if draft is None:  # among the target's
+        if degree > len(target):
+            what, fix = "placement.draft_degree exceeds the target's ranks", "lower it, or start more ranks"
+            raise DistributedError(what, "", degree, f"1..{len(target)}", fix)
+        draft = target[:1] if seat is DraftSeat.leader else target[: degree or len(target)]
     copies = drafts and seat is DraftSeat.replicated
     placement = Placement(conf.splitting, world, target, draft if drafts else (), copies)
     _check(placement, seat)
     return placement
-
-
-def _on_target(target: tuple[int, ...], seat: DraftSeat, degree: int) -> tuple[int, ...]:
-    """Returns the draft's ranks among the target's."""
-    if degree > len(target):
-        what, fix = "placement.draft_degree exceeds the target's ranks", "lower it, or start more ranks"
-        raise DistributedError(what, "", degree, f"1..{len(target)}", fix)
-    return target[:1] if seat is DraftSeat.leader else target[: degree or len(target)]
 
 
 def _listed(key: str, ranks: list[int] | None, world: int) -> tuple[int, ...] | None:

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ssp.config.environment import MAX_WORLD, number_of, rank_environment
 from llama_ssp.config.run import flat
-from llama_ssp.distributed.comm import ALONE, Place, Ranks, checksum
+from llama_ssp.distributed.comm import ALONE, Place, Ranks, broadcast_json, checksum
 from llama_ssp.distributed.draft_link import Link, Listener, connect
 from llama_ssp.distributed.failures import Watch, meet
 from llama_ssp.distributed.placement import LEADER
@@ -220,9 +220,8 @@ class Group(Ranks):
         self._watch.place = Place(phase, number)
 
     def keep_errors_in(self, folder: Path | None) -> None:
-        name = os.fsencode(folder.resolve()) if folder else b""
-        leaders = bytes(self.broadcast_ints(list(name)))
-        self._watch.folder = Path(os.fsdecode(leaders)) if leaders else None
+        name = broadcast_json(str(folder.resolve()) if folder else "", self)
+        self._watch.folder = Path(name) if name else None
 
     def cause_of(self, error: BaseException) -> BaseException:
         cause = self._watch.cause_of(error)

@@ -97,7 +97,11 @@ class Vocabulary:
     @cached_property
     def surfaces(self) -> list[bytes | None]:
         """Returns the bytes of each id; None for special tokens and for ids without a token."""
-        return [self._surface(i) for i in range(self.size)]
+        result: list[bytes | None] = [None] * self.size
+        for i, name in self.names.items():
+            if i not in self.special:
+                result[i] = surface(name, Notation.plain if i in self.added else self.notation)
+        return result
 
     @cached_property
     def by_surface(self) -> dict[bytes, int]:
@@ -154,12 +158,6 @@ class Vocabulary:
             return self.encode(bare)
         line, whole = self.encode("\n"), self.encode("\n" + text)  # the space goes before the newline
         return whole[len(line) :] if bare and whole[: len(line)] == line else self.cut(text.encode())
-
-    def _surface(self, i: int) -> bytes | None:
-        name = self.names.get(i)
-        if name is None or i in self.special:
-            return None
-        return name.encode("utf-8", "surrogatepass") if i in self.added else surface(name, self.notation)
 
 
 def vocabulary_of(
