@@ -13,10 +13,8 @@ from llama_ssp.config.schema import (
     MAX_K,
     MAX_SEED,
     USUAL_CHUNK,
-    Drafting,
     LogprobsOf,
     OnBadRow,
-    SpeculationConfig,
     key,
     not_empty,
     number,
@@ -26,7 +24,6 @@ from llama_ssp.errors import UsageError
 
 MOST_ROWS = 4096
 MAX_LOGPROBS = 20  # alternatives a token, as in OpenAI's API
-MOST_CERTIFIED = 16  # drafts a round, which may be decided in 2^16 ways
 ANSWER_FIELDS = "prompt|messages|text|token_ids|finish_reason|prompt_tokens|logprobs|prompt_logprobs"
 # Descriptions of keys that several tasks have.
 PREFILL_CHUNK = "Tokens of a prompt that one pass reads; null is 2048 on GPUs where it fits, else 512."
@@ -55,6 +52,9 @@ class TaskConf:
     may_not_draft = False  # whether the plan may choose K = 0
     usual_tokens = 0  # that the task writes in all, at least, where nothing says how many
     distinct = cast("tuple[str, ...]", ())  # keys of lists that may not hold an entry twice
+    filled = cast("tuple[str, ...]", ())  # keys of lists that may not be empty
+    compares = False  # whether it is about drafts, and is refused where nothing drafts
+    most_drafts = MAX_K  # a round
     own_k = ""  # the key that is the task's K in place of speculation.k; where it is set, there are drafts
 
     # What a run takes of a task that does not have these keys.
@@ -64,46 +64,39 @@ class TaskConf:
     prefill_chunk = cast("int | None", USUAL_CHUNK)
     chat = special_tokens = status = submit = False
     ignore_eos = cast("bool | None", False)
-    system = plot = cast("str | None", None)
+    system = plot = suite = cast("str | None", None)
     acceptance = cast("float | None", None)
     logprobs = cast("int | None", None)
     logprobs_of = LogprobsOf.target
     on_bad_row = OnBadRow.fail
-    pairs = cast("Sequence[str]", ())
+    pairs, lengths = cast("Sequence[str]", ()), cast("Sequence[int]", ())
 
     name: str = key(MISSING, "The task's name.")
 
     @property
     def writes_past_end(self) -> bool:
-        """Returns whether an end-of-text token ends no text."""
-        return bool(self.ignore_eos)
+        """Returns whether an end-of-text token ends no text; by default it ends those of a suite."""
+        return self.suite is None if self.ignore_eos is None else self.ignore_eos
 
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        """Raises UsageError for values that rule each other out. Types and ranges have been checked."""
+    def check(self) -> None:
+        """Raises UsageError for keys that rule each other out. Types and ranges have been checked."""
         for name in self.distinct:
             value = getattr(self, name)
             if len({*value}) < len(value):
                 raise UsageError(f"task.{name} holds an entry twice", found=value, fix="give each once")
-        drafted = [name for name in self.pairs if "/" in name and not name.endswith("/none")]
-        if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
-            what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
-            fix = "name the target alone, or choose speculation=default"
-            raise UsageError(what, "speculation", found=f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
-        drafts = has_draft and spec.drafter is Drafting.model and not self.pairs
-        if self.own_k and getattr(self, self.own_k) and drafts and not spec.may_draft:
-            what = f"task={self.name} needs drafts, and nothing drafts"
-            fix = f"leave speculation.k out: task.{self.own_k} is its K"
-            raise UsageError(what, "speculation", f"drafter model, k {spec.k}", "1 or more", fix)
+        for name in self.filled:
+            if getattr(self, name) == []:
+                raise UsageError(f"task.{name} is an empty list", fix="leave it out, or write an entry")
 
 
 @dataclass
 class PromptedConf(TaskConf):
     """A task that continues prompts. Without prompts of the user it has its own (text/prompts.py)."""
 
+    filled = ("prompts",)
     sources = cast("tuple[str, ...]", ("prompts", "prompt_file"))  # a run names one at most
     usual_prompts = cast("str | None", None)  # by name, in text/prompts.py; None: standard input
     asks_for_prompts = False  # on a terminal
-    suite, lengths = cast("str | None", None), cast("Sequence[int]", ())
 
     prompts: list[str] | None = key(None, "The prompts; each prompt=TEXT adds one.")
     prompt_file: str | None = not_empty("A prompt a line; of .jsonl prompt and id; - is standard input.")
@@ -113,8 +106,8 @@ class PromptedConf(TaskConf):
     max_new_tokens: int = number(128, 1, MAX_INT, "The longest continuation, in tokens.")
     prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
 
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
+    def check(self) -> None:
+        super().check()
         if self.system is not None and not self.chat:
             what, fix = "task.system is a part of a chat", "write task.chat=true, or put it into the prompt"
             raise UsageError(what, found="task.chat=false", fix=fix)
@@ -122,8 +115,6 @@ class PromptedConf(TaskConf):
         if len(sources) > 1:
             what = f"both task.{sources[0]} and task.{sources[1]} are given"
             raise UsageError(what, allowed="one source of prompts", fix="drop one of them")
-        if self.prompts is not None and not self.prompts:
-            raise UsageError("task.prompts is an empty list", fix='write task.prompts=["your prompt"]')
 
 
 @dataclass
@@ -134,8 +125,8 @@ class TextConf(PromptedConf):
     ignore_eos: bool = key(False, "Continue after the model's end token.")
     special_tokens: bool = key(False, "Read names of special tokens in a prompt as those tokens.")
 
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
+    def check(self) -> None:
+        super().check()
         if self.special_tokens and self.chat:
             what, found = "in a chat special tokens are the template's", "task.special_tokens=true"
             raise UsageError(what, found=f"{found}, task.chat=true", fix="choose one of the two")
@@ -154,8 +145,8 @@ class GenerateConf(TextConf):
     logprobs_of: LogprobsOf = key(LogprobsOf.target, LOGPROBS_OF)
     echo: bool = key(False, "Also give the prompt's tokens; with max_new_tokens=0 nothing else.")
 
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
+    def check(self) -> None:
+        super().check()
         if self.echo and self.logprobs is None:
             what = "an echo gives the prompt's log-probabilities, and none are asked for"
             raise UsageError(what, "task.echo=true", fix="write task.logprobs=0, or a number of alternatives")
@@ -187,6 +178,7 @@ class EvalConf(TaskConf):
     """
 
     distinct = "pairs", "seeds", "sizes"
+    filled = "seeds", "sizes"
 
     pairs: list[str] = pair_names("score")
     seeds: list[int] = number(lambda: [0, 1, 2, 3], 0, MAX_SEED, "Seeds of sets of questions.")
@@ -196,12 +188,6 @@ class EvalConf(TaskConf):
     max_new_tokens: int = number(6, 1, MAX_INT, "The longest answer, in tokens.")
     batch_size: int = number(64, 1, MOST_ROWS, "Questions at a time.")
 
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
-        for name, values in (("seeds", self.seeds), ("sizes", self.sizes)):
-            if not values:
-                raise UsageError(f"task.{name} is an empty list", fix=f"leave it out, or write {name}=[1]")
-
 
 @dataclass
 class CompareConf(TextConf):
@@ -210,18 +196,9 @@ class CompareConf(TextConf):
     Without a prompt it asks on the terminal. One sampling runs after the other.
     """
 
-    measures_costs = asks_for_prompts = True
+    measures_costs = asks_for_prompts = compares = True
 
     plot: str | None = picture("each comparison's end", "svg|html", "null saves none")
-
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
-        idle = spec.drafter is Drafting.none or not spec.may_draft
-        if idle or (spec.drafter is Drafting.model and not has_draft):
-            what, model = "task=compare has nothing to compare: nothing drafts", "a" if has_draft else "no"
-            found = f"drafter {spec.drafter.value}, k {spec.k}, {model} draft model"
-            fix = "name a draft model (draft=NAME), or choose speculation=ngram"
-            raise UsageError(what, "draft, speculation", found=found, fix=fix)
 
 
 @dataclass
@@ -247,12 +224,8 @@ class MeasureConf(PromptedConf):
     batch_size: int = number(1, 1, MOST_ROWS, "Prompts at a time.")
     plot: str | None = picture("the speeds")
 
-    @property
-    def writes_past_end(self) -> bool:
-        return self.suite is None if self.ignore_eos is None else self.ignore_eos
-
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
+    def check(self) -> None:
+        super().check()
         if self.suite is not None and self.batch_size > 1:
             what, fix = "a suite's questions are answered one by one", "leave task.batch_size=1"
             raise UsageError(what, "task.suite", f"task.batch_size={self.batch_size}", "1", fix)
@@ -267,6 +240,7 @@ class CertifyConf(PromptedConf):
     """
 
     usual_prompts = "short"
+    most_drafts = 16  # a round can be decided in 2^16 ways
 
     samples: int = number(128, 8, 10**6, "Sampled texts of each prompt, for each way of sampling.")
     max_new_tokens: int = number(8, 1, MAX_INT, "Tokens of each sampled text.")
@@ -275,14 +249,6 @@ class CertifyConf(PromptedConf):
     greedy_tokens: int = number(96, 1, MAX_INT, "Tokens of each greedy text.")
     false_alarm: float = number(0.001, 1e-3, 0.5, "The share of runs in which a correct sampler may fail.")
     batch_size: int = number(32, 1, MOST_ROWS, "Texts at a time.")
-
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
-        key, most = ("k_max", spec.k_max) if spec.adaptive else ("k", spec.k or 0)
-        if most > MOST_CERTIFIED:
-            what, found = "task=certify looks at every way to decide a round", f"up to {most} drafts a round"
-            fix = f"certify with speculation.{key}={MOST_CERTIFIED}: the rule is the same for any number"
-            raise UsageError(what, "speculation", found=found, allowed=f"up to {MOST_CERTIFIED}", fix=fix)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from llama_ssp.config.arguments import unknown_key
 from llama_ssp.config.run import SIZES, RunConf
-from llama_ssp.config.schema import MAX_INT, ModelConf, Output, Scheduler, Splitting, Weights
+from llama_ssp.config.schema import MAX_INT, Drafting, ModelConf, Output, Scheduler, Splitting, Weights
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import UsageError
 
@@ -31,7 +31,8 @@ def check(run: RunConf) -> None:
     for role, model in (("model", run.model), ("draft", run.draft)):
         if model is not None:
             _check_model(role, model)
-    run.task.check(spec, run.draft is not None)
+    run.task.check()
+    _check_drafts(run)
     if run.output is Output.jsonl and run.task.name != "generate":
         fix = "use output=json; task=batch writes JSONL to its file"
         raise UsageError("output=jsonl is for task=generate", "output", f"task={run.task.name}", fix=fix)
@@ -42,6 +43,31 @@ def check(run: RunConf) -> None:
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
         what = "placement.max_memory and offload_folder are for splitting by layers"
         raise UsageError(what, found=f"splitting={placement.splitting.value}", fix="use placement=layers")
+
+
+def _check_drafts(run: RunConf) -> None:
+    """Refuses tasks that need drafts where nothing drafts, or drafts more than they can take."""
+    task, spec, has_draft = run.task, run.speculation, run.draft is not None
+    by_model, drafter = spec.drafter is Drafting.model, f"drafter {spec.drafter.value}, k {spec.k}"
+    drafted = [name for name in task.pairs if "/" in name and not name.endswith("/none")]
+    if drafted and not (by_model and spec.may_draft):
+        what = "task.pairs names a draft model, but none drafts"
+        fix = "name the target alone, or choose speculation=default"
+        raise UsageError(what, "speculation", f"{drafted[0]}, {drafter}", fix=fix)
+    own_k = task.own_k and getattr(task, task.own_k) and not task.pairs
+    if own_k and by_model and has_draft and not spec.may_draft:
+        what = f"task={task.name} needs drafts, and nothing drafts"
+        fix = f"leave speculation.k out: task.{task.own_k} is its K"
+        raise UsageError(what, "speculation", drafter, "1 or more", fix)
+    if task.compares and not (run.has_draft_model or run.drafts_from_text):
+        what, model = f"task={task.name} has nothing to compare: nothing drafts", "a" if has_draft else "no"
+        fix = "name a draft model (draft=NAME), or choose speculation=ngram"
+        raise UsageError(what, "draft, speculation", f"{drafter}, {model} draft model", fix=fix)
+    key, most = ("k_max", spec.k_max) if spec.adaptive else ("k", spec.k or 0)
+    if most > task.most_drafts:
+        what, found = f"task={task.name} looks at every way to decide a round", f"up to {most} drafts a round"
+        fix = f"certify with speculation.{key}={task.most_drafts}: the rule is the same for any number"
+        raise UsageError(what, "speculation", found, f"up to {task.most_drafts}", fix)
 
 
 def _check_model(role: str, model: ModelConf) -> None:
