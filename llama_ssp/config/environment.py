@@ -34,19 +34,12 @@ def rank_environment() -> RankEnvironment:
 
 
 def refuse_copies() -> None:
-    """Raises UsageError, which the first task reports, where srun started this command several times.
-
-    Each would load the whole pair.
-    """
+    """Raises UsageError, which the first task reports, where srun started this command several times."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "WORLD_SIZE" not in os.environ:
-        error = UsageError(
-            "srun started this command several times, and each would load the whole pair",
-            "SLURM_STEP_NUM_TASKS",
-            tasks,
-            "1",
-            f"srun --ntasks=1 --gpus={tasks} llama-ssp ... ranks={tasks}; several nodes: srun torchrun",
-        )
+        what = "srun started this command several times, and each would load the whole pair"
+        fix = f"srun --ntasks=1 --gpus={tasks} llama-ssp ... ranks={tasks}; several nodes: srun torchrun"
+        error = UsageError(what, "SLURM_STEP_NUM_TASKS", tasks, "1", fix)
         error.speaks = os.environ.get("SLURM_PROCID", "0") == "0"
         raise error
 
