@@ -73,10 +73,9 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
         if cause := first_cause(store):  # of a rank that does not come
             raise JointError(cause.line, cause.code, speaks=False)
         if time.monotonic() > until:
-            absent = [rank for rank, key in enumerate(watch.keys) if not store.check([key])]
-            where, found = f"rank {here.rank} of {here.world}", ", ".join(map(str, absent))
+            absent = ", ".join(str(rank) for rank, key in enumerate(watch.keys) if not store.check([key]))
+            where, found = f"rank {here.rank} of {here.world}", f"no rank {absent} after {patience_s:g} s"
             fix = "look at these ranks' machines, or raise placement.timeout_s"
-            found = f"no rank {found} after {patience_s:g} s"
             raise DistributedError("not all ranks have come", where, found, fix=fix)
         time.sleep(LOOK_S)
     MET.append(store.underlying_store)
