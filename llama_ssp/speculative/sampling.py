@@ -10,6 +10,7 @@ frequency and presence count generated tokens only. Logits go to fp32 first (fp6
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +43,7 @@ class SamplingTransform:
         self.end_ids = tuple(i for i in end_ids if i < vocab)
         self.vocab = vocab
         self._by_row: dict[int, SamplingTransform] = {}  # rows with other controls
+        self._sent: dict[object, Tensor] = {}  # what biases and bans add to the logits
 
     def assign(self, row: int, sampling: SamplingConfig) -> None:
         """Sets the row's controls."""
@@ -112,20 +114,27 @@ class SamplingTransform:
         return kept_BWV
 
     def _biased(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
-        controls, width = self.controls, logit_BWV.shape[-1]
+        controls = self.controls
         if controls.logit_bias or controls.bad_tokens:
-            shift_V = torch.zeros(width, dtype=logit_BWV.dtype)
             banned = dict.fromkeys(controls.bad_tokens, -torch.inf)
-            for token, bias in {**controls.logit_bias, **banned}.items():
-                if token < width:
-                    shift_V[token] = bias
-            logit_BWV = logit_BWV + sent(shift_V, logit_BWV.device)
+            logit_BWV = logit_BWV + self._by_token({**controls.logit_bias, **banned}, logit_BWV)
         if controls.min_new_tokens and self.end_ids:
-            ends = torch.zeros(width, dtype=torch.bool)
-            ends[[i for i in self.end_ids if i < width]] = True
-            early_BW = prefix.length_BW - prefix.prompt_B[:, None] < controls.min_new_tokens
-            logit_BWV = logit_BWV.masked_fill(early_BW[..., None] & sent(ends, logit_BWV.device), -torch.inf)
+            early_BW1 = (prefix.length_BW - prefix.prompt_B[:, None] < controls.min_new_tokens)[..., None]
+            ends_V = self._by_token(dict.fromkeys(self.end_ids, 1.0), logit_BWV) > 0
+            logit_BWV = logit_BWV.masked_fill(early_BW1 & ends_V, -torch.inf)
         return logit_BWV
+
+    def _by_token(self, numbers: Mapping[int, float], like_BWV: Tensor) -> Tensor:
+        """Returns the numbers of all tokens, (V,), of others 0; they are sent to a device once."""
+        width = like_BWV.shape[-1]
+        key = tuple(numbers.items()), width, like_BWV.dtype, like_BWV.device
+        if key not in self._sent:
+            number_V = torch.zeros(width, dtype=like_BWV.dtype)
+            for token, number in numbers.items():
+                if token < width:
+                    number_V[token] = number
+            self._sent[key] = sent(number_V, like_BWV.device)
+        return self._sent[key]
 
     def _penalised(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls, width = self.controls, logit_BWV.shape[-1]
