@@ -130,10 +130,11 @@ class Index:
                 for line in prompts.lines_of(_hashed(Path(source.plain), digest, progress), source.shown):
                     name, new, raw = reader.simple_id(line), run.task.max_new_tokens, line.raw
                     if name is None:
-                        record = reader.read(line, count)
-                        name, new = record.id, getattr(record, "max_new_tokens", 0)
-                        if isinstance(record, Refused):
-                            index.refused[count] = record
+                        try:
+                            record = reader.read(line, count)
+                            name, new = record.id, record.max_new_tokens
+                        except Refused as refused:
+                            name, new, index.refused[count] = refused.id, 0, refused
                     sums = zlib.crc32(raw), zlib.crc32(name.encode("utf-8", "surrogatepass"))
                     rows += PACKED.pack(number, line.number, line.start, len(raw), *sums, new)
                     count += 1
@@ -161,10 +162,10 @@ class Index:
         row = self.rows[number]
         return f"{self.sources[row['file']].shown} line {row['line']}"
 
-    def read(self, number: int, run: RunConf) -> Request | Refused:
-        """The record of this number, from the input. Raises StorageError, DataError if it has changed."""
+    def read(self, number: int, run: RunConf) -> Request:
+        """Returns the record of this number. Raises Refused, StorageError, DataError if it has changed."""
         if (known := self.refused.get(number)) is not None:
-            return known
+            raise known
         of, line, start, size, crc, *_ = self.rows[number].tolist()
         source = self.sources[of]
         with reading("task.input", Path(source.plain)), Path(source.plain).open("rb") as file:

@@ -80,14 +80,12 @@ class Request:
         return self.prompt or "\n".join(message["content"] for message in self.messages)
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A line that makes no request: its response is the error."""
+class Refused(DataError):
+    """Says that a line makes no request: its response is the `error`."""
 
-    index: int
-    id: str
-    form: Form
-    error: str
+    def __init__(self, index: int, id: str, form: Form, error: str) -> None:
+        super().__init__(error)
+        self.index, self.id, self.form, self.error = index, id, form, error
 
 
 @dataclass
@@ -115,8 +113,8 @@ class Reader:
             return name if is_usable(name) else None
         return None
 
-    def read(self, line: Line, index: int) -> Request | Refused:
-        """The line's request, or what is known of a line that makes none."""
+    def read(self, line: Line, index: int) -> Request:
+        """Returns the line's request. Raises Refused with what is known of a line that makes none."""
         try:
             request = self._request(line, index)
             require_usable(TextPrompt(request.id, request.said, request.where))
@@ -129,7 +127,7 @@ class Reader:
             form = Form.completions if "custom_id" in record else Form.plain
             own = name_of(record.get("custom_id", record.get("id", name)), line.where)
             name = own if is_usable(own) else name
-        return Refused(index, name, form, str(problem))
+        raise Refused(index, name, form, str(problem))
 
     def _name_of(self, line: Line) -> str:
         """The id of a line that has none."""

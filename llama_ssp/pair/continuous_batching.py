@@ -39,10 +39,8 @@ class TokenRequest:
         return len(self.prompt.token_ids) + self.max_new_tokens
 
     @staticmethod
-    def of_plain(plain: dict[str, Any] | TokenRequest) -> TokenRequest:
-        """The request, also where its `asdict` went through JSON."""
-        if isinstance(plain, TokenRequest):
-            return plain
+    def of_plain(plain: dict[str, Any]) -> TokenRequest:
+        """Returns the request whose `asdict` went through JSON."""
         biases = {int(token): bias for token, bias in plain["sampling"]["logit_bias"].items()}
         prompt = Prompt(plain["prompt"]["id"], tuple(plain["prompt"]["token_ids"]))
         sampling = SamplingConfig(**{**plain["sampling"], "logit_bias": biases})

@@ -12,7 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -135,9 +135,11 @@ class BatchTask(Task[BatchConf]):
         """
         assert self._journal is not None
         rows = rows if self._task.batch_size else int(self._journal.kept(ROWS, rows))
-        first = range(min(rows, self._journal.manifest.records))
-        works = [tokenised(self._job.index.read(index, pair.run), pair) for index in first]
-        return rows, [work.prompt.token_ids for work in works if isinstance(work, TokenRequest)]
+        prompts = list[tuple[int, ...]]()
+        for index in range(min(rows, self._journal.manifest.records)):
+            with suppress(Refused):
+                prompts.append(tokenised(self._job.index.read(index, pair.run), pair).prompt.token_ids)
+        return rows, prompts
 
     def _keep(self, pair: PairSession) -> dict[str, Any]:
         """Stores trials and costs if this process is the job's first; returns the costs that were stored."""
@@ -241,18 +243,20 @@ class BatchTask(Task[BatchConf]):
         groups = self._journal.survey()[1] if self._journal and attempt.deaths_alone else []
         nodes = {group.node for group in groups if group.node}
         for index in attempt.missing:
-            record, deaths = self._job.index.read(index, pair.run), attempt.deaths_alone[index]
-            work = tokenised(record, pair)
+            try:
+                record = self._job.index.read(index, pair.run)
+                work = tokenised(record, pair)
+            except Refused as refused:
+                self._refuse(attempt, refused, refusal(refused, refused.error))
+                continue
+            deaths = attempt.deaths_alone[index]
             is_to_blame = len(set(deaths)) >= min(2, len(nodes)) and len(deaths) >= self._task.retries
-            if isinstance(work, Refused):
-                self._refuse(attempt, work, refusal(work, work.error))
-            elif is_to_blame:
+            if is_to_blame:
                 log.warning("set aside: %s, after %d attempts died during it alone", record.id, len(deaths))
                 self._set_aside += 1
                 said = f"set aside: {len(deaths)} attempts died while they worked on this record alone"
                 self._refuse(attempt, record, refusal(record, said, BROKEN))
             else:
-                assert isinstance(record, Request)
                 self._texts[index] = attempt, record
                 ready.append(work)
         return sorted(ready, key=lambda work: -work.longest)
@@ -264,16 +268,16 @@ class BatchTask(Task[BatchConf]):
         """
         assert self._rows is not None
         rows, longest, leads = message["rows"], message["longest"], self._ranks.is_leader
-        works = list(map(TokenRequest.of_plain, message["works"]))
+
+        def of(told: list[Any]) -> list[TokenRequest]:  # to other ranks it went as JSON
+            return told if leads else list(map(TokenRequest.of_plain, told))
 
         def further() -> list[TokenRequest]:
-            return list(
-                map(TokenRequest.of_plain, while_others_wait(self._ranks, partial(self._next_texts, pair)))
-            )
+            return of(while_others_wait(self._ranks, partial(self._next_texts, pair)))
 
         begin, more = self._begun if leads else lambda _: None, further if message["goes_on"] else list
         try:
-            for written in self._rows.write(works, rows, begin, more, longest):
+            for written in self._rows.write(of(message["works"]), rows, begin, more, longest):
                 if leads:
                     self._commit(written)
                     del self._left[written.index]
@@ -399,20 +403,18 @@ def begin(job: Job, pair: PairSession) -> Journal:
     chosen = sorted({*by_size[:FEW], *by_size[-MANY:], *long}) if job.is_new else []
     with Progress("tokenising prompts", len(chosen), "prompts") as progress:
         for number in map(int, chosen):
-            work = tokenised(job.index.read(number, pair.run), pair)
-            if isinstance(work, Refused):
-                refused.append(work)
-            else:
+            try:
+                work = tokenised(job.index.read(number, pair.run), pair)
                 longest = max(longest, min(work.longest, pair.run.model.context))
+            except Refused as bad:
+                refused.append(bad)
             progress.advance(1)
     require_good(job.run, refused)
     return job.begin(longest)
 
 
-def tokenised(record: Request | Refused, pair: PairSession) -> TokenRequest | Refused:
-    """The request as token ids, or why the model cannot continue it."""
-    if isinstance(record, Refused):
-        return record
+def tokenised(record: Request, pair: PairSession) -> TokenRequest:
+    """Returns the request as token ids. Raises Refused where the model cannot continue it."""
     stops = tuple(pair.tokens.stops(record.stop))
     how = record.sampling, record.max_new_tokens, stops, record.seed, record.logprobs, record.echo
     text = TextPrompt(record.id, record.said, record.where)
@@ -421,4 +423,4 @@ def tokenised(record: Request | Refused, pair: PairSession) -> TokenRequest | Re
     try:
         return TokenRequest(record.index, prompt_of(text, pair.tokens, run, record.messages), *how)
     except DataError as error:
-        return Refused(record.index, record.id, record.form, str(error))
+        raise Refused(record.index, record.id, record.form, str(error)) from None
