@@ -1,7 +1,5 @@
 """task=batch: every record answered once, the same whatever happened on the way."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

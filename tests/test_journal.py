@@ -1,7 +1,5 @@
 """A job's files after any crash: nothing lost, nothing twice, and the same in the end."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

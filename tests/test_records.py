@@ -1,7 +1,5 @@
 """A batch job's input, line by line, and the shape of its answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

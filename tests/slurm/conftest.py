@@ -1,7 +1,5 @@
 """One cluster for all tests that need a real Slurm; skipped loudly where there is none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Batch jobs for the tests: one small input, submitted to a cluster, disturbed, and followed to its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Everything is a child of this process and lives in one folder. A node is a slurm
 can kill it, with its tasks or without them.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

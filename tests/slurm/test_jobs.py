@@ -1,7 +1,5 @@
 """Jobs on a real Slurm, disturbed in every way a cluster knows, end with the undisturbed output; srun."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

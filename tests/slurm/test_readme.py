@@ -1,7 +1,5 @@
 """The guide's first section on batch jobs, word by word, and its script of one's own, on a real Slurm."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

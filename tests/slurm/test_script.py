@@ -1,7 +1,5 @@
 """The script, without a cluster: what it asks for, and that no value can become an option or a command."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What is printed, checked, refused and submitted, against a real Slurm; and without one."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The supervisor by itself: commands of Slurm's that write down what they are asked."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
