@@ -82,10 +82,11 @@ MIXTRAL_NAMES = Names(
     expert_down="block_sparse_moe.experts.{}.w2",
 )
 QWEN_MOE_NAMES = Names(
-    qk_norm=QK_NORMS, router="mlp.gate",
+    qk_norm=QK_NORMS,
+    router="mlp.gate",
     expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     expert_down="mlp.experts.{}.down_proj",
-)  # fmt: skip
+)
 GPT_OSS_NAMES = Names(
     sinks="self_attn.sinks",
     router="mlp.router",

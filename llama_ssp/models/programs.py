@@ -26,10 +26,11 @@ Program = Callable[..., Any]
 ONE_PROGRAM = threading.RLock()
 NUMBERS = itertools.count()  # of the programs that this process compiles
 OPTIONS: dict[str, Any] = {
-    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False,
+    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+    "size_asserts": False,
     "cpp.threads": 1,  # what is between two linear layers is too little to be divided
     "shape_padding": False,  # on a GPU each step would copy a weight whose sizes are no multiples of 8
-}  # fmt: skip
+}
 OPTIONS_BY_DEVICE: dict[str, dict[str, Any]] = {
     "cpu": {"realize_reads_threshold": 1},  # a sum that two kernels read is kept: fewer kinds to compile
     "cuda": {"pattern_matcher": False},  # else a product and a sum become one, which copies first: slower

@@ -86,10 +86,11 @@ def require_numbers(*texts: tuple[str, int, str | None]) -> None:
     stopped = [(name, length) for name, length, reason in texts if reason == "error"]
     if stopped:
         raise ModelError(
-            NOT_NUMBERS, f"prompt {stopped[0][0]!r}, position {stopped[0][1]}",
+            NOT_NUMBERS,
+            f"prompt {stopped[0][0]!r}, position {stopped[0][1]}",
             f"{len(stopped)} of {len(texts)} prompts stopped there",
             fix="try model.dtype=bf16 or fp32, or fetch the model again",
-        )  # fmt: skip
+        )
 
 
 def texts_of(state: State) -> list[tuple[str, int, str | None]]:

@@ -46,8 +46,8 @@ class Decision:
     ) -> Tensor:  # fmt: skip
         """Joins a decision's parts for one transfer to the host; chances are fp64, so ids are exact to 2**53:
 
-            | accepted | token | damaged | drafted, K | overlap, K | before, K | standing, K |
-        """  # fmt: skip
+        | accepted | token | damaged | drafted, K | overlap, K | before, K | standing, K |
+        """
         heads = (part_B[:, None] for part_B in (accepted_B, token_B, damaged_B))
         return torch.cat([*heads, drafted_BK, overlap_BK, before_BK, standing_BK], 1)
 

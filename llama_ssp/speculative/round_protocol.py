@@ -171,6 +171,7 @@ class FollowerProtocol(RoundProtocol):
 
     def _out_of_step(self, how: str) -> DistributedError:
         return DistributedError(
-            f"the ranks are out of step: {how}", f"rank {self._everyone.rank}",
+            f"the ranks are out of step: {how}",
+            f"rank {self._everyone.rank}",
             fix="report it: ranks derive all they do from the leader's messages",
-        )  # fmt: skip
+        )
