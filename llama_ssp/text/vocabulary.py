@@ -238,6 +238,8 @@ def tokenizing(folder: Path) -> Iterator[None]:
 def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Vocabulary | None]:
     """Reads those of two models; equal files are read once, as large ones take a second."""
     result, files = read_vocabulary(target), [FILE, SETTINGS]
+    if target == draft:
+        return result, result
     one, other = tokenizer_folder(target), tokenizer_folder(draft)
     same = one and other and cmpfiles(one, other, files, shallow=False)[0] == files
     if same and end_ids_of(target) == end_ids_of(draft):
