@@ -4,7 +4,7 @@
 
 One process, one pair, the same prompts of mixed length, longest first. Contenders take turns, so other load
 on the machine affects all of them; ratios are computed within a turn. With 8 rows (or the most below) ours
-also runs without refilling: each batch waits for its last text. K is chosen by row, as in a job; next to
+also runs without refilling: each batch waits for its last text. K is chosen once, as when a job begins; next to
 drafts the same runs without. The plain loop pads each batch on the left, and generates as many tokens as its
 longest text wants; what others do not want is not counted. The exit code is 1 if these rows bring less than
 2.5x of one, or refilling less than 1.3x of waiting in the input's order.
@@ -31,12 +31,12 @@ from bench.words import divided  # noqa: E402
 from llama_ssp.config import Dtype, RunConf  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
-from llama_ssp.pair.assembly import engine_for, lookahead_for  # noqa: E402
+from llama_ssp.pair.assembly import engine_for  # noqa: E402
 from llama_ssp.pair.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.speculative.draft_length import Costs, DraftLength, FixedDraftLength  # noqa: E402
+from llama_ssp.speculative.draft_length import DraftLength, FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
@@ -68,15 +68,15 @@ def main() -> None:
     for n in sizes:
         pair.rows = n
         pair.measure_costs([work.prompt for work in works[:n]])
-        costs[n] = pair.costs and Costs.of_kept(pair.costs.kept(n), pair.costs.drafter)
-        contenders[named(n)] = partial(pace, pair, [ordered], n, partial(lookahead_for, run, costs=costs[n]))
+        costs[n] = pair.costs.k_for_all if pair.costs else run.speculation.longest
+        contenders[named(n)] = partial(pace, pair, [ordered], n, partial(FixedDraftLength, costs[n]))
         if run.drafter_name:
             contenders[f"{named(n)}, no drafts"] = partial(
                 pace, pair, [ordered], n, partial(FixedDraftLength, 0)
             )
         theirs = partial(by_transformers, module, pair, dealt(ordered, n))
         contenders[f"{named(n, '')}, transformers"] = theirs
-    usual = partial(lookahead_for, run, costs=costs[main_rows])
+    usual = partial(FixedDraftLength, costs[main_rows])
     contenders[waiting] = partial(pace, pair, dealt(works, main_rows), main_rows, usual)
     sooner = partial(pace, pair, dealt(ordered, main_rows), main_rows, usual)
     contenders[f"{main_rows} rows, waiting, longest first"] = sooner
@@ -91,7 +91,7 @@ def main() -> None:
     met = by_rows >= ROWS_BAR and by_refill >= REFILL_BAR
     report(
         own["write"], f"Rows of a batch job: {len(works)} prompts of mixed length", pair.models.devices,
-        f"{run.model.name} with {run.drafter_name or 'no draft'}, K by row; "
+        f"{run.model.name} with {run.drafter_name or 'no draft'}, K by rows {costs}; "
         f"prompts of {PROMPT_WORDS[0]} to {PROMPT_WORDS[-1]} words, {NEW_TOKENS[0]} to {NEW_TOKENS[-1]} "
         "new tokens; texts end by themselves, too.",
         f"Medians of {len(turns)} turns. {main_rows} rows over one: {by_rows:.2f}x (asked: "

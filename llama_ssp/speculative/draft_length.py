@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from llama_ssp.speculative.stats import RowStep
 
@@ -40,7 +39,8 @@ GUESS = 4.0  # rounds of drafts that what is assumed counts as
 MEMORY = 0.98  # the weight of earlier rounds shrinks by this factor with each round
 TRIES = 3  # rounds with one draft, when a text begins and after each pause
 PAUSE = 64  # rounds between tries, at least
-READING = 0.02  # of the time: the share that tries may take
+READING = 0.02  # of the time: the share that the draft model may read for tries
+LEAST_GAIN = 1.15  # texts end within drafts, and costs are measured with noise
 
 
 @dataclass
@@ -84,8 +84,7 @@ class Costs:
     """What rounds cost, in any unit: `rounds[k]` is the cost of a round of k drafts.
 
     `usual` is how likely drafts stand, and `pause` after how many rounds without drafts a text tries some. A
-    run that measures its costs is not repeatable, so its texts learn from each other. A job is: what was
-    measured when it began stays (`kept`).
+    run that measures its costs is not repeatable, so its texts learn from each other (`learns`).
     """
 
     rounds: list[float]
@@ -110,21 +109,16 @@ class Costs:
             tokens, next_stands = tokens + next_stands, next_stands * later
         return best
 
-    def kept(self, rows: int) -> dict[str, Any]:
-        """Returns what a job with batches of so many rows keeps, as JSON.
+    @property
+    def k_for_all(self) -> int:
+        """The K for all rows of a batch, in every round; 0 unless drafts make it LEAST_GAIN times as fast.
 
-        One row's try makes the round of all rows longer. So pauses grow with the rows: tries take at most
-        READING of the time.
+        A round takes as long as its longest draft: rows that choose by themselves wait for one another.
         """
-        usual, longer = self.usual, self.rounds[1] / self.rounds[0] - 1
-        pause = max(PAUSE, int(rows * TRIES * longer / READING))
-        return {"rounds": self.rounds, "first": usual.first.value, "later": usual.later.value, "pause": pause}
-
-    @staticmethod
-    def of_kept(kept: dict[str, Any], drafter: str | None) -> Costs:
-        """Returns the costs that a job keeps."""
-        usual = Acceptance(kept["first"], kept["later"])
-        return Costs(kept["rounds"], usual, kept["pause"], drafter)
+        usual = self.usual.first.value, self.usual.later.value
+        k = self.best(*usual)
+        tokens = 1.0 + sum(usual[0] * usual[1] ** i for i in range(k))
+        return k if tokens * self.rounds[0] >= LEAST_GAIN * self.rounds[k] else 0
 
     @staticmethod
     def of_ratio(cost_ratio: float, k_max: int, at_once: bool = False) -> Costs:
@@ -139,9 +133,9 @@ class Costs:
 class AdaptiveDraftLength:
     """The K with the most tokens per cost, at the row's recent acceptance.
 
-    A row whose best K is 0 tries one draft after each pause, to notice where drafting pays, and when its text
-    begins, unless the rows make pauses longer. The draft model first has to read what it has missed: where
-    that takes long, pauses are longer, too.
+    A row whose best K is 0 tries one draft when its text begins and after each pause, to notice where
+    drafting pays. The draft model first has to read what it has missed: where that takes long, pauses are
+    longer.
     """
 
     def __init__(self, costs: Costs, rows: int) -> None:
@@ -155,8 +149,7 @@ class AdaptiveDraftLength:
     def restart(self, row: int) -> None:
         usual = self.costs.usual
         self.acceptance[row] = Acceptance(usual.first.value, usual.later.value)
-        begins_with_tries = self.costs.learns or self.costs.pause == PAUSE
-        self._idle[row], self._drafted[row] = 0 if begins_with_tries else TRIES, 1
+        self._idle[row], self._drafted[row] = 0, 1
 
     def choose(self) -> list[int]:
         return [self._k(row) for row in range(len(self.acceptance))]

@@ -62,14 +62,14 @@ def measured(
     if prompts:
         usual.observe(steps)
     costs = Costs(round_s, usual, drafter=run.drafter_name, learns=True)
-    best = costs.best(usual.first.value, usual.later.value)
     took = f"{1e3 * round_s[0]:.2f} ms without drafts, {1e3 * round_s[1]:.2f} ms with one"
     took += f", {1e3 * round_s[k_max]:.2f} ms with {k_max}"
-    kept = f"another run of this seed may differ, unless speculation.cost_ratio={ratio:.2g} is given"
-    kept = "the job keeps them" if run.task.chooses_k else kept
-    log.info(
-        "adaptive: a round takes %s; texts begin with K=%d. K depends on such times: %s", took, best, kept
-    )
+    if run.task.chooses_k:
+        kept = f"the job keeps K = {costs.k_for_all}"
+    else:
+        kept = "K depends on such times: another run of this seed may differ, unless "
+        kept += f"speculation.cost_ratio={ratio:.2g} is given"
+    log.info("adaptive: a round takes %s; %s", took, kept)
     return costs
 
 

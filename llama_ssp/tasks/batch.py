@@ -37,7 +37,6 @@ from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
 from llama_ssp.report.tables import figure
-from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.interactive import while_others_wait
@@ -84,7 +83,9 @@ class BatchTask(Task[BatchConf]):
             prompts = [Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(texts)]
             pair.load(min(self._max_rows, missing), longest, prompts=prompts)
             kept = while_others_wait(ranks, partial(self._keep, pair))
-            pair.costs = pair.costs and Costs.of_kept(kept, pair.costs.drafter)
+            if kept:
+                speculation = replace(pair.run.speculation, k=kept["k"], adaptive=False)
+                pair.run = replace(pair.run, speculation=speculation)
             self._rows = pair.writer(self._inputs.seed, clocked=False)
         if shards:
             with self._leading() if ranks.is_leader else nullcontext():
@@ -146,7 +147,11 @@ class BatchTask(Task[BatchConf]):
         assert self._journal is not None
         tried = [placed.role for placed in pair.placements if placed.on_trial]
         self._journal.keep_trials({role: pair.engines[role] for role in tried})
-        return dict(self._journal.kept(COSTS, pair.costs.kept(self._max_rows))) if pair.costs else {}
+        if pair.costs is None:
+            return {}
+        stand, rounds, k = pair.costs.usual, pair.costs.rounds, pair.costs.k_for_all
+        costs = {"k": k, "rounds": rounds, "first": stand.first.value, "later": stand.later.value}
+        return dict(self._journal.kept(COSTS, costs))
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
