@@ -4,8 +4,8 @@
 
 One process, one pair, the same prompts of mixed length, longest first. Contenders take turns, so other load
 on the machine affects all of them; ratios are computed within a turn. With 8 rows (or the most below) ours
-also runs without refilling: each batch waits for its last text. K is chosen once, as when a job begins; next to
-drafts the same runs without. The plain loop pads each batch on the left, and generates as many tokens as its
+also runs without refilling: each batch waits for its last text. K is chosen once, as when a job begins; the
+same runs without drafts, too. The plain loop pads each batch on the left, and generates as many tokens as its
 longest text wants; what others do not want is not counted. The exit code is 1 if these rows bring less than
 2.5x of one, or refilling less than 1.3x of waiting in the input's order.
 """

@@ -310,7 +310,7 @@ class SpeculationConfig:
         0,
         MAX_K,
         "Drafted tokens a round (K); 0 is regular sampling; null, or auto, is the plan's best K at "
-        "plan.acceptance, where the machine has not been measured 4, with n-grams 8, and in batch adaptive.",
+        "plan.acceptance, where the machine has not been measured 4, with n-grams 8, and in batch measured.",
     )
     drafter: Drafting = key(Drafting.model, "What drafts: the model, n-grams of the text so far, or nothing.")
     verification: Verification = key(Verification.block, "The exact rule: block accepts no less than token.")
