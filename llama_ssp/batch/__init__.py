@@ -1,5 +1,4 @@
-"""Batch jobs: every record is answered exactly once, whatever is killed when. No torch, except in
-continuous_batching.
+"""Batch jobs: every record is answered exactly once, whatever is killed when. No torch.
 
 records.py        what each line of the input asks for (plain, OpenAI or text), and the line that answers it
 index.py          where each record of the input lies: made once, read by every group
