@@ -161,21 +161,24 @@ class ContinuousBatch:
         with self._reading():
             state = self.engine.prefill(prompts, 0, longest)
         lookahead = self.lookahead(state.rows)
-        for step in generate(self.engine, state, self._limits, lookahead, self):
-            if self.clocked:
-                self.engine.synchronize()
-            spent = time.perf_counter() - self._began
-            self._counts.decode_s += spent
-            lookahead.took(step.rows, spent)
-            for row in step.rows:
-                self._counts.add(row)
-                reply = self._in_row[row.row]
-                reply.token_ids += row.tokens
-                reply.finish_reason, reply.logprobs = row.finish, state.logprobs[row.row]
-                reply.drafted += len(row.drafted)
-                reply.accepted += row.accepted
-            yield Step(step.round, [replace(row, row=self._in_row[row.row].index) for row in step.rows])
-            self._began = time.perf_counter()
+        try:
+            for step in generate(self.engine, state, self._limits, lookahead, self):
+                if self.clocked:
+                    self.engine.synchronize()
+                spent = time.perf_counter() - self._began
+                self._counts.decode_s += spent
+                lookahead.took(step.rows, spent)
+                for row in step.rows:
+                    self._counts.add(row)
+                    reply = self._in_row[row.row]
+                    reply.token_ids += row.tokens
+                    reply.finish_reason, reply.logprobs = row.finish, state.logprobs[row.row]
+                    reply.drafted += len(row.drafted)
+                    reply.accepted += row.accepted
+                yield Step(step.round, [replace(row, row=self._in_row[row.row].index) for row in step.rows])
+                self._began = time.perf_counter()
+        finally:
+            self._limits = Limits(0)  # it knew this batch: so caches are freed without the collector
 
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""
