@@ -63,8 +63,8 @@ class GraphedModel(SteppedModel):
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
         """Also captures all steps of up to `rows` texts of the largest width, in caches of this capacity.
 
-        Rows that end or draft less make steps of any number of tokens. The largest step is first: the others
-        use its scratch memory.
+        Rows that end or draft less make steps of any number of tokens. Larger steps come first: smaller ones
+        use their scratch memory.
         """
         self.new_cache(rows, capacity)  # all steps below are captured in its memory
         widest = max(widths, default=0)

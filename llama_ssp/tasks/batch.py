@@ -108,7 +108,7 @@ class BatchTask(Task[BatchConf]):
             "records_refused_here": self._refused,
             "records_set_aside_here": self._set_aside,
             **{key: self._pair_figures()[key] for key in ("devices", "engines")},
-            **(self._rows.figures() if self._rows else {**nothing_run()}),
+            **(self._rows.figures() if self._rows else nothing_run()),
         }
 
     def measurements(self) -> list[RunMeasurement]:
