@@ -1,12 +1,13 @@
 """What rounding of logits does: ties of the first place, greedy texts that differ with drafts, errors.
 
-    python bench/ties.py [model=smollm2-135m-instruct-q4] [dtype=packed] [engine=compiled] [prompts=50]
-                         [draft=none] [new=128] [write=FILE.md]
+    python bench/ties.py [model=smollm2-135m-instruct-q4] [dtypes=packed,bf16] [engines=compiled,eager]
+                         [drafts=none,int4] [rounded=false] [prompts=50] [new=128] [write=FILE.md]
 
-Greedy texts of prompts of facts, code, prose and sums, with K = 0 and with K = 4 (n-grams, or draft=int4). A
-tie is a position of a K = 0 text at which the two largest logits are equal. A text differs where a pass of
-several tokens rounds to another first place than passes of one; how far the two largest logits are apart
-there is printed. Errors are of the logits at the end of each prompt, against fp32 weights.
+Greedy texts of prompts of facts, code, prose and sums, with K = 0 and with K = 4 (drafts=none: n-grams). A
+tie is a position of a K = 0 text at which the two largest logits are equal, or would be, were they rounded to
+16 bit as a product in 16 bit rounds them; rounded=true writes the texts with such logits. A text differs
+where a pass of several tokens rounds to another first place than passes of one; how far the two largest
+logits are apart there is printed. Errors are of the logits at the end of each prompt, against fp32 weights.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
 from surroundings import report  # noqa: E402
 from torch import Tensor  # noqa: E402
 from words import Words  # noqa: E402
@@ -45,9 +48,10 @@ TEXTS = [*FACTS, *SHORT, *SENTENCES, *(question.text for question in questions(0
 @dataclass
 class Settings(Words):
     model: str = "smollm2-135m-instruct-q4"
-    dtype: str = "packed"
-    engine: str = "compiled"
-    draft: str = "none"
+    dtypes: str = "packed"
+    engines: str = "compiled"
+    drafts: str = "none"
+    rounded: bool = False
     prompts: int = 50
     new: int = 128
     write: str = ""
@@ -55,15 +59,30 @@ class Settings(Words):
 
 @dataclass
 class Seen(Observer):
-    """Keeps the first round's logits, and of each round how far the two largest are apart."""
+    """Keeps the first round's logits, and of each round the two largest."""
 
     first: Tensor | None = None
-    gaps: list[float] = field(default_factory=list)
+    largest: list[Tensor] = field(default_factory=list)
 
     def decided(self, state: Any, _: Any, __: Any, ___: Any, logit_BWV: Any) -> None:
-        best, second = logit_BWV[0, 0].float().topk(2).values.tolist()
-        self.gaps.append(best - second)
+        self.largest.append(logit_BWV[0, 0].topk(2).values)
         self.first = logit_BWV[0, 0].double() if self.first is None else self.first
+
+    def ties(self, dtype: torch.dtype) -> int:
+        return sum(bool(best == second) for best, second in (pair.to(dtype) for pair in self.largest))
+
+
+class Rounded:
+    """A sampling transform that gets logits as a product in bf16 would give them."""
+
+    def __init__(self, transform: Any) -> None:
+        self._transform = transform
+
+    def __call__(self, logit_BWV: Tensor, prefix: Any) -> Any:
+        return self._transform(logit_BWV.bfloat16().float(), prefix)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transform, name)
 
 
 def loaded(told: Settings, dtype: str, engine: str, draft: str = "none") -> PairSession:
@@ -74,9 +93,11 @@ def loaded(told: Settings, dtype: str, engine: str, draft: str = "none") -> Pair
     return PairSession(pair_specs(run, [], 1)[0]).load(1, 512 + told.new)
 
 
-def written(pair: PairSession, text: str, k: int, new: int) -> tuple[list[int], Seen]:
+def written(pair: PairSession, text: str, k: int, told: Settings, new: int) -> tuple[list[int], Seen]:
     """The text's continuation, whatever would end it, and what was seen."""
     engine = pair.engine(0)
+    if told.rounded:
+        engine.transform = Rounded(engine.transform)
     engine.observer = seen = Seen()
     state = engine.prefill([Prompt("0", tuple(pair.tokens.encode(text)))], new)
     for _ in generate(engine, state, Limits(new), FixedDraftLength(k, 1)):
@@ -87,30 +108,33 @@ def written(pair: PairSession, text: str, k: int, new: int) -> tuple[list[int], 
 def lines(told: Settings) -> Iterator[str]:
     texts = TEXTS[: told.prompts]
     with closing(loaded(told, "fp32", "eager")) as exact:
-        right = [written(exact, text, 0, 1)[1].first for text in texts]
-    ties = positions = equal = 0
-    errors = []
-    with closing(loaded(told, told.dtype, told.engine, told.draft)) as pair:
-        for text, logit_V in zip(texts, right, strict=True):
-            (plain, seen), (drafted, _) = (written(pair, text, k, told.new) for k in (0, 4))
-            ties, positions = ties + seen.gaps.count(0.0), positions + len(seen.gaps)
-            equal += plain == drafted
-            errors.append((seen.first - logit_V).abs())
-            if plain != drafted:
-                at = next(i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b)
-                yield f"{text[:30]!r} differs at token {at}, where the two are {seen.gaps[at]:.4f} apart"
-    yield f"{Path(told.model).stem}, {told.dtype}, {told.engine}, draft {told.draft}:"
-    yield f"ties of the first place: {ties} in {positions} positions"
-    yield f"texts of {told.new} tokens that are equal with K = 0 and K = 4: {equal} of {len(texts)}"
-    largest, mean = max(float(e.max()) for e in errors), sum(float(e.mean()) for e in errors) / len(errors)
-    yield f"error of logits: at most {largest:.4f}, mean {mean:.5f}"
+        right = [written(exact, text, 0, told, 1)[1].first for text in texts]
+    for dtype, engine in product(told.dtypes.split(","), told.engines.split(",")):
+        yield f"\n## {Path(told.model).stem}, {dtype}, {engine}"
+        plain = list[tuple[list[int], Seen]]()
+        for draft in told.drafts.split(","):
+            with closing(loaded(told, dtype, engine, draft)) as pair:
+                plain = plain or [written(pair, text, 0, told, told.new) for text in texts]
+                drafted = [written(pair, text, 4, told, told.new)[0] for text in texts]
+            equal = 0
+            for text, (expected, seen), found in zip(texts, plain, drafted, strict=True):
+                equal += expected == found
+                if expected != found:
+                    at = next(i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b)
+                    apart = float(seen.largest[at][0] - seen.largest[at][1])
+                    yield f"- {text[:30]!r}, draft {draft}: differs at token {at}, the two {apart:.4f} apart"
+            yield f"- draft {draft}: {equal} of {len(texts)} texts equal with K = 0 and K = 4"
+        ties, rounded = (sum(seen.ties(of) for _, seen in plain) for of in (torch.float32, torch.bfloat16))
+        positions = sum(len(seen.largest) for _, seen in plain)
+        yield f"- ties of the first place: {ties} of {positions} positions; rounded to bf16: {rounded}"
+        errors = [(seen.first - logit_V).abs() for (_, seen), logit_V in zip(plain, right, strict=True)]
+        largest = max(float(error_V.max()) for error_V in errors)
+        mean = sum(float(error_V.mean()) for error_V in errors) / len(errors)
+        yield f"- error of logits: at most {largest:.4f}, mean {mean:.5f}"
 
 
 if __name__ == "__main__":
     settings = Settings.of(sys.argv[1:])
-    report(
-        settings.write,
-        "Ties of logits, and texts with and without drafts",
-        {"model": "cpu"},
-        *lines(settings),
-    )
+    found = list(lines(settings))
+    title = "Ties of logits, and texts with and without drafts"
+    report(settings.write, title, {"model": "cpu"}, *found)
