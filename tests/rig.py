@@ -77,8 +77,9 @@ def engine_of(
 
     `draws` is a seed, or a source of draws; `bridge` leads from the draft's tokenizer to the target's.
     """
-    transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab or target.vocab)
     source = CounterDraws(draws) if isinstance(draws, int) else draws
+    replay, vocab = getattr(source, "replay", None), vocab or target.vocab
+    transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab, replay)
     target_runner = ModelRunner(target, chunk)
     drafter, sampler = Drafter(), Sampler(transform, source)
     if draft == "ngram":

@@ -104,18 +104,30 @@ def test_texts_are_those_of_eager_steps(rows: int, k: int):
     assert graphed.captures and all(size == padded(size) for size in graphed.captures)
 
 
-@pytest.mark.parametrize(("rule", "rows"), [("block", 3), ("token", 1)])
-def test_rounds_decided_by_graphs_are_those_of_the_definitions(rule: str, rows: int):
+FILTERED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows", "sampling", "kinds"),
+    [
+        ("block", 3, SamplingConfig(), 2),  # graphs that draw and that decide
+        ("token", 1, FILTERED, 3),  # and that filter
+        ("block", 3, SamplingConfig(temperature=0.0, bad_tokens=[3]), 3),
+    ],
+)
+def test_rounds_decided_by_graphs_are_those_of_the_definitions(
+    rule: str, rows: int, sampling: SamplingConfig, kinds: int
+):
     """Rows that end early, K that differs; what is captured stays for the next engine."""
     how: dict[str, Any] = {"k": 4, "max_new": 12, "adaptive": True, "rule": rule}
-    how |= {"sampling": SamplingConfig(), "ends": frozenset({5, 6})}
-    graphed, draft = llama(Replayed), llama(Replayed, 0.3)
+    how |= {"sampling": sampling, "ends": frozenset({5, 6})}
+    graphed, draft, plain_pair = llama(Replayed), llama(Replayed, 0.3), (llama(), llama(noise=0.3))
     for seed in (0, 1, 2):
-        plain = speculate(graphed, PROMPTS[:rows], draft, **how, seed=seed)
+        plain = speculate(plain_pair[0], PROMPTS[:rows], plain_pair[1], **how, seed=seed)
         draws = CounterDraws(seed, graphed.replay)
         assert speculate(graphed, PROMPTS[:rows], draft, **how, draws=draws).texts == plain.texts
     captured = len(graphed._functions)
-    assert len({function for function, *_ in graphed._functions}) == 2
+    assert len({function for function, *_ in graphed._functions}) == kinds
     speculate(graphed, PROMPTS[:rows], draft, **how, draws=CounterDraws(0, graphed.replay))
     assert len(graphed._functions) == captured
 
@@ -146,7 +158,7 @@ def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monke
     monkeypatch.setattr(cuda_graphs, "LARGEST", 4)
     assert model.replay(torch.square, torch.arange(5.0)).tolist() == [0, 1, 4, 9, 16]
     assert model.captures == [3]
-    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 3 * number.nbytes)  # what is kept is bounded
+    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 5 * number.nbytes)  # what is kept is bounded
     assert torch.equal(model.replay(torch.add, number[:2], number[1:]), torch.tensor([1.0, 3.0]))
     assert len(model._functions) == 2
     assert torch.equal(model.replay(torch.sub, number[:2], number[1:]), torch.tensor([-1.0, -1.0]))

@@ -132,8 +132,10 @@ class GraphedModel(SteppedModel):
             size = sum(each.nbytes for each in given)
             if self._kept + size > KEPT_BYTES:  # there is no room for more numbers of rows and drafts
                 return function(*given)
-            self._kept += size
             self._functions[key] = self._function(function, given)
+            made = self._functions[key](*given)
+            self._kept += size + made.nbytes
+            return made
         return self._functions[key](*given)
 
     def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Callable[..., Tensor]:

@@ -13,7 +13,8 @@ EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as ma
 MOST = 512  # tokens of a graph, which keeps memory for their logits
 BUCKET = 256  # slots: memory of caches is made in multiples of it
 LARGEST = 72 * 2**20  # numbers given to a graph that draws or decides: 16 rows of 256k tokens at K = 8
-KEPT_BYTES = 4 * LARGEST  # at most of what all graphs that draw and decide read: probabilities, mostly
+FILTERED = 2**23  # numbers given to a graph that filters; with more, launches are not what takes the time
+KEPT_BYTES = 5 * LARGEST  # of all that graphs read and give that filter, draw or decide
 DECODED = 2**26  # numbers of experts in codes that are decoded at once, but one expert at least
 
 

@@ -255,13 +255,14 @@ def engine_for(
     rule: Rule | None = None,
 ) -> RankEngine:  # fmt: skip
     """Returns an engine with its own caches and draws. `rule` replaces the run's. Raises UsageError."""
-    transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
+    first = next(iter(pair.loaded.values()))
+    vocab, replay = min(pair.vocab, tokens.size), first.replay if first.has_graphs else None
+    transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), vocab, replay)
     if transform.forbids_all:
         raise UsageError(
             "no token is allowed", "sampling.bad_tokens, sampling.min_new_tokens",
             found=f"all {transform.vocab} are forbidden", fix="leave at least one",
         )  # fmt: skip
-    first = next(iter(pair.loaded.values()))
     draws, roles = CounterDraws(seed, first.replay), pair.roles
     target = ModelRunner(pair.target, pair.prefill_chunk) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype
-from llama_ssp.models.graph_sizes import DECODED, KEPT_BYTES, LAG, LARGEST, MOST, SLICE, sizes_up_to
+from llama_ssp.models.graph_sizes import DECODED, FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, SLICE, sizes_up_to
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
@@ -26,6 +26,7 @@ INT, FP32, FP64 = 8, 4, 8
 GPU_ALIGNMENT = 16  # of a mask's rows in torch's memory-efficient attention
 INTEGERS = 24  # int64 numbers a token: ids, positions, slots, and what they are made of
 ROUNDING = 2**15  # of small tensors to whole blocks
+SORTED = 32  # bytes a number: logits, probabilities, sorted ones, int64 indices, sums, what a sort takes
 KERNEL_SCRATCH = 5 * MIB // 4  # a thread: tiles of a CPU's attention and matrix products
 
 Parts = dict[str, int]
@@ -253,7 +254,7 @@ class RankWork:
         return sum(self.graphs(own)) * (own.part.whole_vocab * max(w, FP32) + shown * w)
 
     def scratch_of_graphs(self, own: RolePart) -> int:
-        """Bytes that a role's graphs share: those of the largest step, or of a decision that is a graph."""
+        """Bytes that a role's graphs share: those of the largest step, or of filters or a decision."""
         if not own.spare:
             return 0
         columns = self.work.columns if own is self.target else LAG
@@ -263,14 +264,18 @@ class RankWork:
         decides = own is self.target and self.decides and given <= LARGEST
         steps = (moment[HIDDEN] + moment.get(LOGITS, 0) for moment in step.moments())
         decoded = 0 if step._coded_experts else step._dequantised()  # kernels of graphs read other codes
-        return max(self._deciding() * decides, max(steps) - decoded)
+        filtering = SORTED * min(self.work.rows * columns * self.vocab, FILTERED)
+        return max(self._deciding() * decides, filtering, max(steps) - decoded)
 
-    def read_by_graphs(self) -> int:
-        """Returns the bytes that graphs read that draw and decide: K + 1 distributions and K of drafts.
+    def kept_by_graphs(self) -> int:
+        """Returns the bytes that graphs read and give that filter, draw and decide.
 
-        Rounds of every smaller K have graphs of their own: 1 + 3 + ... + (2 K + 1) = (K + 1)^2.
+        A decision reads K + 1 distributions and K of drafts. Rounds of every smaller K have graphs of their
+        own: 1 + 3 + ... + (2 K + 1) = (K + 1)^2. Filters read logits and give these K + 1 distributions, or
+        that of a draft.
         """
-        distributions = (self.work.k + 1) ** 2 + 1  # and that from which drafts are drawn
+        columns = self.work.columns
+        distributions = columns**2 + 1 + 2 * (columns * (columns + 1) // 2 + 1)
         return min(KEPT_BYTES, distributions * self.work.rows * self.vocab * FP32)
 
     def _prefill(self, own: RolePart) -> Iterable[Parts]:

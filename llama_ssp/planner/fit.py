@@ -113,8 +113,8 @@ def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
     name, size = f"{count} CUDA graphs", count * machine.taken["graph"]
     kept = [MemoryLine(one.role, OUTPUTS, own.outputs_of_graphs(one), BOUND) for one in own.roles]
     kept += [MemoryLine(one.role, SCRATCH, own.scratch_of_graphs(one), BOUND) for one in own.roles]
-    inputs = own.read_by_graphs() if count else 0
-    read = MemoryLine(LIBRARIES, "inputs of graphs that draw and decide", inputs, BOUND)
+    inputs = own.kept_by_graphs() if count else 0
+    read = MemoryLine(LIBRARIES, "graphs that filter, draw and decide", inputs, BOUND)
     lines = (*kept, read, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
     return tuple(line for line in lines if line.bytes)
 

@@ -10,8 +10,8 @@ frequency and presence count generated tokens only. Logits go to fp32 first (fp6
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.feed import sent
+from llama_ssp.models.graph_sizes import FILTERED
 from llama_ssp.speculative.array_ops import Array, greatest, largest, where
 
 LEAST_P = 1e-30  # a lower top_p keeps the same tokens, the likeliest, and is 0 in fp32 below 7e-46
+PADDED = 1024  # a text's tokens are padded to multiples of it where a graph reads them: few sizes, few graphs
 FEW = (256, 4096)  # the nucleus is sought among this many of the likeliest tokens before all are sorted
 
 
@@ -37,9 +39,18 @@ class Prefix:
 class SamplingTransform:
     """Turns logits into probabilities under one set of sampling controls; a row may have its own."""
 
-    def __init__(self, sampling: SamplingConfig, end_ids: tuple[int, ...], vocab: int) -> None:
-        """`vocab` is the target's; a draft's logits beyond it are cut, missing ones get probability 0."""
-        self.controls = sampling
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        end_ids: tuple[int, ...],
+        vocab: int,
+        replay: Callable[..., Tensor] | None = None,
+    ) -> None:
+        """`vocab` is the target's; a draft's logits beyond it are cut, missing ones get probability 0.
+
+        `replay` runs functions of tensors as CUDA graphs, where a model has them.
+        """
+        self.controls, self._replay = sampling, replay
         self.end_ids = tuple(i for i in end_ids if i < vocab)
         self.vocab = vocab
         self._by_row: dict[int, SamplingTransform] = {}  # rows with other controls
@@ -55,7 +66,17 @@ class SamplingTransform:
 
     def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         """The probabilities at each position, (B, W, V). A row of NaN marks damaged logits."""
-        return self._row_by_row(logit_BWV, prefix) if self._by_row else self._alike(logit_BWV, prefix)
+        if self._by_row:
+            return self._row_by_row(logit_BWV, prefix)
+        if self._replay is None or self._is_softmax or logit_BWV.numel() > FILTERED:
+            return self._alike(logit_BWV, prefix)
+        token_BS, given = prefix.token_BS, [logit_BWV]
+        if self._reads_prefix:
+            padded_BS = torch.nn.functional.pad(token_BS, (0, -token_BS.shape[1] % PADDED))
+            given += [padded_BS, prefix.length_BW, prefix.prompt_B]
+        function = OfTensors(f"{self.controls} {self.end_ids} {self.vocab}", self)
+        # A copy: the next replay overwrites what this one gave.
+        return self._replay(function, *given).clone()
 
     def _row_by_row(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         """Computes rows in groups that share their controls, and puts them back in order."""
@@ -95,11 +116,22 @@ class SamplingTransform:
         return any(_forbids(transform.controls) for transform in (self, *self._by_row.values()))
 
     @cached_property
+    def _reads_prefix(self) -> bool:
+        c = self.controls
+        penalises = c.repetition_penalty != 1 or c.frequency_penalty or c.presence_penalty
+        return bool(penalises or c.min_new_tokens)
+
+    @cached_property
+    def _is_softmax(self) -> bool:
+        """Whether one or two operations make the probabilities."""
+        c = self.controls
+        moves = _forbids(c) or self._reads_prefix
+        return not moves and c.temperature > 0 and (c.top_k, c.top_p, c.min_p) == (0, 1, 0)
+
+    @cached_property
     def _may_hide_damage(self) -> bool:
         """Whether a control may make probabilities of damaged logits. A softmax alone gives a row of NaN."""
-        c = self.controls
-        moved = _forbids(c) or c.frequency_penalty or c.presence_penalty
-        return bool(moved) or c.repetition_penalty != 1 or c.temperature == 0
+        return _forbids(self.controls) or self._reads_prefix or self.controls.temperature == 0
 
     def _probs(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls = self.controls
@@ -147,6 +179,20 @@ class SamplingTransform:
             logit_BWV = logit_BWV - controls.frequency_penalty * count_BWV
             logit_BWV = logit_BWV - controls.presence_penalty * count_BWV.clamp(max=1)
         return logit_BWV
+
+
+@dataclass(frozen=True)
+class OfTensors:
+    """A transform as a function of tensors alone: logits and, where a control reads it, the prefix.
+
+    Transforms with the same settings are equal, so that they share a graph.
+    """
+
+    settings: str
+    transform: SamplingTransform = field(compare=False)
+
+    def __call__(self, logit_BWV: Tensor, *prefix: Tensor) -> Tensor:
+        return self.transform._alike(logit_BWV, Prefix(*(prefix or 3 * (logit_BWV,))))
 
 
 def _forbids(controls: SamplingConfig) -> bool:
