@@ -72,13 +72,15 @@ def attend_rows(
     """(T, H, D) of the rows of `feed.rows`, one after the other.
 
     Of a prompt torch's kernels know which slots a token does not see. Else there is a mask, and keys are not
-    repeated: the queries of a group of heads are further queries of its KV head.
+    repeated: the queries of a group of heads are further queries of its KV head. Slots before the window of
+    the row's first token are not read.
     """
     found, begin = [], 0
     plain, has_groups = scores.softcap is None and sink_H is None, _kernel_has_groups(query_THD)
     for first, start, count in feed.rows:
         query_WHD = query_THD[begin : begin + count]
-        keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
+        slots = slice(first + _least(start, scores.window), first + start + count)
+        keys_GSD, values_GSD = keys_GND[:, slots], values_GND[:, slots]
         sees_all = scores.window is None or scores.window >= start + count
         if plain and sees_all and count > 1 and (has_groups or start == 0):
             found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale, has_groups))
@@ -166,15 +168,20 @@ def _mask(feed: Pass, start: int, count: int, window: int | None) -> Tensor | No
     key = start, count, window
     if key not in feed.masks:
         feed.masks[key] = None
-        if count > 1 or (window is not None and start >= window):
+        if count > 1:
             device = feed.position_T.device
             position_W1 = torch.arange(start, start + count, device=device)[:, None]
-            slot_S = torch.arange(start + count, device=device)
+            slot_S = torch.arange(_least(start, window), start + count, device=device)
             mask_WS = slot_S <= position_W1
             if window is not None:
                 mask_WS &= slot_S > position_W1 - window
             feed.masks[key] = mask_WS
     return feed.masks[key]
+
+
+def _least(start: int, window: int | None) -> int:
+    """Returns the least position that a token at `start` sees."""
+    return 0 if window is None else max(0, start + 1 - window)
 
 
 class Rotary(nn.Module):
