@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llama_ssp import SamplingConfig, load_pair
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
@@ -21,7 +22,7 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.logprobs import TokenLogprob, completions
 from tests.conftest import Command
-from tests.families import VOCAB, build, ragged_prompts
+from tests.families import VOCAB, build, decoder_of, ragged_prompts
 from tests.proofs.toy import toy
 from tests.rig import engine_of, perturbed, steps_of
 from tests.test_bridged import PROMPTS as BRIDGED
@@ -168,15 +169,21 @@ def test_as_sampled_they_are_of_the_distribution_that_was_sampled() -> None:
 
 
 @pytest.mark.parametrize("numbers", [2**24, 4 * VOCAB], ids=["whole", "in parts"])
-def test_given_texts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["module", "decoder"])
+def test_given_texts(numbers: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder reads its texts in one pass, and makes logits of a part at a time."""
     monkeypatch.setattr("llama_ssp.speculative.logprobs.NUMBERS", numbers)
-    engine = reading(models()[0], None, sampling=SamplingConfig())
+    target, _ = models(torch.float64 if kind == "module" else torch.float32)
+    near = NEAR_64 if kind == "module" else NEAR
+    decoder = DecoderModel(decoder_of(target.module), target.module.config, "target")
+    engine = reading(target if kind == "module" else decoder, None, sampling=SamplingConfig())
     for prompt, scores in zip(PROMPTS, engine.score(PROMPTS, LogprobReader(TOP)), strict=True):
         text = list(prompt.token_ids)
         state = State([Prompt("x", tuple(text[:1]))], len(text), torch.device("cpu"))
         state.append(0, text[1:])
         state.logprobs = [scores[1:]]
-        assert scores[0].logprob is None and off(state, models()[0], VOCAB) < NEAR_64
+        assert scores[0].logprob is None and off(state, target, VOCAB) < near
+    assert engine.target.forwards == (1 if kind == "decoder" or numbers > 4 * VOCAB else 8)
 
 
 TEXTS = ["hello", "a longer prompt", "x"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +23,8 @@ from llama_ssp.models.slot_cache import SlotCache
 
 class DecoderModel(Model):
     """A decoder, eager. Texts that grow beyond `restart` are fed anew, with the second scale of positions."""
+
+    cuts = True
 
     def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks = ALONE) -> None:
         self.decoder, self.config, self.name, self.ranks = decoder, config, name, ranks
@@ -77,6 +80,16 @@ class DecoderModel(Model):
         if place_T is not None:
             logit_RV = logit_RV.new_zeros(rows * width, self.vocab).index_copy_(0, place_T, logit_RV)
         return logit_RV.view(rows, width, self.vocab)
+
+    @torch.inference_mode()
+    def parts(self, token_BW: Tensor, feed: Feed, cache: SlotCache, size: int) -> Iterator[Tensor]:
+        place_T = feed.token_places()
+        tokens, last = self._feed(feed, cache, place_T), len(self.decoder.blocks)
+        token_T, one_R = token_BW.flatten()[place_T], place_T[:1] * 0
+        _, (x_TH,) = self.decoder(token_T, tokens, cache.layers, one_R, {last})
+        x_XH = x_TH.new_zeros(token_BW.numel(), x_TH.shape[-1]).index_copy_(0, place_T, x_TH)
+        for x_BWH in torch.split(x_XH.view(*token_BW.shape, -1), size, 1):
+            yield self.decoder.to_logits(x_BWH.flatten(0, 1)).view(*x_BWH.shape[:2], -1)
 
     def _stepped(
         self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, is_prompt: bool

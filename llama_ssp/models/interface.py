@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,6 +85,7 @@ class Model(Loaded, Protocol):
     restart: int | None = None  # texts that grow longer are fed anew
     taps: tuple[int, ...] = ()
     pads: bool = False  # whether a pass of some rows computes all of them, as wide as the longest
+    cuts: bool = False  # whether `parts` keeps no more logits than it yields
     tapped_TX: Tensor | None = None  # the inputs of the tapped blocks in the last pass; None without taps
 
     def tap(self, blocks: tuple[int, ...]) -> None:
@@ -103,3 +104,7 @@ class Model(Loaded, Protocol):
 
     def logits(self, token_BW: Tensor, feed: Feed, cache: Any, last_only: bool) -> Tensor:
         """Logits, (B, W, V); of the last column only, (B, 1, V), for a pass that is fed for its keys."""
+
+    def parts(self, token_BW: Tensor, feed: Feed, cache: Any, size: int) -> Iterator[Tensor]:
+        """Yields the logits of one pass, `size` columns after the other, (B, size or fewer, V)."""
+        yield from torch.split(self.logits(token_BW, feed, cache, False), size, 1)

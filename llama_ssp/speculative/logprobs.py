@@ -17,7 +17,7 @@ from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import State
 from llama_ssp.text.logprobs import ScoredToken
 
-NUMBERS = 2**24  # logits of one forward: of a text that is scored whole there are many
+NUMBERS = 2**24  # logits at once: of a text that is scored whole there are many
 
 
 @dataclass
@@ -82,7 +82,8 @@ def scored(
     """
     target.start(state.rows, state.capacity)
     result = [[ScoredToken(text[0], None)] if leads else [] for text in state.texts]
-    width = max(1, min(target.prefill_chunk, NUMBERS // (state.rows * target.model.vocab)))
+    size = max(1, NUMBERS // (state.rows * target.model.vocab))
+    width = target.prefill_chunk if target.model.cuts else min(target.prefill_chunk, size)
     last = [length - 1 for length in state.lengths]
     while target.cached != last:
         starts = target.cached
@@ -90,14 +91,16 @@ def scored(
             min(start + width, end, start + 1 + target.room(start + 1))
             for start, end in zip(starts, last, strict=True)
         ]
-        wanted = [end - start for start, end in zip(starts, ends, strict=True)]
-        logit_BWV = target.logits(state.token_BS, ends, wanted)
-        if leads:
-            spans = zip(state.texts, starts, ends, strict=True)
-            blocks = [text[start + 1 : end + 1] for text, start, end in spans]
-            probs_BWV = transform(logit_BWV, _prefix(state, starts, max(wanted))) if reader.sampled else None
-            parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
-            result = [before + part for before, part in zip(result, parts, strict=True)]
+        for logit_BWV in target.parts(state.token_BS, ends, size):
+            stops = [min(start + size, end) for start, end in zip(starts, ends, strict=True)]
+            if leads:
+                spans = zip(state.texts, starts, stops, strict=True)
+                blocks = [text[start + 1 : stop + 1] for text, start, stop in spans]
+                prefix = _prefix(state, starts, logit_BWV.shape[1])
+                probs_BWV = transform(logit_BWV, prefix) if reader.sampled else None
+                parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
+                result = [before + part for before, part in zip(result, parts, strict=True)]
+            starts = stops
     return result
 
 

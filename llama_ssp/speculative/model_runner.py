@@ -7,7 +7,7 @@ after full acceptance is fed it next round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -101,6 +101,15 @@ class ModelRunner:
         column_BW = torch.tensor(first)[:, None] + torch.arange(width)
         column_BW = sent(column_BW.clamp(max=feed.width - 1), logit_BWV.device)
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
+
+    def parts(self, token_BS: Tensor, ends: list[int], size: int) -> Iterator[Tensor]:
+        """Feeds up to `ends` in one pass; yields the logits of `size` columns after the other."""
+        assert self._cache is not None, "start() comes first"
+        self._begin(ends, [cached + 1 for cached in self.cached])
+        count = tuple(end - cached for end, cached in zip(ends, self.cached, strict=True))
+        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, tuple(self._given))
+        self.cached, self.forwards = ends, self.forwards + 1
+        yield from self.model.parts(self._input(token_BS, feed), feed, self._cache, size)
 
     def _begin(self, ends: list[int], lengths: list[int]) -> None:
         """Fixes the scale of rows that are about to be fed, by the lengths of their texts.
