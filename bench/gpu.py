@@ -1,10 +1,11 @@
 """One GPU in fifteen minutes: are its texts right, how fast is it, and where does the time go?
 
     python bench/gpu.py collect=true [piece_mib=40] [before=COMMIT]   # with a network: what has to be brought
-    python bench/gpu.py plan=true                     # the parts of both calls, with the seconds of each
+    python bench/gpu.py plan=true                     # the parts of all calls, with the seconds of each
     python bench/gpu.py call=1 [archive=FILE.tar.gz] [write=bench/results/gpu_CARD_YYYYMM.md]
     python bench/gpu.py call=2 [...]                  # what call 1 has left, then the parts of call 2
     python bench/gpu.py call=3 [...]                  # planned memory beside measured
+    python bench/gpu.py call=4 [...]                  # sampling controls, rows, experts
     python bench/gpu.py parts=steps,codes             # these parts
     python bench/gpu.py small=true                    # small models, on a CPU, too: the code of all parts
     python bench/gpu.py rehearse=true                 # without a GPU: parts that fail, on a pretended card
@@ -66,7 +67,7 @@ log = logging.getLogger("bench")
 RIGHT, KERNELS, FIGURES, BESIDE = "gpu_right", "gpu_kernels", "gpu_figures", "gpu_beside"
 REHEARSAL = "gpu_rehearsal"
 GGUF = "transformers.integrations.gguf:gguf_tokenizer_mapping"  # 5.18
-SECONDS = {1: 560, 2: 240, 3: 90}  # of a call
+SECONDS = {1: 560, 2: 240, 3: 90, 4: 180}  # of a call
 ENDING_S = 4  # of a call, for its archive
 SMALL_LIMIT_S = 600
 BROUGHT = ROOT / ".gpu"
@@ -111,6 +112,9 @@ PARTS = [
     Part("start", RIGHT, 60, 90, 2, needs=("hydra", "triton")),
     Part("faults", RIGHT, 90, 95, 2, needs=("hydra", "triton")),
     Part("memory", FIGURES, 70, 80, 3, needs=("hydra", "triton")),
+    Part("controls", FIGURES, 50, 80, 4, needs=("hydra", "triton")),
+    Part("rows", FIGURES, 70, 100, 4, needs=("hydra", "triton")),
+    Part("experts", FIGURES, 40, 60, 4, needs=("hydra", "triton")),
 ]
 # They fail, each in another way: what a rehearsal survives.
 FAULTY = [

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import StaticCache
 
 from llama_ssp import load_pair
-from llama_ssp.config import Drafting, Dtype
+from llama_ssp.config import Drafting, Dtype, SamplingConfig
 from llama_ssp.config.compose import composed
 from llama_ssp.models.loader import load_module
 from llama_ssp.pair.assembly import lookahead_for
@@ -48,6 +48,14 @@ OVER_PARTS = 1.05  # a round over its steps
 MAX_LAUNCHES, MAX_IDLE = 60, 0.1  # of a round, besides its graphs
 LARGE_OVER_REGULAR, INT8_OVER_BF16 = 1.8, 1.4
 PROFILED = 4  # rounds
+CONTROLS = {
+    "plain": SamplingConfig(),
+    "filtered": SamplingConfig(temperature=0.8, top_k=40, top_p=0.95),
+    "penalised": SamplingConfig(repetition_penalty=1.1, min_new_tokens=4),
+}
+PROMPT = {False: 4096, True: 40}  # tokens
+ROWS = {False: (8, 64), True: (2, 3)}
+EXPERTS = "gpt-oss-20b", "model.experts=128", "model.experts_per_token=8", "model.n_layers=2"
 LARGE_GIB = 100  # of a GPU that holds 30B and 7B
 PRODUCTS = re.compile("gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)  # in names of kernels
 COUNTED = 25  # names of kernels in a table
@@ -247,6 +255,67 @@ def _memory(small: bool, rows: int, prompt: int) -> Iterator[Bar]:
             yield most(what, both["measured"] / both["predicted"], 1.0, note)
         else:
             yield needs(what)
+
+
+def controls(how: How) -> Iterator[Bar]:
+    """Rounds of 7B with 1B by sampling control, the graphs captured meanwhile, and a prompt's time."""
+    length = PROMPT[how.small]
+    pair = session_of(how.small, "7B", "llama3.2-1b", max_tokens=length + 128)
+    prepared = _graphs_of_steps(pair)
+    for name, sampling in CONTROLS.items():
+        yield from safely(name, _controlled(pair, name, sampling))
+    yield most("graphs of steps that are captured in mid-run", _graphs_of_steps(pair) - prepared, 0)
+    engine, prompt = pair.engine(0), [Prompt("0", tuple(3 + n % 1000 for n in range(length)))]
+    taken = in_turn({"prompt": lambda: engine.prefill(prompt, 8)}, TURNS[how.small] // 2)
+    yield Bar(f"ms of a prompt of {length} tokens, on both models", median(taken["prompt"]))
+
+
+def _graphs_of_steps(pair: PairSession) -> int:
+    memories = (getattr(model, "_memories", ()) for model in pair.models.loaded.values())
+    return sum(len(memory.graphs) for held in memories for memory in held)
+
+
+def _controlled(pair: PairSession, name: str, sampling: SamplingConfig) -> Iterator[Bar]:
+    engine = pair.engine(0, replace(pair.run, sampling=sampling), frozenset())
+    state: Any = engine.prefill([Prompt("0", PROMPTS[0])], 256)
+    works = {name: partial(one_round, engine, state, K)}
+    in_turn(works, 3)  # captures what filters and decides
+    yield Bar(f"{name}: ms of a round", median(in_turn(works, 15)[name]))
+
+
+def rows(how: How) -> Iterator[Bar]:
+    """Tokens a second of 7B with 1B at several rows, without drafts and with K = 4."""
+    for count in ROWS[how.small]:
+        pair = session_of(how.small, "7B", "llama3.2-1b", f"task.batch_size={count}")
+        for k in (0, K):
+            yield from safely(f"{count} rows, K = {k}", _rows(pair, how.small, count, k))
+        pair.close()
+
+
+def _rows(pair: PairSession, small: bool, count: int, k: int) -> Iterator[Bar]:
+    speculation = replace(pair.run.speculation, k=k, drafter=Drafting.model if k else Drafting.none)
+    run = replace(pair.run, speculation=speculation)
+    prompts = [Prompt(str(row), PROMPTS[row % 2]) for row in range(count)]
+    for seed in range(2):  # the first one warms up
+        timed = TimedRun(pair.engine(seed, run, frozenset()), prompts, NEW[small])
+        tokens = sum(
+            len(row.tokens)
+            for step, _ in timed.rounds(Limits(NEW[small]), lookahead_for(run, count))
+            for row in step.rows
+        )
+    yield Bar(f"{count} rows, K = {k}: tokens/s", tokens / timed.counts.decode_s)
+
+
+def experts(how: How) -> Iterator[Bar]:
+    """Two layers with 128 experts, of which a token takes 8: steps, and a prompt's chunks."""
+    target, *words = EXPERTS
+    pair = session_of(how.small, target, None, *words, max_tokens=PROMPT[how.small] + 128)
+    works = steps_after(pair.models.target, SLOTS[how.small][0], (1, K + 1))
+    for width, times in in_turn(works, TURNS[how.small]).items():
+        yield Bar(f"ms of a step of {width} tokens", median(times))
+    engine, prompt = pair.engine(0), [Prompt("0", tuple(3 + n % 1000 for n in range(PROMPT[how.small])))]
+    taken = in_turn({"prompt": lambda: engine.prefill(prompt, 8)}, 3)
+    yield Bar(f"ms of a prompt of {PROMPT[how.small]} tokens", median(taken["prompt"]))
 
 
 def codes(how: How) -> Iterator[Bar]:

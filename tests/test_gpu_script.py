@@ -31,7 +31,7 @@ def test_a_rehearsal_survives_every_failure():
     for said in (
         "killed by SIGKILL", "stopped after 2 s", "the GPU has fallen off the bus", "No space left on device",
         "needs torch.no_such_name, which is not here", "a pretended card, driver 0.0, 1980 of 1980 MHz",
-        "next: python bench/gpu.py call=3", "expected beside seen", "small o 48 x 160, 5 rows: error",
+        "next: python bench/gpu.py call=4", "expected beside seen", "small o 48 x 160, 5 rows: error",
     ):  # fmt: skip
         assert said in done.stdout, said
     assert "parts.jsonl is not written" in done.stderr and "full.tar.gz is not written" in done.stderr

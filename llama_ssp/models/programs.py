@@ -136,7 +136,9 @@ def load_or_compile(model: Any, spec: ProgramSpec, loaded: dict[Path, Program]) 
 
 def program_path(model: Any, spec: ProgramSpec) -> Path:
     """Names a program of a decoder or a head by a hash of all that it is made from, except weights."""
-    versions = torch.__version__, version("transformers"), torch.get_num_threads(), processor()
+    on_cpu = model.device.type == "cpu"
+    host = (torch.get_num_threads(), processor()) if on_cpu else ()  # a GPU's program is for any host
+    versions = torch.__version__, version("transformers"), *host
     module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
     options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
     words = *versions, model.config, *module, model.device, model.ranks.label, options, source_text()
