@@ -15,7 +15,7 @@ import pytest
 from llama_ssp.batch.atomic_files import sealed
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.job import job_of, require_good
-from llama_ssp.batch.records import Form, Reader, Refused, Request, answer, refusal
+from llama_ssp.batch.records import COMPLETIONS, Reader, Refused, Request, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
 from llama_ssp.pair.continuous_batching import Reply, TokenRequest
@@ -70,8 +70,8 @@ def test_a_plain_line_has_the_runs_settings_or_its_own(tmp_path: Path):
         {"id": 7, "messages": [{"role": "system", "content": "s"}, USER]},
     ]
     found = read(tmp_path, "\n".join(map(json.dumps, lines)))
-    assert [(r.index, r.id, r.form) for r in found] == [
-        (0, "a/b", Form.plain), (1, "line-2", Form.plain), (2, "7", Form.plain),
+    assert [(r.index, r.id, r.url) for r in found] == [
+        (0, "a/b", ""), (1, "line-2", ""), (2, "7", ""),
     ]  # fmt: skip
     assert (found[0].sampling, found[0].max_new_tokens, found[0].seed) == (SAMPLING, 32, None)
     assert found[1].sampling == replace(SAMPLING, temperature=0, logit_bias={3: -1})
@@ -82,9 +82,9 @@ def test_a_plain_line_has_the_runs_settings_or_its_own(tmp_path: Path):
 def test_an_openai_line(tmp_path: Path):
     body = {"model": "any", "prompt": "x", "max_tokens": 4, "temperature": 0, "n": 1, "stop": None}
     completion, conversation = read(tmp_path, openai(body) + "\n" + chat())
-    assert (completion.form, completion.prompt, completion.max_new_tokens) == (Form.completions, "x", 4)
+    assert (completion.url, completion.prompt, completion.max_new_tokens) == (COMPLETIONS, "x", 4)
     assert completion.sampling.temperature == 0
-    assert (conversation.form, conversation.id) == (Form.chat, "b")
+    assert (conversation.url, conversation.id) == (CHAT, "b")
 
 
 def test_what_clients_send_and_means_nothing_here_is_taken(tmp_path: Path):
@@ -171,7 +171,7 @@ def test_a_line_that_is_read_fast_is_the_request_that_a_whole_reading_gives(text
     assert (found is not None) is (text in PLAIN)
     if found is not None:
         assert isinstance(whole, Request)
-        assert (whole.id, whole.max_new_tokens, whole.form) == (found, 32, Form.plain)
+        assert (whole.id, whole.max_new_tokens, whole.url) == (found, 32, "")
     damaged = line._replace(raw=text.encode().replace(b"x", b"\xff"))
     assert b"x" not in line.raw or reader.simple_id(damaged) is None
 

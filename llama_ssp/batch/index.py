@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import json
 import logging
-import shutil
 import stat
 import struct
 import sys
@@ -19,12 +18,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from llama_ssp.batch.atomic_files import drafted, replace_whole, storing, synced
-from llama_ssp.batch.records import Form, Reader, Refused, Request
+from llama_ssp.batch.records import Reader, Refused, Request
 from llama_ssp.config import BatchConf, RunConf, home_expanded
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.report.console import Progress
@@ -34,10 +33,8 @@ from llama_ssp.text.prompts import JSON_ENDINGS, STDIN, TextPrompt, begins_objec
 log = logging.getLogger(__name__)
 
 INDEX, KEPT, GZIP, PARQUET = "index", "input-{}", ".gz", ".parquet"
-TABLE_ROWS = 1024  # of a Parquet file that are in memory at once
-ROW = np.dtype([("file", "u4"), ("line", "u4"), ("start", "u8"), ("bytes", "u4"), ("crc", "u4"), ("id", "u4"),
-                ("new", "u4")])  # fmt: skip
-PACKED = struct.Struct("=IIQIIII")
+FIELDS = {"file": "u4", "line": "u4", "start": "u8", "bytes": "u4", "crc": "u4", "id": "u4", "new": "u4"}
+ROW, PACKED = np.dtype([*FIELDS.items()]), struct.Struct("=IIQIIII")
 BLOCK = 2**22  # bytes of lines that are read at once
 
 
@@ -74,9 +71,7 @@ class Index:
         """The index in the job's folder, if the input is as it was; else a new one, not yet saved."""
         names, kept = _names(str(run.task_as(BatchConf).input)), Index.kept(work)
         if kept and [source.name for source in kept.sources] == names:
-            files = [
-                source for source in kept.sources if source.state
-            ]  # what came through a pipe is as it was
+            files = [source for source in kept.sources if source.state]  # a pipe's has none, and stays
             if all(source.state == _state(Path(source.name)) for source in files):
                 return kept
         return Index._build(run, names, work)
@@ -90,14 +85,14 @@ class Index:
             head = json.loads(file.readline())
             start = file.tell()
         rows = np.memmap(path, ROW, "r", start) if head["rows"] else np.empty(0, ROW)
-        refused = {one[0]: Refused(one[0], one[1], Form(one[2]), one[3]) for one in head["refused"]}
+        refused = {number: Refused(number, *rest) for number, *rest in head["refused"]}
         return Index([Source(**source) for source in head["sources"]], head["sha256"], rows, refused, True)
 
     def save(self, work: Path) -> None:
         """Keeps the index for all groups."""
         if self.is_kept:
             return
-        refused = [[one.index, one.id, one.form.value, one.error] for one in self.refused.values()]
+        refused = [[one.index, one.id, one.url, one.error] for one in self.refused.values()]
         sources = [asdict(source) for source in self.sources]
         head = {"sha256": self.sha256, "rows": len(self), "sources": sources, "refused": refused}
         replace_whole(work / INDEX, json.dumps(head).encode() + b"\n" + self.rows.tobytes())
@@ -154,7 +149,7 @@ class Index:
             try:
                 require_usable(TextPrompt(record.id, "", self.where(number)), first)
             except DataError as twice:
-                self.refused[number] = Refused(number, record.id, record.form, str(twice))
+                self.refused[number] = Refused(number, record.id, record.url, str(twice))
             first.setdefault(record.id, self.where(number))
         self.refused = dict(sorted(self.refused.items()))
 
@@ -218,13 +213,10 @@ def _source(name: str, number: int, work: Path) -> Source:
     kept = work / KEPT.format(number)
     if state or not kept.exists():
         with reading("task.input", path):
-            lines = sys.stdin.buffer if name == STDIN else gzip.open(path) if is_packed else path.open("rb")  # noqa: SIM115
-        with lines, drafted(kept) as (draft, file):
+            packed = sys.stdin.buffer if name == STDIN else gzip.open(path) if is_packed else path.open("rb")  # noqa: SIM115
+        with packed, drafted(kept) as (draft, file):
             try:
-                if is_table:
-                    file.writelines(_table_lines(path))
-                else:
-                    shutil.copyfileobj(lines, file)
+                file.writelines(_table_lines(packed, name) if is_table else packed)
             except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
                 raise DataError("task.input cannot be unpacked", path, error, fix="check it") from None
             synced(file)
@@ -235,17 +227,16 @@ def _source(name: str, number: int, work: Path) -> Source:
         return Source(name, str(kept), is_text if state else not begins_object(file.read(4096)), state)
 
 
-def _table_lines(path: Path) -> Iterator[bytes]:
+def _table_lines(file: IO[bytes], name: str) -> Iterator[bytes]:
     """The rows of a Parquet file as lines of JSON, without what is null in them."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UsageError("Parquet needs pyarrow", path, fix="pip install pyarrow, or give .jsonl") from None
-    with ParquetFile(path) as table:
-        for batch in table.iter_batches(TABLE_ROWS):
-            for row in batch.to_pylist():
-                known = {column: value for column, value in row.items() if value is not None}
-                yield json.dumps(known, default=str).encode() + b"\n"
+        raise UsageError("Parquet needs pyarrow", name, fix="pip install pyarrow, or give .jsonl") from None
+    for batch in ParquetFile(file).iter_batches(1024):  # rows that are in memory at once
+        for row in batch.to_pylist():
+            known = {column: value for column, value in row.items() if value is not None}
+            yield json.dumps(known, default=str).encode() + b"\n"
 
 
 def _hashed(path: Path, digest: Any, progress: Progress) -> Iterator[bytes]:

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config import BatchConf, RunConf, SamplingConfig
@@ -35,27 +34,17 @@ SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", *SAMPLING, *ALIASES)
 PLAIN = (*SETTINGS, "echo")
-BY_OPENAI = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 BAD_REQUEST, BROKEN = 400, 500
 ALWAYS = ("id", "output_tokens")  # of a plain answer: what jobs are counted by
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
-WITHOUT_EFFECT: dict[str, Any] = {
-    "model": None, "user": None, "metadata": None, "store": None, "service_tier": None, "n": 1, "best_of": 1,
-    "stream": False, "tools": [], "response_format": {"type": "text"},
-}  # fmt: skip
-
-
-class Form(Enum):
-    """The kind of line; the response has the same. `plain` is ours: a text, or an object."""
-
-    plain = "plain"
-    completions = "completions"
-    chat = "chat"
+WITHOUT_EFFECT: dict[str, Any] = dict.fromkeys(("model", "user", "metadata", "store", "service_tier"))
+WITHOUT_EFFECT |= {"n": 1, "best_of": 1, "stream": False, "tools": [], "response_format": {"type": "text"}}
+nearest = lru_cache(1024)(partial(difflib.get_close_matches, possibilities=PLAIN, n=1, cutoff=0.8))
 
 
 @dataclass(frozen=True)
 class Request:
-    """One record. `messages` replace a prompt; `seed` replaces the run's.
+    """One record. `messages` replace a prompt; `seed` replaces the run's; `url` is empty of a plain line.
 
     `logprobs` is how many likely tokens each token's log-probability comes with; with `echo` the prompt's
     tokens have theirs, too, and no new token needs to be asked for.
@@ -63,7 +52,7 @@ class Request:
 
     index: int
     id: str
-    form: Form
+    url: str
     where: str
     prompt: str
     messages: tuple[Message, ...]
@@ -83,9 +72,9 @@ class Request:
 class Refused(DataError):
     """Says that a line makes no request: its response is the `error`."""
 
-    def __init__(self, index: int, id: str, form: Form, error: str) -> None:
+    def __init__(self, index: int, id: str, url: str, error: str) -> None:
         super().__init__(error)
-        self.index, self.id, self.form, self.error = index, id, form, error
+        self.index, self.id, self.url, self.error = index, id, url, error
 
 
 @dataclass
@@ -121,13 +110,13 @@ class Reader:
             return request
         except DataError as error:
             problem = error
-        name, form = self._name_of(line), Form.plain
+        name, url = self._name_of(line), ""
         with suppress(DataError):
             record = {} if self.is_text else parsed_object(line)
-            form = Form.completions if "custom_id" in record else Form.plain
+            url = COMPLETIONS if "custom_id" in record else ""
             own = name_of(record.get("custom_id", record.get("id", name)), line.where)
             name = own if is_usable(own) else name
-        raise Refused(index, name, form, str(problem))
+        raise Refused(index, name, url, str(problem))
 
     def _name_of(self, line: Line) -> str:
         """The id of a line that has none."""
@@ -136,7 +125,7 @@ class Reader:
     def _request(self, line: Line, index: int) -> Request:
         task, name, where = self.run.task_as(BatchConf), self._name_of(line), line.where
         settings = self.run.sampling, task.max_new_tokens, tuple(task.stop)
-        usual = Request(index, name, Form.plain, where, "", (), *settings, logprobs=task.logprobs)
+        usual = Request(index, name, "", where, "", (), *settings, logprobs=task.logprobs)
         if self.is_text:
             return replace(usual, prompt=line.text)
         record = parsed_object(line)
@@ -144,8 +133,8 @@ class Reader:
             return self._openai(record, usual)
         name = name_of(record.pop("id", name), where)
         for key in record:  # other columns of a table are ignored, misspelt settings are not
-            if key not in PLAIN and (near := _nearest(key)):
-                what, fix = f"the line has an unknown setting {key}", f"did you mean {near}?"
+            if key not in PLAIN and (near := nearest(key)):
+                what, fix = f"the line has an unknown setting {key}", f"did you mean {near[0]}?"
                 raise DataError(what, where, fix=fix)
         return self._with_own(record, replace(usual, id=name))
 
@@ -159,9 +148,7 @@ class Reader:
         if not isinstance(body, dict) or "custom_id" not in record:
             missing = "custom_id" if isinstance(body, dict) else "body"
             raise DataError(f"the request has no {missing}", where, ", ".join(record), fix="add it")
-        form, also, never = Form.completions, "echo", "messages"
-        if url == CHAT:
-            form, also, never = Form.chat, "top_logprobs", "prompt"
+        also, never = ("top_logprobs", "prompt") if url == CHAT else ("echo", "messages")
         served = [key for key in (*SETTINGS, also) if key != never]
         asked = {key: value for key, value in body.items() if value is not None}
         for key, only in WITHOUT_EFFECT.items():
@@ -171,7 +158,7 @@ class Reader:
         if unknown := [key for key in asked if key not in served]:
             what = f"the request to {url} asks for {unknown[0]}, which is not served"
             raise DataError(what, where, None, ", ".join(served), "leave it out, or choose the other url")
-        return self._with_own(asked, replace(usual, id=name_of(record["custom_id"], where), form=form))
+        return self._with_own(asked, replace(usual, id=name_of(record["custom_id"], where), url=url))
 
     def _with_own(self, record: dict[str, Any], usual: Request) -> Request:
         """The request with the line's own settings. Raises DataError for those that no run may have."""
@@ -183,8 +170,8 @@ class Reader:
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
             raise DataError("stop is not a list of texts", where, repr(stop), fix='write ["\\n"]')
         logprobs, echo = _logprobs(changes, usual), changes.get("echo", False)
-        if not isinstance(echo, bool) or (echo and usual.form is Form.plain and logprobs is None):
-            allowed = "true or false" + ", and logprobs with true" * (usual.form is Form.plain)
+        if not isinstance(echo, bool) or (echo and not usual.url and logprobs is None):
+            allowed = "true or false" + ", and logprobs with true" * (not usual.url)
             raise DataError("echo is unusable", where, repr(echo), allowed, "correct it")
         new, seed = changes.get("max_new_tokens", usual.max_new_tokens), changes.get("seed")
         _require_whole("max_new_tokens", new, 1 - echo, MAX_SEED, where)
@@ -196,7 +183,7 @@ class Reader:
                 what, fix = "logit_bias is not a map of tokens to numbers", 'write {"42": -1.5}'
                 raise DataError(what, where, repr(biases), fix=fix)
             own["logit_bias"] = {int(token): bias for token, bias in biases.items()}
-        sampling = replace(usual.sampling, **own) if own else usual.sampling
+        sampling = replace(usual.sampling, **own)
         if own or new != usual.max_new_tokens:
             self._check(sampling, new, where)
         request = replace(usual, prompt=prompt, messages=messages, sampling=sampling, seed=seed)
@@ -218,12 +205,6 @@ class Reader:
         except RunError as error:
             raise DataError(f"a setting of the line is wrong: {error}", where) from None
         self._checked.add(settings)
-
-
-@lru_cache(1024)
-def _nearest(key: str) -> str:
-    """The setting that a name may be meant for; empty of none."""
-    return next(iter(difflib.get_close_matches(key, PLAIN, n=1, cutoff=0.8)), "")
 
 
 def _said(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]:
@@ -256,7 +237,7 @@ def _message(message: object) -> Message | None:
 def _logprobs(record: dict[str, Any], usual: Request) -> int | None:
     """How many alternatives each token comes with; None for no log-probabilities. A chat says it in two."""
     key, value, where = "logprobs", record.get("logprobs", usual.logprobs), usual.where
-    if usual.form is Form.chat and "logprobs" in record:
+    if usual.url == CHAT and "logprobs" in record:
         if not isinstance(value, bool) or ("top_logprobs" in record and not value):
             allowed = "true or false, and true with top_logprobs"
             raise DataError("logprobs is unusable", where, repr(value), allowed, "correct it")
@@ -279,7 +260,7 @@ def answer(
 ) -> dict[str, Any]:
     """The line for a generated text; `spell` gives tokens' text. A plain line has these `fields`, or all."""
     prompt_tokens, output_tokens = reply.prompt_tokens, len(reply.token_ids)
-    if request.form is Form.plain:
+    if not request.url:
         asked = {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
         line: dict[str, Any] = {"id": request.id, **asked, "text": reply.text, "token_ids": reply.token_ids}
         line |= {"finish_reason": reply.finish_reason, "prompt_tokens": prompt_tokens}
@@ -288,14 +269,13 @@ def answer(
             line["logprobs"] = plain(spelled(reply.logprobs, spell))
             line |= {"prompt_logprobs": plain(spelled(reply.echoed, spell))} if request.echo else {}
         return {key: line[key] for key in line if not fields or key in (*fields, *ALWAYS)}
-    is_chat, text = request.form is Form.chat, request.prompt * request.echo + reply.text
-    choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None}
-    if is_chat:
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": None}
+    is_chat, text, logprobs = request.url == CHAT, request.prompt * request.echo + reply.text, None
+    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
     if request.logprobs is not None:
         found = spelled([*reply.echoed, *reply.logprobs], spell)
-        choice["logprobs"] = chat(found) if is_chat else completions(found, text)
-    choice["finish_reason"] = BY_OPENAI[str(reply.finish_reason)]
+        logprobs = chat(found) if is_chat else completions(found, text)
+    finish = "length" if reply.finish_reason in ("length", "context") else "stop"
+    choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish}
     name, kind = ("chatcmpl-", "chat.completion") if is_chat else ("cmpl-", "text_completion")
     # `created` is 0: equal runs write equal files
     body = {"id": _name(name, request.id), "object": kind, "created": 0, "model": model, "choices": [choice]}
@@ -322,7 +302,7 @@ def is_error(line: dict[str, Any]) -> bool:
 def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> dict[str, Any]:
     """The line for a request that gets no text."""
     about: dict[str, Any] = {"code": code, "message": error}
-    if record.form is Form.plain:
+    if not record.url:
         return {"id": record.id, "error": about}
     about["type"] = "invalid_request_error" if code == BAD_REQUEST else "error"
     return _openai(record.id, code, {"error": about})
