@@ -10,18 +10,18 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from llama_ssp.batch import atomic_files, claims
-from llama_ssp.batch.atomic_files import require_file_system, sealed
+from llama_ssp.batch.atomic_files import append_line, require_file_system, sealed
 from llama_ssp.batch.attempt_log import Attempt, JournalThread, read_part
 from llama_ssp.batch.journal import Journal, Manifest, shards_of
-from llama_ssp.batch.slurm.supervisor import End, ends, keep_end
+from llama_ssp.batch.slurm.supervisor import ENDS, FOLDER, End, ends
 from llama_ssp.distributed import identity
 from llama_ssp.errors import DataError, StorageError
 
@@ -316,11 +316,12 @@ def test_the_journals_thread_writes_in_order_and_passes_errors_on():
 
 def test_a_torn_line_about_an_end_does_not_spoil_the_next(tmp_path: Path):
     one, other = (End("7", restart, "node", 1, "", 0, 1.0) for restart in (0, 1))
-    keep_end(tmp_path, one)
-    with (tmp_path / "slurm" / "7.ends.jsonl").open("ab") as file:
-        file.write(b'{"job": "7", "rest')
+    file = tmp_path / FOLDER / f"7{ENDS}"
+    append_line(file, asdict(one))
+    with file.open("ab") as torn:
+        torn.write(b'{"job": "7", "rest')
     assert ends(tmp_path) == [one]
-    keep_end(tmp_path, other)
+    append_line(file, asdict(other))
     assert ends(tmp_path, "7") == [one, other]
 
 
@@ -331,24 +332,24 @@ def test_shards_are_even():
 
 
 def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Both have looked before either writes: the second one looks again before it replaces the claim."""
-    path, looked, first = tmp_path / "claim", [], ExitStack()
+    """Both have taken the old claim away before either one's own is there: the first to name it has it."""
+    path, first = tmp_path / "claim", ExitStack()
     path.write_text(json.dumps({**claims.this_process(), "pid": 2**22 + 1}))
-    is_abandoned = claims.is_abandoned
+    synced = atomic_files.synced
 
-    def look(at: Path) -> bool:
-        looked.append(is_abandoned(at))
-        if len(looked) == 1:  # meanwhile
-            claim = claims.claim(at)
-            assert claim is not None
-            first.enter_context(claim)
-            return True
-        return looked[-1]
+    def meanwhile(file: BinaryIO) -> None:
+        monkeypatch.setattr(atomic_files, "synced", synced)
+        monkeypatch.setattr(atomic_files, "unique_name", lambda: "other")
+        claim = claims.claim(path)
+        assert claim is not None
+        first.enter_context(claim)
+        synced(file)
 
-    monkeypatch.setattr(claims, "is_abandoned", look)
+    monkeypatch.setattr(atomic_files, "synced", meanwhile)
     with first:
         assert claims.claim(path) is None
-    assert looked == [True, True, True, False]
+        assert path.exists()
+    assert not path.exists()
 
 
 def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -129,19 +129,16 @@ def require_file_system(folder: Path) -> None:
     path, lacking = folder / f".probe.{unique_name()}", "append"
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # a killed process of this name may have left it
         try:
-            for letter in (b"a", b"b"):
-                with path.open("ab") as file:
-                    file.write(letter)
-            if path.read_bytes() == b"ab":
+            path.write_bytes(b"a")  # in place of what a killed process of this name left
+            with path.open("ab", buffering=0) as file:
+                file.write(b"b")
                 lacking = "fsync"
-                with path.open("ab") as file:
-                    synced(file)
-                lacking = "hard links"
-                path.unlink()
-                if write_once(path, b"") and not write_once(path, b""):
-                    return
+                synced(file)
+            lacking = "hard links" if path.read_bytes() == b"ab" else "append"
+            path.unlink()
+            if write_once(path, b"") and not write_once(path, b"") and lacking != "append":
+                return
         except (OSError, StorageError) as error:
             if getattr(error.__cause__ or error, "errno", None) not in NOT_ABLE:
                 raise

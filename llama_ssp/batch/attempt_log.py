@@ -22,8 +22,6 @@ from typing import Any, BinaryIO
 from llama_ssp.batch.atomic_files import append_line, lines_in, sealed, storing, sync_folder, write_once
 from llama_ssp.batch.records import counted
 
-BEGUN, FINISHED, LEFT, AT, AMONG = "begun", "finished", "left", "at", "among"
-DAMAGED, NODE = "damaged", "node"
 SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
 SYNC_S = 5.0
 
@@ -85,20 +83,20 @@ class Attempt:
 
     def begin(self, indices: list[int], among: int) -> None:
         """Says what is under way, before it is, and how many texts the process then has under way."""
-        self._append({BEGUN: indices, AMONG: among, NODE: socket.gethostname()})
+        self._append({"begun": indices, "among": among, "node": socket.gethostname()})
 
     def finish(self, index: int, record: dict[str, Any]) -> None:
-        self._append({FINISHED: index, "record": record, AT: round(time.time(), 1)})
+        self._append({"finished": index, "record": record, "at": round(time.time(), 1)})
         self._finished[index] = record
 
     def keep_damaged(self, indices: list[int]) -> None:
         """Says that texts had no numbers on this node, which then stops; the records stay open."""
-        self._append({DAMAGED: indices})
+        self._append({"damaged": indices})
 
     def excuse(self) -> None:
         """Says that the attempt is being ended from outside: no record is to blame. From any thread."""
         with suppress(ValueError):  # its file is closed: the shard has been published
-            self._append({LEFT: True})
+            self._append({"left": True})
 
     def publish(self) -> bool:
         """Gives the whole shard its final name; whether this attempt was the first to."""
@@ -106,7 +104,7 @@ class Attempt:
         self._file.close()
         whole = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
         if was_first := write_once(self._done, whole.encode()):
-            append_line(self._group, {"shard": self.shard.name, AT: time.time(), **counted(answers)})
+            append_line(self._group, {"shard": self.shard.name, "at": time.time(), **counted(answers)})
         for path in self._path.parent.glob(f"{self.shard.name}.*"):
             path.unlink(missing_ok=True)  # what they hold is in `done` now
         return was_first
@@ -163,11 +161,11 @@ def read_part(path: Path) -> PastAttempt:
     """What the file tells: nothing where it has gone, because its shard has been published meanwhile."""
     past = PastAttempt()
     for entry in lines_in(path):
-        past.begun.update(entry.get(BEGUN, ()))
-        past.among, past.node = entry.get(AMONG, past.among), entry.get(NODE, past.node)
-        if FINISHED in entry:
-            past.finished[entry[FINISHED]] = entry["record"]
-            past.last_at = entry.get(AT, 0.0)
-        past.damaged.update(entry.get(DAMAGED, ()))
-        past.left = past.left or LEFT in entry
+        past.begun.update(entry.get("begun", ()))
+        past.among, past.node = entry.get("among", past.among), entry.get("node", past.node)
+        if "finished" in entry:
+            past.finished[entry["finished"]] = entry["record"]
+            past.last_at = entry.get("at", 0.0)
+        past.damaged.update(entry.get("damaged", ()))
+        past.left = past.left or "left" in entry
     return past

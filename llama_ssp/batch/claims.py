@@ -25,17 +25,10 @@ BEAT_S, STALE_S = 10.0, 60.0  # a heartbeat keeps a claim, so that others take o
 def claim(path: Path) -> AbstractContextManager[None] | None:
     """The right to work on what `path` names, for a `with`; None while a living process has it."""
     own = json.dumps(this_process()).encode()
-    if not path.exists() and files.write_once(path, own):  # where it exists nothing is written
-        return _held(path, own)
-    if is_abandoned(path):
-        with files.drafted(path) as (draft, file):
-            file.write(own)
-            files.synced(file)
-            # Of many groups that find it abandoned at once one takes it; two may, if they look again at once.
-            if is_abandoned(path):
-                draft.replace(path)
-                return _held(path, own)
-    return None
+    if path.exists() and is_abandoned(path):
+        path.unlink(missing_ok=True)
+    # Of many groups that find it abandoned at once one takes it; two may, if they look and unlink at once.
+    return _held(path, own) if not path.exists() and files.write_once(path, own) else None
 
 
 @contextmanager

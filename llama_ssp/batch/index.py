@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -227,7 +227,7 @@ def _source(name: str, number: int, work: Path) -> Source:
         return Source(name, str(kept), is_text if state else not begins_object(file.read(4096)), state)
 
 
-def _table_lines(file: IO[bytes], name: str) -> Iterator[bytes]:
+def _table_lines(file: Any, name: str) -> Iterator[bytes]:
     """The rows of a Parquet file as lines of JSON, without what is null in them."""
     try:
         from pyarrow.parquet import ParquetFile

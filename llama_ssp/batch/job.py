@@ -127,30 +127,25 @@ def chosen_seed(run: RunConf, is_job: bool) -> int:
     """
     if run.seed is not None:
         return run.seed
-    if is_job and (held := Journal.held(folders_of(run)[0])):
+    work = folders_of(run)[0] if is_job else None
+    if work and (held := Journal.held(work)):
         return int(held.settings["seed"])
     seed, why = secrets.randbelow(2**31), "drawn; give it again to repeat this run"
-    if is_job and run.cluster.scheduler is not Scheduler.none:
-        folder = str(folders_of(run)[0].absolute()).encode(errors="surrogateescape")
-        seed, why = (
-            int.from_bytes(hashlib.sha256(folder).digest()[:4]) >> 1,
-            "this folder's; seed=N is for another",
-        )
+    if work and run.cluster.scheduler is not Scheduler.none:
+        digest = hashlib.sha256(str(work.absolute()).encode(errors="surrogateescape")).digest()
+        seed, why = int.from_bytes(digest[:4]) >> 1, "this folder's; seed=N is for another"
     log.debug("seed=%d (%s)", seed, why)
     return seed
 
 
 def continued(run: RunConf) -> RunConf:
-    """The run with the drafts a round of the job that it continues, where it leaves them to the plan.
-
-    So a job goes on on another machine as it began.
-    """
-    spec, kept = run.speculation, dict[str, Any]()
-    if run.task_as(BatchConf).output and (held := Journal.held(folders_of(run)[0])):
-        kept = held.settings
+    """Returns the run; where it leaves drafts to the plan, with those of the job that it continues."""
+    spec = run.speculation
+    if not (run.task_as(BatchConf).output and (held := Journal.held(folders_of(run)[0]))):
+        return run
     given = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": spec.k}
-    values = {name: kept.get(f"speculation.{name}") for name in given if given[name] is None}
-    known = {name: value for name, value in values.items() if value is not None}
+    kept = {name: held.settings.get(f"speculation.{name}") for name in given if given[name] is None}
+    known = {name: value for name, value in kept.items() if value is not None}
     return replace(run, speculation=replace(spec, **known))
 
 

@@ -8,14 +8,13 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch import atomic_files as files
 from llama_ssp.batch import claims
-from llama_ssp.batch.attempt_log import FINISHED, LEFT, Attempt, Shard, read_part
+from llama_ssp.batch.attempt_log import Attempt, Shard, read_part
 from llama_ssp.batch.records import counted, is_error
 from llama_ssp.errors import DataError, StorageError
 from llama_ssp.speculative.stats import ratio
@@ -23,7 +22,6 @@ from llama_ssp.speculative.stats import ratio
 MANIFEST, TRIALS, COSTS, ROWS = "run.json", "trials.json", "costs.json", "rows.json"
 PARTS, DONE, CLAIMS = "parts", "done", "claims"
 GROUPS, PUBLISHED = "groups", "published"
-CHUNK = 2**20  # bytes
 GONE = ("speculation.siblings", 0)  # a setting of earlier versions that changes nothing
 
 
@@ -143,10 +141,7 @@ class Journal:
             settings = {key: value for key, value in body["settings"].items() if (key, value) != GONE}
             return Manifest(body["input_sha256"], body["records"], settings, shards, body["facts"])
         except (ValueError, KeyError, TypeError) as error:
-            found, fix = (
-                f"{type(error).__name__}: {error}",
-                "it is not ours, or damaged: choose another folder",
-            )
+            found, fix = f"{type(error).__name__}: {error}", "damaged, or not ours: choose another folder"
             raise DataError("run.json cannot be read", path, found, fix=fix) from None
 
     @staticmethod
@@ -266,11 +261,11 @@ class Journal:
         digest, lines, records = hashlib.sha256(), 0, self.manifest.records
         with files.drafted(output) as (draft, file):
             for shard in self.manifest.shards:
-                with files.storing(self.folder / DONE, reads=True), self._done(shard).open("rb") as answers:
-                    for chunk in iter(partial(answers.read, CHUNK), b""):
-                        file.write(chunk)
-                        digest.update(chunk)
-                        lines += chunk.count(b"\n")
+                with files.storing(self.folder / DONE, reads=True):
+                    answers = self._done(shard).read_bytes()
+                file.write(answers)
+                digest.update(answers)
+                lines += answers.count(b"\n")
             if lines != records:
                 what, fix = "the finished shards do not add up", "delete the shard that was changed"
                 raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
@@ -316,10 +311,10 @@ class Journal:
                 fix = "undo the change, or choose another task.output"
                 raise DataError(what, self.folder, found, allowed, fix)
             if taken:
-                lines = [files.sealed({FINISHED: i, "record": answers[i]}) for i in answers.keys() - taken]
+                lines = [files.sealed({"finished": i, "record": answers[i]}) for i in answers.keys() - taken]
                 replaced = {*self._parts(shard), self._done(shard)}
                 path = self.folder / PARTS / f"{shard.name}.000.reopened-{files.unique_name()}.jsonl"
-                files.replace_whole(path, b"".join([*lines, files.sealed({LEFT: True})]))
+                files.replace_whole(path, b"".join([*lines, files.sealed({"left": True})]))
                 with files.storing(path):
                     for old in replaced - {path}:
                         old.unlink(missing_ok=True)

@@ -30,6 +30,12 @@ def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> N
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
+def submitted(work: Path, job: str) -> None:
+    """Leaves what a submission by this command leaves."""
+    (work / "slurm").mkdir(parents=True)
+    (work / "slurm" / f"{job}.sbatch").write_text("#!/bin/bash\n")
+
+
 @pytest.fixture
 def at_lab(lab: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     for name in ("PATH", "SLURM_CONF"):
@@ -70,8 +76,8 @@ def test_the_script_is_printed_and_nothing_happens(
 @pytest.mark.parametrize(
     ("groups", "size", "said"),
     [
-        (9, 5, "an array of 4, not of cluster.groups=9: 4 shards are missing"),
-        (2, 20, "an array of 1, not of cluster.groups=2: 1 shard is missing"),
+        (9, 5, "an array of 4, not of cluster.groups=9: so many shards are missing"),
+        (2, 20, "an array of 1, not of cluster.groups=2: so many shards are missing"),
     ],
 )
 def test_no_more_elements_than_shards_are_missing(
@@ -177,7 +183,7 @@ def test_a_silent_controller_is_no_empty_queue(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     commands(tmp_path, monkeypatch, squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
-    submit.keep_submission(here / "answers.jsonl.work", "7", "#!/bin/bash\n")
+    submitted(here / "answers.jsonl.work", "7")
     found = command(*STATUS).document
     assert found["status"] == "unknown" and found["queue"] is None
     commands(tmp_path, monkeypatch, squeue="")
@@ -193,7 +199,7 @@ def test_what_people_started_themselves_is_seen(
     """An array that was submitted by hand; a process that was started by hand, after a submission."""
     commands(tmp_path, monkeypatch, squeue=SQUEUE, sbatch="echo 8", scontrol="echo UP: is UP")
     work, job = here / "answers.jsonl.work", {"host": "n1", "pid": 1, "job": "41", "restart": 0}
-    submit.keep_submission(work, "7", "#!/bin/bash\n")
+    submitted(work, "7")
     (work / "claims").mkdir()
     claim = work / "claims" / "00000"
     claim.write_text(json.dumps(job))

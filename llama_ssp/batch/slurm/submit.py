@@ -51,25 +51,24 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         what, fix = "a printed script cannot take answers back", "add task.submit=true"
         raise UsageError(what, "task.retry_errors, corrected lines", fix=fix)
     job.reopen()
-    if not job.missing:
+    if missing := job.missing:
+        elements = min(cluster.groups, missing)
+        if elements < cluster.groups:
+            said = "an array of %d, not of cluster.groups=%d: so many shards are missing"
+            log.info(said, elements, cluster.groups)
+        script = sbatch_script(job, elements, words_of_one(words, job.seed, *job.drafts))
+        if task.submit:
+            number = _submit(job, script)
+            log.info("submitted: job %s, array of %d, logs in %s", number, elements, job.work / LOGS)
+            summary |= {"status": "submitted", "job": number, "elements": elements}
+        else:
+            summary |= {"status": "printed", "script": script}
+            if run.output is not Output.json:
+                Console().write(script)
+    else:
         job.journal.merge(job.output)
         log.info("nothing is missing: %s is whole", job.output)
-        Console().document({**summary, "status": "done", "job": None}, run.output)
-        return OK
-    elements = min(cluster.groups, job.missing)
-    if elements < cluster.groups:
-        shards = "1 shard is" if job.missing == 1 else f"{job.missing} shards are"
-        log.info("an array of %d, not of cluster.groups=%d: %s missing", elements, cluster.groups, shards)
-    script = sbatch_script(job, elements, words_of_one(words, job.seed, *job.drafts))
-    if task.submit:
-        number = _submit(job, script)
-        log.info("submitted: job %s, array of %d, logs in %s", number, elements, job.work / LOGS)
-        summary |= {"status": "submitted", "job": number, "elements": elements}
-    elif run.output is Output.json:
-        summary |= {"status": "printed", "script": script}
-    else:
-        Console().write(script)
-        return OK
+        summary |= {"status": "done", "job": None}
     Console().document(summary, run.output)
     return OK
 
@@ -155,13 +154,9 @@ def _submit(job: Job, script: str) -> str:
     if done.returncode != 0 or not number.isdecimal():
         said, fix = one_line(done.stderr.replace("sbatch:", "")), "correct cluster.slurm.*, nodes and gpus"
         raise UsageError("Slurm refuses the job", found=said, fix=fix)
-    keep_submission(job.work, number, script)
+    replace_whole(job.work / FOLDER / f"{number}{SCRIPT}", script.encode())
     job.index.save(job.work)  # before the first element has started
     return number
-
-
-def keep_submission(work: Path, job: str, text: str) -> None:
-    replace_whole(work / FOLDER / f"{job}{SCRIPT}", text.encode())
 
 
 def submissions(work: Path) -> list[str]:

@@ -57,11 +57,6 @@ class End:
         return self.code != 0 and not self.stopped_by
 
 
-def keep_end(work: Path, end: End) -> None:
-    """Appends it: a lost node can make two supervisors of one element."""
-    append_line(work / FOLDER / f"{end.job}{ENDS}", asdict(end))
-
-
 def ends(work: Path, job: str = "*") -> list[End]:
     """In the order they were written."""
     paths = sorted((work / FOLDER).glob(f"{job}{ENDS}"))
@@ -128,8 +123,8 @@ class Supervisor:
         finished = count_finished(self.work, f"{self.job}-{self.restart}-")  # its own, not the job's
         seconds = time.monotonic() - began
         end = End(self.job, self.restart, self.node, code, self.stopped_by, finished, seconds)
-        try:
-            keep_end(self.work, end)
+        try:  # a lost node can make two supervisors of one element
+            append_line(file.with_name(f"{self.job}{ENDS}"), asdict(end))
         except StorageError as full:
             log.error("error: %s", full)
             return INPUT_OUTPUT
