@@ -66,18 +66,20 @@ def ended(tmp_path: Path, script: str, fruitless: int = 0) -> WorkerGroup:
 
 
 def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
-    def given_up(script: str, finished: int, fruitless: int = 0) -> bool:
-        group = ended(tmp_path, script, fruitless)
-        assert group.has_ended(finished) and not group.has_ended(finished) and group.failures == 1
-        return group.is_given_up(retries=2)
-
-    assert not given_up("exit 1", 0)
-    assert given_up("exit 1", 0, fruitless=3)
-    assert not given_up("exit 1", 1, fruitless=3)
-    assert given_up("exit 4", 0)
-    group = ended(tmp_path, "echo $CUDA_VISIBLE_DEVICES")
-    assert group.has_ended(0) and group.code == group.failures == 0
-    assert (tmp_path / "log").read_text() == "3\n"
+    group = ended(tmp_path, "echo $CUDA_VISIBLE_DEVICES; exit 1", fruitless=3)
+    group.follow(1, retries=2)
+    assert group.process is not None and (group.began, group.fruitless, group.failures) == (1, 0, 1)
+    group.process.wait(30)
+    group.follow(1, retries=0)
+    assert group.process is not None
+    group.process.wait(30)
+    for _ in range(2):
+        group.follow(1, retries=0)
+        assert group.process is None and (group.code, group.fruitless, group.failures) == (1, 2, 3)
+    assert (tmp_path / "log").read_text() == "3\n" * 3
+    group = ended(tmp_path, "exit 0")
+    group.follow(0, retries=2)
+    assert group.process is None and group.code == group.failures == 0
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, "partial"), (1, "error")])
@@ -95,9 +97,13 @@ def test_groups_that_leave_the_rest_to_others_have_not_failed(code: int, status:
         (137, 2, False), (143, 0, False),
     ],
 )  # fmt: skip
-def test_what_follows_a_failure(code: int, fruitless: int, given_up: bool):
-    group = WorkerGroup(Path(), [], code=code, fruitless=fruitless)
-    assert group.is_given_up(retries=3) is given_up
+def test_what_follows_a_failure(
+    code: int, fruitless: int, given_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    group, again = ended(tmp_path, f"exit {code}", fruitless - 1), list[int]()
+    monkeypatch.setattr(group, "start", again.append)
+    group.follow(0, retries=3)
+    assert (not again) is given_up and group.code == code
 
 
 def test_the_first_rank_that_fails_says_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 LOGS = "logs"  # in the job's folder
 BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
 LASTING = (USAGE, DATA, MODEL)  # exit codes that another run would end with again
-LOOK_S, COUNT_S = 0.1, 3.0
+COUNT_S = 3.0  # between two looks at the job, while no group ends
 STOP_S = 60.0  # for groups to stop after SIGTERM
 
 
@@ -109,7 +109,7 @@ def code_of(returned: int, file: Path | None = None) -> int:
 
 @dataclass
 class WorkerGroup:
-    """One group: its process, and how often it has ended without progress of the job."""
+    """One group: its process, and in how many runs in a row no record was finished."""
 
     log: Path
     command: list[str]
@@ -135,22 +135,24 @@ class WorkerGroup:
                 preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
 
-    def has_ended(self, finished: int) -> bool:
-        """True once, after the process has ended; `finished` counts the job's finished records."""
-        if self.process is None or (returned := self.process.poll()) is None:
-            return False
-        self.process, self.code = None, code_of(returned)
-        self.fruitless = 0 if finished > self.began else self.fruitless + 1
-        self.failures += self.code != OK
-        return True
-
-    def is_given_up(self, retries: int) -> bool:
-        """Whether it is not started again after it has failed; `fruitless` runs in a row finished no record.
+    def follow(self, finished: int, retries: int) -> None:
+        """Starts the command again where it has failed, unless another run would end as this one.
 
         A record that kills its ranks does so twice among others and `retries` times alone; then it is set
-        aside, which counts as finished. So more fruitless runs in a row have another cause.
+        aside, which counts as finished. So more runs in a row that finish nothing have another cause.
         """
-        return self.code in LASTING or self.fruitless > retries + 1
+        if self.process is None or (returned := self.process.poll()) is None:
+            return
+        self.process, self.code = None, code_of(returned)
+        if self.code == OK:
+            return
+        self.failures += 1
+        self.fruitless = 0 if finished > self.began else self.fruitless + 1
+        if self.code in LASTING or self.fruitless > retries + 1:
+            log.error("a group gave up with %d; see %s", self.code, self.log)
+        else:
+            log.warning("a group ended with %d, started again; %s", self.code, self.log)
+            self.start(finished)
 
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
@@ -192,25 +194,18 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
 
 
 def _run(groups: list[WorkerGroup], job: Job, retries: int) -> None:
-    finished, counted_at = count_finished(job.work), time.monotonic()
+    finished = count_finished(job.work)
     for group in groups:
         group.start(finished)
     with Progress("batch", job.manifest.records, "records") as bar:
         bar.start(finished)
         while processes := [group.process for group in groups if group.process]:
-            time.sleep(LOOK_S)
-            if time.monotonic() - counted_at < COUNT_S and all(each.poll() is None for each in processes):
-                continue
-            before, finished, counted_at = finished, count_finished(job.work), time.monotonic()
+            with suppress(subprocess.TimeoutExpired):
+                processes[0].wait(COUNT_S)
+            before, finished = finished, count_finished(job.work)
             bar.advance(finished - before)
             for group in groups:
-                if not group.has_ended(finished) or group.code == OK:
-                    continue
-                if group.is_given_up(retries):
-                    log.error("a group gave up with %d; see %s", group.code, group.log)
-                else:
-                    log.warning("a group ended with %d, started again; %s", group.code, group.log)
-                    group.start(finished)
+                group.follow(finished, retries)
 
 
 def _figures(job: Job, groups: list[WorkerGroup], began: float, code: int) -> dict[str, Any]:
