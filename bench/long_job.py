@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llama_ssp.batch import attempt_log
 from llama_ssp.batch.index import Index
-from llama_ssp.batch.job import LONGEST
 from llama_ssp.batch.journal import Journal, Manifest, shards_of
 from llama_ssp.batch.status import pace
 from llama_ssp.config import BatchConf, ModelConf, RunConf
@@ -61,7 +60,7 @@ def write_input(path: Path, records: int) -> None:
 def started(run: RunConf, work: Path) -> tuple[Index, Journal]:
     """What a leader does before it loads a model, but for the prompts that it tokenises."""
     index = Index.of_run(run, work)
-    manifest = Manifest(index.sha256, len(index), {"seed": 1}, shards_of(len(index), SHARD), {LONGEST: 600})
+    manifest = Manifest(index.sha256, len(index), {"seed": 1}, shards_of(len(index), SHARD), 600)
     journal = Journal.begin(work, manifest)
     index.save(work)
     return index, journal

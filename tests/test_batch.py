@@ -23,6 +23,7 @@ import pytest
 from llama_ssp import cli
 from llama_ssp.batch.atomic_files import append_line
 from llama_ssp.batch.index import Index
+from llama_ssp.batch.job import Job
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.process_group import NO_GPU
@@ -307,7 +308,8 @@ def test_a_text_longer_than_was_foreseen_is_written_apart(
     command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):
     """Only the longest of many prompts are tokenised before a job begins: another may have more tokens."""
-    monkeypatch.setattr(batch, "longest_in", lambda _: 15)
+    begin = Job.begin
+    monkeypatch.setattr(Job, "begin", lambda job, _: begin(job, 15))
     assert command(*SMALL, "task.output=out.jsonl").code == 0
     assert Path("out.jsonl").read_bytes() == undisturbed
 

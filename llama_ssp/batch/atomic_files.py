@@ -9,12 +9,13 @@ import os
 import socket
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from llama_ssp.distributed.identity import own_element
-from llama_ssp.errors import StorageError
+from llama_ssp.errors import StorageError, writing
+from llama_ssp.text.prompts import reading
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +23,10 @@ log = logging.getLogger(__name__)
 NOT_ABLE = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
 
 
-@contextmanager
-def storing(where: Path, reads: bool = False) -> Iterator[None]:
-    """Raises StorageError, one line with its remedy, for what the system says about a disk."""
-    try:
-        yield
-    except OSError as error:
-        fix = "make room or choose another folder, then start the same command again: nothing is lost"
-        what, fix = ("read", "check its permissions") if reads else ("write", fix)
-        raise StorageError(f"cannot {what} the journal: {error.strerror or error}", where, fix=fix) from error
+def storing(where: Path) -> AbstractContextManager[None]:
+    """Raises StorageError, one line with its remedy, where the system cannot write a file of a job."""
+    fix = "make room or choose another folder, then start the same command again: nothing is lost"
+    return writing("journal", where, fix)
 
 
 def write_once(path: Path, data: bytes) -> bool:
@@ -88,16 +84,12 @@ def lines_in(path: Path) -> list[dict[str, Any]]:
     Lines that are not as they were written are left out, with a warning: a killed process leaves a torn last
     line; another machine may see zeros where a line is on its way.
     """
-    data, entries, damaged = b"", list[dict[str, Any]](), 0
-    with storing(path, reads=True), suppress(FileNotFoundError):
+    data = b""
+    with reading("the journal", path), suppress(FileNotFoundError):
         data = path.read_bytes()
-    for line in filter(None, data.split(b"\n")):
-        crc, _, body = line.lstrip(b"\0").partition(b" ")
-        if crc == b"%08x" % zlib.crc32(body):
-            entries.append(json.loads(body))
-        else:
-            damaged += 1
-    if damaged:
+    lines = [line.lstrip(b"\0").partition(b" ") for line in data.split(b"\n") if line]
+    entries = [json.loads(body) for crc, _, body in lines if crc == b"%08x" % zlib.crc32(body)]
+    if damaged := len(lines) - len(entries):
         log.warning("%s: %d damaged lines are left out", path, damaged)
     return entries
 
@@ -140,7 +132,7 @@ def require_file_system(folder: Path) -> None:
             if write_once(path, b"") and not write_once(path, b"") and lacking != "append":
                 return
         except (OSError, StorageError) as error:
-            if getattr(error.__cause__ or error, "errno", None) not in NOT_ABLE:
+            if getattr(error.__context__ or error, "errno", None) not in NOT_ABLE:
                 raise
         finally:
             path.unlink(missing_ok=True)

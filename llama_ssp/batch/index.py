@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_ssp.batch.atomic_files import drafted, replace_whole, storing, synced
+from llama_ssp.batch.atomic_files import drafted, replace_whole, synced
 from llama_ssp.batch.records import Reader, Refused, Request
 from llama_ssp.config import BatchConf, RunConf, home_expanded
 from llama_ssp.errors import DataError, UsageError
@@ -81,7 +81,7 @@ class Index:
         """The index in the job's folder, of the input as it was."""
         if not (path := work / INDEX).exists():
             return None
-        with storing(path, reads=True), path.open("rb") as file:
+        with reading("the journal", path), path.open("rb") as file:
             head = json.loads(file.readline())
             start = file.tell()
         rows = np.memmap(path, ROW, "r", start) if head["rows"] else np.empty(0, ROW)

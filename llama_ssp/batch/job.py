@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 OF_MODEL = ("name", "repo", "revision", "weights", "dtype", "seed", "agreement")
 OF_TASK = ("chat", "system", "max_new_tokens", "stop", "ignore_eos", "on_bad_row", "logprobs", "logprobs_of")
-LONGEST = "longest"
 SHOWN = 5  # bad lines that a message quotes
 BEGIN, END = 150, 90  # characters of what is said of each; a long value or path is in the middle
 
@@ -48,7 +47,7 @@ class Job:
     @property
     def is_new(self) -> bool:
         """Whether no process had begun it when the input was read."""
-        return not self.manifest.facts
+        return not self.manifest.longest
 
     @property
     def seed(self) -> int:
@@ -93,15 +92,9 @@ class Job:
         if not self.output.exists():
             with drafted(self.output):  # only tries to write there
                 pass
-        facts = {LONGEST: longest} if self.is_new else self.manifest.facts
-        journal = Journal.begin(self.work, replace(self.manifest, facts=facts))
+        journal = Journal.begin(self.work, replace(self.manifest, longest=self.manifest.longest or longest))
         self.index.save(self.work)
         return journal
-
-
-def longest_in(journal: Journal) -> int:
-    """How many tokens the longest text of the job may get to have, prompt included."""
-    return int(journal.manifest.facts[LONGEST])
 
 
 def folders_of(run: RunConf) -> tuple[Path, Path]:
@@ -206,6 +199,6 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
     for group in ("sampling", "speculation"):
         chosen |= {f"{group}.{key}": value for key, value in plain[group].items()}
     chosen |= {f"task.{key}": plain["task"][key] for key in OF_TASK}
-    chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}  # 0.3 had none
+    chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}  # 0.2 had none
     as_kept: dict[str, Any] = json.loads(json.dumps(chosen))  # in run.json the keys of `logit_bias` are texts
     return as_kept

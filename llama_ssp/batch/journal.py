@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,23 @@ from llama_ssp.batch.attempt_log import Attempt, Shard, read_part
 from llama_ssp.batch.records import counted, is_error
 from llama_ssp.errors import DataError, StorageError
 from llama_ssp.speculative.stats import ratio
+from llama_ssp.text.prompts import reading
 
 MANIFEST, TRIALS, COSTS, ROWS = "run.json", "trials.json", "costs.json", "rows.json"
 PARTS, DONE, CLAIMS = "parts", "done", "claims"
 GROUPS, PUBLISHED = "groups", "published"
-GONE = ("speculation.siblings", 0)  # a setting of earlier versions that changes nothing
+GONE = ("speculation.siblings", 0)  # a setting of 0.2 that changes nothing
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What run.json holds. `settings` is all that decides the output, flat; `facts` follow from the input."""
+    """What run.json holds. `settings` is all that decides the output, flat."""
 
     input_sha256: str
     records: int
     settings: dict[str, Any]
     shards: tuple[Shard, ...]
-    facts: dict[str, Any] = field(default_factory=dict)
+    longest: int = 0  # tokens that the longest text may get to have, prompt included; 0 of a new job
 
     def as_bytes(self) -> bytes:
         body = {**vars(self), "shards": len(self.shards)}
@@ -134,12 +135,13 @@ class Journal:
         if not (path := folder / MANIFEST).is_file():
             return None
         try:
-            with files.storing(path, reads=True):
+            with reading("the journal", path):
                 body = json.loads(path.read_bytes())
-            count = body["shards"]  # 0.3 listed them
+            # 0.2 listed the shards, and had `longest` among other facts.
+            count, longest = body["shards"], body.get("facts", body)["longest"]
             shards = dealt(body["records"], count if isinstance(count, int) else len(count))
             settings = {key: value for key, value in body["settings"].items() if (key, value) != GONE}
-            return Manifest(body["input_sha256"], body["records"], settings, shards, body["facts"])
+            return Manifest(body["input_sha256"], body["records"], settings, shards, longest)
         except (ValueError, KeyError, TypeError) as error:
             found, fix = f"{type(error).__name__}: {error}", "damaged, or not ours: choose another folder"
             raise DataError("run.json cannot be read", path, found, fix=fix) from None
@@ -261,7 +263,7 @@ class Journal:
         digest, lines, records = hashlib.sha256(), 0, self.manifest.records
         with files.drafted(output) as (draft, file):
             for shard in self.manifest.shards:
-                with files.storing(self.folder / DONE, reads=True):
+                with reading("the journal", self.folder / DONE):
                     answers = self._done(shard).read_bytes()
                 file.write(answers)
                 digest.update(answers)
@@ -287,7 +289,7 @@ class Journal:
     def answers(self, shard: Shard) -> dict[int, dict[str, Any]]:
         """The answers that a shard has so far, by their records."""
         if self.is_done(shard):
-            with files.storing(self.folder, reads=True):
+            with reading("the journal", self.folder):
                 lines = self._done(shard).read_bytes().splitlines()
             return dict(zip(shard.indices, map(json.loads, lines), strict=True))
         parts = map(read_part, self._parts(shard))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.atomic_files import storing
-from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
+from llama_ssp.batch.job import Job, chosen_seed, job_of
 from llama_ssp.batch.journal import acceptance, count_finished
 from llama_ssp.config import BatchConf, Output, RunConf
 from llama_ssp.config.arguments import divided, each_key_once
@@ -56,7 +56,7 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
     job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
     rows = job.index.rows  # of a new job the longest text is known by its bytes only
     longest = int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2)) if job.is_new else 0
-    slots = longest or longest_in(job.journal)
+    slots = longest or job.manifest.longest
     # By the figures of the cluster that is named; None where it says too little.
     prediction = predict(pair.run, pair.placement, slots=min(slots, pair.run.model.context))
     require_fit(prediction, run.plan.enforce)

@@ -21,7 +21,7 @@ import numpy as np
 
 from llama_ssp.batch.attempt_log import Attempt, JournalThread, Shard
 from llama_ssp.batch.claims import BEAT_S, STALE_S
-from llama_ssp.batch.job import Job, job_of, longest_in, require_good
+from llama_ssp.batch.job import Job, job_of, require_good
 from llama_ssp.batch.journal import COSTS, ROWS, Journal
 from llama_ssp.batch.records import BROKEN, Refused, Request, answer, refusal
 from llama_ssp.batch.workers import BYTES_PER_TOKEN
@@ -127,7 +127,7 @@ class BatchTask(Task[BatchConf]):
         if not standing.records:
             log.warning("%s holds no records", self._task.input)
         missing, shards = standing.records - standing.records_finished, standing.shards - standing.shards_done
-        return [longest_in(self._journal), missing, shards]
+        return [self._journal.manifest.longest, missing, shards]
 
     def _keep_rows(self, pair: PairSession, rows: int) -> tuple[int, list[tuple[int, ...]]]:
         """Returns how many rows to write at a time, and the job's first prompts, to measure costs on.
@@ -193,7 +193,8 @@ class BatchTask(Task[BatchConf]):
             if not self._await_claims(self._journal):
                 return {}
         works = list(self._left.values())
-        longest = max(longest_in(self._journal), *(work.longest for work in works), 2) if self._goes_on else 0
+        foreseen = self._journal.manifest.longest
+        longest = max(foreseen, *(work.longest for work in works), 2) if self._goes_on else 0
         return {"works": works, "rows": self._max_rows, "longest": longest, "goes_on": self._goes_on}
 
     def _await_claims(self, journal: Journal) -> bool:
@@ -226,7 +227,7 @@ class BatchTask(Task[BatchConf]):
             self._claims[attempt].enter_context(taken[1])
             usual, others, suspects = list[TokenRequest](), list[TokenRequest](), list[TokenRequest]()
             for work in self._ready(attempt, pair):
-                is_other = work.echo or min(work.longest, pair.run.model.context) > longest_in(journal)
+                is_other = work.echo or min(work.longest, pair.run.model.context) > journal.manifest.longest
                 (suspects if attempt.deaths[work.index] else others if is_other else usual).append(work)
             self._apart += [others] if others else []
             for count in sorted({attempt.deaths[work.index] for work in suspects}):
