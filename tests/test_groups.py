@@ -49,7 +49,7 @@ def test_the_command_of_one_group_replaces_what_is_its_own():
     slurm = ["cluster=slurm", "cluster.groups=8", "cluster.slurm.setup=[a]", "+cluster.gpus=9", "submit=true"]
     words = ["batch", "tiny", "tiny", "stop=a", *slurm, "stop=b", "--config-dir", "a=b", "-q", "k=1"]
     words += ["speculation.k=2", "-n", "3", "--max-new-tokens=4"]
-    assert words_of_one(words, 5, "cluster.gpus=2") == (
+    assert words_of_one(words, "seed=5", "cluster.gpus=2") == (
         "batch", "tiny", "tiny", "stop=a", "cluster=slurm", "cluster.groups=1", "cluster.gpus=2",
         "task.submit=false", "stop=b", "speculation.k=2", "max_new_tokens=4", "cluster.scheduler=none",
         "task.retry_errors=false", "seed=5", "--config-dir", "a=b", "-q",

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -36,14 +36,13 @@ def _held(path: Path, own: bytes) -> Iterator[None]:
     """Keeps the claim while the body runs, unless another process has taken it over."""
     released = threading.Event()
 
-    def if_ours(act: Callable[[Path], None]) -> None:
-        with suppress(OSError):
-            if path.read_bytes() == own:
-                act(path)
-
     def beat() -> None:
-        while not released.wait(BEAT_S):
-            if_ours(os.utime)
+        is_over = False
+        while not is_over:
+            is_over = released.wait(BEAT_S)
+            with suppress(OSError):
+                if path.read_bytes() == own:
+                    path.unlink() if is_over else os.utime(path)
 
     thread = threading.Thread(target=beat, name=f"claim {path.name}", daemon=True)
     thread.start()
@@ -52,7 +51,6 @@ def _held(path: Path, own: bytes) -> Iterator[None]:
     finally:
         released.set()
         thread.join()
-        if_ours(Path.unlink)
 
 
 def this_process() -> dict[str, Any]:

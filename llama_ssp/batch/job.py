@@ -50,15 +50,12 @@ class Job:
         return not self.manifest.longest
 
     @property
-    def seed(self) -> int:
-        return int(self.manifest.settings["seed"])
-
-    @property
-    def drafts(self) -> list[str]:
-        """The words that give every group the same drafts a round, whatever its GPUs."""
+    def words(self) -> list[str]:
+        """The words that give every group the job's seed, and the same drafts a round, whatever its GPUs."""
         spec = self.run.speculation
         chosen = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": str(spec.adaptive).lower()}
-        return [f"speculation.{name}={value}" for name, value in chosen.items() if value is not None]
+        drafts = [f"speculation.{name}={value}" for name, value in chosen.items() if value is not None]
+        return [f"seed={self.manifest.settings['seed']}", *drafts]
 
     @property
     def journal(self) -> Journal:
@@ -66,14 +63,15 @@ class Job:
         return Journal(self.work, self.manifest)
 
     def reopen(self) -> None:
-        """Takes back answers that are errors, if that is wanted, and those of records that were corrected.
+        """Takes back errors, if that is wanted, and those of corrected records.
 
-        Raises DataError where a corrected record has another answer, or processes are at work on the job.
+        Raises DataError where a corrected record has another answer, or groups work on the job meanwhile.
         """
-        if self.run.task_as(BatchConf).retry_errors and not self.is_new:
-            failed = self.journal.standing().records_failed
-            log.info("%d errors are tried again", self.journal.reopen() if failed else 0)
-        if self.manifest != Journal.held(self.work) and not self.is_new:  # its input differs
+        if self.is_new:
+            return
+        if self.run.task_as(BatchConf).retry_errors and self.journal.standing().records_failed:
+            log.info("%d errors are tried again", self.journal.reopen())
+        if self.manifest != Journal.held(self.work):  # its input differs
             if holders := self.journal.holders():
                 what, fix = "the input has changed while groups work on the job", "put it back, or stop them"
                 raise DataError(what, self.work, f"{len(holders)} groups", fix=fix)

@@ -55,22 +55,21 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
     pair = placed(pair_files(run, folders)[0], [world])
     job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
     rows = job.index.rows  # of a new job the longest text is known by its bytes only
-    longest = int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2)) if job.is_new else 0
-    slots = longest or job.manifest.longest
+    slots = job.manifest.longest or int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2))
     # By the figures of the cluster that is named; None where it says too little.
     prediction = predict(pair.run, pair.placement, slots=min(slots, pair.run.model.context))
     require_fit(prediction, run.plan.enforce)
     verdict = prediction.option.verdict.value if prediction else None
-    summary = {"task": run.task.name, "config_sha256": config_sha256(job.run), "seed": job.seed}
-    summary |= {"versions": versions(), "records": len(job.index), "shards": len(job.manifest.shards)}
-    summary |= {"shards_missing": job.missing, "verdict": verdict, "output": str(job.output)}
-    return job, {**summary, "work": str(job.work)}
+    summary: dict[str, Any] = {"task": run.task.name, "config_sha256": config_sha256(job.run)}
+    summary |= {"seed": job.manifest.settings["seed"], "records": len(job.index), "verdict": verdict}
+    summary |= {"shards": len(job.manifest.shards), "shards_missing": job.missing, "versions": versions()}
+    return job, {**summary, "output": str(job.output), "work": str(job.work)}
 
 
-def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
+def words_of_one(words: list[str], *more: str) -> tuple[str, ...]:
     """Returns the command for one group: its own words replace the job's, and each key stands once."""
     off = ("cluster.scheduler=none", "cluster.groups=1", "task.submit=false", "task.retry_errors=false")
-    own = each_key_once([*off, f"seed={seed}", *more])
+    own = each_key_once([*off, *more])
     given, flags = divided(words)
     left_out = ("cluster.slurm.", "ranks")
     kept = {key: word for key, word in each_key_once(given).items() if not key.startswith(left_out)}
@@ -170,7 +169,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         logs.mkdir(parents=True, exist_ok=True)
     job.reopen()
     job.index.save(job.work)
-    own = words_of_one(words, job.seed, *job.drafts, f"cluster.gpus={ranks}", f"ranks={ranks}")
+    own = words_of_one(words, *job.words, f"cluster.gpus={ranks}", f"ranks={ranks}")
     command = [sys.executable, "-m", "llama_ssp", *own]
     count = min(run.cluster.groups, max(job.missing, 1))
     groups = [WorkerGroup(logs / f"group-{n}.log", command, devices[n]) for n in range(count)]

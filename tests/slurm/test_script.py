@@ -110,7 +110,7 @@ def test_groups_meet_as_their_size_wants():
 def test_a_key_that_is_given_twice_stands_once():
     """The last value counts; texts that end an answer add up, and are quoted."""
     given = ["batch", "7B", "k=2", "stop=a b", "-n", "5", "seed=1", "--k", "4", "task.stop=it's", "seed=2"]
-    words = words_of_one([*given, "max_new_tokens=6"], 3)
+    words = words_of_one([*given, "max_new_tokens=6"], "seed=3")
     listed = script(ON_CPU, words=words).partition("words=(\n")[2].partition("\n)")[0]
     assert [line.strip() for line in listed.splitlines()] == [
         "batch", "7B", "k=4", "'stop=a b'", "max_new_tokens=6", "seed=3", shlex.quote("task.stop=it's"),

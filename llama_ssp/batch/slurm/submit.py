@@ -30,10 +30,9 @@ CORES = 8  # of a rank: for Python, NCCL's threads and what compiles
 QUEUED = {"job": "%i", "number": "%A", "state": "%T", "reason": "%r", "spent": "%M", "nodes": "%N"}
 NO_TIME = "# No --time: the partition's own limit. cluster.slurm.time=4:00:00 sets another."
 NO_CORES = "# No --cpus-per-task: the cluster's own default. cluster.slurm.cpus_per_rank=8 sets another."
-ON_ERROR = """trap 'echo "error: line $LINENO failed with $?: $BASH_COMMAND" >&2; exit 2' ERR"""
-LOG = '"$logs/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out"'
+TEMPLATE = Path(__file__).with_name("element.sh")
+# The nodes of a group meet at the first one. The port is below those that the system deals out.
 NODES = 'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))'
-# The port is below those that the system deals out.
 MEETING = (
     '--rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$((20000 + SLURM_JOB_ID % 10000))"',
     '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
@@ -56,7 +55,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         if elements < cluster.groups:
             said = "an array of %d, not of cluster.groups=%d: so many shards are missing"
             log.info(said, elements, cluster.groups)
-        script = sbatch_script(job, elements, words_of_one(words, job.seed, *job.drafts))
+        script = sbatch_script(job, elements, words_of_one(words, *job.words))
         if task.submit:
             number = _submit(job, script)
             log.info("submitted: job %s, array of %d, logs in %s", number, elements, job.work / LOGS)
@@ -104,39 +103,19 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     options |= {"signal": f"B:USR1@{slurm.signal_s}", "requeue": "", "output": "/dev/null"}
     options |= {key: value for key, _, value in (option[2:].partition("=") for option in slurm.options)}
     given = {key: str(value) for key, value in options.items() if value is not None}
-    torchrun = f"-m torch.distributed.run --nproc-per-node={ranks} --max-restarts=0"
-    meeting = (f"{torchrun} --nnodes={cluster.nodes}", *MEETING) if cluster.nodes > 1 else ()
-    alone = (f"{torchrun} --standalone",) if ranks > 1 else ()
-    lines = [
-        "#!/bin/bash",
-        f"# Made by llama-ssp {__version__}.",
-        *(f"#SBATCH --{key}{value and '=' + quote(value)}" for key, value in given.items()),
-        *([] if "time" in given else [NO_TIME]),
-        *([] if cpus else [NO_CORES]),
-        "",
-        "# Slurm opens no log in a folder that does not exist, so the script opens it.",
-        f"logs={quote(str(work / LOGS))}",
-        f'mkdir -p "$logs" && exec >>{LOG} 2>&1 || exit 6',
-        ON_ERROR,
-        f"cd -- {quote(str(Path.cwd()))}",
-        *slurm.setup,
-        f"python={quote(slurm.python or sys.executable)}",
-        f"export PYTHONPATH={quote(str(SOURCES))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        "export PYTHONSAFEPATH=1  # no module comes from the folder of the data",
-        *([f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{slurm.cpus_per_rank}}}"] if cpus else []),
-        "\nwords=(",
-        *(f"    {quote(word)}" for word in words),
-        ")",
-        *([NODES] if meeting else []),
-        "\n# The supervisor stops the ranks before the time limit, and requeues the job if work is left.",
-        'exec "$python" -m llama_ssp.batch.slurm.supervisor \\',
-        f"    {quote(str(work))} {slurm.signal_s} \\",
-        f'    srun --kill-on-bad-exit=1{f" --cpus-per-task={cpus}" if cpus else ""} "$python" \\',
-        *(f"    {line} \\" for line in meeting or alone),
-        '    -m llama_ssp "${words[@]}"',
-        "",
-    ]
-    return "\n".join(lines)
+    lines = [f"#SBATCH --{key}{value and '=' + quote(value)}" for key, value in given.items()]
+    lines += [*([] if "time" in given else [NO_TIME]), *([] if cpus else [NO_CORES])]
+    first, *meeting = [f"--nnodes={cluster.nodes}", *MEETING] if cluster.nodes > 1 else ["--standalone"]
+    torchrun = [f"-m torch.distributed.run --nproc-per-node={ranks} --max-restarts=0 {first}", *meeting]
+    more = [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{slurm.cpus_per_rank}}}"] * bool(cpus)
+    more += [NODES] * (cluster.nodes > 1)
+    paths = {"logs": work / LOGS, "here": Path.cwd(), "python": slurm.python or sys.executable}
+    values = {name: quote(str(path)) for name, path in (paths | {"sources": SOURCES, "work": work}).items()}
+    values |= {"version": __version__, "options": "\n".join(lines), "setup": "\n".join(slurm.setup)}
+    values |= {"words": "\n".join(f"    {quote(word)}" for word in words), "more": "\n".join(more)}
+    values |= {"signal_s": str(slurm.signal_s), "cpus": f" --cpus-per-task={cpus}" if cpus else ""}
+    values["torchrun"] = "".join(f"{line} \\\n    " for line in torchrun) if cluster.nodes * ranks > 1 else ""
+    return re.sub(r"@(\w+)@", lambda place: values[place[1]], TEMPLATE.read_text(encoding="ascii"))
 
 
 def _submit(job: Job, script: str) -> str:
