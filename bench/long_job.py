@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llama_ssp.batch import attempt_log
+from llama_ssp.batch import attempts
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.journal import Journal, Manifest, shards_of
 from llama_ssp.batch.status import pace
@@ -79,7 +79,7 @@ def resume(run: RunConf, work: Path) -> str:
 
 def work_until(run: RunConf, work: Path, share: float) -> None:
     """Answers that share of the shards, and half of the next one."""
-    attempt_log.SYNC_EVERY = 10**9
+    attempts.SYNC_EVERY = 10**9
     _, journal = started(run, work)
     journal.note(node="here", ranks=4, gpus=4, began=time.time())
     last = round(share * len(journal.manifest.shards))

@@ -577,7 +577,7 @@ def test_claims_from_elsewhere_are_waited_for(
 
     for name, value in (("LOOK_S", 0.5), ("STALE_S", 3.0), ("BEAT_S", 0.0)):
         monkeypatch.setattr(batch, name, value)
-    monkeypatch.setattr("llama_ssp.batch.claims.STALE_S", 3.0)
+    monkeypatch.setattr("llama_ssp.batch.attempts.STALE_S", 3.0)
     if lives is None:
         for claim in claims:
             os.utime(claim, (time.time() + 3600,) * 2)

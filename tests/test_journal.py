@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from llama_ssp.batch import atomic_files, claims
+from llama_ssp.batch import atomic_files, attempts
 from llama_ssp.batch.atomic_files import append_line, require_file_system, sealed
-from llama_ssp.batch.attempt_log import Attempt, JournalThread, read_part
+from llama_ssp.batch.attempts import Attempt, JournalThread, read_part
 from llama_ssp.batch.journal import Journal, Manifest, shards_of
 from llama_ssp.batch.slurm.supervisor import ENDS, FOLDER, End, ends
 from llama_ssp.distributed import identity
@@ -334,20 +334,20 @@ def test_shards_are_even():
 def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both have taken the old claim away before either one's own is there: the first to name it has it."""
     path, first = tmp_path / "claim", ExitStack()
-    path.write_text(json.dumps({**claims.this_process(), "pid": 2**22 + 1}))
+    path.write_text(json.dumps({**attempts.this_process(), "pid": 2**22 + 1}))
     synced = atomic_files.synced
 
     def meanwhile(file: BinaryIO) -> None:
         monkeypatch.setattr(atomic_files, "synced", synced)
         monkeypatch.setattr(atomic_files, "unique_name", lambda: "other")
-        claim = claims.claim(path)
+        claim = attempts.claim(path)
         assert claim is not None
         first.enter_context(claim)
         synced(file)
 
     monkeypatch.setattr(atomic_files, "synced", meanwhile)
     with first:
-        assert claims.claim(path) is None
+        assert attempts.claim(path) is None
         assert path.exists()
     assert not path.exists()
 
@@ -355,12 +355,12 @@ def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeyp
 def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its first holder was suspended for longer than a claim lasts, and then ends its shard."""
     path, second = tmp_path / "claim", ExitStack()
-    first = claims.claim(path)
+    first = attempts.claim(path)
     assert first is not None
     with first:
         os.utime(path, (0, 0))
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-        taken = claims.claim(path)
+        taken = attempts.claim(path)
         assert taken is not None
         second.enter_context(taken)
     assert json.loads(path.read_bytes())["host"] == "elsewhere"
@@ -370,12 +370,12 @@ def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monke
 
 def test_a_process_is_not_the_earlier_one_of_its_number(tmp_path: Path):
     """In a container the next process has the same host and number."""
-    path, own = tmp_path / "claim", claims.this_process()
+    path, own = tmp_path / "claim", attempts.this_process()
     path.write_text(json.dumps({**own, "started": "1"}))
-    claim = claims.claim(path)
+    claim = attempts.claim(path)
     assert claim is not None
     with claim:
-        assert claims.claim(path) is None
+        assert attempts.claim(path) is None
     assert not path.exists()
 
 
@@ -408,13 +408,13 @@ def test_a_process_that_proc_hides_may_live(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("lacking", ["machine", "started"])
 def test_a_claim_that_names_too_little_lapses_with_its_heartbeat(lacking: str, tmp_path: Path):
     """That of an older version, or of a machine that does not tell when a process began."""
-    job, own = Journal.begin(tmp_path, manifest()), claims.this_process()
+    job, own = Journal.begin(tmp_path, manifest()), attempts.this_process()
     (tmp_path / "claims").mkdir()
     for shard in job.manifest.shards:
         (tmp_path / "claims" / shard.name).write_text(json.dumps({**own, lacking: ""}))
     assert job.claim() is None and {name for name, _ in job.silent()} == {"00000", "00001", "00002"}
     path = tmp_path / "claims" / "00001"
-    os.utime(path, (0, path.stat().st_mtime - claims.STALE_S - 1))
+    os.utime(path, (0, path.stat().st_mtime - attempts.STALE_S - 1))
     taken = job.claim()
     assert taken is not None and taken[0].name == "00001"
     with taken[1]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llama_ssp.batch import atomic_files, attempt_log
+from llama_ssp.batch import atomic_files, attempts
 from llama_ssp.batch import journal as journals
 from llama_ssp.batch.atomic_files import sealed
 from llama_ssp.batch.journal import Journal, Manifest, count_finished, shards_of
@@ -51,7 +51,7 @@ def test_a_record_counts_once_and_a_torn_line_when_it_is_whole(journal: Journal)
 def test_the_pace_is_that_of_groups_at_work(journal: Journal, monkeypatch: pytest.MonkeyPatch):
     """A record that two attempts have finished counts once, a refusal has no tokens, GPUs are not ranks."""
     now, began, name = 1e9, 1e9, "a"
-    for module in (attempt_log, journals):
+    for module in (attempts, journals):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
     monkeypatch.setattr(atomic_files, "unique_name", lambda: name)
     shard = journal.manifest.shards[0]

@@ -61,7 +61,7 @@ class Index:
     rows: Any
     refused: dict[int, Refused]
     is_kept: bool = False  # in the job's folder
-    _readers: dict[int, Reader] = field(default_factory=dict)
+    _checked: set[str] = field(default_factory=set)  # settings of lines that are good: a check takes long
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,19 +99,14 @@ class Index:
         self.is_kept = True
 
     def corrected(self, held: Index | None) -> set[int] | None:
-        """The records that differ from those of the job so far; None where these are not other lines of it.
-
-        A record keeps its id, unless its line was refused: it may have had none.
-        """
+        """The records that differ from the job's so far; None where these are not other lines of it."""
         if held is None or len(self) != len(held):
             return None
-        renamed, *changed = (
-            set(np.flatnonzero(self.rows[name] != held.rows[name]).tolist())
-            for name in ("id", "crc", "bytes")
-        )
-        if not renamed <= held.refused.keys():
+        differ = {name: self.rows[name] != held.rows[name] for name in ("id", "crc", "bytes")}
+        changed = {*np.flatnonzero(differ["id"] | differ["crc"] | differ["bytes"]).tolist()}
+        if not held.refused.keys() >= {*np.flatnonzero(differ["id"]).tolist()}:  # these may have had no id
             return None
-        return renamed.union(*changed, self.refused.keys() ^ held.refused.keys())
+        return changed | (self.refused.keys() ^ held.refused.keys())
 
     @staticmethod
     def _build(run: RunConf, names: list[str], work: Path) -> Index:
@@ -173,11 +168,9 @@ class Index:
 
     def _reader(self, number: int, run: RunConf) -> Reader:
         """What reads the lines of a file; of several files its name begins the ids of lines without one."""
-        if number not in self._readers:
-            source = self.sources[number]
-            named = f"{Path(source.name).name}-" if len(self.sources) > 1 else ""
-            self._readers[number] = Reader(run, source.is_text, named)
-        return self._readers[number]
+        source = self.sources[number]
+        named = f"{Path(source.name).name}-" if len(self.sources) > 1 else ""
+        return Reader(run, source.is_text, named, self._checked)
 
 
 def _names(name: str) -> list[str]:

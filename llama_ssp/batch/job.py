@@ -112,17 +112,14 @@ def folders_of(run: RunConf) -> tuple[Path, Path]:
 
 
 def chosen_seed(run: RunConf, is_job: bool) -> int:
-    """The run's seed; else the seed of the job that it continues; else a new one.
-
-    A scheduler's new job gets its seed from its folder's name: the printed script is the submitted one.
-    """
+    """The run's seed; else the seed of the job that it continues; else a new one."""
     if run.seed is not None:
         return run.seed
     work = folders_of(run)[0] if is_job else None
     if work and (held := Journal.held(work)):
         return int(held.settings["seed"])
     seed, why = secrets.randbelow(2**31), "drawn; give it again to repeat this run"
-    if work and run.cluster.scheduler is not Scheduler.none:
+    if work and run.cluster.scheduler is not Scheduler.none:  # the printed script is the submitted one
         digest = hashlib.sha256(str(work.absolute()).encode(errors="surrogateescape")).digest()
         seed, why = int.from_bytes(digest[:4]) >> 1, "this folder's; seed=N is for another"
     log.debug("seed=%d (%s)", seed, why)
@@ -141,10 +138,7 @@ def continued(run: RunConf) -> RunConf:
 
 
 def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
-    """The job that the run asks for, new or continued. Raises DataError if the folder holds another.
-
-    `files` are the models' folders, None for synthetic ones, by the roles that take part.
-    """
+    """The job that the run asks for, new or continued. Raises DataError if the folder holds another."""
     task = run.task_as(BatchConf)
     if task.input is None:
         raise UsageError("task.input is missing", fix="write task.input=prompts.jsonl")
@@ -190,7 +184,7 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
     """All that decides the output, flat. Where it is computed, and how many rows at once, does not."""
     plain = resolved(run)
     chosen: dict[str, Any] = {"seed": seed}
-    for role, path in files.items():
+    for role, path in files.items():  # the models' folders, None for synthetic ones
         keys = ("dtype",) if path else OF_MODEL  # files say the rest themselves, wherever they lie
         chosen |= {f"{role}.{key}": plain[role][key] for key in keys}
         chosen[f"{role}.files"] = fingerprint(path) if path else None

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch import atomic_files as files
-from llama_ssp.batch import claims
-from llama_ssp.batch.attempt_log import Attempt, Shard, read_part
+from llama_ssp.batch import attempts
+from llama_ssp.batch.attempts import Attempt, Shard, read_part
 from llama_ssp.batch.records import counted, is_error
 from llama_ssp.errors import DataError, StorageError
 from llama_ssp.speculative.stats import ratio
@@ -163,8 +163,7 @@ class Journal:
     def keep_trials(self, engines: dict[str, str]) -> None:
         """Writes, by role, whether steps that were on trial are compiled; raises DataError if it differs.
 
-        In 16 bit, compiled and eager steps round differently: a text should not depend on which of several
-        machines of one kind, or which attempt, wrote it.
+        They round differently, and a text should not depend on the machine or the attempt that wrote it.
         """
         kinds = {role: how.partition(":")[0] for role, how in engines.items()}
         held = self.kept(TRIALS, kinds) if kinds else {}
@@ -179,25 +178,25 @@ class Journal:
     def _claims(self) -> Iterator[tuple[Path, dict[str, Any], float]]:
         """Each claim: its file, who holds it, and when it was renewed last. Nothing is written."""
         for path in (self.folder / CLAIMS).glob("[!.]*"):
-            if (found := claims.read(path)) is not None:
+            if (found := attempts.holder_of(path)) is not None:
                 yield path, *found
 
     def holders(self) -> list[dict[str, Any]]:
         """The living processes that hold a claim, by this machine's clock."""
         now = time.time()
-        return [holder for path, holder, _ in self._claims() if not claims.is_abandoned(path, now)]
+        return [holder for path, holder, _ in self._claims() if not attempts.is_abandoned(path, now)]
 
     def silent(self) -> set[tuple[str, float]]:
         """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
         done = self.done()
-        unknown = [(path.name, at) for path, holder, at in self._claims() if claims.lives(holder) is None]
+        unknown = [(path.name, at) for path, holder, at in self._claims() if attempts.lives(holder) is None]
         return {(name, at) for name, at in unknown if name not in done}
 
     def claim(self) -> tuple[Shard, AbstractContextManager[None]] | None:
         """The first shard that is neither done nor claimed by a living process, and the claim on it."""
         done = self.done()
         for shard in self.manifest.shards:
-            if shard.name in done or (claimed := claims.claim(self.folder / CLAIMS / shard.name)) is None:
+            if shard.name in done or (claimed := attempts.claim(self.folder / CLAIMS / shard.name)) is None:
                 continue
             if not self.is_done(shard):  # after the listing, by the one that had the claim then
                 return shard, claimed

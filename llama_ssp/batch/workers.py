@@ -96,11 +96,8 @@ def show(summary: dict[str, Any], output: Output, *more: str) -> None:
 
 
 def code_of(returned: int, file: Path | None = None) -> int:
-    """How a group ended: 0, the code that a rank wrote, or that of the process that started the ranks.
-
-    torchrun exits with 1 whatever its ranks exit with, so a rank writes its code into a file (`leave_code`).
-    """
-    if returned != OK and file is not None:
+    """How a group ended: 0, the code that a rank wrote, or that of the process that started the ranks."""
+    if returned != OK and file is not None:  # of torchrun it is 1 whatever its ranks exit with
         with suppress(OSError, ValueError):
             return int(file.read_text(encoding="ascii"))
     return 128 - returned if returned < 0 else returned

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_ssp.batch.attempt_log import Attempt, JournalThread, Shard
-from llama_ssp.batch.claims import BEAT_S, STALE_S
+from llama_ssp.batch.attempts import BEAT_S, STALE_S, Attempt, JournalThread, Shard
 from llama_ssp.batch.job import Job, job_of, require_good
 from llama_ssp.batch.journal import COSTS, ROWS, Journal
 from llama_ssp.batch.records import BROKEN, Refused, Request, answer, refusal

@@ -155,7 +155,7 @@ def test_a_batch_is_the_same_on_two_ranks_also_after_one_vanished(
 
 def lapses_in_a_second(rank: int) -> None:
     """From the first look on, the claims are as old as that."""
-    from llama_ssp.batch.claims import STALE_S
+    from llama_ssp.batch.attempts import STALE_S
     from llama_ssp.batch.journal import CLAIMS, Journal
 
     whole, ages = Journal.silent, [STALE_S - 1]
@@ -186,10 +186,10 @@ def test_ranks_wait_together_for_a_claim_to_lapse(command: Command, saved: Any, 
 
 def stall(rank: int, thread: bool = True, sign: bool = True) -> None:
     """The leader's disk stalls twice, longer than ranks wait: for a line, and for a claim."""
-    from llama_ssp.batch import attempt_log, claims
+    from llama_ssp.batch import attempts
     from llama_ssp.tasks import interactive
 
-    append, claim, calls = attempt_log.Attempt._append, claims.claim, list[str]()
+    append, claim, calls = attempts.Attempt._append, attempts.claim, list[str]()
 
     def stalled(name: str, call: Any, *args: Any) -> Any:
         calls.append(name)
@@ -198,10 +198,10 @@ def stall(rank: int, thread: bool = True, sign: bool = True) -> None:
         return call(*args)
 
     if rank == 0:
-        attempt_log.Attempt._append = lambda *args: stalled("line", append, *args)  # type: ignore[method-assign]
-        claims.claim = lambda *args: stalled("claim", claim, *args)  # type: ignore[assignment]
+        attempts.Attempt._append = lambda *args: stalled("line", append, *args)  # type: ignore[method-assign]
+        attempts.claim = lambda *args: stalled("claim", claim, *args)  # type: ignore[assignment]
     if not thread:  # the leader writes by itself, as it did before it had a thread for it
-        attempt_log.JournalThread.do = lambda _, call: call()  # type: ignore[method-assign, assignment]
+        attempts.JournalThread.do = lambda _, call: call()  # type: ignore[method-assign, assignment]
     interactive.EVERY_S = 2.0 if sign else 1000.0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.batch.attempt_log import Attempt
+from llama_ssp.batch.attempts import Attempt
 from llama_ssp.config import Dtype
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.comm import ALONE, Ranks

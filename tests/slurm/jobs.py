@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from llama_ssp.batch.atomic_files import lines_in
-from llama_ssp.batch.attempt_log import read_part
+from llama_ssp.batch.attempts import read_part
 from llama_ssp.batch.index import ROW, Index
 from llama_ssp.batch.journal import Journal, Standing, count_finished
 from llama_ssp.batch.slurm.supervisor import End, ends

@@ -98,7 +98,7 @@ def test_a_killed_rank_of_two_nodes(batches: Batches, lab: Lab, expected: bytes)
 
 DEADLY = """
 import os, signal
-from llama_ssp.batch import attempt_log as parts
+from llama_ssp.batch import attempts as parts
 
 begin = parts.Attempt.begin
 

@@ -1,7 +1,8 @@
-"""One attempt's file: a line for each event, with a checksum, appended and never changed.
+"""One process's work on a shard: the claim on it, and the file of the attempt.
 
-A line is one write, so a killed process leaves at most one torn line. Lines say which records began, which
-were finished, and that the attempt left in good order; if not, it failed at what it began.
+A claim is a file that the process touches now and then, and deletes at the end. It only saves double work:
+the first to publish wins. An attempt's file has a line for each event, with a checksum: which records began,
+which were finished, and that the attempt left in good order; if not, it failed at what it began.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import socket
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import NamedTemporaryFile
 from typing import Any, BinaryIO
 
 from llama_ssp.batch.atomic_files import append_line, lines_in, sealed, storing, sync_folder, write_once
 from llama_ssp.batch.records import counted
+from llama_ssp.distributed.identity import Identity, own_element, own_identity
 
 SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
 SYNC_S = 5.0
+BEAT_S, STALE_S = 10.0, 60.0  # a heartbeat keeps a claim, so that others take over from a dead process
 
 
 @dataclass(frozen=True)
@@ -169,3 +173,67 @@ def read_part(path: Path) -> PastAttempt:
         past.damaged.update(entry.get("damaged", ()))
         past.left = past.left or "left" in entry
     return past
+
+
+def claim(path: Path) -> AbstractContextManager[None] | None:
+    """The right to work on what `path` names, for a `with`; None while a living process has it."""
+    own = json.dumps(this_process()).encode()
+    if path.exists() and is_abandoned(path):
+        with storing(path):
+            path.unlink(missing_ok=True)
+    # Of many groups that find it abandoned at once one takes it; two may, if they look and unlink at once.
+    return _held(path, own) if not path.exists() and write_once(path, own) else None
+
+
+@contextmanager
+def _held(path: Path, own: bytes) -> Iterator[None]:
+    """Keeps the claim while the body runs, unless another process has taken it over."""
+    released = threading.Event()
+
+    def beat() -> None:
+        is_over = False
+        while not is_over:
+            is_over = released.wait(BEAT_S)
+            with suppress(OSError):
+                if path.read_bytes() == own:
+                    path.unlink() if is_over else os.utime(path)
+
+    thread = threading.Thread(target=beat, name=f"claim {path.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        released.set()
+        thread.join()
+
+
+def this_process() -> dict[str, Any]:
+    element = own_element()
+    return {"host": socket.gethostname(), **asdict(own_identity()), **(asdict(element) if element else {})}
+
+
+def holder_of(path: Path) -> tuple[dict[str, Any], float] | None:
+    """Who holds the claim, and when it was renewed last; None where it is being released, or is no claim."""
+    with suppress(OSError, ValueError):
+        holder = json.loads(path.read_bytes())  # first: NFS looks at a file's time anew when it is opened
+        return holder, path.stat().st_mtime
+    return None
+
+
+def is_abandoned(path: Path, now: float | None = None) -> bool:
+    """Whether the claim's process is gone, or silent for long; by the folder's clock where `now` is None."""
+    if (found := holder_of(path)) is None:
+        return True
+    holder, renewed = found
+    if now is None:  # what stamps the files may be another machine
+        with storing(path), NamedTemporaryFile(dir=path.parent, prefix=".now.") as probe:
+            now = os.stat(probe.name).st_mtime
+    return now - renewed > STALE_S or lives(holder) is False
+
+
+def lives(holder: dict[str, Any]) -> bool | None:
+    """Whether a claim's process runs; None where this machine, or an older version's claim, does not tell."""
+    element = own_element()
+    if element and holder.get("job") == element.job and holder.get("restart") != element.restart:
+        return False  # a scheduler starts an element again when it has ended
+    return Identity(holder.get("machine", ""), holder.get("pid", 0), holder.get("started", "")).lives
