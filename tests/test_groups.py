@@ -10,7 +10,7 @@ import pytest
 
 from llama_ssp.batch import workers as groups
 from llama_ssp.batch.job import Job
-from llama_ssp.batch.journal import Manifest, shards_of
+from llama_ssp.batch.journal import Journal, Manifest, shards_of
 from llama_ssp.batch.workers import WorkerGroup, _dealt, code_of, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE, leave_code
@@ -84,7 +84,8 @@ def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
 
 @pytest.mark.parametrize(("code", "status"), [(0, "partial"), (1, "error")])
 def test_groups_that_leave_the_rest_to_others_have_not_failed(code: int, status: str, tmp_path: Path):
-    job = Job(run_of(), tmp_path, tmp_path / "out.jsonl", Manifest("ab", 2, {}, shards_of(2, 1)), EMPTY)
+    journal = Journal(tmp_path, Manifest("ab", 2, {}, shards_of(2, 1)))
+    job = Job(run_of(), journal, tmp_path / "out.jsonl", EMPTY)
     assert groups._figures(job, [], 1.0, code)["status"] == status
     job.output.touch()
     assert groups._figures(job, [], 1.0, 0)["status"] == "done"

@@ -249,9 +249,16 @@ def test_another_job_is_refused_by_its_differences(tmp_path: Path):
 
 
 def test_a_job_of_an_earlier_version_goes_on_unless_it_drafted_otherwise(tmp_path: Path):
-    """0.2 kept `speculation.siblings` of each job: 0 of chains of drafts."""
+    """0.2 kept `speculation.siblings` of each job: 0 of chains of drafts. It listed shards, and had facts."""
     Journal.begin(tmp_path / "chains", manifest(**{"speculation.siblings": 0}))
     assert Journal.begin(tmp_path / "chains", manifest()).manifest == manifest()
+    path = tmp_path / "chains" / "run.json"
+    body = json.loads(path.read_bytes())
+    del body["longest"]
+    path.write_text(
+        json.dumps({**body, "facts": {"longest": 7}, "shards": [{"number": n} for n in range(3)]})
+    )
+    assert Journal.find(tmp_path / "chains").manifest == replace(manifest(), longest=7)
     Journal.begin(tmp_path / "trees", manifest(**{"speculation.siblings": 2}))
     with pytest.raises(DataError, match=r"another job.*found speculation\.siblings=2 now None"):
         Journal.begin(tmp_path / "trees", manifest())
@@ -315,7 +322,7 @@ def test_the_journals_thread_writes_in_order_and_passes_errors_on():
 
 
 def test_a_torn_line_about_an_end_does_not_spoil_the_next(tmp_path: Path):
-    one, other = (End("7", restart, "node", 1, "", 0, 1.0) for restart in (0, 1))
+    one, other = (End("7", restart, "node", 1, "", 0) for restart in (0, 1))
     file = tmp_path / FOLDER / f"7{ENDS}"
     append_line(file, asdict(one))
     with file.open("ab") as torn:

@@ -234,7 +234,7 @@ def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
     for known in (job, again):
         found = [read_or_refused(known.index, i, run) for shard in shards for i in shard.indices]
         assert [*map(str, found)] == [*map(str, whole)]
-    assert job.manifest.input_sha256 == hashlib.sha256(content).hexdigest()
+    assert job.journal.manifest.input_sha256 == hashlib.sha256(content).hexdigest()
 
 
 def test_a_job_with_biases_goes_on(tmp_path: Path):

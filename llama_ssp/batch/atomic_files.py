@@ -79,17 +79,13 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
 
 
 def lines_in(path: Path) -> list[dict[str, Any]]:
-    """The entries of the lines in a file; none where it is not there, or no longer.
-
-    Lines that are not as they were written are left out, with a warning: a killed process leaves a torn last
-    line; another machine may see zeros where a line is on its way.
-    """
+    """The entries of the lines in a file; none where it is not there, or no longer."""
     data = b""
     with reading("the journal", path), suppress(FileNotFoundError):
         data = path.read_bytes()
     lines = [line.lstrip(b"\0").partition(b" ") for line in data.split(b"\n") if line]
     entries = [json.loads(body) for crc, _, body in lines if crc == b"%08x" % zlib.crc32(body)]
-    if damaged := len(lines) - len(entries):
+    if damaged := len(lines) - len(entries):  # torn by a kill, or on their way from another machine
         log.warning("%s: %d damaged lines are left out", path, damaged)
     return entries
 

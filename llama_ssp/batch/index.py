@@ -82,8 +82,7 @@ class Index:
         if not (path := work / INDEX).exists():
             return None
         with reading("the journal", path), path.open("rb") as file:
-            head = json.loads(file.readline())
-            start = file.tell()
+            head, start = json.loads(file.readline()), file.tell()
         rows = np.memmap(path, ROW, "r", start) if head["rows"] else np.empty(0, ROW)
         refused = {number: Refused(number, *rest) for number, *rest in head["refused"]}
         return Index([Source(**source) for source in head["sources"]], head["sha256"], rows, refused, True)
@@ -92,9 +91,8 @@ class Index:
         """Keeps the index for all groups."""
         if self.is_kept:
             return
-        refused = [[one.index, one.id, one.url, one.error] for one in self.refused.values()]
-        sources = [asdict(source) for source in self.sources]
-        head = {"sha256": self.sha256, "rows": len(self), "sources": sources, "refused": refused}
+        head = {"sha256": self.sha256, "rows": len(self), "sources": [*map(asdict, self.sources)]}
+        head["refused"] = [[one.index, one.id, one.url, one.error] for one in self.refused.values()]
         replace_whole(work / INDEX, json.dumps(head).encode() + b"\n" + self.rows.tobytes())
         self.is_kept = True
 

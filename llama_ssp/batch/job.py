@@ -1,8 +1,4 @@
-"""A batch job: its input, its settings, and the folder it is kept in. No torch.
-
-job = job_of(run, files, seed)       # the input is read and checked; the job is new, or goes on
-journal = job.begin(longest)         # run.json is written, once
-"""
+"""A batch job: its input, its settings, and the folder it is kept in. No torch."""
 
 from __future__ import annotations
 
@@ -38,16 +34,15 @@ class Job:
     """One job, and where the records of its input are."""
 
     run: RunConf
-    work: Path
+    journal: Journal  # none of its files is there before a process begins the job
     output: Path
-    manifest: Manifest
     index: Index
     corrected: frozenset[int] = frozenset()  # records whose lines differ from those of the job so far
 
     @property
     def is_new(self) -> bool:
         """Whether no process had begun it when the input was read."""
-        return not self.manifest.longest
+        return not self.journal.manifest.longest
 
     @property
     def words(self) -> list[str]:
@@ -55,43 +50,40 @@ class Job:
         spec = self.run.speculation
         chosen = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": str(spec.adaptive).lower()}
         drafts = [f"speculation.{name}={value}" for name, value in chosen.items() if value is not None]
-        return [f"seed={self.manifest.settings['seed']}", *drafts]
-
-    @property
-    def journal(self) -> Journal:
-        """The job's files; none is there before a process begins the job."""
-        return Journal(self.work, self.manifest)
+        return [f"seed={self.journal.manifest.settings['seed']}", *drafts]
 
     def reopen(self) -> None:
         """Takes back errors, if that is wanted, and those of corrected records.
 
         Raises DataError where a corrected record has another answer, or groups work on the job meanwhile.
         """
+        work, manifest = self.journal.folder, self.journal.manifest
         if self.is_new:
             return
         if self.run.task_as(BatchConf).retry_errors and self.journal.standing().records_failed:
             log.info("%d errors are tried again", self.journal.reopen())
-        if self.manifest != Journal.held(self.work):  # its input differs
+        if manifest != Journal.held(work):  # its input differs
             if holders := self.journal.holders():
                 what, fix = "the input has changed while groups work on the job", "put it back, or stop them"
-                raise DataError(what, self.work, f"{len(holders)} groups", fix=fix)
+                raise DataError(what, work, f"{len(holders)} groups", fix=fix)
             count = self.journal.reopen({*self.corrected})
             log.info("%d lines are corrected: %d errors are taken back", len(self.corrected), count)
-            replace_whole(self.work / MANIFEST, self.manifest.as_bytes())
-            self.index.save(self.work)
+            replace_whole(work / MANIFEST, manifest.as_bytes())
+            self.index.save(work)
 
     @property
     def missing(self) -> int:
         """Shards that are not done."""
-        return len(self.manifest.shards) - len(self.journal.done())
+        return len(self.journal.manifest.shards) - len(self.journal.done())
 
     def begin(self, longest: int) -> Journal:
         """The job's journal; a new one keeps how long a text may get. The output can be written, too."""
         if not self.output.exists():
             with drafted(self.output):  # only tries to write there
                 pass
-        journal = Journal.begin(self.work, replace(self.manifest, longest=self.manifest.longest or longest))
-        self.index.save(self.work)
+        held = self.journal.manifest
+        journal = Journal.begin(self.journal.folder, replace(held, longest=held.longest or longest))
+        self.index.save(journal.folder)
         return journal
 
 
@@ -150,21 +142,20 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
     from llama_ssp.batch.index import Index  # it imports numpy, which other tasks do without at their start
 
     index = Index.of_run(run, work)
-    shards = shards_of(len(index), task.shard_size)
-    manifest = Manifest(index.sha256, len(index), settings, shards)
+    manifest = Manifest(index.sha256, len(index), settings, shards_of(len(index), task.shard_size))
     held = Journal.held(work)  # after the input, which is only then known to be that of this job
     if held is None:
         require_good(run, list(index.refused.values()))
-        return Job(run, work, output, manifest, index)
+        return Job(run, Journal(work, manifest), output, index)
     corrected = None if index.sha256 == held.input_sha256 else index.corrected(Index.kept(work))
     if corrected is not None:
         held = replace(held, input_sha256=index.sha256)
         require_good(run, [index.refused[number] for number in corrected & index.refused.keys()])
     manifest.require_same(held, str(work))
-    if len(held.shards) != len(shards):
+    if len(held.shards) != len(manifest.shards):
         size = max(len(shard.indices) for shard in held.shards)
         log.info("the job keeps its shards of %d records: task.shard_size is for a new job", size)
-    return Job(run, work, output, held, index, frozenset(corrected or ()))
+    return Job(run, Journal(work, held), output, index, frozenset(corrected or ()))
 
 
 def require_good(run: RunConf, refused: Sequence[Refused]) -> None:
@@ -192,5 +183,4 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
         chosen |= {f"{group}.{key}": value for key, value in plain[group].items()}
     chosen |= {f"task.{key}": plain["task"][key] for key in OF_TASK}
     chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}  # 0.2 had none
-    as_kept: dict[str, Any] = json.loads(json.dumps(chosen))  # in run.json the keys of `logit_bias` are texts
-    return as_kept
+    return dict(json.loads(json.dumps(chosen)))  # in run.json the keys of `logit_bias` are texts

@@ -21,8 +21,7 @@ from llama_ssp.speculative.stats import ratio
 from llama_ssp.text.prompts import reading
 
 MANIFEST, TRIALS, COSTS, ROWS = "run.json", "trials.json", "costs.json", "rows.json"
-PARTS, DONE, CLAIMS = "parts", "done", "claims"
-GROUPS, PUBLISHED = "groups", "published"
+PARTS, DONE, CLAIMS, GROUPS = "parts", "done", "claims", "groups"
 GONE = ("speculation.siblings", 0)  # a setting of 0.2 that changes nothing
 
 
@@ -52,13 +51,9 @@ class Manifest:
             raise DataError(what, where, "; ".join(changed[:8]), allowed, fix)
 
 
-def shards_of(records: int, most: int) -> tuple[Shard, ...]:
-    """Shards of at most `most` records, as even as can be."""
-    return dealt(records, -(-records // most))
-
-
-def dealt(records: int, number: int) -> tuple[Shard, ...]:
-    """So many shards, as even as can be."""
+def shards_of(records: int, most: int, number: int | None = None) -> tuple[Shard, ...]:
+    """So many shards, or of at most `most` records, as even as can be."""
+    number = -(-records // most) if number is None else number
     bounds = [*(-(-records * n // number) for n in range(number)), records]
     return tuple(Shard(f"{n:05d}", range(start, end)) for n, (start, end) in enumerate(pairwise(bounds)))
 
@@ -139,7 +134,7 @@ class Journal:
                 body = json.loads(path.read_bytes())
             # 0.2 listed the shards, and had `longest` among other facts.
             count, longest = body["shards"], body.get("facts", body)["longest"]
-            shards = dealt(body["records"], count if isinstance(count, int) else len(count))
+            shards = shards_of(body["records"], 0, count if isinstance(count, int) else len(count))
             settings = {key: value for key, value in body["settings"].items() if (key, value) != GONE}
             return Manifest(body["input_sha256"], body["records"], settings, shards, longest)
         except (ValueError, KeyError, TypeError) as error:
@@ -255,7 +250,7 @@ class Journal:
 
     def merge(self, output: Path) -> None:
         """Writes all answers in the order of the input. Raises DataError while any is missing."""
-        done, published = self.done(), self.folder / PUBLISHED
+        done, published = self.done(), self.folder / "published"
         if missing := [shard.name for shard in self.manifest.shards if shard.name not in done]:
             found = f"shards {', '.join(missing[:5])} missing, {len(missing)} in all"
             raise DataError("the job is not finished", self.folder, found, fix="start the same command again")

@@ -11,7 +11,7 @@ from typing import Any
 from llama_ssp.batch.job import folders_of
 from llama_ssp.batch.journal import GroupWork, Journal, Standing, acceptance
 from llama_ssp.batch.slurm.submit import queue_of, submissions
-from llama_ssp.batch.slurm.supervisor import End, ends
+from llama_ssp.batch.slurm.supervisor import ends
 from llama_ssp.batch.workers import show
 from llama_ssp.config import RunConf
 from llama_ssp.errors import OK, DistributedError
@@ -19,7 +19,6 @@ from llama_ssp.report.tables import aligned, figure
 
 log = logging.getLogger(__name__)
 
-SHOWN = 20  # groups that are listed for people
 RECENT_S = 600.0  # a group that has finished something since then is at work
 
 
@@ -47,7 +46,21 @@ def execute(run: RunConf) -> int:
     failed = [end for end in ends(work) if end.failed]  # their logs say why
     summary |= {"failures": len(failed), "jobs": jobs, "queue": queued}
     summary |= {"output": str(output), "work": str(work)}
-    show(summary, run.output, *_lines(summary, groups, failed[-5:]))
+    lines = list[str]()
+    if summary["eta_s"] is not None:
+        lines.append(f"at this pace it ends in {timedelta(seconds=round(summary['eta_s']))}")
+    if groups:  # the last of them
+        rows = [[g.group, g.node, figure(g.hours, 2), str(g.records), str(g.failed)] for g in groups[-20:]]
+        lines += ["", *aligned([["group", "node", "hours", "records", "errors"], *rows], words=2)]
+    if queued:
+        rows = [[one["job"], one["state"], one["spent"], one["nodes"] or one["reason"]] for one in queued]
+        lines += ["", *aligned([["job", "state", "time", "nodes or reason"], *rows], words=4)]
+    elif queued is None:
+        lines += ["", "queue: the controller does not answer"]
+    if failed:
+        rows = [[end.job, str(end.restart), end.host, str(end.code)] for end in failed[-5:]]
+        lines += ["", *aligned([["failed", "restart", "host", "code"], *rows], words=4)]
+    show(summary, run.output, *lines)
     return OK
 
 
@@ -62,22 +75,3 @@ def pace(groups: list[GroupWork], standing: Standing, now: float) -> dict[str, A
     eta_s = (standing.records - standing.records_finished) / records if records else None
     summary = {"tokens_committed": sum(group.tokens for group in groups), "tokens_per_s": tokens}
     return {**summary, "records_per_s": records, "eta_s": eta_s, "acceptance_rate": acceptance(groups)}
-
-
-def _lines(summary: dict[str, Any], groups: list[GroupWork], failed: list[End]) -> list[str]:
-    """What people see of the groups and the queue."""
-    lines = list[str]()
-    if summary["eta_s"] is not None:
-        lines.append(f"at this pace it ends in {timedelta(seconds=round(summary['eta_s']))}")
-    if groups:
-        rows = [[g.group, g.node, figure(g.hours, 2), str(g.records), str(g.failed)] for g in groups[-SHOWN:]]
-        lines += ["", *aligned([["group", "node", "hours", "records", "errors"], *rows], words=2)]
-    if queued := summary["queue"]:
-        rows = [[one["job"], one["state"], one["spent"], one["nodes"] or one["reason"]] for one in queued]
-        lines += ["", *aligned([["job", "state", "time", "nodes or reason"], *rows], words=4)]
-    elif queued is None:
-        lines += ["", "queue: the controller does not answer"]
-    if failed:
-        rows = [[end.job, str(end.restart), end.host, str(end.code)] for end in failed]
-        lines += ["", *aligned([["failed", "restart", "host", "code"], *rows], words=4)]
-    return lines

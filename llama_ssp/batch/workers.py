@@ -54,16 +54,17 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
         raise UsageError(what, where, f"{ranks} ranks of torchrun", fix="start it without torchrun")
     pair = placed(pair_files(run, folders)[0], [world])
     job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
-    rows = job.index.rows  # of a new job the longest text is known by its bytes only
-    slots = job.manifest.longest or int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2))
+    manifest, rows = job.journal.manifest, job.index.rows
+    # Of a new job the longest text is known by its bytes only.
+    slots = manifest.longest or int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2))
     # By the figures of the cluster that is named; None where it says too little.
     prediction = predict(pair.run, pair.placement, slots=min(slots, pair.run.model.context))
     require_fit(prediction, run.plan.enforce)
     verdict = prediction.option.verdict.value if prediction else None
     summary: dict[str, Any] = {"task": run.task.name, "config_sha256": config_sha256(job.run)}
-    summary |= {"seed": job.manifest.settings["seed"], "records": len(job.index), "verdict": verdict}
-    summary |= {"shards": len(job.manifest.shards), "shards_missing": job.missing, "versions": versions()}
-    return job, {**summary, "output": str(job.output), "work": str(job.work)}
+    summary |= {"seed": manifest.settings["seed"], "records": manifest.records, "verdict": verdict}
+    summary |= {"shards": len(manifest.shards), "shards_missing": job.missing, "versions": versions()}
+    return job, {**summary, "output": str(job.output), "work": str(job.journal.folder)}
 
 
 def words_of_one(words: list[str], *more: str) -> tuple[str, ...]:
@@ -161,18 +162,29 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     devices = _dealt(run)
     ranks = run.cluster.gpus or len(devices[0] or [""])
     job, summary = share(run, folders, ranks)
-    logs = job.work / LOGS
+    logs = job.journal.folder / LOGS
     with storing(logs):
         logs.mkdir(parents=True, exist_ok=True)
     job.reopen()
-    job.index.save(job.work)
+    job.index.save(job.journal.folder)
     own = words_of_one(words, *job.words, f"cluster.gpus={ranks}", f"ranks={ranks}")
     command = [sys.executable, "-m", "llama_ssp", *own]
     count = min(run.cluster.groups, max(job.missing, 1))
     groups = [WorkerGroup(logs / f"group-{n}.log", command, devices[n]) for n in range(count)]
     log.info("groups: %d, with %d ranks each; logs in %s", count, ranks, logs)
     try:
-        _run(groups, job, task.retries)
+        finished = count_finished(job.journal.folder)
+        for group in groups:
+            group.start(finished)
+        with Progress("batch", job.journal.manifest.records, "records") as bar:
+            bar.start(finished)
+            while processes := [group.process for group in groups if group.process]:
+                with suppress(subprocess.TimeoutExpired):
+                    processes[0].wait(COUNT_S)
+                before, finished = finished, count_finished(job.journal.folder)
+                bar.advance(finished - before)
+                for group in groups:
+                    group.follow(finished, task.retries)
     finally:  # however this ends, no group outlives it; each stops at a record's end
         processes = [group.process for group in groups if group.process is not None]
         for process in processes:
@@ -187,21 +199,6 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     code = next((group.code for group in groups if group.code != OK), OK)
     show(summary | _figures(job, groups, began, code), run.output)
     return code
-
-
-def _run(groups: list[WorkerGroup], job: Job, retries: int) -> None:
-    finished = count_finished(job.work)
-    for group in groups:
-        group.start(finished)
-    with Progress("batch", job.manifest.records, "records") as bar:
-        bar.start(finished)
-        while processes := [group.process for group in groups if group.process]:
-            with suppress(subprocess.TimeoutExpired):
-                processes[0].wait(COUNT_S)
-            before, finished = finished, count_finished(job.work)
-            bar.advance(finished - before)
-            for group in groups:
-                group.follow(finished, retries)
 
 
 def _figures(job: Job, groups: list[WorkerGroup], began: float, code: int) -> dict[str, Any]:

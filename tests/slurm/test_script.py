@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.batch.job import Job
-from llama_ssp.batch.journal import Manifest
+from llama_ssp.batch.journal import Journal, Manifest
 from llama_ssp.batch.slurm.submit import sbatch_script, with_cores
 from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
@@ -34,7 +34,7 @@ ON_CPU = ClusterConf(gpu="cpu", gpus=1)
 def script(cluster: ClusterConf, work: str | Path = "/data/answers.work", words: tuple[str, ...] = ()) -> str:
     """The script of four groups."""
     run = RunConf(cluster=cluster, task=BatchConf(name="batch"))
-    job = Job(run, Path(work), Path("answers.jsonl"), Manifest("", 0, {}, ()), EMPTY)
+    job = Job(run, Journal(Path(work), Manifest("", 0, {}, ())), Path("answers.jsonl"), EMPTY)
     return sbatch_script(job, 4, words or ("task=batch", "seed=1"))
 
 

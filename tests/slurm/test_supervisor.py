@@ -38,7 +38,7 @@ PATIENT = (
 
 
 def end(**changes: object) -> End:
-    return replace(End("7", 0, "n1", 1, "", 0, 1.0), **changes)  # type: ignore[arg-type]
+    return replace(End("7", 0, "n1", 1, "", 0), **changes)  # type: ignore[arg-type]
 
 
 class Node:

@@ -44,8 +44,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     task = run.task_as(BatchConf)
     run = replace(run, cluster=with_cores(run.cluster))
     cluster = run.cluster
-    assert cluster.gpus is not None
-    job, summary = share(run, folders, cluster.nodes * cluster.gpus)
+    job, summary = share(run, folders, cluster.nodes * (cluster.gpus or 1))
     if (task.retry_errors or job.corrected) and not (task.submit or job.is_new):
         what, fix = "a printed script cannot take answers back", "add task.submit=true"
         raise UsageError(what, "task.retry_errors, corrected lines", fix=fix)
@@ -58,7 +57,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         script = sbatch_script(job, elements, words_of_one(words, *job.words))
         if task.submit:
             number = _submit(job, script)
-            log.info("submitted: job %s, array of %d, logs in %s", number, elements, job.work / LOGS)
+            log.info("submitted: job %s, array of %d, logs in %s/%s", number, elements, summary["work"], LOGS)
             summary |= {"status": "submitted", "job": number, "elements": elements}
         else:
             summary |= {"status": "printed", "script": script}
@@ -91,7 +90,7 @@ def with_cores(cluster: ClusterConf) -> ClusterConf:
 def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     """Returns the script of an array; `words` are the command of one process of a group."""
     cluster = job.run.cluster
-    slurm, ranks, work = cluster.slurm, cluster.gpus or 1, job.work.absolute()
+    slurm, ranks, work = cluster.slurm, cluster.gpus or 1, job.journal.folder.absolute()
     name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
     gpus = f"{slurm.gpu_type}:{ranks}" if slurm.gpu_type else ranks
     cpus = (slurm.cpus_per_rank or 0) * ranks or None
@@ -124,17 +123,17 @@ def _submit(job: Job, script: str) -> str:
     if " UP" not in ping.stdout:
         raise _silent(ping.stdout or ping.stderr)
     holders = {str(holder.get("job")) for holder in job.journal.holders()}
-    if waiting := queue_of([*submissions(job.work), *filter(str.isdecimal, holders)]):
+    if waiting := queue_of([*submissions(job.journal.folder), *filter(str.isdecimal, holders)]):
         found = f"job {waiting[0]['job']}, {waiting[0]['state']}"
         fix = "follow it with task.status=true, or cancel it with scancel first"
-        raise UsageError("this job is in the queue already", where=job.work, found=found, fix=fix)
+        raise UsageError("this job is in the queue already", where=job.journal.folder, found=found, fix=fix)
     done = _run("sbatch", "--parsable", script=script)
     number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
     if done.returncode != 0 or not number.isdecimal():
         said, fix = one_line(done.stderr.replace("sbatch:", "")), "correct cluster.slurm.*, nodes and gpus"
         raise UsageError("Slurm refuses the job", found=said, fix=fix)
-    replace_whole(job.work / FOLDER / f"{number}{SCRIPT}", script.encode())
-    job.index.save(job.work)  # before the first element has started
+    replace_whole(job.journal.folder / FOLDER / f"{number}{SCRIPT}", script.encode())
+    job.index.save(job.journal.folder)  # before the first element has started
     return number
 
 

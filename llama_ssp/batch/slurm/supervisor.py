@@ -32,7 +32,6 @@ from llama_ssp.errors import INPUT_OUTPUT, OK, StorageError, exit_code_of
 
 log = logging.getLogger("supervisor")
 
-LOOK_S = 0.1
 FRUITLESS = 3  # runs on one node that finished no record: the element is not started there again
 TRIES, PAUSE_S = 30, 10.0  # for a controller that is being restarted
 KILLED_WITHIN_S = 180.0  # by Slurm, after a requeue
@@ -50,7 +49,6 @@ class End:
     code: int
     stopped_by: str  # BY_TIME, BY_SLURM, or BY_NOBODY: then a code that is not 0 is a failure
     finished: int
-    seconds: float
 
     @property
     def failed(self) -> bool:
@@ -107,7 +105,7 @@ class Supervisor:
 
     def _run_ranks(self) -> int:
         """Runs the command to its end and records that; returns the ranks' exit code."""
-        began, until = time.monotonic(), math.inf
+        until = math.inf
         file = self.work / FOLDER / f"{self.job}.{self.restart}.code"
         file.parent.mkdir(parents=True, exist_ok=True)
         ranks = subprocess.Popen(self.command, env={**os.environ, CODE_FILE: str(file)})
@@ -116,13 +114,12 @@ class Supervisor:
                 until = time.monotonic() + self.signal_s / 2
                 log.info("the time limit is near: stopping the ranks")
                 subprocess.call(["scancel", "--signal=TERM", self.element])  # srun would have them killed
-            time.sleep(LOOK_S)
+            time.sleep(0.1)
         # If they have not stopped in time, the requeue kills them.
         code = code_of(-signal.SIGKILL if returned is None else returned, file)
         file.unlink(missing_ok=True)
         finished = count_finished(self.work, f"{self.job}-{self.restart}-")  # its own, not the job's
-        seconds = time.monotonic() - began
-        end = End(self.job, self.restart, self.node, code, self.stopped_by, finished, seconds)
+        end = End(self.job, self.restart, self.node, code, self.stopped_by, finished)
         try:  # a lost node can make two supervisors of one element
             append_line(file.with_name(f"{self.job}{ENDS}"), asdict(end))
         except StorageError as full:
