@@ -257,11 +257,11 @@ class Journal:
         digest, lines, records = hashlib.sha256(), 0, self.manifest.records
         with files.drafted(output) as (draft, file):
             for shard in self.manifest.shards:
-                with reading("the journal", self.folder / DONE):
-                    answers = self._done(shard).read_bytes()
-                file.write(answers)
-                digest.update(answers)
-                lines += answers.count(b"\n")
+                with self._done(shard).open("rb") as answers:
+                    while chunk := answers.read(2**20):
+                        file.write(chunk)
+                        digest.update(chunk)
+                        lines += chunk.count(b"\n")
             if lines != records:
                 what, fix = "the finished shards do not add up", "delete the shard that was changed"
                 raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
