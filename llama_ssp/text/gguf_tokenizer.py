@@ -21,9 +21,8 @@ ROLES = ("bos", "unknown", "eos", "eot", "eom")  # the last three end a text
 SPACE_MARK = "\u2581"
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the space after them
 # Tokens that end a turn; a header names one of them, where config files list all.
-TURN_ENDS = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-)  # fmt: skip
+TURN_ENDS = ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"]
+TURN_ENDS += ["<|endoftext|>", "<|end_of_text|>"]
 # What transformers' table lacks: kinds that split as GPT-2 does; those where a piece that is a token is not
 # merged, and a text has a begin token; those where letters and their accents are made one character first.
 GPT_2, WHOLE = ("gpt-2", "smollm"), ("llama-bpe", "llama3", "llama-v3", "tekken")
