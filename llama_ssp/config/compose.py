@@ -30,10 +30,9 @@ from llama_ssp.config.validation import check, listed
 from llama_ssp.errors import OK, USAGE, RunError, UsageError, shortened
 
 COMPOSING = threading.Lock()
-HYDRA_NOISE = (
-    "full_key:", "object_type", "reference_type", "Set the env", "Config search path", "provider=",
-    "To append to your", "Error merging override",
-)  # fmt: skip
+HYDRA_NOISE = re.compile(
+    "full_key:|object_type|reference_type|Set the env|Config search path|provider=|To append to|Error merging"
+)
 NO_KEY = re.compile(r"Key '(?P<key>[^']*)' (?:not in '(?P<schema>\w+)'|is not in struct)")
 NOT_THERE = re.compile(r"Could not override '(?P<key>[^']*)'")
 NO_OPTION = re.compile(r"Could not find '(?P<group>[^']+)/(?P<option>[^'/]*)'")
@@ -164,7 +163,7 @@ def _translated(error: Exception) -> UsageError:
         return unknown_key(given["key"] if given else key, match["schema"])
     batch_hint = "; task=batch writes its answers to task.output=FILE" * (key == "output")
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
-    said = "; ".join(line for line in lines if not line.startswith(HYDRA_NOISE)) or type(error).__name__
+    said = "; ".join(line for line in lines if not HYDRA_NOISE.match(line)) or type(error).__name__
     return UsageError(shortened(said, 400), key, fix=f"see --help for keys and values{batch_hint}")
 
 

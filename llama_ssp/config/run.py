@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -32,6 +32,8 @@ from llama_ssp.config.tasks import TASKS, TaskConf
 
 SettingsT = TypeVar("SettingsT", bound=TaskConf)
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
+RANKS = "Processes that the command starts on this machine, one a GPU; null, or auto, is as many as the pair "
+RANKS += "needs. Under torchrun its own number holds."
 
 
 @dataclass
@@ -48,11 +50,7 @@ class RunConf:
     plan: PlanningConf = key(PlanningConf, "The plan that the run is compared with.")
     engine: Steps = key(Steps.auto, "Whether steps are compiled; auto: on GPUs, and on a CPU where it pays.")
     download: bool = key(False, "Fetch models from the Hugging Face hub that are not on this machine.")
-    ranks: int | None = number(
-        None, 1, 1024,
-        "Processes that the command starts on this machine, one a GPU; null, or auto, is as many as the pair "
-        "needs. Under torchrun its own number holds.",
-    )  # fmt: skip
+    ranks: int | None = number(None, 1, 1024, RANKS)
     seed: int | None = number(None, 0, MAX_SEED, "The seed of all random numbers; null draws one.")
     output: Output = key(Output.text, "Standard output: text, one json document, or jsonl: a line a text.")
     out: str | None = not_empty("The folder for run folders; null writes none.", "outputs")
@@ -86,6 +84,11 @@ class RunConf:
         if self.drafts_from_text:
             return self.speculation.drafter.value
         return self.draft.name if self.draft and self.has_draft_model else None
+
+
+def llama(name: str, sizes: Sequence[int], **others: Any) -> ModelConf:
+    """Returns a model of Llama's family with these SIZES."""
+    return ModelConf(name=name, family="llama", **dict[str, Any](zip(SIZES, sizes, strict=True)), **others)
 
 
 @cache

@@ -76,11 +76,9 @@ OnBadRow = StrEnum("OnBadRow", ["fail", "skip"])
 Scheduler = StrEnum("Scheduler", ["none", "slurm"])
 
 # The script sets these itself: a second value would break restarts, or hide the logs.
-OF_THE_SCRIPT = (
-    "array", "chdir", "error", "export", "gpus", "gpus-per-node", "kill-on-bad-exit", "no-requeue", "nodes",
-    "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait",
-    "wrap",
-)  # fmt: skip
+OF_THE_SCRIPT = ["array", "chdir", "error", "export", "gpus", "gpus-per-node", "kill-on-bad-exit"]
+OF_THE_SCRIPT += ["no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"]
+OF_THE_SCRIPT += ["requeue", "signal", "test-only", "wait", "wrap"]
 SBATCH_OPTION = rf"--(?!({'|'.join(OF_THE_SCRIPT)})(=|$))[^'\\\0-\x1f]+"
 
 USUAL_ROWS = 8  # of a batch, where no plan can choose

@@ -338,11 +338,7 @@ class BatchConf(TaskConf):
     submit: bool = key(False, "Give the job to the cluster's scheduler.")
 
 
+WRITING: list[type[TaskConf]] = [GenerateConf, ChatConf, BatchConf, EvalConf]
+TRYING: list[type[TaskConf]] = [CompareConf, MeasureConf, CertifyConf, AgreeConf, PlanConf, CalibrateConf]
 # task=NAME is NameConf.
-TASKS: dict[str, type[TaskConf]] = {
-    conf.__name__.removesuffix("Conf").lower(): conf
-    for conf in (
-        GenerateConf, ChatConf, BatchConf, EvalConf, CompareConf, MeasureConf, CertifyConf, AgreeConf,
-        PlanConf, CalibrateConf,
-    )
-}  # fmt: skip
+TASKS = {conf.__name__.removesuffix("Conf").lower(): conf for conf in WRITING + TRYING}
