@@ -70,11 +70,10 @@ class RankProcesses:
 
     def __init__(self, world: int, environment: Mapping[str, str], port: int, mask: set[Any]) -> None:
         threads = max((os.cpu_count() or 1) // world, 1)
-        shared = {
-            "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": HOST, "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
-            "TORCHELASTIC_RUN_ID": "ranks", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        }  # fmt: skip
+        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": HOST, "MASTER_PORT": port}
+        shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+        shared |= {"TORCHELASTIC_RUN_ID": "ranks"}
+        shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
         inherited = {**os.environ, **import_path(), **environment}
         # Only a group in the foreground may read a terminal.
         self._has_terminal = sys.stdin is not None and sys.stdin.isatty()

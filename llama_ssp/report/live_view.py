@@ -149,10 +149,8 @@ class Screen:
 
 def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
     """Writes how the comparisons ended, as .svg or .html. Raises StorageError where it cannot."""
-    console = Console(
-        record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="256",
-        highlight=False, legacy_windows=False, _environ={},
-    )  # fmt: skip
+    kind: dict[str, Any] = {"force_terminal": True, "color_system": "256", "legacy_windows": False}
+    console = Console(record=True, width=width, file=io.StringIO(), highlight=False, _environ={}, **kind)
     for scene in scenes:
         console.print(scene.end(whole=True))
     content = console.export_svg(title=title) if path.suffix == ".svg" else console.export_html()

@@ -21,14 +21,13 @@ log = logging.getLogger(__name__)
 ENDS = "_low", "_high"  # of an interval
 GREY, BLUE = "#8a8f98", "#1f77b4"
 PARTS = {"draft": "#2ca02c", "verify": BLUE, "decide": "#9467bd", "communicate": "#d62728", "host": GREY}
-STYLE: dict[str, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "figure.titlesize": "small", "legend.fontsize": 8,
-    "legend.frameon": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3,
-    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-    "figure.constrained_layout.use": True, "savefig.dpi": 200, "svg.fonttype": "none",
-    "svg.hashsalt": "llama-ssp", "text.parse_math": False,  # a dollar sign in a name is a dollar sign
-    "axes.prop_cycle": "cycler('color', ['#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00'])",
-}  # fmt: skip
+COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
+STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "figure.titlesize": "small", "grid.alpha": 0.3}
+STYLE |= {"legend.fontsize": 8, "legend.frameon": False, "axes.grid": True, "axes.grid.axis": "y"}
+STYLE |= {"axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 200}
+STYLE |= {"figure.constrained_layout.use": True, "svg.fonttype": "none", "svg.hashsalt": "llama-ssp"}
+STYLE |= {"axes.prop_cycle": f"cycler('color', {COLORS})"}
+STYLE |= {"text.parse_math": False}  # a dollar sign in a name is a dollar sign
 
 
 def check_plot(name: str | None) -> None:
@@ -176,6 +175,5 @@ def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
     return f"planned for {summary['cluster']['name']}, {job['records']} records"
 
 
-PICTURES = {  # by task: the function that draws, and the key of the summary that it needs
-    "measure": (_speeds, "target_alone"), "agree": (_agreements, "prompts"), "plan": (_nodes, "job"),
-}  # fmt: skip
+# By task: the function that draws, and the key of the summary that it needs.
+PICTURES = {"measure": (_speeds, "target_alone"), "agree": (_agreements, "prompts"), "plan": (_nodes, "job")}
