@@ -39,6 +39,7 @@ from llama_ssp.config import (
     Verification,
     Weights,
     home_expanded,
+    llama,
 )
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
@@ -81,8 +82,8 @@ CALLS = 50  # sums and messages that are timed together
 FAR = 17  # tokens of a pass at which the cost of more of them is noted
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 MAX_SHARE = 2.0  # of the bandwidth: the most that a config may say; only a busy machine seems to give more
-FITTED = {"layer_us": 1e-6, "step_us": 1e-6, "round_us": 1e-6, "check_us": 1e-6, "law_ns": 1e-9,
-          "accept_ns": 1e-9}  # fmt: skip
+FITTED = dict.fromkeys(("layer_us", "step_us", "round_us", "check_us"), 1e-6)
+FITTED |= dict.fromkeys(("law_ns", "accept_ns"), 1e-9)
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,8 @@ class CalibrateTask(Task[CalibrateConf]):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
         self._found = [{"cluster_file": str(file), "cluster": plain(cluster)}]
-        log.info(
-            "wrote %s (%.1f GB/s, %.2f TFLOP/s): use it with --config-dir %s cluster=%s",
-            file, cluster.gb_s, cluster.tflops, shlex.quote(self._task.folder), cluster.name,
-        )  # fmt: skip
+        use = f"use it with --config-dir {shlex.quote(self._task.folder)} cluster={cluster.name}"
+        log.info("wrote %s (%.1f GB/s, %.2f TFLOP/s): %s", file, cluster.gb_s, cluster.tflops, use)
         return "done"
 
     def figures(self) -> dict[str, Any]:
@@ -192,10 +191,9 @@ class Player:
 
     def play(self, case: Case) -> tuple[list[float], Counts]:
         """Writes a text by the token rule, as plans assume; returns seconds of its rounds, and counters."""
-        spec = replace(
-            self._run.speculation, k=case.k, adaptive=False, verification=Verification.token,
-            drafter=Drafting.model if case.draft else Drafting.none,
-        )  # fmt: skip
+        drafter = Drafting.model if case.draft else Drafting.none
+        spec = replace(self._run.speculation, drafter=drafter, k=case.k, adaptive=False)
+        spec.verification = Verification.token
         run = replace(self._run, model=case.target, draft=case.draft, speculation=spec)
         engine = self._pair(run).engine(0, run, frozenset())
         timed = TimedRun(engine, [Prompt("0", PROMPT)], self._new)
@@ -232,11 +230,8 @@ def _libraries_mib(device: torch.device, held: int) -> dict[str, Any]:
 def shape(layers: int, dim: int, vocab: int, agreement: float = 0.8, head_dim: int = 64) -> ModelConf:
     """Returns a Llama of these sizes with weights from a seed."""
     heads = max(dim // head_dim, 1)
-    return ModelConf(
-        name=f"{layers}x{dim}, vocabulary {vocab}", weights=Weights.synthetic, family="llama",
-        agreement=agreement, n_layers=layers, n_heads=heads, n_kv_heads=heads, head_dim=dim // heads,
-        dim=dim, ffn=11 * dim // 4, vocab=vocab, context=1024,
-    )  # fmt: skip
+    sizes = layers, heads, heads, dim // heads, dim, 11 * dim // 4, vocab, 1024
+    return llama(f"{layers}x{dim}, vocabulary {vocab}", sizes, weights=Weights.synthetic, agreement=agreement)
 
 
 def cases() -> list[Case]:

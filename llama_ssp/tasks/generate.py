@@ -21,6 +21,7 @@ from llama_ssp.text.logprobs import ScoredToken, are_damaged, plain, spelled
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
 
+Scores = list[ScoredToken]
 log = logging.getLogger(__name__)
 
 
@@ -99,9 +100,8 @@ class GenerateTask(Task[GenerateConf]):
                 self._console.line(json.dumps(output))
 
     def _output(
-        self, text: TextPrompt, written: dict[str, Any], logprobs: list[ScoredToken],
-        echoed: list[ScoredToken] | None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, text: TextPrompt, written: dict[str, Any], logprobs: Scores, echoed: Scores | None
+    ) -> dict[str, Any]:
         """Returns a prompt's part of the summary, with the log-probabilities that are asked for."""
         output: dict[str, Any] = {"id": text.id, "prompt": text.text, **written}
         if self._task.logprobs is not None and self._pair is not None:
@@ -176,12 +176,8 @@ def scores_in_words(scores: list[dict[str, Any]]) -> str:
 def traced(number: int, name: str, position: int, row: RowStep, tokens: Tokens, text: str) -> dict[str, Any]:
     """One row's round, for people and for rounds.jsonl."""
     origins = [row.origin(i) for i in range(len(row.tokens))]
-    return {
-        "round": number, "id": name, "position": position,
-        **{key: value for key, value in asdict(row).items() if key != "row"},
-        "drafted_text": [tokens.decode([token]) for token in row.drafted],
-        "origins": origins,
-        "last_origin": origins[-1] if origins else None,
-        "last_text": tokens.decode(row.tokens[-1:]),
-        "text": text,
-    }  # fmt: skip
+    record = {"round": number, "id": name, "position": position}
+    record |= {key: value for key, value in asdict(row).items() if key != "row"}
+    record["drafted_text"] = [tokens.decode([token]) for token in row.drafted]
+    record |= {"origins": origins, "last_origin": origins[-1] if origins else None}
+    return record | {"last_text": tokens.decode(row.tokens[-1:]), "text": text}

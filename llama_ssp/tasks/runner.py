@@ -37,10 +37,9 @@ from llama_ssp.text.prompts import Reading, TextPrompt
 
 log = logging.getLogger(__name__)
 
-TASKS: dict[str, type[Task[Any]]] = {
-    "generate": GenerateTask, "chat": ChatTask, "batch": BatchTask, "eval": EvalTask, "compare": CompareTask,
-    "measure": MeasureTask, "certify": CertifyTask, "agree": AgreeTask, "calibrate": CalibrateTask,
-}  # fmt: skip
+WRITING: list[type[Task[Any]]] = [GenerateTask, ChatTask, BatchTask, EvalTask]
+TRYING: list[type[Task[Any]]] = [CompareTask, MeasureTask, CertifyTask, AgreeTask, CalibrateTask]
+TASKS = {task.__name__.removesuffix("Task").lower(): task for task in WRITING + TRYING}
 
 
 # A run of more than BUSY_S seconds warns if its main thread waited this share of the time for a core.
