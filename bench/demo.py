@@ -191,7 +191,7 @@ def says_the_same(
 ) -> int:  # fmt: skip
     """Compares texts in fp32: greedy ones by token, sampled ones by a test. Returns the answer's length."""
     from llama_ssp.config import SamplingConfig
-    from llama_ssp.tasks.certify.samples import KeepsEveryDraft, check_samples
+    from llama_ssp.tasks.certify.samples import KeepsEveryDraft, Samplers, check_samples
     from llama_ssp.tasks.certify.verdict import Outcome
 
     pair = opened([*words, "model.dtype=fp32"], rows=32)
@@ -206,7 +206,7 @@ def says_the_same(
     spec = replace(pair.run.speculation, k=SAMPLED_TOKENS)
     run = replace(pair.run, task=task, speculation=spec, sampling=SamplingConfig())
     samplers = sampler(pair, DRAFTS, run), sampler(pair, REGULAR, run), sampler(pair, rule.name, run, rule)
-    found = check_samples(*samplers, [prompt_of(pair, open_prompt, run)], task, 1, 0.001, True)
+    found = check_samples(Samplers(*samplers), [prompt_of(pair, open_prompt, run)], task, 1, 0.001, True)
     sound, fault = (check.outcome is Outcome.passed for check in found)
     each = f"{samples} texts"
     console.line(f"   {DRAFTS}, sampled: {'same' if sound else 'DIFFERENT'}, {each} against regular ones")

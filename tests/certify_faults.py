@@ -202,7 +202,11 @@ class TransformersSampler:
 def _another_library() -> Iterator[None]:
     """The command judges this sampler instead, by its texts alone."""
     sampler, real = TransformersSampler(), certify.check_samples
-    with patch.object(certify, "check_samples", lambda _, *others: real(sampler, *others)):
+
+    def judged(samplers: Any, *others: Any) -> Any:
+        return real(samplers._replace(subject=sampler), *others)
+
+    with patch.object(certify, "check_samples", judged):
         yield
 
 

@@ -144,7 +144,7 @@ def planned(case: Case, rank: int) -> int:
 def actual(case: Case, ranks: Ranks) -> int:
     role = case.conf
     model = load(role.model, None, role.dtype, CPU, TARGET, *[ranks] * (case.world > 1))
-    transform, draws = SamplingTransform(SamplingConfig(), (), VOCAB), CounterDraws(0)
+    sampler = Sampler(SamplingTransform(SamplingConfig(), (), VOCAB), CounterDraws(0))
     runner = ModelRunner(model, CHUNK)
     prompts = [Prompt(name, tuple(range(PROMPT))) for name in "ab"]
     state = State(prompts, ROOM, CPU)
@@ -155,14 +155,14 @@ def actual(case: Case, ranks: Ranks) -> int:
     assert runner._cache is not None
     before += cache_bytes(runner._cache)
     if case.role == DRAFT:
-        drafter = ModelDrafter(runner, Sampler(transform, draws))
+        drafter = ModelDrafter(runner, sampler)
         return before + _peak(lambda: drafter.propose(state, (case.k,) * ROWS))
     crew = Roles(ranks, ranks, None)
     engine: RankEngine
     if ranks.is_leader:
-        engine = Engine(runner, Drafter(), transform, RULES["block"], draws, crew)
+        engine = Engine(runner, Drafter(), sampler, RULES["block"], crew)
     else:
-        engine = Follower(runner, None, transform, draws, crew, ROOM, CPU)
+        engine = Follower(runner, None, sampler, crew, ROOM, CPU)
     proposal = _proposal(case.k, ranks.is_leader)
     before += sum(t.nbytes for t in (proposal.drafted_BK, proposal.draft_BKV) if t is not None)
     most = _peak(lambda: engine.verify(state, proposal))

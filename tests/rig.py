@@ -91,7 +91,7 @@ def engine_of(
     elif draft is not None:
         drafter = ModelDrafter(ModelRunner(draft, chunk), sampler)
     decides = RULES[rule] if isinstance(rule, str) else rule
-    return Engine(target_runner, drafter, transform, decides, source)
+    return Engine(target_runner, drafter, sampler, decides)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from llama_ssp.tasks.certify.decisions import Decisions, Round, Watch, check_dec
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import MAX_TRIED, check_law, compared, own_logits, rule_error, spread
-from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, check_samples, compare
+from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, Samplers, check_samples, compare
 from llama_ssp.tasks.certify.task import RANDOM_CHECKS
 from llama_ssp.tasks.certify.verdict import Check, Outcome, sentence, verdict
 from tests.certify_faults import FAULTS
@@ -142,7 +142,7 @@ def law_check(rule: str = "block", controls: str = "plain") -> Check:
     subject.texts([replace(prompt, id=f"{prompt.id} {n}") for prompt in PROMPTS for n in range(8)], 12)
     found = check_law(
         toy(VOCAB, 0, sharpness=0.8), RULES[rule], subject.watch.rounds,
-        SAMPLINGS[controls].temperature, VOCAB, PLAN.batch_size, 512, True,
+        SAMPLINGS[controls].temperature, VOCAB, PLAN.batch_size, 512,
     )  # fmt: skip
     assert found is not None
     return found
@@ -302,9 +302,8 @@ def test_what_a_small_batch_rounds_differently_is_rounding() -> None:
 def two_samples(subject: Any, wrong: Any = None) -> dict[str, Check]:
     regular = sampler("regular", TokenRule(), None)
     wrong = wrong or sampler("keeps every draft", KeepsEveryDraft(), draft_model())
-    return {
-        check.name: check for check in check_samples(subject, regular, wrong, PROMPTS, PLAN, 5, 2e-3, True)
-    }
+    found = check_samples(Samplers(subject, regular, wrong), PROMPTS, PLAN, 5, 2e-3, True)
+    return {check.name: check for check in found}
 
 
 def test_other_texts_are_told_apart_and_the_same_are_not() -> None:
@@ -352,10 +351,10 @@ def test_greedy_texts() -> None:
     ours = sampler("ours", RULES["block"], draft_model(), **greedy)
     wrong = sampler("keeps every draft", KeepsEveryDraft(), draft_model(), **greedy)
     target = toy(VOCAB, 0, sharpness=0.8)
-    found = check_greedy_texts(target, ours, regular, wrong, 3, PROMPTS, PLAN, 512)
+    found = check_greedy_texts(target, Samplers(ours, regular, wrong), 3, PROMPTS, PLAN, 512)
     assert [check.outcome for check in found] == [Outcome.passed] * 2
     assert found[0].figures["texts_equal"] == len(PROMPTS)
-    found = check_greedy_texts(target, wrong, regular, None, 3, PROMPTS, PLAN, 512)
+    found = check_greedy_texts(target, Samplers(wrong, regular, None), 3, PROMPTS, PLAN, 512)
     assert [check.outcome for check in found] == [Outcome.failed]
 
 

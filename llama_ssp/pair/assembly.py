@@ -263,16 +263,17 @@ def engine_for(
             "no token is allowed", "sampling.bad_tokens, sampling.min_new_tokens",
             found=f"all {transform.vocab} are forbidden", fix="leave at least one",
         )  # fmt: skip
-    draws, roles = CounterDraws(seed, first.replay), pair.roles
+    roles = pair.roles
     target = ModelRunner(pair.target, pair.prefill_chunk) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None
-    drafter = _drafter(pair, run, Sampler(transform, draws), target, bridge)
+    sampler = Sampler(transform, CounterDraws(seed, first.replay))
+    drafter = _drafter(pair, run, sampler, target, bridge)
     if not run.has_draft_model and not roles.drafts_apart:
         roles = replace(roles, drafting=None)
     if target is not None and roles.leads:
         rule = rule or RULES[run.speculation.verification]
-        return Engine(target, drafter or Drafter(), transform, rule, draws, roles)
-    return Follower(target, drafter, transform, draws, roles, pair.context, first.device)
+        return Engine(target, drafter or Drafter(), sampler, rule, roles)
+    return Follower(target, drafter, sampler, roles, pair.context, first.device)
 
 
 def _drafter(

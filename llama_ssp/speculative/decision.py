@@ -40,16 +40,13 @@ class Decision:
         return [*self.drafted[row][: self.accepted[row]], self.token[row]]
 
     @staticmethod
-    def pack(
-        accepted_B: Tensor, token_B: Tensor, damaged_B: Tensor, drafted_BK: Tensor, overlap_BK: Tensor,
-        before_BK: Tensor, standing_BK: Tensor,
-    ) -> Tensor:  # fmt: skip
+    def pack(accepted_B: Tensor, token_B: Tensor, damaged_B: Tensor, *drafts_BK: Tensor) -> Tensor:
         """Joins a decision's parts for one transfer to the host; chances are fp64, so ids are exact to 2**53:
 
         | accepted | token | damaged | drafted, K | overlap, K | before, K | standing, K |
         """
         heads = (part_B[:, None] for part_B in (accepted_B, token_B, damaged_B))
-        return torch.cat([*heads, drafted_BK, overlap_BK, before_BK, standing_BK], 1)
+        return torch.cat([*heads, *drafts_BK], 1)
 
     @staticmethod
     def unpack(packed_BN: Tensor, count: Sequence[int]) -> Decision:
@@ -58,11 +55,10 @@ class Decision:
         drafted, overlap, before, standing = (
             [row[3 + part * k :][:n] for row, n in zip(rows, count, strict=True)] for part in range(4)
         )
-        return Decision(
-            [[int(token) for token in row] for row in drafted], [int(row[0]) for row in rows],
-            [int(row[1]) for row in rows], overlap, [bool(row[2]) for row in rows],
-            [list(zip(*chances, strict=True)) for chances in zip(before, standing, strict=True)],
-        )  # fmt: skip
+        ids = [[int(token) for token in row] for row in drafted]
+        accepted, token, damaged = ([int(row[part]) for row in rows] for part in range(3))
+        stands = [list(zip(*chances, strict=True)) for chances in zip(before, standing, strict=True)]
+        return Decision(ids, accepted, token, overlap, list(map(bool, damaged)), stands)
 
     def to_ints(self) -> list[int]:
         """For a message, without `overlap` and `standing`, which only the leader's draft length needs."""

@@ -16,16 +16,16 @@ from llama_ssp.distributed.comm import checksum
 from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.models.feed import sent
 from llama_ssp.speculative.decision import Decision, decide
-from llama_ssp.speculative.drafters.local import Drafter
+from llama_ssp.speculative.drafters.local import Drafter, Sampler
 from llama_ssp.speculative.logprobs import LogprobReader, scored
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws, Purpose
+from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.logprobs import ScoredToken
 
+OnLeader = Tensor | None
 DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round that a stopwatch tells apart
 
 
@@ -37,9 +37,8 @@ class Observer:
         return nullcontext()
 
     def decided(
-        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: Tensor | None,
-        logit_BWV: Tensor | None,
-    ) -> None:  # fmt: skip
+        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: OnLeader, logit_BWV: OnLeader
+    ) -> None:
         """Sees a decided round before the commit; only the leader has the target's logits, and their
         probabilities under the sampling controls."""
 
@@ -54,11 +53,11 @@ class RankEngine(ABC):
     _protocol: type[RoundProtocol]
 
     def __init__(
-        self, target: ModelRunner | None, drafter: Drafter | None, transform: SamplingTransform,
-        draws: CounterDraws, roles: Roles, context: int, device: torch.device,
+        self, target: ModelRunner | None, drafter: Drafter | None, sampler: Sampler, roles: Roles,
+        context: int, device: torch.device,
     ) -> None:  # fmt: skip
         """`target` and `drafter` are None where this rank has no part in them."""
-        self.transform, self.draws = transform, draws
+        self.transform, self.draws = sampler.transform, sampler.draws
         self.target, self.drafter, self.context = target, drafter, context
         self.observer = Observer()
         self.logprobs = LogprobReader()  # what the leader keeps of the target's distribution: here nothing
@@ -185,11 +184,9 @@ class Engine(RankEngine):
     _protocol = LeaderProtocol
 
     def __init__(
-        self, target: ModelRunner, drafter: Drafter, transform: SamplingTransform, rule: Rule,
-        draws: CounterDraws, roles: Roles = SOLE,
-    ) -> None:  # fmt: skip
-        model = target.model
-        super().__init__(target, drafter, transform, draws, roles, model.context, model.device)
+        self, target: ModelRunner, drafter: Drafter, sampler: Sampler, rule: Rule, roles: Roles = SOLE
+    ) -> None:
+        super().__init__(target, drafter, sampler, roles, target.model.context, target.model.device)
         self._rule = rule
 
     @torch.inference_mode()

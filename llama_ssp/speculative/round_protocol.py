@@ -99,10 +99,9 @@ class LeaderProtocol(RoundProtocol):
         if channel is None or channel.lost is None or channel.loss_logged:
             return
         if channel.essential:
-            raise LostPeer(
-                "the draft has gone or does not answer", "its first rank", channel.lost,
-                fix="look there for the first error; placement.on_draft_loss=continue lets the target go on",
-            )  # fmt: skip
+            what = "the draft has gone or does not answer"
+            fix = "look there for the first error; placement.on_draft_loss=continue lets the target go on"
+            raise LostPeer(what, where="its first rank", found=channel.lost, fix=fix)
         log.warning("the draft is lost (%s): the target continues alone", channel.lost)
         channel.loss_logged = True
 

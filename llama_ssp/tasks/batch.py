@@ -339,12 +339,11 @@ class BatchTask(Task[BatchConf]):
             self._thread.do(partial(self._texts[index][0].keep_damaged, [index]))
         self._excuse()
         devices = ", ".join(sorted(set(map(str, self._pair_figures()["devices"].values()))))
-        raise DistributedError(
-            f"{DAMAGED_IN_ROW} texts one after another ended where {NOT_NUMBERS}", f"{node}, {devices}",
-            f"the last was {request.id} in {request.where}", "numbers",
-            "the records stay open: start the command on another node or device; "
-            "if it ends there, too, try model.dtype=bf16 or fp32",
-        )  # fmt: skip
+        what = f"{DAMAGED_IN_ROW} texts one after another ended where {NOT_NUMBERS}"
+        last = f"the last was {request.id} in {request.where}"
+        fix = "the records stay open: start the command on another node or device; "
+        fix += "if it ends there, too, try model.dtype=bf16 or fp32"
+        raise DistributedError(what, where=f"{node}, {devices}", found=last, allowed="numbers", fix=fix)
 
     def _refuse_damaged(self) -> None:
         """Answers kept texts with their errors: the device has proved sound, or nothing else is left."""

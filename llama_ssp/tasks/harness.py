@@ -100,11 +100,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             )
         prompts = {index: self.tok_encode(requests[index].args[0])[-room:] for index in indices}
         order = sorted(indices, key=lambda index: -len(prompts[index]))
+        sampling, texts = _sampling(kwargs, self._session.run.sampling), [prompts[index] for index in order]
         stream = self._pair.stream(
-            [prompts[index] for index in order], max_new_tokens=new_tokens,
-            sampling=_sampling(kwargs, self._session.run.sampling), stop=[stop for stop in stops if stop],
-            seed=self._seed,
-        )  # fmt: skip
+            texts, max_new_tokens=new_tokens, sampling=sampling, stop=[*filter(None, stops)], seed=self._seed
+        )
         for rows in stream:
             for row in rows:
                 answers[order[row.index]] = row.text

@@ -111,9 +111,9 @@ def test_graphs_write_the_text_of_eager_steps(rule: str, rows: int, k: int) -> N
 
 
 def test_a_round_waits_once() -> None:
-    transform, draws = SamplingTransform(SAMPLED, (), on_gpu(False).vocab), CounterDraws(0)
-    drafter = ModelDrafter(ModelRunner(on_gpu(True, 0.3)), Sampler(transform, draws))
-    engine = Engine(ModelRunner(on_gpu(True)), drafter, transform, RULES["block"], draws)
+    sampler = Sampler(SamplingTransform(SAMPLED, (), on_gpu(False).vocab), CounterDraws(0))
+    drafter = ModelDrafter(ModelRunner(on_gpu(True, 0.3)), sampler)
+    engine = Engine(ModelRunner(on_gpu(True)), drafter, sampler, RULES["block"])
     state = engine.prefill(PROMPTS[:1], 64)
 
     def one_round() -> None:

@@ -187,11 +187,10 @@ def overlapped(
     remote = RemoteDrafter(asker, draft.context, transform.vocab, torch.float64)
     leads = Roles(ALONE, ALONE, None, client=asker, apart=(1,))
     helps = Roles(ALONE, None, ALONE, server=answerer, apart=(1,))
-    sender = AheadDrafter(
-        ModelRunner(draft, s.chunk), Sampler(transform, draws), ALONE, answerer, Overlap.ahead
-    )
-    engine = Engine(ModelRunner(target, s.chunk), remote, transform, RULES[s.rule], draws, leads)
-    follower = Follower(None, sender, transform, draws, helps, target.context, torch.device("cpu"))
+    sampler = Sampler(transform, draws)
+    sender = AheadDrafter(ModelRunner(draft, s.chunk), sampler, ALONE, answerer, Overlap.ahead)
+    engine = Engine(ModelRunner(target, s.chunk), remote, sampler, RULES[s.rule], leads)
+    follower = Follower(None, sender, sampler, helps, target.context, torch.device("cpu"))
 
     outcome = stage.play(lambda: written(s, engine), lambda: written(s, follower))
     if watch is not None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from llama_ssp.models.feed import sent
 from llama_ssp.report.statistics import uniform_band
 from llama_ssp.speculative.decision import Decision, block_of
-from llama_ssp.speculative.engine import Observer
+from llama_ssp.speculative.engine import Observer, OnLeader
 from llama_ssp.speculative.rng import heat, race
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import DraftBlock, Rule
@@ -63,11 +63,10 @@ class RoundDraws:
 
 def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> NDArray[np.float64]:
     """Returns uniform numbers of each row, (B, count)."""
-    rows = [
-        np.random.Philox(key=np.array([seed, key], dtype=np.uint64), counter=[0, 0, stream, length])
-        .random_raw(count) >> np.uint64(64 - BITS)
-        for key, length in texts
-    ]  # fmt: skip
+    rows = []
+    for key, length in texts:
+        source = np.random.Philox(key=np.array([seed, key], dtype=np.uint64), counter=[0, 0, stream, length])
+        rows.append(source.random_raw(count) >> np.uint64(64 - BITS))
     return np.stack(rows) * 2.0**-BITS
 
 
@@ -84,13 +83,10 @@ class Decisions:
     tokens_wrong: int = 0
     places: list[float] = field(default_factory=list)  # of drafts in their distributions, likeliest first
 
-    def see(
-        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: Tensor,
-        block: DraftBlock | None,
-    ) -> None:  # fmt: skip
+    def see(self, state: State, decision: Decision, probs_BWV: Tensor, block: DraftBlock | None) -> None:
         """Looks at one round of the batch, before it is committed. Ended and damaged rows decide nothing."""
         rows = [row for row, ended in enumerate(state.ended) if not (ended or decision.damaged[row])]
-        draws = RoundDraws.of(self.seed, state, proposal.k, probs_BWV.shape[-1])
+        draws = RoundDraws.of(self.seed, state, block.k if block else 0, probs_BWV.shape[-1])
         self.taken += len(rows)
         if block is None:
             token_B = race(probs_BWV[:, 0], draws.clock_BN).tolist()
@@ -168,16 +164,15 @@ class Watch(Observer):
     _random: Random = field(default_factory=lambda: Random(0))
 
     def decided(
-        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: Tensor | None,
-        logit_BWV: Tensor | None,
-    ) -> None:  # fmt: skip
+        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: OnLeader, logit_BWV: OnLeader
+    ) -> None:
         """Looks at one round over the batch, before it is committed."""
         block = None
         if probs_BWV is not None and proposal.draft_BKV is not None and proposal.k:
             count_B = sent(proposal.count, probs_BWV.device)
             block = block_of(probs_BWV, proposal.draft_BKV, proposal.drafted_BK, count_B)
         if probs_BWV is not None:
-            self.decisions.see(state, proposal, decision, probs_BWV, block)
+            self.decisions.see(state, decision, probs_BWV, block)
         for row, count in enumerate(proposal.count):
             if not count or decision.damaged[row]:
                 continue

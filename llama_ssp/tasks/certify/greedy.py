@@ -30,7 +30,7 @@ from llama_ssp.config import CertifyConf
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.law import fed
-from llama_ssp.tasks.certify.samples import Sampler
+from llama_ssp.tasks.certify.samples import Samplers
 from llama_ssp.tasks.certify.verdict import Check, control, judged
 
 Texts = Sequence[Sequence[int]]
@@ -74,16 +74,16 @@ class GreedyReport:
 
 
 def check_greedy_texts(
-    model: Model | None, subject: Sampler, regular: Sampler, wrong: Sampler | None, k: int,
-    prompts: Sequence[Prompt], task: CertifyConf, chunk: int,
-) -> list[Check]:  # fmt: skip
+    model: Model | None, samplers: Samplers, k: int, prompts: Sequence[Prompt], task: CertifyConf, chunk: int
+) -> list[Check]:
     """Compares greedy texts with and without speculation; a wrong rule's must differ. All ranks call it."""
-    samplers = [sampler for sampler in (regular, subject, wrong) if sampler is not None]
-    plain, *others = [sampler.texts(prompts, task.greedy_tokens) for sampler in samplers]
+    subject, regular, wrong = samplers
+    order = [regular, subject, *([wrong] if wrong else [])]
+    plain, *others = [sampler.texts(prompts, task.greedy_tokens) for sampler in order]
     if model is None:
         return []
     rows = min(task.batch_size, len(prompts))
-    reports = [check_greedy(model, prompts, plain, texts, k, rows=rows, chunk=chunk) for texts in others]
+    reports = [check_greedy(model, list(prompts), plain, texts, k, rows, chunk) for texts in others]
     report = reports[0]
     counts = {finding: report.count(finding) for finding in Finding}
     figures = {
@@ -102,13 +102,12 @@ def check_greedy_texts(
 
 
 def check_greedy(
-    model: Model, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
-    rows: int = 8, chunk: int = 512,
-) -> GreedyReport:  # fmt: skip
+    model: Model, prompts: list[Prompt], plain: Texts, drafted: Texts, k: int, rows: int = 8, chunk: int = 512
+) -> GreedyReport:
     """Compares plain and speculative texts, of at most `k` drafts a round, by running the model again."""
     texts = [
         ((*prompt.token_ids, *new), len(prompt.token_ids), len(new))
-        for ours in (speculative, plain)
+        for ours in (drafted, plain)
         for prompt, new in zip(prompts, ours, strict=True)
     ]
     singly: list[Tensor] = []  # logits of each text, fed token by token
@@ -123,7 +122,7 @@ def check_greedy(
         singly += ways[0]
     band = float(np.max(moved))
     reports = []
-    for row, (ours, theirs) in enumerate(zip(speculative, plain, strict=True)):
+    for row, (ours, theirs) in enumerate(zip(drafted, plain, strict=True)):
         fork, margins = first_difference(theirs, ours), []
         for at, token in enumerate(ours):
             logit_V = singly[row][at]

@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.verification import DraftBlock, Rule
-from llama_ssp.tasks.certify.decisions import Round
+from llama_ssp.tasks.certify.decisions import UNKNOWN, Round
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 Item = TypeVar("Item")
@@ -55,18 +55,17 @@ QUANTILE = 0.75  # of the positions: where "usual" is looked at
 
 
 def check_law(
-    model: Model | None, rule: Rule, rounds: Sequence[Round], temperature: float, vocab: int, rows: int,
-    chunk: int, leads: bool,
-) -> Check | None:  # fmt: skip
+    model: Model | None, rule: Rule, rounds: list[Round], heat: float, vocab: int, rows: int, chunk: int
+) -> Check | None:
     """Makes both comparisons at the positions of the rounds, on every rank; the leader judges."""
     if not rounds:
         return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
     if model is None:
         return None
     own = own_logits(model, rounds, max(seen.count for seen in rounds) + 1, rows, chunk)
-    if not leads:
+    if rounds[0].logit_WV is UNKNOWN:  # this rank does not lead
         return None
-    noise, departures = compared(rounds, own, temperature or 1.0, vocab)
+    noise, departures = compared(rounds, own, heat or 1.0, vocab)
     places = spread([(seen, at) for seen in rounds for at in range(seen.count + 1)], 2 * len(rounds))
     errors = [rule_error(rule, *place) for place in places]
     return judge(noise, departures, [one for one in errors if one is not None])

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -91,10 +91,17 @@ class KeepsEveryDraft(BlockRule):
         return (column_K < block.count_B[:, None]).to(torch.float64)
 
 
+class Samplers(NamedTuple):
+    """Whose texts are judged by regular ones; a rule that is wrong on purpose is the control."""
+
+    subject: Sampler
+    regular: Sampler
+    wrong: Sampler | None
+
+
 def check_samples(
-    subject: Sampler, regular: Sampler, wrong: Sampler, prompts: Sequence[Prompt], task: CertifyConf,
-    seed: int, level: float, leads: bool,
-) -> list[Check]:  # fmt: skip
+    samplers: Samplers, prompts: Sequence[Prompt], task: CertifyConf, seed: int, level: float, leads: bool
+) -> list[Check]:
     """Compares the subject's texts, and a wrong rule's, with regular ones. Every rank samples, one judges."""
 
     def drawn(sampler: Sampler, word: str) -> list[list[list[int]]]:
@@ -104,6 +111,8 @@ def check_samples(
         texts = sampler.texts(copies, task.max_new_tokens)
         return [texts[first : first + task.samples] for first in range(0, len(texts), task.samples)]
 
+    subject, regular, wrong = samplers
+    assert wrong is not None
     regular_texts, subject_texts = drawn(regular, "regular"), drawn(subject, "subject")
     wrong_texts = drawn(wrong, "wrong")
     if not leads:

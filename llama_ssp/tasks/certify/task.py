@@ -22,7 +22,7 @@ from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import check_law
-from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, check_samples
+from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, Samplers, check_samples
 from llama_ssp.tasks.certify.verdict import DIFFERENT, Check, sentence, verdict
 from llama_ssp.tasks.common import Task, longest
 
@@ -88,15 +88,16 @@ class CertifyTask(Task[CertifyConf]):
             watch.room = 0
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
             heat, rows, chunk = run.sampling.temperature, task.batch_size, pair.models.prefill_chunk
-            self._add(check_law(target, rule, watch.rounds, heat, vocab, rows, chunk, leads))
+            self._add(check_law(target, rule, watch.rounds, heat, vocab, rows, chunk))
             if leads:
                 transform = SamplingTransform(run.sampling, ends, vocab)
                 self._add(check_filters(watch.rounds, transform))
             if not greedy_only:
-                others = make("regular", regular(run)), make(WRONG.name, run, rule=WRONG)
-                drawn = check_samples(subject, *others, self._texts, task, seed, level, leads)
-                self._measure(pair, others[0], regular(run))
-                del others
+                plain = make("regular", regular(run))
+                samplers = Samplers(subject, plain, make(WRONG.name, run, rule=WRONG))
+                drawn = check_samples(samplers, self._texts, task, seed, level, leads)
+                self._measure(pair, plain, regular(run))
+                del samplers, plain
             if leads:
                 self._add(check_decisions(watch.decisions, level))
             del subject  # and with it its caches
@@ -104,8 +105,8 @@ class CertifyTask(Task[CertifyConf]):
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
             wrong = make(WRONG.name, greedy, rule=WRONG) if greedy_only else None
             ours, plain = make("speculative, greedy", greedy), make("regular, greedy", regular(greedy))
-            chunk = pair.models.prefill_chunk
-            self._add(*check_greedy_texts(target, ours, plain, wrong, spec.longest, self._texts, task, chunk))
+            greedy_ones = Samplers(ours, plain, wrong)
+            self._add(*check_greedy_texts(target, greedy_ones, spec.longest, self._texts, task, chunk))
             self._measure(pair, ours, greedy)
             self._measure(pair, plain, regular(greedy))
 
