@@ -130,7 +130,7 @@ def pace(
     writer = ContinuousBatch(engine, tokens.decode, lookahead, tokens.end_ids)
     began, written = time.perf_counter(), 0
     for batch in batches:
-        written += sum(len(text.token_ids) for text in writer.write(batch, rows, lambda _: None))
+        written += sum(len(text.token_ids) for text in writer.write(batch, rows))
     return written / (time.perf_counter() - began)
 
 

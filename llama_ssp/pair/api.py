@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 from llama_ssp.config import Bridging, GenerateConf, LogprobsOf, RunConf, SamplingConfig, SpeculationConfig
 from llama_ssp.config import validation as checks
@@ -35,10 +36,8 @@ from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spel
 from llama_ssp.text.prompts import TextPrompt, require_usable
 
 USUAL_TOKENS = 2048  # of a prompt and its continuation, in the memory check
-OF_CALLS = (
-    "task", "task.prompts", "task.prompt_file", "task.max_new_tokens", "task.stop", "task.chat",
-    "task.system", "task.logprobs", "task.logprobs_of",
-)  # fmt: skip
+ARGUMENTS = "prompts", "prompt_file", "max_new_tokens", "stop", "chat", "system", "logprobs", "logprobs_of"
+OF_CALLS = {"task", *(f"task.{name}" for name in ARGUMENTS)}
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,20 @@ class StreamedRow:
 TextOrIds = str | Sequence[int]  # a text, or its token ids
 
 
+class CallSettings(TypedDict, total=False):
+    """Names the settings of a call, and their types; the defaults are those of task=generate."""
+
+    max_new_tokens: int
+    sampling: SamplingConfig | None
+    speculation: SpeculationConfig | None
+    stop: Sequence[str]
+    seed: int | None
+    chat: bool
+    system: str | None
+    logprobs: int | None
+    logprobs_of: str
+
+
 def load_pair(
     model: str | Path, draft: str | Path | None = None, *, batch_size: int = 1,
     max_tokens: int = USUAL_TOKENS, overrides: Sequence[str] = (),
@@ -140,12 +153,7 @@ class Pair:
         """Where target and draft are."""
         return self._session.models.devices
 
-    def generate(
-        self, prompts: Sequence[TextOrIds], *, max_new_tokens: int = 128,
-        sampling: SamplingConfig | None = None, speculation: SpeculationConfig | None = None,
-        stop: Sequence[str] = (), seed: int | None = None, chat: bool = False, system: str | None = None,
-        logprobs: int | None = None, logprobs_of: str = "target",
-    ) -> list[Completion]:  # fmt: skip
+    def generate(self, prompts: Sequence[TextOrIds], **settings: Unpack[CallSettings]) -> list[Completion]:
         """Continues every prompt, `batch_size` at a time; returns a completion of each, in their order.
 
         Without `seed` it is that of `overrides`, or drawn. `chat` puts each prompt into the model's chat
@@ -157,42 +165,32 @@ class Pair:
         done: list[Completion] = []
         with first_cause(self._ranks, self._session):
             prompts = listed("prompts", prompts)
-            run = self._run(
-                max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
-            )
+            run = self._run(settings)
             writer, steps = self._begin(prompts, run)
             for _ in steps:
                 pass
             replies = [writer.replies[n] for n in range(len(prompts))]
             require_numbers(*(reply.end for reply in replies))
-            done = [
-                Completion(
-                    self._text(prompts[reply.index]), reply.text, reply.token_ids, str(reply.finish_reason),
-                    reply.prompt_tokens, reply.drafted, reply.accepted,
-                    None if logprobs is None else self._spelled(reply.logprobs),
-                )
-                for reply in replies
-            ]  # fmt: skip
+            for prompt, reply in zip(prompts, replies, strict=True):
+                scores = None if run.task.logprobs is None else self._spelled(reply.logprobs)
+                counts = reply.prompt_tokens, reply.drafted, reply.accepted
+                reply_text = reply.text, reply.token_ids, str(reply.finish_reason)
+                done.append(Completion(self._text(prompt), *reply_text, *counts, scores))
         return done if self._ranks.is_leader else []
 
     def stream(
-        self, prompts: Sequence[TextOrIds], *, max_new_tokens: int = 128,
-        sampling: SamplingConfig | None = None, speculation: SpeculationConfig | None = None,
-        stop: Sequence[str] = (), seed: int | None = None, chat: bool = False, system: str | None = None,
-        logprobs: int | None = None, logprobs_of: str = "target",
-    ) -> Iterator[list[StreamedRow]]:  # fmt: skip
+        self, prompts: Sequence[TextOrIds], **settings: Unpack[CallSettings]
+    ) -> Iterator[list[StreamedRow]]:
         """Continues prompts as `generate`; yields what each got in each round. All rounds must be taken."""
         with first_cause(self._ranks, self._session):
-            run = self._run(
-                max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
-            )
+            run = self._run(settings)
             writer, steps = self._begin(listed("prompts", prompts), run)
             for step in steps:
                 rows = []
                 for row in step.rows:
                     reply = writer.replies[row.row]
                     given = reply.logprobs[len(reply.logprobs) - len(row.tokens) :]
-                    new = None if logprobs is None else self._spelled(given)
+                    new = None if run.task.logprobs is None else self._spelled(given)
                     counts = len(row.drafted), row.accepted
                     rows.append(StreamedRow(row.row, reply.text, row.tokens, *counts, row.finish, new))
                 yield rows if self._ranks.is_leader else []
@@ -211,7 +209,8 @@ class Pair:
         with first_cause(self._ranks, self._session):
             texts, of = listed("texts", texts), "target" if sampling is None else "sampled"
             least = max(1, (sampling or self._session.run.sampling).min_new_tokens)  # nothing is generated
-            run = self._run(least, sampling, None, (), None, False, None, top, of)
+            settings: CallSettings = {"sampling": sampling, "logprobs": top, "logprobs_of": of}
+            run = self._run({**settings, "max_new_tokens": least})
             read = self._read(texts, run, shorter=False)
             rows, reader = pair.rows, LogprobReader(top, sampling is not None)
             engine = pair.engine(0, run)
@@ -238,21 +237,19 @@ class Pair:
         if kind is None:
             self.close()
 
-    def _run(
-        self, max_new_tokens: int, sampling: SamplingConfig | None, speculation: SpeculationConfig | None,
-        stop: Sequence[str], seed: int | None, chat: bool, system: str | None, logprobs: int | None,
-        logprobs_of: str,
-    ) -> RunConf:  # fmt: skip
+    def _run(self, settings: CallSettings) -> RunConf:
         """Returns the run with these settings. Raises UsageError for those that it cannot have."""
+        if unknown := settings.keys() - CallSettings.__annotations__.keys():
+            raise TypeError(f"no such argument: {min(unknown)}")
+        given: dict[str, Any] = {"max_new_tokens": GenerateConf.max_new_tokens, "stop": (), **settings}
         run = self._session.run
-        if logprobs_of not in tuple(LogprobsOf):
+        sampling, seed = given.pop("sampling", None) or run.sampling, given.pop("seed", None)
+        speculation = chosen(given.pop("speculation", None) or run.speculation)
+        if (logprobs_of := given.get("logprobs_of", "target")) not in tuple(LogprobsOf):
             allowed = ", ".join(LogprobsOf)
             raise UsageError("logprobs_of is unknown", "", repr(logprobs_of), allowed, "choose one")
-        task = replace(
-            run.task_as(GenerateConf), max_new_tokens=max_new_tokens, stop=listed("stop", stop), chat=chat,
-            system=system, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of),
-        )  # fmt: skip
-        sampling, speculation = sampling or run.sampling, chosen(speculation or run.speculation)
+        given |= {"stop": listed("stop", given["stop"]), "logprobs_of": LogprobsOf(logprobs_of)}
+        task = replace(run.task_as(GenerateConf), **given)
         if speculation.k is None:
             speculation = replace(speculation, k=run.speculation.k)
         seed = run.seed if seed is None else seed
@@ -264,10 +261,9 @@ class Pair:
             raise UsageError(what, "speculation", f"k {speculation.k}", "settings without one", fix)
         loaded, bridge = self._session.run.speculation.bridge, run.speculation.bridge
         if run.has_draft_model and bridge not in (Bridging.auto, loaded):
-            raise UsageError(
-                "a bridge is built when a pair is loaded", "speculation.bridge", found=bridge.value,
-                allowed=f"auto, {loaded.value}", fix="give it to load_pair in overrides",
-            )  # fmt: skip
+            what, fix = "a bridge is built when a pair is loaded", "give it to load_pair in overrides"
+            allowed = f"auto, {loaded.value}"
+            raise UsageError(what, "speculation.bridge", found=bridge.value, allowed=allowed, fix=fix)
         require_own_ranks(run, self._session.spec.placement)
         return run
 
@@ -276,10 +272,8 @@ class Pair:
         pair, task, seed = self._session, run.task_as(GenerateConf), run.seed
         if seed is None and prompts:
             seed = self._ranks.broadcast_ints([secrets.randbelow(2**31)] if self._ranks.is_leader else [])[0]
-        writer, requests = (
-            pair.writer(seed or 0, run),
-            pair.requests(self._read(prompts, run), run, task.stop),
-        )
+        writer = pair.writer(seed or 0, run)
+        requests = pair.requests(self._read(prompts, run), run, task.stop)
         return writer, writer.rounds(requests, task.batch_size)
 
     def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:

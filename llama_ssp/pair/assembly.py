@@ -148,16 +148,14 @@ class ModelCache:
             head = self._head[1]
         if target is not None:
             target.tap(head.taps if head else ())
-        sizes = (target.vocab, target.context) if target else (0, 0)
+        own = (target.vocab, target.context) if target else (0, 0)
         drafter, drafting = draft or head, placements.drafter or placements.target
-        of_ranks = self._ranks.gather_ints([*sizes, drafter.context if drafter else 0])
+        of_ranks = self._ranks.gather_ints([*own, drafter.context if drafter else 0])
         vocab, context, draft_context = map(max, zip(*of_ranks, strict=True))
-        return RankModels(
-            target, draft, head, {placed.role: placed.in_words() for placed in placements}, roles,
-            vocab=vocab, context=context, draft_context=draft_context,
-            draft_dtype=TORCH_DTYPES[drafting.dtype],
-            trials={held.placed.role: held.trial for held in self._held if held.trial},
-        )  # fmt: skip
+        words = {placed.role: placed.in_words() for placed in placements}
+        trials = {held.placed.role: held.trial for held in self._held if held.trial}
+        sizes = vocab, context, draft_context, TORCH_DTYPES[drafting.dtype]
+        return RankModels(target, draft, head, words, roles, *sizes, trials)
 
     def _roles_of(self, placements: Placements) -> Roles:
         """Returns the roles; makes groups and the link to a draft only once, since they cost connections."""
@@ -251,18 +249,15 @@ def _reading(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def engine_for(
-    pair: RankModels, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int,
-    rule: Rule | None = None,
-) -> RankEngine:  # fmt: skip
+    pair: RankModels, run: RunConf, tokens: Tokens, ends: frozenset[int], seed: int, rule: Rule | None = None
+) -> RankEngine:
     """Returns an engine with its own caches and draws. `rule` replaces the run's. Raises UsageError."""
     first = next(iter(pair.loaded.values()))
     vocab, replay = min(pair.vocab, tokens.size), first.replay if first.has_graphs else None
-    transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), vocab, replay)
+    transform = SamplingTransform(run.sampling, tuple(sorted(ends)), vocab, replay)
     if transform.forbids_all:
-        raise UsageError(
-            "no token is allowed", "sampling.bad_tokens, sampling.min_new_tokens",
-            found=f"all {transform.vocab} are forbidden", fix="leave at least one",
-        )  # fmt: skip
+        where, found = "sampling.bad_tokens, sampling.min_new_tokens", f"all {vocab} are forbidden"
+        raise UsageError("no token is allowed", where, found, fix="leave at least one")
     roles = pair.roles
     target = ModelRunner(pair.target, pair.prefill_chunk) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None

@@ -24,23 +24,22 @@ class TimedRun:
     """One batch, on a clock that runs only while the engine works, until a GPU has finished."""
 
     def __init__(
-        self, engine: RankEngine, prompts: list[Prompt], max_new_tokens: int, counts: Counts | None = None,
-        longest: int = 0, before: State | None = None,
-    ) -> None:  # fmt: skip
+        self, engine: RankEngine, prompts: list[Prompt], room: int | State, counts: Counts | None = None
+    ) -> None:
         """Prefills the prompts; adds to `counts` what is counted.
 
-        `longest` is the length of texts that may follow in the batch's rows. With `before`, a batch of one
-        row, the prompt replaces its text, and what both begin with is not prefilled (`kept` tokens).
+        `room` is for so many new tokens; or it is a batch of one row, whose text the prompt replaces: what
+        both begin with is not prefilled (`kept` tokens).
         """
         self._engine, self.counts, self.kept = engine, counts or Counts(), 0
         self.first_token_s: float | None = None
         forwards = engine.target_forwards
         engine.synchronize()
         began = time.perf_counter()
-        if before is None:
-            self.state = engine.prefill(prompts, max_new_tokens, longest)
+        if isinstance(room, int):
+            self.state = engine.prefill(prompts, room)
         else:
-            self.state, self.kept = before, engine.admit(before, {0: prompts[0]}, reuse=True)
+            self.state, self.kept = room, engine.admit(room, {0: prompts[0]}, reuse=True)
         engine.synchronize()
         self.counts.prefill_s += time.perf_counter() - began
         self.counts.prefill_forwards += engine.target_forwards - forwards
@@ -135,10 +134,9 @@ def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyon
     if len(ids) >= context + beyond:
         raise _too_long(text, f"{len(ids)} tokens", context, beyond)
     if (odd := next((i for i in ids if not 0 <= i < vocab), None)) is not None:
-        raise DataError(
-            "the prompt has a token that the model does not know", text.where, f"id {odd}",
-            f"ids from 0, below {vocab}", "remove the tokenizer's added tokens from the text",
-        )  # fmt: skip
+        what = "the prompt has a token that the model does not know"
+        fix = "remove the tokenizer's added tokens from the text"
+        raise DataError(what, text.where, f"id {odd}", f"ids from 0, below {vocab}", fix)
     return Prompt(text.id, tuple(ids))
 
 

@@ -78,6 +78,20 @@ class Reply:
         return self.request.prompt.id, self.prompt_tokens + len(self.token_ids), self.finish_reason
 
 
+@dataclass(frozen=True)
+class Supply:
+    """What a batch calls while it runs: `begin` with the indices that are about to begin, `more` for further
+    requests, the same on every rank, whenever a row would wait; none is the end. They have `longest` tokens
+    at most."""
+
+    begin: Callable[[list[int]], None] = lambda _: None
+    more: Callable[[], list[TokenRequest]] = list
+    longest: int = 0
+
+
+NONE = Supply()
+
+
 @dataclass
 class ContinuousBatch:
     """Writes the texts of requests on one engine. `figures` is right at any moment, also after a failure.
@@ -94,10 +108,7 @@ class ContinuousBatch:
     replies: dict[int, Reply] = field(default_factory=dict)  # by request, of all that have begun in `rounds`
     _counts: Counts = field(default_factory=Counts)
 
-    def write(
-        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None] = lambda _: None,
-        more: Callable[[], list[TokenRequest]] = list, longest: int = 0,
-    ) -> Iterator[Reply]:  # fmt: skip
+    def write(self, requests: list[TokenRequest], rows: int, supply: Supply = NONE) -> Iterator[Reply]:
         """Yields each reply when its text ends. Arguments are those of `rounds`.
 
         Prompts that are echoed come first, `rows` at a time: they are scored by a pass of their own, then
@@ -106,20 +117,20 @@ class ContinuousBatch:
         echoed = [request for request in requests if request.echo]
         for start in range(0, len(echoed), rows):
             batch = echoed[start : start + rows]
-            begin([request.index for request in batch])
+            supply.begin([request.index for request in batch])
             scores = self.scored(batch)
             for request in batch:
                 if not request.max_new_tokens:
                     reply = Reply(request, self._text_of(request), finish_reason="length")
                     yield self._ended(reply, scores)
-            yield from self._write([one for one in batch if one.max_new_tokens], rows, begin, list, 0, scores)
-        yield from self._write([one for one in requests if not one.echo], rows, begin, more, longest, {})
+            wanted = [one for one in batch if one.max_new_tokens]
+            yield from self._write(wanted, rows, Supply(supply.begin), scores)
+        yield from self._write([one for one in requests if not one.echo], rows, supply, {})
 
     def _write(
-        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None],
-        more: Callable[[], list[TokenRequest]], longest: int, scores: dict[int, list[ScoredToken]],
-    ) -> Iterator[Reply]:  # fmt: skip
-        for step in self.rounds(requests, rows, begin, more, longest):
+        self, requests: list[TokenRequest], rows: int, supply: Supply, scores: dict[int, list[ScoredToken]]
+    ) -> Iterator[Reply]:
+        for step in self.rounds(requests, rows, supply):
             for row in step.rows:
                 if row.finish is not None:
                     yield self._ended(self.replies.pop(row.row), scores)
@@ -139,22 +150,15 @@ class ContinuousBatch:
         found = self.engine.score([request.prompt for request in requests], reader)
         return {request.index: scores for request, scores in zip(requests, found, strict=False)}
 
-    def rounds(
-        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None] = lambda _: None,
-        more: Callable[[], list[TokenRequest]] = list, longest: int = 0,
-    ) -> Iterator[Step]:  # fmt: skip
-        """Yields rounds until all texts have ended; their rows have the indices of the requests as numbers.
-
-        `begin` is called with the indices that are about to begin. `more` gives further requests, the same on
-        every rank, whenever a row would wait; none is the end. `longest` is the length that they may have.
-        """
+    def rounds(self, requests: list[TokenRequest], rows: int, supply: Supply = NONE) -> Iterator[Step]:
+        """Yields rounds until all texts have ended; their rows have the indices of requests as numbers."""
         self._began = time.perf_counter()
         self.engine.logprobs = LogprobReader(None, self.sampled)
-        self._waiting, self._begin, self._more = deque(requests), begin, more
+        self._waiting, self._begin, self._more = deque(requests), supply.begin, supply.more
         self._fill(rows)
         if not self._waiting:
             return
-        longest = max(longest, *(request.longest for request in self._waiting))
+        longest = max(supply.longest, *(request.longest for request in self._waiting))
         self._in_row = dict[int, Reply]()
         self._limits = Limits(0, self.ends, self)
         prompts = [*self._take(range(rows)).values()]

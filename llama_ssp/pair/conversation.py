@@ -45,16 +45,16 @@ class Conversation:
     """A user and the model in turn. `history` has their messages, `replies` what each reply took."""
 
     def __init__(
-        self, pair: PairSession, seed: int, limit: int, new_tokens: int, stops: Sequence[str] = (),
-        system: str | None = None,
-    ) -> None:  # fmt: skip
+        self, pair: PairSession, seed: int, limit: int, new_tokens: int, stops: Sequence[str] = ()
+    ) -> None:
         """Takes the most tokens of the conversation (`limit`), and of a reply (`new_tokens`)."""
         self._pair, self._engine = pair, pair.engine(seed)
         self.limit, self._new_tokens = limit, new_tokens
         self.has_template = pair.tokens.has_template
         turn = [] if self.has_template else ["\n" + NAMES["user"].rstrip()]
         self._stops = pair.tokens.stops([*stops, *turn])
-        self.system, self.history, self.replies = system, list[Message](), list[ChatReply]()
+        self.system: str | None = None
+        self.history, self.replies = list[Message](), list[ChatReply]()
         self._state: State | None = None  # whose text the KV cache holds
         self._stop_asked = False
 
@@ -73,7 +73,7 @@ class Conversation:
         length, pair, ranks = len(prompt.token_ids), self._pair, self._pair.ranks
         room = min(self._new_tokens, self.limit - length)
         before, self._state, self._stop_asked = self._state, None, False
-        run = TimedRun(self._engine, [prompt], room, longest=self.limit, before=before)
+        run = TimedRun(self._engine, [prompt], self.limit - length if before is None else before)
         reply = ChatReply(length, run.kept, counts=run.counts)
         self.replies.append(reply)
         writing = Writing(pair.tokens.decode, [prompt.token_ids], self._stops)

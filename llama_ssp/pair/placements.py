@@ -99,11 +99,10 @@ def model_placements(spec: PairSpec) -> Placements:
         drafter, conf = _placed(spec, DRAFT, spec.run.draft, spec.draft_path), spec.run.placement
         elsewhere = conf.draft_device not in ("auto", "cuda", conf.target_device)
         if drafter.degree > 1 and target.device.type != "cpu" and elsewhere:  # NCCL takes GPUs alone
-            raise UsageError(
-                "a draft over several ranks is on the target's GPUs", "placement.draft_device",
-                found=f"{conf.draft_device}, with {spec.placement.in_words()}", allowed="auto",
-                fix="leave it out, or use placement=leader",
-            )  # fmt: skip
+            what = "a draft over several ranks is on the target's GPUs"
+            found = f"{conf.draft_device}, with {spec.placement.in_words()}"
+            fix = "leave it out, or use placement=leader"
+            raise UsageError(what, "placement.draft_device", found, allowed="auto", fix=fix)
     _warn(target, drafter, spec.run)
     is_head = drafter is not None and drafter.model.is_head
     return Placements(target, head=drafter) if is_head else Placements(target, draft=drafter)
@@ -131,10 +130,8 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     compiled = compiles(run, role, model, device, dtype, splitting)
     on_trial = compiled and needs_trial(run.engine, device.type == "cpu", degree)
     offload = home_expanded(conf.offload_folder) if conf.offload_folder else None
-    return ModelPlacement(
-        role, model, path, device, dtype, splitting, ranks, copies, max_memory=memory, offload=offload,
-        bridge=run.speculation.bridge, compiled=compiled, on_trial=on_trial,
-    )  # fmt: skip
+    split = splitting, ranks, copies, memory, offload, run.speculation.bridge
+    return ModelPlacement(role, model, path, device, dtype, *split, compiled=compiled, on_trial=on_trial)
 
 
 def tokens_of(placements: Placements) -> Tokens:

@@ -42,6 +42,7 @@ from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.prompts import CORRECT_PROMPTS, TextPrompt
 
 log = logging.getLogger(__name__)
+Ends = frozenset[int]  # ids of tokens that end a text
 ASKED, UNITS = re.compile(r"allocate ([\d.]+) (GiB|MiB)"), {"GiB": GIB, "MiB": MIB}  # in torch's words
 
 
@@ -188,9 +189,8 @@ class PairSession:
         return DistributedError("the GPU's memory is full", where, found=first_line(full), fix=fix)
 
     def engine(
-        self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None,
-        rule: Rule | None = None,
-    ) -> RankEngine:  # fmt: skip
+        self, seed: int, run: RunConf | None = None, end_ids: Ends | None = None, rule: Rule | None = None
+    ) -> RankEngine:
         """Returns an engine with its own KV caches and draws; `run` and `rule` replace the session's."""
         run = run or self.run
         ends = self.end_ids if end_ids is None else end_ids

@@ -127,18 +127,16 @@ class Trial:
         """Runs this rank's small process; returns why it failed, and whether it came to its first step."""
         members = self.ranks.gather_texts(os.environ.get("RANK", "0"))
         rank, attempt = str(self.ranks.rank), os.environ.get(ATTEMPT, "0")
-        environment = os.environ | import_path() | {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(self.ranks.world),
-            # The small processes have keys of their own in the store.
-            ATTEMPT: f"{attempt}/{self.file.stem}/{'-'.join(members)}",
-        }  # fmt: skip
+        environment = os.environ | import_path() | {"RANK": rank, "LOCAL_RANK": rank}
+        environment["WORLD_SIZE"] = str(self.ranks.world)
+        # The small processes have keys of their own in the store.
+        environment[ATTEMPT] = f"{attempt}/{self.file.stem}/{'-'.join(members)}"
         for name in (CODE_FILE, "LOCAL_WORLD_SIZE"):
             environment.pop(name, None)
         try:
-            ended = subprocess.run(
-                [*COMMAND, str(self.device), self.dtype.value], env=environment, stdin=subprocess.DEVNULL,
-                capture_output=True, timeout=TRIAL_S, start_new_session=True,
-            )  # fmt: skip
+            command = [*COMMAND, str(self.device), self.dtype.value]
+            apart: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "start_new_session": True}
+            ended = subprocess.run(command, env=environment, timeout=TRIAL_S, **apart)
             code, outputs = ended.returncode, (ended.stdout, ended.stderr)
         except subprocess.TimeoutExpired as late:
             code, outputs = None, (late.stdout or b"", late.stderr or b"")

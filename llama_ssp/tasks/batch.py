@@ -31,7 +31,7 @@ from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, DistributedError, StorageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import every_device
 from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
-from llama_ssp.pair.continuous_batching import ContinuousBatch, Reply, TokenRequest
+from llama_ssp.pair.continuous_batching import ContinuousBatch, Reply, Supply, TokenRequest
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
@@ -272,7 +272,7 @@ class BatchTask(Task[BatchConf]):
         If GPU memory is full on a run of one rank, returns and leaves the rest to a call with half the rows.
         """
         assert self._rows is not None
-        rows, longest, leads = message["rows"], message["longest"], self._ranks.is_leader
+        rows, leads = message["rows"], self._ranks.is_leader
 
         def of(told: list[Any]) -> list[TokenRequest]:  # to other ranks it went as JSON
             return told if leads else list(map(TokenRequest.of_plain, told))
@@ -280,9 +280,10 @@ class BatchTask(Task[BatchConf]):
         def further() -> list[TokenRequest]:
             return of(while_others_wait(self._ranks, partial(self._next_texts, pair)))
 
-        begin, more = self._begun if leads else lambda _: None, further if message["goes_on"] else list
+        more = further if message["goes_on"] else list
+        supply = Supply(self._begun if leads else lambda _: None, more, message["longest"])
         try:
-            for written in self._rows.write(of(message["works"]), rows, begin, more, longest):
+            for written in self._rows.write(of(message["works"]), rows, supply):
                 if leads:
                     self._commit(written)
                     del self._left[written.index]

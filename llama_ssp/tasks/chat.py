@@ -62,7 +62,8 @@ class ChatTask(Task[ChatConf]):
             lines = chain(first, lines)
         else:
             load()
-        talk = Conversation(pair, self._inputs.seed, limit, task.max_new_tokens, task.stop, task.system)
+        talk = Conversation(pair, self._inputs.seed, limit, task.max_new_tokens, task.stop)
+        talk.system = task.system
         self._talk = talk
         for text in lines:
             block = block_of(text)
