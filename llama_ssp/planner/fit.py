@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,7 +12,7 @@ from llama_ssp.errors import DistributedError
 from llama_ssp.planner.activations import RankWork
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
-from llama_ssp.planner.memory import rank_work, segments, tensor_lines
+from llama_ssp.planner.memory import Compiled, rank_work, segments, tensor_lines
 from llama_ssp.planner.storage import IN_LAYERS
 from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import BOUND, CONSTANT, GIB, MIB, MemoryLine, Role, Workload
@@ -64,25 +64,24 @@ class RankMemory:
 
 
 def rank_memories(
-    machine: Machine, target: Role, draft: Role | None, placement: Placement, work: Workload,
-    compiled: Collection[str] = (),
-) -> tuple[RankMemory, ...]:  # fmt: skip
+    machine: Machine, target: Role, draft: Role | None, place: Placement, work: Workload, compiled: Compiled
+) -> tuple[RankMemory, ...]:
     """The memory of every rank, or with placement=layers of every GPU; `compiled`: as of `rank_work`."""
-    capacity, kernels = machine.capacity_of(placement.world), machine.kernels
-    if placement.splitting is Splitting.layers:
+    capacity, kernels = machine.capacity_of(place.world), machine.kernels
+    if place.splitting is Splitting.layers:
         every = layers_lines(target, draft, work, 1 if machine.is_cpu else machine.gpus, kernels)
-        constant = library_lines(machine, placement, LEADER)
+        constant = library_lines(machine, place, LEADER)
         # The draft, which alone may have graphs, is on the first.
-        first = graph_lines(machine, rank_work(target, draft, placement, work, LEADER, kernels, compiled))
+        first = graph_lines(machine, rank_work(target, draft, place, work, LEADER, kernels, compiled))
         return tuple(
             RankMemory(gpu, (*lines, *constant, *first * (gpu == 0)), capacity)
             for gpu, lines in enumerate(every)
         )
     found = []
-    for rank in range(placement.world):
-        own = rank_work(target, draft, placement, work, rank, kernels, compiled)
+    for rank in range(place.world):
+        own = rank_work(target, draft, place, work, rank, kernels, compiled)
         reserved = () if machine.is_cpu else (segments(own),)
-        constant = library_lines(machine, placement, rank)
+        constant = library_lines(machine, place, rank)
         lines = (*tensor_lines(own), *reserved, *constant, *graph_lines(machine, own))
         found.append(RankMemory(rank, lines, capacity))
     return tuple(found)

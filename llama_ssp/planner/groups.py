@@ -213,10 +213,8 @@ def _spent(request: PlanRequest, found: Option) -> Spent:
     spent[DECIDING] = max(rest, 0.0)
     prompts = target_prefill_s(request, place, 1)
     if request.draft is not None and place.draft:
-        prompts += prefill_s(
-            cost_of(request, request.draft, place), request.machine.times, 1, work.prompt_tokens,
-            work.prefill_chunk,
-        )  # fmt: skip
+        cost, sizes = cost_of(request, request.draft, place), (1, work.prompt_tokens, work.prefill_chunk)
+        prompts += prefill_s(cost, request.machine.times, *sizes)
     return {**{name: rounds * seconds for name, seconds in spent.items()}, PROMPTS: prompts}
 
 

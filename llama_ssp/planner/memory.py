@@ -19,12 +19,13 @@ SEGMENTS = "segments"
 ALLOCATOR = "torch's caching allocator: whole pages, and blocks between that fit nothing"
 FORMULA = "largest moment, by a formula from shapes"
 PAGES = 22 * MIB  # torch's expandable segments grow by 2 MiB for small requests, and by 20 MiB for others
+Compiled = Collection[str]  # roles with compiled steps
 FRAGMENTS = 0.4  # of a round's activations: blocks that one phase frees and no other phase can use
 
 
 def rank_work(
     target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int, kernels: Kernels = GPU,
-    compiled: Collection[str] = (),
+    compiled: Compiled = (),
 ) -> RankWork:  # fmt: skip
     """The parts of both roles on this rank. A draft's cache ends where its context does.
 

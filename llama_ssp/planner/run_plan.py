@@ -112,11 +112,10 @@ def request_of(
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
     acceptance = run.plan.acceptance if task.acceptance is None else task.acceptance
     k_max = max(spec.k_max, spec.k or 0)
-    return PlanRequest(
-        machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,
-        tokens_generated(run), k=None if spec.adaptive else run.given_k,
-        least_chunk=USUAL_CHUNK if task.prefill_chunk is None else None,
-    )  # fmt: skip
+    how = k_max, run.drafts_from_text, spec.overlap, run.engine, tokens_generated(run)
+    given = None if spec.adaptive else run.given_k
+    least = USUAL_CHUNK if task.prefill_chunk is None else None
+    return PlanRequest(machine, target, drafter, work, acceptance, *how, k=given, least_chunk=least)
 
 
 def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | None:

@@ -90,10 +90,9 @@ class ModelPart:
             own = *own[:3], model.head_vocab, model.head_vocab, model.vocab
             whole = *whole[:-1], False
             norms += not model.head_block  # EAGLE-3 has that of the states in its block
-        return ModelPart(
-            *whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix,
-            (model.attention_bias, model.mlp_bias), model.head_inputs, model.head_block,
-        )  # fmt: skip
+        biases, sizes = (model.attention_bias, model.mlp_bias), (*own, *experts, norms, *places)
+        others = codes, model.code_mix, biases, model.head_inputs, model.head_block
+        return ModelPart(*whole, model.vocab, world, *sizes, *others)
 
     @property
     def query_width(self) -> int:
@@ -176,15 +175,13 @@ def _mixed(part: ModelPart) -> Iterator[Weight]:
     """The products of a checkpoint in which matrices have codes of their own, or none (kept.py)."""
     dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
     wide = part.expert_ffn * (1 + part.family.clamped)  # of clamped experts with their gate
-    sizes = {
-        "attn_q": (queries, dim, 0), "attn_k": (keys, dim, 0), "attn_v": (keys, dim, 0),
-        "attn_qkv": (queries + 2 * keys, dim, 0),
-        "attn_output": (dim, queries, part.first_query * part.head_dim),
-        "ffn_gate": (ffn, dim, 0), "ffn_up": (ffn * (1 + part.family.fused_mlp), dim, 0),
-        "ffn_down": (dim, ffn, part.first_column),
-        "expert_gate": (part.expert_ffn, dim, 0), "expert_up": (wide, dim, 0),
-        "expert_down": (dim, part.expert_ffn, part.first_expert_column),
-    }  # fmt: skip
+    sizes = {"attn_q": (queries, dim, 0), "attn_k": (keys, dim, 0), "attn_v": (keys, dim, 0)}
+    sizes |= {"attn_qkv": (queries + 2 * keys, dim, 0)}
+    sizes |= {"attn_output": (dim, queries, part.first_query * part.head_dim)}
+    sizes |= {"ffn_gate": (ffn, dim, 0), "ffn_up": (ffn * (1 + part.family.fused_mlp), dim, 0)}
+    sizes |= {"ffn_down": (dim, ffn, part.first_column), "expert_gate": (part.expert_ffn, dim, 0)}
+    sizes |= {"expert_up": (wide, dim, 0)}
+    sizes |= {"expert_down": (dim, part.expert_ffn, part.first_expert_column)}
     for word in part.code_mix.split():
         names, times, bits, group, bytes_, table = word.split(":")
         parts = [sizes[name] for name in names.split("+")]
