@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -174,14 +175,14 @@ class HubTokens(Tokens):
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         ids: dict[str, int] = self._tokenizer.get_vocab()
         if backend is not None:
-            content, notation = json.loads(backend.to_str()), None
+            content = json.loads(backend.to_str())
         else:
             added = self._tokenizer.added_tokens_decoder
             content = {"added_tokens": [{"id": i, "special": t.special} for i, t in added.items()]}
-            notation = notation_guessed(list(ids))
-        template = self._tokenizer.chat_template
+        content["chat_template"] = self._tokenizer.chat_template
         bare = partial(self.encode, begin=False)
-        return vocabulary_of(content, ids, bare, self.encode, self.end_ids, template, notation)
+        result = vocabulary_of(content, ids, bare, self.encode, self.end_ids)
+        return result if backend is not None else replace(result, notation=notation_guessed(list(ids)))
 
     def rendered(self, messages: list[Message], goes_on: bool = False) -> str:
         where, without = "task.chat=true", "use task.chat=false"

@@ -161,16 +161,17 @@ class Vocabulary:
 
 
 def vocabulary_of(
-    content: Mapping[str, Any], ids: Mapping[str, int], encode: Encode, begin: Encode,
-    ends: frozenset[int], template: object = None, notation: Notation | None = None,
-) -> Vocabulary:  # fmt: skip
-    """Makes it of the content of a tokenizer.json; `begin` tokenizes a text with what comes before it."""
+    content: Mapping[str, Any], ids: Mapping[str, int], encode: Encode, begin: Encode, ends: frozenset[int]
+) -> Vocabulary:
+    """Makes it of the content of a tokenizer.json, to which `chat_template` is added.
+
+    `begin` tokenizes a text with what comes before it.
+    """
     tokens = content.get("added_tokens") or []
     added = frozenset(token["id"] for token in tokens)
     special = frozenset(token["id"] for token in tokens if token["special"]) | (added & ends)
-    notation = notation or notation_of(content.get("decoder"))
-    normaliser = json.dumps(content.get("normalizer"), sort_keys=True)
-    own = special, added, ends, before(begin, encode), notation, encode, normaliser
+    normaliser, template = json.dumps(content.get("normalizer"), sort_keys=True), content["chat_template"]
+    own = special, added, ends, before(begin, encode), notation_of(content.get("decoder")), encode, normaliser
     return Vocabulary(ids, *own, template if isinstance(template, str) else "")
 
 
@@ -216,8 +217,8 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
 
     ids = tokenizer.get_vocab(with_added_tokens=True)
     ends = end_ids_of(path) or _named(settings.get("eos_token"), ids)
-    template = settings.get("chat_template")
-    return vocabulary_of(content, ids, lambda text: begin(text, False), begin, ends, template)
+    content["chat_template"] = settings.get("chat_template")
+    return vocabulary_of(content, ids, lambda text: begin(text, False), begin, ends)
 
 
 @contextmanager
