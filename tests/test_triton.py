@@ -264,9 +264,10 @@ def test_grouped_experts_are_those_that_run_in_turn(clamped: bool) -> None:
     biases = (torch.randn(count, 2 * wide), torch.randn(count, dim)) if clamped else (None, None)
     given, gate = (torch.randn(tokens, dim), torch.rand(tokens, top_k)), ("silu", 1.7, 7.0 * clamped)
     expected = experts.apply(*given, choice_TK, [up], [down], "", "", *biases, *gate)
-    result = experts.grouped(*given, choice_TK, up, down, *biases, experts.Gate(*gate))
+    layers = experts.Layers.of([up], [down], "", "", *biases, *gate)
+    result = experts.grouped(*given, choice_TK, layers)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)
-    other = experts.grouped(*given, choice_TK.roll(1, 0), up, down, *biases, experts.Gate(*gate))
+    other = experts.grouped(*given, choice_TK.roll(1, 0), layers)
     assert not torch.allclose(other, expected, rtol=1e-2, atol=1e-1)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
-from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
-from llama_ssp.models.experts import Experts, Gate, Routing, activation_of
+from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Heads, Mlp, Norm, WholeNorms
+from llama_ssp.models.experts import Experts, Gate, Layers, Routing, activation_of
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
@@ -94,14 +94,11 @@ class Assembly:
         embedding, head_VH = self.tables(shares[self.ranks.rank])
         gather = self.ranks.all_gather if self.split else None
         offset = shape.family.position_rows
-        found = Decoder(
-            embedding, self.positions(), offset or 0,
-            {} if offset is not None else self.rotaries(),
-            [self.block(f"{names.blocks}.{number}.", block) for number, block in enumerate(shape.blocks)],
-            self.norm(names.norm), Head(self.form.head(head_VH), list(map(length, shares)), gather),
-            shape.logit_divisor, shape.logit_softcap,
-        )  # fmt: skip
-        return found.eval()
+        positions, rotaries = self.positions(), {} if offset is not None else self.rotaries()
+        blocks = [self.block(f"{names.blocks}.{n}.", block) for n, block in enumerate(shape.blocks)]
+        norm, head = self.norm(names.norm), Head(self.form.head(head_VH), list(map(length, shares)), gather)
+        logits = shape.logit_divisor, shape.logit_softcap
+        return Decoder(embedding, positions, offset or 0, rotaries, blocks, norm, head, *logits).eval()
 
     def tables(self, own: Span) -> tuple[Embedding, Tensor]:
         """The embedding, and the head's weight: of a tied model, rows of the same table if they are here."""
@@ -140,9 +137,8 @@ class Assembly:
         }
         attention = self.attention(prefix, own)
         mlp = self.experts(prefix) if own.experts else self.dense_mlp(prefix)
-        shared = self.shape.parallel and isinstance(norms["before_mlp"], nn.Identity)
         return_memory()  # parts that were joined, or quantised
-        return Block(attention, mlp, norms, self.shape.residual_scale, self.shape.parallel, shared)
+        return Block(attention, mlp, norms, self.shape.residual_scale, self.shape.parallel)
 
     def attention(self, prefix: str, own: BlockShape) -> Attention:
         shape, names, heads = self.shape, self.names, self.heads
@@ -152,12 +148,10 @@ class Assembly:
             sinks = self.read(prefix + names.sinks, (shape.n_heads,), Cut(ROWS, (heads.query,)))
         qkv = [(prefix + name, *rows) for name, rows in zip(names.qkv, qkv_rows(shape, heads), strict=True)]
         inputs, span = shape.n_heads * shape.head_dim, times(heads.query, shape.head_dim)
-        return Attention(
-            self.columns(qkv, ATTENTION, self.attention_inputs),
-            self.rows(prefix + names.output, inputs, [span], ATTENTION), sizes,
-            shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary,
-            self.qk_norms(prefix), sinks,
-        )  # fmt: skip
+        own_heads = Heads(sizes, shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary)
+        first = self.columns(qkv, ATTENTION, self.attention_inputs)
+        last = self.rows(prefix + names.output, inputs, [span], ATTENTION)
+        return Attention(first, last, own_heads, self.qk_norms(prefix), sinks)
 
     def qk_norms(self, prefix: str) -> nn.Module | None:
         shape, heads, names = self.shape, self.heads, [prefix + name for name in self.names.qk_norm]
@@ -196,7 +190,7 @@ class Assembly:
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
         up_bias, down_bias = self._expert_biases(prefix, share) if clamped else (None, None)
         stacks = self._stacks(self._stacked if clamped else self._one_by_one, prefix, share)
-        return Experts(router, *stacks, up_bias, down_bias, gate, routing, self.reduce)
+        return Experts(router, Layers(*stacks, up_bias, down_bias, gate), routing, self.reduce)
 
     def _stacks(self, read: ReadExperts, prefix: str, share: Span) -> tuple[Stack, Stack]:
         """Falls back to plain numbers unless all experts share one code format."""

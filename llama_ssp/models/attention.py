@@ -122,10 +122,9 @@ def _attend_text(
         seen = cast(Tensor, causal_lower_right(width, slots))  # names the mask, and does not make it
     elif width < slots:
         seen = query_WHD.new_ones(width, slots, dtype=torch.bool).tril(slots - width)
-    y_1HWD = functional.scaled_dot_product_attention(
-        query_WHD.transpose(0, 1)[None], keys_GSD[None], values_GSD[None], seen, is_causal=seen is None,
-        scale=scale, enable_gqa=has_groups,
-    )  # fmt: skip
+    tensors = query_WHD.transpose(0, 1)[None], keys_GSD[None], values_GSD[None]
+    how: Any = {"is_causal": seen is None, "scale": scale, "enable_gqa": has_groups}
+    y_1HWD = functional.scaled_dot_product_attention(*tensors, seen, **how)
     return y_1HWD[0].transpose(0, 1)
 
 
@@ -137,9 +136,13 @@ def _kernel_has_groups(query_THD: Tensor) -> bool:
 
 
 def _attend_row(
-    query_WHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, mask_WS: Tensor | None, scores: Scores,
+    query_WHD: Tensor,
+    keys_GSD: Tensor,
+    values_GSD: Tensor,
+    mask_WS: Tensor | None,
+    scores: Scores,
     sink_H: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     (width, heads, size), groups = query_WHD.shape, keys_GSD.shape[0]
     folded_GQD = query_WHD.view(width, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
     copies = heads // groups  # not kept: of many rows with long texts they would be large

@@ -163,13 +163,11 @@ class CausalModel(Model):
         # As an index: a slice of several rows' last columns is no plain matrix, and the head's product would
         # be batched, with a copy of its weights for every row (bf16 on a CPU).
         last = sent([feed.width - 1], self.device) if last_only else 0
-        inputs = {"position_ids": feed.positions(), "attention_mask": None, self._cache_name: cache}
+        inputs: dict[str, Any] = {"position_ids": feed.positions(), "attention_mask": None}
+        inputs |= {self._cache_name: cache, "logits_to_keep": last, "output_hidden_states": bool(self.taps)}
         token = RUNNING.set(feed)
         try:
-            output = self.module(
-                input_ids=token_BW, use_cache=True, logits_to_keep=last,
-                output_hidden_states=bool(self.taps), **inputs,
-            )  # fmt: skip
+            output = self.module(input_ids=token_BW, use_cache=True, **inputs)
         finally:
             RUNNING.reset(token)
         if self.taps:

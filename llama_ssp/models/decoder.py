@@ -12,6 +12,7 @@ N slots of the cache, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from llama_ssp.models.attention import Pass, Rotary, Scores, rotate
 from llama_ssp.models.linear import Embedding, Head, Reduce
 
 KeysValues = tuple[Tensor, Tensor]  # of one layer: (G, N, D) each
+Caches = list[KeysValues]
+Taps = Collection[int]  # blocks whose inputs are kept
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosines and sines by kind of rotary positions
 Activation = Callable[[Tensor], Tensor]
 
@@ -81,16 +84,24 @@ class WholeNorms(nn.Module):
         return query.to(query_THD.dtype), key.to(key_TGD.dtype)
 
 
-class Attention(nn.Module):
+class Heads(NamedTuple):
     """Heads of this rank: `sizes` are the outputs of the fused layer that are queries, keys and values."""
 
+    sizes: list[int]
+    head_dim: int
+    scores: Scores
+    rotary: str | None
+
+
+class Attention(nn.Module):
+    """Attention of this rank's heads."""
+
     def __init__(
-        self, qkv: nn.Module, output: nn.Module, sizes: list[int], head_dim: int, scores: Scores,
-        rotary: str | None = None, norms: nn.Module | None = None, sink_H: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, qkv: nn.Module, output: nn.Module, heads: Heads, norms: nn.Module | None, sink_H: Tensor | None
+    ) -> None:
         super().__init__()
         self.qkv, self.output, self.norms = qkv, output, norms
-        self.sizes, self.head_dim, self.scores, self.rotary = sizes, head_dim, scores, rotary
+        self.sizes, self.head_dim, self.scores, self.rotary = heads
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
@@ -134,16 +145,16 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One layer; a norm that the architecture lacks is an nn.Identity.
 
-    `parallel`: attention and MLP read the same input; `shared_norm`: after the same norm, too.
+    `parallel`: attention and MLP read the same input; where the MLP has no norm, after the same norm, too.
     """
 
     def __init__(
-        self, attention: Attention, mlp: nn.Module, norms: dict[str, nn.Module], residual_scale: float = 1.0,
-        parallel: bool = False, shared_norm: bool = False,
-    ) -> None:  # fmt: skip
+        self, attention: Attention, mlp: nn.Module, norms: dict[str, nn.Module], scale: float, parallel: bool
+    ) -> None:
         super().__init__()
         self.attention, self.mlp, self.norms = attention, mlp, nn.ModuleDict(norms)
-        self.residual_scale, self.parallel, self.shared_norm = residual_scale, parallel, shared_norm
+        self.residual_scale, self.parallel = scale, parallel
+        self.shared_norm = isinstance(norms["before_mlp"], nn.Identity)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
         norms = self.norms
@@ -177,9 +188,8 @@ class Decoder(nn.Module):
         self.cache_shapes = [(each.sizes[1] // each.head_dim, each.head_dim) for each in attentions]
 
     def forward(
-        self, token_T: Tensor, feed: Pass, caches: list[KeysValues], wanted_R: Tensor | None = None,
-        taps: Collection[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        self, token_T: Tensor, feed: Pass, caches: Caches, wanted_R: Tensor | None = None, taps: Taps = ()
+    ) -> tuple[Tensor, list[Tensor]]:
         """Logits (R, V) of the tokens `wanted_R`, or of all; and what the blocks `taps` are given, (T, H)
         each, in the order of the blocks. The number of blocks names what the last one gives.
 

@@ -25,24 +25,21 @@ from llama_ssp.models.sharding import require_quantised, require_transformers
 log = logging.getLogger(__name__)
 CPU, DISK = "cpu", "disk"
 Spread = dict[str, int | str]  # the device of each module by its name
-Room = tuple[
-    int, int, int
-]  # bytes that weights leave free on the first GPU, on another, and for a layer's caches
+# Bytes that weights leave free on the first GPU, on another, and for a layer's caches.
+Room = tuple[int, int, int]
+Limits = dict[str, str] | Room  # what each device may hold, or what is left free
 
 
 def load_layers(
-    model: ModelConf, path: Path | None, dtype: Dtype, limits: dict[str, str], offload: Path | None,
-    role: str, room: Room = (0, 0, 0),
-) -> CausalModel:  # fmt: skip
-    """The model on all devices, or on those of `limits`; what does not fit goes to folder `offload`.
-
-    Without `limits` the weights leave this `room` on every GPU.
-    """
+    model: ModelConf, path: Path | None, dtype: Dtype, limits: Limits, offload: Path | None, role: str
+) -> CausalModel:
+    """The model on all devices, or on those of `limits`; what does not fit goes to folder `offload`."""
     require_quantised(model)
     require_transformers(model.name, dtype)
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # our own log line says it
     empty = shaped(model, path, dtype, role)
-    spread = spread_with_room(empty, dtype, _limits(limits), (0, 0, 0) if limits else room)
+    sizes, room = (limits, (0, 0, 0)) if isinstance(limits, dict) else ({}, limits)
+    spread = spread_with_room(empty, dtype, _limits(sizes), room)
     _require_possible(spread, dtype, offload, f"{role} {model.name}")
     folder = _folder(offload) if offload and DISK in spread.values() else None
     if path is not None:

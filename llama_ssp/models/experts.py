@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from llama_ssp.models.kernels.build import triton_runs
 from llama_ssp.models.kernels.expert_stacks import DTYPES, MOST_PAIRS, Stack, outputs_of, product, products
 from llama_ssp.models.linear import Reduce
 
+ARGUMENTS = "Tensor x_TH, Tensor weight_TK, Tensor expert_TK, Tensor[] up, Tensor[] down, str up_how, "
+ARGUMENTS += "str down_how, Tensor? up_bias, Tensor? down_bias, str activation, float alpha, float limit"
 ACTIVATIONS: dict[str, Any] = {"silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu}
 ACTIVATIONS["gelu_pytorch_tanh"] = partial(functional.gelu, approximate="tanh")
 
@@ -57,23 +59,31 @@ class Gate:
         return (wide + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
-@torch.library.custom_op("llama_ssp::experts", mutates_args=())
-def apply(
-    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: list[Tensor], down: list[Tensor], up_how: str,
-    down_how: str, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float,
-    limit: float,
-) -> Tensor:  # fmt: skip
+class Layers(NamedTuple):
+    """The two layers of all experts, and what is between them. Biases are (E, 2F) and (E, H)."""
+
+    up: Stack
+    down: Stack
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate: Gate
+
+    @staticmethod
+    def of(up: list[Tensor], down: list[Tensor], up_how: str, down_how: str, *others: Any) -> Layers:
+        """Returns the layers that the operator's arguments describe."""
+        up_bias, down_bias, *gate = others
+        return Layers(Stack(up, up_how), Stack(down, down_how), up_bias, down_bias, Gate(*gate))
+
+
+@torch.library.custom_op("llama_ssp::experts", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
+def apply(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, *layers: Any) -> Tensor:
     """The weighted sum of each token's experts; weights as of `Stack`."""
-    stacks = Stack(up, up_how), Stack(down, down_how)
-    gated = Gate(activation, alpha, limit)
-    return _one_by_one(x_TH, weight_TK, expert_TK, *stacks, up_bias, down_bias, gated)
+    return _one_by_one(x_TH, weight_TK, expert_TK, Layers.of(*layers))
 
 
-def _one_by_one(
-    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: Stack, down: Stack, up_bias: Tensor | None,
-    down_bias: Tensor | None, gated: Gate,
-) -> Tensor:  # fmt: skip
+def _one_by_one(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) -> Tensor:
     """Expert after expert, of those that are chosen."""
+    up, down, up_bias, down_bias, gated = layers
     y_TH, wide = torch.zeros_like(x_TH), outputs_of(up, down)
     for expert in torch.unique(expert_TK).tolist():
         token_C, place_C = torch.where(expert_TK == expert)
@@ -83,15 +93,14 @@ def _one_by_one(
     return y_TH
 
 
-def grouped(
-    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
-    up_bias: Tensor | None, down_bias: Tensor | None, gated: Gate,
-) -> Tensor:  # fmt: skip
+def grouped(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) -> Tensor:
     """Sorts the pairs of a token and an expert by the expert, so that a product has all tokens of one.
 
     pair      (0,2) (0,5) (1,2) (1,0)      of tokens 0 and 1, two experts each
     sorted    (1,0) (0,2) (1,2) (0,5)      experts end at 1, 1, 3, 3, 3, 4: the host does not wait for it
     """
+    up, down, up_bias, down_bias, gated = layers
+    up_EFH, down_EHF = up.parts[0], down.parts[0]
     expert_P, order_P = expert_TK.flatten().sort(stable=True)
     numbers_E = torch.arange(len(up_EFH), device=expert_P.device)
     ends_E = torch.searchsorted(expert_P, numbers_E, right=True).int()
@@ -113,23 +122,19 @@ def can_group(x_TH: Tensor, up: Stack, down: Stack) -> bool:
 
 
 @apply.register_kernel("cuda")
-def apply_on_gpu(
-    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: list[Tensor], down: list[Tensor], up_how: str,
-    down_how: str, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float,
-    limit: float,
-) -> Tensor:  # fmt: skip
+def apply_on_gpu(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, *arguments: Any) -> Tensor:
     """Does not wait for the choice of experts, so that a step can be part of a graph.
 
     Only of many tokens, if they are not bf16 numbers, one expert runs after the other.
     """
-    gated, stacks = Gate(activation, alpha, limit), (Stack(up, up_how), Stack(down, down_how))
-    if expert_TK.numel() > MOST_PAIRS and can_group(x_TH, *stacks):
-        return grouped(x_TH, weight_TK, expert_TK, up[0], down[0], up_bias, down_bias, gated)
+    layers = Layers.of(*arguments)
+    if expert_TK.numel() > MOST_PAIRS and can_group(x_TH, layers.up, layers.down):
+        return grouped(x_TH, weight_TK, expert_TK, layers)
     if not triton_runs() or expert_TK.numel() > MOST_PAIRS or x_TH.dtype not in DTYPES:
-        return _one_by_one(x_TH, weight_TK, expert_TK, *stacks, up_bias, down_bias, gated)
+        return _one_by_one(x_TH, weight_TK, expert_TK, layers)
     expert_P = expert_TK.flatten()
-    gate, wide = products(x_TH, expert_P, stacks[0], up_bias).chunk(2, -1)
-    y_PH = products(gated(gate, wide), expert_P, stacks[1], down_bias)
+    gate, wide = products(x_TH, expert_P, layers.up, layers.up_bias).chunk(2, -1)
+    y_PH = products(layers.gate(gate, wide), expert_P, layers.down, layers.down_bias)
     return (y_PH.view(*expert_TK.shape, -1) * weight_TK[..., None]).sum(1)
 
 
@@ -145,11 +150,9 @@ class Experts(nn.Module):
     router is on every rank, with the same input, so all choose the same experts.
     """
 
-    def __init__(
-        self, router: nn.Module, up: Stack, down: Stack, up_bias_EF: Tensor | None,
-        down_bias_EH: Tensor | None, gate: Gate, routing: Routing, reduce: Reduce | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, router: nn.Module, layers: Layers, routing: Routing, reduce: Reduce | None) -> None:
         super().__init__()
+        up, down, up_bias_EF, down_bias_EH, gate = layers
         self.router, self.gate, self.routing, self.reduce = router, gate, routing, reduce
         self.hows = up.how, down.how
         self.up, self.down = (

@@ -41,31 +41,23 @@ class Names:
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 LLAMA_NAMES = Names()
-SANDWICHED = replace(
-    LLAMA_NAMES, after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)  # fmt: skip
-NEOX_NAMES = Names(
-    "gpt_neox.embed_in", "", "gpt_neox.layers", "gpt_neox.final_layer_norm",
-    qkv=("attention.query_key_value",), output="attention.dense", up=("mlp.dense_h_to_4h",),
-    down="mlp.dense_4h_to_h",
-)  # fmt: skip
-FALCON_NAMES = Names(
-    "transformer.word_embeddings", "", "transformer.h", "transformer.ln_f",
-    qkv=("self_attention.query_key_value",), output="self_attention.dense", up=("mlp.dense_h_to_4h",),
-    down="mlp.dense_4h_to_h",
-)  # fmt: skip
-GPT_NEO_NAMES = Names(
-    "transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f",
-    before_attention="ln_1", before_mlp="ln_2",
-    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
-    output="attn.attention.out_proj", up=("mlp.c_fc",), down="mlp.c_proj",
-)  # fmt: skip
-OPT_NAMES = Names(
-    "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.layers",
-    "model.decoder.final_layer_norm", before_attention="self_attn_layer_norm",
-    before_mlp="final_layer_norm", output="self_attn.out_proj", up=("fc1",), down="fc2",
-)  # fmt: skip
+AROUND_MLP: Any = {"before_mlp": "pre_feedforward_layernorm", "after_mlp": "post_feedforward_layernorm"}
+SANDWICHED = replace(LLAMA_NAMES, after_attention="post_attention_layernorm", **AROUND_MLP)
+NEOX_MLP: Any = {"up": ("mlp.dense_h_to_4h",), "down": "mlp.dense_4h_to_h"}
+NEOX_MODEL = "gpt_neox.embed_in", "", "gpt_neox.layers", "gpt_neox.final_layer_norm"
+NEOX_NAMES = Names(*NEOX_MODEL, qkv=("attention.query_key_value",), output="attention.dense", **NEOX_MLP)
+FALCON_MODEL = "transformer.word_embeddings", "", "transformer.h", "transformer.ln_f"
+FALCON_HEADS: Any = {"qkv": ("self_attention.query_key_value",), "output": "self_attention.dense"}
+FALCON_NAMES = Names(*FALCON_MODEL, **FALCON_HEADS | NEOX_MLP)
+GPT_NEO_MODEL = "transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f"
+GPT_NEO_QKV = "attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"
+GPT_NEO_NORMS: Any = {"before_attention": "ln_1", "before_mlp": "ln_2"}
+GPT_NEO_LAYERS: Any = {"output": "attn.attention.out_proj", "up": ("mlp.c_fc",), "down": "mlp.c_proj"}
+GPT_NEO_NAMES = Names(*GPT_NEO_MODEL, qkv=GPT_NEO_QKV, **GPT_NEO_NORMS | GPT_NEO_LAYERS)
+OPT_MODEL = "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.layers"
+OPT_NORMS: Any = {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"}
+OPT_LAYERS: Any = {"output": "self_attn.out_proj", "up": ("fc1",), "down": "fc2"}
+OPT_NAMES = Names(*OPT_MODEL, "model.decoder.final_layer_norm", **OPT_NORMS | OPT_LAYERS)
 
 
 def _falcon_norms(config: Any) -> tuple[str, str]:

@@ -54,30 +54,16 @@ def load(
     """
     config = config_of(model, path, role)
     against = reason_against(config)
-    if against is None:
-        return _decoder(model, config, path, dtype, device, role, ranks, fast, watch)
-    if ranks.world > 1:
-        raise unsplit(f"{role} {model.name}", against)
-    require_quantised(model)
-    require_transformers(model.name, dtype)
-    causal = tried(CausalModel(load_module(model, path, dtype, device, role), model.name))
-    log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
-    return causal
-
-
-def _decoder(
-    model: ModelConf, config: Any, path: Path | None, dtype: Dtype, device: torch.device, role: str,
-    ranks: Ranks, fast: bool, watch: ReadWatch,
-) -> DecoderModel:  # fmt: skip
+    if against is not None:
+        if ranks.world > 1:
+            raise unsplit(f"{role} {model.name}", against)
+        require_quantised(model)
+        require_transformers(model.name, dtype)
+        causal = tried(CausalModel(load_module(model, path, dtype, device, role), model.name))
+        log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
+        return causal
     require_quantised(model, ranks.world)
-    drafts = role == DRAFT
-    # Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
-    coded = dtype in OWN_CODES
-    heads = model.n_heads, model.n_kv_heads, model.head_dim
-    is_built = (fast or coded) and has_kernels(model.name, dtype, device, heads)
-    fast = fast and is_built
-    kernels = Kernels.all if fast else Kernels.codes if is_built else Kernels.none
-    form = LayerFormat(dtype=dtype, device=device, kernels=kernels, keeps_codes=dtype is Dtype.packed)
+    form, drafts = _form(model, dtype, device, fast), role == DRAFT
     held = form.numbers
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
@@ -101,7 +87,17 @@ def _decoder(
             level = logging.INFO
             line += f"; activations are not quantised: inputs stay in {str(held).removeprefix('torch.')}"
     log.log(level, line)
-    return (stepped(device) if fast else DecoderModel)(made, config, model.name, ranks)
+    kind = stepped(device) if form.kernels is Kernels.all else DecoderModel
+    return kind(made, config, model.name, ranks)
+
+
+def _form(model: ModelConf, dtype: Dtype, device: torch.device, fast: bool) -> LayerFormat:
+    """Returns how layers are held. Codes need their kernel in eager steps, too: to decode them for each
+    product takes many times as long."""
+    heads = model.n_heads, model.n_kv_heads, model.head_dim
+    is_built = (fast or dtype in OWN_CODES) and has_kernels(model.name, dtype, device, heads)
+    kernels = Kernels.none if not is_built else Kernels.all if fast else Kernels.codes
+    return LayerFormat(dtype=dtype, device=device, kernels=kernels, keeps_codes=dtype is Dtype.packed)
 
 
 def stepped(device: torch.device) -> type[SteppedModel]:

@@ -78,6 +78,7 @@ def shape_of(config: Any) -> Shape:
     many = family.multipliers
     experts = int(_first(config, EXPERTS) or 0) if family.names.router else 0
     ffn = int(getattr(config, family.mlp_key) or 4 * config.hidden_size)
+    scaled = config.hidden_size**0.5 if family.scaled_embedding else 1.0
     return Shape(
         family=family,
         dim=int(config.hidden_size),
@@ -93,8 +94,7 @@ def shape_of(config: Any) -> Shape:
         scale=_score_scale(config, family, head_dim),
         softcap=getattr(config, "attn_logit_softcapping", None) if family.softcap else None,
         logit_softcap=_first(config, ("final_logit_softcapping",)),
-        embedding_scale=config.hidden_size**0.5 if family.scaled_embedding
-        else float(config.embedding_multiplier) if many else 1.0,
+        embedding_scale=float(config.embedding_multiplier) if many else scaled,
         residual_scale=float(config.residual_multiplier) if many else 1.0,
         logit_divisor=float(config.logits_scaling) if many else 1.0,
         parallel=any(getattr(config, key) for key in family.parallel),
@@ -105,7 +105,7 @@ def shape_of(config: Any) -> Shape:
         # Of gpt-oss; transformers 5.17 has these two numbers in its code, and not in the config.
         gate_alpha=float(getattr(config, "swiglu_alpha", 1.702)) if family.clamped else 0.0,
         gate_limit=float(getattr(config, "swiglu_limit", 7.0)) if family.clamped else 0.0,
-    )  # fmt: skip
+    )
 
 
 def norms_of(config: Any) -> dict[str, str]:

@@ -18,6 +18,8 @@ from llama_ssp.models.feed import Row
 from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import large_pages
 
+Shapes = list[tuple[int, int]]  # KV heads and head size of every layer
+
 
 @dataclass(eq=False)
 class SlotCache:
@@ -31,10 +33,8 @@ class SlotCache:
 
     @staticmethod
     def of(
-        rows: int, capacity: int, shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device,
-        tally: Tally,
-    ) -> SlotCache:  # fmt: skip
-        """`shapes`: KV heads and head size of every layer."""
+        rows: int, capacity: int, shapes: Shapes, dtype: torch.dtype, device: torch.device, tally: Tally
+    ) -> SlotCache:
         layers = []
         for heads, size in shapes:
             shape = heads, rows * capacity, size

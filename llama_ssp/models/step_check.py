@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.config import Dtype, llama
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.assemble import decoder, wanted
@@ -31,19 +31,18 @@ PASSED = ""
 
 @torch.inference_mode()
 def difference(
-    model: SteppedModel, widths: Iterable[int], rows: Iterable[int], steps: int, slack: int = 1,
-    capacity: int = 0,
-) -> str:  # fmt: skip
+    model: SteppedModel, widths: Iterable[int], rows: Iterable[int], steps: int, slack: int = 1, room: int = 0
+) -> str:
     """Why compiled steps give other logits than eager ones over the same tokens; PASSED if they do not.
 
     Each has a cache of its own. Eager steps, with their sums over ranks, come between the compiled ones.
-    Caches of a `capacity` are those that a run will have, one after the other.
+    Caches with `room` for so many tokens are those that a run will have, one after the other.
     """
     rounding, caches, reason = TOLERANCE[model.dtype], list[SlotCache](), PASSED
     for count, width in itertools.product(rows, widths):
-        if capacity:
+        if room:
             caches.clear()  # the next one takes its memory
-        caches.append(model.new_cache(count, max(capacity, steps * width)))
+        caches.append(model.new_cache(count, max(room, steps * width)))
         eager_cache = DecoderModel.new_cache(model, count, steps * width)
         numbers, before_BWV = torch.Generator().manual_seed(width), None
         for step in range(steps):  # all of them, whatever is found: other ranks wait in their sums
@@ -88,10 +87,7 @@ class RandomWeights:
 def small_model(dtype: Dtype, device: torch.device, ranks: Ranks) -> SteppedModel:
     """This rank's part of a Llama of two layers with random weights; raises DistributedError if eager."""
     heads = 2 * max(4, ranks.world), max(4, ranks.world), 64
-    shape = ModelConf(
-        name="trial", family="llama", n_layers=2, n_heads=heads[0], n_kv_heads=heads[1], head_dim=heads[2],
-        dim=1024, ffn=2048, vocab=4096, context=1024,
-    )  # fmt: skip
+    shape = llama("trial", (2, *heads, 1024, 2048, 4096, 1024))
     if not has_kernels(shape.name, dtype, device, heads):
         raise DistributedError("there is no kernel for compiled steps", str(device))
     config, form = config_for(shape), LayerFormat(dtype=dtype, device=device, kernels=Kernels.all)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
-from llama_ssp.models.decoder import Decoder, KeysValues
+from llama_ssp.models.decoder import Caches, Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.feed import Feed
@@ -40,9 +40,9 @@ from llama_ssp.models.slot_cache import SlotCache
 log = logging.getLogger(__name__)
 
 # A step gives logits, then what the model's taps are given.
-Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], list[Tensor]]
+Step = Callable[[Tensor, Tensor, Tensor, Caches], list[Tensor]]
 # Tokens, their positions and first slots; caches.
-Arguments = tuple[Tensor, Tensor, Tensor, list[KeysValues]]
+Arguments = tuple[Tensor, Tensor, Tensor, Caches]
 SHORT = 40  # tokens of prompts that a step reads faster than an eager pass, though it makes logits of all
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
 
@@ -139,7 +139,7 @@ class SteppedModel(DecoderModel):
         began = time.perf_counter()
         x, *where, caches = arguments
         loaded: dict[Path, Program] = {}
-        calls: list[tuple[Program, Section, slice]] = []
+        calls = list[Call]()
         kinds = kinds_of(self.decoder, self.config)
         for section, blocks in sections_of(self.decoder, kinds, tapped=bool(self.taps)):
             spec = ProgramSpec(run_section, section, (x, *where, caches[blocks]), kinds[blocks])
@@ -161,7 +161,7 @@ class Section(nn.Module):
         self.rotaries, self.blocks, self.tapped = decoder.rotaries, decoder.blocks[blocks], tapped
         self.first, self.last = decoder if first else None, decoder if last else None
 
-    def forward(self, x: Tensor, feed: attention.Pass, caches: list[KeysValues]) -> list[Tensor]:
+    def forward(self, x: Tensor, feed: attention.Pass, caches: Caches) -> list[Tensor]:
         """Returns what each part gives if states are tapped, else what the last part gives."""
         states = [x]
         if self.first is not None:
@@ -178,7 +178,7 @@ class Section(nn.Module):
 
 
 def run_section(
-    section: Section, x: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]
+    section: Section, x: Tensor, position_T: Tensor, first_T: Tensor, caches: Caches
 ) -> list[Tensor]:
     """The function that torch traces: what differs from call to call is an argument, weights too."""
     check: Any = torch._check
@@ -188,10 +188,12 @@ def run_section(
     return section(x, feed, caches)  # type: ignore[no-any-return]
 
 
+Call = tuple[Program, Section, slice]
+
+
 def run_programs(
-    calls: list[tuple[Program, Section, slice]], taps: list[int], token_T: Tensor, position_T: Tensor,
-    first_T: Tensor, caches: list[KeysValues],
-) -> list[Tensor]:  # fmt: skip
+    calls: list[Call], taps: list[int], token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: Caches
+) -> list[Tensor]:
     """Returns the logits, then the states that are tapped."""
     x, states = token_T, list[Tensor]()
     for program, section, blocks in calls:

@@ -206,7 +206,7 @@ def _loaded(held: HeldModel) -> Model:
     what, name = (placed.model, placed.path, placed.dtype), f"{placed.role} {placed.model.name}"
     if placed.splitting is Splitting.layers:
         with waiting(f"{name}: reading weights"):
-            return load_layers(*what, placed.max_memory, placed.offload, placed.role, placed.room)
+            return load_layers(*what, placed.max_memory or placed.room, placed.offload, placed.role)
     if placed.splitting is Splitting.deepspeed and held.group.world > 1:
         with waiting(f"{name}: reading weights"):
             return load_deepspeed(*what, placed.device, placed.role, held.group)

@@ -147,10 +147,9 @@ class Header:
         # These are compared here, before memory is planned, and all tensors before a weight is read.
         queries, keys = heads * head_dim, kv_heads * head_dim
         qkv, outputs = ("attn_qkv", queries + 2 * keys) if "blk.0.attn_qkv" in shapes else ("attn_k", keys)
-        claimed = {
-            "token_embd": (rows, dim), f"blk.0.{qkv}": (outputs, dim), "blk.0.attn_output": (dim, queries),
-            f"blk.{layers - 1}.ffn_down": (dim, ffn), f"blk.{layers}.ffn_down": None,
-        }  # fmt: skip
+        claimed: dict[str, Any] = {"token_embd": (rows, dim), f"blk.0.{qkv}": (outputs, dim)}
+        claimed |= {"blk.0.attn_output": (dim, queries), f"blk.{layers - 1}.ffn_down": (dim, ffn)}
+        claimed |= {f"blk.{layers}.ffn_down": None}
         for name, shape in claimed.items():
             if shapes.get(name) != shape:
                 what, where = "a tensor contradicts the header's sizes", f"{self.path}: {name}.weight"

@@ -95,14 +95,16 @@ class Matrix:
                 yield found.cut(cut) if isinstance(found, Coded) else taken(found, cut)
 
 
+Block = tuple[int, int]  # outputs and inputs that share a scale
+
+
 class Scaled(Matrix):
     """Codes of a byte each in `weight`, and a grid of scales: FP8, int8, LLM.int8."""
 
     def __init__(
-        self, stored: Mapping[str, Stored], scale: str, block: tuple[int, int] | None, wide: bool,
-        unit: float = 1.0,
-    ) -> None:  # fmt: skip
-        """`scale`: the name of the scales; `block`: outputs and inputs of one; `wide`: computes in fp32."""
+        self, stored: Mapping[str, Stored], scale: str, block: Block | None, wide: bool, unit: float = 1.0
+    ) -> None:
+        """`scale`: the name of the scales; `wide`: computes in fp32."""
         super().__init__(stored)
         weight, self.scale, self.wide = stored[".weight"], stored[scale], wide
         self.zero = stored.get(".weight_zero_point")

@@ -18,10 +18,7 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
 BLOCK_OF_4_BIT = 64  # of bitsandbytes: weights with one scale
 # Of these tensors and of other formats' codes: endings that no plain model has.
-CODES = (
-    ".SCB", ".absmax", ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".q_weight",
-    ".W_q", "_qdata",
-)  # fmt: skip
+CODES = (*SCALES[:4], ".weight_scale", ".weight_scale_inv", ".q_weight", ".W_q", "_qdata")
 ACTIVATIONS = ("input_activations", "output_activations")  # of a group of compressed-tensors
 PLAIN = {"F64", "F32", "F16", "BF16"}
 READABLE = (
@@ -177,10 +174,8 @@ def _compressed(claim: Mapping[str, Any]) -> QuantisedConfig:
     block, args = next(iter(blocks), None), next(iter(weights), dict[str, Any]())
     activations = any(group.get(key) for group in groups for key in ACTIVATIONS)
     every = tuple(_sizes(args, _block(args)) for args in weights)
-    return QuantisedConfig(
-        "compressed-tensors", name, *_sizes(args, block), zeros=args.get("symmetric") is False, block=block,
-        activations=activations, every=every,
-    )  # fmt: skip
+    said: Any = {"zeros": args.get("symmetric") is False, "block": block, "activations": activations}
+    return QuantisedConfig("compressed-tensors", name, *_sizes(args, block), every=every, **said)
 
 
 def _kind(args: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ class Eagle3(nn.Module):
         self.fc, self.state_norms = fc, nn.ModuleList(state_norms)
         self.norms = nn.ModuleDict(norms)  # of the token, of the states, before the MLP, before the head
         self.attention, self.mlp, self.rotary, self.head = attention, mlp, rotary, head
+        self.attentions = [attention]
         self.normed_residual, self.normed_output = settings.norm_before_residual, settings.norm_output
 
     def fused(self, state_TX: Tensor) -> Tensor:
@@ -74,12 +75,12 @@ class DFlash(nn.Module):
     """The layers of a DFlash head."""
 
     def __init__(
-        self, embedding_VH: Tensor, fc: nn.Module, state_norm: Norm, norm: Norm, blocks: list[Block],
-        rotary: Rotary, head: nn.Module,
-    ) -> None:  # fmt: skip
+        self, embedding_VH: Tensor, fc: nn.Module, norms: list[Norm], blocks: list[Block], *last: nn.Module
+    ) -> None:
+        """`norms`: of the states, and before the head; `last`: rotary positions and the head."""
         super().__init__()
         self.embedding = nn.Parameter(embedding_VH, requires_grad=False)
-        self.fc, self.state_norm, self.norm, self.rotary, self.head = fc, state_norm, norm, rotary, head
+        self.fc, (self.state_norm, self.norm), (self.rotary, self.head) = fc, norms, last
         self.blocks, self.attentions = nn.ModuleList(blocks), [block.attention for block in blocks]
 
     def remember(self, state_TX: Tensor, feed: Pass, caches: list[KeysValues]) -> None:

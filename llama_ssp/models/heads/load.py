@@ -73,8 +73,8 @@ class DFlashAssembly(HeadAssembly):
     def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> DFlash:
         blocks = [self.block(f"layers.{n}.", block) for n, block in enumerate(self.shape.blocks)]
         rotary = self.rotaries()[self.shape.blocks[0].rotary or ""]
-        norms = self.norm("hidden_norm"), self.norm("norm")
-        return DFlash(embedding_VH, fc, *norms, blocks, rotary, output).eval()
+        norms = [self.norm("hidden_norm"), self.norm("norm")]
+        return DFlash(embedding_VH, fc, norms, blocks, rotary, output).eval()
 
 
 class Eagle3Assembly(HeadAssembly):
@@ -93,15 +93,12 @@ class Eagle3Assembly(HeadAssembly):
         if settings.fc_norm:
             count = len(settings.taps or range(3))
             state_norms = [self.norm(f"fc_norm.{n}", settings.inputs // count) for n in range(count)]
-        return Eagle3(
-            settings, embedding_VH, fc, state_norms,
-            {
-                "token": self.norm(f"{name}.input_layernorm"), "states": self.norm(f"{name}.hidden_norm"),
-                "before_mlp": self.norm(f"{name}.post_attention_layernorm"), "output": self.norm("norm"),
-            },
-            self.attention(f"{name}.", block), self.dense_mlp(f"{name}."),
-            self.rotaries()[block.rotary or ""], output,
-        ).eval()  # fmt: skip
+        norms = {"token": self.norm(f"{name}.input_layernorm"), "states": self.norm(f"{name}.hidden_norm")}
+        norms["before_mlp"] = self.norm(f"{name}.post_attention_layernorm")
+        norms["output"] = self.norm("norm")
+        layers = self.attention(f"{name}.", block), self.dense_mlp(f"{name}.")
+        rotary = self.rotaries()[block.rotary or ""]
+        return Eagle3(settings, embedding_VH, fc, state_norms, norms, *layers, rotary, output).eval()
 
 
 def load_head(
@@ -120,10 +117,9 @@ def load_head(
     names, taps = wanted(config, settings), settings.taps_of(layers)
     last = layers - bool(settings.drafts)  # what is there is normed for some
     if wrong := [tap for tap in taps if not 0 <= tap <= last or taps.count(tap) > 1]:
-        raise ModelError(
-            "the head reads layers that the target cannot give", path, found=", ".join(map(str, wrong)),
-            allowed=f"0..{last}, each once", fix="use a head of this target",
-        )  # fmt: skip
+        what, found = "the head reads layers that the target cannot give", ", ".join(map(str, wrong))
+        fix = "use a head of this target"
+        raise ModelError(what, path, found=found, allowed=f"0..{last}, each once", fix=fix)
     lent: list[Tensor | None] = [None, None]
     shared = []
     for output in (False, True):
@@ -139,7 +135,10 @@ def load_head(
         layers_of_head, ids_E = assembly.made(*lent), assembly.ids()
         _require_ids(path, settings, ids_E, source)
     log.debug("draft %s: %s head, %s on %s", name, settings.kind, dtype.value, device)
-    return assembly.model(layers_of_head, config, settings, taps, name, ids_E, tuple(shared), fast)
+    model = assembly.model(layers_of_head, config, settings, taps, name, fast)
+    model.ids_E = None if ids_E is None else ids_E.to(model.device)
+    model.shared = {tensor.data_ptr() for tensor in shared}
+    return model
 
 
 def block_config(path: Path, settings: HeadSettings) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
-from llama_ssp.models.decoder import Attention, KeysValues
+from llama_ssp.models.decoder import KeysValues
 from llama_ssp.models.feed import sent
 from llama_ssp.models.graph_sizes import WIDEST
 from llama_ssp.models.heads.layers import DFlash, Eagle3
@@ -33,30 +33,27 @@ class HeadModel(Loaded):
 
     ranks = ALONE
     drafts = 0  # of one pass; 0: they come one after the other
+    ids_E: Tensor | None = None  # the target's ids of the head's tokens; None if they are the same
+    shared: Collection[int] = ()  # addresses of tensors of the target's, which count there
 
     def __init__(
-        self, head: Eagle3 | DFlash, attentions: list[Attention], config: Any, taps: tuple[int, ...],
-        name: str, ids_E: Tensor | None = None, shared: tuple[Tensor, ...] = (), fast: bool = False,
-    ) -> None:  # fmt: skip
-        """`ids_E`: the target's ids of the head's tokens; None if they are the same.
-
-        `shared`: tensors of the target's, which count there. `fast`: with compiled steps.
-        """
+        self, head: Eagle3 | DFlash, config: Any, taps: tuple[int, ...], name: str, fast: bool
+    ) -> None:
+        """`fast`: with compiled steps."""
         self.config, self.name, self.taps, self.is_compiled = config, name, taps, fast
         self.vocab, self.context = int(config.vocab_size), int(config.max_position_embeddings)
         weight = head.embedding
         self.dim, self.device, self.dtype = int(config.hidden_size), weight.device, weight.dtype
-        self.ids_E = None if ids_E is None else ids_E.to(self.device)
         self.attend: attention.Attend = attention.attend_rows
-        self.caches, self._layers, self._shared = Tally(), head, {tensor.data_ptr() for tensor in shared}
-        self._cache_shapes = [(item.sizes[1] // item.head_dim, item.head_dim) for item in attentions]
+        self.caches, self._layers = Tally(), head
+        self._cache_shapes = [(item.sizes[1] // item.head_dim, item.head_dim) for item in head.attentions]
 
     @property
     def weights_bytes(self) -> int:
         tensors = [*self._layers.parameters(), *self._layers.buffers(), *scales_of(self._layers)]
         if self.ids_E is not None:
             tensors.append(self.ids_E)
-        return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in self._shared}.values())
+        return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in self.shared}.values())
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         return SlotCache.of(rows, capacity, self._cache_shapes, self.dtype, self.device, self.caches)
@@ -70,7 +67,7 @@ class DFlashModel(HeadModel):
     """A head that gives all drafts in one pass. It runs eagerly: there is one pass a round."""
 
     def __init__(self, head: DFlash, config: Any, settings: DFlashSettings, *how: Any) -> None:
-        super().__init__(head, head.attentions, config, *how)
+        super().__init__(head, config, *how)
         self.attend = attention.attend_blocks
         self.head, self.width, self.drafts = head, settings.width, settings.drafts
         self.mask_token = settings.mask_token
@@ -95,7 +92,7 @@ class Eagle3Model(HeadModel):
     """A head that drafts one token after the other; z is what it makes of g and a token, and the next g."""
 
     def __init__(self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any) -> None:
-        super().__init__(head, [head.attention], config, *how)
+        super().__init__(head, config, *how)
         self.head, self.settings = head, settings
         if self.is_compiled and self.device.type == "cpu":
             self.attend = attention_kernel.attend

@@ -170,10 +170,8 @@ def _dflash(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: 
         raise ModelError(what, path, found=found, allowed="as many inputs as these layers give", fix=REFETCH)
     heads = len(output := shapes.get("lm_head.weight", ())) == 2
     block.update(model_type="qwen3", tie_word_embeddings=False)
-    return DFlashSettings(
-        block, output[0] if heads else whole, found_taps, wide[1], "embed_tokens.weight" in shapes,
-        heads, width, mask, bool(anchor),
-    )  # fmt: skip
+    vocab, embeds = output[0] if heads else whole, "embed_tokens.weight" in shapes
+    return DFlashSettings(block, vocab, found_taps, wide[1], embeds, heads, width, mask, bool(anchor))
 
 
 def _taps(path: Path, content: dict[str, Any]) -> tuple[int, ...] | None:

@@ -21,10 +21,9 @@ def attend(
     feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
     """Computes `models.attention.attend_rows`; a row's tokens stand together, at rising positions."""
-    y_THD: Tensor = torch.ops.llama_ssp.attend(
-        query_THD, keys_GND, values_GND, feed.first_T, feed.position_T, scores.scale,
-        scores.window or 0, scores.softcap or 0.0, None if sink_H is None else sink_H.float(),
-    )  # fmt: skip
+    numbers = scores.scale, scores.window or 0, scores.softcap or 0.0
+    given = feed.first_T, feed.position_T, *numbers, None if sink_H is None else sink_H.float()
+    y_THD: Tensor = torch.ops.llama_ssp.attend(query_THD, keys_GND, values_GND, *given)
     return y_THD
 
 

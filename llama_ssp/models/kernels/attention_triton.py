@@ -37,16 +37,14 @@ LEAST_ROWS, ROWS = 16, 64  # of a product: tokens and heads; tensor cores need 1
 PROGRAMS = 512  # of all KV heads, for a row: a GPU has some 130 processors with several programs each
 FEW = 16  # tokens; where there are more, each has fewer parts, which bounds the memory of their sums
 LEAST_PARTS, MOST_PARTS = 4, 128
-CHUNK = 64  # numbers of a head; each program merges this many
+CHUNK = tl.constexpr(64)  # numbers of a head; each program merges this many
 WARPS, STAGES = 4, 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def attend(
-    query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, first_T: Tensor, position_T: Tensor,
-    scale: float, window: int, softcap: float, sink_H: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """(T, H, D), as `models.attention.attend_rows`; T is not 0, and a `window` or `softcap` of 0 is none."""
+def attend(query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, *others: Any) -> Tensor:
+    """Computes the operator of attention.py, (T, H, D); T is not 0; a `window` or `softcap` of 0 is none."""
+    first_T, position_T, scale, window, softcap, sink_H = others
     query_THD = query_THD.contiguous()
     (tokens, heads, size), (groups, slots, _) = query_THD.shape, keys_GND.shape
     y_THD, parts = torch.empty_like(query_THD), parts_of(tokens, groups)
@@ -55,13 +53,12 @@ def attend(
     sizes = constants(tokens, heads // groups, size, query_THD.element_size())
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which may be another
     with device_of(query_THD):
-        attend_part[(tokens, groups, parts)](
-            query_THD, keys_GND, values_GND, first_T, position_T, *found, tokens, slots,
-            SCALE=scale, WINDOW=window, SOFTCAP=softcap, PARTS=parts, **sizes,
-            num_warps=warps_of(sizes["ROWS"]), num_stages=STAGES,
-        )  # fmt: skip
-        merge_parts[(tokens * heads, triton.cdiv(size, CHUNK))](
-            *found, sink_H, y_THD, heads, SIZE=size, PARTS=parts, CHUNK=CHUNK, num_warps=WARPS
+        tensors = query_THD, keys_GND, values_GND, first_T, position_T
+        how = {"SCALE": scale, "WINDOW": window, "SOFTCAP": softcap, "num_stages": STAGES}
+        how |= {**sizes, "PARTS": parts, "num_warps": warps_of(sizes["ROWS"])}
+        attend_part[(tokens, groups, parts)](*tensors, *found, tokens, slots, **how)
+        merge_parts[(tokens * heads, triton.cdiv(size, CHUNK.value))](
+            *found, sink_H, y_THD, heads, SIZE=size, PARTS=parts, num_warps=WARPS
         )
     return y_THD
 
@@ -158,9 +155,8 @@ def _attend_part(
 
 
 def _merge_parts(
-    sum_ptr, top_ptr, total_ptr, sink_ptr, y_ptr, heads,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    sum_ptr, top_ptr, total_ptr, sink_ptr, y_ptr, heads, SIZE: tl.constexpr, PARTS: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64)
     size_D = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     part_P = place * PARTS + tl.arange(0, PARTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +46,15 @@ class DecodedLinear(nn.Module):
         return product
 
 
-@torch.library.custom_op("llama_ssp::linear_decoded", mutates_args=())  # for torch.compile, one operation
-def linear_decoded(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, shifts: Tensor | None,
-    bias: Tensor | None, table: str, group: int, unit: float,
-) -> Tensor:  # fmt: skip
-    weight = Coded(Codes(table, group, unit), x.shape[-1], codes, scales, zeros, shifts)
+DECODED = "(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? shifts, Tensor? bias"
+DECODED += ", str table, SymInt group, float unit) -> Tensor"
+
+
+# For torch.compile, one operation.
+@torch.library.custom_op("llama_ssp::linear_decoded", mutates_args=(), schema=DECODED)
+def linear_decoded(x: Tensor, codes: Tensor, scales: Tensor, *others: Any) -> Tensor:
+    zeros, shifts, bias, *kind = others
+    weight = Coded(Codes(*kind), x.shape[-1], codes, scales, zeros, shifts)
     return functional.linear(x, weight.decoded(x.dtype), bias)
 
 
@@ -142,8 +146,6 @@ def _define() -> None:
         torch.library.register_fake(name, functools.partial(_shaped, dtype=dtype))
 
 
-def _shaped(
-    x: Tensor, _codes: Tensor, _table: Tensor, _scales: Tensor, _offsets: Tensor | None, _bias: Tensor | None,
-    outputs: int, _group: int, _table_number: int, dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+def _shaped(x: Tensor, *others: Any, dtype: torch.dtype | None = None) -> Tensor:
+    *_, outputs, _group, _table_number = others
     return x.new_empty(*x.shape[:-1], outputs, dtype=dtype)

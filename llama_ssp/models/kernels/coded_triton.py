@@ -62,16 +62,15 @@ QUICK_4: Any = tl.constexpr("""{
     prmt.b32 $3, high, 0x43434343, 0x4342;
 }""")
 QUICK = ("int8", "uint4", "int4")
-FACTORS: Any = (
-    None  # what is multiplied: as x; triton's interpreter has no 16-bit products, and needs float32
-)
+FACTORS: Any = None  # what is multiplied: as x; triton's interpreter, without 16-bit products, needs float32
 
 
-def linear_coded(
-    x: Tensor, codes: Tensor, table: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None,
-    outputs: int, group: int, table_number: int, wide: bool = False,
-) -> Tensor:  # fmt: skip
-    """y = x W^T + bias, with sums in 32 bits; codes, scales and offsets have a row for each output."""
+def linear_coded(x: Tensor, codes: Tensor, table: Tensor, *others: Any, wide: bool = False) -> Tensor:
+    """Computes the operators of coded.py: y = x W^T + bias, with sums in 32 bits.
+
+    Codes, scales and offsets have a row for each output.
+    """
+    scales, offsets, bias, outputs, group, table_number = others
     dense, inputs = x.contiguous(), x.shape[-1]
     y = x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if wide else x.dtype)
     rows = x.numel() // inputs
@@ -84,10 +83,9 @@ def linear_coded(
     warps, stages = how(rows, sizes)
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
-        kernel[grid](
-            dense, codes, table, scales, offsets, bias, y, rows, outputs, inputs, codes.shape[1],
-            scales.shape[1], group, **sizes, FACTORS=factors, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        tensors, shape = (dense, codes, table, scales, offsets, bias, y), (rows, outputs, inputs)
+        given = *shape, codes.shape[1], scales.shape[1], group
+        kernel[grid](*tensors, *given, **sizes, FACTORS=factors, num_warps=warps, num_stages=stages)
     return y
 
 

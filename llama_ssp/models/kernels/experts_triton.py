@@ -32,10 +32,9 @@ def products(x_MK: Tensor, expert_P: Tensor, weight_ENK: Tensor, bias_EN: Tensor
         return y_PN
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x_MK):
-        multiply[triton.cdiv(outputs, OUTPUTS), pairs](
-            x_MK.contiguous(), expert_P, weight_ENK, bias_EN, y_PN, pairs, outputs, inputs,
-            **constants(pairs, len(x_MK), x_MK.element_size()), num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
+        tensors, sizes = (x_MK.contiguous(), expert_P, weight_ENK, bias_EN, y_PN), (pairs, outputs, inputs)
+        how = {**constants(pairs, len(x_MK), x_MK.element_size()), "num_warps": WARPS, "num_stages": STAGES}
+        multiply[triton.cdiv(outputs, OUTPUTS), pairs](*tensors, *sizes, **how)
     return y_PN
 
 
