@@ -74,7 +74,7 @@ class CountConf(TaskConf):
     text: str = key(MISSING, "The text.")
 
 
-TASKS: dict'''
+WRITING: list'''
 TASK = '''"""task=count: how many tokens a text has."""
 
 from typing import Any
@@ -94,7 +94,7 @@ class CountTask(Task[CountConf]):
 SCHEMA, NGRAM = "llama_ssp/config/schema.py", "llama_ssp/speculative/drafters/ngram.py"
 RULES, TASKS = "llama_ssp/speculative/verification.py", "llama_ssp/config/tasks.py"
 RUNNER = "llama_ssp/tasks/runner.py"
-IMPORT = "\nfrom llama_ssp.tasks.count import CountTask\n\nTASKS: dict"
+IMPORT = "\nfrom llama_ssp.tasks.count import CountTask\n\nWRITING: list"
 ROW = '    "seed_oss": Family(QKV, ("", "mlp_bias")),\n    "smollm3": '
 # Of each addition: the files, and what is put in place of what there.
 ADDITIONS: dict[str, list[tuple[str, str, str]]] = {
@@ -116,10 +116,10 @@ ADDITIONS: dict[str, list[tuple[str, str, str]]] = {
         ("llama_ssp/planner/storage.py", "\nMADE = {", '\nMADE = {Dtype.wide: Kept(8, 32, 2, "int8"),'),
     ],
     "task": [
-        (TASKS, "\nTASKS: dict", CONF),
-        (TASKS, "PlanConf, CalibrateConf,", "PlanConf, CalibrateConf, CountConf,"),
-        (RUNNER, "\nTASKS: dict", IMPORT),
-        (RUNNER, '"agree": AgreeTask,', '"agree": AgreeTask, "count": CountTask,'),
+        (TASKS, "\nWRITING: list", CONF),
+        (TASKS, "PlanConf, CalibrateConf]", "PlanConf, CalibrateConf, CountConf]"),
+        (RUNNER, "\nWRITING: list", IMPORT),
+        (RUNNER, "AgreeTask, CalibrateTask]", "AgreeTask, CalibrateTask, CountTask]"),
         ("llama_ssp/tasks/count.py", "", TASK),
     ],
     "family": [("llama_ssp/models/families.py", '    "smollm3": ', ROW)],
