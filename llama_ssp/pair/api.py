@@ -92,7 +92,7 @@ TextOrIds = str | Sequence[int]  # a text, or its token ids
 
 
 class CallSettings(TypedDict, total=False):
-    """Names the settings of a call, and their types; the defaults are those of task=generate."""
+    """Names the settings of a call. Those left out are the pair's, and `max_new_tokens` is 128."""
 
     max_new_tokens: int
     sampling: SamplingConfig | None

@@ -113,11 +113,7 @@ class PairSession:
         return min(row for [row] in self.ranks.gather_ints([rows]))
 
     def load(
-        self,
-        rows: int,
-        max_tokens: int,
-        caches: tuple[int, int] = (1, 1),
-        prompts: Sequence[Prompt] = (),
+        self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1), prompts: Sequence[Prompt] = ()
     ) -> PairSession:
         """Loads the models, if they fit together with their KV caches; returns the session.
 

@@ -75,12 +75,18 @@ class DFlash(nn.Module):
     """The layers of a DFlash head."""
 
     def __init__(
-        self, embedding_VH: Tensor, fc: nn.Module, norms: list[Norm], blocks: list[Block], *last: nn.Module
+        self,
+        embedding_VH: Tensor,
+        fc: nn.Module,
+        norms: tuple[Norm, Norm],
+        blocks: list[Block],
+        rotary: Rotary,
+        head: nn.Module,
     ) -> None:
-        """`norms`: of the states, and before the head; `last`: rotary positions and the head."""
+        """`norms`: of the states, and before the head."""
         super().__init__()
         self.embedding = nn.Parameter(embedding_VH, requires_grad=False)
-        self.fc, (self.state_norm, self.norm), (self.rotary, self.head) = fc, norms, last
+        self.fc, (self.state_norm, self.norm), self.rotary, self.head = fc, norms, rotary, head
         self.blocks, self.attentions = nn.ModuleList(blocks), [block.attention for block in blocks]
 
     def remember(self, state_TX: Tensor, feed: Pass, caches: list[KeysValues]) -> None:

@@ -73,7 +73,7 @@ class DFlashAssembly(HeadAssembly):
     def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> DFlash:
         blocks = [self.block(f"layers.{n}.", block) for n, block in enumerate(self.shape.blocks)]
         rotary = self.rotaries()[self.shape.blocks[0].rotary or ""]
-        norms = [self.norm("hidden_norm"), self.norm("norm")]
+        norms = self.norm("hidden_norm"), self.norm("norm")
         return DFlash(embedding_VH, fc, norms, blocks, rotary, output).eval()
 
 
