@@ -85,7 +85,7 @@ class WholeNorms(nn.Module):
 
 
 class Heads(NamedTuple):
-    """Heads of this rank: `sizes` are the outputs of the fused layer that are queries, keys and values."""
+    """Describes this rank's heads; `sizes` are outputs of the fused layer: queries, keys and values."""
 
     sizes: list[int]
     head_dim: int
@@ -94,7 +94,7 @@ class Heads(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Attention of this rank's heads."""
+    """Computes the attention of this rank's heads."""
 
     def __init__(
         self, qkv: nn.Module, output: nn.Module, heads: Heads, norms: nn.Module | None, sink_H: Tensor | None

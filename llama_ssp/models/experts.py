@@ -60,7 +60,7 @@ class Gate:
 
 
 class Layers(NamedTuple):
-    """The two layers of all experts, and what is between them. Biases are (E, 2F) and (E, H)."""
+    """Holds the two layers of all experts, and what is between them. Biases are (E, 2F) and (E, H)."""
 
     up: Stack
     down: Stack

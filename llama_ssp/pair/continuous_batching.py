@@ -80,9 +80,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Supply:
-    """What a batch calls while it runs: `begin` with the indices that are about to begin, `more` for further
-    requests, the same on every rank, whenever a row would wait; none is the end. They have `longest` tokens
-    at most."""
+    """Says what a batch calls: `begin` with the indices that are about to begin, `more` for further requests,
+    equal on every rank, when a row would wait; none is the end. Their texts have `longest` tokens at most."""
 
     begin: Callable[[list[int]], None] = lambda _: None
     more: Callable[[], list[TokenRequest]] = list

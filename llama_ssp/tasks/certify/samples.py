@@ -92,7 +92,7 @@ class KeepsEveryDraft(BlockRule):
 
 
 class Samplers(NamedTuple):
-    """Whose texts are judged by regular ones; a rule that is wrong on purpose is the control."""
+    """Holds the sampler that is judged, the regular one, and the control, which is wrong on purpose."""
 
     subject: Sampler
     regular: Sampler
