@@ -100,10 +100,10 @@ def test_counts_add_up_exactly(
     """
     end_ids = frozenset({2}) if ends in ("eos", "both") else frozenset[int]()
     stops = ["bd", "dde"] if ends in ("stop", "both") else []
-    draws, transform = CounterDraws(seed), SamplingTransform(SamplingConfig(), tuple(end_ids), 5)
+    sampler = Sampler(SamplingTransform(SamplingConfig(), tuple(end_ids), 5), CounterDraws(seed))
     target, draft = toy(5, 0, context=14), toy(5, 1, context=10)
-    drafter = ModelDrafter(ModelRunner(draft, 3), Sampler(transform, draws))
-    engine = Submissions(ModelRunner(target, 3), drafter, transform, RULES[rule], draws)
+    drafter = ModelDrafter(ModelRunner(draft, 3), sampler)
+    engine = Submissions(ModelRunner(target, 3), drafter, sampler, RULES[rule])
     rows = [Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)]
     state, counts = engine.prefill(rows, new), Counts()
     writing = Writing(lambda ids: "".join("abcde"[i] for i in ids), [p.token_ids for p in rows], stops)
