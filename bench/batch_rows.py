@@ -1,6 +1,7 @@
 """Tokens/s of a batch job at several numbers of rows, beside a plain loop over transformers' generate.
 
-    python bench/batch_rows.py [rows=1,4,8,32] [prompts=64] [repeats=2] [write=FILE.md] [any override]
+    python bench/batch_rows.py [rows=1,4,8,32] [prompts=64] [words=2,4,...,120] [new=4,8,...,128] [repeats=2]
+                               [theirs=bf16] [write=FILE.md] [any override]
 
 One process, one pair, the same prompts of mixed length, longest first. Contenders take turns, so other load
 on the machine affects all of them; ratios are computed within a turn. With 8 rows (or the most below) ours
@@ -26,10 +27,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from surroundings import report  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from bench.words import divided  # noqa: E402
 from llama_ssp.config import Dtype, RunConf  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
+from llama_ssp.models.devices import TORCH_DTYPES  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import engine_for  # noqa: E402
 from llama_ssp.pair.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
@@ -44,9 +47,10 @@ WORDS = [
     "def", "class", "import", "return", "for", "while", "if", "else", "try", "with", "lambda", "print",
     "range", "len", "self", "None", "True", "False", "x", "y", "z", "data", "items", "value", "index",
 ]  # fmt: skip
-PROMPT_WORDS = (2, 4, 8, 16, 32, 64, 120)
-NEW_TOKENS = (4, 8, 16, 24, 32, 64, 128)
-OWN = {"prompts": "64", "rows": "1,4,8,32", "repeats": "2", "write": ""}
+OWN = {
+    "prompts": "64", "rows": "1,4,8,32", "repeats": "2", "words": "2,4,8,16,32,64,120",
+    "new": "4,8,16,24,32,64,128", "theirs": "", "write": "",
+}  # fmt: skip
 MAIN = 8  # rows that the bars are about
 ROWS_BAR, REFILL_BAR = 2.5, 1.3
 
@@ -56,11 +60,17 @@ def main() -> None:
     entry = pair_specs(composed(["task=batch", *overrides]), [], 1)[0]
     sizes = sorted({1, *map(int, own["rows"].split(","))})
     pair, run, main_rows = PairSession(entry), entry.run, max(n for n in sizes if n <= MAIN)
-    works = mixed(int(own["prompts"]), pair.tokens, run)
+    words, new = (list(map(int, own[key].split(","))) for key in ("words", "new"))
+    works = mixed(int(own["prompts"]), words, new, pair.tokens, run)
     pair.load(sizes[-1], max(work.longest for work in works))
     placed = pair.placements.target
     dtype = Dtype.bf16 if placed.dtype is Dtype.packed else placed.dtype
-    module = load_module(placed.model, placed.path, dtype, placed.device, placed.role)
+    dtype = Dtype(own["theirs"]) if own["theirs"] else dtype
+    if placed.path is not None and placed.path.suffix == ".gguf":
+        how: Any = {"gguf_file": placed.path.name, "dtype": TORCH_DTYPES[dtype]}
+        module = AutoModelForCausalLM.from_pretrained(placed.path.parent, **how)
+    else:
+        module = load_module(placed.model, placed.path, dtype, placed.device, placed.role)
     ordered = sorted(works, key=lambda work: -work.longest)
     waiting = f"{main_rows} rows, waiting, in input order"
     contenders: dict[str, Callable[[], float]] = {}
@@ -92,7 +102,7 @@ def main() -> None:
     report(
         own["write"], f"Rows of a batch job: {len(works)} prompts of mixed length", pair.models.devices,
         f"{run.model.name} with {run.drafter_name or 'no draft'}, K by rows {costs}; "
-        f"prompts of {PROMPT_WORDS[0]} to {PROMPT_WORDS[-1]} words, {NEW_TOKENS[0]} to {NEW_TOKENS[-1]} "
+        f"transformers in {dtype.value}; prompts of {words[0]} to {words[-1]} words, {new[0]} to {new[-1]} "
         "new tokens; texts end by themselves, too.",
         f"Medians of {len(turns)} turns. {main_rows} rows over one: {by_rows:.2f}x (asked: "
         f"{ROWS_BAR}x); refilled over waiting, in input order: {by_refill:.2f}x (asked: {REFILL_BAR}x).",
@@ -106,14 +116,14 @@ def named(rows: int, how: str = ", refilled") -> str:
     return f"{rows} row{'s' * (rows > 1)}{how if rows > 1 else ''}"
 
 
-def mixed(count: int, tokens: Tokens, run: RunConf) -> list[TokenRequest]:
+def mixed(count: int, words: list[int], new: list[int], tokens: Tokens, run: RunConf) -> list[TokenRequest]:
     """Prompts and lengths drawn with a fixed seed."""
     drawn = random.Random(0)
     works = []
     for index in range(count):
-        text = " ".join(drawn.choice(WORDS) for _ in range(drawn.choice(PROMPT_WORDS)))
+        text = " ".join(drawn.choice(WORDS) for _ in range(drawn.choice(words)))
         prompt = Prompt(str(index), tuple(tokens.encode(text)))
-        works.append(TokenRequest(index, prompt, run.sampling, drawn.choice(NEW_TOKENS), ()))
+        works.append(TokenRequest(index, prompt, run.sampling, drawn.choice(new), ()))
     return works
 
 
