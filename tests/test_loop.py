@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
@@ -13,13 +11,11 @@ from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.generate import Limits, commit, generate
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, RowStep
+from llama_ssp.speculative.stats import RowStep
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.detokenizer import Writing
 from tests.proofs.toy import Toy, toy
 from tests.rig import engine_of, speculate, steps_of
-
-quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
 
 def result_of(drafted: list[int], accepted: int, token: int) -> Decision:
@@ -54,15 +50,6 @@ def test_what_a_round_commits_and_counts(name: str):
     assert (row.tokens, row.finish) == (tokens, finish) == (state.generated(0), state.finished[0])
     assert (len(row.drafted), row.accepted, row.discarded) == counted
     assert [row.origin(i) for i in range(len(tokens))] == origins
-
-
-def test_a_block_is_cut_at_eos_before_it_is_counted():
-    counts = Counts()
-    counts.add(*committed(result_of([5, 9, 7, 8], 4, 6), limits=Limits(20, frozenset({9})))[1])
-    summary = counts.summary()
-    assert summary["drafted_by_position"] == summary["accepted_by_position"] == [1, 1]
-    assert summary["tokens_discarded_after_end"] == 2 and summary["acceptance_rate"] == 1
-    assert summary["finish_reasons"] == {"eos": 1}
 
 
 def writing(stops: list[str], letters: str = "`abcdefghij") -> Writing:
@@ -150,33 +137,6 @@ def test_the_module_is_given_its_cache_by_the_name_that_it_takes(name):
     run = speculate(CausalModel(target, name), [Prompt("a", (1, 2))], None, k=0)
     assert set(given) == {name}
     assert run.texts == speculate(toy(5, 0), [Prompt("a", (1, 2))], None, k=0).texts
-
-
-@quiet
-@given(
-    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=5),
-    st.integers(0, 6), st.integers(1, 12), st.booleans(), st.sampled_from(list(RULES)), st.integers(0, 10**6),
-)  # fmt: skip
-def test_counters_add_up(prompts, k, new, has_ends, rule, seed):
-    """Committed tokens are the texts; nothing follows EOS; no limit is passed; accepted <= drafted."""
-    ends, counts = frozenset({2} if has_ends else ()), Counts()
-    models = toy(5, 0, context=14), toy(5, 1, context=10)
-    engine = engine_of(*models, rule, ends=ends, draws=seed, chunk=3)
-    batch = [Prompt(str(i), tuple(ids)) for i, ids in enumerate(prompts)]
-    state, steps = steps_of(engine, batch, new, k, ends)
-    for row in (row for step in steps for row in step.rows):
-        counts.add(row)
-        assert row.accepted <= len(row.drafted) <= k
-        assert len(row.tokens) <= row.accepted + 1
-    summary = counts.summary()
-    texts = [state.generated(row) for row in range(state.rows)]
-    assert summary["tokens_committed"] == sum(map(len, texts))
-    assert sum(summary["finish_reasons"].values()) == len(prompts)
-    for prompt, text, reason in zip(prompts, texts, state.finished, strict=True):
-        assert 1 <= len(text) <= new and len(prompt) + len(text) <= 14
-        assert not has_ends or 2 not in text[:-1]
-        full = "length" if len(text) == new else "context"
-        assert reason == ("eos" if has_ends and text[-1] == 2 else full)
 
 
 def test_a_draft_token_costs_one_draft_forward():
