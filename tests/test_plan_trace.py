@@ -11,7 +11,6 @@ from llama_ssp.planner.workload import TARGET, Role
 from tests.memory_trace import Pass, Traced, trace
 from tests.plan_bytes import ALLOWED_BYTES, ALLOWED_SHARE
 from tests.plans import model as preset_model
-from tests.plans import shapes
 
 TRACED = Kernels(cpu=True)  # a trace does not see what kernels take
 ROWS, CAPACITY = 2, 120
@@ -24,6 +23,12 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon": {"n_kv_heads": 1}, "gemma3_text": {"sliding_window": 11, "tied": True}, "granite": {},
     "olmo2": {}, "smollm3": {}, "mixtral": EXPERTS, "gpt_oss": {**EXPERTS, "sliding_window": 11},
     "qwen3_moe": {**EXPERTS, "expert_ffn": 96, "head_dim": 24, "dense_layers": 1},
+}  # fmt: skip
+# Presets of each family: those whose heads, groups and ties differ; others are as these, wider or deeper.
+PRESETS: dict[str, tuple[str, ...]] = {
+    "llama": ("30B", "llama3.1-70b", "llama3.2-1b", "smollm2-135m"), "qwen2": ("qwen2.5-0.5b", "qwen2.5-7b"),
+    "qwen3": ("qwen3-0.6b", "qwen3-32b"), "mistral": ("mistral-7b",), "gemma2": ("gemma2-2b", "gemma2-27b"),
+    "gpt_neox": ("gpt-neox-20b",), "gpt_neo": ("gpt-neo-1.3b",), "gpt_oss": ("gpt-oss-20b",),
 }  # fmt: skip
 
 
@@ -63,38 +68,19 @@ def test_a_llama_is_bounded() -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("family", OWN)
-@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1)])
-def test_every_family_is_bounded(family: str, world: int, rank: int) -> None:
-    """In either number format, and on one rank and two; all four together in every other family."""
-    dtype = (Dtype.fp32, Dtype.bf16)[(list(OWN).index(family) + rank) % 2]
-    compare(model(family), dtype, world=world, rank=rank)
-
-
-@pytest.mark.few(2)
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "window"), [("mistral", None), ("phi3", 11), ("qwen2", 11), ("qwen3", 11), ("llama", 11)]
+    ("family", "rank"), [(family, rank) for family in OWN for rank in (0, 1) if rank or family not in PRESETS]
 )
-def test_windows_are_planned_where_the_family_has_them(family: str, window: int | None) -> None:
-    """Where the other test has none, and none where it has one."""
-    compare(model(family, sliding_window=window), Dtype.fp32)
-
-
-@pytest.mark.few(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kvs", [1, 2, 4])
-def test_rows_and_key_heads(rows: int, kvs: int) -> None:
-    """One row, and one key head, are looked at where others are copied."""
-    family = "llama" if (rows > 1) == (kvs > 1) else "gemma2"
-    compare(model(family, n_kv_heads=kvs), Dtype.fp32, rows=rows)
+def test_every_family_is_bounded(family: str, rank: int) -> None:
+    """In either number format, and on one rank and the last of two; presets are traced in bf16 on one."""
+    dtype = Dtype.fp32 if rank else Dtype.bf16
+    compare(model(family), dtype, world=1 + rank, rank=rank)
 
 
 @pytest.mark.few(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", shapes())
-def test_every_preset_is_bounded(name: str) -> None:
+@pytest.mark.parametrize("name", sum(PRESETS.values(), ()))
+def test_a_preset_is_bounded(name: str) -> None:
     """At its own sizes: chunks of a prompt, a verification, a draft's first step."""
     conf = preset_model(name)
     chunk = min(512, (conf.context - 7) // 2)
@@ -102,10 +88,28 @@ def test_every_preset_is_bounded(name: str) -> None:
     compare(conf, Dtype.bf16, passes, capacity=2 * chunk + 7)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
-def test_ranks_of_uneven_parts_are_bounded() -> None:
-    """Seven and six heads, parts of a vocabulary: the last of eight ranks."""
-    compare(preset_model("30B"), Dtype.fp16, rows=1, capacity=2048, world=8, rank=7)
+@pytest.mark.parametrize(
+    ("family", "changes", "rows"),
+    [
+        *((family, {"sliding_window": 11}, ROWS) for family in ("phi3", "qwen2", "qwen3", "llama")),
+        ("mistral", {"sliding_window": None}, ROWS),
+        *(("llama", {"n_kv_heads": kvs}, rows) for kvs, rows in ((1, 1), (2, 3), (4, 3))),
+        *(("gemma2", {"n_kv_heads": kvs}, rows) for kvs, rows in ((1, 3), (2, 1), (4, 1))),
+    ],
+)
+def test_windows_rows_and_key_heads(family: str, changes: dict[str, Any], rows: int) -> None:
+    """Windows where others have none; one row, and one key head, are looked at where others are copied."""
+    compare(model(family, **changes), Dtype.fp32, rows=rows)
+
+
+@pytest.mark.few(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world", "rank"), [("30B", 8, 7), ("65B", 3, 1), ("65B", 6, 5)])
+def test_ranks_of_uneven_parts_are_bounded(name: str, world: int, rank: int) -> None:
+    """Heads and parts of a vocabulary that differ by one from rank to rank."""
+    compare(preset_model(name), Dtype.fp16, rows=1, capacity=2048, world=world, rank=rank)
 
 
 @pytest.mark.slow
