@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from tests.families import FAMILIES, VOCAB, WINDOW, build, greedy_text, runnable
 from tests.rig import Run, contrary, perturbed, speculate
@@ -162,9 +161,9 @@ def test_full_matrix(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EVERY if name != "llama-gqa"])
 def test_a_part_of_the_matrix(family: str) -> None:
-    """One case that all families have, and a fifth of those of up to three rows."""
-    fifth = [case for case in FULL if case.rows <= 3][EVERY.index(family) % 5 :: 5]
-    for case in [Case(4, 3, "sometimes", "block", 4, "late"), *fifth]:
+    """One case that all families have, and an eleventh of those of up to three rows, another in each."""
+    some = [case for case in FULL if case.rows <= 3][EVERY.index(family) % 11 :: 11]
+    for case in [Case(4, 3, "sometimes", "block", 4, "late"), *some]:
         try:
             check(family, case)
         except AssertionError as error:
@@ -203,45 +202,17 @@ def test_a_draft_whose_context_is_shorter_stops_drafting(k: int) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral-window", "qwen2-window", "gemma2", "gpt_neo"])
-@pytest.mark.parametrize("draft", ["always", "sometimes", "ngram"])
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [
+        ("mistral-window", "ngram"),
+        ("qwen2-window", "sometimes"),
+        ("gemma2", "always"),
+        ("gpt_neo", "sometimes"),
+    ],
+)
 def test_texts_far_past_the_window(family: str, draft: str) -> None:
     compared(family, draft, 3, 16, new=8 * WINDOW, chunk=WINDOW + 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("family", EVERY)
-def test_cached_logits_equal_plain_ones(family: str, dtype: torch.dtype) -> None:
-    """Ragged rows, fed in pieces, rolled back and fed other tokens, against a plain pass of each text."""
-    tolerance = 2e-4
-    if dtype is torch.float64:  # of which RMS norms and the eager softmax of transformers keep fp32's digits
-        tolerance = 1e-11 if family in ("gpt_neox", "opt") else 1e-5
-    generator = torch.Generator().manual_seed(3)
-    texts = torch.randint(0, VOCAB, (4, 50), generator=generator)
-    wrong = torch.randint(0, VOCAB, (4, 50), generator=generator)
-    runner = ModelRunner(runnable(build(family, dtype=dtype), family), prefill_chunk=7)
-    runner.start(4, 50)
-    reference_module = build(family, dtype=dtype)
-    with torch.inference_mode():
-        expected = torch.stack([reference_module(text[None]).logits[0] for text in texts])
-    worst, scale = 0.0, float(expected.abs().max())
-    done = [3, 17, 1, 29]
-    for wanted in ([1, 1, 1, 1], [5, 3, 9, 1], [2, 6, 1, 12], [4, 0, 11, 3], [17, 4, 8, 2]):
-        ends = [d + w for d, w in zip(done, wanted, strict=True)]
-        # Some of what is fed is a wrong draft, which must leave no trace.
-        fed = wrong.clone()
-        for row, d in enumerate(done):
-            fed[row, :d] = texts[row, :d]
-        runner.logits(fed, [e if w else d for e, w, d in zip(ends, wanted, done, strict=True)], wanted)
-        runner.roll_back([d + 1 for d in done])
-        assert runner.cached == done
-        logits = runner.logits(texts, ends, wanted)
-        for row, (d, w) in enumerate(zip(done, wanted, strict=True)):
-            if w:
-                worst = max(worst, float((logits[row, :w] - expected[row, d : d + w]).abs().max()))
-        done = ends
-    assert worst <= tolerance * scale, f"off by {worst:.2g} of {scale:.2g}"
-    assert scale > 1
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gpt_neo", "qwen2-window"])
