@@ -34,7 +34,7 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build, decoder_of, model_of, ragged_prompts
 from tests.heads import DFlashReference, Reference, loaded, save_dflash, save_head
-from tests.rig import drive, drive_refilled, engine_of, speculate, steps_of
+from tests.rig import drive, engine_of, speculate, steps_of
 
 TAPS = (0, 1, 3)  # of three blocks: before the first, between, behind the last
 DIM = 32  # of the small targets
@@ -197,20 +197,6 @@ def test_the_second_reading_of_blocks_is_that_of_speculators(
         for place in range(3):
             expected = reference.logits(states[:anchor], text[: anchor + 1], [0] * place)
             assert (logits[block, place + 1] - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize(("save", "adaptive"), [(eagle, False), (eagle, True), (dflash, True)])
-def test_rows_are_refilled(save: Callable[..., Path], adaptive: bool, tmp_path: Path) -> None:
-    """What a prompt gets is what it gets alone, in whichever row, beside whom, whatever was there before."""
-    folder = save(tmp_path, ids=SOME)
-
-    def texts(prompts: list[Prompt], rows: int, longest: int) -> dict[str, list[int]]:
-        how: dict[str, Any] = {"k": 3, "max_new": 20, "adaptive": adaptive}
-        return drive_refilled(engine_with(folder), prompts, rows, longest=longest, **how)
-
-    together = texts(PROMPTS, 2, 40)
-    assert together == {prompt.id: texts([prompt], 1, 0)[prompt.id] for prompt in PROMPTS}
-    assert len({tuple(ids) for ids in together.values()}) > 1
 
 
 def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
