@@ -31,7 +31,7 @@ PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
 VOCAB = 8192
 LENGTH = 64  # of the text before a step
 PREFILLED = (64, 512, 2048)  # lengths of texts
-SMALL = ("n_layers=2", "dim=256", "ffn=512", "n_heads=4", "n_kv_heads=4", "head_dim=64")  # of any preset
+SMALL = ("n_layers=1", "dim=256", "ffn=512", "n_heads=4", "n_kv_heads=4", "head_dim=64")  # of any preset
 
 
 def sizes(agreement: float, small: bool = False) -> tuple[ModelConf, ModelConf]:

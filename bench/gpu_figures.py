@@ -322,7 +322,7 @@ def codes(how: How) -> Iterator[Bar]:
     """The kernel for weights in codes, and steps of 7B with them."""
     yield from safely("the kernel for codes", coded_products(how.small))
     taken: dict[str, list[float]] = {}
-    for dtype in ("bf16", "fp16", "int8", "int4", "nf4"):
+    for dtype in ("bf16", "int8") if how.small else ("bf16", "fp16", "int8", "int4", "nf4"):
         yield from safely(dtype, _in(dtype, how.small, taken))
     for dtype in sorted(taken.keys() - {"bf16"}):
         for width, sixteen, few in zip((1, K + 1), taken.get("bf16", []), taken[dtype], strict=False):
