@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
 from tests.checkpoints import tokenizer, write_tokenizer
+from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.long
@@ -126,6 +127,12 @@ ADDITIONS: dict[str, list[tuple[str, str, str]]] = {
 }
 
 
+QUIET = "seed=1", "out=null", "output=json"
+TEXT = 'task.prompts=["a a a a"]', "task.max_new_tokens=24"
+GREEDY = "task=generate", *TEXT, "sampling.temperature=0", "engine=eager"
+FP32 = (*GREEDY, "model.dtype=fp32")
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources with all additions."""
@@ -141,7 +148,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def document(checkout: Path, *words: str) -> dict[str, Any]:
     """The JSON of a run of the copy."""
-    command = [sys.executable, "launch/run.py", "seed=1", "out=null", "output=json", *words]
+    command = [sys.executable, "launch/run.py", *QUIET, *words]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -165,36 +172,17 @@ def test_a_rule_is_certified(checkout: Path) -> None:
     assert [outcomes[name] for name in by_rounds] == ["passed"] * len(by_rounds)
 
 
-GREEDY = (
-    "task=generate",
-    'task.prompts=["a a a a"]',
-    "task.max_new_tokens=24",
-    "sampling.temperature=0",
-    "engine=eager",
-)
-FP32 = (*GREEDY, "model.dtype=fp32")
-
-
-def test_a_drafter_leaves_the_text_as_it_is(checkout: Path) -> None:
-    plain, drafted = (
-        document(
-            checkout,
-            *GREEDY,
-            "model=demo",
-            "model.dtype=fp32",
-            f"speculation.drafter={drafter}",
-            "speculation.k=3",
-        )
-        for drafter in ("none", "repeat")
-    )
+def test_a_drafter_leaves_the_text_as_it_is(checkout: Path, command: Command) -> None:
+    words = (*FP32, "model=demo", "speculation.k=3")
+    plain = command.line(*QUIET, *words, "speculation.drafter=none").document
+    drafted = document(checkout, *words, "speculation.drafter=repeat")
     assert drafted["outputs"][0]["text"] == plain["outputs"][0]["text"]
     assert drafted["drafter"] == "repeat" and drafted["tokens_drafted"] > 0 == plain["tokens_drafted"]
 
 
-def test_a_format_is_held_as_planned(checkout: Path) -> None:
-    usual, wide = (
-        document(checkout, *GREEDY, "model=demo", f"model.dtype={name}") for name in ("bf16", "wide")
-    )
+def test_a_format_is_held_as_planned(checkout: Path, command: Command) -> None:
+    usual = command.line(*QUIET, *GREEDY, "model=demo", "model.dtype=bf16").document
+    wide = document(checkout, *GREEDY, "model=demo", "model.dtype=wide")
     held = wide["plan"]["memory"][0]["held_bytes"]
     assert held["predicted"] == held["measured"] < usual["plan"]["memory"][0]["held_bytes"]["measured"]
     assert wide["outputs"][0]["text"] == usual["outputs"][0]["text"]
