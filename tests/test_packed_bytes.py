@@ -157,7 +157,7 @@ LOADED += [(name, Dtype.bf16) for name in ("fp8-tensor", "int4-zeros", "mixtral-
 def test_loading_takes_at_most_a_layer_more(
     name: str, dtype: Dtype, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Than the share, on one rank, and on each of three.
+    """Than the share, on one rank, and on the second of three, whose part ends inside groups at both sides.
 
     Intermediate results are as small next to a layer as those of large models.
     """
@@ -165,7 +165,7 @@ def test_loading_takes_at_most_a_layer_more(
     coded.operators("cpu")
     path = quantised(name, folders / f"{name}-large", **SIZES[name])
     model, folder = complete(ModelConf(name="x", path=str(path), dtype=dtype), "model")
-    for rank in (ALONE, *ranks_of(3)):
+    for rank in (ALONE, ranks_of(3)[1]):
         live, part = OwnBytes(), ModelPart.of(model, rank.world, rank.rank)
         with live.phase():
             share = load(model, folder, dtype, torch.device("cpu"), "model", rank).weights_bytes
