@@ -91,7 +91,8 @@ def main() -> int:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(min(4, os.cpu_count() or 1))
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(min(4, os.cpu_count() or 1))
     theirs, assistant = their_module(shown.path), shown.draft and their_module(shown.draft)
     console.line("\n2. Is it the same model? In fp32:")
     length = says_the_same(words, shown.open_prompt, asked.samples, theirs, console)
