@@ -293,14 +293,14 @@ EXPERTS = {
 IN_BLOCKS = EXPERTS | {"head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 256}
 MOE = {
     f"{family}-{name}": replace(form, family=family, changes=sizes)
-    for family in ("mixtral", "qwen3_moe")
-    for name, form, sizes in (
-        ("int4", compressed(4, "int", "group", group_size=32), EXPERTS),
-        ("fp8", compressed(8, "float", "channel"), EXPERTS),
-        ("blocks", fine_grained(), IN_BLOCKS),
-        ("awq", awq(32), EXPERTS),
-        ("gptq", gptq(group=32, symmetric=False), EXPERTS),
+    for families, name, form, sizes in (
+        (("mixtral", "qwen3_moe"), "int4", compressed(4, "int", "group", group_size=32), EXPERTS),
+        (("mixtral",), "fp8", compressed(8, "float", "channel"), EXPERTS),
+        (("mixtral", "qwen3_moe"), "blocks", fine_grained(), IN_BLOCKS),
+        (("mixtral",), "awq", awq(32), EXPERTS),
+        (("mixtral",), "gptq", gptq(group=32, symmetric=False), EXPERTS),
     )
+    for family in families
 }
 ALL = FORMATS | MOE
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
@@ -103,12 +102,16 @@ def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
 @pytest.mark.parametrize("name", ALL)
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, folders: Path) -> None:
-    """In one process and over two and three; decoded, and with codes that are kept (test_packed_bytes.py)."""
+    """In one process, and over two and three; decoded, and with codes that are kept (test_packed_bytes.py).
+
+    Two decode where three keep codes, and the other way round in the next format.
+    """
     folder = quantised(name, folders / name)
     expected, texts = walked(loaded(folder))
     if name not in IN_BF16:
         require_same(quantised_folders.reference(name, folder), expected, texts)
-    for world, keeps in [(2, False), (3, False), *((world, True) for world in (1, 2, 3))]:
+    turn = list(ALL).index(name) % 2
+    for world, keeps in [(2 + turn, False), (1, True), (3 - turn, True)]:
         if keeps and name == "gptq-act-order":
             continue
         parts, found = walked_by(folder, world, keeps_codes=keeps)
@@ -136,13 +139,10 @@ def test_one_line_says_that_activations_are_not_quantised(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["int4-groups-of-32", "w8a8"])
-def test_a_packed_target_gives_its_own_distribution_with_a_draft(
-    name: str, command: Command, tmp_path: Path
-) -> None:
+def test_a_packed_target_gives_its_own_distribution_with_a_draft(command: Command, tmp_path: Path) -> None:
     """Of the shipped pair, certified; and its score is that without the draft."""
-    folder = copied(SHIPPED_FOLDER / "demo", tmp_path / name)
-    quantised_folders.rewrite(folder, FORMATS[name])
+    folder = copied(SHIPPED_FOLDER / "demo", tmp_path / "demo")
+    quantised_folders.rewrite(folder, FORMATS["int4-groups-of-32"])
     pair = f"model={folder}", "model.dtype=packed", "draft=demo_draft", "seed=1", "output=json", "out=null"
     sizes = "samples=100", "max_new_tokens=10", "law_tokens=12", "law_rounds=20", "greedy_tokens=12"
     prompts = 'task.prompts=["hello there", "def f"]'
@@ -171,29 +171,6 @@ def test_a_module_of_an_fp8_folder_has_one_type(dtype: Dtype, folders: Path) -> 
     module = read(quantised("fine-grained", folders / "fine-grained"), dtype, {"": "cpu"})
     assert {weight.dtype for weight in module.parameters()} == {TORCH_DTYPES[dtype]}
     assert module(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
-
-
-BY_TRANSFORMERS = [
-    name for name in FORMATS
-    if FORMATS[name].claim["quant_method"] in ("compressed-tensors", "fp8", "mxfp4") or name == "llm-int8"
-]  # fmt: skip
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("name", BY_TRANSFORMERS)
-def test_transformers_reads_the_same_weights(name: str, folders: Path) -> None:
-    """All parameters in bf16, of a model that it dequantises while loading (LLM.int8: after it)."""
-    folder, how = quantised(name, folders / name), {}
-    if FORMATS[name].claim["quant_method"] == "compressed-tensors":
-        pytest.importorskip("transformers", minversion="5.23")  # others keep the codes
-        how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how)
-    if name == "llm-int8":
-        module = module.dequantize()
-    with opened(folder) as source:
-        for key, weight in module.named_parameters():
-            read = whole(source.read(key, None), torch.bfloat16)
-            assert torch.equal(like(weight, read), weight.bfloat16()), key
 
 
 @pytest.mark.parametrize(
