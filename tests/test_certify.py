@@ -407,7 +407,7 @@ def test_a_wrong_rule_fails_the_command(command: Command) -> None:
 
 @pytest.mark.long
 def test_the_fault_that_is_hardest_to_see_shows_in_long_texts_of_the_default_length() -> None:
-    """On the pair that ships, with few samples and laws; certify_faults.py runs the default size, for all."""
+    """Runs the pair that ships with few samples and laws; certify_faults.py has the default size, for all."""
     (row,) = [row for row in FAULTS if row.name == "coins are drafts' numbers in 1 % of rounds"]
     fewer = "task.samples=16", "task.law_rounds=8", "task.greedy_tokens=8"
     is_right, line = replace(row, overrides=("seed=1", *fewer)).certified()

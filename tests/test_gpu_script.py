@@ -42,7 +42,7 @@ def test_a_rehearsal_survives_every_failure():
 @pytest.mark.long
 @pytest.mark.parametrize("part", [part.name for part in gpu.PARTS[1:] if part.name not in ELSEWHERE])
 def test_the_code_of_a_part_runs(part: str, tmp_path: Path):
-    """On small models and a CPU; what needs a GPU says so. Figures of small models mean nothing."""
+    """Runs on small models and a CPU; what needs a GPU says so. Figures of small models mean nothing."""
     done = python([SCRIPT, f"part={part}", "small=true", "limit=600", f"folder={tmp_path}"], ROOT)
     lines = [line for line in done.out.splitlines() if line.startswith('{"what"')]
     bars = [gpu.bar_of(json.loads(line)) for line in lines]
@@ -52,7 +52,7 @@ def test_the_code_of_a_part_runs(part: str, tmp_path: Path):
 
 @pytest.mark.long
 def test_a_call_keeps_what_its_parts_say(tmp_path: Path):
-    """The parts whose kernels run in Triton's interpreter, which a process has to be told at its start."""
+    """Runs the parts whose kernels Triton interprets, which a process has to be told at its start."""
     parts = INTERPRETED
     files = f"folder={tmp_path / 'run'}", f"archive={tmp_path / 'all.tar.gz'}", f"write={tmp_path / 'gpu.md'}"
     done = python([SCRIPT, "small=true", f"parts={','.join(parts)}", *files], ROOT)

@@ -161,7 +161,7 @@ def test_full_matrix(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EVERY if name != "llama-gqa"])
 def test_a_part_of_the_matrix(family: str) -> None:
-    """One case that all families have, and an eleventh of those of up to three rows, another in each."""
+    """Checks a case that all families have, and an eleventh of those of up to three rows, another in each."""
     some = [case for case in FULL if case.rows <= 3][EVERY.index(family) % 11 :: 11]
     for case in [Case(4, 3, "sometimes", "block", 4, "late"), *some]:
         try:

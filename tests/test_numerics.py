@@ -51,7 +51,7 @@ SKIPPED = ("falcon", "gpt_neo")  # the one repeats one token; the other has a de
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SKIPPED])
 def test_every_family_is_explained(family: str) -> None:
-    """Mild or sharp, in either format, in turn.
+    """Takes a mild model or a sharp one, in either format, in turn.
 
     In fp32 the same weights give blocks and single tokens the same logits.
     """

@@ -72,7 +72,7 @@ def test_a_llama_is_bounded() -> None:
     ("family", "rank"), [(family, rank) for family in OWN for rank in (0, 1) if rank or family not in PRESETS]
 )
 def test_every_family_is_bounded(family: str, rank: int) -> None:
-    """In either number format, and on one rank and the last of two; presets are traced in bf16 on one."""
+    """Compares bf16 on one rank, fp32 on the last of two; families with presets have theirs on one."""
     dtype = Dtype.fp32 if rank else Dtype.bf16
     compare(model(family), dtype, world=1 + rank, rank=rank)
 
@@ -100,7 +100,7 @@ def test_a_preset_is_bounded(name: str) -> None:
     ],
 )
 def test_windows_rows_and_key_heads(family: str, changes: dict[str, Any], rows: int) -> None:
-    """Windows where others have none; one row, and one key head, are looked at where others are copied."""
+    """Adds windows where others have none; one row, and one key head, are looked at, others are copied."""
     compare(model(family, **changes), Dtype.fp32, rows=rows)
 
 
@@ -108,7 +108,7 @@ def test_windows_rows_and_key_heads(family: str, changes: dict[str, Any], rows: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world", "rank"), [("30B", 8, 7), ("65B", 3, 1), ("65B", 6, 5)])
 def test_ranks_of_uneven_parts_are_bounded(name: str, world: int, rank: int) -> None:
-    """Heads and parts of a vocabulary that differ by one from rank to rank."""
+    """Takes ranks whose heads and parts of a vocabulary differ from those of others."""
     compare(preset_model(name), Dtype.fp16, rows=1, capacity=2048, world=world, rank=rank)
 
 

@@ -1,4 +1,4 @@
-"""A rank's part without memory for one weight, for tests of the plan; memory while a model is loaded."""
+"""Makes a rank's part without memory for one weight; measures the memory while a model is loaded."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ META = torch.device("meta")
 
 
 def part(model: ModelConf, world: int, rank: int) -> tuple[DecoderModel, FakeRanks]:
-    """A rank's part, by the very code that loads one; weights on this device are not read."""
+    """Returns a rank's part, made by the very code that loads one; weights on this device are not read."""
     ranks, config, role = FakeRanks(rank, world), config_for(model), Role(TARGET, model, Dtype.bf16)
     made = decoder(config, BlankSource(role, config), ranks, LayerFormat(Dtype.bf16, META))
     return DecoderModel(made, config, model.name, ranks), ranks
