@@ -1,7 +1,5 @@
 """Errors: one line and one exit code each. The exit codes are an interface (docs/reference.md)."""
 
-from __future__ import annotations
-
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Writes files so that a reader, after any crash, finds a file, or a line of one, whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -5,8 +5,6 @@ the first to publish wins. An attempt's file has a line for each event, with a c
 which were finished, and that the attempt left in good order; if not, it failed at what it began.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

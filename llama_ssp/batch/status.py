@@ -1,7 +1,5 @@
 """task=batch task.status=true: how far a job is, by its folder, and what of it waits or runs. No torch."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import asdict

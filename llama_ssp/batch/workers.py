@@ -5,8 +5,6 @@ this machine, with cluster.groups=N, a group has GPUs and a log of its own, and 
 the job progresses. On a cluster Slurm starts them (slurm/).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

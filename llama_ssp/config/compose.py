@@ -3,8 +3,6 @@
 Errors of Hydra and OmegaConf become UsageErrors: one line with the key, what was found, what is allowed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

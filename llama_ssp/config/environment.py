@@ -1,7 +1,5 @@
 """The rank of this process, from the environment that its launcher set. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

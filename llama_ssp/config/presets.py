@@ -1,7 +1,5 @@
 """Presets, and models by name: a preset, a folder, a GGUF file, or an id on the hub. No torch."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -1,7 +1,5 @@
 """The configuration of a whole run, its keys, and its plain form. No torch."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """One dataclass for each Hydra group except the task, and the choices of their fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any

@@ -1,7 +1,5 @@
 """The settings of each task: keys, ranges, and combinations that are refused. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast

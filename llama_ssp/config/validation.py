@@ -1,7 +1,5 @@
 """Checks of the whole configuration, before anything is loaded. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace

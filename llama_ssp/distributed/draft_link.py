@@ -6,8 +6,6 @@ time, and goes on when the other rank is gone. Distributions pass through the ho
 GPUs: a copy of K distributions a round (2 MiB at K = 4 and 128 k entries), small next to a target step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

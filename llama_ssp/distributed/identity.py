@@ -1,7 +1,5 @@
 """Processes, whether they still run (a pid alone may become another's), and elements of schedulers' jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -10,8 +10,6 @@ store. A rank says by itself why it fails (failures.py); this process speaks onl
     this process is killed            the kernel kills the ranks
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """One rank's groups in a placement: the ranks it holds the target with, and the draft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from llama_ssp.distributed.comm import ALONE, LeaderChannel, Ranks

@@ -1,7 +1,5 @@
 """What signals do to this process, and how it leaves when its main thread cannot."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -4,8 +4,6 @@ Of a model over several ranks each reads its own slices: whole KV heads with the
 MLP, rows of the vocabulary, in shares that may differ (sharding.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

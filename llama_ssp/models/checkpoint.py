@@ -4,8 +4,6 @@ All checks are made before a weight is read: the folder is complete, stays insid
 its own, and its tensors have the shapes that config.json says (sizes.py).
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import suppress
 from dataclasses import replace

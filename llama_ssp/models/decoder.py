@@ -9,8 +9,6 @@ Suffixes of shapes: T tokens, H numbers of the residual stream or heads, G KV he
 N slots of the cache, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The decoder behind the interface of a model runner: tokens of ragged rows in, logits out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any

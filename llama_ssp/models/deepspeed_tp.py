@@ -5,8 +5,6 @@ memory, a compiler and one machine, waits busily, and leaves segments behind. So
 and is wrapped like the layers of our own loader.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -4,8 +4,6 @@ No layer is cut, so the logits are those of the plain model, to the bit if all d
 that is not on a GPU is brought to one each time it runs.
 """
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from collections import Counter

@@ -1,7 +1,5 @@
 """The device and the number format of a model, from the config and from what this machine has."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

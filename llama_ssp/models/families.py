@@ -5,8 +5,6 @@ add a family, add a row here and a small configuration to tests/families.py. An 
 runs too, but in one process, without a plan, and after a trial (self_check.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -5,8 +5,6 @@ slots up to its own position. To roll back is to forget a length: later slots ar
 overwritten when their positions come again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 Only whole, regular files inside the folder are opened; nothing in them is run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

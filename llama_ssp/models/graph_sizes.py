@@ -1,7 +1,5 @@
 """Sizes of passes, of their CUDA graphs and of what kernels take. No torch: plans count them, too."""
 
-from __future__ import annotations
-
 from functools import cache
 
 LAG = 2  # tokens that a model lacks at most after a round; they are fed in one forward

@@ -1,7 +1,5 @@
 """Memory of this host. No torch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

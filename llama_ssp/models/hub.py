@@ -1,7 +1,5 @@
 """Copies of Hugging Face hub repositories on this machine, fetched where the user allows it. No torch."""
 
-from __future__ import annotations
-
 import errno
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a model offers to those that run it: DecoderModel and CausalModel are models, HeadModel is loaded."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ message. Of one that is split by its inputs (row-parallel) each rank has a term 
 over ranks is the layer's one message; only the first rank has the bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum

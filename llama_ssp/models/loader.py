@@ -1,7 +1,5 @@
 """Loads one model, or this rank's part of it, from a checkpoint or from a seed."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator, Mapping

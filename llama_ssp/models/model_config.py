@@ -1,7 +1,5 @@
 """transformers' config of a model, whose values are kept, and what fails where no model can be made of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

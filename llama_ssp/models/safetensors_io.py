@@ -1,7 +1,5 @@
 """Reads weights a slice at a time from a folder of safetensors files, and reports how much has been read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import prod

@@ -5,8 +5,6 @@ batches, without an error. So its logits, fed raggedly and in pieces, are compar
 pass.
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -1,7 +1,5 @@
 """What decoder.py needs to know of one model: numbers, from its config and its family's row. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ A part ends on a whole unit: a KV head with its query heads, 64 columns of the M
 Parts differ by one unit at most: 52 heads over 8 ranks are 7,7,7,7,6,6,6,6.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The sizes of a model, from its config.json and the formats of its tensors. No torch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Compares a model's compiled steps with its eager ones, and makes a small model to try that on."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

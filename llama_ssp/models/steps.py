@@ -7,8 +7,6 @@ compiling does not grow with the number of blocks. Long passes, such as prompts,
 that of the products. Programs are kept on disk: the next start loads them.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator

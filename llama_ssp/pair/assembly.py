@@ -1,7 +1,5 @@
 """Loads this rank's part of a pair, and makes engines of it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Prompts as token ids, and batches of them through an engine: the clocks and counters that tasks share."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ for piece in conversation.reply("Hello"):
 Every rank makes the same calls, and gets the same pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

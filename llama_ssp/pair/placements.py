@@ -1,7 +1,5 @@
 """Decides where each model of a pair goes: device, number format, ranks, engine; raises if it cannot."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ on how busy the machine was.
 After that, the steps of the real model are compared in the same way (`check`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

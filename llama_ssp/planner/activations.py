@@ -7,8 +7,6 @@ code makes and frees its tensors: where two orders are possible, the larger sum 
 Sizes: `tokens` is rows x columns, `w` the bytes of an activation, `span` the cache slots that are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How much would fit, and which changes make it fit, found by trying each. No torch."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress

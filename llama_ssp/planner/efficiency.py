@@ -4,8 +4,6 @@ The one table of what is measured or documented. Shares are of the machine's own
 for machines with other memories; plain weights in 16 bit on a GPU are what these figures are of.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype

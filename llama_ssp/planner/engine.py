@@ -4,8 +4,6 @@ The configuration, the machine and what has been compiled on it decide, never a 
 steps round differently in 16 bit, and a text should not depend on how busy the machine was.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 

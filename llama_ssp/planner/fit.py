@@ -1,7 +1,5 @@
 """Does it fit: the memory estimate of every rank against the capacity of its device. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -4,8 +4,6 @@ Groups share nothing but the job's folder: each takes one shard after the other 
 time of a job is that of the shards which one group answers, one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass

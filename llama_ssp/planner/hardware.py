@@ -4,8 +4,6 @@
 of the preset under conf/cluster that has it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

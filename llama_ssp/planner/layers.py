@@ -5,8 +5,6 @@ the first leaves room for the largest module that is still to come, the last tak
 is on the first, where texts go in and distributions come out. One GPU computes at a time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The memory of one rank: weights, caches, the largest moment of a round, allocator segments. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache

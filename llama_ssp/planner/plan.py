@@ -1,7 +1,5 @@
 """A plan: verdict, memory of every GPU, placements ranked, the speed-up of drafting. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The pairs of a run, with shapes, files and placement checked: its own, or presets by name. No torch."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace

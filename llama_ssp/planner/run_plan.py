@@ -4,8 +4,6 @@
 summary.json and the log.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

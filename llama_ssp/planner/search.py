@@ -4,8 +4,6 @@ The target is split over the ranks that are its own, evenly or not; the draft is
 some or all of the target's ranks, copied, or on ranks of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace

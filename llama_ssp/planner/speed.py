@@ -7,8 +7,6 @@ published runs. The constants hold for bf16, one row, CUDA graphs and preallocat
 is wide, and task=calibrate measures.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How many ranks a command starts, on which GPUs, and the command line that says so. No torch."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The bytes of one tensor: by its number format, and by how a device keeps it. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A plan for a terminal: tables and bars. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.table import Table

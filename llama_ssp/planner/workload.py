@@ -1,7 +1,5 @@
 """What a plan is about: two roles and a batch of work; and the lines that a memory estimate consists of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, ModelConf

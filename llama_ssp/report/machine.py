@@ -1,7 +1,5 @@
 """Says where a run takes place: host, processor, and the program's commit. No torch."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

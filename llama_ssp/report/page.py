@@ -1,7 +1,5 @@
 """Writes a run as one HTML page without scripts and other files: `llama-ssp report RUN`. No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from html import escape

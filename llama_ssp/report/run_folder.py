@@ -1,7 +1,5 @@
 """The run folder and its summary: what is kept of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

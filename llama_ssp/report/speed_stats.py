@@ -4,8 +4,6 @@ A ratio is taken within one repeat, in which every contender has a turn on the s
 is taken. So a drift of the machine's speed favours no contender.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan

@@ -1,7 +1,5 @@
 """Shares, their differences, and medians, with intervals. Closed form, no torch, no scipy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, exp, inf, isfinite, log, nan, prod, sqrt

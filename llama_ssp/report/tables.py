@@ -1,7 +1,5 @@
 """Tables: one object that writes text for a terminal or a log, CSV and HTML. No torch."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Container, Iterable, Sequence

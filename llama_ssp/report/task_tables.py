@@ -1,7 +1,5 @@
 """What each task shows, made from its figures alone: on the screen, in files and in reports. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from llama_ssp.report.tables import MIB, Column, Items, Row, Table

@@ -4,8 +4,6 @@ The functions that ship run on torch tensors. Tests prove the same functions exa
 arrays of `fractions.Fraction` (tests/proofs/test_verify_exact.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What one round does: draft, one target forward, the decision. One interface for every rank."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext

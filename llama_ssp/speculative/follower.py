@@ -1,7 +1,5 @@
 """A rank that does not decide: it computes its part of the target, of the draft, or of both."""
 
-from __future__ import annotations
-
 from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.engine import RankEngine, target_logits
 from llama_ssp.speculative.round_protocol import FollowerProtocol

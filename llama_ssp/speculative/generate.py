@@ -4,8 +4,6 @@ Text, timing and printing live outside; what may end a row by its text comes in 
 is this loop with K = 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -4,8 +4,6 @@ Two distributions can be asked for: the target's own, unfiltered and at temperat
 are sampled from, after every control. The draft's distribution plays no part in either.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """Measures what rounds cost the pair, when a run begins: the adaptive draft length depends on it."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict

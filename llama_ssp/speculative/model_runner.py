@@ -5,8 +5,6 @@ no special cases: prefill is the first catching up, and a draft model that was n
 after full acceptance is fed it next round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

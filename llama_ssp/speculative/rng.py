@@ -14,8 +14,6 @@ offset and purpose, and RACES, with a correction's clocks (tests/proofs/test_dra
 Tests replace this source by one that walks every branch (tests/proofs/choices.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Hashable

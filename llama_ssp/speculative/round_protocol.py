@@ -6,8 +6,6 @@ equal rounding are never relied on. Each message carries the number of decided r
 lengths of the leader's texts; a rank where either differs stops the run.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 

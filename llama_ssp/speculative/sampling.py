@@ -8,8 +8,6 @@ Order: bias and bans, penalties, temperature, top-k, top-p, min-p. Repetition co
 frequency and presence count generated tokens only. Logits go to fp32 first (fp64 stays fp64).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -29,8 +29,6 @@ To add a rule: a subclass of `Rule` in `RULES`, its name in `config.Verification
 conf/speculation.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ The draft writes a chunk, and the target reads it in one pass; both go on with t
 The target's correction is never taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean, median

@@ -3,8 +3,6 @@
 The text is what the shipped pair was trained on: worked lines, then an open one that ends in a blank.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ The distribution of a record's answer depends on the job's settings and the reco
 rounding, too: equal batches give equal bytes; others, in fp32, equal bytes up to ties (docs/batch.md).
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

@@ -7,8 +7,6 @@ constant alone. The rounds go through the engine of every task, and all works ar
 machines drift.
 """
 
-from __future__ import annotations
-
 import logging
 import shlex
 import time

@@ -1,7 +1,5 @@
 """task=chat: a conversation on a terminal, or with one message a line from a pipe; every rank gets it."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from itertools import chain

@@ -1,7 +1,5 @@
 """What every task shares: its inputs, its pair, and what it prints and draws."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar, cast
 

@@ -1,7 +1,5 @@
 """task=compare: runs each prompt with regular, then speculative sampling; draws both side by side."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext

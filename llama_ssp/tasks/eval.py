@@ -4,8 +4,6 @@ Both get the same prompts, the same number of tokens and the same distribution, 
 chance alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """task=generate: prompts in, continuations out, streamed, in batches."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The inputs of a run, after all checks that need no model. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ Contenders take turns on the same prompts. Every rank takes the same turns in th
 depends on a clock.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Iterator

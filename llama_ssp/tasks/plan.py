@@ -1,7 +1,5 @@
 """task=plan: from the configuration to a plan, printed, drawn and kept. No torch, no weights, no GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Divides an engine's time among the parts of its rounds, and messages: each moment counts for one."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """From checked inputs to a finished task: what every task shares."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """How two vocabularies compare, and are used: directly, by the tokens of both, or not at all. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any

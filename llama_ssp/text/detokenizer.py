@@ -1,7 +1,5 @@
 """Tokens to text while they are generated: no half characters, no half stop strings, no special tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]

@@ -6,8 +6,6 @@ Not by transformers' conversion of a whole tokenizer: that adds tokens that the 
 leaves out special tokens with characters that are not in the byte alphabet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path

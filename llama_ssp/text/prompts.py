@@ -4,8 +4,6 @@ Text has one prompt a line; blank lines are skipped. JSONL has an object a line 
 `id`, which names the prompt's random stream and its result.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tokenizers: prompts and chats to token ids and back, and the check of a pair's vocabularies."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -5,8 +5,6 @@ the intersection. It reads the target's text in its own tokens: the prompt as it
 after it token for token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Token strings have three common notations: letters that stand for bytes (GPT-2 a
 for the space with numbered bytes for the rest (SentencePiece), and plain text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """task=batch on Slurm: the script of an array, printed or submitted; and the queue. No torch."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess

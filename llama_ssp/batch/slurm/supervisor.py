@@ -7,8 +7,6 @@ TERM    Slurm takes the nodes away (preemption, requeue, scancel): it has signal
 else    the ranks have ended: done, or requeued, or given up, by their exit code
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

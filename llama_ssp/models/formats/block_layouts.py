@@ -1,7 +1,5 @@
 """Formats that store 4-bit codes in blocks: bitsandbytes' nf4 and fp4, and MXFP4 of stacked experts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

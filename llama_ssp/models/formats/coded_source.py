@@ -1,7 +1,5 @@
 """Reads quantised checkpoints: each matrix from its codes and scales, everything else as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

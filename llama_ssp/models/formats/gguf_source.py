@@ -4,8 +4,6 @@ The formats are those of ggml-quants. A weight is code * scale, less a shift in 
 so that `Coded.decoded` gives the numbers of `gguf.quants.dequantize`. Blocks are (rows, blocks, bytes).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ The layouts themselves (layouts.py, block_layouts.py, gguf_source.py) need torch
 tests/test_packed_bytes.py holds the plan against the bytes of loaded models, in every format.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@ A `Matrix` says its shape from the headers of its tensors, and reads any part as
 begin anywhere: what is read begins where the layout can be cut (a word of codes, a group), and is then cut.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

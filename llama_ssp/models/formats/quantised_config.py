@@ -3,8 +3,6 @@
 What cannot be read is refused here, before a weight is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,8 +11,6 @@ these, the last token, and each other, also those behind them.
 Suffixes of shapes as in decoder.py; X numbers of the target's hidden states, E the head's own vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

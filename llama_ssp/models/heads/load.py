@@ -1,7 +1,5 @@
 """Makes a head of its folder: checks its tensors, and takes from the target what it does not have."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A trained head in memory, and its steps, eager or compiled."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable
 from itertools import accumulate

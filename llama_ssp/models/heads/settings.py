@@ -4,8 +4,6 @@ There are two layouts. `speculators`: `speculators_model_type` is the kind, and 
 describes the blocks. Raw: `architectures` names the kind's class, and the sizes stand among the keys.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Kernels for GPUs are Triton's, which compiles, too: `triton_runs` says whether it can.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import logging

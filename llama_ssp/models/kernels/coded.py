@@ -4,8 +4,6 @@ Inputs are as they are given. A number is not rounded to 16 bit after its code i
 scaled, as libraries do that decode weights first: so products are nearer to those of the codes than theirs.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Where the choice of experts must not be waited for, as in a CUDA graph, chosen o
 few at a time: there is no kernel yet that reads codes of experts on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

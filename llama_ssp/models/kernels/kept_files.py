@@ -1,7 +1,5 @@
 """Files for later starts, of compiled code and of what transformers makes of a model's files. No torch."""
 
-from __future__ import annotations
-
 import functools
 import getpass
 import hashlib

@@ -1,7 +1,5 @@
 """Memory in pages of 2 MiB, for packed weights and caches: with small pages, reading takes a fifth longer."""
 
-from __future__ import annotations
-
 import mmap
 
 import torch

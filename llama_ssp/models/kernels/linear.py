@@ -1,7 +1,5 @@
 """Linear layers for a few rows on a CPU, with weights packed as linear.cpp reads them."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

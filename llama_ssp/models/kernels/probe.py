@@ -4,8 +4,6 @@ A kernel may not compile for a GPU that nobody has tried, ask for more memory th
 give wrong numbers. In a model's first step that would end the run, where torch's own operations would do.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -12,8 +12,6 @@ without, whatever the timing; in 16 bit and less, forwards over other rows round
 guessed only affects speed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 

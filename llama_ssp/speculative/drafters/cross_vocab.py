@@ -4,8 +4,6 @@ It proposes the target's tokens with the distribution each was drawn from, so ve
 other draft. text/translation.py translates texts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import takewhile
 

@@ -5,8 +5,6 @@ for a token that was looked up. How many tokens to draw is decided before they a
 token is submitted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

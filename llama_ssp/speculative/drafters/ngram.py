@@ -10,8 +10,6 @@ Only the row's own text is read. Drafts from other answers would depend on which
 would a prompt's text, unless it is greedy, and a restarted job would write other texts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import takewhile
 

@@ -4,8 +4,6 @@ ahead.py is the draft's side. A proposal is tagged, row by row, with the length 
 continues. The leader rejects a proposal that is not for its own texts.
 """
 
-from __future__ import annotations
-
 import time
 from array import array
 from dataclasses import dataclass, fields

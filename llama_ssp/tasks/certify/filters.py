@@ -5,8 +5,6 @@ sampling.py, on purpose: a filter that is wrong there is wrong for the target, f
 sampling alike, so no comparison of these can show it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -15,8 +15,6 @@ The logits are bare: of texts written with penalties, biases, bans or a minimum 
 it can only say that they are unexplained.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ recorded logits may differ from the target's by what these passes differ by. (fi
 probabilities are what the sampling controls make of the logits.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -5,8 +5,6 @@ swap their labels. So the share of shuffled labels that differ as much as the tr
 bounds the false alarms, however few texts there are.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """task=certify: is the speculative distribution the target's, on this pair, placement and settings?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What a check says, and what all of them amount to: one verdict, one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
