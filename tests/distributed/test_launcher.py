@@ -143,8 +143,8 @@ def test_ranks_of_torchrun_without_work_leave_and_the_others_meet_again(
 @pytest.mark.long
 def test_the_text_is_whole_where_the_drafts_rank_is_killed(command: Command, tmp_path: Path):
     """torchrun would end all ranks with it."""
-    words = (*TINY[:-1], "max_new_tokens=1500", "ignore_eos=true", "sampling.temperature=0")
-    words = (*words, "placement=own", "model.context=2048", "draft.context=2048")
+    words = (*TINY[:-1], "max_new_tokens=600", "ignore_eos=true", "sampling.temperature=0")
+    words = (*words, "placement=own", "engine=eager")
     parent = Parent(tmp_path, *words, "ranks=3", "placement.draft_timeout_s=3", "trace=true", "out=runs")
     wait_for(lambda: any(file.stat().st_size for file in (tmp_path / "runs").rglob("rounds*")))
     kill(parent.ranks()[2].pid)
