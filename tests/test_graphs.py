@@ -105,19 +105,14 @@ def test_texts_are_those_of_eager_steps(rows: int, k: int):
 
 
 FILTERED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+GREEDY = SamplingConfig(temperature=0.0, bad_tokens=[3])
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # `kinds` of graphs: that draw, decide and, but for a mere softmax, filter
     ("rule", "rows", "sampling", "kinds"),
-    [
-        ("block", 3, SamplingConfig(), 2),  # graphs that draw and that decide
-        ("token", 1, FILTERED, 3),  # and that filter
-        ("block", 3, SamplingConfig(temperature=0.0, bad_tokens=[3]), 3),
-    ],
+    [("block", 3, SamplingConfig(), 2), ("token", 1, FILTERED, 3), ("block", 3, GREEDY, 3)],
 )
-def test_rounds_decided_by_graphs_are_those_of_the_definitions(
-    rule: str, rows: int, sampling: SamplingConfig, kinds: int
-):
+def test_rounds_of_graphs_are_those_of_the_definitions(rule: str, rows: int, sampling: Any, kinds: int):
     """Rows that end early, K that differs; what is captured stays for the next engine."""
     how: dict[str, Any] = {"k": 4, "max_new": 12, "adaptive": True, "rule": rule}
     how |= {"sampling": sampling, "ends": frozenset({5, 6})}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from tests.families import FAMILIES, VOCAB, WINDOW, build, greedy_text, runnable
 from tests.rig import Run, contrary, perturbed, speculate
@@ -213,6 +214,31 @@ def test_a_draft_whose_context_is_shorter_stops_drafting(k: int) -> None:
 )
 def test_texts_far_past_the_window(family: str, draft: str) -> None:
     compared(family, draft, 3, 16, new=8 * WINDOW, chunk=WINDOW + 2)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma2", "gpt_neo", "gpt_neox"])
+def test_cached_logits_equal_plain_ones(family: str) -> None:
+    """Ragged rows, fed in pieces, rolled back and fed other tokens, against a plain pass of each text."""
+    tolerance = 1e-11 if family == "gpt_neox" else 1e-5  # others keep fp32's digits in norms and softmax
+    target = build(family, dtype=torch.float64)
+    text_BS, wrong_BS = torch.randint(0, VOCAB, (2, 4, 50), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        expected_BSV = torch.stack([target(text[None]).logits[0] for text in text_BS])
+    runner = ModelRunner(runnable(build(family, dtype=torch.float64), family), prefill_chunk=7)
+    runner.start(4, 50)
+    done, worst, scale = [3, 17, 1, 29], 0.0, float(expected_BSV.abs().max())
+    for wanted in ([1, 1, 1, 1], [5, 3, 9, 1], [2, 6, 1, 12], [4, 0, 11, 3], [17, 4, 8, 2]):
+        ends = [d + w for d, w in zip(done, wanted, strict=True)]
+        fed_BS = torch.where(torch.arange(50) < torch.tensor(done)[:, None], text_BS, wrong_BS)
+        runner.logits(fed_BS, ends, wanted)  # wrong drafts, which must leave no trace
+        runner.roll_back([d + 1 for d in done])
+        assert runner.cached == done
+        logit_BWV = runner.logits(text_BS, ends, wanted)
+        for row, (d, w) in enumerate(zip(done, wanted, strict=True)):
+            off = (logit_BWV[row, :w] - expected_BSV[row, d : d + w]).abs()
+            worst = max([worst, *off.flatten().tolist()])
+        done = ends
+    assert scale > 1 and worst <= tolerance * scale, f"off by {worst:.2g} of {scale:.2g}"
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gpt_neo", "qwen2-window"])
