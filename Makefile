@@ -23,7 +23,7 @@ demo: .venv/.installed
 test: .venv/.installed-dev
 	$(PYTEST) -n 4 -m "not long"
 
-# More cases of what `make test` has a few of, and tests of half a minute and more: half an hour on two cores.
+# More cases of what `make test` has a few of, and tests of half a minute and more: twenty minutes on two cores.
 test-long: .venv/.installed-dev
 	$(PYTEST) -n 4 -m long
 
