@@ -133,9 +133,9 @@ class GraphedModel(SteppedModel):
             if self._kept + size > KEPT_BYTES:  # there is no room for more numbers of rows and drafts
                 return function(*given)
             self._functions[key] = self._function(function, given)
-            made = self._functions[key](*given)
-            self._kept += size + made.nbytes
-            return made
+            result = self._functions[key](*given)
+            self._kept += size + result.nbytes
+            return result
         return self._functions[key](*given)
 
     def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Callable[..., Tensor]:

@@ -40,13 +40,16 @@ class Decision:
         return [*self.drafted[row][: self.accepted[row]], self.token[row]]
 
     @staticmethod
-    def pack(accepted_B: Tensor, token_B: Tensor, damaged_B: Tensor, *drafts_BK: Tensor) -> Tensor:
+    def pack(
+        accepted_B: Tensor, token_B: Tensor, damaged_B: Tensor, drafted_BK: Tensor, overlap_BK: Tensor,
+        before_BK: Tensor, standing_BK: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Joins a decision's parts for one transfer to the host; chances are fp64, so ids are exact to 2**53:
 
         | accepted | token | damaged | drafted, K | overlap, K | before, K | standing, K |
         """
         heads = (part_B[:, None] for part_B in (accepted_B, token_B, damaged_B))
-        return torch.cat([*heads, *drafts_BK], 1)
+        return torch.cat([*heads, drafted_BK, overlap_BK, before_BK, standing_BK], 1)
 
     @staticmethod
     def unpack(packed_BN: Tensor, count: Sequence[int]) -> Decision:
