@@ -15,6 +15,7 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.models.steps import SteppedModel, has_kernels
+from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt
 from tests import checkpoints
 from tests.conftest import Command
@@ -101,6 +102,16 @@ def test_the_scale_matters(name: str) -> None:
     run = speculate(target, list(scaled_texts(name)), None, k=0)
     pairs = zip(run.texts, scaled_texts(name).values(), strict=True)
     assert all(text != other for text, other in pairs)
+
+
+def test_scores_have_the_scale_of_the_text_so_far() -> None:
+    prompt, _ = list(scaled_texts("phi3").items())[1]
+    text, module = prompt.token_ids, scaled("phi3")
+    (scores,) = engine_of(model_of("phi3"), None, chunk=7).score([prompt], LogprobReader(1))
+    for at in (9, LIMIT, LIMIT + 1, LIMIT + 8, len(text) - 1):
+        with torch.inference_mode():
+            logprob_V = module(input_ids=torch.tensor([text[:at]])).logits[0, -1].log_softmax(-1)
+        assert scores[at].logprob == pytest.approx(float(logprob_V[text[at]]), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", SCALED)

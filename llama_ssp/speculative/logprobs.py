@@ -84,7 +84,7 @@ def scored(
     width = target.prefill_chunk if target.model.cuts else min(target.prefill_chunk, size)
     last = [length - 1 for length in state.lengths]
     while target.cached != last:
-        starts = target.cached
+        starts = list(target.cached)
         ends = [
             min(start + width, end, start + 1 + target.room(start + 1))
             for start, end in zip(starts, last, strict=True)

@@ -103,7 +103,9 @@ class ModelRunner:
     def parts(self, token_BS: Tensor, ends: list[int], size: int) -> Iterator[Tensor]:
         """Feeds up to `ends` in one pass; yields the logits of `size` columns after the other."""
         assert self._cache is not None, "start() comes first"
-        self._begin(ends, [cached + 1 for cached in self.cached])
+        starts = list(self.cached)
+        self._begin(ends, [start + 1 for start in starts])
+        self._prefill(token_BS, starts)  # of a text whose positions have the other scale from here on
         count = tuple(end - cached for end, cached in zip(ends, self.cached, strict=True))
         feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, tuple(self._given))
         self.cached, self.forwards = ends, self.forwards + 1
