@@ -266,7 +266,7 @@ def test_a_head_has_no_graphs_and_the_target_keeps_what_it_reads() -> None:
     on = request("7B", "7B", ONE)
     head = role(DRAFT, "7B", Dtype.bf16, head_inputs=3 * 4096, head_vocab=32000)
     (memory,) = replace(on, draft=head).memories(WHOLE, on.work)
-    assert graphs_of(memory) == (5, {"model": 15 * (32000 * 4 + 3 * 4096 * 2)})
+    assert graphs_of(memory) == (5, {"model": 15 * (32000 + 3 * 4096) * 4})
 
 
 PLENTY = 10**13
@@ -346,7 +346,7 @@ def ranks_work(pair: tuple[str, str], rows: int, place: Placement, rank: int = 0
     return rank_work(on.target, on.draft, place, on.work, rank, GPU, (TARGET, DRAFT))
 
 
-@pytest.mark.parametrize(("rows", "mib"), [(1, 43), (8, 319), (56, 758)])
+@pytest.mark.parametrize(("rows", "mib"), [(1, 43), (8, 319), (56, 766)])
 def test_graphs_hold_their_scratch_for_good(rows: int, mib: int) -> None:
     """Of both models; with few rows that of filters is larger. None where steps are eager."""
     work = ranks_work(("llama3.1-8b", "llama3.2-1b"), rows, WHOLE)

@@ -88,6 +88,13 @@ def test_a_chat_is_written_as_transformers_writes_it() -> None:
         assert ours.chat(messages) != expected
 
 
+def test_what_a_newcomer_asks_first_is_answered() -> None:
+    """Packed and compiled. In a residual stream of 16 bit another first word, 0.08 less, is best."""
+    with load_pair(file_of("smollm2"), None, overrides=["engine=compiled", "sampling=greedy"]) as pair:
+        (said,) = pair.generate(["What is the capital of France?"], max_new_tokens=8, chat=True)
+    assert said.text.startswith("The capital of France is Paris")
+
+
 WAYS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "smollm2, n-grams": ("smollm2", None, ("speculation=ngram",)),
     "smollm2, its own weights in 4 bit": ("smollm2", "int4", ()),

@@ -27,7 +27,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Norm(nn.Module):
-    """An RMS norm, or with `centred` a layer norm; computed in fp32."""
+    """An RMS norm, or with `centred` a layer norm; computed in fp32, given in the format of its weight."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, offset: int = 0
@@ -39,10 +39,12 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.centred:
-            return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            y = functional.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.epsilon)
+            return y.to(self.weight.dtype)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (wide * (self.offset + self.weight.float())).to(x.dtype)
+        return (wide * (self.offset + self.weight.float())).to(self.weight.dtype)
 
 
 class HeadNorms(nn.Module):
@@ -155,14 +157,14 @@ class Block(nn.Module):
         self.shared_norm = isinstance(norms["before_mlp"], nn.Identity)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
-        norms = self.norms
-        normed_TH = norms["before_attention"](x_TH)
+        norms, narrow = self.norms, cache[0].dtype  # of layers' inputs and outputs; x_TH is in fp32
+        normed_TH = norms["before_attention"](x_TH).to(narrow)
         attended_TH = norms["after_attention"](self.attention(normed_TH, turns, cache, feed))
         if self.parallel:
-            normed_TH = normed_TH if self.shared_norm else norms["before_mlp"](x_TH)
+            normed_TH = normed_TH if self.shared_norm else norms["before_mlp"](x_TH).to(narrow)
             return x_TH + attended_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
         x_TH = self._added(x_TH, attended_TH)
-        return self._added(x_TH, norms["after_mlp"](self.mlp(norms["before_mlp"](x_TH))))
+        return self._added(x_TH, norms["after_mlp"](self.mlp(norms["before_mlp"](x_TH).to(narrow))))
 
     def _added(self, x_TH: Tensor, change_TH: Tensor) -> Tensor:
         return x_TH + (change_TH if self.residual_scale == 1.0 else change_TH * self.residual_scale)
@@ -182,6 +184,8 @@ class Decoder(nn.Module):
         self.position_offset = position_offset
         self.rotaries, self.blocks = nn.ModuleDict(rotaries), nn.ModuleList(blocks)
         self.logit_divisor, self.logit_softcap = logit_divisor, logit_softcap
+        # Of the residual stream: rounded to 16 bit at the end of each layer, it changes best tokens.
+        self.stream = torch.promote_types(embedding.weight.dtype, torch.float32)
         attentions = [block.attention for block in blocks]
         self.cache_shapes = [(each.sizes[1] // each.head_dim, each.head_dim) for each in attentions]
 
@@ -204,7 +208,7 @@ class Decoder(nn.Module):
 
     def embed(self, token_T: Tensor, feed: Pass) -> Tensor:
         """Returns what the first block is given, (T, H)."""
-        x_TH: Tensor = self.embedding(token_T)
+        x_TH: Tensor = self.embedding(token_T).to(self.stream)
         if self.positions is not None:
             x_TH = x_TH + self.positions[feed.position_T + self.position_offset]
         return x_TH

@@ -142,7 +142,8 @@ class SteppedModel(DecoderModel):
         for section, blocks in sections_of(self.decoder, kinds, tapped=bool(self.taps)):
             spec = ProgramSpec(run_section, section, (x, *where, caches[blocks]), kinds[blocks])
             calls.append((load_or_compile(self, spec, loaded), section, blocks))
-            x = self.decoder.embedding.weight.new_empty(len(x), self.decoder.embedding.weight.shape[1])
+            table_VH = self.decoder.embedding.weight
+            x = table_VH.new_empty(len(x), table_VH.shape[1], dtype=self.decoder.stream)
         log.debug("engine: the step of %s is ready in %.1f s", self.name, time.perf_counter() - began)
         return partial(run_programs, calls, sorted(self.taps))
 

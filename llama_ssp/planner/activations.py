@@ -71,21 +71,24 @@ class Forward:
 
     def moments(self) -> Iterator[Parts]:
         """The tensors at each moment."""
-        part, w, state = self.part, self.w, self.tokens * self.part.dim * self.w
+        part, w, numbers = self.part, self.w, self.tokens * self.part.dim
         # A mask a row for each kind of layer, kept until the pass ends; positions. One is made of two more.
         cells = self.columns * self.span
         masks = (self.own.masks * self.rows + 2) * cells + INT * (INTEGERS * self.tokens + 2 * self.span)
         # Cosines and sines in fp32, of half of the rotated numbers each, for each kind of positions.
         turns = 2 * part.family.rotary_kinds * self.tokens * part.rotary_width // 2 * FP32
-        # States that live while a layer computes: its input, the norm's output, attention's output and the
-        # sum, and the next norm's output; the norms after attention and after the MLP have one each.
-        stream = (5 + max(part.family.norms - 2, 0)) * state + turns
+        # States that live while a layer computes: its input and the sum, in fp32; the norm's output, that of
+        # attention, and the next norm's; the norms after attention and after the MLP have one each.
+        wide = max(w, FP32)
+        stream = numbers * (2 * wide + (3 + max(part.family.norms - 2, 0)) * w) + turns
         if part.head_inputs:  # g, its norm, the embedding's, and both as one; the target's states, normed
-            stream += 5 * state + 2 * self.tokens * part.head_inputs * w
+            stream += 5 * numbers * w + 2 * self.tokens * part.head_inputs * w
         scratch = MIB + KERNEL_SCRATCH * self.kernels.threads + self._dequantised()
         worst = max(self._normed(self.tokens), self._rotated(), self._attended(), self._fed())
         yield {MASKS: masks, HIDDEN: stream + worst + scratch}
-        selected = state + self.logits * part.dim * w  # the last layer's output, and the selected columns
+        selected = (
+            numbers + self.logits * part.dim
+        ) * wide  # what the last layer gives, and what is read of it
         last = selected + self._normed(self.logits)
         yield {MASKS: masks, HIDDEN: last + turns + scratch}
         yield {MASKS: masks, HIDDEN: selected + turns + scratch, LOGITS: self._head()}
@@ -248,8 +251,7 @@ class RankWork:
     def outputs_of_graphs(self, own: RolePart) -> int:
         """Bytes that a role's graphs keep: the logits of their tokens, and the states that a head reads."""
         shown = self.draft.part.head_inputs if own is self.target and self.draft is not None else 0
-        w = width(own.dtype)
-        return sum(self.graphs(own)) * (own.part.whole_vocab * max(w, FP32) + shown * w)
+        return sum(self.graphs(own)) * (own.part.whole_vocab + shown) * max(width(own.dtype), FP32)
 
     def scratch_of_graphs(self, own: RolePart) -> int:
         """Bytes that a role's graphs share: those of the largest step, or of filters or a decision."""
@@ -290,7 +292,7 @@ class RankWork:
         if self.target is None or self.draft is None or not self.draft.part.head_inputs:
             return {}
         numbers = self.work.rows * columns * self.draft.part.head_inputs
-        return {STATES: 2 * numbers * width(self.target.dtype)}
+        return {STATES: 2 * numbers * max(width(self.target.dtype), FP32)}
 
     def _step(self, own: RolePart, columns: int) -> Forward:
         """A pass at the end of the text, with the longest span."""
