@@ -34,7 +34,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.tasks import batch
 from tests.conftest import Command
 from tests.processes import wait_for
-from tests.test_journal import KILLED, Deadly, in_child
+from tests.test_journal import KILLED, Deadly, child_of, in_child
 
 RECORDS = 10
 # In fp32 the tiny pair's ties are decided by rounding, which depends on how many rows are read together.
@@ -66,7 +66,8 @@ def finished(output: str) -> int:
 
 
 def launched(*overrides: str) -> None:
-    """A run in a forked child: exits as the command does."""
+    """A run in a forked child: exits as the command does, or is ended if it does not."""
+    signal.alarm(120)
     sys.argv = ["llama-ssp", "model=tiny", "draft=tiny_draft", *overrides]
     try:
         cli.main()
@@ -417,11 +418,8 @@ def test_a_device_that_gives_no_numbers_stops_and_its_records_stay_open(
     assert Path("out.jsonl").read_bytes() == undisturbed
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_record_without_numbers_is_to_blame_alone_or_on_two_nodes(
-    nodes: int, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
-):
-    ids = ["r/4"] if nodes == 1 else ["r/0", "r/1", "r/2", "r/3"]
+def failing(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
+    """The answers to these records are errors."""
     whole = ContinuousBatch._ended
 
     def ended(self: ContinuousBatch, *args: Any) -> Any:
@@ -430,6 +428,14 @@ def test_a_record_without_numbers_is_to_blame_alone_or_on_two_nodes(
         return said
 
     monkeypatch.setattr(ContinuousBatch, "_ended", ended)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_record_without_numbers_is_to_blame_alone_or_on_two_nodes(
+    nodes: int, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    ids = ["r/4"] if nodes == 1 else ["r/0", "r/1", "r/2", "r/3"]
+    failing(monkeypatch, *ids)
     for node in range(nodes):
         monkeypatch.setattr(batch.socket, "gethostname", lambda node=node: f"node{node}")
         done = command(*SMALL, "task.output=out.jsonl")
@@ -442,15 +448,8 @@ def test_a_record_without_numbers_is_to_blame_alone_or_on_two_nodes(
 def test_errors_are_counted_and_answered_again_when_asked(
     command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):
-    whole = ContinuousBatch._ended
-
-    def ended(self: ContinuousBatch, *args: Any) -> Any:
-        said = whole(self, *args)
-        said.finish_reason = "error" if said.index == 4 else said.finish_reason
-        return said
-
     with monkeypatch.context() as patch:
-        patch.setattr(ContinuousBatch, "_ended", ended)
+        failing(patch, "r/4")
         assert command(*SMALL, "task.output=out.jsonl").document["records_failed"] == 1
     found = command("task=batch", "task.status=true", "task.output=out.jsonl").document
     assert (found["records_failed"], found["status"]) == (1, "done")
@@ -601,16 +600,10 @@ def test_two_writers_at_once(command: Command, monkeypatch: pytest.MonkeyPatch, 
             time.sleep(0.01)
         return found
 
-    children = []
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "claim", together)
-        for _ in range(2):
-            child = os.fork()
-            if child == 0:
-                signal.alarm(120)
-                launched(*SMALL, "task.output=out.jsonl")
-            children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+        codes = [child_of(lambda: launched(*SMALL, "task.output=out.jsonl")) for _ in range(2)]
+    assert [code() for code in codes] == [0, 0]
     assert Path("out.jsonl").read_bytes() == undisturbed
     assert len(list(Path("out.jsonl.work/groups").iterdir())) == 2
     assert not list(Path("out.jsonl.work/parts").iterdir())
@@ -635,21 +628,19 @@ def test_one_of_three_groups_has_a_device_that_gives_no_numbers(
     def damaged(self: ModelRunner, *args: Any) -> Any:
         return logits(self, *args) * float("nan")
 
-    children = []
+    def group(errors: str) -> None:
+        sys.stderr = open(errors, "w", buffering=1)  # noqa: SIM115
+        launched(*SMALL, "task.output=out.jsonl")
+
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "claim", together)
-        for number in range(3):
-            if number == 2:
-                patch.setattr(ModelRunner, "logits", damaged)
-            if (child := os.fork()) == 0:
-                sys.stderr = open(f"err-{number}", "w", buffering=1)  # noqa: SIM115
-                signal.alarm(120)
-                launched(*SMALL, "task.output=out.jsonl")
-            children.append(child)
-    assert os.waitstatus_to_exitcode(os.waitpid(children.pop(), 0)[1]) == 5
+        sound = [child_of(lambda: group("err")) for _ in range(2)]
+        patch.setattr(ModelRunner, "logits", damaged)
+        broken = child_of(lambda: group("err-2"))
+    assert broken() == 5
     assert finished("out.jsonl") < RECORDS
     Path("ended").touch()
-    assert sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children) == [0, 0]
+    assert [code() for code in sound] == [0, 0]
     said = Path("err-2").read_text()
     assert "3 texts one after another" in said and f"; {socket.gethostname()}, " in said
     assert Path("out.jsonl").read_bytes() == undisturbed

@@ -66,8 +66,8 @@ def undisturbed(folder: Path) -> bytes:
     return (folder / "calm.jsonl").read_bytes()
 
 
-def in_child(job: Any) -> int:
-    """The exit code of a forked process that runs the job; the parent's memory stays as it is."""
+def child_of(job: Any) -> Callable[[], int]:
+    """Forks a process that runs the job; the parent's memory stays as it is. The result waits for its end."""
     child = os.fork()
     if child == 0:
         try:
@@ -75,7 +75,11 @@ def in_child(job: Any) -> int:
             os._exit(0)
         except BaseException:
             os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_child(job: Any) -> int:
+    return child_of(job)()
 
 
 class Deadly:
