@@ -5,6 +5,7 @@ The distribution of a record's answer depends on the job's settings and the reco
 rounding, too: equal batches give equal bytes; others, in fp32, equal bytes up to ties (docs/batch.md).
 """
 
+import json
 import logging
 import socket
 import time
@@ -48,6 +49,12 @@ MANY, FEW = 1000, 16  # prompts that are tokenised before a job begins: the long
 DAMAGED_IN_ROW = 3  # texts one after another without numbers show a broken device, not broken records
 
 
+def fix_k(pair: PairSession, kept: dict[str, Any]) -> None:
+    """Has a pair write with the K that a job keeps, if it keeps one."""
+    if kept:
+        pair.run = replace(pair.run, speculation=replace(pair.run.speculation, k=kept["k"], adaptive=False))
+
+
 class BatchTask(Task[BatchConf]):
     """One process's part in a job: shards until none is left to take."""
 
@@ -76,13 +83,11 @@ class BatchTask(Task[BatchConf]):
         longest, missing, shards = while_others_wait(ranks, partial(self._begin, pair, gpus))
         if missing:
             keep = partial(self._keep_rows, pair, pair.rows_for(missing, longest))
-            self._max_rows, texts = while_others_wait(ranks, keep)
+            self._max_rows, texts, kept = while_others_wait(ranks, keep)
+            fix_k(pair, kept)
             prompts = [Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(texts)]
             pair.load(min(self._max_rows, missing), longest, prompts=prompts)
-            kept = while_others_wait(ranks, partial(self._keep, pair))
-            if kept:
-                speculation = replace(pair.run.speculation, k=kept["k"], adaptive=False)
-                pair.run = replace(pair.run, speculation=speculation)
+            fix_k(pair, while_others_wait(ranks, partial(self._keep, pair)))
             self._rows = pair.writer(self._inputs.seed, clocked=False)
         if shards:
             with self._leading() if ranks.is_leader else nullcontext():
@@ -126,10 +131,11 @@ class BatchTask(Task[BatchConf]):
         missing, shards = standing.records - standing.records_finished, standing.shards - standing.shards_done
         return [self._journal.manifest.longest, missing, shards]
 
-    def _keep_rows(self, pair: PairSession, rows: int) -> tuple[int, list[tuple[int, ...]]]:
-        """Returns how many rows to write at a time, and the job's first prompts, to measure costs on.
+    def _keep_rows(self, pair: PairSession, rows: int) -> tuple[int, list[tuple[int, ...]], dict[str, Any]]:
+        """Returns how many rows to write at a time, the job's first prompts, and the costs that it keeps.
 
-        The rows are `task.batch_size` if it is given, else the number that the job's first process stored.
+        Costs that nobody has stored yet are measured on these prompts. The rows are `task.batch_size` if it
+        is given, else the number that the job's first process stored.
         """
         assert self._journal is not None
         rows = rows if self._task.batch_size else int(self._journal.kept(ROWS, rows))
@@ -137,7 +143,8 @@ class BatchTask(Task[BatchConf]):
         for index in range(min(rows, self._journal.manifest.records)):
             with suppress(Refused):
                 prompts.append(tokenised(self._job.index.read(index, pair.run), pair).prompt.token_ids)
-        return rows, prompts
+        stored = self._journal.folder / COSTS
+        return rows, prompts, json.loads(stored.read_bytes()) if stored.exists() else {}
 
     def _keep(self, pair: PairSession) -> dict[str, Any]:
         """Stores trials and costs if this process is the job's first; returns the costs that were stored."""
