@@ -79,7 +79,7 @@ class OverRanks:
 
 
 def written(pair: RankModels, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:
-    """What the case gives. Only the leader's seed matters where it alone draws."""
+    """What the case gives. Ranks that neither decide nor lead a draft have another seed: they draw nothing."""
     engine = engine_of(pair, run, case)
     return drive(engine, prompts[: case.rows], most=case.rounds, **case.loop)
 
@@ -97,4 +97,5 @@ def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
     )
     tokens: Any = SimpleNamespace(size=VOCAB, paired=None)  # what an engine asks of a tokenizer
     how = replace(run, sampling=case.sampling, speculation=spec)
-    return engine_for(pair, how, tokens, case.ends, 7)
+    draws = pair.roles.leads or (pair.roles.draft is not None and pair.roles.draft.is_leader)
+    return engine_for(pair, how, tokens, case.ends, 7 if draws else 8)
