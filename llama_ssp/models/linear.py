@@ -96,8 +96,10 @@ def _linear_in_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """Multiplies on a GPU with an output of 32 bits; on a CPU slice by slice: no fp32 copy of the matrix."""
     if x_TK.device.type == "cuda":
         return torch.mm(x_TK, weight_NK.T, out_dtype=torch.float32)
-    parts = torch.split(weight_NK, max(1, SLICE // weight_NK.shape[1]))
-    return torch.cat([functional.linear(x_TK.float(), part_NK.float()) for part_NK in parts], -1)
+    parts, x_TK = torch.split(weight_NK, max(1, SLICE // weight_NK.shape[1])), x_TK.float()
+    slice_NK = torch.empty_like(parts[0], dtype=torch.float32)  # one for all: the system clears new memory
+    found = [functional.linear(x_TK, slice_NK[: len(part_NK)].copy_(part_NK)) for part_NK in parts]
+    return torch.cat(found, -1)
 
 
 # One operation for torch.compile. A torch.library.custom_op would import the compiler, also for eager steps.
