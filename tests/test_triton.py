@@ -30,7 +30,9 @@ from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
 from llama_ssp.models.kernels.coded import available  # noqa: E402
 from llama_ssp.models.steps import has_kernels  # noqa: E402
 from tests import test_attention  # noqa: E402
+from tests.distributed.test_quantised import off  # noqa: E402
 from tests.families import decoder_of, module_of, require_same, walked  # noqa: E402
+from tests.test_coded_linear import held, wide  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHARED = {86: 99, 90: 227, 100: 227}  # KiB that a program may have
@@ -72,16 +74,18 @@ def tensor(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 
 def codes(
     table: str, group: int, rows: int, scale: torch.dtype, offset: torch.dtype | None = None,
-    bias: bool = False,
+    bias: bool = False, top_k: int = 0,
 ) -> Callable[[], object]:  # fmt: skip
-    size, groups = 4096, 4096 // group
+    """The products with codes: of all rows with one matrix, or of each with those of `top_k` experts."""
+    size, count = 4096, (8,) if top_k else ()
     width = size // 2 if table in ("uint4", "e2m1", "nf4") else size
-    factors = tensor(256), tensor(size, groups, dtype=scale)
-    offsets = None if offset is None else tensor(size, groups, dtype=offset)
-    added = tensor(size, dtype=BF16) if bias else None
-    weight = tensor(size, width, dtype=torch.uint8), *factors, offsets, added
-    x = tensor(rows, size, dtype=BF16)
-    return partial(coded_triton.linear_coded, x, *weight, size, group, list(TABLES).index(table))
+    factors = tensor(256), tensor(*count, size, size // group, dtype=scale)
+    offsets = None if offset is None else tensor(*count, size, size // group, dtype=offset)
+    added = tensor(*count, size, dtype=BF16) if bias else None
+    weight = tensor(*count, size, width, dtype=torch.uint8), *factors, offsets, added
+    sizes, expert_P = (size, group, list(TABLES).index(table)), tensor(rows * top_k, dtype=torch.int64)
+    x, pairs = tensor(rows, size, dtype=BF16), {"expert_P": expert_P if top_k else None}
+    return partial(coded_triton.linear_coded, x, *weight, *sizes, **pairs)
 
 
 def attends(
@@ -117,6 +121,8 @@ KERNELS = {
     "mixtral": chosen(1, 2, 1, BF16, False),
     "qwen3-moe": chosen(128, 8, 1024, FP16, False),
     "gpt-oss": chosen(5, 4, 5, FP32, True),
+    "gpt-oss-mxfp4": codes("e2m1", 32, 5, BF16, None, True, top_k=4),
+    "qwen3-moe-awq": codes("uint4", 128, 128, FP16, torch.uint8, top_k=8),
 }
 
 
@@ -229,41 +235,67 @@ def require_model() -> None:
     require_same(module, *walked(decoder_of(module), attend=by_kernel))
 
 
+Kind = tuple[str, int, str | None]  # a table of codes, the inputs of a group, what is subtracted
+
+
+def stacked(
+    count: int, outputs: int, inputs: int, kind: Kind | None, dtype: torch.dtype
+) -> tuple[list[Tensor], str, list[Tensor]]:
+    """Random weights of experts as a stack has them, and their numbers in fp64."""
+    if kind is None:
+        weight = torch.randn(count, outputs, inputs).to(dtype)
+        return [weight], "", [weight.double()]
+    table, group, offset = kind
+    weights = held(count * outputs, inputs, table, group, offset)
+    parts = [part.view(count, outputs, -1) for part in weights._tensors().values()]
+    how = f"{table} {group} 1.0 {outputs} {offset == 'zero'} True"
+    return parts, how, [wide(weights).view(count, outputs, inputs)]
+
+
+def mixture(
+    tokens: int, count: int, top_k: int, dim: int, ffn: int, kind: Kind | None = None, clamped: bool = False,
+    dtype: torch.dtype = FP32,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Any, ...], Tensor]:  # fmt: skip
+    """Random tokens and the experts that they choose; the experts; the result by their numbers, in fp64."""
+    choice_TK = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
+    up, up_how, wide_up = stacked(count, 2 * ffn, dim, kind, dtype)
+    down, down_how, wide_down = stacked(count, dim, ffn, kind, dtype)
+    biases = [torch.randn(count, 2 * ffn), torch.randn(count, dim)] if clamped else [None, None]
+    x_TH, share_TK = torch.randn(tokens, dim).to(dtype), torch.rand(tokens, top_k).to(dtype)
+    gate = "silu", 1.7, 7.0 * clamped
+    doubled = [bias if bias is None else bias.double() for bias in biases]
+    weights = wide_up, wide_down, "", ""
+    exact = experts.apply(x_TH.double(), share_TK.double(), choice_TK, *weights, *doubled, *gate)
+    return (x_TH, share_TK, choice_TK), (up, down, up_how, down_how, *biases, *gate), exact
+
+
 @patch.object(experts, "triton_runs", lambda: True)
 def require_experts() -> None:
     """Experts, of more tokens that choose the same than a product has rows; weights that fill no block."""
-    for seed, (tokens, count, top_k, dim, wide) in enumerate(
-        [(1, 4, 2, 72, 40), (5, 8, 4, 64, 32), (20, 3, 2, 40, 50), (9, 32, 4, 24, 16)]
-    ):
+    numbers = [(1, 4, 2, 72, 40), (5, 8, 4, 64, 32), (20, 3, 2, 40, 50), (9, 32, 4, 24, 16)]
+    coded: Any = [
+        (2, 8, 2, 72, 40, ("nf4", 0, None)), (5, 8, 4, 64, 32, ("e2m1", 32, None)),
+        (20, 2, 2, 40, 50, ("int4", 0, "zero")), (9, 32, 4, 24, 16, ("int8", 16, "shift")),
+    ]  # fmt: skip
+    for seed, sizes in enumerate([*numbers, *coded]):
         torch.manual_seed(seed)
-        choice_TK = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
-        up, down = torch.randn(count, 2 * wide, dim), torch.randn(count, dim, wide)
-        biases = (torch.randn(count, 2 * wide), torch.randn(count, dim)) if seed % 2 else (None, None)
-        arguments = torch.randn(tokens, dim), torch.rand(tokens, top_k), choice_TK, [up], [down], "", ""
-        gate = ("silu", 1.7, 7.0) if seed % 2 else ("silu", 0.0, 0.0)
-        expected = experts.apply(*arguments, *biases, *gate)
-        result = experts.apply_on_gpu(*arguments, *biases, *gate)
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)
-        choice_TK[-1] = choice_TK[-1].roll(1)
-        other = experts.apply_on_gpu(*arguments, *biases, *gate)
-        assert not torch.allclose(other, expected, rtol=1e-2, atol=1e-1)
+        given, layers, exact = mixture(*sizes, clamped=seed % 2 == 1)
+        assert off([experts.apply_on_gpu(*given, *layers)], [exact]) < 1e-6
+        given[2][-1] = given[2][-1].roll(1)
+        assert off([experts.apply_on_gpu(*given, *layers)[-1:]], [exact[-1:]]) > 1e-2
 
 
 @pytest.mark.parametrize("clamped", [False, True])
 def test_grouped_experts_are_those_that_run_in_turn(clamped: bool) -> None:
     """Some chosen by no token, some by all, in an order of their own. Control: another choice."""
     torch.manual_seed(1)
-    tokens, count, top_k, dim, wide = 50, 16, 4, 24, 40
-    choice_TK = torch.stack([torch.randperm(count - 3)[:top_k] for _ in range(tokens)])
+    (x_TH, share_TK, choice_TK), layers, _ = mixture(50, 16, 4, 24, 40, clamped=clamped)
     choice_TK[:, 0] = torch.where((choice_TK == 5).any(1), choice_TK[:, 0], 5)
-    up, down = torch.randn(count, 2 * wide, dim), torch.randn(count, dim, wide)
-    biases = (torch.randn(count, 2 * wide), torch.randn(count, dim)) if clamped else (None, None)
-    given, gate = (torch.randn(tokens, dim), torch.rand(tokens, top_k)), ("silu", 1.7, 7.0 * clamped)
-    expected = experts.apply(*given, choice_TK, [up], [down], "", "", *biases, *gate)
-    layers = experts.Layers.of([up], [down], "", "", *biases, *gate)
-    result = experts.grouped(*given, choice_TK, layers)
+    choice_TK[choice_TK < 3] = 9  # these are chosen by no token
+    expected = experts.apply(x_TH, share_TK, choice_TK, *layers)
+    result = experts.grouped(x_TH, share_TK, choice_TK, experts.Layers.of(*layers))
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)
-    other = experts.grouped(*given, choice_TK.roll(1, 0), layers)
+    other = experts.grouped(x_TH, share_TK, choice_TK.roll(1, 0), experts.Layers.of(*layers))
     assert not torch.allclose(other, expected, rtol=1e-2, atol=1e-1)
 
 
@@ -292,10 +324,8 @@ def test_what_triton_cannot_compile_is_known_before_the_first_step(
     gpu = torch.device("cuda:0")
     assert not any(has_kernels("m", dtype, gpu, (4, 4, 16)) for dtype in (Dtype.packed, Dtype.bf16))
     assert not available(gpu)
-    up, down, x_TH = torch.randn(4, 80, 72), torch.randn(4, 72, 40), torch.randn(3, 72)
-    given = x_TH, torch.rand(3, 2), torch.tensor([[0, 3]] * 3), [up], [down], "", "", None, None
-    gate = "silu", 0.0, 0.0
-    assert torch.equal(experts.apply_on_gpu(*given, *gate), experts.apply(*given, *gate))
+    given, layers, _ = mixture(3, 4, 2, 72, 40)
+    assert torch.equal(experts.apply_on_gpu(*given, *layers), experts.apply(*given, *layers))
     (line,) = caplog.messages
     assert "install a C compiler and Python's headers (gcc, python3-dev): " in line
     for function in kept:

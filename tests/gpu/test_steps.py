@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_map_only
 
 from bench.profiled import WAITS, called, total
 from llama_ssp.config import SamplingConfig
@@ -29,7 +30,7 @@ from llama_ssp.speculative.verification import RULES
 from tests.families import build, decoder_of
 from tests.rig import perturbed, speculate
 from tests.test_coded_linear import held, rows_of, wide
-from tests.test_triton import CASES, inputs
+from tests.test_triton import CASES, inputs, mixture
 
 pytestmark = [
     pytest.mark.gpu,
@@ -162,15 +163,11 @@ def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 4, 2), (5, 8, 4), (20, 32, 3), (700, 32, 3)])
-def test_experts(tokens: int, count: int, top_k: int, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("kind", [None, ("int4", 0, "zero"), ("e2m1", 32, None), ("int8", 16, "shift")])
+def test_experts(kind: Any, tokens: int, count: int, top_k: int, dtype: torch.dtype, bound: float) -> None:
     """Against the reference in fp64; some tokens choose the same experts."""
-    dim, wide, device = 72, 40, torch.device(f"cuda:{LAST}")
-    choice_TK = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
-    given = torch.randn(tokens, dim), torch.randn(count, 2 * wide, dim), torch.randn(count, dim, wide)
-    x_TH, up, down = (each.to(dtype) for each in given)
-    share_TK = torch.rand(tokens, top_k).to(dtype)
-    gate: Any = "", "", None, None, "silu", 0.0, 0.0
-    exact = experts.apply(x_TH.double(), share_TK.double(), choice_TK, [up.double()], [down.double()], *gate)
-    x_TH, share_TK, choice_TK, up, down = (each.to(device) for each in (x_TH, share_TK, choice_TK, up, down))
-    result = experts.apply_on_gpu(x_TH, share_TK, choice_TK, [up], [down], *gate)
-    near(f"{top_k} of {count} experts, {tokens} tokens, {dtype}", result, exact, bound)
+    operators("cuda")
+    *arguments, exact = mixture(tokens, count, top_k, 72, 40, kind, dtype=dtype)
+    given, layers = tree_map_only(Tensor, lambda each: each.to(f"cuda:{LAST}"), arguments)
+    result = experts.apply_on_gpu(*given, *layers)
+    near(f"{top_k} of {count} experts of {kind}, {tokens} tokens, {dtype}", result, exact, bound)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.models.formats.coded import TABLES, values
+from llama_ssp.models.kernels.experts_triton import pairs_of, shares
 
 FEW = 16  # rows of a step at most
 ROWS = (16 if torch.version.hip else 8, 64)  # of a program, of a step and of a prompt; AMD multiplies 16
@@ -65,44 +66,52 @@ QUICK = ("int8", "uint4", "int4")
 FACTORS: Any = None  # what is multiplied: as x; triton's interpreter, without 16-bit products, needs float32
 
 
-def linear_coded(x: Tensor, codes: Tensor, table: Tensor, *others: Any, wide: bool = False) -> Tensor:
+def linear_coded(
+    x: Tensor, codes: Tensor, table: Tensor, *others: Any, wide: bool = False, expert_P: Tensor | None = None
+) -> Tensor:
     """Computes the operators of coded.py: y = x W^T + bias, with sums in 32 bits.
 
-    Codes, scales and offsets have a row for each output.
+    Codes, scales and offsets have a row for each output. With the experts of pairs, as in experts_triton.py,
+    they and the bias are those of all experts, and the result has a row for each pair.
     """
     scales, offsets, bias, outputs, group, table_number = others
     dense, inputs = x.contiguous(), x.shape[-1]
-    y = x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if wide else x.dtype)
-    rows = x.numel() // inputs
+    shape = x.shape[:-1] if expert_P is None else expert_P.shape
+    y = x.new_empty(*shape, outputs, dtype=torch.float32 if wide else x.dtype)
+    rows = shape.numel()
     if rows == 0:
         return y
     factors = FACTORS or {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x.dtype, tl.float32)
-    sizes = constants(rows, inputs, group, list(TABLES)[table_number], factors is tl.bfloat16)
-    grid = (triton.cdiv(outputs, sizes["OUTPUTS"]), triton.cdiv(rows, sizes["ROWS"]))
-    kernel = multiply_few if rows <= FEW else multiply
-    warps, stages = how(rows, sizes)
+    many = expert_P is None and rows > FEW
+    sizes = constants(many, inputs, group, list(TABLES)[table_number], factors is tl.bfloat16)
+    programs = triton.cdiv(rows, sizes["ROWS"]) if expert_P is None else rows
+    grid = (triton.cdiv(outputs, sizes["OUTPUTS"]), programs)
+    warps, stages = how(many, sizes)
+    if not many:
+        sizes |= {"expert_ptr": expert_P, **shares(rows, x.numel() // inputs)}
+    kernel = multiply if many else multiply_few
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
-        tensors, shape = (dense, codes, table, scales, offsets, bias, y), (rows, outputs, inputs)
-        given = *shape, codes.shape[1], scales.shape[1], group
+        tensors, numbers = (dense, codes, table, scales, offsets, bias, y), (rows, outputs, inputs)
+        given = *numbers, codes.shape[-1], scales.shape[-1], group
         kernel[grid](*tensors, *given, **sizes, FACTORS=factors, num_warps=warps, num_stages=stages)
     return y
 
 
-def constants(rows: int, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
-    """Returns what the kernel for so many rows is compiled with. INPUTS taken together share a scale."""
+def constants(many: bool, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
+    """Returns what the kernel for few or many rows is compiled with. INPUTS taken together share a scale."""
     step = INPUTS if group >= inputs else min(group & -group, INPUTS)
     bits, fraction = 4 if len(values(table)) == 16 else 8, FLOATS.get(table, 0 if table in INTEGERS else -1)
     flip, lowest = INTEGERS.get(table, (0, 0))
     codes = {"BITS": bits, "FRACTION": fraction, "FLIP": flip, "LOWEST": lowest}
     codes["QUICK"] = in_bf16 and table in QUICK and torch.version.hip is None
-    parts, many = {"PARTS": PARTS} if rows <= FEW else {}, rows > FEW
+    parts = {} if many else {"PARTS": PARTS}
     return {**codes, **parts, "ROWS": ROWS[many], "OUTPUTS": OUTPUTS[many], "INPUTS": step}
 
 
-def how(rows: int, sizes: dict[str, Any]) -> tuple[int, int]:
+def how(many: bool, sizes: dict[str, Any]) -> tuple[int, int]:
     """Warps, and steps under way at once. Where a table is read it is one: else numbers fill the memory."""
-    warps, stages = HOW[rows > FEW]
+    warps, stages = HOW[many]
     return warps, 1 if sizes["FRACTION"] < 0 else stages
 
 
@@ -164,24 +173,31 @@ def _portable(
 
 def _multiply_few(
     x_ptr, code_ptr, table_ptr, scale_ptr, offset_ptr, bias_ptr, y_ptr,
-    rows, outputs, inputs, bytes_, groups, group,
+    rows, outputs, inputs, bytes_, groups, group, expert_ptr,
     BITS: tl.constexpr, FRACTION: tl.constexpr, FLIP: tl.constexpr, LOWEST: tl.constexpr,
     QUICK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    FACTORS: tl.constexpr,
+    SHARE: tl.constexpr, PAIRS: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     HALVES: tl.constexpr = 8 // BITS  # codes of a byte: inputs 0, 2, 4 ... and 1, 3, 5 ...
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
     HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
     BYTES: tl.constexpr = INPUTS // HALVES
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     part_P = tl.arange(0, PARTS)
-    real_N, real_M = output_N < outputs, row_M < rows
-    place_N = output_N.to(tl.int64)
+    real_N, place_N = output_N < outputs, output_N.to(tl.int64)
+    if expert_ptr is None:
+        row_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        real_M = row_M < rows
+    else:
+        expert, row_M, count = pairs_of(expert_ptr, rows, PAIRS, ROWS)
+        if count == 0:
+            return
+        real_M = tl.arange(0, ROWS) < count
+        place_N += expert * outputs
     byte_PK = part_P[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     input_PK = part_P[:, None] * INPUTS + tl.arange(0, INPUTS)[None, :]
     code_ptr_PNK = code_ptr + (place_N * bytes_)[None, :, None] + byte_PK[:, None, :]
-    x_ptr_PMK = x_ptr + (row_M.to(tl.int64) * inputs)[None, :, None] + input_PK[:, None, :]
+    x_ptr_PMK = x_ptr + ((row_M // SHARE).to(tl.int64) * inputs)[None, :, None] + input_PK[:, None, :]
     sum_PNM = tl.zeros((PARTS, OUTPUTS, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS * PARTS):
         byte = first // HALVES
@@ -215,7 +231,7 @@ def _multiply_few(
             sum_PNM -= offset_PN[:, :, None] * x_PM[:, None, :]
     sum_NM = tl.sum(sum_PNM, 0)
     if bias_ptr is not None:
-        sum_NM += tl.load(bias_ptr + output_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
+        sum_NM += tl.load(bias_ptr + place_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
     y_ptr_NM = y_ptr + row_M[None, :].to(tl.int64) * outputs + output_N[:, None]
     tl.store(y_ptr_NM, sum_NM.to(y_ptr.dtype.element_ty), mask=real_N[:, None] & real_M[None, :])
 

@@ -1,10 +1,11 @@
 """The weights of a layer's experts in one stack, numbers or codes and scales, and products with one of them.
 
-Where the choice of experts must not be waited for, as in a CUDA graph, chosen ones in codes are decoded, a
-few at a time: there is no kernel yet that reads codes of experts on a GPU.
+Where the choice of experts must not be waited for, as in a CUDA graph, chosen ones in codes that no kernel
+reads are decoded, a few at a time.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,15 +110,18 @@ def product(x: Tensor, stack: Stack, bias_EN: Tensor | None, expert: int, output
         return product_of_expert(x, stack.parts[0], bias_EN, expert, outputs)
     words, own = _read(stack.how), [part[expert] for part in stack.parts]
     bias = None if bias_EN is None else bias_EN[expert]
-    table, group, *_, by_kernel = words
-    if not by_kernel:
+    if not words[-1]:
         return functional.linear(x, _decoded(own, words, x.shape[-1], x.dtype), bias)
-    offset = own[2] if len(own) > 2 else None
+    result: Tensor = torch.ops.llama_ssp.linear_coded(*_arguments(x, own, words, bias))
+    return result
+
+
+def _arguments(x: Tensor, parts: list[Tensor], how: Words, bias: Tensor | None) -> tuple[Any, ...]:
+    """Returns what the kernel for codes takes."""
+    table, group, _, outputs, *_ = how
+    codes, scales, offsets, *_ = *parts, None
     sizes = outputs, group or x.shape[-1], list(TABLES).index(table)
-    found: Tensor = torch.ops.llama_ssp.linear_coded(
-        x, own[0], values(table, x.device), own[1], offset, bias, *sizes
-    )
-    return found
+    return x, codes, values(table, x.device), scales, offsets, bias, *sizes
 
 
 def products(x_MK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | None) -> Tensor:
@@ -130,6 +134,10 @@ def products(x_MK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | Non
 
         return experts_triton.products(x_MK, expert_P, stack.parts[0], bias_EN)
     words, inputs = _read(stack.how), x_MK.shape[-1]
+    if words[-1]:
+        from llama_ssp.models.kernels.coded_triton import linear_coded
+
+        return linear_coded(*_arguments(x_MK, stack.parts, words, bias_EN), expert_P=expert_P)
     x_PK = x_MK.repeat_interleave(len(expert_P) // len(x_MK), 0)
     y_PN1, count = x_PK.new_empty(len(x_PK), words[3], 1), max(1, DECODED // (words[3] * inputs))
 

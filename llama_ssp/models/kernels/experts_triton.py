@@ -39,28 +39,44 @@ def products(x_MK: Tensor, expert_P: Tensor, weight_ENK: Tensor, bias_EN: Tensor
 
 
 def constants(pairs: int, rows: int, bytes_: int) -> dict[str, int]:
-    sizes = {"SHARE": pairs // rows, "PAIRS": max(triton.next_power_of_2(pairs), ROWS), "ROWS": ROWS}
-    return {**sizes, "OUTPUTS": OUTPUTS, "INPUTS": INPUT_BYTES // bytes_}
+    return {**shares(pairs, rows), "ROWS": ROWS, "OUTPUTS": OUTPUTS, "INPUTS": INPUT_BYTES // bytes_}
+
+
+def shares(pairs: int, rows: int) -> dict[str, int]:
+    """Returns the pairs that share a row of x, and the numbers among which a program looks for its pairs."""
+    return {"SHARE": pairs // rows, "PAIRS": max(triton.next_power_of_2(pairs), ROWS)}
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
+def _pairs_of(expert_ptr, pairs, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    """Returns the expert of this program's pair, up to ROWS of the expert's pairs, and their number.
+
+    The program of the first of ROWS pairs computes them all: for those of the others the number is 0.
+    """
+    pair, pair_P = tl.program_id(1), tl.arange(0, PAIRS)
+    expert_P = tl.load(expert_ptr + pair_P, mask=pair_P < pairs, other=-1)
+    expert = tl.load(expert_ptr + pair).to(tl.int64)
+    same_P = (expert_P == expert).to(tl.int32)
+    before = tl.sum(tl.where(pair_P < pair, same_P, 0))
+    count = tl.where(before % ROWS == 0, tl.sum(same_P) - before, 0)
+    pair_M = tl.zeros((ROWS,), dtype=tl.int32)
+    if count > 0:
+        place_P = tl.where(same_P != 0, tl.cumsum(same_P) - 1 - before, -1)
+        is_pair_MP = place_P[None, :] == tl.arange(0, ROWS)[:, None]
+        pair_M = tl.sum(tl.where(is_pair_MP, pair_P[None, :], 0), 1)
+    return expert, pair_M, count
+
+
 def _multiply(
     x_ptr, expert_ptr, weight_ptr, bias_ptr, y_ptr, pairs, outputs, inputs, SHARE: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    own, pair_P = tl.program_id(1), tl.arange(0, PAIRS)
-    expert_P = tl.load(expert_ptr + pair_P, mask=pair_P < pairs, other=-1)
-    expert = tl.load(expert_ptr + own)
-    same_P = (expert_P == expert).to(tl.int32)
-    before = tl.sum(tl.where(pair_P < own, same_P, 0))
-    if before % ROWS == 0:  # the first of this expert's pairs, or of the next 16
-        slot_M = before + tl.arange(0, ROWS)
-        real_M = slot_M < tl.sum(same_P)
-        place_P = tl.where(same_P != 0, tl.cumsum(same_P) - 1, -1)
-        pair_M = tl.sum(tl.where(place_P[None, :] == slot_M[:, None], pair_P[None, :], 0), 1)
+    expert, pair_M, count = pairs_of(expert_ptr, pairs, PAIRS, ROWS)
+    if count > 0:
         output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         input_K = tl.arange(0, INPUTS)
-        real_N, row_N = output_N < outputs, expert.to(tl.int64) * outputs + output_N
+        real_N, real_M = output_N < outputs, tl.arange(0, ROWS) < count
+        row_N = expert * outputs + output_N
         weight_ptr_NK = weight_ptr + row_N[:, None] * inputs + input_K[None, :]
         x_ptr_KM = x_ptr + (pair_M // SHARE)[None, :] * inputs + input_K[:, None]
         sum_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
@@ -75,4 +91,5 @@ def _multiply(
         tl.store(y_ptr_NM, sum_NM.to(y_ptr.dtype.element_ty), mask=real_N[:, None] & real_M[None, :])
 
 
+pairs_of: Any = triton.jit(_pairs_of)
 multiply: Any = triton.jit(_multiply)
