@@ -149,21 +149,22 @@ def test_what_deepspeed_splits_is_counted_by_its_part() -> None:
 
 
 def test_experts_in_codes_are_decoded_within_a_bound() -> None:
-    """All pairs of a token and an expert of a chunk, but few matrices at once, or one that is larger."""
-    dense = {"experts": 8, "experts_per_token": 2, "expert_ffn": 14336, "dense_layers": 0}
-    mix = "expert_gate+expert_up:32:4:128:3:uint4 expert_down:32:4:128:3:uint4"
-    mixtral = role(TARGET, "mistral-7b", Dtype.packed, family="mixtral", code_bits=4, code_mix=mix, **dense)
-    part = RolePart.of(mixtral, ModelPart.of(mixtral.model), 600)
-    one = 2 * 14336 * 4096 * 2
+    """Those that no kernel reads: pairs of a chunk, but few matrices at once, or one that is larger."""
+
+    def decoded(tokens: int, kernels: Kernels = GPU, group: int = 16, ffn: int = 14336) -> int:
+        mix = f"expert_gate+expert_up:32:4:{group}:3:uint4 expert_down:32:4:{group}:3:uint4"
+        sizes = {"experts": 8, "experts_per_token": 2, "expert_ffn": ffn, "dense_layers": 0}
+        moe = role(TARGET, "mistral-7b", Dtype.packed, family="mixtral", code_bits=4, code_mix=mix, **sizes)
+        own = RolePart.of(moe, ModelPart.of(moe.model), 600)
+        return Forward(own, kernels, 1, tokens, 600)._dequantised()
+
+    one, dense = 2 * 14336 * 4096 * 2, 6144 * 4096 * 2
     for tokens in (1, 18, 512):
-        coded, cpu = (
-            Forward(part, kernels, 1, tokens, 600)._dequantised() for kernels in (GPU, Kernels(cpu=True))
-        )
-        assert (coded, cpu) == (one, 6144 * 4096 * 2)
-    small = replace(mixtral, model=replace(mixtral.model, expert_ffn=256))
-    part = RolePart.of(small, ModelPart.of(small.model), 600)
-    assert Forward(part, GPU, 1, 512, 600)._dequantised() == 2 * DECODED
-    assert Forward(part, GPU, 1, 10, 600)._dequantised() == 2 * 20 * 512 * 4096
+        old = decoded(tokens, Kernels(False, read_codes=False), 128)
+        assert (decoded(tokens), old) == (one, one)
+        assert (decoded(tokens, group=128), decoded(tokens, Kernels(True))) == (dense, dense)
+    assert decoded(512, ffn=256) == 2 * DECODED
+    assert decoded(10, ffn=256) == 2 * 20 * 512 * 4096
 
 
 def headers(layout: str, outputs: int, inputs: int) -> kept.Headers:

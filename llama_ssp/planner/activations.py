@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models.graph_sizes import DECODED, FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, SLICE, sizes_up_to
-from llama_ssp.planner.storage import width
-from llama_ssp.planner.weights import ModelPart, RolePart
+from llama_ssp.planner.storage import CUDA, EXPERTS, OLD, Storage, width
+from llama_ssp.planner.weights import ModelPart, RolePart, weights
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
 
 MASKS, HIDDEN, LOGITS, PROBS, TOKENS = "masks", "activations", "logits", "laws", "tokens"
@@ -37,10 +37,11 @@ def widest_steps(k: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """A GPU's kernels, or a CPU's with this number of threads."""
+    """A GPU's kernels, among which some `read_codes`, or a CPU's with this number of threads."""
 
     cpu: bool
     threads: int = 0
+    read_codes: bool = True
 
 
 GPU = Kernels(cpu=False)
@@ -160,15 +161,20 @@ class Forward:
         return choice + max(alike, pairs)
 
     @property
-    def _coded_experts(self) -> bool:
-        return self.own.dtype is Dtype.packed and not self.kernels.cpu and self.part.expert_layers > 0
+    def _decodes_experts(self) -> bool:
+        """Returns whether steps on a GPU decode chosen experts: the kernel does not read all their codes."""
+        if self.kernels.cpu or self.own.dtype is not Dtype.packed:
+            return False
+        store = Storage(kernel=CUDA if self.kernels.read_codes else OLD)
+        coded = [weight for weight in weights(self.part, True) if weight.group == EXPERTS and weight.linear]
+        return not all(store.reads(weight.kept(Dtype.packed), weight.inputs) for weight in coded)
 
     def _dequantised(self) -> int:
         """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit; of experts a few."""
         part, numbers = self.part, 0
         if self.own.dtype in (Dtype.nf4, *OWN_CODES):
             numbers = part.largest_matrix
-        if self._coded_experts:
+        if self._decodes_experts:
             one = 2 * part.expert_ffn * part.dim
             numbers = max(numbers, min(max(one, DECODED), one * self.tokens * part.experts_per_token))
         return self.w * numbers
@@ -263,7 +269,7 @@ class RankWork:
         given = self.work.rows * self.vocab * (2 * self.work.k + 1)
         decides = own is self.target and self.decides and given <= LARGEST
         steps = (moment[HIDDEN] + moment.get(LOGITS, 0) for moment in step.moments())
-        decoded = 0 if step._coded_experts else step._dequantised()  # kernels of graphs read other codes
+        decoded = 0 if step._decodes_experts else step._dequantised()  # kernels of graphs read other codes
         filtering = SORTED * min(self.work.rows * columns * self.vocab, FILTERED)
         return max(self._deciding() * decides, filtering, max(steps) - decoded)
 
