@@ -77,7 +77,7 @@ def codes(
     bias: bool = False, top_k: int = 0,
 ) -> Callable[[], object]:  # fmt: skip
     """The products with codes: of all rows with one matrix, or of each with those of `top_k` experts."""
-    size, count = 4096, (8,) if top_k else ()
+    size, count = 4096, (128,) if top_k else ()
     width = size // 2 if table in ("uint4", "e2m1", "nf4") else size
     factors = tensor(256), tensor(*count, size, size // group, dtype=scale)
     offsets = None if offset is None else tensor(*count, size, size // group, dtype=offset)
@@ -123,6 +123,7 @@ KERNELS = {
     "gpt-oss": chosen(5, 4, 5, FP32, True),
     "gpt-oss-mxfp4": codes("e2m1", 32, 5, BF16, None, True, top_k=4),
     "qwen3-moe-awq": codes("uint4", 128, 128, FP16, torch.uint8, top_k=8),
+    "qwen3-moe-awq-prompt": codes("uint4", 128, 512, FP16, torch.uint8, top_k=8),
 }
 
 
@@ -274,8 +275,9 @@ def require_experts() -> None:
     """Experts, of more tokens that choose the same than a product has rows; weights that fill no block."""
     numbers = [(1, 4, 2, 72, 40), (5, 8, 4, 64, 32), (20, 3, 2, 40, 50), (9, 32, 4, 24, 16)]
     coded: Any = [
-        (2, 8, 2, 72, 40, ("nf4", 0, None)), (5, 8, 4, 64, 32, ("e2m1", 32, None)),
-        (20, 2, 2, 40, 50, ("int4", 0, "zero")), (9, 32, 4, 24, 16, ("int8", 16, "shift")),
+        (2, 8, 2, 72, 40, ("nf4", 0, None)), (20, 4, 3, 64, 32, ("e2m1", 32, None)),
+        (9, 32, 4, 24, 16, ("int8", 16, "shift")),
+        (70, 3, 2, 40, 50, ("int4", 0, "zero")), (70, 2, 2, 64, 32, ("int8", 32, "shift")),
     ]  # fmt: skip
     for seed, sizes in enumerate([*numbers, *coded]):
         torch.manual_seed(seed)

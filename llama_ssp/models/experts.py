@@ -125,12 +125,13 @@ def can_group(x_TH: Tensor, up: Stack, down: Stack) -> bool:
 def apply_on_gpu(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, *arguments: Any) -> Tensor:
     """Does not wait for the choice of experts, so that a step can be part of a graph.
 
-    Only of many tokens, if they are not bf16 numbers, one expert runs after the other.
+    Only of many tokens, if weights are neither bf16 nor codes of the kernel, one expert runs after the other.
     """
     layers = Layers.of(*arguments)
     if expert_TK.numel() > MOST_PAIRS and can_group(x_TH, layers.up, layers.down):
         return grouped(x_TH, weight_TK, expert_TK, layers)
-    if not triton_runs() or expert_TK.numel() > MOST_PAIRS or x_TH.dtype not in DTYPES:
+    waits = expert_TK.numel() > MOST_PAIRS and not (layers.up.by_kernel and layers.down.by_kernel)
+    if waits or not triton_runs() or x_TH.dtype not in DTYPES:
         return _one_by_one(x_TH, weight_TK, expert_TK, layers)
     expert_P = expert_TK.flatten()
     gate, wide = products(x_TH, expert_P, layers.up, layers.up_bias).chunk(2, -1)

@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.models.formats.coded import TABLES, values
-from llama_ssp.models.kernels.experts_triton import pairs_of, shares
+from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
+from llama_ssp.models.kernels.experts_triton import pairs_of
 
 FEW = 16  # rows of a step at most
 ROWS = (16 if torch.version.hip else 8, 64)  # of a program, of a step and of a prompt; AMD multiplies 16
@@ -82,13 +83,13 @@ def linear_coded(
     if rows == 0:
         return y
     factors = FACTORS or {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x.dtype, tl.float32)
-    many = expert_P is None and rows > FEW
+    experts = 0 if expert_P is None else len(codes)
+    many = rows > (min(FEW * experts, MOST_PAIRS) if experts else FEW)
     sizes = constants(many, inputs, group, list(TABLES)[table_number], factors is tl.bfloat16)
-    programs = triton.cdiv(rows, sizes["ROWS"]) if expert_P is None else rows
+    programs = rows if experts and not many else triton.cdiv(rows, sizes["ROWS"]) + experts
     grid = (triton.cdiv(outputs, sizes["OUTPUTS"]), programs)
     warps, stages = how(many, sizes)
-    if not many:
-        sizes |= {"expert_ptr": expert_P, **shares(rows, x.numel() // inputs)}
+    sizes |= {"SHARE": rows * inputs // x.numel(), **found_by(expert_P, experts, rows, many)}
     kernel = multiply if many else multiply_few
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
@@ -96,6 +97,18 @@ def linear_coded(
         given = *numbers, codes.shape[-1], scales.shape[-1], group
         kernel[grid](*tensors, *given, **sizes, FACTORS=factors, num_warps=warps, num_stages=stages)
     return y
+
+
+def found_by(expert_P: Tensor | None, experts: int, pairs: int, many: bool) -> dict[str, Any]:
+    """Returns what a program finds its expert and pairs by: many pairs are sorted by their experts."""
+    if not many:
+        return {"expert_ptr": expert_P, "PAIRS": max(triton.next_power_of_2(pairs), FEW)}
+    if expert_P is None:
+        return {"order_ptr": None, "start_ptr": None, "EXPERTS": 0}
+    sorted_P, order_P = expert_P.sort()
+    expert_E = torch.arange(triton.next_power_of_2(experts) + 1, device=expert_P.device)
+    start_E = torch.searchsorted(sorted_P, expert_E, out_int32=True)
+    return {"order_ptr": order_P, "start_ptr": start_E, "EXPERTS": len(expert_E) - 1}
 
 
 def constants(many: bool, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
@@ -236,23 +249,48 @@ def _multiply_few(
     tl.store(y_ptr_NM, sum_NM.to(y_ptr.dtype.element_ty), mask=real_N[:, None] & real_M[None, :])
 
 
+def _sorted_pairs_of(order_ptr, start_ptr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Returns this program's expert, up to ROWS of its pairs, and their number; 0 of a program too many.
+
+    pairs of experts 0, 1 ...   70, 0, 64, 3
+    of programs 0, 1 ...        64 and 6 of expert 0, 64 of 2, 3 of 3, then none
+    """
+    program, expert_E = tl.program_id(1), tl.arange(0, EXPERTS)
+    start_E, end_E = tl.load(start_ptr + expert_E), tl.load(start_ptr + expert_E + 1)
+    programs_E = tl.cdiv(end_E - start_E, ROWS)
+    before_E = tl.cumsum(programs_E) - programs_E
+    is_own_E = (program >= before_E) & (program < before_E + programs_E)
+    expert = tl.sum(tl.where(is_own_E, expert_E, 0)).to(tl.int64)
+    first = tl.sum(tl.where(is_own_E, start_E + (program - before_E) * ROWS, 0))
+    count = tl.sum(tl.where(is_own_E, end_E, 0)) - first
+    row_M = tl.arange(0, ROWS)
+    return expert, tl.load(order_ptr + first + row_M, mask=row_M < count, other=0), count
+
+
 def _multiply(
     x_ptr, code_ptr, table_ptr, scale_ptr, offset_ptr, bias_ptr, y_ptr,
-    rows, outputs, inputs, bytes_, groups, group,
+    rows, outputs, inputs, bytes_, groups, group, order_ptr, start_ptr,
     BITS: tl.constexpr, FRACTION: tl.constexpr, FLIP: tl.constexpr, LOWEST: tl.constexpr,
     QUICK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    FACTORS: tl.constexpr,
+    SHARE: tl.constexpr, EXPERTS: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     HALVES: tl.constexpr = 8 // BITS
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
     HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     byte_K = tl.arange(0, INPUTS // HALVES)
-    real_N, real_M = output_N < outputs, row_M < rows
-    place_N = output_N.to(tl.int64)
+    real_N, place_N = output_N < outputs, output_N.to(tl.int64)
+    if start_ptr is None:
+        row_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        real_M = row_M < rows
+    else:
+        expert, row_M, count = sorted_pairs_of(order_ptr, start_ptr, EXPERTS, ROWS)
+        if count <= 0:
+            return
+        real_M = tl.arange(0, ROWS) < count
+        place_N += expert * outputs
     code_ptr_NK = code_ptr + place_N[:, None] * bytes_ + byte_K[None, :]
-    x_ptr_KM = x_ptr + row_M.to(tl.int64)[None, :] * inputs + byte_K[:, None] * HALVES
+    x_ptr_KM = x_ptr + (row_M // SHARE).to(tl.int64)[None, :] * inputs + byte_K[:, None] * HALVES
     sum_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS):
         byte = first // HALVES
@@ -282,13 +320,14 @@ def _multiply(
         if HAS_OFFSET and not HAS_ZERO:
             sum_NM -= offset_N[:, None] * x_M[None, :]
     if bias_ptr is not None:
-        sum_NM += tl.load(bias_ptr + output_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
+        sum_NM += tl.load(bias_ptr + place_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
     y_ptr_NM = y_ptr + row_M[None, :].to(tl.int64) * outputs + output_N[:, None]
     tl.store(y_ptr_NM, sum_NM.to(y_ptr.dtype.element_ty), mask=real_N[:, None] & real_M[None, :])
 
 
 portable: Any = triton.jit(_portable)
 numbers: Any = triton.jit(_numbers)
+sorted_pairs_of: Any = triton.jit(_sorted_pairs_of)
 # One program for all numbers of rows of a step.
 multiply: Any = triton.jit(_multiply, do_not_specialize=["rows", "groups", "group"])
 multiply_few: Any = triton.jit(_multiply_few, do_not_specialize=["rows", "groups", "group"])

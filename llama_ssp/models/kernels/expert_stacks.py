@@ -18,7 +18,7 @@ from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import WORD, packed, product_of_expert
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of numbers that the kernel for GPUs multiplies
-MOST_PAIRS = 1024  # of a token and an expert; where there are more, as in prompts, products are of an expert
+MOST_PAIRS = 1024  # of a token and an expert, of which a program finds its own; of prompts are more
 NUMBERS = ""
 Words = tuple[str, int, float, int, bool, bool]
 
@@ -32,6 +32,11 @@ class Stack:
 
     parts: list[Tensor]
     how: str = NUMBERS
+
+    @property
+    def by_kernel(self) -> bool:
+        """Returns whether they are codes as the kernel for codes reads them."""
+        return self.how != NUMBERS and _read(self.how)[-1]
 
 
 class Stacking:
@@ -110,7 +115,7 @@ def product(x: Tensor, stack: Stack, bias_EN: Tensor | None, expert: int, output
         return product_of_expert(x, stack.parts[0], bias_EN, expert, outputs)
     words, own = _read(stack.how), [part[expert] for part in stack.parts]
     bias = None if bias_EN is None else bias_EN[expert]
-    if not words[-1]:
+    if not stack.by_kernel:
         return functional.linear(x, _decoded(own, words, x.shape[-1], x.dtype), bias)
     result: Tensor = torch.ops.llama_ssp.linear_coded(*_arguments(x, own, words, bias))
     return result
@@ -134,7 +139,7 @@ def products(x_MK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | Non
 
         return experts_triton.products(x_MK, expert_P, stack.parts[0], bias_EN)
     words, inputs = _read(stack.how), x_MK.shape[-1]
-    if words[-1]:
+    if stack.by_kernel:
         from llama_ssp.models.kernels.coded_triton import linear_coded
 
         return linear_coded(*_arguments(x_MK, stack.parts, words, bias_EN), expert_P=expert_P)

@@ -39,12 +39,8 @@ def products(x_MK: Tensor, expert_P: Tensor, weight_ENK: Tensor, bias_EN: Tensor
 
 
 def constants(pairs: int, rows: int, bytes_: int) -> dict[str, int]:
-    return {**shares(pairs, rows), "ROWS": ROWS, "OUTPUTS": OUTPUTS, "INPUTS": INPUT_BYTES // bytes_}
-
-
-def shares(pairs: int, rows: int) -> dict[str, int]:
-    """Returns the pairs that share a row of x, and the numbers among which a program looks for its pairs."""
-    return {"SHARE": pairs // rows, "PAIRS": max(triton.next_power_of_2(pairs), ROWS)}
+    sizes = {"SHARE": pairs // rows, "PAIRS": max(triton.next_power_of_2(pairs), ROWS), "ROWS": ROWS}
+    return {**sizes, "OUTPUTS": OUTPUTS, "INPUTS": INPUT_BYTES // bytes_}
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
