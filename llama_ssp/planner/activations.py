@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models.graph_sizes import DECODED, FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, SLICE, sizes_up_to
-from llama_ssp.planner.storage import CUDA, EXPERTS, OLD, Storage, width
+from llama_ssp.planner.storage import EXPERTS, width
 from llama_ssp.planner.weights import ModelPart, RolePart, weights
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
 
@@ -37,11 +37,10 @@ def widest_steps(k: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """A GPU's kernels, among which some `read_codes`, or a CPU's with this number of threads."""
+    """A GPU's kernels, or a CPU's with this number of threads."""
 
     cpu: bool
     threads: int = 0
-    read_codes: bool = True
 
 
 GPU = Kernels(cpu=False)
@@ -165,15 +164,14 @@ class Forward:
         """Returns whether steps on a GPU decode chosen experts: the kernel does not read all their codes."""
         if self.kernels.cpu or self.own.dtype is not Dtype.packed:
             return False
-        store = Storage(kernel=CUDA if self.kernels.read_codes else OLD)
-        coded = [weight for weight in weights(self.part, True) if weight.group == EXPERTS and weight.linear]
+        store, every = self.own.store(cpu=False), weights(self.part, packed=True)
+        coded = (weight for weight in every if weight.group == EXPERTS and weight.linear)
         return not all(store.reads(weight.kept(Dtype.packed), weight.inputs) for weight in coded)
 
     def _dequantised(self) -> int:
         """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit; of experts a few."""
-        part, numbers = self.part, 0
-        if self.own.dtype in (Dtype.nf4, *OWN_CODES):
-            numbers = part.largest_matrix
+        part = self.part
+        numbers = part.largest_matrix if self.own.dtype in (Dtype.nf4, *OWN_CODES) else 0
         if self._decodes_experts:
             one = 2 * part.expert_ffn * part.dim
             numbers = max(numbers, min(max(one, DECODED), one * self.tokens * part.experts_per_token))

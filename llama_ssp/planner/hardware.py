@@ -19,7 +19,7 @@ from llama_ssp.config import ClusterConf, Dtype, Scheduler, TimesConf
 from llama_ssp.config.presets import CONF, nearest
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.host_memory import memory_here
-from llama_ssp.planner.activations import Kernels
+from llama_ssp.planner.activations import GPU, Kernels
 from llama_ssp.planner.gpus import SLICES, gpus_here
 from llama_ssp.planner.speed import Times, times_of
 from llama_ssp.planner.storage import CPU, CUDA, OLD, Storage
@@ -56,7 +56,7 @@ class Machine:
     @property
     def kernels(self) -> Kernels:
         """The kernels, for the scratch and rounding in a memory estimate."""
-        return Kernels(True, threads_here()) if self.is_cpu else Kernels(False, read_codes=self.bf16)
+        return Kernels(cpu=True, threads=threads_here()) if self.is_cpu else GPU
 
     @property
     def is_cpu(self) -> bool:

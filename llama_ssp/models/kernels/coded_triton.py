@@ -87,28 +87,24 @@ def linear_coded(
     many = rows > (min(FEW * experts, MOST_PAIRS) if experts else FEW)
     sizes = constants(many, inputs, group, list(TABLES)[table_number], factors is tl.bfloat16)
     programs = rows if experts and not many else triton.cdiv(rows, sizes["ROWS"]) + experts
-    grid = (triton.cdiv(outputs, sizes["OUTPUTS"]), programs)
-    warps, stages = how(many, sizes)
     sizes |= {"SHARE": rows * inputs // x.numel(), **found_by(expert_P, experts, rows, many)}
     kernel = multiply if many else multiply_few
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
         tensors, numbers = (dense, codes, table, scales, offsets, bias, y), (rows, outputs, inputs)
         given = *numbers, codes.shape[-1], scales.shape[-1], group
-        kernel[grid](*tensors, *given, **sizes, FACTORS=factors, num_warps=warps, num_stages=stages)
+        kernel[triton.cdiv(outputs, sizes["OUTPUTS"]), programs](*tensors, *given, **sizes, FACTORS=factors)
     return y
 
 
 def found_by(expert_P: Tensor | None, experts: int, pairs: int, many: bool) -> dict[str, Any]:
-    """Returns what a program finds its expert and pairs by: many pairs are sorted by their experts."""
-    if not many:
-        return {"expert_ptr": expert_P, "PAIRS": max(triton.next_power_of_2(pairs), FEW)}
-    if expert_P is None:
-        return {"order_ptr": None, "start_ptr": None, "EXPERTS": 0}
+    """Returns what a program finds its expert by: the pairs' experts, or many pairs in the order of these."""
+    span = triton.next_power_of_2(experts if many else max(pairs, FEW)) if experts else 0
+    if expert_P is None or not many:
+        return {"expert_ptr": expert_P, "start_ptr": None, "SPAN": span}
     sorted_P, order_P = expert_P.sort()
-    expert_E = torch.arange(triton.next_power_of_2(experts) + 1, device=expert_P.device)
-    start_E = torch.searchsorted(sorted_P, expert_E, out_int32=True)
-    return {"order_ptr": order_P, "start_ptr": start_E, "EXPERTS": len(expert_E) - 1}
+    start_E = torch.searchsorted(sorted_P, torch.arange(span + 1, device=order_P.device), out_int32=True)
+    return {"expert_ptr": order_P, "start_ptr": start_E, "SPAN": span}
 
 
 def constants(many: bool, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
@@ -118,14 +114,11 @@ def constants(many: bool, inputs: int, group: int, table: str, in_bf16: bool) ->
     flip, lowest = INTEGERS.get(table, (0, 0))
     codes = {"BITS": bits, "FRACTION": fraction, "FLIP": flip, "LOWEST": lowest}
     codes["QUICK"] = in_bf16 and table in QUICK and torch.version.hip is None
-    parts = {} if many else {"PARTS": PARTS}
-    return {**codes, **parts, "ROWS": ROWS[many], "OUTPUTS": OUTPUTS[many], "INPUTS": step}
-
-
-def how(many: bool, sizes: dict[str, Any]) -> tuple[int, int]:
-    """Warps, and steps under way at once. Where a table is read it is one: else numbers fill the memory."""
     warps, stages = HOW[many]
-    return warps, 1 if sizes["FRACTION"] < 0 else stages
+    stages = stages if fraction >= 0 else 1  # numbers of a table that is read would fill the memory
+    tile = {"ROWS": ROWS[many], "OUTPUTS": OUTPUTS[many], "INPUTS": step}
+    parts = {} if many else {"PARTS": PARTS}
+    return {**codes, **tile, **parts, "num_warps": warps, "num_stages": stages}
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
@@ -184,12 +177,36 @@ def _portable(
     return number
 
 
+def _rows_of(expert_ptr, start_ptr, rows, SPAN: tl.constexpr, ROWS: tl.constexpr):
+    """Returns the expert of this program, some rows of its result, and how many.
+
+    pairs of experts 0, 1 ...   70, 0, 64, 3                              if they are sorted
+    of programs 0, 1 ...        64 and 6 of expert 0, 64 of 2, 3 of 3, then none
+    """
+    program, row_M = tl.program_id(1), tl.arange(0, ROWS)
+    if expert_ptr is None:
+        expert, row_M, count = 0, program * ROWS + row_M, rows - program * ROWS
+    elif start_ptr is None:
+        expert, row_M, count = pairs_of(expert_ptr, rows, SPAN, ROWS)
+    else:
+        expert_E = tl.arange(0, SPAN)
+        start_E, end_E = tl.load(start_ptr + expert_E), tl.load(start_ptr + expert_E + 1)
+        programs_E = tl.cdiv(end_E - start_E, ROWS)
+        before_E = tl.cumsum(programs_E) - programs_E
+        is_own_E = (program >= before_E) & (program < before_E + programs_E)
+        expert = tl.sum(tl.where(is_own_E, expert_E, 0)).to(tl.int64)
+        first = tl.sum(tl.where(is_own_E, start_E + (program - before_E) * ROWS, 0))
+        count = tl.sum(tl.where(is_own_E, end_E, 0)) - first
+        row_M = tl.load(expert_ptr + first + row_M, mask=row_M < count, other=0)
+    return expert, row_M, count
+
+
 def _multiply_few(
     x_ptr, code_ptr, table_ptr, scale_ptr, offset_ptr, bias_ptr, y_ptr,
-    rows, outputs, inputs, bytes_, groups, group, expert_ptr,
+    rows, outputs, inputs, bytes_, groups, group, expert_ptr, start_ptr,
     BITS: tl.constexpr, FRACTION: tl.constexpr, FLIP: tl.constexpr, LOWEST: tl.constexpr,
     QUICK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    SHARE: tl.constexpr, PAIRS: tl.constexpr, FACTORS: tl.constexpr,
+    SHARE: tl.constexpr, SPAN: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     HALVES: tl.constexpr = 8 // BITS  # codes of a byte: inputs 0, 2, 4 ... and 1, 3, 5 ...
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
@@ -197,16 +214,11 @@ def _multiply_few(
     BYTES: tl.constexpr = INPUTS // HALVES
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     part_P = tl.arange(0, PARTS)
-    real_N, place_N = output_N < outputs, output_N.to(tl.int64)
-    if expert_ptr is None:
-        row_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        real_M = row_M < rows
-    else:
-        expert, row_M, count = pairs_of(expert_ptr, rows, PAIRS, ROWS)
-        if count == 0:
-            return
-        real_M = tl.arange(0, ROWS) < count
-        place_N += expert * outputs
+    expert, row_M, count = rows_of(expert_ptr, start_ptr, rows, SPAN, ROWS)
+    if count <= 0:
+        return
+    real_N, real_M = output_N < outputs, tl.arange(0, ROWS) < count
+    place_N = expert * outputs + output_N.to(tl.int64)
     byte_PK = part_P[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     input_PK = part_P[:, None] * INPUTS + tl.arange(0, INPUTS)[None, :]
     code_ptr_PNK = code_ptr + (place_N * bytes_)[None, :, None] + byte_PK[:, None, :]
@@ -249,46 +261,23 @@ def _multiply_few(
     tl.store(y_ptr_NM, sum_NM.to(y_ptr.dtype.element_ty), mask=real_N[:, None] & real_M[None, :])
 
 
-def _sorted_pairs_of(order_ptr, start_ptr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Returns this program's expert, up to ROWS of its pairs, and their number; 0 of a program too many.
-
-    pairs of experts 0, 1 ...   70, 0, 64, 3
-    of programs 0, 1 ...        64 and 6 of expert 0, 64 of 2, 3 of 3, then none
-    """
-    program, expert_E = tl.program_id(1), tl.arange(0, EXPERTS)
-    start_E, end_E = tl.load(start_ptr + expert_E), tl.load(start_ptr + expert_E + 1)
-    programs_E = tl.cdiv(end_E - start_E, ROWS)
-    before_E = tl.cumsum(programs_E) - programs_E
-    is_own_E = (program >= before_E) & (program < before_E + programs_E)
-    expert = tl.sum(tl.where(is_own_E, expert_E, 0)).to(tl.int64)
-    first = tl.sum(tl.where(is_own_E, start_E + (program - before_E) * ROWS, 0))
-    count = tl.sum(tl.where(is_own_E, end_E, 0)) - first
-    row_M = tl.arange(0, ROWS)
-    return expert, tl.load(order_ptr + first + row_M, mask=row_M < count, other=0), count
-
-
 def _multiply(
     x_ptr, code_ptr, table_ptr, scale_ptr, offset_ptr, bias_ptr, y_ptr,
-    rows, outputs, inputs, bytes_, groups, group, order_ptr, start_ptr,
+    rows, outputs, inputs, bytes_, groups, group, expert_ptr, start_ptr,
     BITS: tl.constexpr, FRACTION: tl.constexpr, FLIP: tl.constexpr, LOWEST: tl.constexpr,
     QUICK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    SHARE: tl.constexpr, EXPERTS: tl.constexpr, FACTORS: tl.constexpr,
+    SHARE: tl.constexpr, SPAN: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     HALVES: tl.constexpr = 8 // BITS
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
     HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte_K = tl.arange(0, INPUTS // HALVES)
-    real_N, place_N = output_N < outputs, output_N.to(tl.int64)
-    if start_ptr is None:
-        row_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        real_M = row_M < rows
-    else:
-        expert, row_M, count = sorted_pairs_of(order_ptr, start_ptr, EXPERTS, ROWS)
-        if count <= 0:
-            return
-        real_M = tl.arange(0, ROWS) < count
-        place_N += expert * outputs
+    expert, row_M, count = rows_of(expert_ptr, start_ptr, rows, SPAN, ROWS)
+    if count <= 0:
+        return
+    real_N, real_M = output_N < outputs, tl.arange(0, ROWS) < count
+    place_N = expert * outputs + output_N.to(tl.int64)
     code_ptr_NK = code_ptr + place_N[:, None] * bytes_ + byte_K[None, :]
     x_ptr_KM = x_ptr + (row_M // SHARE).to(tl.int64)[None, :] * inputs + byte_K[:, None] * HALVES
     sum_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
@@ -327,7 +316,7 @@ def _multiply(
 
 portable: Any = triton.jit(_portable)
 numbers: Any = triton.jit(_numbers)
-sorted_pairs_of: Any = triton.jit(_sorted_pairs_of)
+rows_of: Any = triton.jit(_rows_of)
 # One program for all numbers of rows of a step.
 multiply: Any = triton.jit(_multiply, do_not_specialize=["rows", "groups", "group"])
 multiply_few: Any = triton.jit(_multiply_few, do_not_specialize=["rows", "groups", "group"])

@@ -65,8 +65,7 @@ class Stacking:
 
     def _empty(self, part: Tensor) -> Tensor:
         shape = (self._count, *part.shape)
-        in_memory = self._memory and (self.how or part.ndim > 2)  # codes, and packed numbers
-        if self._memory and in_memory:
+        if self._memory and (self.how or part.ndim > 2):  # codes, and packed numbers
             return self._memory.empty(shape, part.dtype)
         return torch.empty(shape, dtype=part.dtype, device=self._device)
 

@@ -45,10 +45,7 @@ def constants(pairs: int, rows: int, bytes_: int) -> dict[str, int]:
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
 def _pairs_of(expert_ptr, pairs, PAIRS: tl.constexpr, ROWS: tl.constexpr):
-    """Returns the expert of this program's pair, up to ROWS of the expert's pairs, and their number.
-
-    The program of the first of ROWS pairs computes them all: for those of the others the number is 0.
-    """
+    """Returns this program's expert, up to ROWS of its pairs, and how many: 0 if another program has them."""
     pair, pair_P = tl.program_id(1), tl.arange(0, PAIRS)
     expert_P = tl.load(expert_ptr + pair_P, mask=pair_P < pairs, other=-1)
     expert = tl.load(expert_ptr + pair).to(tl.int64)
@@ -58,8 +55,7 @@ def _pairs_of(expert_ptr, pairs, PAIRS: tl.constexpr, ROWS: tl.constexpr):
     pair_M = tl.zeros((ROWS,), dtype=tl.int32)
     if count > 0:
         place_P = tl.where(same_P != 0, tl.cumsum(same_P) - 1 - before, -1)
-        is_pair_MP = place_P[None, :] == tl.arange(0, ROWS)[:, None]
-        pair_M = tl.sum(tl.where(is_pair_MP, pair_P[None, :], 0), 1)
+        pair_M = tl.sum(tl.where(place_P[None, :] == tl.arange(0, ROWS)[:, None], pair_P[None, :], 0), 1)
     return expert, pair_M, count
 
 
