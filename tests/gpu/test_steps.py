@@ -167,7 +167,7 @@ def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
 def test_experts(kind: Any, tokens: int, count: int, top_k: int, dtype: torch.dtype, bound: float) -> None:
     """Against the reference in fp64; some tokens choose the same experts."""
     operators("cuda")
-    *arguments, exact = mixture(tokens, count, top_k, 72, 40, kind, dtype=dtype)
+    *arguments, exact = mixture((tokens, count, top_k, 72, 40), kind, dtype=dtype)
     given, layers = tree_map_only(Tensor, lambda each: each.to(f"cuda:{LAST}"), arguments)
     result = experts.apply_on_gpu(*given, *layers)
     near(f"{top_k} of {count} experts of {kind}, {tokens} tokens, {dtype}", result, exact, bound)
