@@ -319,7 +319,7 @@ def test_codes_of_4_bit_are_packed_two_in_a_byte() -> None:
 @pytest.mark.parametrize("group", [0, 32, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_matrix_is_decoded_a_weight_at_a_time(table: str, group: int, dtype: torch.dtype) -> None:
-    """In the type of the scales, with the last group shorter (160 inputs in groups of 128)."""
+    """In the type of the scales, with the last group shorter; a few rows at a time, too."""
     matrix = made(table, group, dtype=dtype, unit=1 / 127)
     weight_NK = matrix.decoded(torch.float32)
     code_NK = unpacked(matrix.codes_NC) if matrix.kind.bits == 4 else matrix.codes_NC
@@ -332,13 +332,9 @@ def test_a_matrix_is_decoded_a_weight_at_a_time(table: str, group: int, dtype: t
         if matrix.shift_NG is not None:
             value = value - matrix.shift_NG[n, g]
         torch.testing.assert_close(weight_NK[n, k], value.float(), rtol=0, atol=0, equal_nan=True)
-
-
-def test_rows_are_decoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = made("uint4", 32)
-    whole = matrix.decoded(torch.float32)
-    monkeypatch.setattr("llama_ssp.models.formats.coded.DECODED_AT_ONCE", 5 * INPUTS)
-    assert torch.equal(matrix.decoded(torch.float32), whole)
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr("llama_ssp.models.formats.coded.DECODED_AT_ONCE", 5 * INPUTS)
+        assert torch.equal(matrix.decoded(torch.float32), weight_NK)
 
 
 SPANS = (0, 128), (128, 160), (64, 130), (6, 17)  # the third from the middle of a group to that of the next

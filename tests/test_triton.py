@@ -254,8 +254,7 @@ def mixture(
 ) -> Any:
     """Returns random tokens with their experts, the experts, and the result by fp64 numbers.
 
-    All tokens have the first expert, and none the last of many. `kind`: a table of codes, the inputs of a
-    group, what is subtracted.
+    All tokens have the first expert, none the last of many; `kind`: table, inputs of a group, offset.
     """
     tokens, count, top_k, dim, ffn = sizes
     choice_TK = torch.stack([1 + torch.randperm(count - 1 - count // 8)[:top_k] for _ in range(tokens)])
@@ -266,10 +265,8 @@ def mixture(
     x_TH, share_TK = torch.randn(tokens, dim).to(dtype), torch.rand(tokens, top_k).to(dtype)
     given, rest = (x_TH, share_TK, choice_TK), (*biases, "silu", 1.7, 7.0 * clamped)
     numbers = *given, wide_up, wide_down, "", "", *rest
-    exact = experts.apply(
-        *tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, numbers)
-    )
-    return given, (up, down, up_how, down_how, *rest), exact
+    numbers = tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, numbers)
+    return given, (up, down, up_how, down_how, *rest), experts.apply(*numbers)
 
 
 @patch.object(experts, "triton_runs", lambda: True)
