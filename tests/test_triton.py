@@ -23,13 +23,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from llama_ssp.config import Dtype  # noqa: E402
+from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models import experts  # noqa: E402
 from llama_ssp.models.attention import Pass, Scores, attend_rows  # noqa: E402
 from llama_ssp.models.formats.coded import TABLES  # noqa: E402
 from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
 from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
 from llama_ssp.models.kernels.coded import available  # noqa: E402
-from llama_ssp.models.steps import has_kernels  # noqa: E402
+from llama_ssp.models.steps import SteppedModel, has_kernels  # noqa: E402
 from tests import test_attention  # noqa: E402
 from tests.distributed.test_quantised import off  # noqa: E402
 from tests.families import decoder_of, module_of, require_same, walked  # noqa: E402
@@ -117,6 +118,7 @@ KERNELS = {
     "llama": attends(1, 32, 8, 128, BF16),
     "llama-verify": attends(9, 64, 8, 128, FP16),
     "gemma2": attends(5, 8, 4, 256, BF16, 4096, 50.0),
+    "gemma2-prompt": attends(600, 8, 4, 256, FP32, 4096, 50.0),
     "odd": attends(5, 32, 32, 80, FP32, sinks=True),
     "falcon": attends(5, 71, 1, 64, BF16),
     "mixtral": chosen(1, 2, 1, BF16, False),
@@ -147,7 +149,7 @@ CASES: list[tuple[tuple[int, int], int, Scores, bool, list[tuple[int, int, int]]
     ((4, 1), 128, Scores(0.18, 40, 3.0), True, RAGGED),
     ((2, 1), 256, Scores(0.125, window=30), False, RAGGED),
     ((71, 1), 64, Scores(0.25), True, RAGGED[:2]),  # more heads than a product has rows
-    ((8, 2), 16, Scores(0.5, window=20), False, [(40, 37, 40), (0, 3, 1)]),  # more tokens than a program has
+    ((8, 2), 16, Scores(0.5, 20, 3.0), True, [(40, 37, 40), (0, 3, 1)]),  # more tokens than a program has
     ((2, 1), 64, Scores(0.25), False, [(7, 0, 1)]),
 ]
 
@@ -181,8 +183,8 @@ def test_kernels_are_those_of_the_reference():
 
 
 def small() -> None:
-    """Parts and tiles of a few slots, so that short texts have several."""
-    attention_triton.UNIT, attention_triton.TILE_BYTES = 32, 4096
+    """Parts and tiles of a few slots, chunks of a few tokens, so that short texts have several."""
+    attention_triton.UNIT, attention_triton.TILE_BYTES, attention_triton.MOST = 32, 4096, 32
     attention_triton.PROGRAMS = attention_triton.LEAST_PARTS = 4
 
 
@@ -325,6 +327,20 @@ def test_what_triton_cannot_compile_is_known_before_the_first_step(
     assert "install a C compiler and Python's headers (gcc, python3-dev): " in line
     for function in kept:
         function.cache_clear()
+
+
+@pytest.mark.parametrize(("family", "kernel"), [("llama-gqa", False), ("gemma2", True), ("gpt_oss", True)])
+def test_prompts_on_gpus_make_no_matrix_of_scores(family: str, kernel: bool) -> None:
+    """Torch's attention has no soft caps and no sinks; it remains what compiled steps are compared with."""
+    module = module_of(family)
+    model = SteppedModel(decoder_of(module).to("meta"), module.config, "m", ALONE)
+    chosen = attention.attend if kernel else attend_rows
+    assert model.attend is chosen
+    with model.eagerly():
+        assert model.attend is attend_rows
+    assert model.attend is chosen
+    model.give_up()
+    assert model.attend is attend_rows
 
 
 def test_the_operator_of_gpus():

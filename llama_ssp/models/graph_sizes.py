@@ -13,6 +13,9 @@ BUCKET = 256  # slots: memory of caches is made in multiples of it
 LARGEST = 72 * 2**20  # numbers given to a graph that draws or decides: 16 rows of 256k tokens at K = 8
 FILTERED = 2**23  # numbers given to a graph that filters; with more, launches are not what takes the time
 KEPT_BYTES = 5 * LARGEST  # of all that graphs read and give that filter, draw or decide
+PROGRAMS = 512  # of attention, of all KV heads, for a row: a GPU has some 130 processors with several each
+FEW = 16  # tokens; where there are more, each has fewer parts, which bounds the memory of their sums
+LEAST_PARTS, MOST_PARTS = 4, 128  # of a token's context
 DECODED = 2**26  # numbers of experts in codes that are decoded at once, but one expert at least
 
 
@@ -20,6 +23,11 @@ def padded(tokens: int) -> int:
     """The number of tokens of the graph that serves these."""
     unit = 1 if tokens <= EXACT else 1 << tokens.bit_length() - 3
     return -(-tokens // unit) * unit
+
+
+def attended_parts(tokens: int, groups: int) -> int:
+    """Returns the most parts of contexts, of all tokens together, whose sums the kernel of a GPU keeps."""
+    return max(PROGRAMS * FEW // groups, LEAST_PARTS * min(tokens, MOST))
 
 
 @cache

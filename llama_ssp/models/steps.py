@@ -25,6 +25,7 @@ from llama_ssp.models import attention
 from llama_ssp.models.decoder import Caches, Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.models.families import family_of
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.graph_sizes import WIDEST
 from llama_ssp.models.kernels import attention as attention_kernel
@@ -50,7 +51,9 @@ class SteppedModel(DecoderModel):
 
     def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks) -> None:
         super().__init__(decoder, config, name, ranks)
-        if self.device.type == "cpu":
+        family = family_of(config.model_type)
+        # torch's own attention takes no soft caps and no sinks: `attend_rows` makes a matrix of all scores.
+        if self.device.type == "cpu" or family.softcap or family.names.sinks:
             self.attend = attention_kernel.attend
         self._step: Step | None = None
         self.is_compiled = True  # until compiling fails
@@ -75,16 +78,17 @@ class SteppedModel(DecoderModel):
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Inside, steps are not compiled."""
-        before, self.is_compiled = self.is_compiled, False
+        """Inside, steps are not compiled, and attention is torch's own."""
+        before = self.is_compiled, self.attend
+        self.is_compiled, self.attend = False, attention.attend_rows
         try:
             yield
         finally:
-            self.is_compiled = before
+            self.is_compiled, self.attend = before
 
     def give_up(self) -> None:
-        """From now on steps run eagerly."""
-        self.is_compiled = False
+        """From now on steps run eagerly, by torch's own attention."""
+        self.is_compiled, self.attend = False, attention.attend_rows
         self._drop_steps()
 
     def tap(self, blocks: tuple[int, ...]) -> None:

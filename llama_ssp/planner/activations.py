@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype
+from llama_ssp.models import graph_sizes
 from llama_ssp.models.graph_sizes import DECODED, FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, SLICE, sizes_up_to
 from llama_ssp.planner.storage import EXPERTS, width
 from llama_ssp.planner.weights import ModelPart, RolePart, weights
@@ -74,7 +75,8 @@ class Forward:
         part, w, numbers = self.part, self.w, self.tokens * self.part.dim
         # A mask a row for each kind of layer, kept until the pass ends; positions. One is made of two more.
         cells = self.columns * self.span
-        masks = (self.own.masks * self.rows + 2) * cells + INT * (INTEGERS * self.tokens + 2 * self.span)
+        masks = 0 if self._by_kernel else (self.own.masks * self.rows + 2) * cells
+        masks += INT * (INTEGERS * self.tokens + 2 * self.span)
         # Cosines and sines in fp32, of half of the rotated numbers each, for each kind of positions.
         turns = 2 * part.family.rotary_kinds * self.tokens * part.rotary_width // 2 * FP32
         # States that live while a layer computes: its input and the sum, in fp32; the norm's output, that of
@@ -119,13 +121,24 @@ class Forward:
         outputs = self.tokens * w * part.query_width
         cells = self.columns * self.span * (part.queries // part.kvs)
         row = self.columns * (3 * w * part.query_width + FP32 * part.queries)
-        if part.family.softcap or part.family.names.sinks:  # scores in fp32: a step, the next and a third
+        if self._by_kernel:  # sums of parts, of all rows at once
+            parts = graph_sizes.attended_parts(self.tokens, part.kvs)
+            row = 2 * w * self.tokens * part.query_width + FP32 * parts * (
+                part.query_width + 2 * part.queries
+            )
+        elif part.family.softcap or part.family.names.sinks:  # scores in fp32: a step, the next and a third
             row += cells * (1 + 3 * FP32 * part.kvs)
         else:  # the mask as bool, then to be added; a GPU's kernel may pad its rows
             padded = 0 if self.kernels.cpu else self.columns * GPU_ALIGNMENT * w
             row += cells * (1 + w * (1 if self.kernels.cpu else 2)) + padded * (part.queries // part.kvs)
         out = self.tokens * w * (self._sums() * part.dim)
         return made + outputs + max(row, outputs + out)
+
+    @property
+    def _by_kernel(self) -> bool:
+        """Whether a GPU attends by our kernel in prompts, too, without masks and a matrix of scores."""
+        scored = self.part.family.softcap or self.part.family.names.sinks
+        return bool(scored) and self.own.compiled and not self.kernels.cpu
 
     def _sums(self) -> int:
         """Outputs of a layer: a bias makes a second one in some kernels."""

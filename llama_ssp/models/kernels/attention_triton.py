@@ -10,7 +10,8 @@ Why no library does this (torch 2.13):
 
 * FlexAttention divides the context only where a KV head has 1, 2, 4, 8 ... heads, and needs a program for
   each number of tokens and a table of blocks, which every step would have to make. NaN of masked values
-  reaches its results.
+  reaches its results. On a CPU it gives no log-sum-exp once it is compiled: prompts with sinks, which need
+  it, could not be tested without a GPU.
 * `torch.nn.attention.varlen_attn` (FlashAttention) has no soft caps and no sinks, and needs the number of
   rows. In its version 3, NaN of unused slots reaches results (Dao-AILab/flash-attention issue 2374); version
   2 may make NaN of its own where it divides contexts (pytorch/torchtitan issue 3235).
@@ -31,12 +32,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.models.graph_sizes import FEW, LEAST_PARTS, MOST, MOST_PARTS, PROGRAMS
+
 UNIT = 128  # slots: a part has whole units
 TILE_BYTES = 16384  # of keys, and of values, that a program reads at a time
 LEAST_ROWS, ROWS = 16, 64  # of a product: tokens and heads; tensor cores need 16
-PROGRAMS = 512  # of all KV heads, for a row: a GPU has some 130 processors with several programs each
-FEW = 16  # tokens; where there are more, each has fewer parts, which bounds the memory of their sums
-LEAST_PARTS, MOST_PARTS = 4, 128
+QUERY_BYTES = 32768  # of the queries of a product, unless one token has more
 CHUNK = tl.constexpr(64)  # numbers of a head; each program merges this many
 WARPS, STAGES = 4, 2
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -44,6 +45,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 def attend(query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, *others: Any) -> Tensor:
     """Computes the operator of attention.py, (T, H, D); T is not 0; a `window` or `softcap` of 0 is none."""
+    if len(query_THD) > MOST:  # of a prompt: the memory of sums is bounded
+        chunks = zip(*(tensor.split(MOST) for tensor in (query_THD, *others[:2])), strict=True)
+        return torch.cat([attend(c, keys_GND, values_GND, *place, *others[2:]) for c, *place in chunks])
     first_T, position_T, scale, window, softcap, sink_H = others
     query_THD = query_THD.contiguous()
     (tokens, heads, size), (groups, slots, _) = query_THD.shape, keys_GND.shape
@@ -72,7 +76,8 @@ def parts_of(tokens: int, groups: int) -> int:
 def constants(tokens: int, group: int, size: int, bytes_: int) -> dict[str, int]:
     """Returns `attend_part`'s constants for heads of `size` numbers of `bytes_` bytes, `group` a KV head."""
     padded = max(triton.next_power_of_2(size), 16)
-    rows = max(LEAST_ROWS, min(triton.next_power_of_2(tokens * group), ROWS), triton.next_power_of_2(group))
+    most = min(ROWS, QUERY_BYTES // (padded * bytes_))
+    rows = max(LEAST_ROWS, min(triton.next_power_of_2(tokens * group), most), triton.next_power_of_2(group))
     tile = min(max(TILE_BYTES // (padded * bytes_), 16), UNIT)
     sizes = {"TOKENS": triton.next_power_of_2(tokens), "GROUP": group, "SIZE": size}
     return {**sizes, "PADDED": padded, "ROWS": rows, "TILE": tile, "UNIT": UNIT}

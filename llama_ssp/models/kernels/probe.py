@@ -16,16 +16,18 @@ from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
 
 TOLERANCE = 2.0**-5  # of the largest number: several roundings to bf16
 ROWS, INPUTS, OUTPUTS = 3, 256, 128
+PROMPT = 80  # tokens, which take the most memory of a processor
 
 
 @functools.cache
 def require_attention(group: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises what the kernel raises, or ArithmeticError, for `group` heads of `size` numbers to a KV head."""
-    drawn = _drawn(device, dtype)
-    query_THD, keys_GND, values_GND = drawn(ROWS, group, size), drawn(1, 64, size), drawn(1, 64, size)
-    feed = Pass.of([(0, 40, ROWS)], device)
-    tensors = query_THD, keys_GND, values_GND, Scores(size**-0.5), None
-    _compare("attention", attend(feed, *tensors), attend_rows(feed, *tensors))
+    drawn, scale = _drawn(device, dtype), size**-0.5
+    keys_GND, values_GND, sink_H = drawn(1, 128, size), drawn(1, 128, size), drawn(group)
+    for rows, scores, sinks in ((ROWS, Scores(scale), None), (PROMPT, Scores(scale, 24, 5.0), sink_H)):
+        feed = Pass.of([(0, 40, rows)], device)
+        tensors = drawn(rows, group, size), keys_GND, values_GND, scores, sinks
+        _compare("attention", attend(feed, *tensors), attend_rows(feed, *tensors))
 
 
 @functools.cache
