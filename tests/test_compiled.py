@@ -1,9 +1,11 @@
 """Compiled steps and packed weights: the same products and texts, and one reason where there are none."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -228,6 +230,27 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
         path.chmod(open_mode)
         assert not is_ours(place)
         path.chmod(mode)
+
+
+def test_compiled_code_is_in_the_users_cache_folder_unless_another_is_named(monkeypatch, tmp_path, caplog):
+    """What nobody reads is deleted there alone; where there is no such folder one line says so, once."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for named, folder in (("", tmp_path / "llama-ssp" / "compiled"), (f"{tmp_path}/own", tmp_path / "own")):
+        monkeypatch.setenv(kept_files.INDUCTOR, named)
+        assert kept_files.cache_folder() == folder / "llama_ssp" and os.environ[kept_files.INDUCTOR]
+        (folder / "ab").mkdir(parents=True)
+        for name, used_s in (("old", 0), ("new", time.time())):
+            (file := folder / "ab" / name).touch()
+            os.utime(file, (used_s, 0))
+        kept_files.drop_unused()
+        assert [(folder / "ab" / name).exists() for name in ("old", "new")] == [bool(named), True]
+    assert not caplog.messages
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    monkeypatch.setenv(kept_files.INDUCTOR, "")
+    places = {kept_files.cache_folder() for _ in range(2)}
+    assert [place.parents[1] for place in places] == [Path(tempfile.gettempdir())]
+    assert len(caplog.messages) == 1 and "as the user's cache folder fails: [Errno 20]" in caplog.text
 
 
 def test_processes_that_start_together_compile_once(monkeypatch, tmp_path):

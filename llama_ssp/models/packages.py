@@ -17,14 +17,14 @@ from pathlib import Path
 from llama_ssp.config import ModelConf
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, writing
+from llama_ssp.models.kernels.kept_files import user_folder
 
 log = logging.getLogger(__name__)
 
 
 def kept_file(model: ModelConf) -> Path:
     """Where the model's file is, once it has been fetched."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "llama-ssp", model.sha256[:16], model.file)
+    return user_folder() / model.sha256[:16] / model.file
 
 
 def package_copy(model: ModelConf, role: str, download: bool) -> Path:

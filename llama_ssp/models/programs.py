@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llama_ssp.models.kernels import kept_files
 from llama_ssp.models.kernels.kept_files import compiler, is_ours, part_of, place_of, processor, source_text
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,8 @@ def load_or_compile(model: Any, spec: ProgramSpec, loaded: dict[Path, Program]) 
 def program_path(model: Any, spec: ProgramSpec) -> Path:
     """Names a program of a decoder or a head by a hash of all that it is made from, except weights."""
     on_cpu = model.device.type == "cpu"
-    host = (torch.get_num_threads(), processor()) if on_cpu else ()  # a GPU's program is for any host
+    # A GPU's program is for any host with such a GPU: machines with others may share a home.
+    host = (torch.get_num_threads(), processor()) if on_cpu else (torch.cuda.get_device_name(model.device),)
     versions = torch.__version__, version("transformers"), *host
     module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
     options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
@@ -168,6 +170,7 @@ def save(program: Any, path: Path) -> None:
         program.save_compiled_function(str(part))
         part.chmod(0o600)
         part.replace(path)
+        kept_files.drop_unused()
     except Exception as error:  # whatever torch finds in a module that it cannot write
         part.unlink(missing_ok=True)
         log.debug("engine: %s is not kept: %s", path, error)

@@ -1,4 +1,4 @@
-"""Compiles our C++ files for this processor, once; the libraries are kept in inductor's cache folder.
+"""Compiles our C++ files for this processor, once; the libraries are kept in the user's cache folder.
 
 Kernels for GPUs are Triton's, which compiles, too: `triton_runs` says whether it can.
 """

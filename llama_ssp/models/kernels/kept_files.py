@@ -1,19 +1,26 @@
 """Files for later starts, of compiled code and of what transformers makes of a model's files. No torch."""
 
+import fcntl
 import functools
 import getpass
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+UNUSED_S = 60 * 86400  # files of earlier versions and of other models, which nobody has read since
 MODELS = Path(__file__).parents[1]  # the code that programs are made from, with the sums over ranks below
 SUMS = MODELS.parent / "distributed" / "process_group.py"
 OTHERS_WRITE = 0o022
@@ -21,13 +28,41 @@ COMPILERS = ("g++", "clang++")
 
 
 def cache_folder() -> Path:
-    """Where libraries and compiled steps are kept: in inductor's own folder.
+    """Returns where libraries and compiled steps are kept: in inductor's folder, named here if it was not.
 
-    inductor itself is not asked: to import it takes seconds, which eager runs do without.
+    inductor reads the variable later, in this process and in others, and keeps its kernels there, too.
     """
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    folder = Path(named) if named else Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
-    return folder.absolute() / "llama_ssp"
+    if not os.environ.get(INDUCTOR):
+        os.environ[INDUCTOR] = str(_writable())
+    return Path(os.environ[INDUCTOR]).absolute() / "llama_ssp"
+
+
+def user_folder() -> Path:
+    """Returns our folder among the user's caches. Raises RuntimeError if the user has no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-ssp").absolute()
+
+
+def _writable() -> Path:
+    """Returns the user's folder for compiled code, or one for temporary files if that cannot be written."""
+    try:
+        folder = user_folder() / "compiled"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # compilers lock files, which some network file systems cannot
+    except (RuntimeError, OSError) as error:
+        folder = Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
+        log.info("engine: compiled code is kept in %s, as the user's cache folder fails: %s", folder, error)
+    return folder
+
+
+def drop_unused() -> None:
+    """Deletes what nobody has read for UNUSED_S, if compiled code is in the user's folder."""
+    folder = cache_folder().parent
+    for file in folder.rglob("*") if folder.parent == user_folder() else ():
+        with suppress(OSError):  # another process may have deleted it
+            stats = file.lstat()
+            if file.is_file() and max(stats.st_atime, stats.st_mtime) < time.time() - UNUSED_S:
+                file.unlink()
 
 
 def _user() -> str:
