@@ -326,6 +326,12 @@ def test_auto_compiles_where_it_pays(layers, new, expected, monkeypatch, caplog)
     assert not compiles(wanted, "model", model, *how)
     reason = "there is no C++ compiler (CXX=no-such-compiler)"
     assert caplog.messages == [f"engine: model m runs eagerly: {reason}"]
+    for asked, splitting in ((Steps.eager, Splitting.tensor), (Steps.auto, Splitting.layers)):
+        gpu = torch.device("cuda"), Dtype.bf16, splitting
+        assert not compiles(replace(run, engine=asked), "model", model, *gpu)
+    cost = f"the host takes {32 if expected else 2} ms to launch a step"
+    reasons = "engine=eager", "placement.splitting=layers"
+    assert caplog.messages[1:] == [f"engine: model m runs eagerly: {reason}; {cost}" for reason in reasons]
 
 
 def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tmp_path):

@@ -18,7 +18,7 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import DistributedError
 from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Pass, Scores, attend_rows
-from llama_ssp.models.cuda_graphs import GraphedModel
+from llama_ssp.models.cuda_graphs import GraphedModel, log_slow
 from llama_ssp.models.graph_sizes import MOST, padded
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
 from llama_ssp.pair.assembly import prepare
@@ -27,6 +27,7 @@ from llama_ssp.planner.search import placements
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from tests.distributed import threads
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
 from tests.families import PROMPTS, VOCAB, build, decoder_of, model_of, ragged_prompts
@@ -147,6 +148,7 @@ def test_states_of_named_layers_are_those_of_eager_steps():
 
 
 def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monkeypatch, caplog):
+    log_slow.cache_clear()
     model, number = llama(Replayed), torch.arange(3.0)
     for offset in (0, 1):
         assert torch.equal(model.replay(torch.square, number + offset), (number + offset).square())
@@ -158,6 +160,14 @@ def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monke
     assert len(model._functions) == 2
     assert torch.equal(model.replay(torch.sub, number[:2], number[1:]), torch.tensor([-1.0, -1.0]))
     assert len(model._functions) == 2
+    transform = SamplingTransform(FILTERED, (), VOCAB, model.replay)
+    transform.assign(0, SamplingConfig(top_k=2))
+    for _ in range(2):
+        transform(torch.rand(1, 1, VOCAB), Prefix(*3 * (torch.zeros(1, 1, dtype=torch.int64),)))
+    said = [line.partition(" are computed without graphs: ")[0] for line in caplog.messages]
+    assert [line.partition(" of ")[0] for line in said] == [
+        f"engine: {what}" for what in ("drafts and decisions", "rounds", "rows with settings")
+    ]
     refusing = llama(Refusing)
     for factor in (1, 2):
         assert refusing.replay(torch.add, number, torch.tensor(factor)).tolist() == [*(number + factor)]
@@ -266,7 +276,7 @@ def test_without_graphs_steps_run_all_the_same(caplog, monkeypatch):
     monkeypatch.setattr(ThreadRank, "through_host", True)
     model = llama(Replayed, ranks=ThreadRank(0, Meeting(1)))
     assert speculate(model, PROMPTS[:2], None, k=0).texts and not model.captures
-    assert caplog.messages == ["engine: m runs without graphs: its sums go through the host"]
+    assert caplog.messages[0].startswith("engine: m runs without graphs: its sums go through the host: ")
 
 
 def test_ranks_capture_together():

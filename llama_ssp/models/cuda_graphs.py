@@ -18,7 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,8 +35,16 @@ from llama_ssp.models.steps import Arguments, SteppedModel
 
 log = logging.getLogger(__name__)
 
+FEWER = "give fewer rows (batch_size) or drafts (k)"
 WARM_UPS = 3  # what is made at first use (handles, workspaces, kernels) must be there before a capture
 Call = Callable[[], Any]  # gives a tensor, or a step's list of them
+
+
+@cache
+def log_slow(what: str, fix: str) -> None:
+    """Logs, once, why filters, draws or decisions are no graphs."""
+    cost = "rounds have 30 to 160 more launches, some 1 to 3 ms"  # bench/results/launches_emulated_202611.md
+    log.warning("engine: %s are computed without graphs: %s; %s", what, cost, fix)
 
 
 class GraphedModel(SteppedModel):
@@ -49,7 +57,8 @@ class GraphedModel(SteppedModel):
         self._side: Any = None  # the stream of captures
         self._refused = False  # whether a capture has failed
         if self.ranks.through_host:
-            log.warning("engine: %s runs without graphs: its sums go through the host", self.name)
+            cost = "the host launches each kernel of a step; give each rank a whole GPU of its own"
+            log.warning("engine: %s runs without graphs: its sums go through the host: %s", self.name, cost)
         self._functions: dict[object, Callable[..., Tensor]] = {}
         self._kept = 0  # bytes that these read
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -126,11 +135,14 @@ class GraphedModel(SteppedModel):
         The function must not have the host wait. Its result is valid until the next graph of the model runs.
         """
         key = function, *((each.shape, each.dtype) for each in given)
-        if sum(each.numel() for each in given) > LARGEST or self._refused:
+        if (is_large := sum(each.numel() for each in given) > LARGEST) or self._refused:
+            if is_large:
+                log_slow("drafts and decisions of so many rows", FEWER)
             return function(*given)
         if key not in self._functions:
             size = sum(each.nbytes for each in given)
-            if self._kept + size > KEPT_BYTES:  # there is no room for more numbers of rows and drafts
+            if self._kept + size > KEPT_BYTES:
+                log_slow("rounds of further numbers of rows and drafts", FEWER)
                 return function(*given)
             self._functions[key] = self._function(function, given)
             result = self._functions[key](*given)

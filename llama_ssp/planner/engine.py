@@ -91,8 +91,12 @@ def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: 
 
 def launching_s(cost: PassCost) -> float:
     """Seconds that the host takes to launch an eager pass on a GPU."""
-    launches = cost.layers * LAYER_OPERATIONS + STEP_OPERATIONS
-    return launches * LAUNCH_S + cost.sums * SUM_S
+    return launches_s(cost.layers) + cost.sums * SUM_S
+
+
+def launches_s(layers: int) -> float:
+    """Seconds that the host takes to launch an eager step on a GPU, without sums over ranks."""
+    return (layers * LAYER_OPERATIONS + STEP_OPERATIONS) * LAUNCH_S
 
 
 def _saved_s(weights: float, layers: int) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import SamplingConfig
+from llama_ssp.models.cuda_graphs import log_slow
 from llama_ssp.models.feed import sent
 from llama_ssp.models.graph_sizes import FILTERED
 from llama_ssp.speculative.array_ops import Array, greatest, largest, where
@@ -65,6 +66,8 @@ class SamplingTransform:
     def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         """The probabilities at each position, (B, W, V). A row of NaN marks damaged logits."""
         if self._by_row:
+            if self._replay is not None:
+                log_slow("rows with settings of their own", "give all texts the run's (sampling.*)")
             return self._row_by_row(logit_BWV, prefix)
         if self._replay is None or self._is_softmax or logit_BWV.numel() > FILTERED:
             return self._alike(logit_BWV, prefix)
