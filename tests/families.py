@@ -224,11 +224,9 @@ def greedy_text(module: Any, ids: Sequence[int], new: int, end: int | None = Non
 DTYPES = {TORCH_DTYPES[dtype]: dtype for dtype in (Dtype.fp64, Dtype.fp32, Dtype.fp16, Dtype.bf16)}
 
 
-def decoder_of(
-    module: Any, kind: type[LayerFormat] = LayerFormat, ranks: Ranks = ALONE, **how: Any
-) -> Decoder:
+def decoder_of(module: Any, ranks: Ranks = ALONE, **how: Any) -> Decoder:
     """The module as a decoder of our own, in the module's number format, by way of its files."""
-    form = kind(DTYPES[module.dtype], **how)
+    form = LayerFormat(DTYPES[module.dtype], **how)
     with TemporaryDirectory() as folder:
         module.save_pretrained(folder)
         with closing(FileSource(Path(folder), wanted(module.config), module.base_model_prefix)) as source:

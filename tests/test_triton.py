@@ -37,6 +37,7 @@ from tests.families import decoder_of, module_of, require_same, walked  # noqa: 
 from tests.test_coded_linear import held, wide  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+by_kernel = attention.attend  # once it is registered for the interpreter
 SHARED = {86: 99, 90: 227, 100: 227}  # KiB that a program may have
 
 
@@ -160,13 +161,6 @@ def inputs(case: int) -> tuple[Pass, tuple[Any, ...]]:
     return test_attention.inputs(heads, size, rows, scores, sinks)
 
 
-def by_kernel(
-    feed: Pass, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
-) -> Tensor:
-    numbers = scores.scale, scores.window or 0, scores.softcap or 0.0
-    return attention_triton.attend(query, keys, values, feed.first_T, feed.position_T, *numbers, sinks)
-
-
 @pytest.mark.long  # a minute in the interpreter
 @pytest.mark.skipif(
     Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"),
@@ -190,6 +184,8 @@ def small() -> None:
 
 def require_attention() -> None:
     """And a kernel that looks one slot too far, has no sinks or no soft cap, or reads a NaN, is found out."""
+    attention._define()
+    torch.library.impl(attention.OPERATOR, "cpu")(attention_triton.attend)
     small()
     for case in range(len(CASES)):
         feed, given = inputs(case)
@@ -334,11 +330,9 @@ def test_prompts_on_gpus_make_no_matrix_of_scores(family: str, kernel: bool) -> 
     """Torch's attention has no soft caps and no sinks; it remains what compiled steps are compared with."""
     module = module_of(family)
     model = SteppedModel(decoder_of(module).to("meta"), module.config, "m", ALONE)
-    chosen = attention.attend if kernel else attend_rows
-    assert model.attend is chosen
     with model.eagerly():
         assert model.attend is attend_rows
-    assert model.attend is chosen
+    assert model.attend is (attention.attend if kernel else attend_rows)
     model.give_up()
     assert model.attend is attend_rows
 
