@@ -27,8 +27,7 @@ from torch import Tensor
 from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.decoder import KeysValues
 from llama_ssp.models.feed import Feed, sent
-from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, padded, sizes_up_to
-from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
+from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, MOST_PAIRS, padded, sizes_up_to
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import Arguments, SteppedModel

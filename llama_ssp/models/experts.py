@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llama_ssp.models.graph_sizes import MOST_PAIRS
 from llama_ssp.models.kernels.build import triton_runs
-from llama_ssp.models.kernels.expert_stacks import DTYPES, MOST_PAIRS, Stack, outputs_of, product, products
+from llama_ssp.models.kernels.expert_stacks import DTYPES, Stack, outputs_of, product, products
 from llama_ssp.models.linear import Reduce
 
 ARGUMENTS = "Tensor x_TH, Tensor weight_TK, Tensor expert_TK, Tensor[] up, Tensor[] down, str up_how, "

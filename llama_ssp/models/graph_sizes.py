@@ -9,6 +9,7 @@ BLOCK = 32  # outputs that linear.cpp and coded.cpp store together
 SLICE = 2**21  # numbers of a 16-bit output matrix that a CPU without our kernels has in fp32 at once
 EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
 MOST = 512  # tokens of a graph, which keeps memory for their logits
+MOST_PAIRS = 1024  # of a token and an expert, of which a program finds its own; of prompts are more
 BUCKET = 256  # slots: memory of caches is made in multiples of it
 LARGEST = 72 * 2**20  # numbers given to a graph that draws or decides: 16 rows of 256k tokens at K = 8
 FILTERED = 2**23  # numbers given to a graph that filters; with more, launches are not what takes the time

@@ -79,7 +79,7 @@ class OverRanks:
 
 
 def written(pair: RankModels, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:
-    """What the case gives. Ranks that neither decide nor lead a draft have another seed: they draw nothing."""
+    """What the case gives. Ranks that neither decide nor lead a draft draw nothing; their seed is another."""
     engine = engine_of(pair, run, case)
     return drive(engine, prompts[: case.rows], most=case.rounds, **case.loop)
 

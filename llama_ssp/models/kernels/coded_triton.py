@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.models.formats.coded import TABLES, values
-from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
+from llama_ssp.models.graph_sizes import MOST_PAIRS
 from llama_ssp.models.kernels.experts_triton import pairs_of
 
 FEW = 16  # rows of a step at most

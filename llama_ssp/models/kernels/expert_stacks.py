@@ -18,7 +18,6 @@ from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import WORD, packed, product_of_expert
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of numbers that the kernel for GPUs multiplies
-MOST_PAIRS = 1024  # of a token and an expert, of which a program finds its own; of prompts are more
 NUMBERS = ""
 Words = tuple[str, int, float, int, bool, bool]
 
