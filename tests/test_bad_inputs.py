@@ -161,7 +161,6 @@ def test_private_presets_are_taken(command: Command, monkeypatch: pytest.MonkeyP
         (["model=./model", "draft=./alias"], "the draft is the target itself"),
         (["model=./model", "draft=./ends"], "texts end with ['</s>'] and ['&', '</s>'], the target's hold"),
     ],
-    ids=["large-draft", "fp16-on-cpu", "one-model-twice", "other-ends"],
 )
 def test_warned_and_done(
     overrides: list[str], warning: str, command: Command, saved: Saved, caplog: pytest.LogCaptureFixture

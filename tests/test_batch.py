@@ -151,7 +151,6 @@ def test_a_job_keeps_the_number_of_rows_that_it_began_with(command: Command, mon
 @pytest.mark.parametrize(
     "how",
     [["task.batch_size=1"], ["task.shard_size=100", "task.batch_size=8"], ["task.prefill_chunk=2"]],
-    ids=["rows", "shards", "chunks"],
 )
 def test_neighbours_and_shards_do_not_matter(how: list[str], command: Command, undisturbed: bytes):
     changed = [o for o in SMALL if o.partition("=")[0] not in {h.partition("=")[0] for h in how}]
@@ -323,7 +322,6 @@ LONG = {"id": "b", "prompt": "y" * 2000}
         ([LONG], "fills the model's context"),
         ([{"prompt": "word " * 3_000_000}], "found more than 16384 tokens, allowed at most 1023"),
     ],
-    ids=["line", "long", "megabytes"],
 )
 def test_bad_lines_end_the_job_before_it_begins(records: list[Any], said: str, command: Command):
     write_lines({"prompt": "x"}, *records)

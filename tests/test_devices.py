@@ -187,7 +187,6 @@ def test_ranks_say_once_how_they_exchange_tensors(
          "an illegal memory access was encountered; ", "CUDA_LAUNCH_BLOCKING=1"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), "the GPU has failed", ""),
     ],
-    ids=["full", "illegal", "cublas"],
 )  # fmt: skip
 def test_a_gpus_error_is_no_lost_rank(error: Exception, said: str, helps: str, watch: Watch) -> None:
     """Nor is it outside of what is exchanged, where nothing takes it for another rank's."""

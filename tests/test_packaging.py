@@ -105,7 +105,6 @@ HEAVY = ("torch", "transformers", "accelerate", "bitsandbytes", "safetensors")
         (HEAVY, "task=plan model=65B draft=7B cluster=p4d"),
         (("bitsandbytes",), "task.max_new_tokens=2 task.prompts=[a] seed=1"),
     ],
-    ids=["plan", "generate"],
 )
 def test_it_imports_no_more_than_it_needs(missing: tuple[str, ...], words: str, tmp_path: Path) -> None:
     """A plan needs no torch; a run none of the extras."""

@@ -165,7 +165,6 @@ SWALLOWS = f"try:\n    {SLOW}\nexcept BaseException:\n    pass\n"  # as several 
         (["-m", "llama_ssp"], "hydra", SLOW, -signal.SIGINT, ""),
         ([*RUN[1:], PROMPT], "torch", SWALLOWS, 130, "error: stopped by a signal before the run began\n"),
     ],
-    ids=["script", "module", "torch"],
 )
 def test_ctrl_c_while_a_library_loads(
     words: list[str], library: str, content: str, code: int, said: str, tmp_path: Path

@@ -225,7 +225,6 @@ def endless(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [("SIGKILL,verify", "error: rank 1 is gone"), (f"{K},start", f"error: rank 1: {OUT_OF_RANGE}")],
-    ids=["killed", "refused"],
 )
 def test_torchrun_leaves_nobody_behind_and_hides_no_cause(fault: str, said: str, tmp_path: Path):
     """It stops the other rank, which then has no cause of its own."""
