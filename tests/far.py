@@ -14,6 +14,7 @@ import json
 import sys
 from collections import Counter
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from llama_ssp.models.attention import Pass, Scores  # noqa: E402
 from llama_ssp.models.cuda_graphs import Call, GraphedModel  # noqa: E402
 from llama_ssp.models.decoder import Decoder  # noqa: E402
 from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
+from llama_ssp.models.experts import Gate, Layers, _one_by_one, grouped  # noqa: E402
+from llama_ssp.models.kernels.expert_stacks import Stack  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.families import build, decoder_of  # noqa: E402
@@ -62,6 +65,9 @@ class FarTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError("tensors of this device live under Watch")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
 
 
 class Watch(TorchDispatchMode):
@@ -249,11 +255,23 @@ def table() -> None:
     config, decoders = modules[0].config, [decoder_of(module) for module in modules]
     print("rows  K  controls   launches  sent")
     for controls in CONTROLS:
-        for rows, k in ((1, 0), (1, 4), (8, 0), (8, 4)):
+        for rows, k in product((1, 8, 64), (0, 4)):
             launched, sent = launches_of_a_round(config, decoders, rows, k, controls)
             print(f"{rows:4}  {k}  {controls:10} {launched:8.1f}  {sent:4.1f}", flush=True)
 
 
+def experts() -> None:
+    """What a layer of 128 experts launches for 512 tokens with eight each, and how often the host waits."""
+    print("512 tokens, 8 of 128 experts  launches  waits")
+    weight_TK, expert_TK = torch.rand(512, 128).topk(8)
+    tensors = torch.rand(512, 32), weight_TK, expert_TK, torch.rand(128, 64, 32), torch.rand(128, 32, 32)
+    for name, way in {"sorted": grouped, "one after the other": _one_by_one}.items():
+        with Watch() as watch:
+            *given, up, down = map(FarTensor, tensors)
+            way(*given, Layers(Stack([up]), Stack([down]), None, None, Gate("silu")))
+        print(f"{name:28} {watch.launches:9}  {watch.seen['read, waiting']:5}")
+
+
 if __name__ == "__main__":
     steps.attention_kernel.attend = attend
-    table() if sys.argv[1:] == ["launches"] else main()
+    (table(), experts()) if sys.argv[1:] == ["launches"] else main()

@@ -137,7 +137,7 @@ def test_a_job_keeps_the_number_of_rows_that_it_began_with(command: Command, mon
     write_input(5)
     load, rows = PairSession.load, list[int]()
     monkeypatch.setattr(
-        PairSession, "load", lambda pair, count, *a, **k: rows.append(count) or load(pair, count, *a, **k)
+        PairSession, "load", lambda pair, n, *a, **k: rows.append(n) or load(pair, n, *a, **k)
     )
     job, work = [*JOB, "task.max_new_tokens=4", "task.output=out.jsonl"], Path("out.jsonl.work")
     assert command(*job).code == 0
@@ -203,9 +203,8 @@ def test_a_second_start_finds_nothing_to_do_and_loads_nothing(
 
 def test_a_drawn_seed_is_kept(command: Command):
     write_input(3)
-    unseeded = [o for o in SMALL if not o.startswith("seed")]
-    first = command(*unseeded, "task.output=out.jsonl").document["seed"]
-    assert command(*unseeded, "task.output=out.jsonl").document["seed"] == first
+    job = [*(word for word in SMALL if not word.startswith("seed")), "task.output=out.jsonl"]
+    assert command(*job).document["seed"] == command(*job).document["seed"]
 
 
 def test_the_output_of_another_run_is_left_alone(command: Command):
@@ -292,9 +291,8 @@ def test_rows_of_parquet_are_records(command: Command, undisturbed: bytes):
     """What is null in a row is left out; a file that is none is said to be so."""
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     columns = {name: None for index in range(RECORDS) for name in record(index)}
-    parquet.write_table(
-        arrow.Table.from_pylist([columns | record(index) for index in range(RECORDS)]), "in.parquet"
-    )
+    table = arrow.Table.from_pylist([columns | record(index) for index in range(RECORDS)])
+    parquet.write_table(table, "in.parquet")
     assert command(*SMALL, "task.input=in.parquet", "task.output=out.jsonl").code == 0
     assert Path("out.jsonl").read_bytes() == undisturbed
     Path("in.parquet").write_bytes(b"no table")

@@ -1,5 +1,8 @@
 """Steps as CUDA graphs, all but the capture: what is captured when, where it reads, what runs without it."""
 
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +35,7 @@ from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
 from tests.families import PROMPTS, VOCAB, build, decoder_of, model_of, ragged_prompts
 from tests.plans import machine, request
 from tests.rig import eager_step, speculate
+from tests.warm import ROOT
 
 Call = Callable[[], Tensor]
 
@@ -416,3 +420,19 @@ def test_ranks_take_part_in_the_same_collectives_in_the_same_order(broken: str, 
     assert same == (broken == "nothing")
     if same:
         assert {what for what, _ in ranks[0].log} == {"sum", "gather", "integers", "capture", "replay"}
+
+
+@pytest.mark.long
+def test_a_round_has_the_host_wait_once_launches_little_and_gives_the_same_texts():
+    """On a device that is not the host: tests/far.py. Of one row and four drafts; each pass is one launch."""
+    words = [sys.executable, "-m", "tests.far"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    *cases, counted = [json.loads(line) for line in lines if line.startswith("{")]  # libraries print, too
+    assert counted["launches"] <= 60 and len(cases) == 6
+    for case in cases:
+        assert case["same"], case
+        seen = case["seen"]
+        assert seen.pop("sent, queued") > 0
+        assert seen == {"read, waiting": case["rounds"]}, case

@@ -589,9 +589,8 @@ def test_answers_of_corrected_records_are_taken_back_where_they_are_errors(journ
         attempt = journal.attempt(shard)
         for index in attempt.missing:
             if index != 6:
-                attempt.finish(
-                    index, {"id": str(index), **({"error": {"code": 5}} if index in (2, 5) else {"text": ""})}
-                )
+                answered = {"error": {"code": 5}} if index in (2, 5) else {"text": ""}
+                attempt.finish(index, {"id": str(index), **answered})
         if not attempt.missing:
             attempt.publish()
     with pytest.raises(DataError, match=r"the input has changed.*another record 2, which has an answer"):

@@ -353,10 +353,9 @@ def test_graphs_hold_their_scratch_for_good(rows: int, mib: int) -> None:
     found = sum(map(work.scratch_of_graphs, work.roles))
     assert found / MIB == pytest.approx(mib, abs=1)
     on = request("llama3.1-8b", "llama3.2-1b", ONE, k=8, rows=rows)
-    eager = replace(on, engine=Steps.eager)
     said, unsaid = (
         [line.bytes for line in each.memories(WHOLE, on.work)[0].lines if line.name == SCRATCH]
-        for each in (on, eager)
+        for each in (on, replace(on, engine=Steps.eager))
     )
     assert (sum(said), unsaid) == (found, [])
 
@@ -403,5 +402,4 @@ def test_what_weights_leave_free_by_layers() -> None:
     draft = weight_bytes(ModelPart.of(model("llama3.2-1b")), Dtype.bf16)
     assert draft < first - other < draft + 64 * MIB and 0 < other < GIB
     assert layer == 2 * on.work.slots * 8 * 128 * 2
-    alone_on = replace(on, draft=None)
-    assert alone_on.room_by_layers()[:2] == (other, other)
+    assert replace(on, draft=None).room_by_layers()[:2] == (other, other)

@@ -61,9 +61,7 @@ def test_a_greedy_difference_is_named_with_both_tokens_and_their_log_probabiliti
 
 @pytest.mark.parametrize(("gaps", "is_tie"), [((1e-5, -1e-5), True), ((1e-5, 2e-5), False)])
 def test_a_greedy_tie_is_within_1e_5_on_both_sides(gaps: tuple[float, float], is_tie: bool):
-    one, other = (
-        scored(text, {6: -0.7, 8: -0.7 + gap}) for text, gap in zip((BASE, OTHER), gaps, strict=True)
-    )
+    one, other = scored(BASE, {6: -0.7, 8: -0.7 + gaps[0]}), scored(OTHER, {6: -0.7, 8: -0.7 + gaps[1]})
     ties: list[str] = []
     said = difference(Text(BASE, True), Text(OTHER, True), Rewritten((one, other)), ties)
     assert bool(said) is not is_tie and len(ties) == is_tie

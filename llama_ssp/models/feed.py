@@ -76,7 +76,7 @@ def sent(numbers: Any, device: torch.device) -> Tensor:
 
     A copy from ordinary memory blocks the host until the device has finished earlier work. A copy from pinned
     memory is queued, and torch keeps that memory until it is read. So the host waits for a GPU once a round:
-    for what was decided (tests/test_waits.py).
+    for what was decided (tests/far.py).
     """
     tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
     if device.type == "cuda" and tensor.device.type == "cpu":
