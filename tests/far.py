@@ -3,18 +3,15 @@
 Its tensors hold ordinary ones and compute with them, so what runs there gives what it gives on the host,
 by the branches that are not a CPU's. What would have the host wait for a GPU is counted: a copy that is not
 queued, a number read. torch lets one backend a process be written in Python, so this module is a program:
-
-    python -m tests.far            # pairs there and on the host: are texts the same, what was copied
-    python -m tests.far launches   # what a round launches, by rows, K and sampling controls
+`python -m tests.far` runs pairs there and on the host: are texts the same, what was copied. bench/launches.py
+counts launches with it.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from copy import deepcopy
-from itertools import product
 from typing import Any
 
 import torch
@@ -32,8 +29,6 @@ from llama_ssp.models.attention import Pass, Scores  # noqa: E402
 from llama_ssp.models.cuda_graphs import Call, GraphedModel  # noqa: E402
 from llama_ssp.models.decoder import Decoder  # noqa: E402
 from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
-from llama_ssp.models.experts import Gate, Layers, _one_by_one, grouped  # noqa: E402
-from llama_ssp.models.kernels.expert_stacks import Stack  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.families import build, decoder_of  # noqa: E402
@@ -249,29 +244,6 @@ def launches_of_a_round(
     return (many - few) / (long - short), (sent_many - sent_few) / (long - short)
 
 
-def table() -> None:
-    """What a round launches and sends, by rows, K and sampling controls."""
-    modules = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
-    config, decoders = modules[0].config, [decoder_of(module) for module in modules]
-    print("rows  K  controls   launches  sent")
-    for controls in CONTROLS:
-        for rows, k in product((1, 8, 64), (0, 4)):
-            launched, sent = launches_of_a_round(config, decoders, rows, k, controls)
-            print(f"{rows:4}  {k}  {controls:10} {launched:8.1f}  {sent:4.1f}", flush=True)
-
-
-def experts() -> None:
-    """What a layer of 128 experts launches for 512 tokens with eight each, and how often the host waits."""
-    print("512 tokens, 8 of 128 experts  launches  waits")
-    weight_TK, expert_TK = torch.rand(512, 128).topk(8)
-    tensors = torch.rand(512, 32), weight_TK, expert_TK, torch.rand(128, 64, 32), torch.rand(128, 32, 32)
-    for name, way in {"sorted": grouped, "one after the other": _one_by_one}.items():
-        with Watch() as watch:
-            *given, up, down = map(FarTensor, tensors)
-            way(*given, Layers(Stack([up]), Stack([down]), None, None, Gate("silu")))
-        print(f"{name:28} {watch.launches:9}  {watch.seen['read, waiting']:5}")
-
-
 if __name__ == "__main__":
     steps.attention_kernel.attend = attend
-    (table(), experts()) if sys.argv[1:] == ["launches"] else main()
+    main()

@@ -1,0 +1,116 @@
+"""What a GPU would launch, and how often the host would wait, counted on a CPU by an emulated device.
+
+    python bench/launches.py [write=FILE.md]
+
+Of a model of four layers and its draft, where each pass of a graph counts as one launch (tests/far.py): rounds
+by rows, K and sampling controls; prompts, a conversation's second turn and scores; the experts of a prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# First: it changes what of torch all others import.
+from tests.far import CONTROLS, FarTensor, Replayed, Watch, attend, brought, launches_of_a_round  # noqa: E402
+
+# isort: split
+
+import torch  # noqa: E402
+
+from bench.surroundings import report  # noqa: E402
+from bench.words import Words  # noqa: E402
+from llama_ssp.distributed.comm import ALONE  # noqa: E402
+from llama_ssp.models import experts, steps  # noqa: E402
+from llama_ssp.models.kernels.expert_stacks import Stack  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
+from llama_ssp.speculative.engine import Engine  # noqa: E402
+from llama_ssp.speculative.generate import Limits, generate  # noqa: E402
+from llama_ssp.speculative.logprobs import LogprobReader  # noqa: E402
+from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
+from tests.families import build, decoder_of  # noqa: E402
+from tests.rig import engine_of, perturbed  # noqa: E402
+
+Row = tuple[object, ...]
+LONG = 4096
+
+
+@dataclass
+class Asked(Words):
+    """The command line."""
+
+    write: str = ""
+
+
+def rounds() -> Iterator[Row]:
+    modules = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
+    decoders = [decoder_of(module) for module in modules]
+    for controls, rows, k in product(CONTROLS, (1, 8, 64), (0, 4)):
+        launched, sent = launches_of_a_round(modules[0].config, decoders, rows, k, controls)
+        yield f"a round: {rows} rows, K = {k}, {controls}", f"{launched:.1f}", f"{sent:.1f}", "1"
+
+
+def passes() -> Iterator[Row]:
+    """Prompts, a turn that adds 20 tokens to 4,096 and what was written, and a text that is scored."""
+    module = build("llama-gqa", max_position_embeddings=2 * LONG)
+    with Watch() as watch:
+        pair = [Replayed(brought(decoder_of(each)), module.config, "far", ALONE) for each in (module, module)]
+        for model in pair:
+            model.prepare([5], 1, 2 * LONG)
+        engine = engine_of(pair[0], pair[1], draws=CounterDraws(0, pair[0].replay), chunk=2048)
+        for tokens in (5, 20, LONG):
+            text = tuple(3 + n % 50 for n in range(tokens))
+            what = f"a prompt of {tokens} tokens, target and draft"
+            yield what, *counted(watch, partial(engine.prefill, [Prompt("a", text)], 64))
+        state = engine.prefill([Prompt("a", text)], 64)
+        written(engine, state)
+        turn = {0: Prompt("b", (*state.texts[0], *range(20)))}
+        yield (
+            "the second turn of a chat, 20 tokens",
+            *counted(watch, partial(engine.admit, state, turn, True)),
+        )
+        reader = LogprobReader(1)
+        yield f"scores of {LONG} tokens", *counted(watch, partial(engine.score, [Prompt("c", text)], reader))
+
+
+def written(engine: Engine, state: Any) -> None:
+    for _ in generate(engine, state, Limits(16), FixedDraftLength(4, 1)):
+        pass
+
+
+def counted(watch: Watch, work: Callable[[], Any]) -> Row:
+    """Returns launches, copies to the device, and waits of the host."""
+    launched, seen = watch.launches + watch.replays, watch.seen.copy()
+    work()
+    found = watch.seen - seen
+    return watch.launches + watch.replays - launched, found["sent, queued"], found["read, waiting"]
+
+
+def mixtures() -> Iterator[Row]:
+    """The experts of one layer for 512 tokens: 128 experts, eight of them a token."""
+    weight_TK, expert_TK = torch.rand(512, 128).topk(8)
+    tensors = torch.rand(512, 32), weight_TK, expert_TK, torch.rand(128, 64, 32), torch.rand(128, 32, 32)
+    ways: dict[str, Any] = {"sorted": experts.grouped, "one after the other": experts._one_by_one}
+    for name, way in ways.items():
+        with Watch() as watch:
+            *given, up, down = map(FarTensor, tensors)
+            layers = experts.Layers(Stack([up]), Stack([down]), None, None, experts.Gate("silu"))
+            yield f"512 tokens, 8 of 128 experts each, {name}", *counted(watch, partial(way, *given, layers))
+
+
+if __name__ == "__main__":
+    asked = Asked.of(sys.argv[1:])
+    steps.attention_kernel.attend = attend
+    table = [("", "launches", "copies", "waits"), *rounds(), *passes(), *mixtures()]
+    lines = aligned([[str(cell) for cell in row] for row in table])
+    report(asked.write, "What is launched", {"target": "an emulated device"}, "```", *lines, "```")
