@@ -2,7 +2,7 @@
 
     python bench/launches.py [write=FILE.md]
 
-Of a model of four layers and its draft, where each pass of a graph counts as one launch (tests/far.py): rounds
+Of a model of three layers and its draft, where each pass of a graph counts as one launch (tests/far.py): rounds
 by rows, K and sampling controls; prompts, a conversation's second turn and scores; the experts of a prompt.
 """
 
