@@ -2,8 +2,8 @@
 
     python bench/launches.py [write=FILE.md]
 
-Of a model of three layers and its draft, where each pass of a graph counts as one launch (tests/far.py): rounds
-by rows, K and sampling controls; prompts, a conversation's second turn and scores; the experts of a prompt.
+It counts rounds by rows, K and sampling controls; prompts, a conversation's second turn and scores; and the
+experts of a prompt. Target and draft have three layers each; a pass that is a graph is one launch (tests/far.py).
 """
 
 from __future__ import annotations
