@@ -3,7 +3,7 @@
     python bench/launches.py [write=FILE.md]
 
 It counts rounds by rows, K and sampling controls; prompts, a conversation's second turn and scores; and the
-experts of a prompt. Target and draft have three layers each; a pass that is a graph is one launch (tests/far.py).
+experts of a prompt. Target and draft have three layers each; a pass by a graph is one launch (tests/far.py).
 """
 
 from __future__ import annotations
