@@ -113,5 +113,5 @@ if __name__ == "__main__":
     asked = Asked.of(sys.argv[1:])
     steps.attention_kernel.attend = attend
     table = [("", "launches", "copies", "waits"), *passes(), *mixtures(), *rounds()]
-    lines = aligned([[str(cell) for cell in row] for row in table])
+    lines = aligned([[str(cell) for cell in row] for row in table], 1)
     report(asked.write, "What is launched", {"target": "an emulated device"}, "```", *lines, "```")
