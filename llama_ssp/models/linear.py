@@ -98,8 +98,8 @@ def _linear_in_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
         return torch.mm(x_TK, weight_NK.T, out_dtype=torch.float32)
     parts, x_TK = torch.split(weight_NK, max(1, SLICE // weight_NK.shape[1])), x_TK.float()
     slice_NK = torch.empty_like(parts[0], dtype=torch.float32)  # one for all: the system clears new memory
-    found = [functional.linear(x_TK, slice_NK[: len(part_NK)].copy_(part_NK)) for part_NK in parts]
-    return torch.cat(found, -1)
+    result_N = [functional.linear(x_TK, slice_NK[: len(part_NK)].copy_(part_NK)) for part_NK in parts]
+    return torch.cat(result_N, -1)
 
 
 # One operation for torch.compile. A torch.library.custom_op would import the compiler, also for eager steps.

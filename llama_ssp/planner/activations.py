@@ -88,9 +88,8 @@ class Forward:
         scratch = MIB + KERNEL_SCRATCH * self.kernels.threads + self._dequantised()
         worst = max(self._normed(self.tokens), self._rotated(), self._attended(), self._fed())
         yield {MASKS: masks, HIDDEN: stream + worst + scratch}
-        selected = (
-            numbers + self.logits * part.dim
-        ) * wide  # what the last layer gives, and what is read of it
+        # What the last layer gives, and what is read of it.
+        selected = (numbers + self.logits * part.dim) * wide
         last = selected + self._normed(self.logits)
         yield {MASKS: masks, HIDDEN: last + turns + scratch}
         yield {MASKS: masks, HIDDEN: selected + turns + scratch, LOGITS: self._head()}
@@ -123,9 +122,8 @@ class Forward:
         row = self.columns * (3 * w * part.query_width + FP32 * part.queries)
         if self._by_kernel:  # sums of parts, of all rows at once
             parts = graph_sizes.attended_parts(self.tokens, part.kvs)
-            row = 2 * w * self.tokens * part.query_width + FP32 * parts * (
-                part.query_width + 2 * part.queries
-            )
+            sums = FP32 * parts * (part.query_width + 2 * part.queries)
+            row = 2 * w * self.tokens * part.query_width + sums
         elif part.family.softcap or part.family.names.sinks:  # scores in fp32: a step, the next and a third
             row += cells * (1 + 3 * FP32 * part.kvs)
         else:  # the mask as bool, then to be added; a GPU's kernel may pad its rows

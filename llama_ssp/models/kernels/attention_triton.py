@@ -76,8 +76,8 @@ def parts_of(tokens: int, groups: int) -> int:
 def constants(tokens: int, group: int, size: int, bytes_: int) -> dict[str, int]:
     """Returns `attend_part`'s constants for heads of `size` numbers of `bytes_` bytes, `group` a KV head."""
     padded = max(triton.next_power_of_2(size), 16)
-    most = min(ROWS, QUERY_BYTES // (padded * bytes_))
-    rows = max(LEAST_ROWS, min(triton.next_power_of_2(tokens * group), most), triton.next_power_of_2(group))
+    limit = min(ROWS, QUERY_BYTES // (padded * bytes_))
+    rows = max(LEAST_ROWS, min(triton.next_power_of_2(tokens * group), limit), triton.next_power_of_2(group))
     tile = min(max(TILE_BYTES // (padded * bytes_), 16), UNIT)
     sizes = {"TOKENS": triton.next_power_of_2(tokens), "GROUP": group, "SIZE": size}
     return {**sizes, "PADDED": padded, "ROWS": rows, "TILE": tile, "UNIT": UNIT}
