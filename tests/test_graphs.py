@@ -186,22 +186,27 @@ def test_graphs_are_kept_from_text_to_text(monkeypatch):
     assert model.captures == [1, 2, 3, 1] and len(model._memories) == 1
 
 
-def test_short_prompts_are_read_by_the_graphs_of_steps(monkeypatch):
-    """Up to the largest step that was prepared; the texts are those of eager prompts."""
-    prepared, plain = llama(Replayed), llama(Replayed)
-    prepared.prepare(range(1, 4), rows=2, capacity=40)
-    short, long = ragged_prompts(3, 4), ragged_prompts(3, 6)  # their last tokens are fed by the first round
-    steps = list[int]()
+def test_short_prompts_are_read_by_steps_which_capture_nothing_for_them(monkeypatch):
+    """A graph that is there serves them, too; longer ones are read eagerly. Texts are as of eager models."""
+    prepared, plain = llama(Replayed), llama()
+    prepared.prepare(range(1, 4), rows=2, capacity=80)
+    ready = len(prepared.captures)
+    steps = list[tuple[int, bool]]()
     monkeypatch.setattr(
         Replayed,
         "_call",
-        lambda model, given: steps.append(len(given[0])) or GraphedModel._call(model, given),
+        lambda model, given, short: (
+            steps.append((len(given[0]), short)) or GraphedModel._call(model, given, short)
+        ),
     )
-    for prompts, sizes in ((short, [5]), (long, [])):
+    # The last token of each is fed by the first round.
+    for lengths, read in ((3, 4), [(5, True)]), ((9, 12), [(19, True)]), ((20, 30), []):
         steps.clear()
+        prompts = ragged_prompts(*lengths)
         texts = speculate(prepared, prompts, None, k=0, max_new=6).texts
-        assert [size for size in steps if size > 3] == sizes, sizes
+        assert [step for step in steps if step[0] > 3] == read
         assert texts == speculate(plain, prompts, None, k=0, max_new=6).texts
+    assert len(prepared.captures) == ready
 
 
 def test_a_cache_in_use_keeps_its_memory():

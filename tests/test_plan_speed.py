@@ -109,7 +109,7 @@ def test_a_long_pass_is_bound_by_arithmetic() -> None:
     assert speed.forward_s(cost, times, 1, 8, 0) < 1.05 * one
     assert long == pytest.approx(cost.flops * 2048 / times.flops_per_s, rel=0.05)
     assert speed.prefill_s(cost, times, 1, 2048, 64) > speed.prefill_s(cost, times, 1, 2048, 2048) == long
-    assert as_run(long, cost, times, True, False) == long > launching_s(cost)
+    assert as_run(long, cost, times, True, False) == long > launching_s(cost, 1)
 
 
 def test_a_very_long_prompt_costs_as_much_in_attention_again() -> None:

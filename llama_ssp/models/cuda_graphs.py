@@ -65,7 +65,6 @@ class GraphedModel(SteppedModel):
         shape = shape_of(self.config)
         # Beyond that experts run one after the other, which waits for the choice and cannot be captured.
         self.most_tokens = min(MOST, MOST_PAIRS // shape.top_k) if shape.experts else MOST
-        self.longest_prompt = 0  # before `prepare`: a prompt would capture a graph that is in no plan
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
@@ -76,7 +75,6 @@ class GraphedModel(SteppedModel):
         """
         self.new_cache(rows, capacity)  # all steps below are captured in its memory
         widest = max(widths, default=0)
-        self.longest_prompt = rows * widest
         super().prepare()
         cache = self.new_cache(rows, capacity)
         for size in reversed(sizes_up_to(min(rows * widest, self.most_tokens))):
@@ -116,16 +114,17 @@ class GraphedModel(SteppedModel):
         if not self._functions and not any(memory.graphs for memory in self._memories):
             self._pool = None
 
-    def _call(self, arguments: Arguments) -> list[Tensor]:
+    def _call(self, arguments: Arguments, is_prompt: bool = False) -> list[Tensor]:
+        """By a graph; a step captures it where there is none, a prompt does not: it would be in no plan."""
         *given, layers = arguments
         memory = next(memory for memory in self._memories if memory.layers is layers)
         size = padded(len(given[0]))
         if size > self.most_tokens or not self.has_graphs:
             return super()._call(arguments)
-        if size not in memory.graphs:
+        if size not in memory.graphs and not is_prompt:
             self._capture(size, memory)
-            if self._refused:
-                return super()._call(arguments)
+        if size not in memory.graphs:
+            return super()._call(arguments)
         return memory.graphs[size](*given)
 
     def replay(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from functools import cache
 
 LAG = 2  # tokens that a model lacks at most after a round; they are fed in one forward
 WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
+SHORT = 40  # tokens of prompts that a CPU's step reads faster than an eager pass, with logits of all
 WIDEST_HEAD = 256  # numbers of a head that attention.cpp takes
 BLOCK = 32  # outputs that linear.cpp and coded.cpp store together
 SLICE = 2**21  # numbers of a 16-bit output matrix that a CPU without our kernels has in fp32 at once
@@ -18,6 +19,11 @@ PROGRAMS = 512  # of attention, of all KV heads, for a row: a GPU has some 130 p
 FEW = 16  # tokens; where there are more, each has fewer parts, which bounds the memory of their sums
 LEAST_PARTS, MOST_PARTS = 4, 128  # of a token's context
 DECODED = 2**26  # numbers of experts in codes that are decoded at once, but one expert at least
+
+
+def short_prompt(cpu: bool) -> int:
+    """The most tokens of prompts, of all rows together, that a compiled step reads."""
+    return SHORT if cpu else WIDEST
 
 
 def padded(tokens: int) -> int:

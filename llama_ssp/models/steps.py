@@ -27,7 +27,7 @@ from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.feed import Feed
-from llama_ssp.models.graph_sizes import WIDEST
+from llama_ssp.models.graph_sizes import WIDEST, short_prompt
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear, probe
 from llama_ssp.models.kernels.build import complaint, triton_runs
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 Step = Callable[[Tensor, Tensor, Tensor, Caches], list[Tensor]]
 # Tokens, their positions and first slots; caches.
 Arguments = tuple[Tensor, Tensor, Tensor, Caches]
-SHORT = 40  # tokens of prompts that a step reads faster than an eager pass, though it makes logits of all
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
 
 
@@ -57,7 +56,7 @@ class SteppedModel(DecoderModel):
             self.attend = attention_kernel.attend
         self._step: Step | None = None
         self.is_compiled = True  # until compiling fails
-        self.longest_prompt = SHORT
+        self._short = short_prompt(cpu=self.device.type == "cpu")
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
@@ -107,15 +106,15 @@ class SteppedModel(DecoderModel):
         width = max(count for _, _, count in feed.rows)
         if width > WIDEST or feed.long_T is not None or not self.is_compiled:
             return None
-        if is_prompt and len(token_T) > self.longest_prompt:
+        if is_prompt and len(token_T) > self._short:
             return None
         arguments = token_T, feed.position_T, feed.first_T, cache.layers
         if self._step is None and not self._made(arguments):
             return None
-        logit_TV, *kept = self._call(arguments)
+        logit_TV, *kept = self._call(arguments, is_prompt)
         return logit_TV, kept
 
-    def _call(self, arguments: Arguments) -> list[Tensor]:
+    def _call(self, arguments: Arguments, is_prompt: bool = False) -> list[Tensor]:
         assert self._step is not None
         with self.ranks.during("a step"):
             return self._step(*arguments)

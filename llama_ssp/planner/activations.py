@@ -293,11 +293,22 @@ class RankWork:
         distributions = columns**2 + 1 + 2 * (columns * (columns + 1) // 2 + 1)
         return min(KEPT_BYTES, distributions * self.work.rows * self.vocab * FP32)
 
-    def _prefill(self, own: RolePart) -> Iterable[Parts]:
-        """The moments of the widest chunk with the longest span; the last column has logits."""
+    def _prefill(self, own: RolePart) -> Iterator[Parts]:
+        """The moments of the widest chunk with the longest span: the last column has logits.
+
+        Short prompts are read by a compiled step, which gives logits of all their tokens.
+        """
         rows, end = self.work.rows, min(self.work.prompt_tokens, own.part.context) - 1
-        widest = Forward(own, self.kernels, rows, self._chunk(own), end, rows)
-        return widest.moments() if end else [{}]
+        if end:
+            yield from Forward(own, self.kernels, rows, self._chunk(own), end, rows).moments()
+            tokens = (
+                min(rows * self._chunk(own), graph_sizes.short_prompt(self.kernels.cpu))
+                if own.compiled
+                else 0
+            )
+            yield from Forward(own, self.kernels, 1, tokens, end, tokens).moments()
+        else:
+            yield {}
 
     def _chunk(self, own: RolePart) -> int:
         return min(self.work.prefill_chunk, min(self.work.prompt_tokens, own.part.context) - 1)

@@ -28,6 +28,7 @@ NAMES = ("name", "repo", "revision", "path", "package", "file", "sha256", "seed"
 # (tests/far.py, Llama). A launch by Python was measured: a step of 7B on an H200 took 31.6 ms
 # (bench/results/gpu_h200_202611.md). A sum over ranks by torch.distributed is an estimate.
 LAYER_OPERATIONS, STEP_OPERATIONS = 45, 15
+ROW_OPERATIONS = 6  # of a layer: eager passes attend one row after the other
 LAUNCH_S, SUM_S = 22e-6, 22e-6
 
 
@@ -76,7 +77,7 @@ def tokens_generated(run: RunConf) -> int:
     return max(run.task.repeats * run.task.max_new_tokens, run.task.usual_tokens)
 
 
-def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: bool) -> float:
+def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: bool, rows: int = 1) -> float:
     """Seconds of a step by the engine that runs it, from those by the constants.
 
     The constants are of the steps that `of_constants` says. An eager step on a GPU takes as long as the host
@@ -86,17 +87,17 @@ def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: 
         plain = cost.weights - sum(each.bytes for each in cost.coded)  # codes have one kernel in either
         saved = 0.0 if eager else _saved_s(plain, cost.layers)
         return max(forward_s - saved, min(forward_s, cost.read(1) / times.bytes_per_s))
-    return max(forward_s, launching_s(cost)) if eager else forward_s
+    return max(forward_s, launching_s(cost, rows)) if eager else forward_s
 
 
-def launching_s(cost: PassCost) -> float:
-    """Seconds that the host takes to launch an eager pass on a GPU."""
-    return launches_s(cost.layers) + cost.sums * SUM_S
+def launching_s(cost: PassCost, rows: int) -> float:
+    """Seconds that the host takes to launch an eager pass over this many rows on a GPU."""
+    return launches_s(cost.layers, rows) + cost.sums * SUM_S
 
 
-def launches_s(layers: int) -> float:
+def launches_s(layers: int, rows: int = 1) -> float:
     """Seconds that the host takes to launch an eager step on a GPU, without sums over ranks."""
-    return (layers * LAYER_OPERATIONS + STEP_OPERATIONS) * LAUNCH_S
+    return (layers * (LAYER_OPERATIONS + ROW_OPERATIONS * (rows - 1)) + STEP_OPERATIONS) * LAUNCH_S
 
 
 def _saved_s(weights: float, layers: int) -> float:

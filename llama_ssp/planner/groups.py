@@ -222,6 +222,6 @@ def _step(request: PlanRequest, role: Role, place: Placement, each: int) -> Spen
     slots = work.prompt_tokens + work.new_tokens / 2
     spent = forward_parts(cost, request.machine.times, work.rows, each, slots)
     whole, planned = step_s(request, role, place, cost, each), sum(spent.values())
-    if whole > planned and launching_s(cost) > planned:
+    if whole > planned and launching_s(cost, work.rows) > planned:
         return {**spent, LAUNCHING: whole - planned}
     return {name: seconds * whole / planned for name, seconds in spent.items()}

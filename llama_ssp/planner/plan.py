@@ -188,7 +188,8 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
 def target_prefill_s(request: PlanRequest, placement: Placement, rows: int) -> float:
     """Seconds of the target's prefill of `rows` prompts."""
     cost, work = cost_of(request, request.target, placement), request.work
-    least_s = 0.0 if request.machine.is_cpu else launching_s(cost)  # passes over prompts are never graphs
+    # Passes over prompts are never graphs.
+    least_s = 0.0 if request.machine.is_cpu else launching_s(cost, rows)
     return prefill_s(cost, request.machine.times, rows, work.prompt_tokens, work.prefill_chunk, least_s)
 
 

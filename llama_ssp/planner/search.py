@@ -214,7 +214,7 @@ def step_s(request: PlanRequest, role: Role, placement: Placement, cost: PassCos
     slots = work.prompt_tokens + work.new_tokens / 2
     spent = forward_s(cost, machine.times, work.rows, each, slots)
     eager = request.why_eager(role, placement) is not None
-    return as_run(spent, cost, machine.times, eager, machine.is_cpu)
+    return as_run(spent, cost, machine.times, eager, machine.is_cpu, work.rows)
 
 
 def slower_than_16_bit(request: PlanRequest, placement: Placement, k: int) -> dict[str, float]:
