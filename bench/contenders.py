@@ -198,5 +198,5 @@ def prefills_ms(pair: PairSession, module: Any, turns: int = 3) -> dict[int, dic
 def one_round(engine: Any, state: Any, k: int) -> None:
     """Drafts, verifies, and appends a token; everything that a round needs is computed again."""
     verdict = engine.verify(state, engine.draft(state, [k]))
-    state.append(0, verdict.token)
+    state.append({0: verdict.token})
     engine.roll_back(state)

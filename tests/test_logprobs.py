@@ -180,7 +180,7 @@ def test_given_texts(numbers: int, kind: str, monkeypatch: pytest.MonkeyPatch) -
     for prompt, scores in zip(PROMPTS, engine.score(PROMPTS, LogprobReader(TOP)), strict=True):
         text = list(prompt.token_ids)
         state = State([Prompt("x", tuple(text[:1]))], len(text), torch.device("cpu"))
-        state.append(0, text[1:])
+        state.append({0: text[1:]})
         state.logprobs = [scores[1:]]
         assert scores[0].logprob is None and off(state, target, VOCAB) < near
     assert engine.target.forwards == (1 if kind == "decoder" or numbers > 4 * VOCAB else 8)

@@ -61,7 +61,7 @@ def test_rows_have_an_index_each_and_a_refilled_row_a_new_one():
     state = State([Prompt("a", (1, 2, 1)), Prompt("b", (3, 4, 5, 3))], 20, cpu)
     proposal = drafter.propose(state, (2, 0))
     assert proposal.count == (2, 0) and proposal.drafted_BK[0].tolist() == [2, 1]
-    state.append(0, [3])
+    state.append({0: [3]})
     proposal = drafter.propose(state, (1, 2))
     assert proposal.count == (0, 2) and proposal.drafted_BK[1].tolist() == [4, 5]
     state.replace(0, Prompt("c", (7, 8, 7)))

@@ -108,7 +108,7 @@ def generate(
 
 def commit(state: State, result: Decision, limits: Limits, context: int, number: int) -> Step:
     """Cuts each row's block where the row ends, then appends it: trim before counting."""
-    step = Step(number)
+    step, blocks = Step(number), dict[int, list[int]]()
     for row in range(state.rows):
         if state.finished[row]:
             continue
@@ -120,7 +120,7 @@ def commit(state: State, result: Decision, limits: Limits, context: int, number:
         block = result.tokens(row)
         kept, finish = limits.trim(state, row, block, context)
         counted = drafted if kept == len(block) else drafted[:kept]
-        state.append(row, block[:kept])
+        blocks[row] = block[:kept]
         if result.logprobs:
             state.logprobs[row] += result.logprobs[row][:kept]
         state.finished[row] = finish
@@ -137,4 +137,5 @@ def commit(state: State, result: Decision, limits: Limits, context: int, number:
                 standing=result.standing[row][: len(counted)],
             )
         )
+    state.append(blocks)
     return step

@@ -6,6 +6,7 @@ token at position t.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 
@@ -164,14 +165,21 @@ class State:
         later._lengths_changed()
         return later
 
-    def write_text(self, row: int, start: int) -> None:
-        """Writes the row's text from `start` into the buffer, over the tokens of another view."""
-        tail = sent(self.texts[row][start:], self.device)
-        self.token_BS[row, start : start + len(tail)] = tail
-
-    def append(self, row: int, tokens: list[int]) -> None:
-        """Commits tokens to a row."""
-        start = len(self.texts[row])
-        self.texts[row] += tokens
-        self.write_text(row, start)
+    def append(self, blocks: Mapping[int, list[int]]) -> None:
+        """Commits tokens to rows."""
+        starts = {row: len(self.texts[row]) for row in blocks}
+        for row, tokens in blocks.items():
+            self.texts[row] += tokens
+        self.write_texts(starts)
         self._lengths_changed()
+
+    def write_texts(self, starts: Mapping[int, int]) -> None:
+        """Writes each row's text from its start into the buffer, over the tokens of another view."""
+        written = [
+            (row * (self.capacity + 1) + place, self.texts[row][place])
+            for row, start in starts.items()
+            for place in range(start, len(self.texts[row]))
+        ]
+        if written:
+            place_N, token_N = sent([*zip(*written, strict=True)], self.device)
+            self.token_BS.view(-1).index_copy_(0, place_N, token_N)

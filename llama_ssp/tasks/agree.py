@@ -119,7 +119,7 @@ def agreements(
                 continue
             accepted = result.drafted[row][: result.accepted[row]]
             kept, reason = limits.trim(state, row, accepted, engine.context)
-            state.append(row, accepted[:kept])
+            state.append({row: accepted[:kept]})
             if reason is None and len(accepted) < count:
                 reason = "fork"
                 forks[row] = result.token[row], result.drafted[row][len(accepted)]

@@ -108,7 +108,7 @@ def test_a_round_waits_once() -> None:
 
     def one_round() -> None:
         verdict = engine.verify(state, engine.draft(state, [4]))
-        state.append(0, verdict.tokens(0))
+        state.append({0: verdict.tokens(0)})
         engine.roll_back(state)
 
     for _ in range(4):  # captures

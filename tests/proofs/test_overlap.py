@@ -295,7 +295,7 @@ def test_a_memo_stands_for_its_own_prompt_and_text_alone():
     memo = Memo(batch(("a", (1, 2)), ("b", (1, 2))), (2, 2))
     now = batch(("a", (1, 2)), ("c", (1, 2)))
     assert [memo.stands(now, row) for row in (0, 1)] == [True, False]
-    now.append(0, [1])
+    now.append({0: [1]})
     assert not memo.stands(now, 0)
     other = batch(("b", (1, 2)), ("b", (1, 2)))
     assert [memo.stands(other, row) for row in (0, 1)] == [False, True]

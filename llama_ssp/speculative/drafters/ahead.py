@@ -183,9 +183,7 @@ class AheadDrafter(ModelDrafter):
         ends = set(self._sampler.transform.end_ids)
         count = tuple(0 if text[-1] in ends else n for text, n in zip(later.texts, count, strict=True))
         self._memo = memo = Memo(later, count)
-        for row in range(later.rows):
-            if count[row]:
-                later.write_text(row, len(state.texts[row]))
+        later.write_texts({row: len(state.texts[row]) for row in range(later.rows) if count[row]})
         for offset in range(max(count)):
             drawn = super()._step(later, offset, count)
             memo.drawn.append(drawn)

@@ -118,7 +118,7 @@ class IntersectionDrafter(ModelDrafter):
         lengths[row] = max(1, min(same + 1, len(fits)))
         self._runner.roll_back(lengths)
         texts.texts[row] = fits[:same]
-        texts.append(row, fits[same:])
+        texts.append({row: fits[same:]})
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         room = self._follow(state, count)
