@@ -166,7 +166,7 @@ def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monke
     transform = SamplingTransform(FILTERED, (), VOCAB, model.replay)
     transform.assign(0, SamplingConfig(top_k=2))
     for _ in range(2):
-        transform(torch.rand(1, 1, VOCAB), Prefix(*3 * (torch.zeros(1, 1, dtype=torch.int64),)))
+        transform(torch.rand(2, 1, VOCAB), Prefix(*3 * (torch.zeros(2, 1, dtype=torch.int64),)))
     said = " ".join(caplog.messages).split(" are computed without graphs: ")
     assert [line.rpartition("engine: ")[2][:6] for line in said[:-1]] == ["drafts", "rounds", "rows w"]
     refusing = llama(Refusing)

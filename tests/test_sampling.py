@@ -167,13 +167,18 @@ def test_where_every_token_is_forbidden_there_is_no_law(temperature: float):
 
 
 def test_each_row_of_a_batch_has_its_own_controls():
-    """Wherever it stands, whatever its neighbours ask for, also when a row's text is followed by another."""
+    """Wherever it stands, whatever its neighbours ask for, also when a row's text is followed by another.
+
+    Rows that all ask for the same are computed by a graph, whatever the run's controls are.
+    """
     logits, prefix = batch(6)
     logits = logits.repeat(3, 1, 1)
     prefix = Prefix(prefix.token_BS.repeat(3, 1), prefix.length_BW.repeat(3, 1), prefix.prompt_B.repeat(3))
     usual, cool, few = SamplingConfig(), SamplingConfig(temperature=0.5), SamplingConfig(top_k=2)
-    transform = SamplingTransform(usual, (), VOCAB)
+    graphs = list[object]()
+    transform = SamplingTransform(usual, (), VOCAB, lambda of, *given: graphs.append(of) or of(*given))
     for asked in (
+        [few] * 9,
         [cool, usual, few, usual, cool, few, few, usual, cool],
         [usual, few, few, cool] * 2 + [usual],
     ):
@@ -182,6 +187,7 @@ def test_each_row_of_a_batch_has_its_own_controls():
         found = transform(logits, prefix)
         for row, sampling in enumerate(asked):
             assert torch.equal(found[row], SamplingTransform(sampling, (), VOCAB)(logits, prefix)[row])
+        assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("width", [VOCAB - 3, VOCAB + 3])

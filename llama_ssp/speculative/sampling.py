@@ -61,14 +61,20 @@ class SamplingTransform:
             self._by_row.pop(row, None)
         else:
             alike = (transform for transform in self._by_row.values() if transform.controls == sampling)
-            self._by_row[row] = next(alike, None) or SamplingTransform(sampling, self.end_ids, self.vocab)
+            own = sampling, self.end_ids, self.vocab, self._replay
+            self._by_row[row] = next(alike, None) or SamplingTransform(*own)
 
     def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         """The probabilities at each position, (B, W, V). A row of NaN marks damaged logits."""
-        if self._by_row:
-            if self._replay is not None:
-                log_slow("rows with settings of their own", "give all texts the run's (sampling.*)")
-            return self._row_by_row(logit_BWV, prefix)
+        of_rows = [self._by_row.get(row, self) for row in range(len(logit_BWV))]
+        if len({*of_rows}) == 1:
+            return of_rows[0]._by_graph(logit_BWV, prefix)
+        if self._replay is not None:
+            log_slow("rows with different settings", "give all texts the same ones (sampling.*)")
+        return self._row_by_row(logit_BWV, prefix, of_rows)
+
+    def _by_graph(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        """Computes all rows under these controls, by a graph where there is one."""
         if self._replay is None or self._is_softmax or logit_BWV.numel() > FILTERED:
             return self._alike(logit_BWV, prefix)
         token_BS, given = prefix.token_BS, [logit_BWV]
@@ -79,11 +85,11 @@ class SamplingTransform:
         # A copy: the next replay overwrites what this one gave.
         return self._replay(function, *given).clone()
 
-    def _row_by_row(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+    def _row_by_row(self, logit_BWV: Tensor, prefix: Prefix, of_rows: list["SamplingTransform"]) -> Tensor:
         """Computes rows in groups that share their controls, and puts them back in order."""
         groups: dict[SamplingTransform, list[int]] = {}
-        for row in range(len(logit_BWV)):
-            groups.setdefault(self._by_row.get(row, self), []).append(row)
+        for row, transform in enumerate(of_rows):
+            groups.setdefault(transform, []).append(row)
         parts = []
         for transform, rows in groups.items():
             chosen = sent(rows, logit_BWV.device)
