@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -282,7 +283,7 @@ def test_certify_itself_is_sharp(name: str) -> None:
 
 def test_what_a_small_batch_rounds_differently_is_rounding() -> None:
     """A batch of few rows may be multiplied by another kernel: where rounds had few rows, and all regular
-    passes many, their distributions would seem to be another model's."""
+    passes many, or the other way round, their distributions would seem to be another model's."""
     plain = Toy.forward
 
     def rounds_by_rows(self: Toy, input_ids: torch.Tensor, **rest: Any) -> Any:
@@ -293,9 +294,10 @@ def test_what_a_small_batch_rounds_differently_is_rounding() -> None:
 
     target, nothing = toy(VOCAB, 0), torch.zeros(2, VOCAB)
     rounds = [Round(2, (1, 2, token), 1, nothing, nothing[:1], nothing) for token in range(4)]
-    for forward, differs in ((plain, False), (rounds_by_rows, True)):
+    for forward, count in product((plain, rounds_by_rows), (4, 2)):
+        differs, seen = forward is rounds_by_rows, rounds[:count]
         with patch.object(Toy, "forward", forward):
-            noise, _ = compared(rounds, own_logits(target, rounds, 2, 4, 512), 1.0, VOCAB)
+            noise, _ = compared(seen, own_logits(target, seen, 2, 4, 512), 1.0, VOCAB)
         assert (noise.largest > 1e-4) is differs
 
 

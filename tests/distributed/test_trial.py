@@ -50,11 +50,11 @@ def in_step(number: int, strike: Callable[[], object]) -> None:
     """Rank 1 meets its fate in this compiled step of its process."""
     whole, calls = SteppedModel._call, []
 
-    def struck(self: SteppedModel, arguments: Any) -> list[torch.Tensor]:
+    def struck(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
         calls.append(self.ranks.rank)
         if calls == [1] * number:
             strike()
-        return whole(self, arguments)
+        return whole(self, *given)
 
     SteppedModel._call = struck  # type: ignore[method-assign]
 
@@ -63,8 +63,8 @@ def be_wrong() -> None:
     """Compiled steps of rank 1 give logits that are a little off."""
     whole = SteppedModel._call
 
-    def off(self: SteppedModel, arguments: Any) -> list[torch.Tensor]:
-        logit_TV, *kept = whole(self, arguments)
+    def off(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
+        logit_TV, *kept = whole(self, *given)
         return [logit_TV * (1.01 if self.ranks.rank == 1 else 1), *kept]
 
     SteppedModel._call = off  # type: ignore[method-assign]
@@ -236,8 +236,8 @@ def test_what_the_comparison_sees(monkeypatch: pytest.MonkeyPatch):
     assert difference(model, (1, 3), (1, 2), 3) == PASSED
     whole, first = SteppedModel._call, []
 
-    def of_the_first_token(self: SteppedModel, arguments: Any) -> list[torch.Tensor]:
-        first.append(whole(self, arguments))
+    def of_the_first_token(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
+        first.append(whole(self, *given))
         return first[0]
 
     monkeypatch.setattr(SteppedModel, "_call", of_the_first_token)

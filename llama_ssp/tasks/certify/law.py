@@ -125,13 +125,17 @@ def spread(places: Sequence[Item], count: int) -> list[Item]:
 def own_logits(
     model: Model, rounds: Sequence[Round], width: int, rows: int, chunk: int
 ) -> list[list[Tensor]]:
-    """Returns each round's logits, (W, V), by four regular passes, of which the last has one row."""
+    """Returns each round's logits, (W, V), by four regular passes, of which the last has one row.
+
+    The others have `rows` rows, as the run's had: of fewer texts some are fed several times. A batch of few
+    tokens may be multiplied by another kernel, which rounds differently.
+    """
     texts = [(seen.text, seen.prompt_length, seen.count) for seen in rounds]
     order = sorted(range(len(rounds)), key=lambda n: len(rounds[n].text))  # texts of a batch end together
     longest = len(rounds[order[-1]].text)
-    other = [*order[1::2], *order[::2]]
-    # One row: a batch of few tokens may be multiplied by another kernel, which rounds differently.
-    ways = (order, 1, rows), (order[::-1], width, rows), (other, 0, rows), (order, longest, 1)
+    full = [order[n % len(order)] for n in range(max(rows, len(order)))]
+    other = [*full[1::2], *full[::2]]
+    ways = (full, 1, rows), (full[::-1], width, rows), (other, 0, rows), (order, longest, 1)
     return [fed(model, texts, *way, chunk) for way in ways]
 
 
