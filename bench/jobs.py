@@ -41,6 +41,7 @@ from llama_ssp.text.prompts import SENTENCES, SHORT  # noqa: E402
 
 SMOLLM2 = ["model=smollm2-135m-instruct-q4", "draft=none", "download=true", "sampling=greedy"]
 SHIPPED, NGRAMS, REGULAR = "shipped pair", "SmolLM2, n-grams", "SmolLM2, regular"
+OURS = "this checkout"
 PAIRS = {
     SHIPPED: ["sampling=greedy"],
     NGRAMS: [*SMOLLM2, "speculation=ngram"],
@@ -72,7 +73,7 @@ class Jobs:
         base.mkdir()
         archive = subprocess.check_output(["git", "archive", asked.base], cwd=ROOT)
         subprocess.run(["tar", "-x", "-C", base], input=archive, check=True)
-        self.sides = {asked.base[:8]: base, "this checkout": ROOT}
+        self.sides = {asked.base[:8]: base, OURS: ROOT}
 
     def rows(self) -> Iterator[Row]:
         for name, words in PAIRS.items():
@@ -80,7 +81,8 @@ class Jobs:
             pair = PairSession(entry)
             works = self.records(pair)
             for rows in map(int, self.asked.rows.split(",")):
-                paces = {side: self.job(tree, words, rows) for side, tree in self.sides.items()}
+                sides = {OURS: ROOT} if name == REGULAR else self.sides
+                paces = {side: self.job(tree, words, rows) for side, tree in sides.items()}
                 if name != NGRAMS and str(rows) in self.asked.theirs.split(","):
                     paces["transformers"] = self.padded(pair, works, rows)
                 yield from (line_of(name, rows, side, paces) for side in paces)
@@ -128,7 +130,7 @@ class Jobs:
 
 
 def line_of(name: str, rows: int, side: str, paces: dict[str, float]) -> Row:
-    ratio = f"{paces['this checkout'] / paces[side]:.2f}x"
+    ratio = f"{paces[OURS] / paces[side]:.2f}x"
     return [name, str(rows), side, f"{paces[side]:.3f}", ratio]
 
 
@@ -138,7 +140,7 @@ def main() -> None:
         sys.exit("base=COMMIT is missing")
     with tempfile.TemporaryDirectory() as folder:
         rows = list(Jobs(asked, Path(folder)).rows())
-    head = ["pair", "rows", "by", "records/s", "this checkout"]
+    head = ["pair", "rows", "by", "records/s", OURS]
     table = aligned([head, *rows], 3)
     title = f"Records a second of jobs of {asked.records} records"
     what = f"Prompts of {LEAST} to {MOST} tokens, {NEW[0]} to {NEW[1]} new ones, greedy."
