@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -258,16 +260,28 @@ def _memory(small: bool, rows: int, prompt: int) -> Iterator[Bar]:
 
 
 def controls(how: How) -> Iterator[Bar]:
-    """Rounds of 7B with 1B by sampling control, the graphs captured meanwhile, and a prompt's time."""
+    """Rounds of 7B with 1B by sampling control, the graphs captured meanwhile, and what prompts take."""
     length = PROMPT[how.small]
     pair = session_of(how.small, "7B", "llama3.2-1b", max_tokens=length + 128)
     prepared = _graphs_of_steps(pair)
     for name, sampling in CONTROLS.items():
         yield from safely(name, _controlled(pair, name, sampling))
     yield most("graphs of steps that are captured in mid-run", _graphs_of_steps(pair) - prepared, 0)
-    engine, prompt = pair.engine(0), [Prompt("0", tuple(3 + n % 1000 for n in range(length)))]
-    taken = in_turn({"prompt": lambda: engine.prefill(prompt, 8)}, TURNS[how.small] // 2)
-    yield Bar(f"ms of a prompt of {length} tokens, on both models", median(taken["prompt"]))
+    works = {f"of {length} tokens": partial(_read, pair, length, False)}
+    for tokens, eagerly in product((20, 72), (False, True)):
+        works[f"of {tokens} tokens, {'eagerly' if eagerly else 'by steps'}"] = partial(
+            _read, pair, tokens, eagerly
+        )
+    for what, times in in_turn(works, TURNS[how.small] // 2).items():
+        yield Bar(f"ms of a prompt {what}, on both models", median(times))
+
+
+def _read(pair: PairSession, tokens: int, eagerly: bool) -> None:
+    prompt = Prompt("0", tuple(3 + n % 1000 for n in range(tokens)))
+    with ExitStack() as stack:
+        for model in pair.models.loaded.values() if eagerly else ():
+            stack.enter_context(getattr(model, "eagerly", nullcontext)())
+        pair.engine(0).prefill([prompt], 8)
 
 
 def _graphs_of_steps(pair: PairSession) -> int:
