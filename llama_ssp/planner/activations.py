@@ -90,8 +90,7 @@ class Forward:
         yield {MASKS: masks, HIDDEN: stream + worst + scratch}
         # What the last layer gives, and what is read of it.
         selected = (numbers + self.logits * part.dim) * wide
-        last = selected + self._normed(self.logits)
-        yield {MASKS: masks, HIDDEN: last + turns + scratch}
+        yield {MASKS: masks, HIDDEN: selected + self._normed(self.logits) + turns + scratch}
         yield {MASKS: masks, HIDDEN: selected + turns + scratch, LOGITS: self._head()}
 
     def _normed(self, tokens: int) -> int:
@@ -129,7 +128,8 @@ class Forward:
         else:  # the mask as bool, then to be added; a GPU's kernel may pad its rows
             padded = 0 if self.kernels.cpu else self.columns * GPU_ALIGNMENT * w
             row += cells * (1 + w * (1 if self.kernels.cpu else 2)) + padded * (part.queries // part.kvs)
-        out = self.tokens * w * (self._sums() * part.dim)
+        # With a bias some kernels make the output twice.
+        out = self.tokens * w * part.dim * (1 + part.family.layer_norm)
         return made + outputs + max(row, outputs + out)
 
     @property
@@ -137,10 +137,6 @@ class Forward:
         """Whether a GPU attends by our kernel in prompts, too, without masks and a matrix of scores."""
         scored = self.part.family.softcap or self.part.family.names.sinks
         return bool(scored) and self.own.compiled and not self.kernels.cpu
-
-    def _sums(self) -> int:
-        """Outputs of a layer: a bias makes a second one in some kernels."""
-        return 2 if self.part.family.layer_norm else 1
 
     def _fed(self) -> int:
         """The feed-forward layer, and its output."""
@@ -156,7 +152,7 @@ class Forward:
         if self.own.dtype is Dtype.int8:
             up = part.ffn * w + _int8(part.dim, halves * part.ffn)
             inside = max(inside, up, part.ffn * w * halves + _int8(part.ffn, part.dim))
-        out = part.ffn * w * halves + self._sums() * part.dim * w
+        out = part.ffn * w * halves + part.dim * w * (1 + part.family.layer_norm)
         return max(inside, out)
 
     def _routed(self) -> int:
@@ -260,8 +256,7 @@ class RankWork:
         """
         if not own.spare:
             return ()
-        widest = widest_steps(self.work.k)[own.role]
-        return own.caches * sizes_up_to(max(self.work.rows * widest, 2))
+        return own.caches * sizes_up_to(max(self.work.rows * widest_steps(self.work.k)[own.role], 2))
 
     def outputs_of_graphs(self, own: RolePart) -> int:
         """Bytes that a role's graphs keep: the logits of their tokens, and the states that a head reads."""
@@ -299,16 +294,12 @@ class RankWork:
         Short prompts are read by a compiled step, which gives logits of all their tokens.
         """
         rows, end = self.work.rows, min(self.work.prompt_tokens, own.part.context) - 1
+        yield {}
         if end:
+            short = graph_sizes.short_prompt(self.kernels.cpu) if own.compiled else 0
+            tokens = min(rows * self._chunk(own), short)
             yield from Forward(own, self.kernels, rows, self._chunk(own), end, rows).moments()
-            tokens = (
-                min(rows * self._chunk(own), graph_sizes.short_prompt(self.kernels.cpu))
-                if own.compiled
-                else 0
-            )
             yield from Forward(own, self.kernels, 1, tokens, end, tokens).moments()
-        else:
-            yield {}
 
     def _chunk(self, own: RolePart) -> int:
         return min(self.work.prefill_chunk, min(self.work.prompt_tokens, own.part.context) - 1)
@@ -349,8 +340,7 @@ class RankWork:
     def _verifying(self, target: RolePart) -> Iterator[Parts]:
         """The target over K + 1 positions; then its distributions, in fp32 and, with drafts, in fp64."""
         k, one, small = self.work.k, self.work.rows * self.vocab, self._small()
-        columns = self.work.columns
-        model, wide = self._step(target, columns), max(width(target.dtype), FP32)
+        model, wide = self._step(target, self.work.columns), max(width(target.dtype), FP32)
         own = wide if self.draft is None else max(width(self.draft.dtype), FP32)
         has_probs = self.decides or (self.drafts and self.draft is not None)
         drafted = k * one * own if has_probs else 0  # the distributions of the proposal
@@ -358,7 +348,7 @@ class RankWork:
             yield _sum(moment, {PROBS: drafted})
         if not self.decides:
             return
-        logits, probs = model.selected(0), columns * one * wide
+        logits, probs = model.selected(0), model.columns * one * wide
         if self.draft is None:  # one-hot distributions of looked-up tokens, and a copy
             yield {PROBS: 2 * drafted}
         yield {LOGITS: logits, PROBS: drafted + 2 * probs + small}

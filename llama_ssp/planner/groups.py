@@ -132,18 +132,13 @@ def _on_nodes(
     request: PlanRequest, size: JobSize, nodes: int, groups: list[GroupPlan], price: float | None
 ) -> dict[str, Any] | None:
     """With the groups that end first; of equal ones the narrowest."""
-    gpus, best = nodes * request.machine.gpus, None
-    for group in groups:
-        count = gpus // group.gpus
-        if not count or not group.option.runs:
-            continue
-        spent = job_s(size.shards, group.shard_s(size.largest, request.work.rows), count)
-        rank = group.option.verdict.rank, spent
-        if best is None or rank < best[0]:
-            best = rank, count, group, spent
-    if best is None:
+    gpus, rows = nodes * request.machine.gpus, request.work.rows
+    fitting = [group for group in groups if group.option.runs and group.gpus <= gpus]
+    if not fitting:
         return None
-    _, count, group, spent = best
+    ends = [job_s(size.shards, group.shard_s(size.largest, rows), gpus // group.gpus) for group in fitting]
+    spent, group = min(zip(ends, fitting, strict=True), key=lambda one: (one[1].option.verdict.rank, one[0]))
+    count = gpus // group.gpus
     cost = None if price is None else price * gpus * spent / 3600
     tokens = size.records * request.work.new_tokens
     return {
