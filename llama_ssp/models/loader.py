@@ -33,7 +33,7 @@ from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
-from llama_ssp.models.synthetic import SyntheticSource, build, fill_module, require_filled
+from llama_ssp.models.synthetic import SyntheticSource, config_for, fill_module, require_filled
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
     """The module with real buffers and no weights: of config.json, or without a path of the model's sizes."""
     if path is None:
         with possible(model, role):
-            return build(model, TORCH_DTYPES[dtype])
+            return empty(config_for(model), TORCH_DTYPES[dtype])
     config = _for_modules(path)
     with refusing(path):
         return empty(config, TORCH_DTYPES[dtype])

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import wanted
-from llama_ssp.models.causal_lm import kernels_of
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import FAMILIES, family_of
 from llama_ssp.models.formats.coded import taken
@@ -84,17 +83,6 @@ def config_for(model: ModelConf) -> Any:
         what, fix = "the family is not one that transformers knows", "correct model.family"
         raise ModelError(what, model.name, model.family, fix=fix) from None
     return config
-
-
-def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
-    """transformers' module with real buffers, and parameters without memory."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    config = config_for(model)
-    with init_empty_weights(include_buffers=False):
-        module: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels_of(config, dtype))
-    return module
 
 
 class SyntheticSource:

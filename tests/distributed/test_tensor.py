@@ -19,9 +19,9 @@ from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.loader import DRAFT, load
+from llama_ssp.models.model_config import empty
 from llama_ssp.models.sharding import Cut
 from llama_ssp.models.synthetic import SyntheticSource, config_for
-from llama_ssp.models.synthetic import build as build_synthetic
 from llama_ssp.planner.storage import BUFFERS
 from llama_ssp.planner.weights import ModelPart, held, parameters
 from tests.distributed.processes import on_ranks
@@ -223,7 +223,7 @@ def test_parts_have_the_planned_sizes(family: str):
     model = synthetic(family)
     config = config_for(model)
     source = SyntheticSource.of_config(config, model, torch.float32, CPU, drafts=False)
-    module = build_synthetic(model, torch.float32)
+    module = empty(config_for(model), torch.float32)
     assert parameters(model) == sum(p.numel() for p in module.parameters())
     for rank in (ALONE, *ranks_of(3)):
         size = sum(p.nbytes for p in decoder(config, source, rank).parameters())
