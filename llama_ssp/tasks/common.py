@@ -16,7 +16,7 @@ from llama_ssp.planner.run_plan import COUNTED, DEVICE, HELD_BYTES, RESERVED, TE
 from llama_ssp.report.console import Console, Item
 from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
-from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import TextPrompt
 
@@ -102,15 +102,14 @@ def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes
     return [{name: size or None for name, size in zip(COUNTED, sizes, strict=True)} for sizes in every]
 
 
-def output_of(state: State, row: int, text: str) -> dict[str, Any]:
-    """Returns a row's text under the names of the JSON interface."""
-    ids = state.generated(row)
+def output_of(text: str, token_ids: list[int], finish: str | None, prompt_tokens: int) -> dict[str, Any]:
+    """Returns a text under the names of the JSON interface."""
     return {
         "text": text,
-        "token_ids": ids,
-        "finish_reason": state.finished[row],
-        "prompt_tokens": state.prompt_lengths[row],
-        "output_tokens": len(ids),
+        "token_ids": token_ids,
+        "finish_reason": finish,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": len(token_ids),
     }
 
 

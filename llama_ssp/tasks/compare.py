@@ -80,7 +80,9 @@ class Contestant:
 
     def figures(self) -> dict[str, Any]:
         """Returns the text, its times and its counters, under the names of the JSON interface."""
-        return {**output_of(self.state, 0, self._writing.text(0)), **self._runs[-1].figures()}
+        state, text = self.state, self._writing.text(0)
+        output = output_of(text, state.generated(0), state.finished[0], state.prompt_lengths[0])
+        return {**output, **self._runs[-1].figures()}
 
 
 class CompareTask(Task[CompareConf]):

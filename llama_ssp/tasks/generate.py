@@ -14,7 +14,7 @@ from llama_ssp.report.console import Console, rich_console
 from llama_ssp.report.live_view import TRACE_LEGEND, trace_line
 from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.stats import RowStep
-from llama_ssp.tasks.common import Task, longest, pace_in_words
+from llama_ssp.tasks.common import Task, longest, output_of, pace_in_words
 from llama_ssp.text.logprobs import ScoredToken, are_damaged, plain, spelled
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
@@ -59,11 +59,10 @@ class GenerateTask(Task[GenerateConf]):
         """Continues prompts; what it has written is kept also if it is interrupted."""
         echoed = writer.scored(requests) if self._task.echo else {}
         if not self._task.max_new_tokens:
-            unwritten = {"text": "", "token_ids": [], "finish_reason": "length"}
             for request in requests:
-                counts = {"prompt_tokens": len(request.prompt.token_ids), "output_tokens": 0}
                 text, scores = texts[request.index], echoed.get(request.index, [])
-                self._found.append(self._output(text, unwritten | counts, [], scores))
+                unwritten = output_of("", [], "length", len(request.prompt.token_ids))
+                self._found.append(self._output(text, unwritten, [], scores))
                 self._print([f"{text.id}: {scores_in_words(self._found[-1]['prompt_logprobs'])}"])
                 self._lines(self._found[-1:])
             return
@@ -71,13 +70,7 @@ class GenerateTask(Task[GenerateConf]):
 
         def output(index: int) -> dict[str, Any]:
             reply = writer.replies[index]
-            written = {
-                "text": reply.text,
-                "token_ids": reply.token_ids,
-                "finish_reason": reply.finish_reason,
-                "prompt_tokens": reply.prompt_tokens,
-                "output_tokens": len(reply.token_ids),
-            }
+            written = output_of(reply.text, reply.token_ids, reply.finish_reason, reply.prompt_tokens)
             return self._output(texts[index], written, reply.logprobs, echoed.get(index))
 
         try:
