@@ -13,7 +13,7 @@ from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError
 from llama_ssp.pair.conversation import Conversation
 from llama_ssp.text.compatibility import pair
-from llama_ssp.text.tokenizer import HubTokens, conversation, read_tokens
+from llama_ssp.text.tokenizer import HubTokens, Message, read_tokens
 from tests import checkpoints
 from tests.conftest import Command
 
@@ -40,6 +40,11 @@ def tokens(folder: Path, template: str = PLAIN, ends: Any = None) -> HubTokens:
     found = read_tokens(folder, 400)
     assert isinstance(found, HubTokens)
     return found
+
+
+def conversation(text: str, system: str | None) -> list[Message]:
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": text}]
 
 
 def named(known: HubTokens, *names: str) -> list[int]:

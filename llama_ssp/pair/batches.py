@@ -12,7 +12,7 @@ from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.prompts import TextPrompt, require_usable
-from llama_ssp.text.tokenizer import Message, Tokens, conversation
+from llama_ssp.text.tokenizer import Message, Tokens
 
 CHARACTERS_A_TOKEN = 16  # more than texts have on average: a text's beginning shows that it is too long
 NOT_NUMBERS = "a model gave logits that are not numbers (NaN or infinite)"
@@ -82,12 +82,10 @@ def require_numbers(*texts: tuple[str, int, str | None]) -> None:
     """Raises ModelError if one of the texts, as `texts_of` gives them, ended on logits without numbers."""
     stopped = [(name, length) for name, length, reason in texts if reason == "error"]
     if stopped:
-        raise ModelError(
-            NOT_NUMBERS,
-            f"prompt {stopped[0][0]!r}, position {stopped[0][1]}",
-            f"{len(stopped)} of {len(texts)} prompts stopped there",
-            fix="try model.dtype=bf16 or fp32, or fetch the model again",
-        )
+        name, position = stopped[0]
+        found = f"{len(stopped)} of {len(texts)} prompts stopped there"
+        fix = "try model.dtype=bf16 or fp32, or fetch the model again"
+        raise ModelError(NOT_NUMBERS, f"prompt {name!r}, position {position}", found, fix=fix)
 
 
 def texts_of(state: State) -> list[tuple[str, int, str | None]]:
@@ -100,7 +98,7 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence
     """Returns the prompt, or a conversation, as token ids. Raises DataError where it does not fit."""
     task = run.task
     if messages or task.chat:
-        messages = list(messages) or conversation(text.text, None)
+        messages = list(messages) or [{"role": "user", "content": text.text}]
         if task.system and messages[0]["role"] != "system":
             require_usable(TextPrompt("system", task.system, "task.system"))
             messages.insert(0, {"role": "system", "content": task.system})

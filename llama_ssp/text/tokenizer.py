@@ -91,12 +91,6 @@ class Tokens:
         return self.encode(self.rendered(messages), special=True, begin=False)
 
 
-def conversation(text: str, system: str | None) -> list[Message]:
-    """Returns a user's message, after the system's."""
-    before = [{"role": "system", "content": system}] if system else []
-    return [*before, {"role": "user", "content": text}]
-
-
 class HubTokens(Tokens):
     """A Hugging Face tokenizer, read from a local folder."""
 
