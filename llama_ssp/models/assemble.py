@@ -157,17 +157,14 @@ class Assembly:
             return None
         if not shape.family.whole_qk_norm:
             return HeadNorms(*(self.norm(name, shape.head_dim) for name in names))
-        query, key = (
-            self.read(
-                f"{name}.weight", (count * shape.head_dim,), Cut(ROWS, (times(span, shape.head_dim),))
-            ).view(-1, shape.head_dim)
-            for name, span, count in zip(
-                names, (heads.query, heads.kv), (shape.n_heads, shape.n_kv), strict=True
-            )
-        )
+        size, weights = shape.head_dim, list[Tensor]()
+        parts = (heads.query, shape.n_heads), (heads.kv, shape.n_kv)
+        for name, (span, count) in zip(names, parts, strict=True):
+            weight = self.read(f"{name}.weight", (count * size,), Cut(ROWS, (times(span, size),)))
+            weights.append(weight.view(-1, size))
         copies = max(1, self.ranks.world // shape.n_kv)  # of a key, over the ranks
-        sizes = shape.n_heads * shape.head_dim, copies * shape.n_kv * shape.head_dim
-        return WholeNorms((query, key), sizes, shape.epsilon, self.reduce)
+        sizes = shape.n_heads * size, copies * shape.n_kv * size
+        return WholeNorms((weights[0], weights[1]), sizes, shape.epsilon, self.reduce)
 
     def dense_mlp(self, prefix: str) -> Mlp:
         names, width = self.names, self.shape.ffn

@@ -60,11 +60,10 @@ def dtype_of(dtype: Dtype, device: torch.device, key: str, in_fp16: bool = False
 
 def memory_of(device: torch.device, ranks: Ranks = ALONE) -> int:
     """Returns the bytes that are free on the device; ranks that share a GPU, each its part of them."""
+    own = ""
     if device.type == "cuda":
         torch.cuda.mem_get_info(device)  # makes this rank's context: it is there when any rank measures
         own = str(torch.cuda.get_device_properties(device).uuid)
-    else:
-        own = ""
     sharing = ranks.gather_texts(own).count(own)
     return int(torch.cuda.mem_get_info(device)[0]) // sharing if own else memory_here()
 

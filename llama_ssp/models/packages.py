@@ -93,10 +93,6 @@ def _agreed(model: ModelConf) -> bool:
     has_user = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
     if not has_user or rank_environment().world > 1:
         return False
-    print(
-        f"{model.name} is not here. Fetch package {model.package}? [y/N] ",
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
+    question = f"{model.name} is not here. Fetch package {model.package}? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

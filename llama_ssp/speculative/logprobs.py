@@ -35,9 +35,6 @@ class LogprobReader:
         """Whether any row's tokens get log-probabilities."""
         return any(top is not None for top in (self.top, *self.by_row.values()))
 
-    def of_row(self, row: int) -> int | None:
-        return self.by_row.get(row, self.top)
-
     def read(
         self, logit_BWV: Tensor, probs_BWV: Tensor | None, vocab: int, blocks: list[list[int]]
     ) -> list[list[ScoredToken]]:
@@ -46,7 +43,7 @@ class LogprobReader:
         `probs_BWV` is what the sampling controls make of the logits; `vocab` is how many tokens there are:
         logits behind that are padding.
         """
-        tops = [self.of_row(row) for row in range(len(blocks))]
+        tops = [self.by_row.get(row, self.top) for row in range(len(blocks))]
         chosen = [row for row, top in enumerate(tops) if top is not None]
         kept = [(row, i) for row in chosen for i in range(len(blocks[row]))]
         if not kept:

@@ -167,8 +167,5 @@ class FollowerProtocol(RoundProtocol):
         return Decision.from_ints(rest, rows) if kind & DECIDED else None, list(rest)
 
     def _out_of_step(self, how: str) -> DistributedError:
-        return DistributedError(
-            f"the ranks are out of step: {how}",
-            f"rank {self._everyone.rank}",
-            fix="report it: ranks derive all they do from the leader's messages",
-        )
+        fix = "report it: ranks derive all they do from the leader's messages"
+        return DistributedError(f"the ranks are out of step: {how}", f"rank {self._everyone.rank}", fix=fix)

@@ -101,9 +101,7 @@ class SamplingTransform:
 
     def _alike(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         wide = torch.promote_types(logit_BWV.dtype, torch.float32)
-        if logit_BWV.shape[-1] > self.vocab:
-            logit_BWV = logit_BWV[..., : self.vocab]
-        logit_BWV = logit_BWV.to(wide)
+        logit_BWV = logit_BWV[..., : self.vocab].to(wide)
         probs_BWV = self._probs(logit_BWV, prefix)
         if self._may_hide_damage:
             damaged_BW1 = ~(logit_BWV.amax(-1, keepdim=True) < torch.inf)  # the maximum with NaN is NaN

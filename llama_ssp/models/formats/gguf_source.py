@@ -108,10 +108,8 @@ def _parts(kind: str, byte: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             scales = _fields(byte[..., 96:104], 4, 8) | _fields(byte[..., 104:108], 2, 4) << 4
             return codes, _half(byte[..., 108:]) * (scales.float() - 32), None
         case "Q4_K" | "Q5_K":  # eight scales and eight shifts of 6 bits
-            codes, (first, second, last) = (
-                _fields(byte[..., -128:], 4, 32),
-                torch.split(byte[..., 4:16], 4, -1),
-            )
+            codes = _fields(byte[..., -128:], 4, 32)
+            first, second, last = torch.split(byte[..., 4:16], 4, -1)
             if kind == "Q5_K":
                 codes = codes | _fields(byte[..., 16:48], 1, 32) << 4
             scales = torch.cat([first & 63, last & 15 | first >> 2 & 48], -1)

@@ -114,11 +114,6 @@ class Eagle3Model(HeadModel):
         return found
 
     @torch.inference_mode()
-    def logits(self, z_RH: Tensor) -> Tensor:
-        """Returns logits of the head's own tokens, (R, E)."""
-        return self.head.logits(z_RH)
-
-    @torch.inference_mode()
     def step(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> tuple[Tensor, Tensor]:
         """Logits (R, E) and z (R, H) of each row's last position; what goes in is as of `states`."""
         feed, token_T = self._feed(rows, cache), token_T.to(self.device)

@@ -140,9 +140,7 @@ class ModelDrafter(DraftModel):
         self._sampler = sampler
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        drawn: list[Drawn] = []
-        for offset in range(max(count)):
-            drawn.append(self._step(state, offset, count))
+        drawn = [self._step(state, offset, count) for offset in range(max(count))]
         return proposal_of(drawn, count) if drawn else nothing(state)
 
     def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot | None = None) -> Drawn:
