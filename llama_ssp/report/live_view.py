@@ -105,12 +105,11 @@ class Scene:
             prompt = prompt[len(prompt) - min(PROMPT_LINES, len(prompt), max(left - 1, 0)) :]
             height = max(left - len(prompt), 1)
         grid = Table.grid(*(Column(width=pane_width) for pane_width in widths), padding=0)
-        grid.add_row(
-            *(
-                _pane(track, Text("\n").join(body[-height:]), height, pane_width)
-                for track, body, pane_width in zip(tracks, bodies, widths, strict=True)
-            )
-        )
+        panes = [
+            _pane(track, Text("\n").join(body[-height:]), height, pane_width)
+            for track, body, pane_width in zip(tracks, bodies, widths, strict=True)
+        ]
+        grid.add_row(*panes)
         note = Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
         yield Group(_legend(console.no_color), *prompt, grid, note)
         if self.whole and self.note:

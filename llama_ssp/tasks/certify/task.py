@@ -39,9 +39,8 @@ class CertifyTask(Task[CertifyConf]):
         if self._inputs.pairs[0].drafter is None:
             found = f"drafter {run.speculation.drafter.value}, k {run.speculation.k}"
             what = "nothing drafts, so there is nothing to certify"
-            raise UsageError(
-                what, "speculation", found, fix="choose a draft with draft=NAME, or speculation=ngram"
-            )
+            fix = "choose a draft with draft=NAME, or speculation=ngram"
+            raise UsageError(what, "speculation", found, fix=fix)
         pair = self._open()
         self._texts = [prompt for _, prompt in self._prompts(pair)]
         new = max(task.max_new_tokens, task.law_tokens, task.greedy_tokens)
