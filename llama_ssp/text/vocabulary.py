@@ -23,6 +23,7 @@ Encode = Callable[[str], list[int]]
 PANIC = "PanicException"
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 NUMBERED = re.compile(r"<0x([0-9A-F]{2})>")
+OWN_LETTERS = (range(33, 127), range(161, 173), range(174, 256))  # bytes written as their own letters
 
 
 Notation = Enum("Notation", ["letters", "marks", "plain"])  # how token strings are read
@@ -59,9 +60,9 @@ def surface(token: str, notation: Notation) -> bytes:
 @cache
 def byte_letters() -> dict[str, int]:
     """GPT-2's letters: printable bytes are their own letters, the others have letters from 256 on."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes half a second
-
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+    own = {byte for span in OWN_LETTERS for byte in span}
+    others = (byte for byte in range(256) if byte not in own)
+    return {chr(byte): byte for byte in sorted(own)} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 @dataclass(frozen=True)
