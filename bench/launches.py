@@ -4,47 +4,30 @@
 
 It counts rounds by rows, K and sampling controls; prompts, a conversation's second turn and scores; and the
 experts of a prompt. Target and draft have three layers each; a pass by a graph is one launch (tests/far.py).
-A compiled pass that is no graph has as many as the kernels that torch makes and calls in its program for a
-CPU.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # First: it changes what of torch all others import.
-from tests.far import (  # noqa: E402
-    CONTROLS,
-    INFERENCE_MODE,
-    FarTensor,
-    Replayed,
-    Watch,
-    attend,
-    brought,
-    launches_of_a_round,
-)
+from tests.far import CONTROLS, FarTensor, Replayed, Watch, attend, brought, launches_of_a_round  # noqa: E402
 
 # isort: split
 
 import torch  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
-from torch._inductor import metrics  # noqa: E402
 
 from bench.surroundings import report  # noqa: E402
 from bench.words import Words  # noqa: E402
-from llama_ssp.config import Dtype  # noqa: E402
 from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models import experts, steps  # noqa: E402
 from llama_ssp.models.kernels.expert_stacks import Stack  # noqa: E402
@@ -78,16 +61,12 @@ def rounds() -> Iterator[Row]:
         yield f"a round: {rows} rows, K = {k}, {controls}", f"{launched:.1f}", f"{sent:.1f}", ""
 
 
-def passes(launched: int) -> Iterator[Row]:
-    """Prompts, a turn that adds 20 tokens to 4,096 and what was written, and a text that is scored.
-
-    A compiled pass that is no graph has `launched` launches.
-    """
+def passes() -> Iterator[Row]:
+    """Prompts, a turn that adds 20 tokens to 4,096 and what was written, and a text that is scored."""
     module = build("llama-gqa", max_position_embeddings=2 * LONG)
     with Watch() as watch:
         pair = [Replayed(brought(decoder_of(each)), module.config, "far", ALONE) for each in (module, module)]
         for model in pair:
-            model.compiled_launches = launched
             model.prepare([5], 1, 2 * LONG)
         engine = engine_of(pair[0], pair[1], draws=CounterDraws(0, pair[0].replay), chunk=2048)
         for tokens in (5, 20, 70, LONG):
@@ -103,17 +82,6 @@ def passes(launched: int) -> Iterator[Row]:
         )
         reader = LogprobReader(1)
         yield f"scores of {LONG} tokens", *counted(watch, partial(engine.score, [Prompt("c", text)], reader))
-
-
-def kernels_of_a_step() -> int:
-    """How many kernels a step's program calls, those of torch and of ours among them."""
-    module = build("llama-gqa")
-    steps.has_kernels("tiny", Dtype.fp32, torch.device("cpu"), (0, 0, 0))
-    own = patch.object(torch, "inference_mode", INFERENCE_MODE)
-    with TemporaryDirectory() as folder, own, INFERENCE_MODE():
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # a program that is found there counts nothing
-        steps.SteppedModel(decoder_of(module), module.config, "tiny", ALONE).prepare()
-    return int(metrics.generated_kernel_count + counters["inductor"]["extern_calls"])
 
 
 def written(engine: Engine, state: Any) -> None:
@@ -143,8 +111,7 @@ def mixtures() -> Iterator[Row]:
 
 if __name__ == "__main__":
     asked = Asked.of(sys.argv[1:])
-    kernels = kernels_of_a_step()
     steps.attention_kernel.attend = attend
-    table = [("", "launches", "copies", "waits"), *passes(kernels), *mixtures(), *rounds()]
+    table = [("", "launches", "copies", "waits"), *passes(), *mixtures(), *rounds()]
     lines = aligned([[str(cell) for cell in row] for row in table], 1)
     report(asked.write, "What is launched", {"target": "an emulated device"}, "```", *lines, "```")

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-INFERENCE_MODE = torch.inference_mode
 torch.inference_mode = torch.no_grad  # of which views of tensors like these cannot be made
 
 from llama_ssp.config import SamplingConfig  # noqa: E402
@@ -151,19 +150,8 @@ def brought(module: Decoder) -> Any:
 class Replayed(GraphedModel):
     """Graphs without compilation and capture: the step as it is traced, each time."""
 
-    compiled_launches = 1  # of a step that is no graph
-
     def _made(self, arguments: steps.Arguments) -> bool:
-        step = eager_step(self)
-
-        def run(*given: Any) -> list[Tensor]:
-            in_graph, Watch.replaying = Watch.replaying, True
-            Watch.replays += 0 if in_graph else self.compiled_launches
-            made = step(*given)
-            Watch.replaying = in_graph
-            return made
-
-        self._step = run
+        self._step = eager_step(self)
         return True
 
     def _warm(self, step: Call) -> None:

@@ -186,25 +186,18 @@ def test_graphs_are_kept_from_text_to_text(monkeypatch):
     assert model.captures == [1, 2, 3, 1] and len(model._memories) == 1
 
 
-def test_short_prompts_are_read_by_steps_which_capture_nothing_for_them(monkeypatch):
-    """A graph that is there serves them, too; longer ones are read eagerly. Texts are as of eager models."""
+def test_short_prompts_are_read_by_graphs_that_are_there():
+    """By the smallest that is large enough; longer ones eagerly. Texts are those of eager models."""
     prepared, plain = llama(Replayed), llama()
     prepared.prepare(range(1, 4), rows=2, capacity=80)
-    ready = len(prepared.captures)
-    steps = list[tuple[int, bool]]()
-    monkeypatch.setattr(
-        Replayed,
-        "_call",
-        lambda model, given, short: (
-            steps.append((len(given[0]), short)) or GraphedModel._call(model, given, short)
-        ),
-    )
+    ready, seen, step = len(prepared.captures), list[int](), prepared._step
+    prepared._step = lambda *given: seen.append(len(given[0])) or step(*given)
     # The last token of each is fed by the first round.
-    for lengths, read in ((3, 4), [(5, True)]), ((9, 12), [(19, True)]), ((20, 30), []):
-        steps.clear()
+    for lengths, read in ((3, 4), [5]), ((9, 12), [80]), ((20, 30), []):
+        seen.clear()
         prompts = ragged_prompts(*lengths)
         texts = speculate(prepared, prompts, None, k=0, max_new=6).texts
-        assert [step for step in steps if step[0] > 3] == read
+        assert [size for size in seen if size > 3] == read
         assert texts == speculate(plain, prompts, None, k=0, max_new=6).texts
     assert len(prepared.captures) == ready
 

@@ -16,6 +16,7 @@ from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
 from llama_ssp.models.graph_sizes import BUCKET, DECODED
+from llama_ssp.models.model_config import empty
 from llama_ssp.models.sizes import LAYER
 from llama_ssp.planner import fit
 from llama_ssp.planner.activations import GPU, PROBS, Forward, Kernels, RankWork
@@ -284,7 +285,7 @@ PLENTY = 10**13
 def test_layers_are_dealt_out_as_accelerate_does(name: str, gpus: int, dtype: Dtype) -> None:
     conf = model(name)
     with torch.device("meta"):
-        module: Any = synthetic.build(conf, torch.bfloat16)
+        module: Any = empty(synthetic.config_for(conf), torch.bfloat16)
     spread = spread_of(module, dtype, {**dict.fromkeys(range(gpus), PLENTY), "cpu": PLENTY})
     layers = dict.fromkeys(range(gpus), 0)
     for part_name, gpu in spread.items():

@@ -27,7 +27,16 @@ from torch import Tensor
 from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.decoder import KeysValues
 from llama_ssp.models.feed import Feed, sent
-from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, MOST_PAIRS, padded, sizes_up_to
+from llama_ssp.models.graph_sizes import (
+    BUCKET,
+    KEPT_BYTES,
+    LARGEST,
+    MOST,
+    MOST_PAIRS,
+    WIDEST,
+    padded,
+    sizes_up_to,
+)
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import Arguments, SteppedModel
@@ -70,15 +79,18 @@ class GraphedModel(SteppedModel):
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
         """Also captures all steps of up to `rows` texts of the largest width, in caches of this capacity.
 
-        Rows that end or draft less make steps of any number of tokens. Larger steps come first: smaller ones
-        use their scratch memory.
+        Rows that end or draft less make steps of any number of tokens. One graph more serves short prompts.
+        Larger steps come first: smaller ones use their scratch memory.
         """
         self.new_cache(rows, capacity)  # all steps below are captured in its memory
-        widest = max(widths, default=0)
+        widest, prompt = max(widths, default=0), min(WIDEST, capacity, self.most_tokens)
+        tokens = min(rows * widest, self.most_tokens)
+        self.longest_prompt = max(self.longest_prompt, tokens)
         super().prepare()
         cache = self.new_cache(rows, capacity)
-        for size in reversed(sizes_up_to(min(rows * widest, self.most_tokens))):
-            counts = tuple(min(max(size - row * widest, 0), widest) for row in range(rows))
+        for size in reversed(sizes_up_to(tokens, prompt)) if widest else ():
+            width = prompt if size > padded(tokens) else widest  # of one row, or of all
+            counts = tuple(min(max(size - row * width, 0), width) for row in range(rows))
             token_BW = torch.zeros(rows, max(counts), dtype=torch.int64, device=self.device)
             self._try(token_BW, Feed((0,) * rows, counts, capacity, self.device), cache)
 
@@ -121,11 +133,11 @@ class GraphedModel(SteppedModel):
         size = padded(len(given[0]))
         if size > self.most_tokens or not self.has_graphs:
             return super()._call(arguments)
-        if size not in memory.graphs and not is_prompt:
+        if is_prompt:
+            size = min((each for each in memory.graphs if each >= size), default=0)
+        elif size not in memory.graphs:
             self._capture(size, memory)
-        if size not in memory.graphs:
-            return super()._call(arguments)
-        return memory.graphs[size](*given)
+        return memory.graphs[size](*given) if size in memory.graphs else super()._call(arguments)
 
     def replay(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """Calls a function of these tensors by a graph for each set of shapes.

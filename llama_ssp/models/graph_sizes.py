@@ -26,6 +26,11 @@ def short_prompt(cpu: bool) -> int:
     return SHORT if cpu else WIDEST
 
 
+def attends_on_cpu(head: int) -> bool:
+    """Returns whether attention.cpp takes heads of so many numbers."""
+    return head % 2 == 0 and head <= WIDEST_HEAD
+
+
 def padded(tokens: int) -> int:
     """The number of tokens of the graph that serves these."""
     unit = 1 if tokens <= EXACT else 1 << tokens.bit_length() - 3
@@ -38,6 +43,6 @@ def attended_parts(tokens: int, groups: int) -> int:
 
 
 @cache
-def sizes_up_to(tokens: int) -> tuple[int, ...]:
-    """The sizes of the graphs that serve steps of 1, 2, ... `tokens` tokens."""
-    return tuple(sorted({padded(number) for number in range(1, min(tokens, MOST) + 1)}))
+def sizes_up_to(tokens: int, prompt: int) -> tuple[int, ...]:
+    """The sizes of the graphs that serve steps of 1, 2, ... `tokens` tokens, and a prompt of so many."""
+    return tuple(sorted({padded(number) for number in (*range(1, min(tokens, MOST) + 1), prompt)}))

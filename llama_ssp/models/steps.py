@@ -56,7 +56,7 @@ class SteppedModel(DecoderModel):
             self.attend = attention_kernel.attend
         self._step: Step | None = None
         self.is_compiled = True  # until compiling fails
-        self._short = short_prompt(cpu=self.device.type == "cpu")
+        self.longest_prompt = short_prompt(cpu=self.device.type == "cpu")
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
@@ -106,7 +106,7 @@ class SteppedModel(DecoderModel):
         width = max(count for _, _, count in feed.rows)
         if width > WIDEST or feed.long_T is not None or not self.is_compiled:
             return None
-        if is_prompt and len(token_T) > self._short:
+        if is_prompt and len(token_T) > self.longest_prompt:
             return None
         arguments = token_T, feed.position_T, feed.first_T, cache.layers
         if self._step is None and not self._made(arguments):

@@ -252,11 +252,12 @@ class RankWork:
         """Tokens of each CUDA graph of a role's steps, in each cache; none for a head.
 
         There is one for every number of tokens that may come up: rows that have ended or draft less make a
-        step shorter, and loading a model runs steps of one and two tokens.
+        step shorter, and loading a model runs steps of one and two tokens. One more serves short prompts.
         """
         if not own.spare:
             return ()
-        return own.caches * sizes_up_to(max(self.work.rows * widest_steps(self.work.k)[own.role], 2))
+        tokens = max(self.work.rows * widest_steps(self.work.k)[own.role], 2)
+        return own.caches * sizes_up_to(tokens, min(graph_sizes.WIDEST, own.capacity))
 
     def outputs_of_graphs(self, own: RolePart) -> int:
         """Bytes that a role's graphs keep: the logits of their tokens, and the states that a head reads."""
@@ -270,9 +271,11 @@ class RankWork:
         columns = self.work.columns if own is self.target else LAG
         rows = max(1, min(self.work.rows, MOST // columns))
         step = Forward(own, self.kernels, rows, columns, 1, rows * columns)
+        prompt = Forward(own, self.kernels, 1, graph_sizes.WIDEST, 1, graph_sizes.WIDEST)
         given = self.work.rows * self.vocab * (2 * self.work.k + 1)
         decides = own is self.target and self.decides and given <= LARGEST
-        steps = (moment[HIDDEN] + moment.get(LOGITS, 0) for moment in step.moments())
+        moments = (*step.moments(), *prompt.moments())
+        steps = [moment[HIDDEN] + moment.get(LOGITS, 0) for moment in moments]
         decoded = 0 if step._decodes_experts else step._dequantised()  # kernels of graphs read other codes
         filtering = SORTED * min(self.work.rows * columns * self.vocab, FILTERED)
         return max(self._deciding() * decides, filtering, max(steps) - decoded)
