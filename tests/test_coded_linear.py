@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models import loader
+from llama_ssp.models.attention import attend_rows
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, joined, packed, unpacked, values
 from llama_ssp.models.kernels import coded, linear
@@ -25,6 +26,7 @@ from llama_ssp.models.loader import load
 from llama_ssp.models.quantization import INT4, coded_of, in_groups, quantised
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, require_transformers
 from llama_ssp.models.steps import SteppedModel
+from llama_ssp.speculative.model_runner import ModelRunner
 from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked
 from tests.families import build
@@ -226,6 +228,7 @@ def test_in_4_bit_every_code_is_the_nearest():
 @pytest.mark.long
 @pytest.mark.compiler
 def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
+    """And a token has the same logits in a pass of its own and with its neighbours."""
     build("llama-gqa", mild=True, hidden_size=256, intermediate_size=704).save_pretrained(tmp_path)
     model = ModelConf(name="small", dtype=Dtype.int4)
     exact = walked(load(ModelConf(name="small"), tmp_path, Dtype.fp32, CPU, "model"))
@@ -239,6 +242,22 @@ def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
     monkeypatch.undo()
     for found in (walked(eager), walked(fast)):
         assert off(found, decoded) < 0.05 < 2 * off(decoded, exact) < 1.5
+    assert apart(eager) < 1e-5 and apart(fast) < 1e-5
+    eager.attend = attend_rows
+    assert apart(eager) > 1e-3
+
+
+def apart(model: Any) -> float:
+    """How far logits of steps of five tokens are from those of one."""
+    return float((stepped(model, 1) - stepped(model, 5)).abs().max())
+
+
+def stepped(model: Any, width: int) -> Tensor:
+    """Logits of tokens 10 to 40, so many a step."""
+    runner, token_BS = ModelRunner(model), torch.arange(3, 43)[None]
+    runner.start(1, 40)
+    runner.prefill(token_BS, [10])
+    return torch.cat([runner.logits(token_BS, [end], [width]) for end in range(10 + width, 41, width)], 1)
 
 
 def test_codes_are_not_for_modules_of_transformers():

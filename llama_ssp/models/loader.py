@@ -23,8 +23,10 @@ from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf, read_json
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
+from llama_ssp.models.graph_sizes import attends_on_cpu
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
+from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.model_config import config_of, empty, hub_config, possible, refusing
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
@@ -86,7 +88,11 @@ def load(
             line += f"; activations are not quantised: inputs stay in {str(held).removeprefix('torch.')}"
     log.log(level, line)
     kind = stepped(device) if form.kernels is Kernels.all else DecoderModel
-    return kind(made, config, model.name, ranks)
+    decoder_model = kind(made, config, model.name, ranks)
+    if form.kernels is Kernels.codes and device.type == "cpu" and attends_on_cpu(model.head_dim):
+        # A token's logits are then the same in a pass of one token and of several.
+        decoder_model.attend = attention_kernel.attend
+    return decoder_model
 
 
 def _form(model: ModelConf, dtype: Dtype, device: torch.device, fast: bool) -> LayerFormat:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from llama_ssp.config import OWN_CODES, Dtype, ModelConf, RunConf, Splitting, Steps
-from llama_ssp.models.graph_sizes import WIDEST_HEAD
+from llama_ssp.models.graph_sizes import WIDEST_HEAD, attends_on_cpu
 from llama_ssp.models.kernels.kept_files import mark_of
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.hardware import threads_here
@@ -46,7 +46,7 @@ def why_eager(
         return "a DFlash head runs eagerly"
     if dtype not in COMPILED_DTYPES and (on_cpu or dtype not in ON_GPUS_TOO):
         return f"steps in {dtype.value} are not compiled{' on a CPU' if on_cpu else ''}"
-    if on_cpu and (model.head_dim > WIDEST_HEAD or model.head_dim % 2):
+    if on_cpu and not attends_on_cpu(model.head_dim):
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
     saved_s = tokens * _saved_s(BYTES[dtype] * parameters(model), model.n_layers)
     if engine is not Steps.auto or not on_cpu or saved_s >= COMPILING_S:
