@@ -127,5 +127,5 @@ def test_a_head_in_training_is_the_head_that_drafts(target: Path, tmp_path: Path
         z = drafts.states(text[1 : read + 1], z, [(0, 0, read)], cache)
         for own in range(step):
             z = drafts.states(text[[read + own + 1]], z[-1:], [(0, read + own, 1)], cache)
-        found: Tensor = drafts.logits(z[-1:])
+        found: Tensor = drafts.head.logits(z[-1:])
         torch.testing.assert_close(found, logits[:, read - 1], rtol=1e-4, atol=1e-4)

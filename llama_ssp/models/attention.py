@@ -4,9 +4,9 @@ A pass has T tokens, of one row of the batch after the other. Of each, `position
 text and `first_T` the row's first slot: slot first + p holds the key of position p. A query sees the slots of
 its own row from its own position back, all of them or a window. Slots behind it are stale and are never read.
 
-`Pass.attend` is how: `attend_rows` by torch's own attention, for eager models (on a CPU those without codes),
-prompts on a GPU (without soft caps and sinks) and as the reference, or `kernels.attention.attend`, which reads
-the cache once.
+`Pass.attend` is how: `attend_rows` by torch's own attention, for eager models (on a CPU those without
+codes), prompts on a GPU (without soft caps and sinks) and as the reference, or `kernels.attention.attend`,
+which reads the cache once.
 """
 
 from __future__ import annotations
