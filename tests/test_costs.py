@@ -17,7 +17,7 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.speculative import draft_length, measure_costs
 from llama_ssp.speculative.draft_length import Acceptance, AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.engine import Engine, Observer
-from llama_ssp.speculative.measure_costs import measured, timed_rounds
+from llama_ssp.speculative.measure_costs import best_k, measured, timed_rounds
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
 from tests.conftest import Command
@@ -54,8 +54,9 @@ def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
     """Of each K the shortest round counts: two thirds of these are stalled."""
     stalls = cycle([100.0, 1.0, 3.0])
 
-    def timed(_engine, lookahead, *_):
+    def timed(_engine, lookahead, _half, _prompts, played):
         while True:
+            played.append((0, lookahead.k, []))
             yield next(stalls) * (10.0 + lookahead.k**2)
 
     monkeypatch.setattr(measure_costs, "timed_rounds", timed)
@@ -249,21 +250,23 @@ def test_how_often_drafts_stand_is_measured_on_the_prompts() -> None:
     prompts = [Prompt("0", (1, 2, 3)), Prompt("1", (4,))]
     for draft, stands in ((toy(5, 0), True), (toy(5, 1), False)):
         costs = measured(engine_of(toy(5, 0), draft, sampling=RUN.sampling), RUN, 3, 40, prompts=prompts)
-        assert costs is not None
-        usual = costs.usual
-        assert (usual.first.value > 0.95, usual.later.value > 0.95) == (stands, stands)
+        assert costs and (costs.usual.first.value > 0.95) == (costs.usual.later.value > 0.95) == stands
     blind = measured(engine_of(toy(5, 0), toy(5, 1), sampling=RUN.sampling), RUN, 3, 40)
     assert blind is not None and blind.usual.first.value == Acceptance().first.value
 
 
 def test_a_batch_drafts_only_where_that_is_clearly_faster() -> None:
-    """Two drafts that always stand bring three tokens; a round that takes as long as three brings nothing."""
-    always, often = Acceptance(1.0, 1.0), Acceptance(0.6, 0.5)
-    for round_s, usual, k in (
-        ([1.0, 1.1, 1.2], always, 2), ([1.0, 1.9, 2.9], always, 0), ([1.0, 1.1, 1.5], often, 1),
-        ([1.0, 1.5, 1.8], often, 0),
+    """Two drafts that always stand bring three tokens; a round that takes as long as three brings nothing.
+
+    Most time goes to texts whose drafts do not stand. A round without drafts takes as long as one of K = 0.
+    """
+    always, often, never, none = ([seen(overlap)] for overlap in ([1.0, 1.0], [0.6, 0.5], [0.0, 0.0], []))
+    for round_s, texts, k in (
+        ([1.0, 1.1, 1.2], [always], 2), ([1.0, 1.9, 2.9], [always], 0), ([1.0, 1.1, 1.5], [often], 1),
+        ([1.0, 1.5, 1.8], [often], 0), ([1.0, 1.2, 1.5], [always, never], 0),
+        ([1.0, 1.2, 1.5], [always, none], 2), ([1.0, 1.2, 1.5], [always, []], 2),
     ):  # fmt: skip
-        assert Costs(round_s, usual).k_for_all == k
+        assert best_k(round_s, [(batch, 2, steps) for batch, steps in enumerate(texts)]) == k
 
 
 def useless(machine: Machine) -> float:

@@ -40,7 +40,6 @@ MEMORY = 0.98  # the weight of earlier rounds shrinks by this factor with each r
 TRIES = 3  # rounds with one draft, when a text begins and after each pause
 PAUSE = 64  # rounds between tries, at least
 READING = 0.02  # of the time: the share that the draft model may read for tries
-LEAST_GAIN = 1.15  # texts end within drafts, and costs are measured with noise
 
 
 @dataclass
@@ -84,7 +83,8 @@ class Costs:
     """What rounds cost, in any unit: `rounds[k]` is the cost of a round of k drafts.
 
     `usual` is how likely drafts stand, and `pause` after how many rounds without drafts a text tries some. A
-    run that measures its costs is not repeatable, so its texts learn from each other (`learns`).
+    run that measures its costs is not repeatable, so its texts learn from each other (`learns`). `k_for_all`
+    is the K that made the texts fastest on which they were measured.
     """
 
     rounds: list[float]
@@ -92,6 +92,7 @@ class Costs:
     pause: int = field(default=PAUSE, compare=False)
     drafter: str | None = field(default=None, compare=False)  # whose drafts these rounds have
     learns: bool = field(default=False, compare=False)
+    k_for_all: int = field(default=0, compare=False)
 
     @property
     def k_max(self) -> int:
@@ -108,17 +109,6 @@ class Costs:
                 best, best_rate = k, tokens / cost
             tokens, next_stands = tokens + next_stands, next_stands * later
         return best
-
-    @property
-    def k_for_all(self) -> int:
-        """The K for all rows of a batch, in every round; 0 unless drafts make it LEAST_GAIN times as fast.
-
-        A round takes as long as its longest draft: rows that choose by themselves wait for one another.
-        """
-        usual = self.usual.first.value, self.usual.later.value
-        k = self.best(*usual)
-        tokens = 1.0 + sum(usual[0] * usual[1] ** i for i in range(k))
-        return k if tokens * self.rounds[0] >= LEAST_GAIN * self.rounds[k] else 0
 
     @staticmethod
     def of_ratio(cost_ratio: float, k_max: int, at_once: bool = False) -> Costs:

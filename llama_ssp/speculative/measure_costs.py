@@ -4,6 +4,8 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import count, cycle
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,11 @@ log = logging.getLogger(__name__)
 
 MEASURED = (0, 1, 4, 16)  # K, and the largest; others lie on the lines between them
 TURNS, MAX_TURNS = 4, 25  # of all K
-ENOUGH_S = 1.5  # more than TURNS only until they have taken this together
+ENOUGH_S, LONG_S = 1.5, 6.0  # more than TURNS only until they have taken this; LONG_S for few rows of prompts
+ROW_TURNS = 24  # of all rows together, with prompts: a K that is kept should not hang on one text
+NEW = 32  # tokens after a prompt: behind many more some texts only repeat themselves
+LEAST_GAIN = 1.15  # texts end within drafts, and costs are measured with noise
+Played = tuple[int, int, list[RowStep]]  # a round: how many batches of texts were before, its K, and its rows
 
 
 def measured(
@@ -33,8 +39,8 @@ def measured(
     """Returns the seconds of whole rounds, from the choice to the commit; None where texts are too short.
 
     Texts have at most `slots` tokens. Rounds of all K take turns, and the shortest counts: other
-    programs make rounds longer, never shorter. All ranks call it; what counts are the leader's times.
-    With `prompts` of the run it also measures how likely drafts stand after them.
+    programs make rounds longer, never shorter, and so do more drafts. All ranks call it; what counts are the
+    leader's times. With `prompts` of the run it also measures how likely drafts stand after them.
     """
     half = slots // 2
     k_max = min(run.speculation.k_max, half - 1, engine.drafter.limit(half) if engine.drafter else 0)
@@ -43,23 +49,28 @@ def measured(
         return None
     ks = sorted({k_max, *(k for k in MEASURED if k < k_max)})
     lookahead, seconds = FixedDraftLength(0, rows), defaultdict[int, list[float]](list)
-    steps, began = list[RowStep](), time.perf_counter()
-    rounds = timed_rounds(engine, lookahead, half, prompts, steps)
+    played, began = list[Played](), time.perf_counter()
+    rounds = timed_rounds(engine, lookahead, half, prompts, played)
+    least = max(TURNS, ROW_TURNS // rows * bool(prompts))
     for turn in range(MAX_TURNS):
-        if turn >= TURNS and (ranks.world > 1 or time.perf_counter() - began > ENOUGH_S):
+        is_long = time.perf_counter() - began > (ENOUGH_S if turn >= least else LONG_S)
+        if turn >= TURNS and (is_long if ranks.world == 1 else turn >= least):
             break
         lookahead.k = 1
         next(rounds)  # not counted: after a round without drafts the draft model reads more
         for k in reversed(ks):
             lookahead.k = k
-            seconds[k].append(next(rounds))
+            taken = next(rounds)
+            seconds[max((step.k for step in played[-1][2]), default=k)].append(taken)  # a text may give fewer
     engine.flush()
-    round_s = np.interp(range(k_max + 1), ks, [min(seconds[k]) for k in ks]).tolist()
+    known = sorted(seconds)
+    least_s = [min(min(seconds[more]) for more in known if more >= k) for k in known]
+    round_s = np.interp(range(k_max + 1), known, least_s).tolist()
     ratio = max(round_s[1] / round_s[0] - 1, 0.0)
     usual = Acceptance()
     if prompts:
-        usual.observe(steps)
-    costs = Costs(round_s, usual, drafter=run.drafter_name, learns=True)
+        usual.observe([step for *_, steps in played for step in steps])
+    costs = Costs(round_s, usual, drafter=run.drafter_name, learns=True, k_for_all=best_k(round_s, played))
     took = f"{1e3 * round_s[0]:.2f} ms without drafts, {1e3 * round_s[1]:.2f} ms with one"
     took += f", {1e3 * round_s[k_max]:.2f} ms with {k_max}"
     if run.task.chooses_k:
@@ -71,27 +82,50 @@ def measured(
     return costs
 
 
+def best_k(round_s: Sequence[float], played: Sequence[Played]) -> int:
+    """Returns the K for all rows in every round that would have written these texts in the least time.
+
+    A text of n tokens takes n / t rounds, if a round commits t on average: so it is 1 / t that is averaged
+    over texts. K is 0 unless drafts make it LEAST_GAIN times as fast.
+    """
+
+    def token_s(k: int) -> float:
+        sums = defaultdict[tuple[int, int], Any](lambda: np.zeros(2))  # by text: seconds, tokens
+        for batch, asked, steps in played:
+            if asked >= k and steps:
+                spent = round_s[min(k, max(step.k for step in steps))]  # as long as its longest draft
+                for step in steps:
+                    stand = sum(stands for _, stands in step.standing[:k])
+                    sums[batch, step.row] += spent, 1 + stand
+        return float(np.mean([spent / tokens for spent, tokens in sums.values()])) if sums else round_s[k]
+
+    token_s_of = [token_s(k) for k in range(len(round_s))]
+    k = int(np.argmin(token_s_of))
+    return k if token_s_of[0] >= LEAST_GAIN * token_s_of[k] else 0
+
+
 def timed_rounds(
     engine: RankEngine,
     lookahead: FixedDraftLength,
     half: int,
     prompts: Sequence[Prompt],
-    taken: list[RowStep],
+    played: list[Played],
 ) -> Iterator[float]:
-    """Yields the seconds of rounds, each with the K that `lookahead` has then; adds the rounds to `taken`.
+    """Yields the seconds of rounds, each with the K that `lookahead` has then; adds the rounds to `played`.
 
-    Texts continue the prompts, or are meaningless. They have about `half` tokens on average; where they are
-    full, others begin.
+    Texts continue the prompts by about NEW tokens, then others begin; without prompts they are meaningless,
+    have about `half` tokens on average, and are written until they are full.
     """
-    begins = [prompt.token_ids[-half:] for prompt in prompts] or [(0,) * max(half // 2, 1)]
-    texts = [Prompt(str(row), begins[row % len(begins)]) for row in range(lookahead.rows)]
-    while True:
-        state = engine.prefill(texts, half)
+    begins = cycle([prompt.token_ids[-half:] for prompt in prompts] or [(0,) * max(half // 2, 1)])
+    for batch in count():
+        state = engine.prefill([Prompt(str(row), next(begins)) for row in range(lookahead.rows)], half)
         steps = generate(engine, state, Limits(half), lookahead)
-        while max(state.lengths) + lookahead.k < state.capacity:
+        enough = max(state.lengths) + NEW if prompts else state.capacity
+        while (length := max(state.lengths)) < enough and length + lookahead.k < state.capacity:
             engine.synchronize()
             began = time.perf_counter()
             step = next(steps, None)
             engine.synchronize()
-            yield time.perf_counter() - began
-            taken += step.rows if step else []
+            taken = time.perf_counter() - began
+            played.append((batch, lookahead.k, step.rows if step else []))
+            yield taken

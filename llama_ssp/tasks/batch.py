@@ -140,7 +140,7 @@ class BatchTask(Task[BatchConf]):
         assert self._journal is not None
         rows = rows if self._task.batch_size else int(self._journal.kept(ROWS, rows))
         prompts = list[tuple[int, ...]]()
-        for index in range(min(rows, self._journal.manifest.records)):
+        for index in range(min(max(rows, FEW), self._journal.manifest.records)):
             with suppress(Refused):
                 prompts.append(tokenised(self._job.index.read(index, pair.run), pair).prompt.token_ids)
         stored = self._journal.folder / COSTS
