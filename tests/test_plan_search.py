@@ -322,10 +322,7 @@ def test_prompts_are_read_in_smaller_chunks_where_larger_ones_do_not_fit() -> No
     tight = replace(asked, machine=replace(H100, capacity=H100.capacity - short))
     small, given = option(tight, place), option(replace(tight, least_chunk=None), place)
     fits = FitVerdict.fits
-    assert (roomy.verdict, roomy.prefill_chunk) == (fits, 2048) and (small.verdict, small.prefill_chunk) == (
-        fits,
-        512,
-    )
+    assert (roomy.verdict, roomy.prefill_chunk, small.verdict, small.prefill_chunk) == (fits, 2048, fits, 512)
     assert (given.verdict, given.prefill_chunk) == (FitVerdict.uncertain, 2048)
     assert make_plan(tight, place).request.work.prefill_chunk == 512
     assert make_plan(tight, place).prefill_ms > 1.5 * make_plan(asked, place).prefill_ms
@@ -346,4 +343,6 @@ def test_rows_are_doubled_while_they_fit_and_pay() -> None:
     assert best.option.verdict is FitVerdict.fits and best_ms <= less_ms / LEAST_GAIN
     assert more.option.verdict is not FitVerdict.fits or more_ms > best_ms / LEAST_GAIN
     assert planned(H100, prompt_tokens=30_000).rows_that_pay(4096) < rows
-    assert planned(CPU).rows_that_pay(4096) == 32 and planned(CPU).rows_that_pay(3) == 3
+    quick = replace(CPU, times=replace(CPU.times, flops_per_s=1e15))
+    usual, more = (planned(on).rows_that_pay(4096) for on in (CPU, quick))
+    assert planned(CPU).rows_that_pay(3) == 3 < usual < more == 32

@@ -181,9 +181,8 @@ def test_a_dry_run_says_what_starts_and_loads_nothing(command: Command) -> None:
     """Exit code 5 where it does not fit."""
     words = ("model=65B", "draft=7B", "cluster=p4d")
     answer = command("task=generate", *words, "--dry-run")
-    assert answer.code == 0 and answer.out.splitlines()[-1] == (
-        "run it: llama-ssp generate model=65B draft=7B ranks=8"
-    )
+    said = "run it: llama-ssp generate model=65B draft=7B ranks=8"
+    assert answer.code == 0 and answer.out.splitlines()[-1] == said
     assert "target 0-7, draft 0-7 (split)" in answer.out and "GPU 0" in answer.out
     planned = command("task=plan", *words, "output=json", "out=null").document["command"]
     assert planned == "llama-ssp generate model=65B draft=7B output=json out=null ranks=8"

@@ -22,7 +22,7 @@ from llama_ssp.models.kernels.kept_files import compiler
 from llama_ssp.models.loader import DRAFT
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned
-from llama_ssp.planner.engine import COMPILES_ONCE, launches_s, needs_trial, tokens_generated, why_eager
+from llama_ssp.planner.engine import COMPILES_ONCE, launching_s, needs_trial, tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.hardware import CPU_RESERVE
 from llama_ssp.planner.resolve import PairSpec, require_whole
@@ -251,7 +251,7 @@ def compiles(
     reason = reason or impossible(device)
     if reason is not None and not on_cpu:
         line = "engine: %s %s runs eagerly: %s; the host takes %.0f ms to launch a step"
-        log.warning(line, role, model.name, reason, 1000 * launches_s(model.n_layers))
+        log.warning(line, role, model.name, reason, 1000 * launching_s(model.n_layers))
     elif reason is not None and run.engine is not Steps.eager:
         level = logging.DEBUG if run.engine is Steps.auto else logging.WARNING
         level = logging.INFO if COMPILES_ONCE in reason and role != DRAFT else level

@@ -21,9 +21,9 @@ LLM_INT8, BITSANDBYTES_NF4 = "LLM.int8", "nf4 of bitsandbytes"
 class Efficiency:
     """A product takes the longer of two times: to read its codes and scales, and to multiply.
 
-    `read`: the first, over the time to read as many bytes in 16 bit. `share`: the machine's operations a
-    second that the second attains. From `moves_from` tokens on, a weight is also decoded before its product,
-    in the time to move `moved` bytes of memory for each number.
+    `read`: the first, over the time in which torch's product reads as many bytes in 16 bit. `share`: the
+    machine's operations a second that the second attains. From `moves_from` tokens on, a weight is also
+    decoded before its product, in the time to move `moved` bytes of memory for each number.
     """
 
     read: float
@@ -32,17 +32,21 @@ class Efficiency:
     moves_from: int = 1
 
 
+# Over torch's product in 16 bit, our CPU kernels read bytes in this share of the time: in compiled steps
+# (bench/plan_speed.py engine=compiled); single large matrices take 0.55 to 0.6 (bench/linear.py).
+PACKED_READ = 0.35
+
 EFFICIENCY: dict[tuple[str, str], Efficiency] = {
     # Measured, AVX-512 with bf16: bench/results/coded_*.md, with memory of two speeds.
-    # A few tokens take the time of the bytes, and more that of the cores. Zero points are subtracted, and
-    # nf4 is multiplied in fp32.
-    (CPU, FOUR): Efficiency(1.12, 0.86),
-    (CPU, SHIFTED): Efficiency(1.12, 0.74),
-    (CPU, CURVE): Efficiency(1.2, 0.49),
-    (CPU, EIGHT): Efficiency(1.07, 0.7),
-    (CPU, EIGHT_GROUPED): Efficiency(1.07, 0.62),
+    # A few tokens take the time of the bytes, and more that of the cores. Zero points are subtracted, and nf4
+    # is multiplied in fp32.
+    (CPU, FOUR): Efficiency(1.12 * PACKED_READ, 0.86),
+    (CPU, SHIFTED): Efficiency(1.12 * PACKED_READ, 0.74),
+    (CPU, CURVE): Efficiency(1.2 * PACKED_READ, 0.49),
+    (CPU, EIGHT): Efficiency(1.07 * PACKED_READ, 0.7),
+    (CPU, EIGHT_GROUPED): Efficiency(1.07 * PACKED_READ, 0.62),
     # Measured in the same way: torch decodes in many small steps.
-    (CPU, DECODED): Efficiency(1.0, 1.0, moved=105.0),
+    (CPU, DECODED): Efficiency(1.0, 1.0, moved=105.0 * PACKED_READ),
     # Measured, bench/results/linear_*.md too, over torch's own product in 16 bit, which is what steps without
     # our kernels have. One token of LLM.int8 took 0.57 of that in one file, and 0.87 in the other.
     (CPU, LLM_INT8): Efficiency(1.46, 0.8, moved=1.64, moves_from=2),
@@ -71,9 +75,9 @@ def efficiency_of(weight: Weight, dtype: Dtype, store: Storage) -> Efficiency | 
     return EFFICIENCY.get((CPU if store.kernel == CPU else CUDA, kind)) if store.kernel else None
 
 
-def of_plain(store: Storage) -> Points:
-    """The share of the machine's operations that products of plain weights attain."""
-    return PACKED if store.packs else PLAIN
+def of_plain(store: Storage) -> tuple[Points, float]:
+    """Of products of plain weights: the share of the machine's operations, and `read` as above."""
+    return (PACKED, PACKED_READ) if store.packs else (PLAIN, 1.0)
 
 
 def _kind(weight: Weight, dtype: Dtype, store: Storage) -> str:

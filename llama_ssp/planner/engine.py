@@ -12,13 +12,13 @@ from llama_ssp.models.graph_sizes import WIDEST_HEAD, attends_on_cpu
 from llama_ssp.models.kernels.kept_files import mark_of
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.hardware import threads_here
-from llama_ssp.planner.speed import PassCost, Times
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.weights import parameters
 
 COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, *OWN_CODES)
 ON_GPUS_TOO = (Dtype.fp16, Dtype.nf4)
-# What compiled steps save, and what it takes to compile them, or to load them later, on two cores.
+# What compiled steps save, and what it takes to compile them, or to load them later, on two cores: by these
+# it is decided which steps are compiled.
 SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
 COMPILING_S, LOADING_S = 25.0, 1.5
 FEW_TOKENS = 2000  # a longer run, a chat and a batch job go by their settings alone
@@ -48,7 +48,8 @@ def why_eager(
         return f"steps in {dtype.value} are not compiled{' on a CPU' if on_cpu else ''}"
     if on_cpu and not attends_on_cpu(model.head_dim):
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
-    saved_s = tokens * _saved_s(BYTES[dtype] * parameters(model), model.n_layers)
+    size = BYTES[dtype] * parameters(model)
+    saved_s = tokens * (SAVED_S_PER_BYTE * size + SAVED_S_PER_LAYER * model.n_layers)
     if engine is not Steps.auto or not on_cpu or saved_s >= COMPILING_S:
         return None
     if saved_s < LOADING_S or tokens >= FEW_TOKENS:
@@ -77,29 +78,7 @@ def tokens_generated(run: RunConf) -> int:
     return max(run.task.repeats * run.task.max_new_tokens, run.task.usual_tokens)
 
 
-def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: bool, rows: int = 1) -> float:
-    """Seconds of a step by the engine that runs it, from those by the constants.
-
-    The constants are of the steps that `of_constants` says. An eager step on a GPU takes as long as the host
-    needs to launch it, if that is longer.
-    """
-    if on_cpu:
-        plain = cost.weights - sum(each.bytes for each in cost.coded)  # codes have one kernel in either
-        saved = 0.0 if eager else _saved_s(plain, cost.layers)
-        return max(forward_s - saved, min(forward_s, cost.read(1) / times.bytes_per_s))
-    return max(forward_s, launching_s(cost, rows)) if eager else forward_s
-
-
-def launching_s(cost: PassCost, rows: int) -> float:
-    """Seconds that the host takes to launch an eager pass over this many rows on a GPU."""
-    return launches_s(cost.layers, rows) + cost.sums * SUM_S
-
-
-def launches_s(layers: int, rows: int = 1) -> float:
-    """Seconds that the host takes to launch an eager step on a GPU, without sums over ranks."""
-    return (layers * (LAYER_OPERATIONS + ROW_OPERATIONS * (rows - 1)) + STEP_OPERATIONS) * LAUNCH_S
-
-
-def _saved_s(weights: float, layers: int) -> float:
-    """What a compiled step saves on a CPU, of weights in bytes."""
-    return SAVED_S_PER_BYTE * weights + SAVED_S_PER_LAYER * layers
+def launching_s(layers: int, rows: int = 1, sums: int = 0) -> float:
+    """Seconds that the host takes to launch an eager pass on a GPU, with these sums over ranks."""
+    operations = layers * (LAYER_OPERATIONS + ROW_OPERATIONS * (rows - 1)) + STEP_OPERATIONS
+    return operations * LAUNCH_S + sums * SUM_S

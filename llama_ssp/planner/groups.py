@@ -13,9 +13,8 @@ from typing import Any
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.planner.advice import overrides
-from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.plan import target_prefill_s
-from llama_ssp.planner.search import Option, PlanRequest, cost_of, search, step_s
+from llama_ssp.planner.search import Option, PlanRequest, cost_of, search, step_s, step_times
 from llama_ssp.planner.speed import LAUNCHING, forward_parts, prefill_s
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
@@ -215,8 +214,5 @@ def _step(request: PlanRequest, role: Role, place: Placement, each: int) -> Spen
     """Seconds of a step by what they go to."""
     cost, work = cost_of(request, role, place), request.work
     slots = work.prompt_tokens + work.new_tokens / 2
-    spent = forward_parts(cost, request.machine.times, work.rows, each, slots)
-    whole, planned = step_s(request, role, place, cost, each), sum(spent.values())
-    if whole > planned and launching_s(cost, work.rows) > planned:
-        return {**spent, LAUNCHING: whole - planned}
-    return {name: seconds * whole / planned for name, seconds in spent.items()}
+    spent = forward_parts(cost, step_times(request, role, place, cost), work.rows, each, slots)
+    return spent | {LAUNCHING: step_s(request, role, place, cost, each) - sum(spent.values())}

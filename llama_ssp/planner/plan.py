@@ -189,7 +189,7 @@ def target_prefill_s(request: PlanRequest, placement: Placement, rows: int) -> f
     """Seconds of the target's prefill of `rows` prompts."""
     cost, work = cost_of(request, request.target, placement), request.work
     # Passes over prompts are never graphs.
-    least_s = 0.0 if request.machine.is_cpu else launching_s(cost, rows)
+    least_s = 0.0 if request.machine.is_cpu else launching_s(cost.layers, rows, cost.sums)
     return prefill_s(cost, request.machine.times, rows, work.prompt_tokens, work.prefill_chunk, least_s)
 
 

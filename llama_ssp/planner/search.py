@@ -12,11 +12,11 @@ from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split, require_transformers
-from llama_ssp.planner.engine import as_run, why_eager
+from llama_ssp.planner.engine import LAYER_OPERATIONS, ROW_OPERATIONS, launching_s, why_eager
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
-from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, forward_s, pass_cost
+from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, Times, forward_s, pass_cost
 from llama_ssp.planner.storage import BYTES, WEIGHTS
 from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import TARGET, Role, Workload
@@ -24,6 +24,10 @@ from llama_ssp.planner.workload import TARGET, Role, Workload
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
 MANY_RANKS = 256  # over more of them a draft is split over powers of two only
 PROB_BYTES = 4  # of a probability that is sent to the leader
+# Of what an eager step takes on a CPU, besides reading weights and arithmetic, a compiled one takes this
+# share (bench/plan_speed.py engine=compiled).
+COMPILED_SHARE = 0.25
+IN_A_STEP = "layer", "step", "round", "check", "probs", "accept"
 NOTABLE = 0.05  # by how much a step must be slower to be named
 
 
@@ -210,11 +214,25 @@ def cost_of(request: PlanRequest, role: Role, placement: Placement) -> PassCost:
 
 def step_s(request: PlanRequest, role: Role, placement: Placement, cost: PassCost, each: int) -> float:
     """Seconds of a step over `each` tokens of each row, halfway through the texts."""
-    machine, work = request.machine, request.work
+    work = request.work
     slots = work.prompt_tokens + work.new_tokens / 2
-    spent = forward_s(cost, machine.times, work.rows, each, slots)
-    eager = request.why_eager(role, placement) is not None
-    return as_run(spent, cost, machine.times, eager, machine.is_cpu, work.rows)
+    spent = forward_s(cost, step_times(request, role, placement, cost), work.rows, each, slots)
+    launched = not request.machine.is_cpu and request.why_eager(role, placement) is not None
+    return max(spent, launching_s(cost.layers, work.rows, cost.sums)) if launched else spent
+
+
+def step_times(request: PlanRequest, role: Role, placement: Placement, cost: PassCost) -> Times:
+    """The machine's constants for the role's steps, from those of the steps that `of_constants` says.
+
+    On a CPU an eager step of plain weights attends one row after the other, and one of codes all at once.
+    """
+    times = request.machine.times
+    if not request.machine.is_cpu:
+        return times
+    if request.why_eager(role, placement) is None:
+        return replace(times, **{name: COMPILED_SHARE * getattr(times, name) for name in IN_A_STEP})
+    more = 0.0 if cost.coded else (request.work.rows - 1) * ROW_OPERATIONS / LAYER_OPERATIONS
+    return replace(times, layer=(1 + more) * times.layer)
 
 
 def slower_than_16_bit(request: PlanRequest, placement: Placement, k: int) -> dict[str, float]:
@@ -249,8 +267,7 @@ def warnings_of_codes(request: PlanRequest, placement: Placement, k: int) -> Ite
 
 def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     """Seconds of a draft step, and of verifying 0, 1, ... drafts, with this placement."""
-    machine, work, draft = request.machine, request.work, request.draft
-    times = machine.times
+    work, draft = request.work, request.draft
     step = once = 0.0
     if draft is not None and placement.draft:
         cost = cost_of(request, draft, placement)
@@ -258,10 +275,12 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
         width = draft.model.head_block + 1  # of a head that gives all drafts in one pass
         forward = step_s(request, draft, placement, cost, width)
         once, each = (forward, 0.0) if draft.model.head_block else (0.0, forward)
+        times = step_times(request, draft, placement, cost)
         step = each + probs * times.probs
         if placement.draft_apart:
             step += probs * PROB_BYTES / times.link_per_s
     target = cost_of(request, request.target, placement)
+    times = step_times(request, request.target, placement, target)
     messages = 2 * times.message if placement.world > 1 else 0.0
 
     def verify_s(k: int) -> float:

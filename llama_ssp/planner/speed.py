@@ -101,6 +101,7 @@ class PassCost:
     attention: float = 0.0  # operations for each token and each slot that it attends to
     coded: tuple[CodedCost, ...] = ()  # of `weights`
     share: Points = PLAIN  # of the machine's operations a second, of plain weights
+    plain_read: float = 1.0  # of plain weights, as Efficiency.read
 
     def read(self, tokens: int) -> float:
         """Bytes of weights that a pass reads: tokens choose experts independently, some of them the same."""
@@ -145,7 +146,7 @@ def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
     scores = 4.0 * part.layers * part.query_width  # products with keys, then with values
     own = sums, part.dim * w, part.whole_vocab, found.get(EXPERTS, 0), chosen, scores
     coded = _coded(part, role.dtype, store)
-    return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, *own, coded, of_plain(store))
+    return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, *own, coded, *of_plain(store))
 
 
 def _coded(part: ModelPart, dtype: Dtype, store: Storage) -> tuple[CodedCost, ...]:
@@ -170,7 +171,7 @@ def forward_parts(cost: PassCost, times: Times, rows: int, each: int, slots: flo
     tokens, ranks = rows * each, cost.ranks
     plain = cost.read(tokens) - sum(each.bytes for each in cost.coded)
     numbers = cost.flops - 2 * sum(each.numbers for each in cost.coded)
-    reading = plain / times.bytes_per_s * between(times.rows_cost, tokens)
+    reading = plain * cost.plain_read / times.bytes_per_s * between(times.rows_cost, tokens)
     computing = numbers * tokens / (times.flops_per_s * between(cost.share, tokens))
     spent = dict.fromkeys((READING, COMPUTING, CACHES, LAYERS, SUMS), 0.0)
     spent[READING if reading >= computing else COMPUTING] += max(reading, computing)

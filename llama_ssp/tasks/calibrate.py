@@ -86,11 +86,13 @@ FITTED |= dict.fromkeys(("law_ns", "accept_ns"), 1e-9)
 
 @dataclass(frozen=True)
 class Case:
-    """A synthetic pair and its K; without a draft, regular sampling."""
+    """A synthetic pair and its K; without a draft, regular sampling. By None: the steps of constants."""
 
     target: ModelConf
     draft: ModelConf | None = None
     k: int = 0
+    rows: int = 1
+    engine: Steps | None = None
 
 
 class CalibrateTask(Task[CalibrateConf]):
@@ -174,12 +176,11 @@ def elapsed_s(works: Sequence[Callable[[], Any]], ranks: Ranks) -> float:
 
 
 class Player:
-    """Runs cases, by the steps that constants are of; models that were loaded stay loaded."""
+    """Runs cases; models that were loaded stay loaded."""
 
     def __init__(self, run: RunConf, ranks: Ranks, new: int) -> None:
         self._device = device_of(run.placement.target_device, "placement.target_device")
-        self._run = replace(run, engine=of_constants(self._device.type == "cpu"))
-        self._ranks, self._new = ranks, new
+        self._run, self._ranks, self._new = run, ranks, new
         self._pairs: dict[str, PairSession] = {}
 
     @property
@@ -188,25 +189,26 @@ class Player:
         return sum(pair.models.held_bytes for pair in self._pairs.values())
 
     def play(self, case: Case) -> tuple[list[float], Counts]:
-        """Writes a text by the token rule, as plans assume; returns seconds of its rounds, and counters."""
+        """Writes texts by the token rule, as plans assume; returns seconds of their rounds, and counters."""
         drafter = Drafting.model if case.draft else Drafting.none
         spec = replace(self._run.speculation, drafter=drafter, k=case.k, adaptive=False)
         spec.verification = Verification.token
-        run = replace(self._run, model=case.target, draft=case.draft, speculation=spec)
-        engine = self._pair(run).engine(0, run, frozenset())
-        timed = TimedRun(engine, [Prompt("0", PROMPT)], self._new)
-        spent = [seconds for _, seconds in timed.rounds(Limits(self._new), lookahead_for(run, 1))]
+        steps = case.engine or of_constants(self._device.type == "cpu")
+        run = replace(self._run, model=case.target, draft=case.draft, speculation=spec, engine=steps)
+        engine = self._pair(run, case).engine(0, run, frozenset())
+        timed = TimedRun(engine, [Prompt(str(row), PROMPT) for row in range(case.rows)], self._new)
+        spent = [seconds for _, seconds in timed.rounds(Limits(self._new), lookahead_for(run, case.rows))]
         return spent, timed.counts
 
-    def _pair(self, run: RunConf) -> PairSession:
+    def _pair(self, run: RunConf, case: Case) -> PairSession:
         """Returns the run's pair, loaded. Refuses a GPU without graphs: plans take its times for theirs."""
-        key = f"{run.model} {run.draft}"
+        key = f"{run.model} {run.draft} {run.engine} {case.rows}"
         if key not in self._pairs:
             placement = resolve(run.placement, self._ranks.world, run.has_draft_model)
             pair = PairSession(PairSpec(run, None, None, placement), self._ranks)
-            self._pairs[key] = pair.load(1, len(PROMPT) + self._new)
+            self._pairs[key] = pair.load(case.rows, len(PROMPT) + self._new)
             has_graphs = all(model.has_graphs for model in pair.models.loaded.values())
-            if run.engine is Steps.compiled and not has_graphs:
+            if case.engine is None and run.engine is Steps.compiled and not has_graphs:
                 what = "a GPU is calibrated with CUDA graphs, and steps run without them here"
                 fix = "the warning above says why; plans of eager steps need no calibration"
                 raise ModelError(what, describe(self._device), fix=fix)
@@ -283,8 +285,7 @@ def non_negative(matrix: Any, wanted: Any) -> list[float]:
 def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTimes:
     """Plans a case: the draft on the leader, the target over all ranks."""
     draft = Role(DRAFT, case.draft, dtype) if case.draft else None
-    work = Workload(1, len(PROMPT), NEW, case.k)
-    engine = of_constants(machine.is_cpu)
+    work, engine = Workload(case.rows, len(PROMPT), NEW, case.k), case.engine or of_constants(machine.is_cpu)
     request = PlanRequest(machine, Role(TARGET, case.target, dtype), draft, work, 0.0, engine=engine)
     placement = resolve(PlacementConf(draft=DraftSeat.leader), world, drafts=draft is not None)
     return round_times(request, placement)

@@ -59,7 +59,7 @@ def attend(query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, *others: Any
     with device_of(query_THD):
         tensors = query_THD, keys_GND, values_GND, first_T, position_T
         how = {"SCALE": scale, "WINDOW": window, "SOFTCAP": softcap, "num_stages": STAGES}
-        how |= {**sizes, "PARTS": parts, "num_warps": warps_of(sizes["ROWS"])}
+        how |= {**sizes, "PARTS": parts, "num_warps": max(WARPS, sizes["ROWS"] // LEAST_ROWS)}
         attend_part[(tokens, groups, parts)](*tensors, *found, tokens, slots, **how)
         merge_parts[(tokens * heads, triton.cdiv(size, CHUNK.value))](
             *found, sink_H, y_THD, heads, SIZE=size, PARTS=parts, num_warps=WARPS
@@ -81,11 +81,6 @@ def constants(tokens: int, group: int, size: int, bytes_: int) -> dict[str, int]
     tile = min(max(TILE_BYTES // (padded * bytes_), 16), UNIT)
     sizes = {"TOKENS": triton.next_power_of_2(tokens), "GROUP": group, "SIZE": size}
     return {**sizes, "PADDED": padded, "ROWS": rows, "TILE": tile, "UNIT": UNIT}
-
-
-def warps_of(rows: int) -> int:
-    """Returns the number of warps of `attend_part`: more rows need more registers."""
-    return max(WARPS, rows // LEAST_ROWS)
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.

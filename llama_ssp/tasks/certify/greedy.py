@@ -121,7 +121,9 @@ def check_greedy(
     band = float(np.max(moved))
     reports = []
     for row, (ours, theirs) in enumerate(zip(drafted, plain, strict=True)):
-        fork, margins = first_difference(theirs, ours), []
+        # The first position at which they differ, or one has ended.
+        fork = next((at for at, (a, b) in enumerate(zip_longest(theirs, ours)) if a != b), None)
+        margins = list[float]()
         for at, token in enumerate(ours):
             logit_V = singly[row][at]
             tokens = [token, *(theirs[at : at + 1] if at == fork else [])]
@@ -135,8 +137,3 @@ def check_greedy(
             finding = Finding.equal if fork is None else Finding.near_tie
         reports.append(TextReport(fork, margins, finding))
     return GreedyReport(band, positions, tuple(reports))
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Returns the first position at which two texts differ, or one has ended; None if they are equal."""
-    return next((at for at, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
