@@ -1,24 +1,27 @@
 """task=calibrate: constants that are there are found, and what it writes is a cluster that plans use."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from llama_ssp.config import ClusterConf, Dtype, RunConf, TimesConf
+from llama_ssp.config import ClusterConf, Dtype, RunConf, Steps, TimesConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import ModelError
 from llama_ssp.models import loader, steps
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.planner.hardware import known, machine_of
 from llama_ssp.tasks import calibrate
-from llama_ssp.tasks.calibrate import FAR, FITTED, cases, fitted, non_negative, predicted
+from llama_ssp.tasks.calibrate import FAR, FITTED, Case, cases, fitted, non_negative, predicted, shape
 from tests.distributed.faults import Started
 from tests.plans import cluster
+from tests.warm import ROOT
 
 TRUE = dict(layer_us=500.0, step_us=90.0, round_us=70.0, check_us=300.0, law_ns=20.0, accept_ns=9.0)
 
@@ -47,6 +50,19 @@ def test_noise_moves_them_a_little():
     found = fitted(cluster_with(), list(np.array(made(TRUE, 1)) * noise), Dtype.bf16, 1)
     assert found.layer_us == pytest.approx(500, rel=0.1)
     assert found.bandwidth_share == pytest.approx(0.8, rel=0.2)
+
+
+def test_compiled_steps_on_a_cpu_take_as_long_as_measured():
+    """Of 1, 8 and 32 rows, within 35 %, by constants of eager steps."""
+    text = (ROOT / "bench/results/plan_speed_compiled_epyc-2-cores_202611.md").read_text(encoding="utf-8")
+    constants = yaml.safe_load(text.split("```")[1].removeprefix("yaml"))
+    here = machine_of(ClusterConf(**constants | {"times": TimesConf(**constants["times"])}))
+    lines = re.findall(r"^\| (\d+) \| (\d+)x(\d+), vocabulary (\d+) .* ([\d.]+) \| \S+ \|$", text, re.M)
+    assert len(lines) >= 3 * 7
+    for rows, *sizes, ms in lines:
+        case = Case(shape(*map(int, sizes)), rows=int(rows), engine=Steps.compiled)
+        planned = predicted(case, here, Dtype.bf16, 1).ms_per_token(0.0, 0)
+        assert 1 / 1.35 < planned / float(ms) < 1.35, (rows, sizes)
 
 
 def test_no_constant_is_negative():
@@ -104,16 +120,13 @@ def test_it_writes_a_cluster_that_plans_use(command, small, caplog):
     os.rename("mi ne", "mine")
     summary = answer.document
     assert summary["plan"] is None, "plans are made of what it finds"
-    with open("mine/cluster/calibrated.yaml", encoding="utf-8") as file:
-        written = yaml.safe_load(file)
+    written = yaml.safe_load(Path("mine/cluster/calibrated.yaml").read_text(encoding="utf-8"))
     assert written == summary["cluster"] | {"times": written["times"]} and written["gpu"] == "cpu"
-    conf = ClusterConf(**{**written, "times": TimesConf(**written["times"])})
-    assert machine_of(conf).times.bytes_per_s > 0
+    assert machine_of(ClusterConf(**written | {"times": TimesConf(**written["times"])})).times.bytes_per_s > 0
     said = command("--config-dir", "mine", "task=plan", "cluster=calibrated", "out=null")
     assert said.code == 0, said.err
-    plan = said.document
-    assert plan["cluster"]["constants_from"].startswith("task=calibrate, ")
-    assert plan["best"]["band"] == 0.2
+    assert said.document["cluster"]["constants_from"].startswith("task=calibrate, ")
+    assert said.document["best"]["band"] == 0.2
 
 
 def test_a_folder_that_cannot_be_written_is_refused(command, small):
