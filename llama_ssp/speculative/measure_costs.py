@@ -113,14 +113,14 @@ def timed_rounds(
 ) -> Iterator[float]:
     """Yields the seconds of rounds, each with the K that `lookahead` has then; adds the rounds to `played`.
 
-    Texts continue the prompts by about NEW tokens, then others begin; without prompts they are meaningless,
-    have about `half` tokens on average, and are written until they are full.
+    Texts continue the prompts by about NEW tokens, more of many rows, whose prompts take long to read; then
+    others begin. Without prompts they are meaningless, and are written until they are full.
     """
     begins = cycle([prompt.token_ids[-half:] for prompt in prompts] or [(0,) * max(half // 2, 1)])
     for batch in count():
         state = engine.prefill([Prompt(str(row), next(begins)) for row in range(lookahead.rows)], half)
         steps = generate(engine, state, Limits(half), lookahead)
-        enough = max(state.lengths) + NEW if prompts else state.capacity
+        enough = max(state.lengths) + NEW * max(1, lookahead.rows // 8) if prompts else state.capacity
         while (length := max(state.lengths)) < enough and length + lookahead.k < state.capacity:
             engine.synchronize()
             began = time.perf_counter()
