@@ -76,7 +76,7 @@ def efficiency_of(weight: Weight, dtype: Dtype, store: Storage) -> Efficiency | 
 
 
 def of_plain(store: Storage) -> tuple[Points, float]:
-    """Of products of plain weights: the share of the machine's operations, and `read` as above."""
+    """Returns the share of the machine's operations that plain weights' products attain, and their `read`."""
     return (PACKED, PACKED_READ) if store.packs else (PLAIN, 1.0)
 
 

@@ -23,7 +23,7 @@ MEASURED = (0, 1, 4, 16)  # K, and the largest; others lie on the lines between 
 TURNS, MAX_TURNS = 4, 25  # of all K
 ENOUGH_S, LONG_S = 1.5, 6.0  # more than TURNS only until they have taken this; LONG_S for few rows of prompts
 ROW_TURNS = 24  # of all rows together, with prompts: a K that is kept should not hang on one text
-NEW = 32  # tokens after a prompt: behind many more some texts only repeat themselves
+NEW = 32  # tokens of a text that continues a prompt: later on some texts only repeat themselves
 LEAST_GAIN = 1.15  # texts end within drafts, and costs are measured with noise
 Played = tuple[int, int, list[RowStep]]  # a round: how many batches of texts were before, its K, and its rows
 

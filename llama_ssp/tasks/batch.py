@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 2.0  # between looks at claims that may lapse
 BEGUN_S = 5.0  # that the disk may take for the line about texts that begin
 LAST_S = 10.0  # and for the last lines of a task that ends
-MANY, FEW = 1000, 16  # prompts that are tokenised before a job begins: the longest, the shortest
+MANY, FEW = 1000, 16  # prompts tokenised before a job begins: the longest; the shortest, the first ones
 DAMAGED_IN_ROW = 3  # texts one after another without numbers show a broken device, not broken records
 
 
