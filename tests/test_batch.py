@@ -1,5 +1,6 @@
 """task=batch: every record answered once, the same whatever happened on the way."""
 
+import ctypes
 import gzip
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,7 @@ from llama_ssp.pair.session import PairSession
 from llama_ssp.report.console import Progress
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.tasks import batch
+from llama_ssp.text.prompts import MAX_LINE_BYTES, MAX_UNENDED_BYTES
 from tests.conftest import Command
 from tests.processes import wait_for
 from tests.test_journal import KILLED, Deadly, child_of, in_child
@@ -246,6 +249,161 @@ def test_several_files_and_packed_ones_are_one_input(
     assert refused.code == 3 and "input_sha256" in refused.errors[0]
 
 
+def gzipped(data: bytes) -> bytes:
+    return gzip.compress(data, compresslevel=1)
+
+
+@pytest.mark.parametrize("name", ["sparse.jsonl", "bomb.jsonl.gz", "-"])
+def test_a_line_without_an_end_is_refused_while_it_is_read(name: str, command: Command):
+    """Not after it has been read: a file of gigabytes takes little memory."""
+    endless = bytes(2 * MAX_UNENDED_BYTES)
+    stdin = b""
+    match name:
+        case "sparse.jsonl":
+            with Path(name).open("wb") as file:
+                file.truncate(2**36)
+        case "bomb.jsonl.gz":
+            Path(name).write_bytes(gzipped(endless))
+        case _:
+            stdin = endless
+
+    tracemalloc.start()
+    refused = command(*JOB, f"task.input={name}", "task.output=out.jsonl", stdin=stdin)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert refused.code == 3 and len(refused.errors) == 1
+    assert "line 1" in refused.errors[0] and "does not end" in refused.errors[0]
+    assert peak < 3 * MAX_UNENDED_BYTES
+    assert not Path("out.jsonl").exists()
+    assert not list(Path("out.jsonl.work").glob("*")), "nothing is left of what was unpacked"
+
+
+def test_lines_after_one_that_is_too_long_are_answered(command: Command):
+    """A line that ends is a record that is refused; the others are not."""
+    write_input(3)
+    long_line = b'{"id": "long", "prompt": "%s"}\n' % (b"a" * MAX_LINE_BYTES)
+    Path("in.jsonl").write_bytes(long_line + Path("in.jsonl").read_bytes())
+    done = command(*SMALL, "task.output=out.jsonl", "task.on_bad_row=skip")
+    assert done.code == 0
+    assert ["error" in line for line in lines("out.jsonl")] == [True, False, False, False]
+    assert "too long" in lines("out.jsonl")[0]["error"]["message"]
+
+
+@pytest.mark.parametrize("policy", ["fail", "skip"])
+def test_so_many_bad_lines_are_no_input(policy: str, command: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llama_ssp.batch.index.MAX_BAD", 5)
+    monkeypatch.setattr("llama_ssp.batch.index.MAX_SKIPPED", 7)
+    Path("in.jsonl").write_text("{\n" * 100)
+    refused = command(*SMALL, "task.output=out.jsonl", f"task.on_bad_row={policy}")
+    assert refused.code == 3 and len(refused.errors) == 1
+    assert f"more than {5 if policy == 'fail' else 7} lines are bad" in refused.errors[0]
+
+
+def test_a_job_has_a_bounded_number_of_records(command: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llama_ssp.batch.index.MAX_RECORDS", 4)
+    write_input(4)
+    assert command(*SMALL, "task.output=four.jsonl").code == 0
+    write_input(5)
+    refused = command(*SMALL, "task.output=five.jsonl")
+    assert refused.code == 3 and "too many records; in.jsonl line 5" in refused.errors[0]
+
+
+def test_a_pipe_that_nobody_writes_into_is_not_waited_for(command: Command):
+    os.mkfifo("pipe")
+    refused = command(*SMALL, "task.input=pipe", "task.output=out.jsonl")
+    assert refused.code == 3 and "nothing comes through the pipe; " in refused.errors[0]
+
+
+def test_a_pipe_by_its_name_is_an_input(command: Command, undisturbed: bytes):
+    reader, writer = os.pipe()
+    os.write(writer, Path("in.jsonl").read_bytes())
+    os.close(writer)
+    done = command(*SMALL, f"task.input=/dev/fd/{reader}", "task.output=out.jsonl")  # <(command) of a shell
+    os.close(reader)
+    assert done.code == 0 and Path("out.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["task.work=users"], 3, "holds other files, and no job"),
+        (["task.work=/"], 3, "holds other files, and no job"),
+        (["task.work=in.jsonl"], 3, "the job's folder is a file"),
+        (["task.work=out.jsonl"], 2, "where the output goes"),
+        (["task.work=job", "task.output=job/run.json"], 2, "a name that the job's folder needs"),
+    ],
+    ids=["users", "root", "file", "output", "manifest"],
+)
+def test_a_folder_that_is_no_job_s_is_refused_before_anything_is_written(
+    words: list[str], code: int, says: str, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(PairSession, "load", lambda *_: pytest.fail("a model was loaded"))
+    write_input(2)
+    Path("users/parts").mkdir(parents=True)
+    for name in ("thesis.txt", "part.0001.csv"):
+        Path("users/parts", name).write_text("mine")
+    before = sorted(Path().rglob("*"))
+
+    refused = command(*SMALL, "task.output=out.jsonl", *words)
+
+    assert refused.code == code and len(refused.errors) == 1
+    assert says in refused.errors[0]
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_what_a_user_puts_into_a_job_s_folder_outlives_a_kill_and_the_end(
+    command: Command, undisturbed: bytes
+):
+    """Killed, resumed, merged, and started again."""
+    job = [*SMALL, "task.output=out.jsonl", "task.work=job"]
+    names = {"thesis.txt", "part.0001.csv", "notes.jsonl"}
+
+    def killed() -> None:
+        Deadly(at=6000).install()
+        launched(*job)
+
+    assert in_child(killed) == KILLED
+    for name in names:
+        Path("job/parts", name).write_text("mine")
+    assert [command(*job).code for _ in range(2)] == [0, 0]
+    assert Path("out.jsonl").read_bytes() == undisturbed
+    assert {path.name for path in Path("job/parts").iterdir()} == names
+
+
+def test_a_job_whose_folder_is_removed_meanwhile_ends_in_a_line(
+    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    stopped_at(monkeypatch, 5, lambda: shutil.rmtree("out.jsonl.work"))
+    ended = command(*SMALL, "task.output=out.jsonl")
+    assert ended.code == 6 and len(ended.errors) == 1
+    assert "folder was removed while this process worked on it" in ended.errors[0]
+    assert not Path("out.jsonl.work").exists(), "it is not made anew"
+    monkeypatch.undo()
+    monkeypatch.chdir(Path("out.jsonl").absolute().parent)
+
+
+CLONE_NEWPID = 0x20000000
+
+
+@pytest.mark.slow
+def test_two_containers_with_equal_hosts_and_process_ids_share_a_job(command: Command, undisturbed: bytes):
+    """In two pid namespaces both processes are number 1 of one host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def contained() -> None:
+        if libc.unshare(CLONE_NEWPID) != 0:
+            os._exit(99)
+        os._exit(in_child(lambda: launched(*SMALL, "task.output=out.jsonl")))
+
+    codes = [wait() for wait in [child_of(contained), child_of(contained)]]
+    if 99 in codes:
+        pytest.skip("this machine makes no pid namespaces")
+    assert codes == [0, 0]
+    assert Path("out.jsonl").read_bytes() == undisturbed
+
+
 def test_a_corrected_line_is_taken_where_its_answer_was_an_error(command: Command, undisturbed: bytes):
     """And no other line: an answer that is there stays that of its line."""
     whole, job = Path("in.jsonl").read_bytes(), [*SMALL, "task.on_bad_row=skip", "task.output=out.jsonl"]
@@ -413,6 +571,30 @@ def test_a_device_that_gives_no_numbers_stops_and_its_records_stay_open(
     assert f"; {socket.gethostname()}, " in stopped.errors[0] and "stay open" in stopped.errors[0]
     assert command(*SMALL, "task.output=out.jsonl").code == 0
     assert Path("out.jsonl").read_bytes() == undisturbed
+
+
+def test_a_small_job_without_one_sound_text_stops_and_stays_open(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """Two texts are fewer than show a broken device in a long job; here nothing shows a sound one."""
+    write_input(2)
+    with monkeypatch.context() as patch:
+        failing(patch, "r/0", "r/1")
+        stopped = command(*SMALL, "task.output=out.jsonl")
+    assert stopped.code == 5 and "all texts, 2, ended where" in stopped.errors[0]
+    assert "the records stay open" in stopped.errors[0]
+    assert command(*SMALL, "task.output=out.jsonl").code == 0
+    assert ["error" in line for line in lines("out.jsonl")] == [False, False]
+
+
+def test_a_job_of_errors_alone_does_not_end_with_0(command: Command):
+    """The output is written all the same, and a second start says it again."""
+    Path("in.jsonl").write_text("{\n{\n")
+    for _ in range(2):
+        ended = command(*SMALL, "task.output=out.jsonl", "task.on_bad_row=skip")
+        assert ended.code == 3 and len(ended.errors) == 1
+        assert "every record was answered with an error" in ended.errors[0]
+        assert ["error" in line for line in lines("out.jsonl")] == [True, True]
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import socket
 import sys
 import threading
@@ -27,7 +28,7 @@ from llama_ssp.batch.journal import Journal, Manifest, count_finished, shards_of
 from llama_ssp.batch.slurm.supervisor import ENDS, FOLDER, End, ends
 from llama_ssp.batch.status import RECENT_S, pace
 from llama_ssp.distributed import identity
-from llama_ssp.errors import DataError, StorageError
+from llama_ssp.errors import DataError, StorageError, UsageError
 
 RECORDS, SHARD = 14, 5
 KILLED = 9
@@ -203,14 +204,148 @@ def test_a_name_whose_reply_was_lost_is_this_calls_own(tmp_path: Path, monkeypat
     assert (tmp_path / "a").read_bytes() == b"1" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_a_killed_process_of_the_same_name_left_is_not_written_to(tmp_path: Path):
-    """In a container the next process has the same host and number; its draft may be the file itself."""
-    path, name = tmp_path / "a", atomic_files.unique_name()
-    path.write_bytes(b"1")
-    os.link(path, tmp_path / f".a.{name}")
-    (tmp_path / f".probe.{name}").write_bytes(b"ab")
-    require_file_system(tmp_path)
-    assert not atomic_files.write_once(path, b"2") and path.read_bytes() == b"1"
+def test_processes_of_equal_host_and_number_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two containers may have both; within a process the name stays what it is."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+
+    def write_name(file: str) -> None:
+        names = {atomic_files.unique_name() for _ in range(2)}
+        (tmp_path / file).write_text("\n".join(names))
+
+    assert in_child(lambda: write_name("first")) == 0
+    assert in_child(lambda: write_name("second")) == 0
+    first, second = ((tmp_path / file).read_text() for file in ("first", "second"))
+    prefix = f"{socket.gethostname()}-7-"
+    assert first.startswith(prefix) and second.startswith(prefix)
+    assert first != second and "\n" not in first + second
+
+
+def test_a_user_s_files_in_a_job_s_folders_stay(tmp_path: Path):
+    """Merging and publishing delete only what this journal named."""
+    job = Journal.begin(tmp_path / "job", manifest())
+    users = ["thesis.txt", "part.0001.csv", "a.jsonl", "00000.jsonl", "00000.a.jsonl", "99999.000.x.jsonl"]
+    (job.folder / "parts").mkdir()
+    for name in users:
+        (job.folder / "parts" / name).write_text("mine")
+    for folder, name in (("done", "notes.jsonl"), ("claims", "mine"), ("groups", "notes.txt")):
+        (job.folder / folder).mkdir()
+        (job.folder / folder / name).write_text("mine")
+
+    work(job.folder, tmp_path / "out.jsonl")
+
+    assert sorted(path.name for path in (job.folder / "parts").iterdir()) == sorted(users)
+    for path in [job.folder / "parts" / name for name in users]:
+        assert path.read_text() == "mine", path
+    assert (job.folder / "done" / "notes.jsonl").read_text() == "mine"
+    assert (job.folder / "claims" / "mine").read_text() == "mine"
+    assert job.standing().records_finished == RECORDS
+
+
+def test_drafts_that_a_killed_process_left_are_deleted_with_the_attempts(tmp_path: Path):
+    job = Journal.begin(tmp_path / "job", manifest())
+    (job.folder / "parts").mkdir()
+    (job.folder / "parts" / ".00001.000.reopened-host-7-ab.jsonl.host-7-ab").write_text("half a line")
+    work(job.folder, tmp_path / "out.jsonl")
+    assert not list((job.folder / "parts").iterdir())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: shutil.rmtree(folder),
+        lambda folder: (folder / "run.json").unlink(),
+        lambda folder: (folder / "run.json").write_bytes(manifest(seed=2).as_bytes()),
+    ],
+    ids=["removed", "no manifest", "another job"],
+)
+def test_a_process_whose_job_was_removed_says_so(change: Callable[[Path], None], tmp_path: Path):
+    """It neither makes the folder anew nor writes into another job."""
+    job, attempt = begun(tmp_path / "job")
+    change(job.folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StorageError, match=r"folder was removed.*start the same command again"):
+        job.claim()
+    with pytest.raises(StorageError, match="folder was removed"):
+        attempt.begin([0], 1)
+    for index in attempt.missing:
+        attempt.finish(index, answer(index))
+    with pytest.raises(StorageError, match="folder was removed"):
+        attempt.publish()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_shard_in_work_is_not_claimed_again_where_its_claim_was_deleted(tmp_path: Path):
+    job = Journal.begin(tmp_path, manifest())
+    first = job.claim()
+    assert first is not None
+    with first[1]:
+        (tmp_path / "claims" / first[0].name).unlink()
+        second = job.claim()
+        assert second is not None and second[0].name != first[0].name
+    third = job.claim()
+    assert third is not None and third[0].name == first[0].name
+
+
+@pytest.mark.parametrize(
+    ("names", "free"),
+    [
+        ([], True),
+        (["index", "input-0", "slurm/7.sbatch", "logs/group-0.log", ".index.host-7-ab", ".nfs0001"], True),
+        (["run.json"], True),
+        ([".out.jsonl.host-7-ab"], True),
+        (["thesis.txt"], False),
+        ([".profile"], False),
+        (["parts/a.csv"], False),
+        (["inputs-0"], False),
+    ],
+    ids=[
+        "empty",
+        "before the manifest",
+        "a job",
+        "draft of the output",
+        "file",
+        "hidden",
+        "parts",
+        "near name",
+    ],
+)
+def test_a_folder_is_free_for_a_job(names: list[str], free: bool, tmp_path: Path):
+    folder, output = tmp_path / "work", tmp_path / "out.jsonl"
+    Journal.require_free(folder, output)
+    folder.mkdir()
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+
+    if free:
+        Journal.require_free(folder, output)
+    else:
+        with pytest.raises(DataError, match=r"holds other files, and no job.*nothing was changed"):
+            Journal.require_free(folder, output)
+
+
+@pytest.mark.parametrize(
+    ("work", "output", "says"),
+    [
+        ("a", "a", "where the output goes"),
+        ("a", "b/../a", "where the output goes"),
+        ("a/b", "a", "where the output goes"),
+        ("a", "a/run.json", "a name that the job's folder needs"),
+        ("a", "a/parts/out.jsonl", "a name that the job's folder needs"),
+        ("a", "a/input-0", "a name that the job's folder needs"),
+        ("a", "a/out.jsonl", ""),
+        ("a", "b", ""),
+    ],
+)
+def test_a_job_and_its_output_are_apart(work: str, output: str, says: str, tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    if not says:
+        Journal.require_free(tmp_path / work, tmp_path / output)
+        return
+    with pytest.raises(UsageError, match=says):
+        Journal.require_free(tmp_path / work, tmp_path / output)
 
 
 def test_a_file_may_have_the_longest_name(tmp_path: Path):
@@ -450,11 +585,12 @@ def test_an_element_that_slurm_starts_again_has_its_claims_at_once(
         monkeypatch.setattr(identity, "_machine", lambda: "elsewhere")
         assert job.claim() is None
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        again = Journal.find(tmp_path)
         for name in ("00000", "00002"):
-            taken = job.claim()
+            taken = again.claim()
             assert taken is not None and taken[0].name == name
             held.enter_context(taken[1])
-        assert job.claim() is None
+        assert again.claim() is None
 
 
 def test_who_counts_the_claims_writes_nothing(tmp_path: Path):

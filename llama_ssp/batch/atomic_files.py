@@ -1,9 +1,11 @@
 """Writes files so that a reader, after any crash, finds a file, or a line of one, whole or not at all."""
 
 import errno
+import functools
 import json
 import logging
 import os
+import secrets
 import socket
 import zlib
 from collections.abc import Iterator
@@ -49,12 +51,15 @@ def replace_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def drafted(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file, which the body writes and gives its final name; else it goes. The folder is made."""
+    """Opens a new file, which the body writes and gives its final name; else it is deleted.
+
+    Makes the file's folder, but not the folders above it: a job whose folder has been removed must not
+    begin to grow a new one.
+    """
     draft = path.with_name(f".{path.name[:40]}.{unique_name()}")  # `path` may have the longest name allowed
     with storing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         try:
-            draft.unlink(missing_ok=True)  # left by a killed process of this name: it may be `path` itself
             with draft.open("xb") as file:
                 yield draft, file
         finally:
@@ -71,7 +76,7 @@ def sealed(entry: dict[str, Any]) -> bytes:
 def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Appends a line in one write: two processes do not mix theirs, and a torn line spoils no other."""
     with storing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         with path.open("ab", buffering=0) as file:
             file.write(b"\n" + sealed(entry))
 
@@ -104,10 +109,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def unique_name() -> str:
-    """A name no other attempt has: of a scheduler's job and restart, else of the host, and of the process."""
+    """Returns a name that no other process has, whatever their hosts and containers are called.
+
+    It begins with the scheduler's job and restart, or else with the host. Two containers may have equal host
+    names and equal process ids, so the name ends with a random part.
+    """
     element = own_element()
     where = f"{element.job}-{element.restart}" if element else socket.gethostname()
-    return f"{where}-{os.getpid()}"
+    pid = os.getpid()
+    return f"{where}-{pid}-{_random_part(pid)}"
+
+
+@functools.cache
+def _random_part(pid: int) -> str:
+    """Returns 48 random bits, the same for all calls of a process; a forked process has another id."""
+    return secrets.token_hex(6)
 
 
 def require_file_system(folder: Path) -> None:
@@ -116,7 +132,7 @@ def require_file_system(folder: Path) -> None:
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            path.write_bytes(b"a")  # in place of what a killed process of this name left
+            path.write_bytes(b"a")
             with path.open("ab", buffering=0) as file:
                 file.write(b"b")
                 lacking = "fsync"

@@ -7,6 +7,7 @@ which were finished, and that the attempt left in good order; if not, it failed 
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -26,6 +27,10 @@ from llama_ssp.distributed.identity import Identity, own_element, own_identity
 SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
 SYNC_S = 5.0
 BEAT_S, STALE_S = 10.0, 60.0  # a heartbeat keeps a claim, so that others take over from a dead process
+
+# SHARD.NUMBER.PROCESS.jsonl, and the draft of such a file, which a killed process may have left.
+ATTEMPT_FILE = re.compile(r"(?P<shard>[0-9]{5,})\.(?P<number>[0-9]{3,})\.(?P<process>.+)\.jsonl")
+ATTEMPT_DRAFT = re.compile(r"\.(?P<shard>[0-9]{5,})\.[0-9]{3,}\..+")
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,25 @@ class PastAttempt:
 class Attempt:
     """One process's work on a shard. Each line reaches the system at once, the disk every SYNC_EVERY."""
 
-    def __init__(self, shard: Shard, earlier: list[PastAttempt], path: Path, done: Path, group: Path) -> None:
-        """Begins the file `path`; `publish` writes `done`, and its counts to the process's file `group`."""
-        self.shard, self._path, self._done, self._group = shard, path, done, group
+    def __init__(
+        self,
+        *,
+        shard: Shard,
+        earlier: list[PastAttempt],
+        path: Path,
+        done: Path,
+        group: Path,
+        require_present: Callable[[], None],
+    ) -> None:
+        """Begins the file `path`; `publish` writes `done`, and its counts to the process's file `group`.
+
+        `require_present` raises StorageError if the job that these files belong to has gone.
+        """
+        self.shard = shard
+        self._path = path
+        self._done = done
+        self._group = group
+        self._require_present = require_present
         self._finished: dict[int, dict[str, Any]] = {}
         self.deaths = Counter[int]()
         # By record: the nodes on which an attempt died during it alone, and where it gave no numbers.
@@ -84,7 +105,11 @@ class Attempt:
         return [index for index in self.shard.indices if index not in self._finished]
 
     def begin(self, indices: list[int], among: int) -> None:
-        """Says what is under way, before it is, and how many texts the process then has under way."""
+        """Says what is under way, before it is, and how many texts the process then has under way.
+
+        Raises StorageError if the job's folder was removed: a line in an unlinked file is lost.
+        """
+        self._require_present()
         self._append({"begun": indices, "among": among, "node": socket.gethostname()})
 
     def finish(self, index: int, record: dict[str, Any]) -> None:
@@ -101,13 +126,17 @@ class Attempt:
             self._append({"left": True})
 
     def publish(self) -> bool:
-        """Gives the whole shard its final name; whether this attempt was the first to."""
+        """Gives the whole shard its final name; returns whether this attempt was the first to.
+
+        Raises StorageError if the job's folder was removed meanwhile.
+        """
+        self._require_present()
         answers = [self._finished[index] for index in self.shard.indices]
         self._file.close()
         whole = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
         if was_first := write_once(self._done, whole.encode()):
             append_line(self._group, {"shard": self.shard.name, "at": time.time(), **counted(answers)})
-        for path in self._path.parent.glob(f"{self.shard.name}.*"):
+        for path in attempt_files(self._path.parent, self.shard.name):
             path.unlink(missing_ok=True)  # what they hold is in `done` now
         return was_first
 
@@ -157,6 +186,12 @@ class JournalThread(threading.Thread):
         """Ends the thread when all calls have been made; waits so long for that."""
         self._calls.put(None)
         self.join(seconds)
+
+
+def attempt_files(folder: Path, shard: str = "*") -> list[Path]:
+    """Returns the files of attempts at a shard, or at all shards, in their order; no other file."""
+    paths = folder.glob(f"{shard}.*.jsonl")
+    return sorted(path for path in paths if ATTEMPT_FILE.fullmatch(path.name))
 
 
 def read_part(path: Path) -> PastAttempt:

@@ -16,26 +16,39 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 
-from llama_ssp.batch.atomic_files import drafted, replace_whole, synced
+from llama_ssp.batch.atomic_files import drafted, replace_whole, storing, synced
 from llama_ssp.batch.records import Reader, Refused, Request
-from llama_ssp.config import BatchConf, RunConf, home_expanded
+from llama_ssp.config import BatchConf, OnBadRow, RunConf, home_expanded
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.report.console import Progress
 from llama_ssp.text import prompts
-from llama_ssp.text.prompts import JSON_ENDINGS, STDIN, TextPrompt, begins_object, reading, require_usable
+from llama_ssp.text.prompts import (
+    HEAD_BYTES,
+    JSON_ENDINGS,
+    STDIN,
+    TextPrompt,
+    begins_object,
+    open_pipe,
+    reading,
+    require_usable,
+    whole_lines,
+)
 
 log = logging.getLogger(__name__)
 
 INDEX, KEPT, GZIP, PARQUET = "index", "input-{}", ".gz", ".parquet"
 FIELDS = {"file": "u4", "line": "u4", "start": "u8", "bytes": "u4", "crc": "u4", "id": "u4", "new": "u4"}
 ROW, PACKED = np.dtype([*FIELDS.items()]), struct.Struct("=IIQIIII")
-BLOCK = 2**22  # bytes of lines that are read at once
+MAX_RECORDS = 2**26  # of a job: an index of 2 GiB, which one process makes in memory
+MAX_BAD = 10_000  # lines that end the job with their count and the first of them; each takes about 1 KiB
+MAX_SKIPPED = 2**20  # bad lines that are answered with their errors
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,8 @@ class Index:
             return
         head = {"sha256": self.sha256, "rows": len(self), "sources": [*map(asdict, self.sources)]}
         head["refused"] = [[one.index, one.id, one.url, one.error] for one in self.refused.values()]
+        with storing(work):
+            work.mkdir(parents=True, exist_ok=True)
         replace_whole(work / INDEX, json.dumps(head).encode() + b"\n" + self.rows.tobytes())
         self.is_kept = True
 
@@ -108,27 +123,60 @@ class Index:
 
     @staticmethod
     def _build(run: RunConf, names: list[str], work: Path) -> Index:
-        """Reads the whole input once, and checks every line."""
-        index = Index([_source(name, number, work) for number, name in enumerate(names)], "", None, {})
-        total = sum(Path(source.plain).stat().st_size for source in index.sources)
-        digest, rows, count = hashlib.sha256(), bytearray(), 0
+        """Reads the whole input once, and checks every line. Raises DataError for what is too much."""
+        sources = [_source(name, number, work) for number, name in enumerate(names)]
+        index = Index(sources, sha256="", rows=None, refused={})
+        total = sum(Path(source.plain).stat().st_size for source in sources)
+        digest, rows = hashlib.sha256(), bytearray()
         with Progress("reading prompts", total, "bytes") as progress:
-            for number, source in enumerate(index.sources):
-                reader = index._reader(number, run)
-                for line in prompts.lines_of(_hashed(Path(source.plain), digest, progress), source.shown):
-                    name, new, raw = reader.simple_id(line), run.task.max_new_tokens, line.raw
-                    if name is None:
-                        try:
-                            record = reader.read(line, count)
-                            name, new = record.id, record.max_new_tokens
-                        except Refused as refused:
-                            name, new, index.refused[count] = refused.id, 0, refused
-                    sums = zlib.crc32(raw), zlib.crc32(name.encode("utf-8", "surrogatepass"))
-                    rows += PACKED.pack(number, line.number, line.start, len(raw), *sums, new)
-                    count += 1
-        index.sha256, index.rows = digest.hexdigest(), np.frombuffer(rows, ROW)
+            for number, source in enumerate(sources):
+                path = Path(source.plain)
+                with reading("task.input", path), path.open("rb", buffering=0) as file:
+                    index._add_rows(rows, number, HashedFile(file, digest, progress), run)
+
+        index.sha256 = digest.hexdigest()
+        index.rows = np.frombuffer(rows, ROW)
         index._refuse_twice(run)
         return index
+
+    def _add_rows(self, rows: bytearray, number: int, file: HashedFile, run: RunConf) -> None:
+        """Appends a row for each line of the file of this number."""
+        reader = self._reader(number, run)
+        count = len(rows) // PACKED.size
+        for line in prompts.lines_of(file, self.sources[number].shown):
+            if count == MAX_RECORDS:
+                raise DataError(
+                    "the input has too many records",
+                    where=line.where,
+                    found=f"more than {MAX_RECORDS}",
+                    allowed=MAX_RECORDS,
+                    fix="split it into several jobs",
+                )
+
+            name, new = reader.simple_id(line), run.task.max_new_tokens
+            if name is None:
+                try:
+                    record = reader.read(line, count)
+                    name, new = record.id, record.max_new_tokens
+                except Refused as refused:
+                    name, new = refused.id, 0
+                    self._refuse(refused, run)
+
+            sums = zlib.crc32(line.raw), zlib.crc32(name.encode("utf-8", "surrogatepass"))
+            rows += PACKED.pack(number, line.number, line.start, len(line.raw), *sums, new)
+            count += 1
+
+    def _refuse(self, refused: Refused, run: RunConf) -> None:
+        """Notes that a line makes no request. Raises DataError for so many that the file is no input."""
+        self.refused[refused.index] = refused
+        skips = run.task.on_bad_row is OnBadRow.skip
+        max_bad = MAX_SKIPPED if skips else MAX_BAD
+        if len(self.refused) > max_bad:
+            raise DataError(
+                f"more than {max_bad} lines are bad",
+                found=f"the last was: {refused.error}",
+                fix="correct the input" if skips else "correct them, or write task.on_bad_row=skip",
+            )
 
     def _refuse_twice(self, run: RunConf) -> None:
         """Refuses all but the first of the lines that have one id; lines with equal sums are read for it."""
@@ -142,7 +190,7 @@ class Index:
             try:
                 require_usable(TextPrompt(record.id, "", self.where(number)), first)
             except DataError as twice:
-                self.refused[number] = Refused(number, record.id, record.url, str(twice))
+                self._refuse(Refused(number, record.id, record.url, str(twice)), run)
             first.setdefault(record.id, self.where(number))
         self.refused = dict(sorted(self.refused.items()))
 
@@ -194,28 +242,56 @@ def _state(path: Path) -> list[int]:
 
 
 def _source(name: str, number: int, work: Path) -> Source:
-    """The file, or what is kept of it; what came through a pipe for a job that has begun is used again."""
+    """Returns the file, or what is kept of it; a job that goes on uses what came through a pipe."""
     path, state = Path(name), [] if name == STDIN else _state(Path(name))
-    is_packed, is_table = name.lower().endswith(GZIP), name.lower().endswith(PARQUET)
+    is_pipe = not state
+    is_packed = name.lower().endswith(GZIP)
+    is_table = name.lower().endswith(PARQUET)
     is_text = not (is_table or name.lower().removesuffix(GZIP).endswith(JSON_ENDINGS))
-    if state and not (is_packed or is_table):
+    if not (is_pipe or is_packed or is_table):
         with reading("task.input", path), path.open("rb"):
             return Source(name, name, is_text, state)
+
     kept = work / KEPT.format(number)
-    if state or not kept.exists():
-        with reading("task.input", path):
-            packed = sys.stdin.buffer if name == STDIN else gzip.open(path) if is_packed else path.open("rb")  # noqa: SIM115
-        with packed, drafted(kept) as (draft, file):
-            try:
-                file.writelines(_table_lines(packed, name) if is_table else packed)
-            except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
-                raise DataError("task.input cannot be unpacked", path, error, fix="check it") from None
-            synced(file)
-            draft.replace(kept)
-    else:
+    if is_pipe and kept.exists():
         log.info("the prompts are those that came through the pipe when the job began: %s", kept)
+    else:
+        _keep_plain_lines(name, kept)
     with kept.open("rb") as file:
-        return Source(name, str(kept), is_text if state else not begins_object(file.read(4096)), state)
+        head = file.read(HEAD_BYTES)
+    return Source(name, str(kept), not begins_object(head) if is_pipe else is_text, state)
+
+
+def _keep_plain_lines(name: str, kept: Path) -> None:
+    """Writes the lines of a pipe, a packed file or a table to the file `kept`.
+
+    Raises DataError for what cannot be unpacked, has a line without an end, or gives nothing.
+    """
+    path = Path(name)
+    with storing(kept):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+    with reading("task.input", path), _opened(name) as packed, drafted(kept) as (draft, file):
+        is_table = name.lower().endswith(PARQUET)
+        try:
+            file.writelines(_table_lines(packed, name) if is_table else whole_lines(packed, name))
+        except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
+            raise DataError("task.input cannot be unpacked", path, error, fix="check it") from None
+
+        if path.is_fifo() and not file.tell():
+            what, fix = "nothing comes through the pipe", "start the process that writes into it first"
+            raise DataError(what, where=path, fix=fix)
+        synced(file)
+        draft.replace(kept)
+
+
+def _opened(name: str) -> AbstractContextManager[IO[bytes]]:
+    """Opens a pipe, a packed file or a table for reading."""
+    path = Path(name)
+    if name == STDIN:
+        return nullcontext(sys.stdin.buffer)
+    if name.lower().endswith(GZIP):
+        return cast(IO[bytes], gzip.open(path))
+    return open_pipe(path) if path.is_fifo() else path.open("rb")
 
 
 def _table_lines(file: Any, name: str) -> Iterator[bytes]:
@@ -230,11 +306,16 @@ def _table_lines(file: Any, name: str) -> Iterator[bytes]:
             yield json.dumps(known, default=str).encode() + b"\n"
 
 
-def _hashed(path: Path, digest: Any, progress: Progress) -> Iterator[bytes]:
-    """The lines of a file, which are added to the digest."""
-    with path.open("rb") as file:
-        while lines := file.readlines(BLOCK):
-            block = b"".join(lines)
-            digest.update(block)
-            yield from lines
-            progress.advance(len(block))
+@dataclass
+class HashedFile:
+    """A file; what is read of it is added to a digest, and to a progress bar."""
+
+    file: IO[bytes]
+    digest: Any
+    progress: Progress
+
+    def read(self, size: int) -> bytes:
+        block = self.file.read(size)
+        self.digest.update(block)
+        self.progress.advance(len(block))
+        return block

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_ssp.batch.atomic_files import drafted, replace_whole
+from llama_ssp.batch.atomic_files import drafted, replace_whole, storing
 from llama_ssp.batch.journal import MANIFEST, Journal, Manifest, shards_of
 from llama_ssp.batch.records import Refused
 from llama_ssp.config import BatchConf, OnBadRow, RunConf, Scheduler, home_expanded, resolved
@@ -77,8 +77,10 @@ class Job:
         return len(self.journal.manifest.shards) - len(self.journal.done())
 
     def begin(self, longest: int) -> Journal:
-        """The job's journal; a new one keeps how long a text may get. The output can be written, too."""
+        """Returns the job's journal; a new one keeps how long a text may get. Tries to write the output."""
         if not self.output.exists():
+            with storing(self.output):
+                self.output.parent.mkdir(parents=True, exist_ok=True)
             with drafted(self.output):  # only tries to write there
                 pass
         held = self.journal.manifest
@@ -135,6 +137,7 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
     if task.input is None:
         raise UsageError("task.input is missing", fix="write task.input=prompts.jsonl")
     work, output = folders_of(run)
+    Journal.require_free(work, output)
     settings = _settings(run, files, seed)
     if Journal.held(work) is None and output.exists():
         what, fix = "the output file exists and is not this job's", "choose another name, or move it away"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +16,20 @@ from typing import Any
 
 from llama_ssp.batch import atomic_files as files
 from llama_ssp.batch import attempts
-from llama_ssp.batch.attempts import Attempt, Shard, read_part
+from llama_ssp.batch.attempts import ATTEMPT_DRAFT, ATTEMPT_FILE, Attempt, Shard, attempt_files, read_part
 from llama_ssp.batch.records import counted, is_error
-from llama_ssp.errors import DataError, StorageError
+from llama_ssp.errors import DataError, StorageError, UsageError, shortened
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.text.prompts import reading
 
 MANIFEST, TRIALS, COSTS, ROWS = "run.json", "trials.json", "costs.json", "rows.json"
-PARTS, DONE, CLAIMS, GROUPS = "parts", "done", "claims", "groups"
+PARTS, DONE, CLAIMS, GROUPS, PUBLISHED = "parts", "done", "claims", "groups", "published"
+# What a job's folder may hold before its manifest: the input's index, what came through pipes, what a
+# scheduler's script makes, and drafts that killed processes left.
+BEFORE_MANIFEST = re.compile(
+    r"index|input-[0-9]+|slurm|logs|\.(probe|index|input-[0-9]+|run\.json)\..+|\.nfs.+"
+)
+ALL_NAMES = {MANIFEST, TRIALS, COSTS, ROWS, PARTS, DONE, CLAIMS, GROUPS, PUBLISHED}
 GONE = ("speculation.siblings", 0)  # a setting of 0.2 that changes nothing
 
 
@@ -113,7 +121,40 @@ class Journal:
     """A folder that several processes, on several machines, may work on at once."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.folder = folder
+        self.manifest = manifest
+        self._names = {shard.name for shard in manifest.shards}
+        self._in_work = set[str]()  # shards that this process has claimed and not given back
+
+    @staticmethod
+    def require_free(folder: Path, output: Path) -> None:
+        """Raises UsageError or DataError unless a job with this output may be kept in the folder.
+
+        A folder is free if it holds a job, or nothing but what a job makes before its manifest. A user's own
+        files are never mixed with a job's.
+        """
+        require_apart(folder, output)
+        if folder.exists() and not folder.is_dir():
+            raise DataError("the job's folder is a file", where=folder, fix="choose another task.work")
+        if not folder.is_dir() or (folder / MANIFEST).exists():
+            return
+        with files.storing(folder):
+            names = sorted(path.name for path in folder.iterdir())
+        draft_of_output = f".{output.name[:40]}."
+        others = [
+            name
+            for name in names
+            if not BEFORE_MANIFEST.fullmatch(name) and not name.startswith(draft_of_output)
+        ]
+        if others:
+            shown = ", ".join(shortened(name, 40) for name in others[:3])
+            raise DataError(
+                "the job's folder holds other files, and no job",
+                where=folder,
+                found=f"{shown}{' ...' if len(others) > 3 else ''}",
+                allowed="a new or empty folder, or that of a job",
+                fix="choose another task.work; nothing was changed",
+            )
 
     @staticmethod
     def begin(folder: Path, manifest: Manifest) -> Journal:
@@ -126,20 +167,15 @@ class Journal:
 
     @staticmethod
     def held(folder: Path) -> Manifest | None:
-        """The job that this folder holds; None where it holds none."""
-        if not (path := folder / MANIFEST).is_file():
-            return None
-        try:
-            with reading("the journal", path):
-                body = json.loads(path.read_bytes())
+        """Returns the job that this folder holds; None where it holds none. Raises DataError."""
+        with _reading_manifest(folder):
+            body = _manifest_body(folder)
+            if body is None:
+                return None
             # 0.2 listed the shards, and had `longest` among other facts.
             count, longest = body["shards"], body.get("facts", body)["longest"]
             shards = shards_of(body["records"], 0, count if isinstance(count, int) else len(count))
-            settings = {key: value for key, value in body["settings"].items() if (key, value) != GONE}
-            return Manifest(body["input_sha256"], body["records"], settings, shards, longest)
-        except (ValueError, KeyError, TypeError) as error:
-            found, fix = f"{type(error).__name__}: {error}", "damaged, or not ours: choose another folder"
-            raise DataError("run.json cannot be read", path, found, fix=fix) from None
+            return Manifest(body["input_sha256"], body["records"], body["settings"], shards, longest)
 
     @staticmethod
     def find(folder: Path) -> Journal:
@@ -170,11 +206,28 @@ class Journal:
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()
 
+    def require_present(self) -> None:
+        """Raises StorageError if the job's folder was removed, or holds another job now.
+
+        A process that goes on would answer texts that nobody will find.
+        """
+        with _reading_manifest(self.folder):
+            now = _manifest_body(self.folder)
+            is_same = now is not None and now["settings"] == self.manifest.settings
+        if not is_same:
+            raise StorageError(
+                "the job's folder was removed while this process worked on it",
+                where=self.folder,
+                found="no run.json" if now is None else "another job",
+                fix="start the same command again: what was removed is computed anew",
+            )
+
     def _claims(self) -> Iterator[tuple[Path, dict[str, Any], float]]:
-        """Each claim: its file, who holds it, and when it was renewed last. Nothing is written."""
+        """Yields each claim: its file, who holds it, and when it was renewed last. Nothing is written."""
         for path in (self.folder / CLAIMS).glob("[!.]*"):
-            if (found := attempts.holder_of(path)) is not None:
-                yield path, *found
+            holder = attempts.holder_of(path) if path.name in self._names else None
+            if holder is not None:
+                yield path, *holder
 
     def holders(self) -> list[dict[str, Any]]:
         """The living processes that hold a claim, by this machine's clock."""
@@ -188,22 +241,46 @@ class Journal:
         return {(name, at) for name, at in unknown if name not in done}
 
     def claim(self) -> tuple[Shard, AbstractContextManager[None]] | None:
-        """The first shard that is neither done nor claimed by a living process, and the claim on it."""
+        """Returns the first shard that is neither done nor claimed, with the claim on it; None without one.
+
+        Raises StorageError if the job's folder is gone.
+        """
+        self.require_present()
         done = self.done()
         for shard in self.manifest.shards:
-            if shard.name in done or (claimed := attempts.claim(self.folder / CLAIMS / shard.name)) is None:
+            if shard.name in done or shard.name in self._in_work:
+                continue
+            claimed = attempts.claim(self.folder / CLAIMS / shard.name)
+            if claimed is None:
                 continue
             if not self.is_done(shard):  # after the listing, by the one that had the claim then
-                return shard, claimed
+                return shard, self._working_on(shard, claimed)
             with claimed:
                 pass
         return None
 
+    @contextmanager
+    def _working_on(self, shard: Shard, claimed: AbstractContextManager[None]) -> Iterator[None]:
+        """Holds a claim, and knows it: were its file deleted, this process would else claim it again."""
+        self._in_work.add(shard.name)
+        try:
+            with claimed:
+                yield
+        finally:
+            self._in_work.discard(shard.name)
+
     def attempt(self, shard: Shard, name: str = "") -> Attempt:
-        """A new attempt at a shard, with what earlier ones have finished and failed at."""
+        """Begins a new attempt at a shard, with what earlier ones have finished and failed at."""
         earlier = list(map(read_part, self._parts(shard)))
-        path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or files.unique_name()}.jsonl"
-        return Attempt(shard, earlier, path, self._done(shard), self._own_log)
+        file_name = f"{shard.name}.{len(earlier):03d}.{name or files.unique_name()}.jsonl"
+        return Attempt(
+            shard=shard,
+            earlier=earlier,
+            path=self.folder / PARTS / file_name,
+            done=self._done(shard),
+            group=self._own_log,
+            require_present=self.require_present,
+        )
 
     @property
     def _own_log(self) -> Path:
@@ -215,8 +292,8 @@ class Journal:
         files.append_line(self._own_log, {**about, "last_at": time.time()})
 
     def done(self) -> set[str]:
-        """The names of the shards that are done, by one listing."""
-        return {path.stem for path in (self.folder / DONE).glob("[!.]*.jsonl")}
+        """Returns the names of the shards that are done, by one listing."""
+        return self._names & {path.stem for path in (self.folder / DONE).glob("[!.]*.jsonl")}
 
     def standing(self) -> Standing:
         return self.survey()[0]
@@ -238,7 +315,7 @@ class Journal:
         for name in done - last.keys():
             uncounted.add(0.0, **counted(self.answers(self.manifest.shards[int(name)]).values()))
         seen = set[int]()
-        for path in sorted((self.folder / PARTS).glob("*.jsonl")):
+        for path in attempt_files(self.folder / PARTS):
             shard, _, name = path.stem.split(".", 2)
             if shard not in done:
                 past, group = read_part(path), groups.setdefault(name, GroupWork(name))
@@ -250,7 +327,7 @@ class Journal:
 
     def merge(self, output: Path) -> None:
         """Writes all answers in the order of the input. Raises DataError while any is missing."""
-        done, published = self.done(), self.folder / "published"
+        done, published = self.done(), self.folder / PUBLISHED
         if missing := [shard.name for shard in self.manifest.shards if shard.name not in done]:
             found = f"shards {', '.join(missing[:5])} missing, {len(missing)} in all"
             raise DataError("the job is not finished", self.folder, found, fix="start the same command again")
@@ -278,7 +355,9 @@ class Journal:
                 files.synced(file)
                 draft.replace(output)
         for path in (self.folder / PARTS).glob("*"):
-            path.unlink(missing_ok=True)
+            ours = ATTEMPT_FILE.fullmatch(path.name) or ATTEMPT_DRAFT.fullmatch(path.name)
+            if ours and ours["shard"] in self._names:  # what they hold is in `done` now
+                path.unlink(missing_ok=True)
 
     def answers(self, shard: Shard) -> dict[int, dict[str, Any]]:
         """The answers that a shard has so far, by their records."""
@@ -318,11 +397,58 @@ class Journal:
         return count
 
     def _parts(self, shard: Shard) -> list[Path]:
-        """The files of the attempts at a shard, in their order."""
-        return sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
+        """Returns the files of the attempts at a shard, in their order."""
+        return attempt_files(self.folder / PARTS, shard.name)
 
     def _done(self, shard: Shard) -> Path:
         return self.folder / DONE / f"{shard.name}.jsonl"
+
+
+def _manifest_body(folder: Path) -> dict[str, Any] | None:
+    """Returns what run.json holds, without settings that change nothing any more; None without it."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    with reading("the journal", path):
+        body = json.loads(path.read_bytes())
+    settings = {key: value for key, value in body["settings"].items() if (key, value) != GONE}
+    return {**body, "settings": settings}
+
+
+@contextmanager
+def _reading_manifest(folder: Path) -> Iterator[None]:
+    """Raises DataError where run.json is not what a job writes."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            "run.json cannot be read",
+            where=folder / MANIFEST,
+            found=f"{type(error).__name__}: {error}",
+            fix="damaged, or not ours: choose another folder",
+        ) from None
+
+
+def require_apart(folder: Path, output: Path) -> None:
+    """Raises UsageError where a job's folder and its output, once written, would be in each other's place."""
+    work = Path(os.path.realpath(folder))
+    result = Path(os.path.realpath(output))
+    if work == result or result in work.parents:
+        raise UsageError(
+            "task.work is where the output goes",
+            where=f"work={folder}",
+            found=f"output={output}",
+            fix="leave task.work out, or name another folder",
+        )
+    if work in result.parents:
+        name = result.relative_to(work).parts[0]
+        if name in ALL_NAMES or BEFORE_MANIFEST.fullmatch(name):
+            raise UsageError(
+                "task.output has a name that the job's folder needs",
+                where=f"work={folder}",
+                found=f"output={output}",
+                fix="choose another task.output",
+            )
 
 
 def count_finished(folder: Path, group: str = "") -> int:

@@ -192,7 +192,7 @@ class BatchTask(Task[BatchConf]):
                 self._left = {work.index: work for work in self._apart.popleft()}
                 self._goes_on = False
                 continue
-            self._refuse_damaged()
+            self._settle_damaged()
             self._thread.wait()
             if not self._await_claims(self._journal):
                 return {}
@@ -339,17 +339,38 @@ class BatchTask(Task[BatchConf]):
             return
         self._damaged.append(request.index)
         self._damaged_in_row += 1
-        if self._damaged_in_row < DAMAGED_IN_ROW:
-            return
+        if self._damaged_in_row >= DAMAGED_IN_ROW:
+            raise self._broken_device(f"{DAMAGED_IN_ROW} texts one after another ended where {NOT_NUMBERS}")
+
+    def _broken_device(self, what: str) -> DistributedError:
+        """Notes the damaged texts of this node, whose records stay open; returns the error that says so."""
         for index in self._damaged:
             self._thread.do(partial(self._texts[index][0].keep_damaged, [index]))
         self._excuse()
+
+        last = self._texts[self._damaged[-1]][1]
         devices = ", ".join(sorted(set(map(str, self._pair_figures()["devices"].values()))))
-        what = f"{DAMAGED_IN_ROW} texts one after another ended where {NOT_NUMBERS}"
-        last = f"the last was {request.id} in {request.where}"
-        fix = "the records stay open: start the command on another node or device; "
-        fix += "if it ends there, too, try model.dtype=bf16 or fp32"
-        raise DistributedError(what, where=f"{node}, {devices}", found=last, allowed="numbers", fix=fix)
+        return DistributedError(
+            what,
+            where=f"{socket.gethostname()}, {devices}",
+            found=f"the last was {last.id} in {last.where}",
+            allowed="numbers",
+            fix="the records stay open: start the command on another node or device; "
+            "if it ends there, too, try model.dtype=bf16 or fp32",
+        )
+
+    def _settle_damaged(self) -> None:
+        """Refuses the texts that are kept when nothing else is left to write.
+
+        Raises DistributedError where the job has no sound text: nothing shows that the device is sound.
+        """
+        assert self._journal is not None
+        if self._damaged and not self._answered:
+            self._thread.wait()
+            standing = self._journal.standing()
+            if standing.records_finished == standing.records_failed:
+                raise self._broken_device(f"all texts, {len(self._damaged)}, ended where {NOT_NUMBERS}")
+        self._refuse_damaged()
 
     def _refuse_damaged(self) -> None:
         """Answers kept texts with their errors: the device has proved sound, or nothing else is left."""
@@ -391,6 +412,13 @@ class BatchTask(Task[BatchConf]):
             return False
         journal.merge(job.output)
         log.info("output: %s", job.output)
+        if standing.records and standing.records_failed == standing.records:
+            raise DataError(
+                "every record was answered with an error",
+                where=job.output,
+                found=f"{standing.records_failed} errors",
+                fix="read them there; task.retry_errors=true tries them again",
+            )
         return True
 
 

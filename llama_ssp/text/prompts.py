@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn, TypeVar
+from typing import IO, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from llama_ssp.config import OnBadRow, PromptedConf, home_expanded
 from llama_ssp.errors import DataError, StorageError, UsageError, shortened
@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 MAX_LINE_BYTES = 16 * 2**20
+MAX_UNENDED_BYTES = 2 * MAX_LINE_BYTES  # a line that goes on beyond this is not even read to its end
+BLOCK_BYTES = 2**22  # of a file that is read at once
+HEAD_BYTES = 4096  # of a file, which show whether it has objects
 MAX_INPUT_BYTES = 2**28  # of standard input, which is read whole
 MAX_FILE_BYTES = 2**30
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson", ".jl")  # of files with an object a line, in upper or lower case
@@ -124,11 +127,12 @@ def read_prompts(task: PromptedConf) -> Reading:
     if task.prompt_file == STDIN and sys.stdin is not None:
         return _from_stdin(policy)
     if task.prompt_file is not None:
-        data = _file_bytes("task.prompt_file", task.prompt_file)
-        made = _record if has_objects(task.prompt_file, data) else _text
-        return checked(lines_of(data, task.prompt_file), made, policy)
+        with _opened("task.prompt_file", task.prompt_file) as file:
+            made = _record if has_objects(task.prompt_file, file) else _text
+            return checked(lines_of(file, task.prompt_file), made, policy)
     if task.suite is not None:
-        return checked(lines_of(_file_bytes("task.suite", task.suite), task.suite), _question, policy)
+        with _opened("task.suite", task.suite) as file:
+            return checked(lines_of(file, task.suite), _question, policy)
     if task.usual_prompts == "sentences":
         return _samples([] if task.lengths else SENTENCES, "sentences")
     if task.usual_prompts == "short":
@@ -153,10 +157,12 @@ def _samples(texts: list[str], where: str = "sample") -> Reading:
     return Reading([TextPrompt(str(i), text, where) for i, text in enumerate(texts)], [])
 
 
-def has_objects(name: str, data: bytes) -> bool:
+def has_objects(name: str, file: IO[bytes]) -> bool:
     """Whether a file has a JSON object a line, not a prompt a line: by its name, or a pipe's first byte."""
     if home_expanded(name).is_fifo():
-        return begins_object(data)
+        head = file.read(HEAD_BYTES)
+        file.seek(0)
+        return begins_object(head)
     return name.lower().endswith(JSON_ENDINGS)
 
 
@@ -164,22 +170,37 @@ def begins_object(data: bytes) -> bool:
     return data.removeprefix(BOM).lstrip()[:1] == b"{"
 
 
-def _file_bytes(key: str, name: str) -> bytes:
-    """Returns the content of the file that `key` names. Raises DataError or StorageError."""
+@contextmanager
+def _opened(key: str, name: str) -> Iterator[IO[bytes]]:
+    """Opens the file that `key` names; reads a pipe whole. Raises DataError or StorageError."""
     path = home_expanded(name)
     with reading(key, path):
-        found = path.stat()
-        if stat.S_ISFIFO(found.st_mode):  # <(command)
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for a writer
-            os.set_blocking(handle, True)
-            with open(handle, "rb") as pipe:
-                return _pipe_bytes(pipe, key, path)
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if stat.S_ISFIFO(status.st_mode):  # <(command)
+            with open_pipe(path) as pipe:
+                data = _pipe_bytes(pipe, key, path)
+            yield io.BytesIO(data)
+            return
+
+        if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{key} is not a regular file", path, fix="give a text file or a .jsonl file")
-        if found.st_size > MAX_FILE_BYTES:
-            size, allowed = f"{found.st_size} bytes", f"{MAX_FILE_BYTES} bytes"
-            raise DataError(f"{key} is too large", path, size, allowed, "split it into several files")
-        return path.read_bytes()
+        if status.st_size > MAX_FILE_BYTES:
+            raise DataError(
+                f"{key} is too large",
+                where=path,
+                found=f"{status.st_size} bytes",
+                allowed=f"{MAX_FILE_BYTES} bytes",
+                fix="split it into several files, or use task=batch",
+            )
+        with path.open("rb", buffering=0) as file:
+            yield file
+
+
+def open_pipe(path: Path) -> IO[bytes]:
+    """Opens a named pipe without waiting for a process that writes into it: without one, nothing is read."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(handle, True)
+    return open(handle, "rb")
 
 
 @contextmanager
@@ -203,17 +224,49 @@ def _pipe_bytes(pipe: IO[bytes], what: str, path: object = "") -> bytes:
     return data
 
 
-def lines_of(raws: bytes | Iterable[bytes], file: str) -> Iterator[Line]:
+class Readable(Protocol):
+    """What gives at most so many bytes at a call, and none at its end."""
+
+    def read(self, size: int, /) -> bytes | None: ...
+
+
+def whole_lines(file: Readable, name: str) -> Iterator[bytes]:
+    """Yields the lines of a file with their ends, and holds a block and a line of it at most.
+
+    Raises DataError for a line that has no end within MAX_UNENDED_BYTES. One of more than MAX_LINE_BYTES that
+    ends before is yielded: it is refused by itself, and the lines after it are read.
+    """
+    begun, number = b"", 1
+    while block := file.read(BLOCK_BYTES):
+        *ended, begun = (begun + block).split(b"\n")
+        for raw in ended:
+            yield raw + b"\n"
+
+        number += len(ended)
+        if len(begun) > MAX_UNENDED_BYTES:
+            raise DataError(
+                "a line is too long, and does not end",
+                where=f"{name} line {number}",
+                found=f"more than {MAX_UNENDED_BYTES} bytes",
+                allowed=f"{MAX_LINE_BYTES} bytes",
+                fix="give a text file with a prompt a line, or a .jsonl file",
+            )
+    if begun:
+        yield begun
+
+
+def lines_of(source: bytes | Readable, name: str) -> Iterator[Line]:
     """Yields the lines of a file that are not blank, without their ends. Raises DataError for UTF-16."""
     start = 0
-    for number, raw in enumerate(io.BytesIO(raws) if isinstance(raws, bytes) else raws, start=1):
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    for number, raw in enumerate(whole_lines(file, name), start=1):
         if number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
             fix = "convert them: iconv -f utf-16 -t utf-8"
-            raise DataError("the prompts are UTF-16", file, allowed="UTF-8", fix=fix)
+            raise DataError("the prompts are UTF-16", name, allowed="UTF-8", fix=fix)
         if number == 1 and raw.startswith(BOM):
             start, raw = len(BOM), raw.removeprefix(BOM)
         if raw and not raw.isspace():
-            yield Line(number, start, raw.removesuffix(b"\n"), file)
+            yield Line(number, start, raw.removesuffix(b"\n"), name)
         start += len(raw)
 
 

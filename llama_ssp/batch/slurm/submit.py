@@ -130,8 +130,8 @@ def _submit(job: Job, script: str) -> str:
     if done.returncode != 0 or not number.isdecimal():
         said, fix = one_line(done.stderr.replace("sbatch:", "")), "correct cluster.slurm.*, nodes and gpus"
         raise UsageError("Slurm refuses the job", found=said, fix=fix)
-    replace_whole(job.journal.folder / FOLDER / f"{number}{SCRIPT}", script.encode())
     job.index.save(job.journal.folder)  # before the first element has started
+    replace_whole(job.journal.folder / FOLDER / f"{number}{SCRIPT}", script.encode())
     return number
 
 
