@@ -361,10 +361,11 @@ def test_what_a_user_puts_into_a_job_s_folder_outlives_a_kill_and_the_end(
     names = {"thesis.txt", "part.0001.csv", "notes.jsonl"}
 
     def killed() -> None:
-        Deadly(at=6000).install()
+        Deadly(at=9000).install()
         launched(*job)
 
     assert in_child(killed) == KILLED
+    Path("job/parts").mkdir(exist_ok=True)
     for name in names:
         Path("job/parts", name).write_text("mine")
     assert [command(*job).code for _ in range(2)] == [0, 0]
