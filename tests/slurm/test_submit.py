@@ -2,12 +2,15 @@
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llama_ssp.batch.slurm import submit
+from llama_ssp.pair.continuous_batching import ContinuousBatch
 from tests.conftest import Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches, executable
 from tests.slurm.lab import Lab
@@ -200,7 +203,13 @@ def test_what_people_started_themselves_is_seen(
     commands(tmp_path, monkeypatch, squeue=SQUEUE, sbatch="echo 8", scontrol="echo UP: is UP")
     work, job = here / "answers.jsonl.work", {"host": "n1", "pid": 1, "job": "41", "restart": 0}
     submitted(work, "7")
-    (work / "claims").mkdir()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt(signal.SIGINT)
+
+    with monkeypatch.context() as patch:  # the job has begun
+        patch.setattr(ContinuousBatch, "write", stop)
+        assert command(*JOB, "placement.target_device=cpu").code == 130
     claim = work / "claims" / "00000"
     claim.write_text(json.dumps(job))
     refused = command(*JOB, *ASKED)
