@@ -28,6 +28,7 @@ from llama_ssp.planner.search import option
 from llama_ssp.planner.storage import HEAD, LAYERS, WEIGHTS
 from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
+from tests.conftest import Command
 from tests.distributed.test_large import part
 from tests.plans import CPU, P4D, alone, machine, model, named, request, shapes
 
@@ -137,6 +138,16 @@ def test_weights_and_caches_are_refused_without_a_plan() -> None:
     fit.require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole, 0.0)
     with pytest.raises(DistributedError, match=r"model 7B: weights 12\.6 GiB, cache 1\.0 GiB; draft 7B"):
         fit.require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole - 1, 0.0)
+
+
+def test_a_run_without_a_plan_leaves_the_reserve_free(command: Command) -> None:
+    """By layers the draft's weights and cache are compared alone: they fit in 2 MiB, not in a tenth of it."""
+    words = ("placement=layers", "prompt=x", "task.max_new_tokens=2", "seed=1", "out=null")
+    words += ("cluster.gib=0.002",)
+    assert command(*words, "cluster.reserve=0").code == 0
+    refused = command(*words, "cluster.reserve=0.9")
+    assert refused.code == 5 and "do not fit on cpu; draft tiny_draft" in refused.errors[0]
+    assert "less 90% reserve" in refused.errors[0]
 
 
 def test_what_deepspeed_splits_is_counted_by_its_part() -> None:

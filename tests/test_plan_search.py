@@ -92,6 +92,14 @@ def test_speed_up_is_over_the_best_regular_run() -> None:
     assert regular_ms(tight, options, worlds) == min(one.regular_ms for one in options)
 
 
+def test_no_drafts_a_round_is_a_k_like_any_other() -> None:
+    """Where the request says K = 0, every placement is planned at it, though a larger K would be faster."""
+    on = request("65B", "7B", P4D)
+    assert make_plan(on).chosen.k > 0
+    document = make_plan(replace(on, k=0)).document()
+    assert {one["k"] for one in document["placements"]} == {document["best"]["k"]} == {0}
+
+
 def test_the_largest_is_the_largest() -> None:
     on = request("13B", None, ONE)
     chosen = search(on, [1])[0]

@@ -137,6 +137,14 @@ def test_require_fit_is_for_scripts(command: Command, gib: int, code: int, verdi
     assert command(*TARGET, "cluster.gpus=1", f"cluster.gib={gib}").code == 0
 
 
+def test_a_plan_fits_only_if_its_last_rank_does(command: Command) -> None:
+    """The draft is larger than the target, on a GPU of its own; the target's GPU has room."""
+    pair = ("task=plan", "model=7B", "draft=13B", "placement=own", "out=null")
+    plan = document(command(*pair, "cluster=p4d", "cluster.gpus=2", "cluster.gib=20"))
+    assert [gpu["verdict"] for gpu in plan["per_gpu"]] == ["fits", "does_not_fit"]
+    assert plan["verdict"] == plan["placements"][0]["verdict"] == "does_not_fit"
+
+
 def test_only_config_json_is_read(command: Command, saved: Saved, tmp_path: Path) -> None:
     """Of a preset not even that need be here; but a folder that contradicts it is refused."""
     shutil.copy(saved.whole / "config.json", tmp_path)
