@@ -625,6 +625,22 @@ def test_a_record_without_numbers_is_to_blame_alone_or_on_two_nodes(
     assert [one for one in told if "error" not in one] == [one for one in calm if one["id"] not in ids]
 
 
+def test_scattered_records_without_numbers_do_not_stop_a_job(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """A sound text between two of them shows that the device is sound, however many there are."""
+    write_lines(*({"id": f"r/{index}", "prompt": "word"} for index in range(8)))
+    bad = ["r/1", "r/3", "r/5", "r/7"]
+    assert len(bad) > batch.DAMAGED_IN_ROW
+    failing(monkeypatch, *bad)
+    alone = [
+        word for word in SMALL if not word.startswith("task.batch_size=")
+    ]  # so each ends before the next
+    done = command(*alone, "task.batch_size=1", "task.output=out.jsonl")
+    assert done.code == 0, done.err
+    assert [line["id"] for line in lines("out.jsonl") if "error" in line] == bad
+
+
 def test_errors_are_counted_and_answered_again_when_asked(
     command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):

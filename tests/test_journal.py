@@ -177,6 +177,19 @@ def test_failures_are_counted_by_record_and_orderly_ends_are_none(tmp_path: Path
     assert begun(tmp_path)[1].deaths == {0: 2, 1: 1}
 
 
+@pytest.mark.parametrize(
+    ("among", "alone"), [(1, [0]), (2, [])], ids=["alone", "beside another shard's text"]
+)
+def test_a_death_is_of_a_record_alone_only_if_no_other_text_was_under_way(
+    among: int, alone: list[int], tmp_path: Path
+):
+    """Texts of other shards count, too: they are in the process, though not in this file."""
+    begun(tmp_path)[1].begin([0], among)
+    again = begun(tmp_path)[1]
+    assert again.deaths == {0: 1}
+    assert list(again.deaths_alone) == alone
+
+
 def test_the_first_attempt_to_end_publishes(tmp_path: Path):
     job = Journal.begin(tmp_path, manifest())
     shard = job.manifest.shards[0]

@@ -79,6 +79,28 @@ def test_a_plain_line_has_the_runs_settings_or_its_own(tmp_path: Path):
     assert found[2].messages[1]["content"] == "u" and found[2].said == "s\nu"
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['{"prompt": "x", "seed": 0}', openai({"prompt": "x", "seed": 0}), chat(seed=0)],
+    ids=["plain", "completion", "chat"],
+)
+def test_seed_0_of_a_line_is_its_own_seed(line: str, tmp_path: Path):
+    """It is not the lack of one."""
+    (request,) = read(tmp_path, line)
+    assert request.seed == 0
+
+
+def test_a_line_that_was_edited_after_the_job_began_is_refused(tmp_path: Path):
+    """It is another request, though it is as long as before; other lines are read as ever."""
+    path, run = tmp_path / "in.jsonl", run_of(tmp_path / "in.jsonl")
+    path.write_text('{"id": "a", "prompt": "one"}\n{"id": "b", "prompt": "two"}\n')
+    index = Index.of_run(run, tmp_path / "work")
+    path.write_text(path.read_text().replace("two", "six"))
+    assert index.read(0, run).prompt == "one"
+    with pytest.raises(DataError, match=r"the input has changed while the job runs; .*in\.jsonl line 2"):
+        index.read(1, run)
+
+
 def test_an_openai_line(tmp_path: Path):
     body = {"model": "any", "prompt": "x", "max_tokens": 4, "temperature": 0, "n": 1, "stop": None}
     completion, conversation = read(tmp_path, openai(body) + "\n" + chat())
