@@ -163,6 +163,14 @@ def test_what_a_list_and_a_choice_may_be() -> None:
     assert by_name.verification == "token" and type(by_name.verification) is str
 
 
+def test_seed_0_of_a_call_replaces_the_pair_s_own(tiny: Pair) -> None:
+    """0 is a seed like any other."""
+    expected = tiny.generate(["hello"], max_new_tokens=8, seed=0)
+    with load_pair("tiny", draft="tiny_draft", overrides=["seed=5"]) as pair:
+        assert pair.generate(["hello"], max_new_tokens=8) != expected
+        assert pair.generate(["hello"], max_new_tokens=8, seed=0) == expected
+
+
 def test_only_the_tokenizer_s_tokens_are_scored() -> None:
     """A model's vocabulary may be larger: it can read such a token, which has no log-probability."""
     run, tokens = composed(["model=tiny", "draft=none"]), cast(Any, SimpleNamespace(size=200, bos_id=None))

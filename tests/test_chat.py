@@ -218,6 +218,19 @@ def test_chats_through_the_command(command: Command, tmp_path: Path) -> None:
         assert refused.code == 2 and len(refused.errors) == 1
 
 
+def test_a_record_s_own_system_message_takes_the_place_of_the_job_s(command: Command, tmp_path: Path) -> None:
+    """The job's is for records without one; no chat has two."""
+    folder = checkpoints.save(tmp_path / "model", vocab_size=320)
+    known = tokens(folder)
+    chats = [conversation("hi", "be brief, and kind"), conversation("hi", None)]
+    Path("in.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    words = (f"model={folder}", "draft=none", "task.max_new_tokens=2", "seed=1", "out=null")
+    words += ("task.input=in.jsonl", "task.output=out.jsonl", "task.system=be kind")
+    assert command("task=batch", *words).code == 0
+    told = [json.loads(line)["prompt_tokens"] for line in Path("out.jsonl").read_text().splitlines()]
+    assert told == [len(known.chat(chat)) for chat in (chats[0], conversation("hi", "be kind"))]
+
+
 @pytest.mark.parametrize("task", ["measure", "agree", "certify"])
 def test_tasks_that_compare_take_chats(task: str, command: Command) -> None:
     """The template is asked for; a random model has none."""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, RunConf
+from llama_ssp.config.compose import composed
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.failures import Watch
@@ -19,9 +21,13 @@ from llama_ssp.errors import DISTRIBUTED, DistributedError, LostPeer, UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.models.devices import memory_of
 from llama_ssp.models.host_memory import memory_here
+from llama_ssp.pair import placements as pair_placements
 from llama_ssp.pair import session
 from llama_ssp.pair.placements import model_placements
+from llama_ssp.pair.session import PairSession
+from llama_ssp.planner.resolve import pair_specs
 from tests.distributed.pairs import entry_of
+from tests.distributed.threads import ranks_of, together
 from tests.refusals import ILLEGAL
 from tests.rig import engine_of
 
@@ -247,6 +253,27 @@ def test_ranks_that_share_a_gpu_share_what_is_free(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (24 * 2**30, 80 * 2**30))
     assert memory_of(torch.device("cuda:0"), Together("a", *others)) == 24 * 2**30 // part
     assert memory_of(CPU, Together("", "")) == pytest.approx(memory_here(), rel=0.2)
+
+
+def rows_of_ranks(monkeypatch: pytest.MonkeyPatch, *gib: int) -> list[int]:
+    """Returns the rows of a batch that each rank takes; each has so much memory free."""
+    words = ["model=tiny", "draft=tiny_draft", "model.context=65536", "draft.context=65536", "cluster.gib=64"]
+    run = composed(["task=batch", "task.input=in.jsonl", "task.output=out.jsonl", *words])
+    (spec,) = pair_specs(run, [], len(gib))
+    monkeypatch.setattr(pair_placements, "memory_of", lambda _, ranks: gib[ranks.rank] * 2**30)
+    ranks = ranks_of(len(gib))
+    return together([partial(PairSession(spec, rank).rows_for, 64, 60_000) for rank in ranks], ranks)
+
+
+@pytest.mark.parametrize("gib", [(16, 4), (4, 16)], ids=["less on rank 1", "less on rank 0"])
+def test_ranks_with_unequal_memory_take_as_many_rows(
+    gib: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each plans by its own memory; all take what the one with least can hold."""
+    few, _ = rows_of_ranks(monkeypatch, 4, 4)
+    many, _ = rows_of_ranks(monkeypatch, 16, 16)
+    assert few < many
+    assert rows_of_ranks(monkeypatch, *gib) == [few, few]
 
 
 def test_a_group_of_the_same_ranks_is_made_once(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
