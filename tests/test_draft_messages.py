@@ -101,6 +101,18 @@ def test_a_draft_that_is_given_up_is_dismissed():
         server.broadcast_ints([])
 
 
+def test_a_reply_from_before_a_loss_answers_nothing_after_it():
+    near, far = line()
+    client, server = DraftClient(near, 60.0), DraftServer(far, ALONE)
+    client.broadcast_ints([4])
+    server.broadcast_ints([])
+    server.send_reply([7], b"")
+    assert client.reply().values == [7]
+    client.give_up("its drafts are for other texts")
+    client.broadcast_ints([5])
+    assert client.reply() is None
+
+
 def test_a_draft_that_reads_nothing_is_given_up_at_once():
     """The link is full: there is no room for a last word, and nobody waits for it."""
     near, _far = line()

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from llama_ssp.batch.journal import count_finished
+from llama_ssp.distributed.launcher import run_ranks
 from llama_ssp.errors import DATA, DISTRIBUTED, INPUT_OUTPUT, MODEL, USAGE
 from tests.conftest import Command
 from tests.processes import kill, stands_still, wait_for
@@ -110,6 +111,25 @@ def test_whoever_is_stopped_all_end(
     assert (answer.code, len(answer.errors)) == (code, bool(line)), answer.err
     assert line in answer.err and "Traceback" not in answer.err
     wait_for(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks.values()))
+
+
+# How the two ranks of a program end, and the code of the process that started them.
+ENDS = {
+    "the leader is killed": ("os.kill(os.getpid(), 9)", "sys.exit(4)", MODEL),
+    "both are killed": ("os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)", 128 + 9),
+    "the leader leaves": ("sys.exit(3)", "sys.exit(4)", DATA),
+}
+
+
+@pytest.mark.parametrize(("leader", "other", "code"), ENDS.values(), ids=ENDS)
+def test_the_exit_code_is_the_leader_s_or_if_it_was_killed_another_rank_s(
+    leader: str, other: str, code: int, tmp_path: Path
+) -> None:
+    """A short program takes the place of the command in the ranks: Python finds it before the package."""
+    (tmp_path / "llama_ssp.py").write_text(
+        f"import os, sys\nif os.environ['RANK'] == '0':\n    {leader}\n{other}\n"
+    )
+    assert run_ranks(2, {"PYTHONPATH": str(tmp_path)}) == code
 
 
 def test_a_job_of_the_shell_stops_and_goes_on_whole(command: Command, tmp_path: Path):

@@ -12,11 +12,11 @@ from functools import partial
 
 import pytest
 
-from llama_ssp.distributed import identity
+from llama_ssp.distributed import failures, identity
 from llama_ssp.distributed.comm import ALONE, Place
-from llama_ssp.distributed.failures import Watch
+from llama_ssp.distributed.failures import Watch, first_cause
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, LostPeer
 from llama_ssp.tasks import interactive as asking
 from llama_ssp.tasks.interactive import while_others_wait
 from tests.distributed.threads import ThreadRank, ranks_of, together
@@ -86,6 +86,99 @@ def test_who_is_excused_and_a_script_s_own_interrupt(watch: Watch) -> None:
     watch.place = Place("verify", 2)
     cause = watch._own(KeyboardInterrupt())
     assert cause.code == 130 and cause.line == "rank 0 was stopped by SIGINT during verify, round 2"
+
+
+class Clock:
+    """Stands in for the module `time` of the watch: it moves only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Returns the clock of a watch that neither ends this process nor sends it a signal."""
+    clock = Clock()
+    monkeypatch.setattr(failures, "time", clock)
+    monkeypatch.setattr(failures, "leave_within", lambda *_: None)
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    monkeypatch.setattr(GUARD, "on_signal", [])
+    monkeypatch.setattr(GUARD, "ending", False)
+    return clock
+
+
+def break_connection(watch: Watch) -> None:
+    """The main thread meets a sum that another rank does not take part in any more."""
+    with pytest.raises(LostPeer), watch.during("summing"):
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("broken", "silent_s", "is_late"),
+    [(False, 59, False), (False, 61, True), (True, 2, False), (True, 4, True)],
+    ids=["within its time", "beyond its time", "just after a break", "seconds after a break"],
+)
+def test_a_silent_rank_has_its_time_or_after_a_broken_connection_seconds(
+    broken: bool, silent_s: int, is_late: bool, clock: Clock
+) -> None:
+    watch = Watch(Board(), 0, 2, 60.0)
+    assert watch._look() is None
+    if broken:
+        break_connection(watch)
+    clock.now += silent_s
+    cause = watch._look()
+    assert (cause is not None) == is_late
+    assert cause is None or cause.line.startswith(f"rank 1 has not answered for {silent_s}.0 s")
+
+
+class TimedBoard(Board):
+    """Moves the clock by one of `gaps` between two looks of the watch; sets `over` at the last look."""
+
+    def __init__(self, clock: Clock, gaps: list[float]) -> None:
+        super().__init__()
+        self._clock, self._gaps = clock, list(gaps)
+        self.over = threading.Event()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        if self._gaps:
+            self._clock.now += self._gaps.pop(0)
+            for wake in GUARD.on_signal:  # the next look comes at once
+                wake()
+        else:
+            self.over.set()
+        return super().multi_get(keys)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "blamed"),
+    [([3600.0], False), ([1.0] * 61, True)],
+    ids=["this rank was stopped", "this rank ran"],
+)
+def test_only_silence_while_this_rank_runs_is_a_fault(gaps: list[float], blamed: bool, clock: Clock) -> None:
+    """After Ctrl-Z, and fg an hour later, each rank has its time anew: none sent signs of life meanwhile."""
+    board = TimedBoard(clock, gaps)
+    watch = Watch(board, 0, 2, 60.0)
+    watch.start()
+    assert board.over.wait(30)
+    watch.stop()
+    assert (first_cause(board) is not None) == blamed
+
+
+def test_on_the_way_out_a_rank_that_is_gone_is_named_where_a_connection_broke(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it has gone in good order. This rank waits for it in vain."""
+    watch = Watch(Board(), 0, 2, 60.0)
+    watch.closing = True
+    assert watch._look() is None
+    monkeypatch.setattr(identity, "_stat", lambda _: ["Z", *["0"] * 30])
+    assert watch._look() is None
+    break_connection(watch)
+    cause = watch._look()
+    assert cause is not None and cause.line.startswith("rank 1 is gone")
 
 
 def asked(ranks: list[ThreadRank], work: Callable[[], list[int]]) -> list[list[int]]:
