@@ -37,6 +37,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     found: Any
     if name in ("Completion", "Pair", "load_pair"):
+        from llama_ssp.models.host_cores import shorten_spins
+
+        shorten_spins()  # it has an effect where torch is imported after this
         from llama_ssp.pair import api as found
     elif name in ("SamplingConfig", "SpeculationConfig"):
         from llama_ssp import config as found

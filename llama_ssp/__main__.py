@@ -19,13 +19,13 @@ def main() -> NoReturn:
     try:
         from llama_ssp import cli
 
-        cli.load(sys.argv[1:])
+        times = cli.load(sys.argv[1:])
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] == "llama_ssp":
             raise
         _fail(f"{missing.name} is not installed for this Python; {sys.executable}")
 
-    cli.main()
+    cli.main(times)
 
 
 def _fail(what: str, fix: str = INSTALL) -> NoReturn:

@@ -38,6 +38,7 @@ from llama_ssp.errors import (
     of_system,
     one_line,
 )
+from llama_ssp.models.host_cores import CoreTimes, core_times, give_cores_away, shorten_spins
 from llama_ssp.report.console import Console, LogHandler, waiting
 
 if TYPE_CHECKING:
@@ -45,35 +46,38 @@ if TYPE_CHECKING:
     from llama_ssp.planner.start import Start
 
 GRACE_S = 4.0  # for a rank to obey a signal
-SPINS = "30000"  # of a thread that waits for others: ten times as many, as is usual, choke a busy machine
 NEW_OBJECTS = 1_000_000  # before Python looks for garbage: a start makes 700,000 and no garbage, a token 3
 JOB_OF_SWEEP = "LLAMA_SSP_JOB"  # for a rank: the job's number and its folder
 log = logging.getLogger(__name__)
 
 
-def load(words: list[str]) -> None:
-    """Imports what a run needs before torch, unless --help or the like answers: before the guard is up."""
+def load(words: list[str]) -> CoreTimes | None:
+    """Imports what a run needs before torch, unless --help or the like answers: before the guard is up.
+
+    Returns what the cores did until then: what they do until torch is imported is others' work.
+    """
+    times = core_times()
     gc.set_threshold(NEW_OBJECTS)
     if not (_asks_for_help(words) or {*VERSION} & set(words) or (words and words[0] in COMMANDS)):
         from llama_ssp.config import compose  # noqa: F401
         from llama_ssp.planner import start  # noqa: F401
         from llama_ssp.tasks import inputs  # noqa: F401
+    return times
 
 
-def main() -> NoReturn:
-    """Runs the command and leaves with its exit code."""
+def main(times: CoreTimes | None = None) -> NoReturn:
+    """Runs the command and leaves with its exit code; `times` are those of the cores when it began."""
     _begin_log()
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     if os.environ.get("LLAMA_SSP_DEBUG") != "1":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would log is raised, too
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is imported
+    shorten_spins()
     GUARD.start(None if _environment().world == 1 else GRACE_S)
     try:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # blocked by who started this rank
-            code = _run_command()
+            code = _run_command(times)
         finally:
             GUARD.ending = True
     except BaseException as error:
@@ -105,7 +109,7 @@ def _begin_log() -> None:
     logging.getLogger("llama_ssp").setLevel(level)
 
 
-def _run_command() -> int:
+def _run_command(times: CoreTimes | None) -> int:
     """Runs the command; returns its exit code."""
     rank_environment()
     _prepare_output()
@@ -120,12 +124,12 @@ def _run_command() -> int:
     else:
         from llama_ssp.config.compose import run_jobs
 
-        code = run_jobs(words, partial(_run_job, datetime.now()))
+        code = run_jobs(words, partial(_run_job, datetime.now(), times))
     sys.stdout.flush()
     return code
 
 
-def _run_job(began: datetime, job: ComposedJob) -> int:
+def _run_job(began: datetime, times: CoreTimes | None, job: ComposedJob) -> int:
     """Runs a job that Hydra has merged; returns its exit code. A sweep `began` at this time."""
     from llama_ssp.report.run_folder import sweep_folder
 
@@ -140,7 +144,7 @@ def _run_job(began: datetime, job: ComposedJob) -> int:
         raise UsageError("--multirun needs one process", fix="write ranks=N in place of torchrun")
     else:
         place = sweep_folder(job.number, job.varied, job.cfg.out, began)
-    return run(job, place)
+    return run(job, place, times)
 
 
 def _asks_for_help(words: list[str]) -> bool:
@@ -217,10 +221,10 @@ def _in_words(error: BaseException) -> tuple[str, int]:
     raise error
 
 
-def run(job: ComposedJob, place: Path | None = None) -> int:
+def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = None) -> int:
     """One run: checks everything that needs no model, then imports torch; the exit code.
 
-    `place` is a sweep's folder for the run.
+    `place` is a sweep's folder for the run, `times` are those of the cores when the process began.
     """
     from llama_ssp.batch.job import chosen_seed, continued
     from llama_ssp.config.compose import to_run
@@ -258,9 +262,19 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
     seed = chosen_seed(checked, task.name == "batch" and leads)
     inputs = RunInputs(recorded, seed, pairs, reading, place)
+    if world == 1 and not _computes_on_gpus(recorded):
+        give_cores_away(times)
     with GUARD.parting("stopped by a signal before the run began"), waiting("loading torch and transformers"):
         from llama_ssp.tasks.runner import execute
     return execute(inputs)
+
+
+def _computes_on_gpus(run: RunConf) -> bool:
+    """Whether a run's models are on GPUs: then its threads have little to do."""
+    from llama_ssp.planner.gpus import gpus_here
+    from llama_ssp.planner.storage import CPU
+
+    return run.placement.target_device != CPU and bool(gpus_here())
 
 
 def _run_ranks(start: Start, job: ComposedJob, place: Path | None) -> int:

@@ -194,7 +194,7 @@ def test_why_steps_run_eagerly(reason: str | None, engine: Steps, changes: dict[
 def test_what_was_compiled_once_is_compiled_for_fewer_tokens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the model's sizes, the format and the threads; a long run goes by its settings alone."""
+    """By the model's sizes and the format, whatever the threads; a long run goes by its settings alone."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     small, medium = model("smollm2-135m"), "save less than compiling takes; engine=compiled does it once"
 
@@ -212,7 +212,7 @@ def test_what_was_compiled_once_is_compiled_for_fewer_tokens(
     assert all(medium in why(200, replace(small, **other)) for other in others)
     assert medium in why(200, dtype=Dtype.bf16)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert medium in why(200)
+    assert why(200) == "None"
 
 
 def on_gpus(engine: Steps) -> PlanRequest:

@@ -137,8 +137,9 @@ def program_path(model: Any, spec: ProgramSpec) -> Path:
     """Names a program of a decoder or a head by a hash of all that it is made from, except weights."""
     on_cpu = model.device.type == "cpu"
     # A GPU's program is for any host with such a GPU: machines with others may share a home.
-    host = (torch.get_num_threads(), processor()) if on_cpu else (torch.cuda.get_device_name(model.device),)
-    versions = torch.__version__, version("transformers"), *host
+    # A CPU's program is for any number of threads: its own code runs on one, operators ask when they run.
+    host = processor() if on_cpu else torch.cuda.get_device_name(model.device)
+    versions = torch.__version__, version("transformers"), host
     module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
     options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
     words = *versions, model.config, *module, model.device, model.ranks.label, options, source_text()

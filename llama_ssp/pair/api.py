@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -25,7 +26,9 @@ from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.validation import chosen, listed
 from llama_ssp.errors import DataError, UsageError
+from llama_ssp.models.devices import device_of
 from llama_ssp.pair.batches import require_numbers, usable
+from llama_ssp.pair.call_threads import CallThreads
 from llama_ssp.pair.continuous_batching import ContinuousBatch
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.planner.resolve import pair_specs, require_own_ranks
@@ -132,16 +135,20 @@ def load_pair(
     run = replace(run, task=task)
     spec = pair_specs(run, [], rank_environment().world)[0]
     ranks = ranks_of(run)
-    with first_cause(ranks):
+    on_cpu = device_of(run.placement.target_device, "placement.target_device").type == "cpu"
+    threads = CallThreads(on_cpu and ranks.world == 1)
+    with first_cause(ranks), threads.chosen():
         ranks.require_same("arguments of load_pair", "\n".join(words))
-        return Pair(PairSession(spec, ranks).load(task.batch_size, max_tokens))
+        return Pair(PairSession(spec, ranks).load(task.batch_size, max_tokens), threads)
 
 
 class Pair:
     """A target and a draft in memory. Made by `load_pair`."""
 
-    def __init__(self, session: PairSession) -> None:
-        self._session, self._ranks = session, session.ranks
+    def __init__(self, session: PairSession, threads: CallThreads) -> None:
+        self._session = session
+        self._ranks = session.ranks
+        self._threads = threads
 
     @property
     def session(self) -> PairSession:
@@ -163,7 +170,7 @@ class Pair:
         ModelError for logits that are not numbers.
         """
         done: list[Completion] = []
-        with first_cause(self._ranks, self._session):
+        with self._call():
             prompts = listed("prompts", prompts)
             run = self._run(settings)
             writer, steps = self._begin(prompts, run)
@@ -182,7 +189,7 @@ class Pair:
         self, prompts: Sequence[TextOrIds], **settings: Unpack[CallSettings]
     ) -> Iterator[list[StreamedRow]]:
         """Continues prompts as `generate`; yields what each got in each round. All rounds must be taken."""
-        with first_cause(self._ranks, self._session):
+        with self._call():
             run = self._run(settings)
             writer, steps = self._begin(listed("prompts", prompts), run)
             for step in steps:
@@ -206,7 +213,7 @@ class Pair:
         draft takes no part. Raises what `generate` raises.
         """
         pair, result = self._session, list[ScoredText]()
-        with first_cause(self._ranks, self._session):
+        with self._call():
             texts, of = listed("texts", texts), "target" if sampling is None else "sampled"
             least = max(1, (sampling or self._session.run.sampling).min_new_tokens)  # nothing is generated
             settings: CallSettings = {"sampling": sampling, "logprobs": top, "logprobs_of": of}
@@ -224,6 +231,12 @@ class Pair:
                     result.append(ScoredText(self._text(texts[number]), self._spelled(scores)))
                 self._ranks.broadcast_ints([0])  # a rank without a part in the target waits here
         return result if self._ranks.is_leader else []
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Wraps what a call computes: all ranks raise its first failure, and threads are those for it."""
+        with first_cause(self._ranks, self._session), self._threads.chosen():
+            yield
 
     def close(self) -> None:
         """Frees the models and parts from the other ranks, if any. The pair cannot be used afterwards."""

@@ -11,7 +11,6 @@ from llama_ssp.config import OWN_CODES, Dtype, ModelConf, RunConf, Splitting, St
 from llama_ssp.models.graph_sizes import WIDEST_HEAD, attends_on_cpu
 from llama_ssp.models.kernels.kept_files import mark_of
 from llama_ssp.models.sharding import is_planned
-from llama_ssp.planner.hardware import threads_here
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.weights import parameters
 
@@ -60,7 +59,7 @@ def why_eager(
 def compiled_before(model: ModelConf, dtype: Dtype) -> Path:
     """Returns the file that is there if steps of a model of these sizes were compiled on this machine."""
     sizes = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in NAMES}
-    return mark_of(f"{sizes} {dtype.value} {threads_here()}")
+    return mark_of(f"{sizes} {dtype.value}")
 
 
 def needs_trial(engine: Steps, on_cpu: bool, degree: int) -> bool:
