@@ -49,7 +49,7 @@ class Figure:
 
 FIGURES = [
     Figure("fast", 10, "bench/fast.py repeats=3 new=96 ks=4,8,12"),
-    Figure("busy", 6, "bench/busy.py spins=usual,10000,30000 rounds=4 new=48"),
+    Figure("busy", 8, "bench/busy.py"),
     Figure("demo_real", 2, "bench/demo.py repeats=5"),
     Figure("demo", 3, "bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4"),
     Figure("start", 1, "bench/start.py"),
