@@ -15,8 +15,8 @@ import torch
 
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
-from tests.families import FAMILIES, VOCAB, WINDOW, build, greedy_text, runnable
-from tests.rig import Run, contrary, perturbed, speculate
+from tests.families import FAMILIES, VOCAB, WINDOW, build, greedy_text, model_of, runnable
+from tests.rig import GREEDY, Queue, Run, contrary, engine_of, perturbed, speculate, steps_of
 
 EVERY = tuple(FAMILIES)
 LENGTHS = (9, 2, 21, 1, 30, 13, 5, 26)
@@ -199,6 +199,26 @@ def test_a_draft_whose_context_is_shorter_stops_drafting(k: int) -> None:
     short = runnable(build("llama-gqa", max_position_embeddings=28), "short")
     run = compared("llama-gqa", "", 8, k, drafter=short, chunk=8)
     assert 0 < run.accepted == run.drafted
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8], ids=["refilled", "both ways", "in one batch"])
+def test_a_prompt_longer_than_the_draft_s_context_is_continued_without_drafts(rows: int) -> None:
+    """Neither where a batch begins nor where a row is refilled; shorter prompts get drafts as usual.
+
+    The draft is a decoder of our own: its cache has as many places as its context, and no more.
+    """
+    short = model_of("llama-gqa", max_position_embeddings=16)
+    batch = prompts("llama-gqa", 8)
+    are_long = [len(prompt.token_ids) > short.context for prompt in batch]
+    engine = engine_of(model("llama-gqa"), short, sampling=GREEDY, chunk=8)
+    queue = Queue(batch[rows:])
+
+    _, steps = steps_of(engine, batch[:rows], NEW, 4, queue=queue, longest=max(LENGTHS) + NEW)
+
+    for prompt in batch:
+        assert tuple(queue.texts[prompt.id]) == reference("llama-gqa", prompt.token_ids), prompt.id
+    assert sum(are_long) >= 3 and not all(are_long)
+    assert max(len(row.drafted) for step in steps for row in step.rows) == 4
 
 
 @pytest.mark.few(1)
