@@ -29,20 +29,24 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer, Message, MessageKind
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters import ahead, remote
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, Memo
 from llama_ssp.speculative.drafters.local import Drawn, Sampler
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
-from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
+from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.stats import RowStep
 from llama_ssp.speculative.verification import RULES
 from tests.proofs.choices import ReplayDraws, distance, every_branch
 from tests.proofs.mutants import Mutant
-from tests.proofs.scenarios import BASE, Outcome, Scenario, expected, models, play, written
+from tests.proofs.scenarios import BASE, Scenario, expected, models, play, written
+from tests.rig import Queue
 
 PATIENCE_S = 3600.0  # nobody's clock decides anything here
 SLIVER = 1e-14  # intervals that are there by rounding alone
@@ -178,8 +182,10 @@ class StagedLink:
 
 
 def overlapped(
-    s: Scenario, target: CausalModel, draft: CausalModel, draws: Any, schedule: Schedule, watch: Any = None
-) -> Outcome:  # fmt: skip
+    s: Scenario, target: CausalModel, draft: CausalModel, draws: Any, schedule: Schedule, watch: Any = None,
+    write: Callable[[Scenario, RankEngine], Any] = written,
+) -> Any:  # fmt: skip
+    """Returns what `write` returns on the leader: the outcome of a batch, unless it is another function."""
     stage = Stage(schedule)
     asker = DraftClient(StagedLink(stage, "leader"), PATIENCE_S)
     answerer = DraftServer(StagedLink(stage, "draft"), ALONE)
@@ -192,7 +198,7 @@ def overlapped(
     engine = Engine(ModelRunner(target, s.chunk), remote, sampler, RULES[s.rule], leads)
     follower = Follower(None, sender, sampler, helps, target.context, torch.device("cpu"))
 
-    outcome = stage.play(lambda: written(s, engine), lambda: written(s, follower))
+    outcome = stage.play(lambda: write(s, engine), lambda: write(s, follower))
     if watch is not None:
         watch(asker, sender.counts)
     return outcome
@@ -342,6 +348,54 @@ def test_the_text_is_that_of_one_process():
             schedule = Schedule((looks,) * 20, deaf=seed % 2 > 0, twice=seed % 3 > 0)
             assert is_alike(TWO_TEXTS, seed, schedule)
     assert is_alike(LONG, 1, ALWAYS) and is_alike(LONG, 4, ALWAYS)
+
+
+def rounds_of(
+    s: Scenario, engine: RankEngine, lookahead: FixedDraftLength, limits: Limits, queue: Queue | None = None
+) -> list[RowStep]:
+    """Returns what each row got in each round; rows are refilled from the queue."""
+    prompts = [Prompt(str(row), ids) for row, ids in enumerate(s.prompts)]
+    state = engine.prefill(prompts, s.new)
+    steps = generate(engine, state, limits, lookahead, queue)
+    return [row for step in steps for row in step.rows]
+
+
+# The draft is the target: all that is drafted from the distribution of a row's own text stands.
+ALIKE = Scenario(prompts=((1, 0), (0, 1)), vocab=5, k=2, new=42, draft="same")
+
+
+def test_a_refilled_row_uses_nothing_that_was_drafted_for_the_text_before():
+    """A text ends by its limit just where its guess is right, so that drafts for it are ready."""
+    seen = Seen()
+
+    def write(s: Scenario, engine: RankEngine) -> list[RowStep]:
+        limits, queue = Limits(s.new, by_row={0: 6}), Queue([Prompt("later", (3, 2, 4))])
+        return rounds_of(s, engine, FixedDraftLength(s.k, 2), limits, queue)
+
+    rows = overlapped(ALIKE, *models(ALIKE), CounterDraws(1), ALWAYS, seen, write)
+    drafts_of_first_rounds = 2 * 3  # of three texts; nothing is ready there
+    assert [row.accepted for row in rows] == [len(row.drafted) for row in rows]
+    assert seen.used == sum(row.accepted for row in rows) - drafts_of_first_rounds
+
+
+def test_drafts_that_are_ready_and_not_wanted_leave_no_trace():
+    """The first row's K falls from 3 to 1, again and again; each guess is right all the same."""
+    seen = Seen()
+
+    class Falling(FixedDraftLength):
+        def choose(self) -> list[int]:
+            self.k = 4 - self.k
+            return [self.k, 2]
+
+    def write(s: Scenario, engine: RankEngine) -> list[RowStep]:
+        return rounds_of(s, engine, Falling(1, 2), Limits(s.new))
+
+    rows = overlapped(ALIKE, *models(ALIKE), CounterDraws(1), ALWAYS, seen, write)
+    rounds = len(rows) // 2
+    assert rounds == 14
+    assert [row.accepted for row in rows] == [len(row.drafted) for row in rows]
+    # Of the first row's drafts one a round is ready: where K rises, as many as in the round before.
+    assert seen.used == (1 + 2) * (rounds - 1)
 
 
 @pytest.mark.parametrize("zeros", [0, 5, 11, 12])
