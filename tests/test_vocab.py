@@ -1,10 +1,12 @@
 """Vocabularies: what tokens stand for, which are the same, what is found and what is done about it."""
 
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -108,6 +110,14 @@ def test_tokens_of_other_notations_match_by_bytes(tmp_path: Path) -> None:
     assert WORDS.names[result.target_of[1]] == "<s>" and result.target_of[0] == NONE
 
 
+def test_a_namesake_that_stands_for_other_bytes_is_no_counterpart() -> None:
+    """<0x61> is the byte "a" in one notation, and six characters in another."""
+    target, draft = tongue("<0x61>", "a", "b"), tongue("b", "<0x61>", marks=True)
+    result = match(target, draft)
+    assert result.target_of == (target.ids["b"], target.ids["a"])
+    assert result.draft_of == (NONE, draft.ids["<0x61>"], draft.ids["b"])
+
+
 def shuffled(ids: Mapping[str, int], seed: int) -> dict[str, int]:
     items = sorted(ids.items())
     random.Random(seed).shuffle(items)
@@ -186,6 +196,20 @@ def test_pairs_that_are_refused_unless_the_user_wants_what_they_share(
     assert isinstance(pair(target, draft, widths, Bridging.intersection).bridge, Intersection)
 
 
+@pytest.mark.parametrize(
+    ("widths", "beyond"),
+    [((4, 4), ()), ((4, 3), ("d",)), ((3, 4), ("d",)), ((2, 4), ("c", "d")), ((4, 9), ())],
+    ids=["none", "the last of the target", "the last of the draft", "two of the draft", "padding alone"],
+)  # fmt: skip
+def test_tokens_that_one_model_alone_has_logits_for(widths: tuple[int, int], beyond: tuple[str, ...]) -> None:
+    """With the same tokens in both tokenizers. One such token is enough to refuse the pair, by name."""
+    words = tongue("a", "b", "c", "d")
+    assert diagnose(words, words, widths).beyond == beyond
+    if beyond:
+        with pytest.raises(ModelError, match=rf"{len(beyond)} tokens only in the larger \('{beyond[0]}'"):
+            pair(words, words, widths, Bridging.auto)
+
+
 def test_habits_are_noted() -> None:
     target, draft = tongue("<s>", "a", special=("<s>",), start=("<s>",)), tongue("<s>", "a", special=("<s>",))
     notes = diagnose(target, replace(draft, template="x", normaliser="y"), (2, 2)).notes
@@ -208,12 +232,37 @@ def test_the_draft_reads_the_same_text(text: str, fewer: Vocabulary) -> None:
         assert draft.text_of(bridge.later_ids(ids)) == text.encode()
 
 
+def test_only_the_space_that_the_tokenizer_put_before_a_chat_is_taken_off(tmp_path: Path) -> None:
+    """SentencePiece puts one before the first text alone: spaces after other special tokens were written."""
+    sp = replace(marked(tmp_path, "\u2581"), start=(1,))
+    begin, text = sp.ids["<s>"], sp.encode("ab")
+    assert begin == 1 and sp.text_of(text) == b" ab"
+    chat = [*sp.start, *text, begin, *text, begin, *text]
+    ids = bridge_of(sp, WORDS).prompt_ids(chat)
+    own, spaced = WORDS.ids["<s>"], WORDS.encode(" ab")
+    assert ids == [*WORDS.start, *WORDS.encode("ab"), own, *spaced, own, *spaced]
+
+
 def test_texts_are_translated_token_by_token(fewer: Vocabulary) -> None:
     """What comes later changes nothing."""
     text = "def mean(values):\n    return sum(values) / len(values)\n\n" * 2
     ids, bridge = WORDS.encode(text), bridge_of(WORDS, fewer)
     parts = [i for token in ids for i in bridge.later_ids([token])]
     assert parts == bridge.later_ids(ids) and fewer.text_of(parts).decode() == text
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [([3, 7], 2, {3, 7}), (None, 2, {2}), (7, None, {7}), ([], 2, {2}), (None, None, set())],
+    ids=["both", "config.json alone", "generation_config.json alone", "an empty list", "none"],
+)
+def test_generation_config_says_which_tokens_end_a_text_before_config(
+    generation: Any, config: Any, ends: set[int], tmp_path: Path
+) -> None:
+    """As in transformers. Chat models have the end of a turn in the first file, and not in the other."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    assert end_ids_of(tmp_path) == ends
 
 
 def test_the_file_and_the_library_say_the_same(tmp_path: Path) -> None:
