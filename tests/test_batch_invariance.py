@@ -10,12 +10,13 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.interface import Model
-from llama_ssp.speculative.draft_length import FixedDraftLength
+from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB, build, decoder_of, ragged_prompts, runnable
-from tests.rig import GREEDY, Queue, Run, drive_refilled, engine_of, perturbed, speculate
+from tests.proofs.toy import toy
+from tests.rig import GREEDY, Queue, Run, drive_refilled, engine_of, perturbed, speculate, steps_of
 
 NEW = 24
 END = 7
@@ -166,6 +167,21 @@ def test_a_rows_lookahead_begins_with_its_text(models):
     limits = Limits(12, by_row={0: 2})
     list(generate(engine, state, limits, Noted(0, 2), queue))
     assert told == [(0, 40)]
+
+
+def test_a_refilled_row_drafts_as_many_tokens_as_its_text_alone() -> None:
+    """K goes by what this text's drafts did, and by nothing of the text before it in the row."""
+    first, second = Prompt("first", (1, 2)), Prompt("second", (3, 1, 4))
+
+    def drafted(prompts: list[Prompt]) -> list[int]:
+        engine = engine_of(toy(5, 0), toy(5, 1), draws=3)
+        lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, 6), 1)
+        _, steps = steps_of(engine, prompts[:1], NEW, lookahead, queue=Queue(prompts[1:]), longest=40)
+        return [len(row.drafted) for step in steps for row in step.rows]
+
+    before, alone = drafted([first]), drafted([second])
+    assert drafted([first, second]) == before + alone
+    assert len(set(before)) > 2, "the first text changed its K"
 
 
 @pytest.mark.parametrize(("name", "passes"), [("decoder", 2), ("transformers", 3)])

@@ -43,6 +43,8 @@ def run_of(*arguments: str) -> RunConf:
         ("generate 65B 7B k=4 top_p=0.5", "model=65B draft=7B speculation.k=4 sampling.top_p=0.5"),
         ("--task plan --model 7B --max-new-tokens=9", "task=plan model=7B task.max_new_tokens=9"),
         ("-p hi -n 20 --sampling greedy", "task.prompts=['hi'] task.max_new_tokens=20 sampling=greedy"),
+        ("prompt=hi prompts=null", "task.prompts=null"),
+        ("prompt=hi prompts=null prompt=ho", "task.prompts=['ho']"),
         ("sampling.logit_bias={5:-2}", "+sampling.logit_bias={5:-2}"),
         ("model=7B ~draft", "model=7B draft=none"),
         ("model=a/b draft=c/d.e", "model=local model.name=a/b model.repo=a/b draft=local draft.name=c/d.e "

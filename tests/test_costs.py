@@ -67,6 +67,21 @@ def test_costs_lie_on_lines_between_measured_ones(monkeypatch):
     )
 
 
+def test_a_round_is_taken_to_cost_no_more_than_one_with_more_drafts(monkeypatch):
+    """All rounds of K = 1 and 4 are stalled: else the noise would choose K."""
+    stalls = {0: 1.0, 1: 9.0, 4: 3.0, 8: 1.0}
+
+    def timed(_engine, lookahead, _half, _prompts, played):
+        while True:
+            played.append((0, lookahead.k, []))
+            yield stalls[lookahead.k] * (10.0 + lookahead.k)
+
+    monkeypatch.setattr(measure_costs, "timed_rounds", timed)
+    costs = measured(two_toys(), RUN, 1, 40)
+    assert costs is not None
+    assert [costs.rounds[k] for k in (0, 1, 4, 8)] == [10.0, 18.0, 18.0, 18.0]
+
+
 def test_k_is_chosen_by_what_is_known_of_costs():
     known, usual = Costs([1 + 0.5 * k for k in range(9)], drafter="d"), Costs.of_ratio(USUAL_COST_RATIO, 8)
     for run, costs, expected in (

@@ -282,6 +282,43 @@ def test_of_a_batch(command: Command) -> None:
     alike(first["prompt_logprobs"], whole.logprobs)
 
 
+def answered(command: Command, records: list[dict[str, Any]], *words: str) -> list[dict[str, Any]]:
+    """Returns the answers to these records; K is fixed, as measuring costs takes longer than writing them."""
+    Path("in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    job = "task=batch", "task.input=in.jsonl", "task.output=out.jsonl", *SMALL, "speculation.k=4"
+    assert command(*job, *words).code == 0
+    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+
+
+def test_a_record_has_as_many_alternatives_as_it_asks_for(command: Command) -> None:
+    """Whatever the records ask for that are written together with it."""
+    asked = [0, 5, 2]
+    records = [{"id": f"{n}", "prompt": "hello", "max_tokens": 3, "logprobs": n} for n in asked]
+    for answer in answered(command, records, "task.batch_size=3"):
+        given = [len(token["top_logprobs"]) for token in answer["logprobs"]]
+        assert given == [int(answer["id"])] * 3, answer["id"]
+
+
+def test_of_a_record_that_asks_for_none_none_are_computed(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where the text before it in its row had some: they cost each round a copy to the host."""
+    whole, computed = LogprobReader.read, list[int]()
+
+    def counted(self: LogprobReader, *given: Any) -> list[list[Any]]:
+        result = whole(self, *given)
+        computed.append(sum(map(len, result)))
+        return result
+
+    monkeypatch.setattr(LogprobReader, "read", counted)
+    longest_first = [
+        {"id": "asks", "prompt": "hello", "max_tokens": 9, "logprobs": 5},
+        {"id": "does not", "prompt": "hello", "max_tokens": 3},
+    ]
+    answered(command, longest_first, "task.batch_size=1")
+    assert sum(computed) == 9
+
+
 def test_offsets_are_of_the_text() -> None:
     """Special tokens take no room; a space that a tokenizer puts before a text does not count."""
     pieces = ("<s>", None), (" the", b" the"), ("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("!", b"!")

@@ -137,6 +137,26 @@ def test_a_draw_depends_on_its_key_alone():
     assert prompt_key("a") != prompt_key("b")
 
 
+def test_a_prompt_s_key_uses_all_of_its_64_bits():
+    """With 32 bits, two of 100,000 prompts would share their random numbers with probability 0.7."""
+    keys = [prompt_key(f"record {number}") for number in range(100)]
+    always = never = 2**64 - 1
+    for key in keys:
+        always, never = always & key, never & ~key
+    assert (always, never) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=lambda seed: f"seed {seed}")
+def test_a_prompt_s_own_seed_stands_for_the_run_s(seed: int):
+    """Also where it is 0: such a text would not be written again by another run."""
+    probs, slot = torch.full((1, 1000), 1e-3), Slot((7,), (5,), Purpose.DRAFT)
+    own, of_run, other = (
+        int(source.categorical(probs, slot))
+        for source in (CounterDraws(9, own={7: seed}), CounterDraws(seed), CounterDraws(9))
+    )
+    assert own == of_run != other
+
+
 def test_no_uniform_reaches_a_token_of_probability_zero_or_none():
     """Many sizes, with zeros everywhere and vanishing shares among them, at both ends and on every edge."""
     generator = torch.Generator().manual_seed(4)
