@@ -8,7 +8,8 @@
 
 Both sides get the same command lines, with every setting written out, and run at the same time with a thread
 a process. The comparison stops at the first difference that is no tie (first_difference.py). A chat gives no
-token ids: its characters are compared.
+token ids: its characters are compared. Some cases need models that are not shipped: they are saved once, for
+both sides, as small random models of transformers (`MADE`), or as the shipped draft with a shorter context.
 
 The last line is the verdict, and names what was left out. The exit code is 0 (equal), 1 (different, or a run
 failed) or 2 (usage).
@@ -68,6 +69,30 @@ LONG = "def first(x):\n    return x[0]\n\n\ndef second(x):\n    return x[1]\n\n\
 PROMPTS = ["def read(path):", "for item in items:", LONG, "import os", "def add(a, b):"]
 TEXTS = {"generate": 4, "batch": 30, "chat": 3}  # of a run
 TALK = "How do I read a file?\nAnd write one?\nThank you.\n"
+MODELS = "MODELS"  # in settings: the folder of made models
+# The family of tests/families.py, and what is made otherwise. Each has a draft, a noisy copy of it.
+MADE: dict[str, tuple[str, dict[str, Any]]] = {
+    # Scores are divided by another number than the root of the head's width.
+    "gemma": ("gemma2", {"query_pre_attn_scalar": 24}),
+    # Experts outweigh attention, and most of what their first layers give is beyond the limit.
+    "gpt_oss": ("gpt_oss", {"swiglu_limit": 0.5, "mild": True, "initializer_range": 0.05}),
+    # Of two ranks the first holds two of three KV heads, 192 of 320 columns, and 2049 of 4097 tokens.
+    "uneven": (
+        "llama-gqa", {
+            "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 320,
+            "vocab_size": 4097,
+        },
+    ),
+}  # fmt: skip
+NOISE = 0.02  # of the draft's weights: it agrees sometimes
+SHIPPED = ROOT / "llama_ssp" / "shipped"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+SHORT = 16  # tokens of context: LONG does not fit into it, and the other texts outgrow it
+
+
+def made_pair(name: str) -> str:
+    """Returns the settings of a pair of made models."""
+    return f"model={MODELS}/{name} draft={MODELS}/{name}_draft"
 
 
 @dataclass(frozen=True)
@@ -104,6 +129,10 @@ CASES = [
     Case("batch", task="batch"),
     Case("chat", task="chat"),
     Case("logprobs", "logprobs=20 logprobs_of=target echo=true ignore_eos=true"),
+    Case("gemma", made_pair("gemma")),
+    Case("gpt-oss", made_pair("gpt_oss")),
+    Case("short-draft", f"draft={MODELS}/short_draft"),
+    Case("uneven", f"{made_pair('uneven')} ignore_eos=true", ranks=2),
 ]
 
 
@@ -124,13 +153,14 @@ class Failed(Exception):
     """A run that gave no texts."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Side:
     """A tree of the package, and how its command is run."""
 
     name: str
     tree: Path
     programs: Path
+    models: Path  # the folder that MODELS stands for
     without: Sequence[str]
     sweeps: bool
 
@@ -169,7 +199,8 @@ class Side:
 
     def texts(self, case: Case, engine: str, seeds: Mapping[int, int], *more: str) -> dict[Key, Text]:
         """Returns the texts by seed and id; `seeds` maps the seed in a text's name to the one that is run."""
-        words, runs = [*case.words(engine, self.without), *more], list(seeds.values())
+        words = [word.replace(MODELS, str(self.models)) for word in case.words(engine, self.without)]
+        words, runs = [*words, *more], list(seeds.values())
         if self.sweeps and len(runs) > 1 and case.task == "generate" and case.ranks == 1:
             documents = self.documents(case, ["-m", *words, f"seed={','.join(map(str, runs))}"])
         else:
@@ -271,6 +302,40 @@ def program_folder(tree: Path) -> Path:
     return kept
 
 
+@contextmanager
+def made_models(cases: Sequence[Case]) -> Iterator[Path]:
+    """Saves the models that the cases need and that are not shipped; removes them at the end."""
+    settings = " ".join(case.settings for case in cases)
+    with tempfile.TemporaryDirectory() as home:
+        for name in MADE:
+            if made_pair(name) in settings:
+                save_pair(name, Path(home))
+        if "short_draft" in settings:
+            save_short_draft(Path(home, "short_draft"))
+        yield Path(home)
+
+
+def save_pair(name: str, home: Path) -> None:
+    """Saves a target of `MADE` and its draft, with the shipped tokenizer."""
+    from tests.families import build  # here, as most cases need neither torch nor transformers
+    from tests.rig import perturbed
+
+    family, changes = MADE[name]
+    sizes = {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, **changes}
+    for folder, noise in ((home / name, 0.0), (home / f"{name}_draft", NOISE)):
+        perturbed(build(family, **sizes), noise).save_pretrained(folder)
+        for file in TOKENIZER:
+            shutil.copy(SHIPPED / "demo" / file, folder)
+
+
+def save_short_draft(folder: Path) -> None:
+    """Saves the shipped draft as a model whose context is shorter than a prompt."""
+    shutil.copytree(SHIPPED / "demo_draft", folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**config, "max_position_embeddings": SHORT}), "utf-8")
+
+
 def git(*words: str) -> str:
     """Returns what git prints. Raises CalledProcessError."""
     done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
@@ -315,13 +380,18 @@ def main() -> int:
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktree is removed
+    # Before transformers is imported, which says much of small models.
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     began, verdict, ties = time.monotonic(), "", list[str]()
     rows, texts, without = [["case", "engine", "texts", "tokens", "s"]], 0, options.without.split(",")
-    with worktree(commit) as folder:
+    with worktree(commit) as folder, made_models(cases) as models:
         sides = [
-            Side(name, tree, program_folder(tree), without, options.sweep)
+            Side(
+                name=name, tree=tree, programs=program_folder(tree), models=models, without=without,
+                sweeps=options.sweep,
+            )
             for name, tree in (("base", folder), ("today", ROOT))
-        ]
+        ]  # fmt: skip
         at = "the package"
         try:
             for side in sides:

@@ -1,13 +1,18 @@
-"""Texts of two commits are compared: made-up outputs, without a run."""
+"""Texts of two commits are compared: made-up outputs, without a run; and what its models are made for."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from bench.first_difference import Key, Text, first_difference
-from bench.same_texts import CASES, Side, compared
+from bench.same_texts import CASES, MODELS, PROMPTS, TEXTS, TOKENIZER, Case, Side, compared, made_models
+from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_share
+from llama_ssp.text.vocabulary import read_vocabulary
 
 BASE, OTHER = [5, 6, 7], [5, 8, 7]
 KEY = (1, "0")
@@ -108,9 +113,73 @@ class MadeUp(Side):
 
 def test_the_control_is_different_and_without_it_texts_are_equal():
     """One seed is changed: the next seeds are changed, too, so that it is no tie."""
-    sides = [MadeUp(name, Path(), Path(), (), True) for name in ("base", "today")]
+    where = {"tree": Path(), "programs": Path(), "models": Path()}
+    sides = [MadeUp(name=name, without=(), sweeps=True, **where) for name in ("base", "today")]
     said, row = compared(sides, CASES[0], "eager", [], is_control=False)
     assert said == "" and row[:4] == ["block", "eager", "20", "40"]
     said, _ = compared(sides, CASES[0], "eager", [], is_control=True)
     assert said.startswith("block eager, seed 20, text '0', position 1: 0 't0' by base, 1 't1' by today")
     assert said.endswith("no tie: not equal with each of the next three seeds")
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Path]:
+    with made_models(CASES) as home:
+        yield home
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+NAMING = [case for case in CASES if MODELS in case.settings]
+
+
+@pytest.mark.parametrize("case", NAMING, ids=lambda case: case.name)
+def test_every_model_that_a_case_names_and_that_is_not_shipped_is_made(case: Case, made: Path):
+    folders = [word.partition("=")[2] for word in case.words("eager") if MODELS in word]
+    assert folders
+    for folder in folders:
+        files = {file.name for file in Path(folder.replace(MODELS, str(made))).iterdir()}
+        assert {"config.json", "model.safetensors", *TOKENIZER} <= files, folder
+
+
+def test_models_that_no_case_needs_are_not_made():
+    with made_models(CASES[:1]) as home:
+        assert [*home.iterdir()] == []
+
+
+def test_the_gemma_divides_scores_by_another_number_than_its_heads_say(made: Path):
+    config = config_in(made / "gemma")
+    assert config["query_pre_attn_scalar"] != config["head_dim"]
+
+
+def test_the_gpt_oss_reaches_its_clamps(made: Path):
+    """Without them its logits are wholly others."""
+    ids = torch.tensor([range(5, 25)])
+    limit = config_in(made / "gpt_oss")["swiglu_limit"]
+    with torch.inference_mode():
+        clamped, free = (
+            AutoModelForCausalLM.from_pretrained(made / "gpt_oss", swiglu_limit=at)(ids).logits
+            for at in (limit, 1e9)
+        )
+    assert float((clamped - free).abs().max()) > float(free.abs().max())
+
+
+def test_two_ranks_cannot_halve_the_uneven_model(made: Path):
+    sizes = config_in(made / "uneven")
+    heads = [
+        head_ranges(sizes["num_attention_heads"], sizes["num_key_value_heads"], 2, rank) for rank in (0, 1)
+    ]
+    assert [(held.queries, held.kvs) for held in heads] == [(4, 2), (2, 1)]
+    columns = [length(mlp_share(sizes["intermediate_size"], 2, rank)) for rank in (0, 1)]
+    rows = [length(vocab_share(sizes["vocab_size"], 2, rank)) for rank in (0, 1)]
+    assert (columns, rows) == ([192, 128], [2049, 2048])
+
+
+def test_one_prompt_alone_does_not_fit_into_the_short_draft(made: Path):
+    vocabulary = read_vocabulary(made / "short_draft")
+    assert vocabulary is not None
+    lengths = sorted(len(vocabulary.encode(text)) for text in PROMPTS[: TEXTS["generate"]])
+    assert lengths[-2] < config_in(made / "short_draft")["max_position_embeddings"] < lengths[-1]
