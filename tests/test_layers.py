@@ -21,7 +21,7 @@ PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
 WITHOUT_TORCH = {
     "__main__", "llama_ssp", "cli", "errors", "config", "planner", "report", "batch", "text",
     "distributed.placement", "distributed.signals", "models.checkpoint", "models.folder",
-    "models.families", "models.graph_sizes", "models.host_memory", "models.hub",
+    "models.families", "models.graph_sizes", "models.host_cores", "models.host_memory", "models.hub",
     "models.formats.quantised_config", "models.sharding", "speculative.draft_length", "speculative.stats",
     "tasks.arithmetic", "tasks.inputs", "tasks.plan",
 }  # fmt: skip
@@ -90,6 +90,32 @@ def test_imports_go_one_way():
     while leaves := [name for name, others in inner.items() if not others]:
         inner = {name: others - set(leaves) for name, others in inner.items() if name not in leaves}
     assert not inner, f"a circle among {sorted(inner)}"
+
+
+SPOKEN_TO = {"models.interface", "models.feed", "models.graph_sizes"}
+
+
+def test_the_algorithm_knows_models_by_their_interface():
+    """What speculative/ imports of models/ when it is imported; names for the type checker do not count."""
+    for module in MODULES:
+        if module.room != "speculative":
+            continue
+        for node in module.tree.body:
+            if isinstance(node, ast.ImportFrom):
+                name = within(str(node.module))
+                is_model = name is not None and name.partition(".")[0] == "models"
+                assert not is_model or name in SPOKEN_TO, f"{module.name} imports {name}"
+
+
+def test_the_loop_imports_no_decoder_and_no_kernel():
+    code = """
+import sys
+import llama_ssp.speculative.generate
+models = [name for name in sys.modules if name.startswith("llama_ssp.models.")]
+allowed = {"llama_ssp.models.interface", "llama_ssp.models.feed", "llama_ssp.models.graph_sizes"}
+assert set(models) <= allowed, models
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_what_answers_without_torch():

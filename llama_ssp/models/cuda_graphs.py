@@ -18,7 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from llama_ssp.models.graph_sizes import (
     padded,
     sizes_up_to,
 )
+from llama_ssp.models.interface import log_slow
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import Arguments, SteppedModel
@@ -46,13 +47,6 @@ log = logging.getLogger(__name__)
 FEWER = "give fewer rows (batch_size) or drafts (k)"
 WARM_UPS = 3  # what is made at first use (handles, workspaces, kernels) must be there before a capture
 Call = Callable[[], Any]  # gives a tensor, or a step's list of them
-
-
-@cache
-def log_slow(what: str, fix: str) -> None:
-    """Logs, once, why filters, draws or decisions are no graphs."""
-    cost = "rounds have 30 to 160 more launches, some 1 to 3 ms"  # bench/results/launches_emulated_202611.md
-    log.warning("engine: %s are computed without graphs: %s; %s", what, cost, fix)
 
 
 class GraphedModel(SteppedModel):

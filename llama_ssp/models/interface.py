@@ -1,14 +1,25 @@
 """What a model offers to those that run it: DecoderModel and CausalModel are models, HeadModel is loaded."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from llama_ssp.models.feed import Feed
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def log_slow(what: str, fix: str) -> None:
+    """Logs, once, why filters, draws or decisions are no graphs."""
+    cost = "rounds have 30 to 160 more launches, some 1 to 3 ms"  # bench/results/launches_emulated_202611.md
+    log.warning("engine: %s are computed without graphs: %s; %s", what, cost, fix)
 
 
 @dataclass
