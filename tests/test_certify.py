@@ -21,7 +21,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, BlockRule, Rule, TokenRule
 from llama_ssp.tasks.certify import decisions, law
-from llama_ssp.tasks.certify.decisions import Decisions, Round, Watch, check_decisions
+from llama_ssp.tasks.certify.decisions import Decisions, Round, RoundObserver, check_decisions
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import MAX_TRIED, check_law, compared, own_logits, rule_error, spread
@@ -94,7 +94,7 @@ def test_every_planted_fault_of_the_rules_shows(mutant: Mutant, rounds: list[Rou
 
 
 def sampler(
-    name: str, rule: Rule, draft: Any, watch: Watch | None = None, *, target: Any = None, k: int = 3,
+    name: str, rule: Rule, draft: Any, watch: RoundObserver | None = None, *, target: Any = None, k: int = 3,
     rows: int = 16, ends: frozenset[int] = frozenset(), sampling: SamplingConfig | None = None,
 ) -> Any:  # fmt: skip
     """Models behind the interface that certify judges: toys, or those given."""
@@ -110,7 +110,7 @@ def draft_model() -> CausalModel:
 
 
 def watched_sampler(rule: str, draft: Any = None, sampling: SamplingConfig | None = None) -> Any:
-    watch = Watch(Decisions(RULES[rule], 3), PLAN.law_rounds)
+    watch = RoundObserver(Decisions(RULES[rule], 3), PLAN.law_rounds)
     return sampler("ours", RULES[rule], draft or draft_model(), watch, rows=100, sampling=sampling)
 
 

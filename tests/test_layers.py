@@ -92,6 +92,16 @@ def test_imports_go_one_way():
     assert not inner, f"a circle among {sorted(inner)}"
 
 
+def test_no_two_classes_have_one_name():
+    """A reader who meets the name knows the class."""
+    places = dict[str, str]()
+    for module in MODULES:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                first = places.setdefault(node.name, module.name)
+                assert first == module.name, f"{node.name} is a class of {first} and of {module.name}"
+
+
 SPOKEN_TO = {"models.interface", "models.feed", "models.graph_sizes"}
 
 

@@ -52,7 +52,7 @@ MAX_SKIPPED = 2**20  # bad lines that are answered with their errors
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """One file of the input: where it was named, its plain lines, and what shows that it has changed."""
 
     name: str
@@ -69,7 +69,7 @@ class Source:
 class Index:
     """Every record of a job's input: `rows` say where it lies, `refused` which lines make no request."""
 
-    sources: list[Source]
+    sources: list[InputFile]
     sha256: str
     rows: Any
     refused: dict[int, Refused]
@@ -98,7 +98,7 @@ class Index:
             head, start = json.loads(file.readline()), file.tell()
         rows = np.memmap(path, ROW, "r", start) if head["rows"] else np.empty(0, ROW)
         refused = {number: Refused(number, *rest) for number, *rest in head["refused"]}
-        return Index([Source(**source) for source in head["sources"]], head["sha256"], rows, refused, True)
+        return Index([InputFile(**source) for source in head["sources"]], head["sha256"], rows, refused, True)
 
     def save(self, work: Path) -> None:
         """Keeps the index for all groups."""
@@ -241,7 +241,7 @@ def _state(path: Path) -> list[int]:
     return [] if stat.S_ISFIFO(status.st_mode) else [status.st_size, status.st_mtime_ns]
 
 
-def _source(name: str, number: int, work: Path) -> Source:
+def _source(name: str, number: int, work: Path) -> InputFile:
     """Returns the file, or what is kept of it; a job that goes on uses what came through a pipe."""
     path, state = Path(name), [] if name == STDIN else _state(Path(name))
     is_pipe = not state
@@ -250,7 +250,7 @@ def _source(name: str, number: int, work: Path) -> Source:
     is_text = not (is_table or name.lower().removesuffix(GZIP).endswith(JSON_ENDINGS))
     if not (is_pipe or is_packed or is_table):
         with reading("task.input", path), path.open("rb"):
-            return Source(name, name, is_text, state)
+            return InputFile(name, name, is_text, state)
 
     kept = work / KEPT.format(number)
     if is_pipe and kept.exists():
@@ -259,7 +259,7 @@ def _source(name: str, number: int, work: Path) -> Source:
         _keep_plain_lines(name, kept)
     with kept.open("rb") as file:
         head = file.read(HEAD_BYTES)
-    return Source(name, str(kept), not begins_object(head) if is_pipe else is_text, state)
+    return InputFile(name, str(kept), not begins_object(head) if is_pipe else is_text, state)
 
 
 def _keep_plain_lines(name: str, kept: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
-from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Heads, Mlp, Norm, WholeNorms
+from llama_ssp.models.decoder import Attention, Block, Decoder, HeadLayout, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Layers, Routing, activation_of
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
@@ -146,7 +146,9 @@ class Assembly:
             sinks = self.read(prefix + names.sinks, (shape.n_heads,), Cut(ROWS, (heads.query,)))
         qkv = [(prefix + name, *rows) for name, rows in zip(names.qkv, qkv_rows(shape, heads), strict=True)]
         inputs, span = shape.n_heads * shape.head_dim, times(heads.query, shape.head_dim)
-        own_heads = Heads(sizes, shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary)
+        own_heads = HeadLayout(
+            sizes, shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary
+        )
         first = self.columns(qkv, ATTENTION, self.attention_inputs)
         last = self.rows(prefix + names.output, inputs, [span], ATTENTION)
         return Attention(first, last, own_heads, self.qk_norms(prefix), sinks)

@@ -84,7 +84,7 @@ class WholeNorms(nn.Module):
         return query.to(query_THD.dtype), key.to(key_TGD.dtype)
 
 
-class Heads(NamedTuple):
+class HeadLayout(NamedTuple):
     """Describes this rank's heads; `sizes` are outputs of the fused layer: queries, keys and values."""
 
     sizes: list[int]
@@ -97,7 +97,12 @@ class Attention(nn.Module):
     """Computes the attention of this rank's heads."""
 
     def __init__(
-        self, qkv: nn.Module, output: nn.Module, heads: Heads, norms: nn.Module | None, sink_H: Tensor | None
+        self,
+        qkv: nn.Module,
+        output: nn.Module,
+        heads: HeadLayout,
+        norms: nn.Module | None,
+        sink_H: Tensor | None,
     ) -> None:
         super().__init__()
         self.qkv, self.output, self.norms = qkv, output, norms

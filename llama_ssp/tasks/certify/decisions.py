@@ -9,7 +9,8 @@ decided again.
 
 Where a number is within rounding of its chance, both outcomes are right. law.py shows that the rule's own
 functions are right. A drafter that drops what it has drawn leaves no wrong draft, but a gap among the places
-of the others in their distributions. `Watch` looks at an engine's rounds and keeps some; it changes nothing.
+of the others in their distributions. `RoundObserver` looks at an engine's rounds and keeps some; it changes
+nothing.
 Probabilities are known on the leader alone; which texts were verified, on every rank.
 """
 
@@ -43,7 +44,7 @@ UNKNOWN = torch.empty(0)
 
 
 @dataclass(frozen=True)
-class RoundDraws:
+class RecordedDraws:
     """A round's numbers, made anew: each draft's coin and what it was drawn with, and a race's clocks."""
 
     uniform_BK: Tensor
@@ -51,7 +52,7 @@ class RoundDraws:
     draft_BK: Tensor
 
     @classmethod
-    def of(cls, seed: int, state: State, k: int, vocab: int) -> RoundDraws:
+    def of(cls, seed: int, state: State, k: int, vocab: int) -> RecordedDraws:
         """Makes the numbers of a batch of K drafts."""
         texts = list(zip(state.keys, state.lengths, strict=True))
         round_BKE = _table(seed, texts, ROUNDS, EACH * k).reshape(state.rows, k, EACH)
@@ -86,7 +87,7 @@ class Decisions:
     def see(self, state: State, decision: Decision, probs_BWV: Tensor, block: DraftBlock | None) -> None:
         """Looks at one round of the batch, before it is committed. Ended and damaged rows decide nothing."""
         rows = [row for row, ended in enumerate(state.ended) if not (ended or decision.damaged[row])]
-        draws = RoundDraws.of(self.seed, state, block.k if block else 0, probs_BWV.shape[-1])
+        draws = RecordedDraws.of(self.seed, state, block.k if block else 0, probs_BWV.shape[-1])
         self.taken += len(rows)
         if block is None:
             token_B = race(probs_BWV[:, 0], draws.clock_BN).tolist()
@@ -95,7 +96,7 @@ class Decisions:
         self._see_drafts(block, draws, rows)
         self._see_decision(block, draws, rows, decision)
 
-    def _see_drafts(self, block: DraftBlock, draws: RoundDraws, rows: list[int]) -> None:
+    def _see_drafts(self, block: DraftBlock, draws: RecordedDraws, rows: list[int]) -> None:
         """Checks that a draft is the token in whose part of the cumulated distribution its number lies."""
         probs_BKV, token_BK1, number_BK = block.draft_BKV, block.drafted_BK[..., None], draws.draft_BK
         drawn_BK = torch.arange(block.k, device=number_BK.device) < block.count_B[:, None]
@@ -113,7 +114,7 @@ class Decisions:
         self.drafted_wrong += int((drawn_BK & ~right_BK)[rows].sum())
 
     def _see_decision(
-        self, block: DraftBlock, draws: RoundDraws, rows: list[int], decision: Decision
+        self, block: DraftBlock, draws: RecordedDraws, rows: list[int], decision: Decision
     ) -> None:
         """Compares what stands, and the token after it; within rounding every outcome is right."""
         kept = list(zip(decision.accepted, decision.token, strict=True))
@@ -154,7 +155,7 @@ class Round:
 
 
 @dataclass
-class Watch(Observer):
+class RoundObserver(Observer):
     """Keeps `room` rounds, a random choice of all that had drafts, the same on every rank."""
 
     decisions: Decisions
@@ -195,7 +196,7 @@ def _copied(tensor_WV: Tensor | None) -> Tensor:
     return UNKNOWN if tensor_WV is None else tensor_WV.to("cpu", copy=True)
 
 
-def _decided(rule: Rule, block: DraftBlock, draws: RoundDraws) -> list[tuple[int, int]]:
+def _decided(rule: Rule, block: DraftBlock, draws: RecordedDraws) -> list[tuple[int, int]]:
     """Returns each row's standing drafts and the token after them, by the functions that law.py sums."""
     accepted_B = rule.accepted(draws.uniform_BK < rule.accept_chances(block))
     token_B = race(rule.correction_probs(block, accepted_B), draws.clock_BN)

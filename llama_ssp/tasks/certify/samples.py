@@ -24,7 +24,7 @@ from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import BlockRule, DraftBlock
-from llama_ssp.tasks.certify.decisions import Watch
+from llama_ssp.tasks.certify.decisions import RoundObserver
 from llama_ssp.tasks.certify.verdict import Check, control, judged
 
 Texts = Sequence[Sequence[int]]
@@ -38,7 +38,7 @@ FAMILIES: dict[str, Callable[[list[int]], list[tuple[int, ...]]]] = {
 }
 
 
-class Sampler(Protocol):
+class TextSampler(Protocol):
     """Continues prompts. A black box, such as another library's `generate`, is judged by its texts alone."""
 
     name: str
@@ -57,7 +57,7 @@ class EngineSampler:
     ends: frozenset[int]
     batch_size: int
     advance: Callable[[int], None] = lambda _: None  # is called with the number of texts after each batch
-    watch: Watch | None = None
+    watch: RoundObserver | None = None
     counts: Counts = field(default_factory=Counts)
     rows: int = 0  # of the largest batch so far
 
@@ -92,9 +92,9 @@ class KeepsEveryDraft(BlockRule):
 class Samplers(NamedTuple):
     """Holds the sampler that is judged, the regular one, and the control, which is wrong on purpose."""
 
-    subject: Sampler
-    regular: Sampler
-    wrong: Sampler | None
+    subject: TextSampler
+    regular: TextSampler
+    wrong: TextSampler | None
 
 
 def check_samples(
@@ -102,7 +102,7 @@ def check_samples(
 ) -> list[Check]:
     """Compares the subject's texts, and a wrong rule's, with regular ones. Every rank samples, one judges."""
 
-    def drawn(sampler: Sampler, word: str) -> list[list[list[int]]]:
+    def drawn(sampler: TextSampler, word: str) -> list[list[list[int]]]:
         """Samples each prompt's texts, with random streams of their own: two samples must not share one."""
         names = [f"{prompt.id} {word} {number}" for prompt in prompts for number in range(task.samples)]
         copies = [replace(prompts[n // task.samples], id=name) for n, name in enumerate(names)]

@@ -16,7 +16,7 @@ from llama_ssp.report.task_tables import STYLES
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.tasks.certify.decisions import Decisions, Watch, check_decisions
+from llama_ssp.tasks.certify.decisions import Decisions, RoundObserver, check_decisions
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import check_law
@@ -72,7 +72,7 @@ class CertifyTask(Task[CertifyConf]):
         long_texts = [replace(p, id=f"{p.id} law {n}") for p in self._texts for n in range(copies)]
         drawn = list[Check]()
         total = len(long_texts) + count * (2 + (0 if greedy_only else 3 * task.samples) + greedy_only)
-        watch = Watch(Decisions(rule, seed), task.law_rounds)
+        watch = RoundObserver(Decisions(rule, seed), task.law_rounds)
         with Progress("certify", total, "texts") as progress:
 
             def make(name: str, run: RunConf, rule: Any = None, watch: Any = None) -> EngineSampler:
