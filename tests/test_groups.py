@@ -58,7 +58,9 @@ def test_the_command_of_one_group_replaces_what_is_its_own():
 
 def ended(tmp_path: Path, script: str, fruitless: int = 0) -> WorkerGroup:
     """A group that has run a shell script, begun when no record was finished."""
-    group = WorkerGroup(tmp_path / "log", ["sh", "-c", script], ["3"], fruitless=fruitless)
+    group = WorkerGroup(
+        log=tmp_path / "log", command=["sh", "-c", script], devices=["3"], fruitless=fruitless
+    )
     group.start(0)
     assert group.process is not None
     group.process.wait(30)

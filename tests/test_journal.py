@@ -478,7 +478,9 @@ def test_the_journals_thread_writes_in_order_and_passes_errors_on():
 
 
 def test_a_torn_line_about_an_end_does_not_spoil_the_next(tmp_path: Path):
-    one, other = (End("7", restart, "node", 1, "", 0) for restart in (0, 1))
+    one, other = (
+        End(job="7", restart=restart, host="node", code=1, stopped_by="", finished=0) for restart in (0, 1)
+    )
     file = tmp_path / FOLDER / f"7{ENDS}"
     append_line(file, asdict(one))
     with file.open("ab") as torn:

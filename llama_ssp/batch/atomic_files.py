@@ -128,7 +128,8 @@ def _random_part(pid: int) -> str:
 
 def require_file_system(folder: Path) -> None:
     """Raises StorageError where the folder's file system cannot append, sync, or link without replacing."""
-    path, lacking = folder / f".probe.{unique_name()}", "append"
+    path = folder / f".probe.{unique_name()}"
+    lacking = "append"
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -146,6 +147,10 @@ def require_file_system(folder: Path) -> None:
                 raise
         finally:
             path.unlink(missing_ok=True)
-        what, allowed = "a job cannot be kept on this file system", "a disk, NFS, Lustre, CephFS"
-        fix = "choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough"
-        raise StorageError(what, folder, f"no {lacking}", allowed, fix)
+        raise StorageError(
+            "a job cannot be kept on this file system",
+            where=folder,
+            found=f"no {lacking}",
+            allowed="a disk, NFS, Lustre, CephFS",
+            fix="choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough",
+        )

@@ -26,7 +26,9 @@ from llama_ssp.distributed.identity import Identity, own_element, own_identity
 
 SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
 SYNC_S = 5.0
-BEAT_S, STALE_S = 10.0, 60.0  # a heartbeat keeps a claim, so that others take over from a dead process
+# a heartbeat keeps a claim, so that others take over from a dead process
+BEAT_S = 10.0
+STALE_S = 60.0
 
 # SHARD.NUMBER.PROCESS.jsonl, and the draft of such a file, which a killed process may have left.
 ATTEMPT_FILE = re.compile(r"(?P<shard>[0-9]{5,})\.(?P<number>[0-9]{3,})\.(?P<process>.+)\.jsonl")
@@ -41,7 +43,7 @@ class Shard:
     indices: range
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PastAttempt:
     """What an attempt's file tells."""
 
@@ -93,7 +95,8 @@ class Attempt:
                 self.deaths_alone[index].append(past.node)
             for index in past.damaged:
                 self.damaged_on[index].add(past.node)
-        self._unsynced, self._synced_at = 0, time.monotonic()
+        self._unsynced = 0
+        self._synced_at = time.monotonic()
         with storing(path):
             path.parent.mkdir(exist_ok=True)
             self._file: BinaryIO = path.open("xb", buffering=0)
@@ -148,7 +151,8 @@ class Attempt:
             self._unsynced += 1
             if self._unsynced >= SYNC_EVERY or time.monotonic() - self._synced_at >= SYNC_S:
                 os.fsync(self._file.fileno())
-                self._unsynced, self._synced_at = 0, time.monotonic()
+                self._unsynced = 0
+                self._synced_at = time.monotonic()
 
 
 class JournalThread(threading.Thread):
@@ -199,7 +203,8 @@ def read_part(path: Path) -> PastAttempt:
     past = PastAttempt()
     for entry in lines_in(path):
         past.begun.update(entry.get("begun", ()))
-        past.among, past.node = entry.get("among", past.among), entry.get("node", past.node)
+        past.among = entry.get("among", past.among)
+        past.node = entry.get("node", past.node)
         if "finished" in entry:
             past.finished[entry["finished"]] = entry["record"]
             past.last_at = entry.get("at", 0.0)

@@ -43,9 +43,13 @@ from llama_ssp.text.prompts import (
 
 log = logging.getLogger(__name__)
 
-INDEX, KEPT, GZIP, PARQUET = "index", "input-{}", ".gz", ".parquet"
+INDEX = "index"
+KEPT = "input-{}"
+GZIP = ".gz"
+PARQUET = ".parquet"
 FIELDS = {"file": "u4", "line": "u4", "start": "u8", "bytes": "u4", "crc": "u4", "id": "u4", "new": "u4"}
-ROW, PACKED = np.dtype([*FIELDS.items()]), struct.Struct("=IIQIIII")
+ROW = np.dtype([*FIELDS.items()])
+PACKED = struct.Struct("=IIQIIII")
 MAX_RECORDS = 2**26  # of a job: an index of 2 GiB, which one process makes in memory
 MAX_BAD = 10_000  # lines that end the job with their count and the first of them; each takes about 1 KiB
 MAX_SKIPPED = 2**20  # bad lines that are answered with their errors
@@ -65,7 +69,7 @@ class InputFile:
         return "standard input" if self.name == STDIN else self.name
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Index:
     """Every record of a job's input: `rows` say where it lies, `refused` which lines make no request."""
 
@@ -82,7 +86,8 @@ class Index:
     @staticmethod
     def of_run(run: RunConf, work: Path) -> Index:
         """The index in the job's folder, if the input is as it was; else a new one, not yet saved."""
-        names, kept = _names(str(run.task_as(BatchConf).input)), Index.kept(work)
+        names = _names(str(run.task_as(BatchConf).input))
+        kept = Index.kept(work)
         if kept and [source.name for source in kept.sources] == names:
             files = [source for source in kept.sources if source.state]  # a pipe's has none, and stays
             if all(source.state == _state(Path(source.name)) for source in files):
@@ -95,10 +100,20 @@ class Index:
         if not (path := work / INDEX).exists():
             return None
         with reading("the journal", path), path.open("rb") as file:
-            head, start = json.loads(file.readline()), file.tell()
+            head = json.loads(file.readline())
+            start = file.tell()
         rows = np.memmap(path, ROW, "r", start) if head["rows"] else np.empty(0, ROW)
-        refused = {number: Refused(number, *rest) for number, *rest in head["refused"]}
-        return Index([InputFile(**source) for source in head["sources"]], head["sha256"], rows, refused, True)
+        refused = {
+            number: Refused(index=number, id=name, url=url, error=error)
+            for number, name, url, error in head["refused"]
+        }
+        return Index(
+            sources=[InputFile(**source) for source in head["sources"]],
+            sha256=head["sha256"],
+            rows=rows,
+            refused=refused,
+            is_kept=True,
+        )
 
     def save(self, work: Path) -> None:
         """Keeps the index for all groups."""
@@ -125,9 +140,10 @@ class Index:
     def _build(run: RunConf, names: list[str], work: Path) -> Index:
         """Reads the whole input once, and checks every line. Raises DataError for what is too much."""
         sources = [_source(name, number, work) for number, name in enumerate(names)]
-        index = Index(sources, sha256="", rows=None, refused={})
+        index = Index(sources=sources, sha256="", rows=None, refused={})
         total = sum(Path(source.plain).stat().st_size for source in sources)
-        digest, rows = hashlib.sha256(), bytearray()
+        digest = hashlib.sha256()
+        rows = bytearray()
         with Progress("reading prompts", total, "bytes") as progress:
             for number, source in enumerate(sources):
                 path = Path(source.plain)
@@ -153,13 +169,16 @@ class Index:
                     fix="split it into several jobs",
                 )
 
-            name, new = reader.simple_id(line), run.task.max_new_tokens
+            name = reader.simple_id(line)
+            new = run.task.max_new_tokens
             if name is None:
                 try:
                     record = reader.read(line, count)
-                    name, new = record.id, record.max_new_tokens
+                    name = record.id
+                    new = record.max_new_tokens
                 except Refused as refused:
-                    name, new = refused.id, 0
+                    name = refused.id
+                    new = 0
                     self._refuse(refused, run)
 
             sums = zlib.crc32(line.raw), zlib.crc32(name.encode("utf-8", "surrogatepass"))
@@ -208,8 +227,11 @@ class Index:
             file.seek(start)
             raw = file.read(size)
         if zlib.crc32(raw) != crc:
-            what, fix = "the input has changed while the job runs", "put it back, and start the command again"
-            raise DataError(what, self.where(number), fix=fix)
+            raise DataError(
+                "the input has changed while the job runs",
+                where=self.where(number),
+                fix="put it back, and start the command again",
+            )
         return self._reader(of, run).read(prompts.Line(line, start, raw, source.shown), number)
 
     def _reader(self, number: int, run: RunConf) -> Reader:
@@ -228,8 +250,12 @@ def _names(name: str) -> list[str]:
     paths = path.parent.glob(path.name) if "*" in path.name else path.glob("*")
     names = sorted(str(one) for one in paths if one.name.lower().endswith(endings) or "*" in path.name)
     if not names:
-        what = "task.input holds no files" if path.is_dir() else "task.input does not exist"
-        raise DataError(what, path, allowed=" ".join(endings) * path.is_dir(), fix="check the path")
+        raise DataError(
+            "task.input holds no files" if path.is_dir() else "task.input does not exist",
+            where=path,
+            allowed=" ".join(endings) * path.is_dir(),
+            fix="check the path",
+        )
     return names
 
 
@@ -237,13 +263,16 @@ def _state(path: Path) -> list[int]:
     with reading("task.input", path):
         status = path.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
-        raise DataError("task.input is not a regular file", path, fix="give a text file or a .jsonl file")
+        raise DataError(
+            "task.input is not a regular file", where=path, fix="give a text file or a .jsonl file"
+        )
     return [] if stat.S_ISFIFO(status.st_mode) else [status.st_size, status.st_mtime_ns]
 
 
 def _source(name: str, number: int, work: Path) -> InputFile:
     """Returns the file, or what is kept of it; a job that goes on uses what came through a pipe."""
-    path, state = Path(name), [] if name == STDIN else _state(Path(name))
+    path = Path(name)
+    state = [] if name == STDIN else _state(Path(name))
     is_pipe = not state
     is_packed = name.lower().endswith(GZIP)
     is_table = name.lower().endswith(PARQUET)
@@ -275,11 +304,16 @@ def _keep_plain_lines(name: str, kept: Path) -> None:
         try:
             file.writelines(_table_lines(packed, name) if is_table else whole_lines(packed, name))
         except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
-            raise DataError("task.input cannot be unpacked", path, error, fix="check it") from None
+            raise DataError(
+                "task.input cannot be unpacked", where=path, found=error, fix="check it"
+            ) from None
 
         if path.is_fifo() and not file.tell():
-            what, fix = "nothing comes through the pipe", "start the process that writes into it first"
-            raise DataError(what, where=path, fix=fix)
+            raise DataError(
+                "nothing comes through the pipe",
+                where=path,
+                fix="start the process that writes into it first",
+            )
         synced(file)
         draft.replace(kept)
 
@@ -299,7 +333,9 @@ def _table_lines(file: Any, name: str) -> Iterator[bytes]:
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UsageError("Parquet needs pyarrow", name, fix="pip install pyarrow, or give .jsonl") from None
+        raise UsageError(
+            "Parquet needs pyarrow", where=name, fix="pip install pyarrow, or give .jsonl"
+        ) from None
     for batch in ParquetFile(file).iter_batches(1024):  # rows that are in memory at once
         for row in batch.to_pylist():
             known = {column: value for column, value in row.items() if value is not None}

@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 OF_MODEL = ("name", "repo", "revision", "weights", "dtype", "seed", "agreement")
 OF_TASK = ("chat", "system", "max_new_tokens", "stop", "ignore_eos", "on_bad_row", "logprobs", "logprobs_of")
 SHOWN = 5  # bad lines that a message quotes
-BEGIN, END = 150, 90  # characters of what is said of each; a long value or path is in the middle
+# characters of what is said of each; a long value or path is in the middle
+BEGIN = 150
+END = 90
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,20 @@ class Job:
 
         Raises DataError where a corrected record has another answer, or groups work on the job meanwhile.
         """
-        work, manifest = self.journal.folder, self.journal.manifest
+        work = self.journal.folder
+        manifest = self.journal.manifest
         if self.is_new:
             return
         if self.run.task_as(BatchConf).retry_errors and self.journal.standing().records_failed:
             log.info("%d errors are tried again", self.journal.reopen())
         if manifest != Journal.held(work):  # its input differs
             if holders := self.journal.holders():
-                what, fix = "the input has changed while groups work on the job", "put it back, or stop them"
-                raise DataError(what, work, f"{len(holders)} groups", fix=fix)
+                raise DataError(
+                    "the input has changed while groups work on the job",
+                    where=work,
+                    found=f"{len(holders)} groups",
+                    fix="put it back, or stop them",
+                )
             count = self.journal.reopen({*self.corrected})
             log.info("%d lines are corrected: %d errors are taken back", len(self.corrected), count)
             replace_whole(work / MANIFEST, manifest.as_bytes())
@@ -96,12 +103,16 @@ def folders_of(run: RunConf) -> tuple[Path, Path]:
         raise UsageError("task.output is missing", fix="write task.output=answers.jsonl")
     output = home_expanded(task.output)
     if not output.name:
-        raise UsageError("task.output does not name a file", "", task.output, fix="write task.output=FILE")
+        raise UsageError("task.output does not name a file", found=task.output, fix="write task.output=FILE")
     for key, text, end in (("output", task.output, ".work"), ("work", task.work or "", "")):
         plain = text.strip("'\"")  # as 0.2 took a value in quotes
         if plain != text and home_expanded(plain + end).is_dir():
-            what, fix = f"task.{key} has quotes, and there is a job without them", f"write task.{key}={plain}"
-            raise UsageError(what, home_expanded(plain + end), text, fix=fix)
+            raise UsageError(
+                f"task.{key} has quotes, and there is a job without them",
+                where=home_expanded(plain + end),
+                found=text,
+                fix=f"write task.{key}={plain}",
+            )
     return home_expanded(task.work) if task.work else output.with_name(output.name + ".work"), output
 
 
@@ -112,10 +123,12 @@ def chosen_seed(run: RunConf, is_job: bool) -> int:
     work = folders_of(run)[0] if is_job else None
     if work and (held := Journal.held(work)):
         return int(held.settings["seed"])
-    seed, why = secrets.randbelow(2**31), "drawn; give it again to repeat this run"
+    seed = secrets.randbelow(2**31)
+    why = "drawn; give it again to repeat this run"
     if work and run.cluster.scheduler is not Scheduler.none:  # the printed script is the submitted one
         digest = hashlib.sha256(str(work.absolute()).encode(errors="surrogateescape")).digest()
-        seed, why = int.from_bytes(digest[:4]) >> 1, "this folder's; seed=N is for another"
+        seed = int.from_bytes(digest[:4]) >> 1
+        why = "this folder's; seed=N is for another"
     log.debug("seed=%d (%s)", seed, why)
     return seed
 
@@ -140,8 +153,12 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
     Journal.require_free(work, output)
     settings = _settings(run, files, seed)
     if Journal.held(work) is None and output.exists():
-        what, fix = "the output file exists and is not this job's", "choose another name, or move it away"
-        raise DataError(what, output, allowed=f"a new name, or the job's own folder {work.name}", fix=fix)
+        raise DataError(
+            "the output file exists and is not this job's",
+            where=output,
+            allowed=f"a new name, or the job's own folder {work.name}",
+            fix="choose another name, or move it away",
+        )
     from llama_ssp.batch.index import Index  # it imports numpy, which other tasks do without at their start
 
     index = Index.of_run(run, work)
@@ -170,8 +187,10 @@ def require_good(run: RunConf, refused: Sequence[Refused]) -> None:
         raise DataError(bad[0])
     shown = [one if len(one) <= BEGIN + END else f"{one[:BEGIN]} ... {one[-END:]}" for one in bad[:SHOWN]]
     more = f" (the first {SHOWN})" if len(bad) > SHOWN else ""
-    fix = "correct them, or write task.on_bad_row=skip to have them answered with their errors"
-    raise DataError(f"{len(bad)} lines are bad: {' | '.join(shown)}{more}", fix=fix)
+    raise DataError(
+        f"{len(bad)} lines are bad: {' | '.join(shown)}{more}",
+        fix="correct them, or write task.on_bad_row=skip to have them answered with their errors",
+    )
 
 
 def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[str, Any]:

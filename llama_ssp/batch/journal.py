@@ -22,8 +22,15 @@ from llama_ssp.errors import DataError, StorageError, UsageError, shortened
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.text.prompts import reading
 
-MANIFEST, TRIALS, COSTS, ROWS = "run.json", "trials.json", "costs.json", "rows.json"
-PARTS, DONE, CLAIMS, GROUPS, PUBLISHED = "parts", "done", "claims", "groups", "published"
+MANIFEST = "run.json"
+TRIALS = "trials.json"
+COSTS = "costs.json"
+ROWS = "rows.json"
+PARTS = "parts"
+DONE = "done"
+CLAIMS = "claims"
+GROUPS = "groups"
+PUBLISHED = "published"
 # What a job's folder may hold before its manifest: the input's index, what came through pipes, what a
 # scheduler's script makes, and drafts that killed processes left.
 BEFORE_MANIFEST = re.compile(
@@ -51,12 +58,18 @@ class Manifest:
         """Raises DataError if the folder's manifest `held` is another job's."""
         changed = [key for key in ("input_sha256", "records") if getattr(held, key) != getattr(self, key)]
         for key in sorted(held.settings.keys() | self.settings.keys()):
-            old, new = held.settings.get(key), self.settings.get(key)
-            changed += [f"{key}={old!r} now {new!r}"] * (old != new)
+            old = held.settings.get(key)
+            new = self.settings.get(key)
+            if old != new:
+                changed.append(f"{key}={old!r} now {new!r}")
         if changed:
-            what, allowed = "the folder holds the results of another job", "the same input and settings"
-            fix = "undo the change, or choose another task.output"
-            raise DataError(what, where, "; ".join(changed[:8]), allowed, fix)
+            raise DataError(
+                "the folder holds the results of another job",
+                where=where,
+                found="; ".join(changed[:8]),
+                allowed="the same input and settings",
+                fix="undo the change, or choose another task.output",
+            )
 
 
 def shards_of(records: int, most: int, number: int | None = None) -> tuple[Shard, ...]:
@@ -85,7 +98,7 @@ class Standing:
         return f"{records}, {self.shards_done} of {self.shards} shards done"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GroupWork:
     """What one process, the leader of a group, has done, from its file; names are of the JSON interface."""
 
@@ -173,7 +186,8 @@ class Journal:
             if body is None:
                 return None
             # 0.2 listed the shards, and had `longest` among other facts.
-            count, longest = body["shards"], body.get("facts", body)["longest"]
+            count = body["shards"]
+            longest = body.get("facts", body)["longest"]
             shards = shards_of(body["records"], 0, count if isinstance(count, int) else len(count))
             return Manifest(body["input_sha256"], body["records"], body["settings"], shards, longest)
 
@@ -182,7 +196,7 @@ class Journal:
         """A journal that is there already. Raises DataError where none is."""
         if manifest := Journal.held(folder):
             return Journal(folder, manifest)
-        raise DataError("there is no job in this folder", folder, fix="check task.output")
+        raise DataError("there is no job in this folder", where=folder, fix="check task.output")
 
     def kept(self, name: str, value: Any) -> Any:
         """Writes a value to the file of this name, once; returns what the first process wrote."""
@@ -200,8 +214,13 @@ class Journal:
         held = self.kept(TRIALS, kinds) if kinds else {}
         for role, how in kinds.items():
             if (then := held.get(role, how)) != how:
-                what, found = "the job has begun with another engine", f"{role}: {engines[role]}"
-                raise DataError(what, self.folder / TRIALS, found, f"{role}: {then}", f"give engine={then}")
+                raise DataError(
+                    "the job has begun with another engine",
+                    where=self.folder / TRIALS,
+                    found=f"{role}: {engines[role]}",
+                    allowed=f"{role}: {then}",
+                    fix=f"give engine={then}",
+                )
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()
@@ -300,10 +319,11 @@ class Journal:
 
     def survey(self) -> tuple[Standing, list[GroupWork]]:
         """How far the job is, and by whom. Of a done shard only its counts are read, where there are some."""
-        done, groups = self.done(), dict[str, GroupWork]()
+        done = self.done()
+        groups = dict[str, GroupWork]()
         last = dict[str, tuple[float, GroupWork, dict[str, Any]]]()  # by shard; it may have been reopened
         for path in sorted((self.folder / GROUPS).glob("*.jsonl")):
-            group = groups[path.stem] = GroupWork(path.stem)
+            group = groups[path.stem] = GroupWork(group=path.stem)
             for entry in files.lines_in(path):
                 if (name := entry.pop("shard", None)) is None:
                     vars(group).update(entry)
@@ -311,14 +331,16 @@ class Journal:
                     last[name] = entry["at"], group, entry
         for _, group, entry in last.values():
             group.add(**entry)
-        uncounted = groups.setdefault("", GroupWork(""))  # by groups that were killed before they counted it
+        # What groups finished that were killed before they counted it.
+        uncounted = groups.setdefault("", GroupWork(group=""))
         for name in done - last.keys():
             uncounted.add(0.0, **counted(self.answers(self.manifest.shards[int(name)]).values()))
         seen = set[int]()
         for path in attempt_files(self.folder / PARTS):
             shard, _, name = path.stem.split(".", 2)
             if shard not in done:
-                past, group = read_part(path), groups.setdefault(name, GroupWork(name))
+                past = read_part(path)
+                group = groups.setdefault(name, GroupWork(group=name))
                 group.add(past.last_at, **counted(past.finished[i] for i in past.finished.keys() - seen))
                 seen.update(past.finished)
         finished, failed = (sum(vars(one)[key] for one in groups.values()) for key in ("records", "failed"))
@@ -327,11 +349,18 @@ class Journal:
 
     def merge(self, output: Path) -> None:
         """Writes all answers in the order of the input. Raises DataError while any is missing."""
-        done, published = self.done(), self.folder / PUBLISHED
+        done = self.done()
+        published = self.folder / PUBLISHED
         if missing := [shard.name for shard in self.manifest.shards if shard.name not in done]:
-            found = f"shards {', '.join(missing[:5])} missing, {len(missing)} in all"
-            raise DataError("the job is not finished", self.folder, found, fix="start the same command again")
-        digest, lines, records = hashlib.sha256(), 0, self.manifest.records
+            raise DataError(
+                "the job is not finished",
+                where=self.folder,
+                found=f"shards {', '.join(missing[:5])} missing, {len(missing)} in all",
+                fix="start the same command again",
+            )
+        digest = hashlib.sha256()
+        lines = 0
+        records = self.manifest.records
         with files.drafted(output) as (draft, file):
             for shard in self.manifest.shards:
                 with self._done(shard).open("rb") as answers:
@@ -340,17 +369,26 @@ class Journal:
                         digest.update(chunk)
                         lines += chunk.count(b"\n")
             if lines != records:
-                what, fix = "the finished shards do not add up", "delete the shard that was changed"
-                raise DataError(what, self.folder / DONE, f"{lines} answers", records, fix)
+                raise DataError(
+                    "the finished shards do not add up",
+                    where=self.folder / DONE,
+                    found=f"{lines} answers",
+                    allowed=records,
+                    fix="delete the shard that was changed",
+                )
             held = ""
             if output.is_file():
                 with output.open("rb") as present:
                     held = hashlib.file_digest(present, "sha256").hexdigest()
             if held != digest.hexdigest():
                 if output.exists() and {"sha256": held} not in files.lines_in(published):
-                    what, allowed = "the output file is there already", "no file, or what this job writes"
-                    fix = "move it away, then start the same command again"
-                    raise DataError(what, output, "other content", allowed, fix)
+                    raise DataError(
+                        "the output file is there already",
+                        where=output,
+                        found="other content",
+                        allowed="no file, or what this job writes",
+                        fix="move it away, then start the same command again",
+                    )
                 files.append_line(published, {"sha256": digest.hexdigest()})
                 files.synced(file)
                 draft.replace(output)
@@ -381,10 +419,13 @@ class Journal:
             errors = {index for index, answer in answers.items() if is_error(answer)}
             taken = errors if corrected is None else corrected & answers.keys()
             if sound := sorted(taken - errors):
-                what, allowed = "the input has changed", "other lines where the answer is an error, or none"
-                found = f"another record {sound[0] + 1}, which has an answer"
-                fix = "undo the change, or choose another task.output"
-                raise DataError(what, self.folder, found, allowed, fix)
+                raise DataError(
+                    "the input has changed",
+                    where=self.folder,
+                    found=f"another record {sound[0] + 1}, which has an answer",
+                    allowed="other lines where the answer is an error, or none",
+                    fix="undo the change, or choose another task.output",
+                )
             if taken:
                 lines = [files.sealed({"finished": i, "record": answers[i]}) for i in answers.keys() - taken]
                 replaced = {*self._parts(shard), self._done(shard)}

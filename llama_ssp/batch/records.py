@@ -24,17 +24,20 @@ from llama_ssp.text.tokenizer import Message
 if TYPE_CHECKING:
     from llama_ssp.pair.continuous_batching import Reply
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # A line with a prompt, and perhaps an id in ASCII; lines with other escapes than these are read whole.
-TEXT, ID = rb'"[^"\\\0-\x1f]*+(?:\\["\\/bfnrt][^"\\\0-\x1f]*+)*+"', rb'"id": ?"([ !#-\[\]-~]++)"'
+TEXT = rb'"[^"\\\0-\x1f]*+(?:\\["\\/bfnrt][^"\\\0-\x1f]*+)*+"'
+ID = rb'"id": ?"([ !#-\[\]-~]++)"'
 SIMPLE = re.compile(rb'\{(?:%b, ?)?"prompt": ?%b\}\r?|\{"prompt": ?%b, ?%b\}\r?' % (ID, TEXT, TEXT, ID))
 TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every vocabulary
 SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", *SAMPLING, *ALIASES)
 PLAIN = (*SETTINGS, "echo")
-BAD_REQUEST, BROKEN = 400, 500
+BAD_REQUEST = 400
+BROKEN = 500
 ALWAYS = ("id", "output_tokens")  # of a plain answer: what jobs are counted by
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
 WITHOUT_EFFECT: dict[str, Any] = dict.fromkeys(("model", "user", "metadata", "store", "service_tier"))
@@ -42,7 +45,7 @@ WITHOUT_EFFECT |= {"n": 1, "best_of": 1, "stream": False, "tools": [], "response
 nearest = lru_cache(1024)(partial(difflib.get_close_matches, possibilities=PLAIN, n=1, cutoff=0.8))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One record. `messages` replace a prompt; `seed` replaces the run's; `url` is empty of a plain line.
 
@@ -74,7 +77,10 @@ class Refused(DataError):
 
     def __init__(self, index: int, id: str, url: str, error: str) -> None:
         super().__init__(error)
-        self.index, self.id, self.url, self.error = index, id, url, error
+        self.index = index
+        self.id = id
+        self.url = url
+        self.error = error
 
 
 @dataclass
@@ -107,7 +113,8 @@ class Reader:
             return request
         except DataError as error:
             problem = error
-        name, url = self._name_of(line), ""
+        name = self._name_of(line)
+        url = ""
         with suppress(DataError):
             record = {} if self.is_text else parsed_object(line)
             url = COMPLETIONS if "custom_id" in record else ""
@@ -120,9 +127,21 @@ class Reader:
         return f"{self.named}line-{line.number}"
 
     def _request(self, line: Line, index: int) -> Request:
-        task, name, where = self.run.task_as(BatchConf), self._name_of(line), line.where
-        settings = self.run.sampling, task.max_new_tokens, tuple(task.stop)
-        usual = Request(index, name, "", where, "", (), *settings, logprobs=task.logprobs)
+        task = self.run.task_as(BatchConf)
+        name = self._name_of(line)
+        where = line.where
+        usual = Request(
+            index=index,
+            id=name,
+            url="",
+            where=where,
+            prompt="",
+            messages=(),
+            sampling=self.run.sampling,
+            max_new_tokens=task.max_new_tokens,
+            stop=tuple(task.stop),
+            logprobs=task.logprobs,
+        )
         if self.is_text:
             return replace(usual, prompt=line.text)
         record = parsed_object(line)
@@ -131,30 +150,49 @@ class Reader:
         name = name_of(record.pop("id", name), where)
         for key in record:  # other columns of a table are ignored, misspelt settings are not
             if key not in PLAIN and (near := nearest(key)):
-                what, fix = f"the line has an unknown setting {key}", f"did you mean {near[0]}?"
-                raise DataError(what, where, fix=fix)
+                raise DataError(
+                    f"the line has an unknown setting {key}", where=where, fix=f"did you mean {near[0]}?"
+                )
         return self._with_own(record, replace(usual, id=name))
 
     def _openai(self, record: dict[str, Any], usual: Request) -> Request:
         """Reads the settings from OpenAI's envelope. Raises DataError for what is not served."""
-        url, body, where = record.get("url"), record.get("body"), usual.where
+        url = record.get("url")
+        body = record.get("body")
+        where = usual.where
         method = record.get("method", "POST")
         if url not in (COMPLETIONS, CHAT) or method != "POST":
-            what, allowed = "the request's method and url are not served", f"POST {COMPLETIONS}, POST {CHAT}"
-            raise DataError(what, where, f"{method} {url}", allowed, "correct them")
+            raise DataError(
+                "the request's method and url are not served",
+                where=where,
+                found=f"{method} {url}",
+                allowed=f"POST {COMPLETIONS}, POST {CHAT}",
+                fix="correct them",
+            )
         if not isinstance(body, dict) or "custom_id" not in record:
             missing = "custom_id" if isinstance(body, dict) else "body"
-            raise DataError(f"the request has no {missing}", where, ", ".join(record), fix="add it")
+            raise DataError(
+                f"the request has no {missing}", where=where, found=", ".join(record), fix="add it"
+            )
         also, never = ("top_logprobs", "prompt") if url == CHAT else ("echo", "messages")
         served = [key for key in (*SETTINGS, also) if key != never]
         asked = {key: value for key, value in body.items() if value is not None}
         for key, only in WITHOUT_EFFECT.items():
             if key in asked and asked.pop(key) != only and only is not None:
-                found = repr(body[key])[:60]
-                raise DataError(f"the request asks for {key}", where, found, repr(only), "leave it out")
+                raise DataError(
+                    f"the request asks for {key}",
+                    where=where,
+                    found=repr(body[key])[:60],
+                    allowed=repr(only),
+                    fix="leave it out",
+                )
         if unknown := [key for key in asked if key not in served]:
-            what = f"the request to {url} asks for {unknown[0]}, which is not served"
-            raise DataError(what, where, None, ", ".join(served), "leave it out, or choose the other url")
+            raise DataError(
+                f"the request to {url} asks for {unknown[0]}, which is not served",
+                where=where,
+                allowed=", ".join(served),
+                fix="leave it out, or choose the other url",
+            )
         return self._with_own(asked, replace(usual, id=name_of(record["custom_id"], where), url=url))
 
     def _with_own(self, record: dict[str, Any], usual: Request) -> Request:
@@ -165,20 +203,31 @@ class Reader:
         stop = changes.get("stop", list(usual.stop))
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-            raise DataError("stop is not a list of texts", where, repr(stop), fix='write ["\\n"]')
-        logprobs, echo = _logprobs(changes, usual), changes.get("echo", False)
+            raise DataError("stop is not a list of texts", where=where, found=repr(stop), fix='write ["\\n"]')
+        logprobs = _logprobs(changes, usual)
+        echo = changes.get("echo", False)
         if not isinstance(echo, bool) or (echo and not usual.url and logprobs is None):
-            allowed = "true or false" + ", and logprobs with true" * (not usual.url)
-            raise DataError("echo is unusable", where, repr(echo), allowed, "correct it")
-        new, seed = changes.get("max_new_tokens", usual.max_new_tokens), changes.get("seed")
+            raise DataError(
+                "echo is unusable",
+                where=where,
+                found=repr(echo),
+                allowed="true or false" if usual.url else "true or false, and logprobs with true",
+                fix="correct it",
+            )
+        new = changes.get("max_new_tokens", usual.max_new_tokens)
+        seed = changes.get("seed")
         _require_whole("max_new_tokens", new, 1 - echo, MAX_SEED, where)
         _require_whole("seed", 0 if seed is None else seed, 0, MAX_SEED, where)
         own = {key: changes[key] for key in SAMPLING if key in changes}
         if "logit_bias" in own:  # JSON has texts for keys
             biases = own["logit_bias"]
             if not isinstance(biases, dict) or not all(map(TOKEN_ID.fullmatch, biases)):
-                what, fix = "logit_bias is not a map of tokens to numbers", 'write {"42": -1.5}'
-                raise DataError(what, where, repr(biases), fix=fix)
+                raise DataError(
+                    "logit_bias is not a map of tokens to numbers",
+                    where=where,
+                    found=repr(biases),
+                    fix='write {"42": -1.5}',
+                )
             own["logit_bias"] = {int(token): bias for token, bias in biases.items()}
         sampling = replace(usual.sampling, **own)
         if own or new != usual.max_new_tokens:
@@ -200,28 +249,35 @@ class Reader:
             check(run)
             check_context(run)
         except RunError as error:
-            raise DataError(f"a setting of the line is wrong: {error}", where) from None
+            raise DataError(f"a setting of the line is wrong: {error}", where=where) from None
         self.checked.add(settings)
 
 
 def _said(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]:
     """Returns the prompt, or the messages."""
-    prompt, messages = record.get("prompt"), record.get("messages")
+    prompt = record.get("prompt")
+    messages = record.get("messages")
     if isinstance(prompt, str) and messages is None:
         return prompt, ()
     if prompt is None and isinstance(messages, list) and messages:
         read = tuple(message for message in map(_message, messages) if message)
         if len(read) == len(messages):
             return "", read
-    allowed = 'a string "prompt", or "messages" of {"role", "content"} with roles ' + ", ".join(ROLES)
-    raise DataError("the line has no prompt", where, ", ".join(record), allowed, "give it one of them")
+    raise DataError(
+        "the line has no prompt",
+        where=where,
+        found=", ".join(record),
+        allowed='a string "prompt", or "messages" of {"role", "content"} with roles ' + ", ".join(ROLES),
+        fix="give it one of them",
+    )
 
 
 def _message(message: object) -> Message | None:
     """Returns a message as templates know it, without its name, its text parts joined; None if it is none."""
     if not isinstance(message, dict) or message.keys() - {"name"} != {"role", "content"}:
         return None
-    role, content = message["role"], message["content"]
+    role = message["role"]
+    content = message["content"]
     if isinstance(content, list):
         parts = (part for part in content if isinstance(part, dict) and part.get("type") == "text")
         texts = [text for part in parts if isinstance(text := part.get("text"), str)]
@@ -233,14 +289,22 @@ def _message(message: object) -> Message | None:
 
 def _logprobs(record: dict[str, Any], usual: Request) -> int | None:
     """How many alternatives each token comes with; None for no log-probabilities. A chat says it in two."""
-    key, value, where = "logprobs", record.get("logprobs", usual.logprobs), usual.where
+    key = "logprobs"
+    value = record.get("logprobs", usual.logprobs)
+    where = usual.where
     if usual.url == CHAT and "logprobs" in record:
         if not isinstance(value, bool) or ("top_logprobs" in record and not value):
-            allowed = "true or false, and true with top_logprobs"
-            raise DataError("logprobs is unusable", where, repr(value), allowed, "correct it")
-        key, value = "top_logprobs", record.get("top_logprobs", 0) if value else None
+            raise DataError(
+                "logprobs is unusable",
+                where=where,
+                found=repr(value),
+                allowed="true or false, and true with top_logprobs",
+                fix="correct it",
+            )
+        key = "top_logprobs"
+        value = record.get("top_logprobs", 0) if value else None
     elif "top_logprobs" in record:
-        raise DataError("top_logprobs is given without logprobs", where, fix='add "logprobs": true')
+        raise DataError("top_logprobs is given without logprobs", where=where, fix='add "logprobs": true')
     if value is None or value is False:
         return None
     _require_whole(key, value, 0, MAX_LOGPROBS, where)
@@ -249,14 +313,21 @@ def _logprobs(record: dict[str, Any], usual: Request) -> int | None:
 
 def _require_whole(key: str, value: object, least: int, most: int, where: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise DataError(f"{key} is out of range", where, repr(value), f"{least}..{most}", "correct it")
+        raise DataError(
+            f"{key} is out of range",
+            where=where,
+            found=repr(value),
+            allowed=f"{least}..{most}",
+            fix="correct it",
+        )
 
 
 def answer(
     request: Request, reply: Reply, model: str, spell: Spell, fields: list[str] | None = None
 ) -> dict[str, Any]:
     """The line for a generated text; `spell` gives tokens' text. A plain line has these `fields`, or all."""
-    prompt_tokens, output_tokens = reply.prompt_tokens, len(reply.token_ids)
+    prompt_tokens = reply.prompt_tokens
+    output_tokens = len(reply.token_ids)
     if not request.url:
         asked = {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
         line: dict[str, Any] = {"id": request.id, **asked, "text": reply.text, "token_ids": reply.token_ids}
@@ -266,7 +337,9 @@ def answer(
             line["logprobs"] = plain(spelled(reply.logprobs, spell))
             line |= {"prompt_logprobs": plain(spelled(reply.echoed, spell))} if request.echo else {}
         return {key: line[key] for key in line if not fields or key in (*fields, *ALWAYS)}
-    is_chat, text, logprobs = request.url == CHAT, request.prompt * request.echo + reply.text, None
+    is_chat = request.url == CHAT
+    text = request.prompt * request.echo + reply.text
+    logprobs = None
     said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
     if request.logprobs is not None:
         found = spelled([*reply.echoed, *reply.logprobs], spell)

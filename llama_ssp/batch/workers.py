@@ -48,11 +48,16 @@ STOP_S = 60.0  # for groups to stop after SIGTERM
 def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str, Any]]:
     """The job, and how every summary of it begins. Raises RunError for what does not fit `world` ranks."""
     if (ranks := rank_environment().world) > 1:
-        what, where = "groups are started by the command itself", f"cluster.groups={run.cluster.groups}"
-        raise UsageError(what, where, f"{ranks} ranks of torchrun", fix="start it without torchrun")
+        raise UsageError(
+            "groups are started by the command itself",
+            where=f"cluster.groups={run.cluster.groups}",
+            found=f"{ranks} ranks of torchrun",
+            fix="start it without torchrun",
+        )
     pair = placed(pair_files(run, folders)[0], [world])
     job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
-    manifest, rows = job.journal.manifest, job.index.rows
+    manifest = job.journal.manifest
+    rows = job.index.rows
     # Of a new job the longest text is known by its bytes only.
     slots = manifest.longest or int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2))
     # By the figures of the cluster that is named; None where it says too little.
@@ -77,7 +82,8 @@ def words_of_one(words: list[str], *more: str) -> tuple[str, ...]:
 
 def show(summary: dict[str, Any], output: Output, *more: str) -> None:
     """Prints how far a job is: for people, with more lines, or as JSON."""
-    console, accepted = Console(), summary["acceptance_rate"]
+    console = Console()
+    accepted = summary["acceptance_rate"]
     share = f" ({100 * summary['records_finished'] // summary['records']} %)" if summary["records"] else ""
     rows = [
         ["status", summary["status"]],
@@ -102,7 +108,7 @@ def code_of(returned: int, file: Path | None = None) -> int:
     return 128 - returned if returned < 0 else returned
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WorkerGroup:
     """One group: its process, and in how many runs in a row no record was finished."""
 
@@ -138,7 +144,8 @@ class WorkerGroup:
         """
         if self.process is None or (returned := self.process.poll()) is None:
             return
-        self.process, self.code = None, code_of(returned)
+        self.process = None
+        self.code = code_of(returned)
         if self.code == OK:
             return
         self.failures += 1
@@ -152,11 +159,14 @@ class WorkerGroup:
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     """Runs groups on this machine to the end; the exit code of the first that failed for good."""
-    task, began = run.task_as(BatchConf), time.time()
+    task = run.task_as(BatchConf)
+    began = time.time()
     if run.cluster.nodes > 1:
-        what, found = "several groups of several nodes need a scheduler", f"cluster.nodes={run.cluster.nodes}"
-        fix = "use cluster.scheduler=slurm, or start torchrun for each group yourself (docs/cluster.md)"
-        raise UsageError(what, found=found, fix=fix)
+        raise UsageError(
+            "several groups of several nodes need a scheduler",
+            found=f"cluster.nodes={run.cluster.nodes}",
+            fix="use cluster.scheduler=slurm, or start torchrun for each group yourself (docs/cluster.md)",
+        )
     devices = _dealt(run)
     ranks = run.cluster.gpus or len(devices[0] or [""])
     job, summary = share(run, folders, ranks)
@@ -168,7 +178,9 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     own = words_of_one(words, *job.words, f"cluster.gpus={ranks}", f"ranks={ranks}")
     command = [sys.executable, "-m", "llama_ssp", *own]
     count = min(run.cluster.groups, max(job.missing, 1))
-    groups = [WorkerGroup(logs / f"group-{n}.log", command, devices[n]) for n in range(count)]
+    groups = [
+        WorkerGroup(log=logs / f"group-{n}.log", command=command, devices=devices[n]) for n in range(count)
+    ]
     log.info("groups: %d, with %d ranks each; logs in %s", count, ranks, logs)
     try:
         finished = count_finished(job.journal.folder)
@@ -179,7 +191,8 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
             while processes := [group.process for group in groups if group.process]:
                 with suppress(subprocess.TimeoutExpired):
                     processes[0].wait(COUNT_S)
-                before, finished = finished, count_finished(job.journal.folder)
+                before = finished
+                finished = count_finished(job.journal.folder)
                 bar.advance(finished - before)
                 for group in groups:
                     group.follow(finished, task.retries)
@@ -201,9 +214,12 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
 
 def _figures(job: Job, groups: list[WorkerGroup], began: float, code: int) -> dict[str, Any]:
     """The summary of all groups that this machine has started since then."""
-    (standing, done), wall_s, node = job.journal.survey(), time.time() - began, socket.gethostname()
+    (standing, done) = job.journal.survey()
+    wall_s = time.time() - began
+    node = socket.gethostname()
     ours = [group for group in done if group.node == node and group.began >= began]
-    tokens, failures = sum(group.tokens for group in ours), sum(group.failures for group in groups)
+    tokens = sum(group.tokens for group in ours)
+    failures = sum(group.failures for group in groups)
     status = "done" if job.output.is_file() else "partial"  # others are at work on the rest
     summary = {**asdict(standing), "shards_missing": job.missing, "status": "error" if code else status}
     summary |= {"groups": len(groups), "failures": failures, "tokens_committed": tokens}
@@ -221,7 +237,11 @@ def _dealt(run: RunConf) -> list[list[str] | None]:
     names = hidden.split(",") if hidden else [str(number) for number in range(len(there))]
     each = cluster.gpus or len(names) // cluster.groups
     if each == 0 or each * cluster.groups > len(names):
-        what, found = "there are too few GPUs for the groups", f"{cluster.groups} groups of {max(each, 1)}"
-        where, fix = "cluster.groups, cluster.gpus", "ask for fewer or smaller groups"
-        raise UsageError(what, where, found, f"{len(names)} GPUs in all", fix)
+        raise UsageError(
+            "there are too few GPUs for the groups",
+            where="cluster.groups, cluster.gpus",
+            found=f"{cluster.groups} groups of {max(each, 1)}",
+            allowed=f"{len(names)} GPUs in all",
+            fix="ask for fewer or smaller groups",
+        )
     return [names[number * each : (number + 1) * each] for number in range(cluster.groups)]

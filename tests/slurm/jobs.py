@@ -20,7 +20,7 @@ from tests.slurm.lab import Lab
 from tests.warm import LAUNCH, Answer, python
 
 RECORDS = 20
-EMPTY = Index([], "", np.empty(0, ROW), {})
+EMPTY = Index(sources=[], sha256="", rows=np.empty(0, ROW), refused={})
 COMMAND = (
     "task=batch", "model=tiny", "draft=tiny_draft", "model.dtype=fp64", "draft.dtype=fp64", "seed=7",
     "speculation.k=4", "task.input=prompts.txt", "task.output=answers.jsonl", "task.shard_size=5",

@@ -38,7 +38,7 @@ PATIENT = (
 
 
 def end(**changes: object) -> End:
-    return replace(End("7", 0, "n1", 1, "", 0), **changes)  # type: ignore[arg-type]
+    return replace(End(job="7", restart=0, host="n1", code=1, stopped_by="", finished=0), **changes)  # type: ignore[arg-type]
 
 
 class Node:

@@ -21,7 +21,9 @@ from llama_ssp.report.console import Console
 
 log = logging.getLogger(__name__)
 
-FOLDER, SCRIPT = "slurm", ".sbatch"  # in the job's folder: each script that was submitted, by its number
+# in the job's folder: each script that was submitted, by its number
+FOLDER = "slurm"
+SCRIPT = ".sbatch"
 PATIENCE_S = 60.0  # a controller that is down keeps its commands waiting
 CORES = 8  # of a rank: for Python, NCCL's threads and what compiles
 # What squeue tells of an element that waits or runs; `number` is SLURM_JOB_ID in its processes.
@@ -44,8 +46,11 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     cluster = run.cluster
     job, summary = share(run, folders, cluster.nodes * (cluster.gpus or 1))
     if (task.retry_errors or job.corrected) and not (task.submit or job.is_new):
-        what, fix = "a printed script cannot take answers back", "add task.submit=true"
-        raise UsageError(what, "task.retry_errors, corrected lines", fix=fix)
+        raise UsageError(
+            "a printed script cannot take answers back",
+            where="task.retry_errors, corrected lines",
+            fix="add task.submit=true",
+        )
     job.reopen()
     if missing := job.missing:
         elements = min(cluster.groups, missing)
@@ -71,11 +76,14 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
 
 def with_cores(cluster: ClusterConf) -> ClusterConf:
     """Returns the cluster with the CPU cores of a rank, if the user has not said how many."""
-    slurm, cores = cluster.slurm, 1
+    slurm = cluster.slurm
+    cores = 1
     if slurm.cpus_per_rank is not None:
         return cluster
     if cluster.gpu != CPU:
-        cores, told, sizes = CORES, "", ""
+        cores = CORES
+        told = ""
+        sizes = ""
         with suppress(DistributedError):  # the script may be for another machine
             told = _run("scontrol", "show", "config").stdout
             told += _run("scontrol", "show", "partition", *filter(None, [slurm.partition])).stdout
@@ -88,30 +96,66 @@ def with_cores(cluster: ClusterConf) -> ClusterConf:
 def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     """Returns the script of an array; `words` are the command of one process of a group."""
     cluster = job.run.cluster
-    slurm, ranks, work = cluster.slurm, cluster.gpus or 1, job.journal.folder.absolute()
+    slurm = cluster.slurm
+    ranks = cluster.gpus or 1
+    work = job.journal.folder.absolute()
     name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
     gpus = f"{slurm.gpu_type}:{ranks}" if slurm.gpu_type else ranks
     cpus = (slurm.cpus_per_rank or 0) * ranks or None
+
     # Values hold no quotes, backslashes or line breaks (config/validation).
-    options: dict[str, object] = {"job-name": name, "partition": slurm.partition, "account": slurm.account}
-    options |= {"qos": slurm.qos, "constraint": slurm.constraint, "array": f"0-{elements - 1}"}
-    options |= {"nodes": cluster.nodes, "ntasks-per-node": 1, "cpus-per-task": cpus}
-    options |= {"gpus-per-node": None if cluster.gpu == CPU else gpus, "mem": slurm.mem, "time": slurm.time}
-    options |= {"signal": f"B:USR1@{slurm.signal_s}", "requeue": "", "output": "/dev/null"}
-    options |= {key: value for key, _, value in (option[2:].partition("=") for option in slurm.options)}
+    options: dict[str, object] = {
+        "job-name": name,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "array": f"0-{elements - 1}",
+        "nodes": cluster.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": cpus,
+        "gpus-per-node": None if cluster.gpu == CPU else gpus,
+        "mem": slurm.mem,
+        "time": slurm.time,
+        "signal": f"B:USR1@{slurm.signal_s}",
+        "requeue": "",
+        "output": "/dev/null",
+    }
+    for option in slurm.options:
+        key, _, value = option.removeprefix("--").partition("=")
+        options[key] = value
     given = {key: str(value) for key, value in options.items() if value is not None}
     lines = [f"#SBATCH --{key}{value and '=' + quote(value)}" for key, value in given.items()]
-    lines += [*([] if "time" in given else [NO_TIME]), *([] if cpus else [NO_CORES])]
-    first, *meeting = [f"--nnodes={cluster.nodes}", *MEETING] if cluster.nodes > 1 else ["--standalone"]
-    torchrun = [f"-m torch.distributed.run --nproc-per-node={ranks} --max-restarts=0 {first}", *meeting]
-    more = [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{slurm.cpus_per_rank}}}"] * bool(cpus)
-    more += [NODES] * (cluster.nodes > 1)
-    paths = {"logs": work / LOGS, "here": Path.cwd(), "python": slurm.python or sys.executable}
-    values = {name: quote(str(path)) for name, path in (paths | {"sources": SOURCES, "work": work}).items()}
-    values |= {"version": __version__, "options": "\n".join(lines), "setup": "\n".join(slurm.setup)}
-    values |= {"words": "\n".join(f"    {quote(word)}" for word in words), "more": "\n".join(more)}
-    values |= {"signal_s": str(slurm.signal_s), "cpus": f" --cpus-per-task={cpus}" if cpus else ""}
-    values["torchrun"] = "".join(f"{line} \\\n    " for line in torchrun) if cluster.nodes * ranks > 1 else ""
+    if "time" not in given:
+        lines.append(NO_TIME)
+    if not cpus:
+        lines.append(NO_CORES)
+
+    several_nodes = cluster.nodes > 1
+    meeting = [f"--nnodes={cluster.nodes}", *MEETING] if several_nodes else ["--standalone"]
+    launcher = f"-m torch.distributed.run --nproc-per-node={ranks} --max-restarts=0 {meeting[0]}"
+    torchrun = [launcher, *meeting[1:]] if cluster.nodes * ranks > 1 else []
+    more = []
+    if cpus:
+        more.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{slurm.cpus_per_rank}}}")
+    if several_nodes:
+        more.append(NODES)
+
+    values = {
+        "version": __version__,
+        "options": "\n".join(lines),
+        "logs": quote(str(work / LOGS)),
+        "here": quote(str(Path.cwd())),
+        "setup": "\n".join(slurm.setup),
+        "python": quote(str(slurm.python or sys.executable)),
+        "sources": quote(str(SOURCES)),
+        "more": "\n".join(more),
+        "words": "\n".join(f"    {quote(word)}" for word in words),
+        "work": quote(str(work)),
+        "signal_s": str(slurm.signal_s),
+        "cpus": f" --cpus-per-task={cpus}" if cpus else "",
+        "torchrun": "".join(f"{line} \\\n    " for line in torchrun),
+    }
     return re.sub(r"@(\w+)@", lambda place: values[place[1]], TEMPLATE.read_text(encoding="ascii"))
 
 
@@ -122,14 +166,20 @@ def _submit(job: Job, script: str) -> str:
         raise _silent(ping.stdout or ping.stderr)
     holders = {str(holder.get("job")) for holder in job.journal.holders()}
     if waiting := queue_of([*submissions(job.journal.folder), *filter(str.isdecimal, holders)]):
-        found = f"job {waiting[0]['job']}, {waiting[0]['state']}"
-        fix = "follow it with task.status=true, or cancel it with scancel first"
-        raise UsageError("this job is in the queue already", where=job.journal.folder, found=found, fix=fix)
+        raise UsageError(
+            "this job is in the queue already",
+            where=job.journal.folder,
+            found=f"job {waiting[0]['job']}, {waiting[0]['state']}",
+            fix="follow it with task.status=true, or cancel it with scancel first",
+        )
     done = _run("sbatch", "--parsable", script=script)
     number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
     if done.returncode != 0 or not number.isdecimal():
-        said, fix = one_line(done.stderr.replace("sbatch:", "")), "correct cluster.slurm.*, nodes and gpus"
-        raise UsageError("Slurm refuses the job", found=said, fix=fix)
+        raise UsageError(
+            "Slurm refuses the job",
+            found=one_line(done.stderr.replace("sbatch:", "")),
+            fix="correct cluster.slurm.*, nodes and gpus",
+        )
     job.index.save(job.journal.folder)  # before the first element has started
     replace_whole(job.journal.folder / FOLDER / f"{number}{SCRIPT}", script.encode())
     return number
@@ -159,8 +209,11 @@ def _run(*command: str, script: str | None = None) -> subprocess.CompletedProces
             command, input=script, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     except FileNotFoundError:
-        what, fix = "this machine has none of Slurm's commands", "print the script: task.submit=false"
-        raise DistributedError(what, found=f"no {command[0]}", fix=fix) from None
+        raise DistributedError(
+            "this machine has none of Slurm's commands",
+            found=f"no {command[0]}",
+            fix="print the script: task.submit=false",
+        ) from None
     except subprocess.TimeoutExpired:
         raise _silent(f"{command[0]} said nothing for {PATIENCE_S:g} s") from None
 

@@ -31,13 +31,17 @@ from llama_ssp.errors import INPUT_OUTPUT, OK, StorageError, exit_code_of
 log = logging.getLogger("supervisor")
 
 FRUITLESS = 3  # runs on one node that finished no record: the element is not started there again
-TRIES, PAUSE_S = 30, 10.0  # for a controller that is being restarted
+# for a controller that is being restarted
+TRIES = 30
+PAUSE_S = 10.0
 KILLED_WITHIN_S = 180.0  # by Slurm, after a requeue
 ENDS = ".ends.jsonl"  # how the runs of one element ended, a line each, in the folder of the scripts
-BY_TIME, BY_SLURM, BY_NOBODY = "time", "slurm", ""
+BY_TIME = "time"
+BY_SLURM = "slurm"
+BY_NOBODY = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class End:
     """How one run of an element ended; it finished `finished` records itself."""
 
@@ -72,9 +76,12 @@ class Supervisor:
     """One run of an element. Slurm's commands know it by `element`: the last one has the array's number."""
 
     def __init__(self, work: str, signal_s: str, *command: str) -> None:
-        self.work, self.command, self.signal_s = Path(work), command, float(signal_s)
+        self.work = Path(work)
+        self.command = command
+        self.signal_s = float(signal_s)
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self.job, self.restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.job = os.environ["SLURM_JOB_ID"]
+        self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.element = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         self.stopped_by = BY_NOBODY
 
@@ -117,7 +124,14 @@ class Supervisor:
         code = code_of(-signal.SIGKILL if returned is None else returned, file)
         file.unlink(missing_ok=True)
         finished = count_finished(self.work, f"{self.job}-{self.restart}-")  # its own, not the job's
-        end = End(self.job, self.restart, self.node, code, self.stopped_by, finished)
+        end = End(
+            job=self.job,
+            restart=self.restart,
+            host=self.node,
+            code=code,
+            stopped_by=self.stopped_by,
+            finished=finished,
+        )
         try:  # a lost node can make two supervisors of one element
             append_line(file.with_name(f"{self.job}{ENDS}"), asdict(end))
         except StorageError as full:
@@ -156,4 +170,5 @@ class Supervisor:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
-    sys.exit(exit_code_of(Supervisor(*sys.argv[1:]).run))
+    work, signal_s, *command = sys.argv[1:]
+    sys.exit(exit_code_of(Supervisor(work, signal_s, *command).run))
