@@ -160,6 +160,17 @@ def test_engines_of_one_pair_leave_its_connection_as_it_was_made():
         run = RunConf(draft=ModelConf(), placement=placement)
         for roles, kind in ((leads, Engine), (helps, Follower)):
             target, draft = (toy(5, 0), None) if roles is leads else (None, toy(5, 1))
-            pair = RankModels(target, draft, None, {}, roles, 5, 64, 64, torch.float32, {})
+            pair = RankModels(
+                target=target,
+                draft=draft,
+                head=None,
+                devices={},
+                roles=roles,
+                vocab=5,
+                context=64,
+                draft_context=64,
+                draft_dtype=torch.float32,
+                trials={},
+            )
             assert isinstance(engine_for(pair, run, known, frozenset(), 0), kind)
     assert (vars(client), vars(server)) == made

@@ -43,7 +43,7 @@ ARGUMENTS = "prompts", "prompt_file", "max_new_tokens", "stop", "chat", "system"
 OF_CALLS = {"task", *(f"task.{name}" for name in ARGUMENTS)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One prompt's continuation.
 
@@ -78,7 +78,7 @@ class ScoredText:
         return sum(token.logprob for token in self.logprobs if token.logprob is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamedRow:
     """What one prompt got in one round. `text` is all that it has so far."""
 
@@ -124,11 +124,15 @@ def load_pair(
     words = pair_words(model, draft, overrides)
     keys = {word.partition("=")[0].lstrip("+") for word in words}
     if unread := {key for key in keys if key in OF_CALLS or key.startswith("hydra")}:
-        what = f"{min(unread)} is among the overrides of a pair, where nothing reads it"
-        raise UsageError(what, fix="give it to generate or stream, as an argument")
+        raise UsageError(
+            f"{min(unread)} is among the overrides of a pair, where nothing reads it",
+            fix="give it to generate or stream, as an argument",
+        )
     if "ranks" in keys:
-        fix = "start the script with torchrun --nproc-per-node N"
-        raise UsageError("a script does not start ranks: ranks= is the command's", fix=fix)
+        raise UsageError(
+            "a script does not start ranks: ranks= is the command's",
+            fix="start the script with torchrun --nproc-per-node N",
+        )
     run = composed([f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens)}", *words])
     new = max(1, min(max_tokens, USUAL_TOKENS) // 16, run.sampling.min_new_tokens)  # of a usual call
     task = replace(run.task_as(GenerateConf), max_new_tokens=new)
@@ -179,10 +183,17 @@ class Pair:
             replies = [writer.replies[n] for n in range(len(prompts))]
             require_numbers(*(reply.end for reply in replies))
             for prompt, reply in zip(prompts, replies, strict=True):
-                scores = None if run.task.logprobs is None else self._spelled(reply.logprobs)
-                counts = reply.prompt_tokens, reply.drafted, reply.accepted
-                reply_text = reply.text, reply.token_ids, str(reply.finish_reason)
-                done.append(Completion(self._text(prompt), *reply_text, *counts, scores))
+                completion = Completion(
+                    prompt=self._text(prompt),
+                    text=reply.text,
+                    token_ids=reply.token_ids,
+                    finish_reason=str(reply.finish_reason),
+                    prompt_tokens=reply.prompt_tokens,
+                    drafted=reply.drafted,
+                    accepted=reply.accepted,
+                    logprobs=None if run.task.logprobs is None else self._spelled(reply.logprobs),
+                )
+                done.append(completion)
         return done if self._ranks.is_leader else []
 
     def stream(
@@ -196,10 +207,17 @@ class Pair:
                 rows = []
                 for row in step.rows:
                     reply = writer.replies[row.row]
-                    given = reply.logprobs[len(reply.logprobs) - len(row.tokens) :]
-                    new = None if run.task.logprobs is None else self._spelled(given)
-                    counts = len(row.drafted), row.accepted
-                    rows.append(StreamedRow(row.row, reply.text, row.tokens, *counts, row.finish, new))
+                    new = reply.logprobs[len(reply.logprobs) - len(row.tokens) :]
+                    streamed = StreamedRow(
+                        index=row.row,
+                        text=reply.text,
+                        token_ids=row.tokens,
+                        drafted=len(row.drafted),
+                        accepted=row.accepted,
+                        finish_reason=row.finish,
+                        logprobs=None if run.task.logprobs is None else self._spelled(new),
+                    )
+                    rows.append(streamed)
                 yield rows if self._ranks.is_leader else []
             require_numbers(*(reply.end for reply in writer.replies.values()))
 
@@ -212,14 +230,17 @@ class Pair:
         with `sampling` those of the distribution that these settings give, after the text's first token. The
         draft takes no part. Raises what `generate` raises.
         """
-        pair, result = self._session, list[ScoredText]()
+        pair = self._session
+        result = list[ScoredText]()
         with self._call():
-            texts, of = listed("texts", texts), "target" if sampling is None else "sampled"
+            texts = listed("texts", texts)
+            of = "target" if sampling is None else "sampled"
             least = max(1, (sampling or self._session.run.sampling).min_new_tokens)  # nothing is generated
             settings: CallSettings = {"sampling": sampling, "logprobs": top, "logprobs_of": of}
             run = self._run({**settings, "max_new_tokens": least})
             read = self._read(texts, run, shorter=False)
-            rows, reader = pair.rows, LogprobReader(top, sampling is not None)
+            rows = pair.rows
+            reader = LogprobReader(top, sampling is not None)
             engine = pair.engine(0, run)
             for first in range(0, len(read), rows):
                 batch = read[first : first + rows]
@@ -256,11 +277,16 @@ class Pair:
             raise TypeError(f"no such argument: {min(unknown)}")
         given: dict[str, Any] = {"max_new_tokens": GenerateConf.max_new_tokens, "stop": (), **settings}
         run = self._session.run
-        sampling, seed = given.pop("sampling", None) or run.sampling, given.pop("seed", None)
+        sampling = given.pop("sampling", None) or run.sampling
+        seed = given.pop("seed", None)
         speculation = chosen(given.pop("speculation", None) or run.speculation)
         if (logprobs_of := given.get("logprobs_of", "target")) not in tuple(LogprobsOf):
-            allowed = ", ".join(LogprobsOf)
-            raise UsageError("logprobs_of is unknown", "", repr(logprobs_of), allowed, "choose one")
+            raise UsageError(
+                "logprobs_of is unknown",
+                found=repr(logprobs_of),
+                allowed=", ".join(LogprobsOf),
+                fix="choose one",
+            )
         given |= {"stop": listed("stop", given["stop"]), "logprobs_of": LogprobsOf(logprobs_of)}
         task = replace(run.task_as(GenerateConf), **given)
         if speculation.k is None:
@@ -270,19 +296,31 @@ class Pair:
         checks.check(run)
         checks.check_context(run)
         if run.has_draft_model and not self._session.spec.placement.draft:
-            what, fix = "the pair was loaded without its draft model", "load it with settings that draft"
-            raise UsageError(what, "speculation", f"k {speculation.k}", "settings without one", fix)
-        loaded, bridge = self._session.run.speculation.bridge, run.speculation.bridge
+            raise UsageError(
+                "the pair was loaded without its draft model",
+                where="speculation",
+                found=f"k {speculation.k}",
+                allowed="settings without one",
+                fix="load it with settings that draft",
+            )
+        loaded = self._session.run.speculation.bridge
+        bridge = run.speculation.bridge
         if run.has_draft_model and bridge not in (Bridging.auto, loaded):
-            what, fix = "a bridge is built when a pair is loaded", "give it to load_pair in overrides"
-            allowed = f"auto, {loaded.value}"
-            raise UsageError(what, "speculation.bridge", found=bridge.value, allowed=allowed, fix=fix)
+            raise UsageError(
+                "a bridge is built when a pair is loaded",
+                where="speculation.bridge",
+                found=bridge.value,
+                allowed=f"auto, {loaded.value}",
+                fix="give it to load_pair in overrides",
+            )
         require_own_ranks(run, self._session.spec.placement)
         return run
 
     def _begin(self, prompts: list[TextOrIds], run: RunConf) -> tuple[ContinuousBatch, Iterator[Step]]:
         """Returns what writes the texts of these prompts, with these settings, and the rounds of it."""
-        pair, task, seed = self._session, run.task_as(GenerateConf), run.seed
+        pair = self._session
+        task = run.task_as(GenerateConf)
+        seed = run.seed
         if seed is None and prompts:
             seed = self._ranks.broadcast_ints([secrets.randbelow(2**31)] if self._ranks.is_leader else [])[0]
         writer = pair.writer(seed or 0, run)
@@ -291,7 +329,8 @@ class Pair:
 
     def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:
         """Returns the texts as token ids, `shorter` than the context or not. Raises DataError."""
-        tokens, result = self._session.tokens, list[Prompt]()
+        tokens = self._session.tokens
+        result = list[Prompt]()
         for n, text in enumerate(texts):
             given = TextPrompt(str(n), text if isinstance(text, str) else "", f"prompt {n}")
             require_usable(given)
@@ -304,11 +343,18 @@ class Pair:
                 else:
                     ids = [index(item) for item in listed(given.where, text)]
             except (TypeError, UsageError):
-                what, allowed = "a prompt is neither a text nor token ids", "a text, or whole numbers"
-                raise DataError(what, given.where, found=repr(text), allowed=allowed) from None
+                raise DataError(
+                    "a prompt is neither a text nor token ids",
+                    where=given.where,
+                    found=repr(text),
+                    allowed="a text, or whole numbers",
+                ) from None
             if run.task.chat:
-                fix = "give the text, or leave out chat"
-                raise DataError("token ids are not put into a chat template", given.where, fix=fix)
+                raise DataError(
+                    "token ids are not put into a chat template",
+                    where=given.where,
+                    fix="give the text, or leave out chat",
+                )
             result.append(usable(given, ids, tokens, run, 0 if shorter else 2))
         return result
 

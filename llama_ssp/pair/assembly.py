@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 COMPILED = "compiled"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankModels:
     """Holds this rank's models. A model is None if only other ranks hold it, or the pair has none.
 
@@ -140,20 +140,32 @@ class ModelCache:
         for held in self._held:
             held.model = held.model or _loaded(held)
         models = {held.placed.role: held.model for held in self._held}
-        target, draft, head = models.get(TARGET), models.get(DRAFT), None
+        target = models.get(TARGET)
+        draft = models.get(DRAFT)
+        head = None
         if placements.head and roles.draft is not None and target is not None:
             self._head = self._head or (placements, _loaded_head(placements.head, placements.target, target))
             head = self._head[1]
         if target is not None:
             target.tap(head.taps if head else ())
         own = (target.vocab, target.context) if target else (0, 0)
-        drafter, drafting = draft or head, placements.drafter or placements.target
+        drafter = draft or head
+        drafting = placements.drafter or placements.target
         of_ranks = self._ranks.gather_ints([*own, drafter.context if drafter else 0])
         vocab, context, draft_context = map(max, zip(*of_ranks, strict=True))
-        words = {placed.role: placed.in_words() for placed in placements}
-        trials = {held.placed.role: held.trial for held in self._held if held.trial}
-        sizes = vocab, context, draft_context, TORCH_DTYPES[drafting.dtype]
-        return RankModels(target, draft, head, words, roles, *sizes, trials)
+
+        return RankModels(
+            target=target,
+            draft=draft,
+            head=head,
+            devices={placed.role: placed.in_words() for placed in placements},
+            roles=roles,
+            vocab=vocab,
+            context=context,
+            draft_context=draft_context,
+            draft_dtype=TORCH_DTYPES[drafting.dtype],
+            trials={held.placed.role: held.trial for held in self._held if held.trial},
+        )
 
     def _roles_of(self, placements: Placements) -> Roles:
         """Returns the roles; makes groups and the link to a draft only once, since they cost connections."""
@@ -172,7 +184,8 @@ class ModelCache:
                 continue
             held = next((held for held in self._held if held.placed == placed), None)
             if held is None:
-                held = HeldModel(placed, group, *_all_compile(placed, group))
+                compiled, trial = _all_compile(placed, group)
+                held = HeldModel(placed=placed, group=group, compiled=compiled, trial=trial)
                 if held.trial:
                     held.compiled = held.trial.passes()
             result.append(held)
@@ -187,7 +200,9 @@ def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: 
         return
     with Progress("compile", len(compiled), "models", ends_in_log=False, ticks=True) as progress:
         for role, model in compiled.items():
-            trial, width, capacity = pair.trials.get(role), widest[role], min(slots, model.context)
+            trial = pair.trials.get(role)
+            width = widest[role]
+            capacity = min(slots, model.context)
             with trial.blamed() if trial else nullcontext():
                 model.prepare(range(1, width + 1), rows, capacity)
             if trial and isinstance(model, SteppedModel) and model.is_compiled:
@@ -201,7 +216,8 @@ def _loaded(held: HeldModel) -> Model:
     # From Hopper on, torch prefers cuDNN's attention where there is a mask, and cuDNN plans each new shape
     # anew, for some 0.4 s. Prompts and eager steps have a new shape in every pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    what, name = (placed.model, placed.path, placed.dtype), f"{placed.role} {placed.model.name}"
+    what = (placed.model, placed.path, placed.dtype)
+    name = f"{placed.role} {placed.model.name}"
     if placed.splitting is Splitting.layers:
         with waiting(f"{name}: reading weights"):
             return load_layers(*what, placed.max_memory or placed.room, placed.offload, placed.role)
@@ -235,7 +251,8 @@ def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model) -
             return table, True
         return table_on_disk(below.path, below.model, output), False
 
-    path, layers = placed.path or Path(), below.model.n_layers
+    path = placed.path or Path()
+    layers = below.model.n_layers
     return load_head(path, placed.dtype, placed.device, layers, tables, placed.model.name, placed.compiled)
 
 
@@ -251,11 +268,16 @@ def engine_for(
 ) -> RankEngine:
     """Returns an engine with its own caches and draws. `rule` replaces the run's. Raises UsageError."""
     first = next(iter(pair.loaded.values()))
-    vocab, replay = min(pair.vocab, tokens.size), first.replay if first.has_graphs else None
+    vocab = min(pair.vocab, tokens.size)
+    replay = first.replay if first.has_graphs else None
     transform = SamplingTransform(run.sampling, tuple(sorted(ends)), vocab, replay)
     if transform.forbids_all:
-        where, found = "sampling.bad_tokens, sampling.min_new_tokens", f"all {vocab} are forbidden"
-        raise UsageError("no token is allowed", where, found, fix="leave at least one")
+        raise UsageError(
+            "no token is allowed",
+            where="sampling.bad_tokens, sampling.min_new_tokens",
+            found=f"all {vocab} are forbidden",
+            fix="leave at least one",
+        )
     roles = pair.roles
     target = ModelRunner(pair.target, pair.prefill_chunk) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None
@@ -273,8 +295,10 @@ def _drafter(
     pair: RankModels, run: RunConf, sampler: Sampler, target: ModelRunner | None, bridge: Intersection | None
 ) -> Drafter | None:
     """Returns this rank's part in drafting; None where it has none."""
-    roles, wide = pair.roles, partial(torch.promote_types, torch.float32)
-    spec, vocab = run.speculation, sampler.transform.vocab
+    roles = pair.roles
+    wide = partial(torch.promote_types, torch.float32)
+    spec = run.speculation
+    vocab = sampler.transform.vocab
     if pair.target and roles.leads and run.drafts_from_text:
         return TEXT_DRAFTERS[spec.drafter](spec, vocab, wide(pair.target.dtype))
     if not run.has_draft_model:

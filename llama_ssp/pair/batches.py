@@ -29,7 +29,9 @@ class TimedRun:
         `room` is for so many new tokens; or it is a batch of one row, whose text the prompt replaces: what
         both begin with is not prefilled (`kept` tokens).
         """
-        self._engine, self.counts, self.kept = engine, counts or Counts(), 0
+        self._engine = engine
+        self.counts = counts or Counts()
+        self.kept = 0
         self.first_token_s: float | None = None
         forwards = engine.target_forwards
         engine.synchronize()
@@ -37,7 +39,8 @@ class TimedRun:
         if isinstance(room, int):
             self.state = engine.prefill(prompts, room)
         else:
-            self.state, self.kept = room, engine.admit(room, {0: prompts[0]}, reuse=True)
+            self.state = room
+            self.kept = engine.admit(room, {0: prompts[0]}, reuse=True)
         engine.synchronize()
         self.counts.prefill_s += time.perf_counter() - began
         self.counts.prefill_forwards += engine.target_forwards - forwards
@@ -83,9 +86,12 @@ def require_numbers(*texts: tuple[str, int, str | None]) -> None:
     stopped = [(name, length) for name, length, reason in texts if reason == "error"]
     if stopped:
         name, position = stopped[0]
-        found = f"{len(stopped)} of {len(texts)} prompts stopped there"
-        fix = "try model.dtype=bf16 or fp32, or fetch the model again"
-        raise ModelError(NOT_NUMBERS, f"prompt {name!r}, position {position}", found, fix=fix)
+        raise ModelError(
+            NOT_NUMBERS,
+            where=f"prompt {name!r}, position {position}",
+            found=f"{len(stopped)} of {len(texts)} prompts stopped there",
+            fix="try model.dtype=bf16 or fp32, or fetch the model again",
+        )
 
 
 def texts_of(state: State) -> list[tuple[str, int, str | None]]:
@@ -105,7 +111,8 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence
         ids = tokens.chat(messages)
     else:
         # The beginning of a text that is far too long is enough to refuse it.
-        context, special = run.model.context, task.special_tokens
+        context = run.model.context
+        special = task.special_tokens
         head = text.text[: CHARACTERS_A_TOKEN * context]
         if len(head) < len(text.text) and len(ids := tokens.encode(head, special)) >= 2 * context:
             raise _too_long(text, f"more than {len(ids)} tokens", context)
@@ -120,23 +127,38 @@ def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyon
     token is not read, and none follows it, so `beyond` is 2. Its tokens must be the tokenizer's: logits that
     only fill up the model's vocabulary have no probability.
     """
-    context, vocab = run.model.context, run.model.vocab
+    context = run.model.context
+    vocab = run.model.vocab
     vocab = min(vocab, tokens.size) if beyond else vocab
     if not ids and tokens.bos_id is not None:
         ids = [tokens.bos_id]
     if not ids:
-        what = "the prompt is empty and the model has no token to begin a text with"
-        raise DataError(what, text.where, fix="give the prompt some text")
+        raise DataError(
+            "the prompt is empty and the model has no token to begin a text with",
+            where=text.where,
+            fix="give the prompt some text",
+        )
     if len(ids) >= context + beyond:
         raise _too_long(text, f"{len(ids)} tokens", context, beyond)
     if (odd := next((i for i in ids if not 0 <= i < vocab), None)) is not None:
-        what = "the prompt has a token that the model does not know"
-        fix = "remove the tokenizer's added tokens from the text"
-        raise DataError(what, text.where, f"id {odd}", f"ids from 0, below {vocab}", fix)
+        raise DataError(
+            "the prompt has a token that the model does not know",
+            where=text.where,
+            found=f"id {odd}",
+            allowed=f"ids from 0, below {vocab}",
+            fix="remove the tokenizer's added tokens from the text",
+        )
     return Prompt(text.id, tuple(ids))
 
 
 def _too_long(text: TextPrompt, found: str, context: int, beyond: int = 0) -> DataError:
-    allowed = f"at most {context + beyond - 1}" + f" of {context}" * (not beyond)
-    what = "the prompt fills the model's context"
-    return DataError(what, text.where, found, allowed, "shorten it; it is never cut silently")
+    allowed = f"at most {context + beyond - 1}"
+    if not beyond:
+        allowed += f" of {context}"
+    return DataError(
+        "the prompt fills the model's context",
+        where=text.where,
+        found=found,
+        allowed=allowed,
+        fix="shorten it; it is never cut silently",
+    )

@@ -46,13 +46,16 @@ class Conversation:
         self, pair: PairSession, seed: int, limit: int, new_tokens: int, stops: Sequence[str] = ()
     ) -> None:
         """Takes the most tokens of the conversation (`limit`), and of a reply (`new_tokens`)."""
-        self._pair, self._engine = pair, pair.engine(seed)
-        self.limit, self._new_tokens = limit, new_tokens
+        self._pair = pair
+        self._engine = pair.engine(seed)
+        self.limit = limit
+        self._new_tokens = new_tokens
         self.has_template = pair.tokens.has_template
         turn = [] if self.has_template else ["\n" + NAMES["user"].rstrip()]
         self._stops = pair.tokens.stops([*stops, *turn])
         self.system: str | None = None
-        self.history, self.replies = list[Message](), list[ChatReply]()
+        self.history = list[Message]()
+        self.replies = list[ChatReply]()
         self._state: State | None = None  # whose text the KV cache holds
         self._stop_asked = False
 
@@ -68,9 +71,13 @@ class Conversation:
         """Yields the reply, piece by piece; then both messages are in the history. Raises DataError."""
         messages = [*self.history, {"role": "user", "content": text}]
         prompt = self._prompt(messages)
-        length, pair, ranks = len(prompt.token_ids), self._pair, self._pair.ranks
+        length = len(prompt.token_ids)
+        pair = self._pair
+        ranks = self._pair.ranks
         room = min(self._new_tokens, self.limit - length)
-        before, self._state, self._stop_asked = self._state, None, False
+        before = self._state
+        self._state = None
+        self._stop_asked = False
         run = TimedRun(self._engine, [prompt], self.limit - length if before is None else before)
         reply = ChatReply(length, run.kept, counts=run.counts)
         self.replies.append(reply)
@@ -91,14 +98,16 @@ class Conversation:
                 yield writing.printable(0, True)
                 break
         require_numbers(*texts_of(run.state))
-        self._state, reply.finish_reason = run.state, run.state.finished[0] or STOPPED
+        self._state = run.state
+        reply.finish_reason = run.state.finished[0] or STOPPED
         if reply.finish_reason == "length" and room < self._new_tokens:
             reply.finish_reason = "context"
         self.history = [*messages, {"role": "assistant", "content": reply.text.strip()}]
 
     def figures(self) -> dict[str, Any]:
         """Returns the conversation, counters and clocks, under the names of the JSON interface."""
-        counts, engine = Counts(), self._engine
+        counts = Counts()
+        engine = self._engine
         for reply in self.replies:
             counts.merge(reply.counts)
         return {
@@ -128,12 +137,16 @@ class Conversation:
         for given in (text, TextPrompt("system", self.system or "", "the system message")):
             require_usable(given)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages, tokens = [*system, *messages], self._pair.tokens
+        messages = [*system, *messages]
+        tokens = self._pair.tokens
         ids = tokens.chat(messages) if self.has_template else tokens.encode(written(messages))
         if len(ids) >= self.limit:
-            what, found = "the conversation is full: the message was not sent", f"{len(ids)} tokens with it"
-            fix = "begin a new one (in chat: /reset), or start with a larger task.context"
-            raise DataError(what, found=found, allowed=f"fewer than {self.limit}", fix=fix)
+            raise DataError(
+                "the conversation is full: the message was not sent",
+                found=f"{len(ids)} tokens with it",
+                allowed=f"fewer than {self.limit}",
+                fix="begin a new one (in chat: /reset), or start with a larger task.context",
+            )
         return usable(text, ids, tokens, self._pair.run)
 
 

@@ -41,7 +41,7 @@ from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
     """One role's model and its files, the ranks that hold it, and how this rank holds it."""
 
@@ -94,20 +94,26 @@ def model_placements(spec: PairSpec) -> Placements:
     target = _placed(spec, "model", spec.run.model, spec.target_path)
     drafter: ModelPlacement | None = None
     if spec.run.draft is not None and spec.placement.draft:
-        drafter, conf = _placed(spec, DRAFT, spec.run.draft, spec.draft_path), spec.run.placement
+        drafter = _placed(spec, DRAFT, spec.run.draft, spec.draft_path)
+        conf = spec.run.placement
         elsewhere = conf.draft_device not in ("auto", "cuda", conf.target_device)
         if drafter.degree > 1 and target.device.type != "cpu" and elsewhere:  # NCCL takes GPUs alone
-            what = "a draft over several ranks is on the target's GPUs"
-            found = f"{conf.draft_device}, with {spec.placement.in_words()}"
-            fix = "leave it out, or use placement=leader"
-            raise UsageError(what, "placement.draft_device", found, allowed="auto", fix=fix)
+            raise UsageError(
+                "a draft over several ranks is on the target's GPUs",
+                where="placement.draft_device",
+                found=f"{conf.draft_device}, with {spec.placement.in_words()}",
+                allowed="auto",
+                fix="leave it out, or use placement=leader",
+            )
     _warn(target, drafter, spec.run)
     is_head = drafter is not None and drafter.model.is_head
     return Placements(target, head=drafter) if is_head else Placements(target, draft=drafter)
 
 
 def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> ModelPlacement:
-    run, conf, placement = spec.run, spec.run.placement, spec.placement
+    run = spec.run
+    conf = spec.run.placement
+    placement = spec.placement
     key = "draft_device" if role == DRAFT else "target_device"
     device = device_of(getattr(conf, key), f"placement.{key}")
     files = spec.target_path if model.is_head else path  # a head is lent the target's tables
@@ -119,22 +125,40 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     if in_fp16 and model.dtype is Dtype.auto and dtype is not Dtype.fp16:
         log.info("%s %s: fp16 on disk, %s here: a CPU is faster in it", role, model.name, dtype.value)
     if role == DRAFT:  # accelerate and DeepSpeed split the target alone
-        splitting, degree = Splitting.tensor, placement.draft_degree
-        ranks, copies = placement.draft, placement.copies
+        splitting = Splitting.tensor
+        degree = placement.draft_degree
+        ranks = placement.draft
+        copies = placement.copies
     else:
-        splitting, degree = placement.splitting, len(placement.target)
-        ranks, copies = placement.target, False
+        splitting = placement.splitting
+        degree = len(placement.target)
+        ranks = placement.target
+        copies = False
     memory = {str(key): size for key, size in conf.max_memory.items()}
     compiled = compiles(run, role, model, device, dtype, splitting)
     on_trial = compiled and needs_trial(run.engine, device.type == "cpu", degree)
-    offload = home_expanded(conf.offload_folder) if conf.offload_folder else None
-    split = splitting, ranks, copies, memory, offload, run.speculation.bridge
-    return ModelPlacement(role, model, path, device, dtype, *split, compiled=compiled, on_trial=on_trial)
+
+    return ModelPlacement(
+        role=role,
+        model=model,
+        path=path,
+        device=device,
+        dtype=dtype,
+        splitting=splitting,
+        ranks=ranks,
+        copies=copies,
+        max_memory=memory,
+        offload=home_expanded(conf.offload_folder) if conf.offload_folder else None,
+        bridge=run.speculation.bridge,
+        compiled=compiled,
+        on_trial=on_trial,
+    )
 
 
 def tokens_of(placements: Placements) -> Tokens:
     """Returns the target's tokenizer, matched with the draft model's. Raises ModelError or UsageError."""
-    target, draft = placements.target, placements.draft  # a head has the target's tokens
+    target = placements.target
+    draft = placements.draft  # none of a head, which has the target's tokens
     for placed in (target, draft):
         if placed is not None and placed.path is not None:  # first: config.json chooses the tokenizer, too
             require_supported(placed.path)
@@ -159,7 +183,9 @@ def require_loadable(
     `caches` says how many KV caches of the target and of the draft there are at once. All ranks call it. With
     placement=layers the target of the placements that are returned knows what its weights have to leave free.
     """
-    run, target, prediction = spec.run, placements.target, None
+    run = spec.run
+    target = placements.target
+    prediction = None
     device = target.device
     how: dict[str, Any] = {"rows": rows, "slots": slots, "caches": caches, "on_cpu": device.type == "cpu"}
     how |= {"dtypes": [placed.dtype for placed in placements], "measured": memory_of(device, ranks)}
@@ -198,16 +224,20 @@ def _require_capacity(placements: Placements, run: RunConf, rows: int, slots: in
         spread = placed.splitting is Splitting.layers
         if not (spread and placed.offload):  # offloaded weights have the disk's room
             place = None if spread else placed.device
-            role, ranks = Role(placed.role, placed.model, placed.dtype), 1
+            role = Role(placed.role, placed.model, placed.dtype)
+            ranks = 1
             if placed.splitting is Splitting.deepspeed:
                 ranks = placed.degree
                 require_capacity([(role, 1)] * ranks_here(), 0, 1, "the host", memory_here(), CPU_RESERVE)
             by_device.setdefault(place, []).append((role, ranks))
     for device, roles in by_device.items():
         if device is None:
-            name, capacity = "all devices together", sum(map(memory_of, every_device()))
+            name = "all devices together"
+            capacity = sum(map(memory_of, every_device()))
         else:
-            name, gib, free = str(device), run.cluster.gib, memory_of(device)
+            name = str(device)
+            gib = run.cluster.gib
+            free = memory_of(device)
             capacity = free if gib is None else min(free, int(gib * GIB))
         reserve = CPU_RESERVE if run.cluster.reserve is None else run.cluster.reserve
         require_capacity(roles, rows, slots, name, capacity, reserve)

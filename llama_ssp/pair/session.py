@@ -43,7 +43,9 @@ from llama_ssp.text.prompts import CORRECT_PROMPTS, TextPrompt
 
 log = logging.getLogger(__name__)
 Ends = frozenset[int]  # ids of tokens that end a text
-ASKED, UNITS = re.compile(r"allocate ([\d.]+) (GiB|MiB)"), {"GiB": GIB, "MiB": MIB}  # in torch's words
+# in torch's words
+ASKED = re.compile(r"allocate ([\d.]+) (GiB|MiB)")
+UNITS = {"GiB": GIB, "MiB": MIB}
 
 
 class PairSession:
@@ -51,7 +53,9 @@ class PairSession:
 
     def __init__(self, spec: PairSpec, ranks: Ranks = ALONE) -> None:
         """Raises UsageError or ModelError where the pair cannot be run as configured."""
-        self.spec, self.run, self.ranks = spec, spec.run, ranks
+        self.spec = spec
+        self.run = spec.run
+        self.ranks = ranks
         self.placements = model_placements(spec)
         self.tokens = tokens_of(self.placements)
         self.end_ids = frozenset[int]() if spec.run.task.writes_past_end else self.tokens.end_ids
@@ -99,7 +103,8 @@ class PairSession:
 
     def check(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> None:
         """Plans what `open` will load; raises DistributedError if it does not fit. Arguments: see `load`."""
-        self.rows, self._slots = rows, min(max_tokens, self.run.model.context)
+        self.rows = rows
+        self._slots = min(max_tokens, self.run.model.context)
         self.placements, self._prediction = require_loadable(
             self.spec, self.placements, self.ranks, rows, self._slots, caches
         )
@@ -155,7 +160,9 @@ class PairSession:
 
     def measure_costs(self, prompts: Sequence[Prompt] = ()) -> None:
         """Measures `costs`, those of a round at each K, if the task chooses K by them. All ranks call it."""
-        run, draft, spec = self.run, self.models.draft_context, self.run.speculation
+        run = self.run
+        draft = self.models.draft_context
+        spec = self.run.speculation
         # With a draft of another tokenizer a round's cost depends on the text, so it is not measured.
         is_bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
         has_drafts = run.drafts_from_text or (run.has_draft_model and not is_bridged)
@@ -169,7 +176,8 @@ class PairSession:
         full = next((one for one in (error, error.__cause__) if one and lacks_gpu_memory(one)), None)
         if full is None or self._prediction is None:
             return None
-        usage, models = usage_of(self.placements.target.device), self._models
+        usage = usage_of(self.placements.target.device)
+        models = self._models
         loaded = list(models.loaded.values()) if models else []
         weights = sum(model.weights_bytes for model in loaded)
         held = {"weights": weights, "caches": sum(model.held_bytes for model in loaded) - weights}
@@ -182,7 +190,7 @@ class PairSession:
         planned, fix = fitting(self._prediction, self.ranks.rank, available, needed)
         words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in held.items() if size)
         where = f"planned {planned / GIB:.2f} GiB, held {words}"
-        return DistributedError("the GPU's memory is full", where, found=first_line(full), fix=fix)
+        return DistributedError("the GPU's memory is full", where=where, found=first_line(full), fix=fix)
 
     def engine(
         self, seed: int, run: RunConf | None = None, end_ids: Ends | None = None, rule: Rule | None = None
@@ -195,7 +203,8 @@ class PairSession:
     def writer(self, seed: int, run: RunConf | None = None, clocked: bool = True) -> ContinuousBatch:
         """Returns what writes texts, on an engine of its own; an adaptive K goes by `costs`."""
         run = run or self.run
-        engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=self.costs)
+        engine = self.engine(seed, run)
+        lookahead = partial(lookahead_for, run, costs=self.costs)
         sampled = run.task.logprobs_of is LogprobsOf.sampled
         return ContinuousBatch(engine, self.tokens.decode, lookahead, self.end_ids, sampled, clocked)
 
@@ -204,9 +213,19 @@ class PairSession:
     ) -> list[TokenRequest]:
         """Returns the requests to continue these prompts as `run` says; their indices count from 0."""
         run = run or self.run
-        task, stopped = run.task, tuple(self.tokens.stops(stops))
-        given = run.sampling, task.max_new_tokens, stopped, None, task.logprobs
-        return [TokenRequest(index, prompt, *given) for index, prompt in enumerate(prompts)]
+        task = run.task
+        stop = tuple(self.tokens.stops(stops))
+        return [
+            TokenRequest(
+                index=index,
+                prompt=prompt,
+                sampling=run.sampling,
+                max_new_tokens=task.max_new_tokens,
+                stop=stop,
+                logprobs=task.logprobs,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
 
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None
@@ -215,7 +234,8 @@ class PairSession:
         spec = (run or self.run).speculation
         idle = spec.drafter is Drafting.none or not spec.may_draft
         k = 0 if idle else None if spec.adaptive else spec.k
-        took, accepted = figures["ms_per_token"], figures["acceptance_rate_decided"]
+        took = figures["ms_per_token"]
+        accepted = figures["acceptance_rate_decided"]
         held = self.models.held_bytes
         return RunMeasurement(name, self._prediction, rows or self.rows, k, took, accepted, held)
 
@@ -239,8 +259,9 @@ def ranks_of(run: RunConf) -> Ranks:
 def first_cause(ranks: Ranks, pair: PairSession | None = None) -> Iterator[None]:
     """Makes all ranks raise the first failure; for a full GPU its error says what `pair` holds there."""
     if ranks.ended:
-        what, fix = "the pair has ended with an earlier error", "start the script again"
-        raise UsageError(what, found=ranks.ended, fix=fix)
+        raise UsageError(
+            "the pair has ended with an earlier error", found=ranks.ended, fix="start the script again"
+        )
     try:
         yield
     except GeneratorExit:
