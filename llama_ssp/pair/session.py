@@ -43,7 +43,7 @@ from llama_ssp.text.prompts import CORRECT_PROMPTS, TextPrompt
 
 log = logging.getLogger(__name__)
 Ends = frozenset[int]  # ids of tokens that end a text
-# in torch's words
+# What torch says of memory that it could not get.
 ASKED = re.compile(r"allocate ([\d.]+) (GiB|MiB)")
 UNITS = {"GiB": GIB, "MiB": MIB}
 

@@ -28,7 +28,7 @@ class VocabularyMatch(Enum):
     misleading = "same size but different"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """How two vocabularies compare, and the translation between them. `widths` are the logits of each model.
 
@@ -92,7 +92,8 @@ class Diagnosis:
 def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> Diagnosis:
     """Compares two vocabularies; `widths` are the logits of each model, which may include padding."""
     differing = sorted(t for t in {*target.ids, *draft.ids} if target.ids.get(t) != draft.ids.get(t))
-    counts, notes = (len(target.ids), len(draft.ids)), _other_settings(target, draft)
+    counts = (len(target.ids), len(draft.ids))
+    notes = _other_settings(target, draft)
     wide, narrow = (target, draft) if counts[0] > counts[1] else (draft, target)
     if all(t not in narrow.ids and wide.ids[t] in wide.added for t in differing):  # extra tokens, or none
         if differing:
@@ -102,9 +103,19 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
         verdict = VocabularyMatch.same if unpadded else VocabularyMatch.padded
         cut = next((text for text in PROBES if target.encode(text) != draft.encode(text)), None)
         wider = [t for t, i in target.ids.items() if min(widths) <= i < max(widths) and not differing]
-        same = Match(*[tuple(range(min(target.size, draft.size)))] * 2)
-        return Diagnosis(verdict, counts, widths, same, notes, cut=cut, beyond=tuple(sorted(wider)))
-    known, sample = match(target, draft), target.encode(SAMPLE)
+        both = tuple(range(min(target.size, draft.size)))  # each id is the other's
+        same = Match(both, both)
+        return Diagnosis(
+            verdict=verdict,
+            tokens=counts,
+            widths=widths,
+            match=same,
+            notes=notes,
+            cut=cut,
+            beyond=tuple(sorted(wider)),
+        )
+    known = match(target, draft)
+    sample = target.encode(SAMPLE)
     # Tokens of both come first: they show best that ids stand for other tokens.
     first = sorted(differing, key=lambda t: (t not in target.ids or t not in draft.ids, t))[:3]
     examples = tuple(f"{_shown([t])}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in first)
@@ -112,8 +123,17 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
     verdict = VocabularyMatch.misleading if misleading else VocabularyMatch.different
     ceiling = sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1)
     expansion = len(draft.encode(SAMPLE)) / max(len(sample), 1)
-    found = verdict, counts, widths, known, notes, len(differing), examples
-    return Diagnosis(*found, ceiling=ceiling, expansion=expansion)
+    return Diagnosis(
+        verdict=verdict,
+        tokens=counts,
+        widths=widths,
+        match=known,
+        notes=notes,
+        differing=len(differing),
+        examples=examples,
+        ceiling=ceiling,
+        expansion=expansion,
+    )
 
 
 def _other_settings(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:
@@ -139,28 +159,42 @@ def _shown(tokens: list[str]) -> str:
 
 def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], how: Bridging) -> Diagnosis:
     """Returns how the two are used; `widths` are the logits of each. Raises ModelError if they cannot be."""
-    found, family = diagnose(target, draft, widths), "choose a draft of the same family"
+    found = diagnose(target, draft, widths)
+    family = "choose a draft of the same family"
     misleading = found.verdict is VocabularyMatch.misleading
     if (misleading and how is Bridging.auto) or (found.bridged and how is Bridging.off):
-        what = f"target and draft have different tokenizers{' of the same size' * misleading}"
+        what = "target and draft have different tokenizers"
+        if misleading:
+            what += " of the same size"
         counts = f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ"
-        differ = f"{counts} ({', '.join(found.examples)})"
-        fix = f"{family}, or pair what tokens stand for: speculation.bridge=intersection"
-        raise ModelError(what, "", differ, "the same tokens with the same ids", fix)
+        raise ModelError(
+            what,
+            found=f"{counts} ({', '.join(found.examples)})",
+            allowed="the same tokens with the same ids",
+            fix=f"{family}, or pair what tokens stand for: speculation.bridge=intersection",
+        )
     if found.bridged and how is Bridging.auto and found.ceiling < LEAST_SHARED:
         what = "the vocabularies of target and draft share too little"
         share = f"the draft has {found.ceiling:.0%} of a sample text's tokens"
         fix = f"{family}, draft with n-grams (speculation=ngram draft=none), "
         fix += "or draft by the shared tokens all the same: speculation.bridge=intersection"
-        raise ModelError(what, "", share, f"{LEAST_SHARED:.0%} or more", fix)
+        raise ModelError(what, found=share, allowed=f"{LEAST_SHARED:.0%} or more", fix=fix)
     if found.cut is not None:
-        what = "target and draft have the same tokens but cut text differently"
-        raise ModelError(what, "", repr(found.cut), "the same merges and special tokens", family)
+        raise ModelError(
+            "target and draft have the same tokens but cut text differently",
+            found=repr(found.cut),
+            allowed="the same merges and special tokens",
+            fix=family,
+        )
     if found.beyond:
         what = "target and draft have the same tokens but not the same vocabulary sizes"
         only = f"{len(found.beyond)} tokens only in the larger ({', '.join(map(repr, found.beyond[:3]))})"
-        logits = f"{found.widths[0]} and {found.widths[1]} logits, {only}"
-        raise ModelError(what, "", logits, "sizes that differ by padding only", family)
+        raise ModelError(
+            what,
+            found=f"{found.widths[0]} and {found.widths[1]} logits, {only}",
+            allowed="sizes that differ by padding only",
+            fix=family,
+        )
     if not found.bridged:
         return found
     return replace(found, bridge=Intersection(target, draft, found.match, found.expansion))

@@ -33,10 +33,12 @@ class Detokenizer:
             known = known.rstrip(INCOMPLETE)  # of a prompt that ends within a character
         new = grown[len(known) :]
         whole = new.rstrip(INCOMPLETE)
-        piece, self._early = whole[self._early :], max(self._early, len(whole))
+        piece = whole[self._early :]
+        self._early = max(self._early, len(whole))
         if new and whole == new:
             self._tokens = self._tokens[self._read :]
-            self._read, self._early = len(self._tokens), 0
+            self._read = len(self._tokens)
+            self._early = 0
         return piece
 
     def end(self) -> str:
@@ -93,7 +95,8 @@ class TextSoFar:
         """Returns the text to print now: a possible beginning of a stop string is held back."""
         safe = len(self.text)
         if not ended:  # the longest tail that a stop string begins with is held back
-            sizes, stops = range(min(self._longest - 1, safe), 0, -1), self._stops
+            sizes = range(min(self._longest - 1, safe), 0, -1)
+            stops = self._stops
             safe -= next((n for n in sizes if any(stop.startswith(self.text[-n:]) for stop in stops)), 0)
         piece = self.text[self._taken : safe]
         self._taken = max(self._taken, safe)

@@ -14,16 +14,27 @@ from typing import Any
 from llama_ssp.errors import ModelError
 from llama_ssp.models.kernels.kept_files import kept
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens
+# Kinds of tokens.
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 ROLES = ("bos", "unknown", "eos", "eot", "eom")  # the last three end a text
 SPACE_MARK = "\u2581"
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the space after them
 # Tokens that end a turn; a header names one of them, where config files list all.
-TURN_ENDS = ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"]
-TURN_ENDS += ["<|endoftext|>", "<|end_of_text|>"]
+TURN_ENDS = [
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+]
 # What transformers' table lacks: kinds that split as GPT-2 does; those where a piece that is a token is not
 # merged, and a text has a begin token; those where letters and their accents are made one character first.
-GPT_2, WHOLE = ("gpt-2", "smollm"), ("llama-bpe", "llama3", "llama-v3", "tekken")
+GPT_2 = ("gpt-2", "smollm")
+WHOLE = ("llama-bpe", "llama3", "llama-v3", "tekken")
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 MAX_PIECES = 2**28  # characters of tokens that are cut in two everywhere: real vocabularies have a tenth
 BESIDE = "put the model's tokenizer.json and tokenizer_config.json next to the GGUF file"
@@ -38,7 +49,8 @@ class HeaderTokens:
         header = read_header(path)
         self.row = header.family.gguf
         self.said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
-        names, kinds = self.said.get("tokens"), self.said.get("token_type")
+        names = self.said.get("tokens")
+        kinds = self.said.get("token_type")
         self.names = [str(name) for name in names] if isinstance(names, list) else []
         self.marked = self.said.get("model") == "llama"  # SentencePiece, whatever the architecture
         if self.marked:  # Gemma's tokens of several spaces are written with spaces
@@ -47,8 +59,13 @@ class HeaderTokens:
         self.kinds: list[Any] = kinds if said else [1] * len(self.names)  # type: ignore[assignment]
         self.ids = {key: self.said[at] for key in ROLES if (at := f"{key}_token_id") in self.said}
         if any(i not in range(len(self.names) or 2**31) for i in self.ids.values()):
-            what, fix = "the header names a token that is not in its vocabulary", "fetch the model again"
-            raise ModelError(what, path, self.ids, f"below {len(self.names)}", fix)
+            raise ModelError(
+                "the header names a token that is not in its vocabulary",
+                where=path,
+                found=self.ids,
+                allowed=f"below {len(self.names)}",
+                fix="fetch the model again",
+            )
 
 
 def require_same_tokens(path: Path, ids: Mapping[str, int]) -> None:
@@ -56,9 +73,14 @@ def require_same_tokens(path: Path, ids: Mapping[str, int]) -> None:
     names = HeaderTokens(path).names
     same = sum(i < len(names) and names[i] == name for name, i in ids.items())
     if names and same < len(ids) // 2:  # a few may be written otherwise
-        what, fix = "the tokenizer.json next to the GGUF file is that of another model", "move it elsewhere"
-        found = f"{same} of {len(ids)} tokens as in its header"
-        raise ModelError(what, path.parent / "tokenizer.json", found, fix=f"{fix}, or the GGUF file")
+        what = "the tokenizer.json next to the GGUF file is that of another model"
+        fix = "move it elsewhere"
+        raise ModelError(
+            what,
+            where=path.parent / "tokenizer.json",
+            found=f"{same} of {len(ids)} tokens as in its header",
+            fix=f"{fix}, or the GGUF file",
+        )
 
 
 def end_ids(path: Path) -> frozenset[int]:
@@ -85,7 +107,8 @@ class HeaderTokenizer:
         self.all_special_ids = [role and self.backend_tokenizer.token_to_id(role) for role in roles]
         self.bos_token_id, self.eos_token_id = self.all_special_ids
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
-        self.get_vocab, self.decode = self.backend_tokenizer.get_vocab, self.backend_tokenizer.decode
+        self.get_vocab = self.backend_tokenizer.get_vocab
+        self.decode = self.backend_tokenizer.decode
 
     def encode(self, text: str, add_special_tokens: bool, split_special_tokens: bool) -> Any:
         """Returns the text's ids."""
@@ -108,13 +131,23 @@ def _made(path: Path) -> tuple[str, dict[str, Any]]:
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
     tokens = HeaderTokens(path)
-    said, names, row, marked = tokens.said, tokens.names, tokens.row, tokens.marked
-    kind, pre, known = said.get("model"), said.get("pre"), (*GPT_2, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
+    said = tokens.said
+    names = tokens.names
+    row = tokens.row
+    marked = tokens.marked
+    kind = said.get("model")
+    pre = said.get("pre")
+    known = (*GPT_2, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
     if not marked and (kind != "gpt2" or pre not in known):
-        what, allowed = "the GGUF file's tokenizer is not known", f"llama, or gpt2 by {', '.join(known)}"
-        raise ModelError(what, path, f"{kind} by {pre!r}", allowed, BESIDE)
+        raise ModelError(
+            "the GGUF file's tokenizer is not known",
+            where=path,
+            found=f"{kind} by {pre!r}",
+            allowed=f"llama, or gpt2 by {', '.join(known)}",
+            fix=BESIDE,
+        )
     if not names or sum(len(name) ** 2 for name in names) > MAX_PIECES:
-        raise ModelError("the GGUF file has no tokens, or some that are too long", path, fix=BESIDE)
+        raise ModelError("the GGUF file has no tokens, or some that are too long", where=path, fix=BESIDE)
     # Merges that are not listed follow from scores, or for Gemma from the tokens' places.
     scores = said.get("scores", ()) if row.scored else range(0, -len(names), -1)
     merges = mapping.get_merges(said | {"tokens": names}, dict(zip(names, scores, strict=marked)))

@@ -42,7 +42,8 @@ def spelled(found: Iterable[ScoredToken], spell: Spell) -> list[TokenLogprob]:
     """Returns the tokens with their text."""
 
     def one(token_id: int, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        return TokenLogprob(token_id, *spell(token_id), logprob, top)
+        token, added = spell(token_id)
+        return TokenLogprob(token_id=token_id, token=token, bytes=added, logprob=logprob, top=top)
 
     return [one(each.token_id, each.logprob, tuple(one(*pair) for pair in each.top)) for each in found]
 
@@ -71,7 +72,8 @@ def completions(found: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
 
     Of alternatives with the same text the likeliest is listed.
     """
-    letters, offsets = b"", []
+    letters = b""
+    offsets = []
     for one in found:
         offsets.append(min(len(text), len(letters.decode("utf-8", "ignore"))))
         letters += one.bytes or b""

@@ -104,15 +104,22 @@ class Line(NamedTuple):
     def text(self) -> str:
         """Raises DataError for what is too long, or not UTF-8."""
         if len(self.raw) > MAX_LINE_BYTES:
-            found, allowed = f"{len(self.raw)} bytes", f"{MAX_LINE_BYTES} bytes"
-            fix = "split it, or put prompts one a line"
-            raise DataError("a line is too long", self.where, found, allowed, fix)
+            raise DataError(
+                "a line is too long",
+                where=self.where,
+                found=f"{len(self.raw)} bytes",
+                allowed=f"{MAX_LINE_BYTES} bytes",
+                fix="split it, or put prompts one a line",
+            )
         try:
             return self.raw.decode().removesuffix("\r")
         except UnicodeDecodeError as error:
-            where = f"{self.where}, byte {self.start + error.start} of the file"
-            found = f"byte 0x{self.raw[error.start]:02x}"
-            raise DataError("the line is not UTF-8", where, found, fix="convert the file to UTF-8") from None
+            raise DataError(
+                "the line is not UTF-8",
+                where=f"{self.where}, byte {self.start + error.start} of the file",
+                found=f"byte 0x{self.raw[error.start]:02x}",
+                fix="convert the file to UTF-8",
+            ) from None
 
 
 def read_prompts(task: PromptedConf) -> Reading:
@@ -148,8 +155,9 @@ def _from_stdin(policy: OnBadRow) -> Reading:
     try:
         data = _pipe_bytes(sys.stdin.buffer, name)
     except OSError as error:
-        fix = "put the prompts into a file: prompt_file=FILE"
-        raise StorageError(f"cannot read {name}: {error.strerror}", fix=fix) from None
+        raise StorageError(
+            f"cannot read {name}: {error.strerror}", fix="put the prompts into a file: prompt_file=FILE"
+        ) from None
     return checked(lines_of(data, name), _record if begins_object(data) else _text, policy)
 
 
@@ -183,7 +191,9 @@ def _opened(key: str, name: str) -> Iterator[IO[bytes]]:
             return
 
         if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{key} is not a regular file", path, fix="give a text file or a .jsonl file")
+            raise DataError(
+                f"{key} is not a regular file", where=path, fix="give a text file or a .jsonl file"
+            )
         if status.st_size > MAX_FILE_BYTES:
             raise DataError(
                 f"{key} is too large",
@@ -209,18 +219,25 @@ def reading(key: str, path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise DataError(f"{key} does not exist", path, fix="check the path") from None
+        raise DataError(f"{key} does not exist", where=path, fix="check the path") from None
     except OSError as error:
-        fix = "check its permissions"
-        raise StorageError(f"cannot read {key}: {error.strerror}", path, fix=fix) from None
+        raise StorageError(
+            f"cannot read {key}: {error.strerror}", where=path, fix="check its permissions"
+        ) from None
 
 
 def _pipe_bytes(pipe: IO[bytes], what: str, path: object = "") -> bytes:
     """Returns all that comes through a pipe; nothing where no process writes into it. Raises DataError."""
     data = pipe.read(MAX_INPUT_BYTES + 1)
     if len(data) > MAX_INPUT_BYTES:
-        allowed, fix = f"{MAX_INPUT_BYTES} bytes", "put the prompts into a file, and use task=batch"
-        raise DataError(f"{what} is too large", path, f"more than {allowed}", allowed, fix)
+        allowed = f"{MAX_INPUT_BYTES} bytes"
+        raise DataError(
+            f"{what} is too large",
+            where=path,
+            found=f"more than {allowed}",
+            allowed=allowed,
+            fix="put the prompts into a file, and use task=batch",
+        )
     return data
 
 
@@ -236,7 +253,8 @@ def whole_lines(file: Readable, name: str) -> Iterator[bytes]:
     Raises DataError for a line that has no end within MAX_UNENDED_BYTES. One of more than MAX_LINE_BYTES that
     ends before is yielded: it is refused by itself, and the lines after it are read.
     """
-    begun, number = b"", 1
+    begun = b""
+    number = 1
     while block := file.read(BLOCK_BYTES):
         *ended, begun = (begun + block).split(b"\n")
         for raw in ended:
@@ -261,10 +279,15 @@ def lines_of(source: bytes | Readable, name: str) -> Iterator[Line]:
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     for number, raw in enumerate(whole_lines(file, name), start=1):
         if number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            fix = "convert them: iconv -f utf-16 -t utf-8"
-            raise DataError("the prompts are UTF-16", name, allowed="UTF-8", fix=fix)
+            raise DataError(
+                "the prompts are UTF-16",
+                where=name,
+                allowed="UTF-8",
+                fix="convert them: iconv -f utf-16 -t utf-8",
+            )
         if number == 1 and raw.startswith(BOM):
-            start, raw = len(BOM), raw.removeprefix(BOM)
+            start = len(BOM)
+            raw = raw.removeprefix(BOM)
         if raw and not raw.isspace():
             yield Line(number, start, raw.removesuffix(b"\n"), name)
         start += len(raw)
@@ -276,20 +299,31 @@ def _text(line: Line) -> TextPrompt:
 
 def _question(line: Line) -> TextPrompt:
     """Returns a suite's question. Raises DataError for other formats."""
-    record, where, own_id = parsed_object(line), line.where, f"line-{line.number}"
+    record = parsed_object(line)
+    where = line.where
+    own_id = f"line-{line.number}"
     match record:
         case {"turns": [_, *_] as turns}:
-            own_id, category = record.get("question_id", own_id), record.get("category", "all")
+            own_id = record.get("question_id", own_id)
+            category = record.get("category", "all")
         case {"task_id": own_id, "prompt": prompt}:
-            category, turns = "humaneval", [prompt]
+            category = "humaneval"
+            turns = [prompt]
         case {"question": question, "answer": _}:
-            category, turns = "gsm8k", [question]
+            category = "gsm8k"
+            turns = [question]
         case _:
-            what, fix = "the line is not a known suite's question", "other prompts go into task.prompt_file"
-            raise DataError(what, where, ", ".join(record), FORMATS, fix)
+            raise DataError(
+                "the line is not a known suite's question",
+                where=where,
+                found=", ".join(record),
+                allowed=FORMATS,
+                fix="other prompts go into task.prompt_file",
+            )
     if not all(isinstance(text, str) for text in [category, *turns]):
-        what, fix = "a question's turns or category are not text", "use the published file as it is"
-        raise DataError(what, where, fix=fix)
+        raise DataError(
+            "a question's turns or category are not text", where=where, fix="use the published file as it is"
+        )
     return TextPrompt(name_of(own_id, where), turns[0], where, category, turns[1:])
 
 
@@ -307,9 +341,12 @@ def parsed_object(line: Line) -> dict[str, Any]:
     try:
         record = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        fix = 'write one object a line: {"id": "a", "prompt": "..."}'
-        raise DataError("the line is not JSON", line.where, reason, fix=fix) from None
+        raise DataError(
+            "the line is not JSON",
+            where=line.where,
+            found="nested too deeply" if isinstance(error, RecursionError) else str(error),
+            fix='write one object a line: {"id": "a", "prompt": "..."}',
+        ) from None
     if not isinstance(record, dict):
         raise _no_prompt(line, type(record).__name__)
     return record
@@ -317,14 +354,18 @@ def parsed_object(line: Line) -> dict[str, Any]:
 
 def _no_prompt(line: Line, found: str) -> DataError:
     allowed = 'an object with a string "prompt"'
-    return DataError("the line has no prompt", line.where, found, allowed, "add it")
+    return DataError("the line has no prompt", where=line.where, found=found, allowed=allowed, fix="add it")
 
 
 def name_of(value: object, where: str) -> str:
     """Returns an id as text. Raises DataError."""
     if not isinstance(value, (str, int)) or isinstance(value, bool):
-        what, fix = "the id is neither text nor a whole number", "write the id as a string"
-        raise DataError(what, where, type(value).__name__, fix=fix)
+        raise DataError(
+            "the id is neither text nor a whole number",
+            where=where,
+            found=type(value).__name__,
+            fix="write the id as a string",
+        )
     return str(value)
 
 
@@ -345,7 +386,8 @@ DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_no_du
 
 def checked(items: Iterable[Item], made: Callable[[Item], TextPrompt], policy: OnBadRow) -> Reading:
     """Returns the prompts that are `made` of the items. Bad ones are raised or skipped."""
-    reading, seen = Reading([], []), dict[str, str]()
+    reading = Reading([], [])
+    seen = dict[str, str]()
     for item in items:
         try:
             prompt = made(item)
@@ -359,11 +401,17 @@ def checked(items: Iterable[Item], made: Callable[[Item], TextPrompt], policy: O
             seen[prompt.id] = prompt.where
             reading.prompts.append(prompt)
     if reading.skipped and not reading.prompts:
-        bad = f"{len(reading.skipped)} bad ones, first: {reading.skipped[0]}"
-        raise DataError("no usable prompt is left", found=bad, fix=CORRECT_PROMPTS)
+        raise DataError(
+            "no usable prompt is left",
+            found=f"{len(reading.skipped)} bad ones, first: {reading.skipped[0]}",
+            fix=CORRECT_PROMPTS,
+        )
     if not reading.prompts:
-        fix = "write prompt='your prompt' or pipe one prompt a line"
-        raise UsageError("there is no prompt", "prompt, prompt_file, standard input", fix=fix)
+        raise UsageError(
+            "there is no prompt",
+            where="prompt, prompt_file, standard input",
+            fix="write prompt='your prompt' or pipe one prompt a line",
+        )
     return reading
 
 
@@ -374,18 +422,35 @@ def is_usable(own_id: str) -> bool:
 
 def require_usable(prompt: TextPrompt, seen: Mapping[str, str] = {}) -> None:
     """Raises DataError for a prompt that cannot be used; `seen` is where the ids before it are from."""
-    where, own_id = prompt.where, repr(shortened(prompt.id, 40))
+    where = prompt.where
+    own_id = repr(shortened(prompt.id, 40))
     if prompt.id in seen:
-        places, fix = f"{seen[prompt.id]} and {where}", "give every prompt an id of its own"
-        raise DataError("an id is used twice", places, own_id, fix=fix)
+        raise DataError(
+            "an id is used twice",
+            where=f"{seen[prompt.id]} and {where}",
+            found=own_id,
+            fix="give every prompt an id of its own",
+        )
     if not is_usable(prompt.id):
-        allowed = f"1 to {MAX_ID_LENGTH} printable characters"
-        raise DataError("an id is unusable", where, own_id, allowed, "shorten or clean it")
+        raise DataError(
+            "an id is unusable",
+            where=where,
+            found=own_id,
+            allowed=f"1 to {MAX_ID_LENGTH} printable characters",
+            fix="shorten or clean it",
+        )
     if "\0" in prompt.text:
-        found = f"at character {prompt.text.index(chr(0))}"
-        raise DataError("the prompt holds a NUL character", where, found, fix="remove it")
+        raise DataError(
+            "the prompt holds a NUL character",
+            where=where,
+            found=f"at character {prompt.text.index(chr(0))}",
+            fix="remove it",
+        )
     lone = next((i for i, c in enumerate(prompt.text) if "\ud800" <= c <= "\udfff"), None)
     if lone is not None:
-        what = "the prompt holds a byte that is not UTF-8, or half a surrogate pair"
-        fix = "convert the text to UTF-8, or write the character whole"
-        raise DataError(what, where, f"at character {lone}", fix=fix)
+        raise DataError(
+            "the prompt holds a byte that is not UTF-8, or half a surrogate pair",
+            where=where,
+            found=f"at character {lone}",
+            fix="convert the text to UTF-8, or write the character whole",
+        )

@@ -75,7 +75,8 @@ class Intersection:
 
     def prompt_ids(self, prompt: Sequence[int]) -> list[int]:
         """Returns the draft ids of a prompt: the draft's tokenizer cuts what is between special tokens."""
-        start, ids = self.target.start, [*self.draft.start]
+        start = self.target.start
+        ids = [*self.draft.start]
         rest = prompt[len(start) :] if tuple(prompt[: len(start)]) == start else prompt
         for number, (special, run) in enumerate(groupby(rest, lambda i: i in self.target.special)):
             if special:  # a name is text where the draft has no such token
