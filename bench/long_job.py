@@ -126,7 +126,7 @@ def main() -> None:
     records = int(sys.argv[1]) if len(sys.argv) > 1 else 2_000_000
     folder = Path(tempfile.mkdtemp(dir=sys.argv[2] if len(sys.argv) > 2 else None))
     source, work, output = folder / "in.jsonl", folder / "work", folder / "out.jsonl"
-    task = BatchConf("batch", input=str(source), output=str(output), max_new_tokens=100)
+    task = BatchConf(name="batch", input=str(source), output=str(output), max_new_tokens=100)
     run = RunConf(model=ModelConf(name="m", vocab=512, context=4096), task=task)
     try:
         measured(f"(input of {records} records)", lambda: write_input(source, records))

@@ -109,7 +109,7 @@ def test_ends_without_a_generation_config(bare: Path) -> None:
 
 def test_a_hub_s_name_in_the_place_of_a_path_is_told() -> None:
     with pytest.raises(ModelError, match=r"model\.path is not a folder.*model=some/model"):
-        find(ModelConf("local", path="some/model"), "model")
+        find(ModelConf(name="local", path="some/model"), "model")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "smollm3"])
@@ -118,7 +118,7 @@ def test_heads_of_an_odd_size_are_refused(family: str, tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
     for hidden in (40, 36):
         families.tiny(family, hidden_size=hidden, **sizes).save_pretrained(tmp_path / str(hidden))
-    model, cpu = ModelConf("local"), torch.device("cpu")
+    model, cpu = ModelConf(name="local"), torch.device("cpu")
     load(model, tmp_path / "40", Dtype.fp32, cpu, "model")
     with pytest.raises(ModelError, match=r"cannot be loaded.*even head size, and it is 9; correct config"):
         load(model, tmp_path / "36", Dtype.fp32, cpu, "model")

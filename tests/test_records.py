@@ -31,7 +31,7 @@ USER = {"role": "user", "content": "u"}
 
 
 def run_of(path: Path, **changes: Any) -> RunConf:
-    task = replace(BatchConf("batch", input=str(path), output="out.jsonl", max_new_tokens=32), **changes)
+    task = replace(BatchConf(name="batch", input=str(path), output="out.jsonl", max_new_tokens=32), **changes)
     return RunConf(model=ModelConf(name="m", vocab=100, context=64), task=task, sampling=SAMPLING)
 
 

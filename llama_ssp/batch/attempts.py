@@ -26,7 +26,7 @@ from llama_ssp.distributed.identity import Identity, own_element, own_identity
 
 SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
 SYNC_S = 5.0
-# a heartbeat keeps a claim, so that others take over from a dead process
+# A heartbeat keeps a claim, so that others take over from a dead process.
 BEAT_S = 10.0
 STALE_S = 60.0
 

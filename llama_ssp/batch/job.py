@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 OF_MODEL = ("name", "repo", "revision", "weights", "dtype", "seed", "agreement")
 OF_TASK = ("chat", "system", "max_new_tokens", "stop", "ignore_eos", "on_bad_row", "logprobs", "logprobs_of")
 SHOWN = 5  # bad lines that a message quotes
-# characters of what is said of each; a long value or path is in the middle
+# Characters of what is said of each; a long value or path is in the middle.
 BEGIN = 150
 END = 90
 

@@ -40,8 +40,18 @@ BAD_REQUEST = 400
 BROKEN = 500
 ALWAYS = ("id", "output_tokens")  # of a plain answer: what jobs are counted by
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
-WITHOUT_EFFECT: dict[str, Any] = dict.fromkeys(("model", "user", "metadata", "store", "service_tier"))
-WITHOUT_EFFECT |= {"n": 1, "best_of": 1, "stream": False, "tools": [], "response_format": {"type": "text"}}
+WITHOUT_EFFECT: dict[str, Any] = {
+    "model": None,
+    "user": None,
+    "metadata": None,
+    "store": None,
+    "service_tier": None,
+    "n": 1,
+    "best_of": 1,
+    "stream": False,
+    "tools": [],
+    "response_format": {"type": "text"},
+}
 nearest = lru_cache(1024)(partial(difflib.get_close_matches, possibilities=PLAIN, n=1, cutoff=0.8))
 
 

@@ -26,9 +26,13 @@ from llama_ssp.config.run import RunConf, key_types, kinds_of
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import RunError, UsageError
 
-QUIET, VERBOSE = ("--quiet", "-q"), ("--verbose", "-v")
-HELP, VERSION, DRY = ("--help", "-h"), ("--version",), ("--dry-run",)
-PROMPT, PROMPTS = "prompt", "task.prompts"
+QUIET = ("--quiet", "-q")
+VERBOSE = ("--verbose", "-v")
+HELP = ("--help", "-h")
+VERSION = ("--version",)
+DRY = ("--dry-run",)
+PROMPT = "prompt"
+PROMPTS = "task.prompts"
 SHORT_FLAGS = {"-p": PROMPT, "-n": "max_new_tokens"}  # Hydra's own -p is --package, too
 AS_WRITTEN = (PROMPTS, "task.system", "task.stop")  # ${...} stands for itself in them
 RUN_KEYS = {entry.name for entry in fields(RunConf)} | {*GROUPS}
@@ -80,7 +84,9 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
 
 def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words of a command line, --KEY VALUE as KEY=VALUE, and its other flags. Raises UsageError."""
-    words, flags, of_hydra = list[str](), list[str](), _hydra_parser()._option_string_actions
+    words = list[str]()
+    flags = list[str]()
+    of_hydra = _hydra_parser()._option_string_actions
     waiting = deque(arguments)
     while waiting:
         argument = waiting.popleft()
@@ -89,7 +95,8 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(argument)
         elif flag in of_hydra and flag not in SHORT_FLAGS:
             flags.append(argument)
-            nargs, choices = of_hydra[flag].nargs, of_hydra[flag].choices or ()
+            nargs = of_hydra[flag].nargs
+            choices = of_hydra[flag].choices or ()
             if waiting and not equals and (nargs is None or (nargs == "?" and waiting[0] in choices)):
                 flags.append(waiting.popleft())
         elif flag in (*QUIET, *VERBOSE, *DRY):
@@ -131,9 +138,11 @@ def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
     """
     bare = [word for word in words if _is_bare(word)]
     given = [*_named(bare), *(Override.of(word) for word in words if not _is_bare(word))]
-    full, lists = list[str](), dict[str, list[str]]()
+    full = list[str]()
+    lists = dict[str, list[str]]()
     for override in given:
-        key, value = override.key, override.value
+        key = override.key
+        value = override.value
         several = listed_texts(value or "")
         if override.sign == "~" or value is None:
             full.append(str(override))
@@ -172,7 +181,7 @@ def unknown_key(key: str, schema: str | None = None) -> UsageError:
     if task and others:
         what = f"task={task} has no key {'prompt' if leaf == 'prompts' else leaf}"
         fix = f"it is for {', '.join(others)}; llama-ssp {task} --help lists the keys of {task}"
-        return UsageError(what, "", key, fix=fix)
+        return UsageError(what, found=key, fix=fix)
     if leaf in LOSSY:
         fix = "the output distribution is exactly the target's; there is no option to change that"
         return UsageError(f"{key} is refused: not lossless", fix=fix)
@@ -183,7 +192,8 @@ def _meant(key: str) -> str:
     """Suggests a key for an unknown one: the shortest whose last part holds its name, or a similar one."""
     if key.startswith("hydra"):
         return "--cfg hydra shows Hydra's own keys"
-    known, leaf = key_types(), key.rpartition(".")[2]
+    known = key_types()
+    leaf = key.rpartition(".")[2]
     longer = [name for name in known if leaf in name.rpartition(".")[2]]
     likely = [min(longer, key=len)] if longer else difflib.get_close_matches(key, known, n=1)
     return f"did you mean {likely[0]}?" if likely else "llama-ssp TASK --help lists the keys"
@@ -222,20 +232,31 @@ def _named(words: Sequence[str]) -> list[Override]:
     """Returns the words without a key, with the keys that their places give them."""
     if not words:
         return []
-    first, others = words[0], words[1 + len(ROLES) :]
+    first = words[0]
+    others = words[1 + len(ROLES) :]
     if first not in TASKS:
         near = MEANT.get(first) or nearest(first, [*TASKS, *COMMANDS])
-        fix = f"write llama-ssp {near} ..." if near else f"write {USAGE}; a text is prompt='...'"
-        raise UsageError("the first word is not a task", "", repr(first), ", ".join(TASKS), fix)
+        raise UsageError(
+            "the first word is not a task",
+            found=repr(first),
+            allowed=", ".join(TASKS),
+            fix=f"write llama-ssp {near} ..." if near else f"write {USAGE}; a text is prompt='...'",
+        )
     if others:
-        fix = "quote a value that holds blanks, as in prompt='two words'"
-        raise UsageError("there are words without a key", "", " ".join(others), USAGE, fix)
+        raise UsageError(
+            "there are words without a key",
+            found=" ".join(others),
+            allowed=USAGE,
+            fix="quote a value that holds blanks, as in prompt='two words'",
+        )
     return [Override("", key, word) for key, word in zip(("task", *ROLES), words, strict=False)]
 
 
 def _written(override: Override, several: Sequence[str], sweeps: bool) -> str:
     """An override in Hydra's grammar, except one of a list of texts; a sweep takes `several` texts."""
-    sign, key, value = override.sign, override.key, override.value or ""
+    sign = override.sign
+    key = override.key
+    value = override.value or ""
     kinds = _kinds(key)
     origins = {get_origin(kind) for kind in kinds}
     if NoneType in kinds and str not in kinds:  # such as ranks=auto
@@ -279,11 +300,16 @@ def _no_draft(given: Sequence[Override]) -> list[str]:
         return []
     for role in ROLES:
         if role not in chosen and (files := {f"{role}.path", f"{role}.repo"} & {*chosen}):
-            fix = f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {min(files)}=..."
-            raise UsageError(f"{min(files)} is given, and no {role} is named", fix=fix)
+            raise UsageError(
+                f"{min(files)} is given, and no {role} is named",
+                fix=f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {min(files)}=...",
+            )
     has_none = chosen.get("model", SHIPPED) != SHIPPED and "draft" not in chosen
     lost = {key for key in chosen if key.startswith("draft.")}
     if lost and (has_none or chosen.get("draft", "") in (None, "none")):
-        fix = "write draft=NAME, or leave it out"
-        raise UsageError(f"{min(lost)} is given, and no draft is named", found="draft=none", fix=fix)
+        raise UsageError(
+            f"{min(lost)} is given, and no draft is named",
+            found="draft=none",
+            fix="write draft=NAME, or leave it out",
+        )
     return ["draft=none"] if has_none else []

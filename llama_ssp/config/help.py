@@ -21,7 +21,9 @@ from llama_ssp.errors import UsageError
 
 USAGE = "llama-ssp {task} [TARGET [DRAFT]] [KEY=VALUE ...]"
 SHOWN = ("sampling", "speculation")  # groups whose keys a task's help shows, too
-MARGIN, WIDTH = 28, 80  # columns
+# Columns.
+MARGIN = 28
+WIDTH = 80
 OVERVIEW = """\
 llama-ssp: a large language model, faster with a small draft, same distribution.
 
@@ -61,8 +63,12 @@ def help_for(arguments: Sequence[str]) -> str:
         return overview()
     names = [*TASKS, *GROUPS]
     near = nearest(first, names)
-    fix = f"did you mean {near}?" if near else "llama-ssp --help has the overview"
-    raise UsageError("there is no help for this word", "", repr(first), ", ".join(names), fix)
+    raise UsageError(
+        "there is no help for this word",
+        found=repr(first),
+        allowed=", ".join(names),
+        fix=f"did you mean {near}?" if near else "llama-ssp --help has the overview",
+    )
 
 
 def overview() -> str:
@@ -73,7 +79,8 @@ def overview() -> str:
 
 
 def _of_task(name: str) -> list[str]:
-    schema, run = TASKS[name], descriptions(RunConf)
+    schema = TASKS[name]
+    run = descriptions(RunConf)
     lines = [USAGE.format(task=name), "", *_wrapped(" ".join(intro(schema)))]
     lines += ["", "Keys of the task", *_table(keys_of_task(name))]
     lines += ["", "Keys of the run", *_table(keys_of_run())]
@@ -86,7 +93,8 @@ def _of_task(name: str) -> list[str]:
 
 
 def _of_group(name: str) -> list[str]:
-    about, keys = descriptions(RunConf).get(name, "Settings of several groups."), keys_of_group(name)
+    about = descriptions(RunConf).get(name, "Settings of several groups.")
+    keys = keys_of_group(name)
     lines = [f"{name}=NAME", "", *_wrapped(about), "", "Names", *_wrapped(", ".join(options(name)), 2)]
     return [*lines, "", "Keys", *_table(keys)] if keys else lines
 
@@ -95,7 +103,8 @@ def _table(keys: Sequence[Key]) -> list[str]:
     """Returns a key with its default, and its description next to it."""
     lines = list[str]()
     for key in keys:
-        head, (first, *rest) = f"  {key.name}={key.default}", _wrapped(key.text, MARGIN)
+        head = f"  {key.name}={key.default}"
+        first, *rest = _wrapped(key.text, MARGIN)
         lines += [head + first[len(head) :]] if len(head) <= MARGIN - 2 else [head, first]
         lines += rest
     return lines
@@ -118,7 +127,8 @@ def markdown() -> str:
         parts += [f"## {title}", "", *([text, ""] if text else [])]
         parts += ["| key | default | meaning |", "|---|---|---|"]
         for key in keys:
-            default, meaning = f"`{key.default}`" if key.default else "", key.text.replace("|", "\\|")
+            default = f"`{key.default}`" if key.default else ""
+            meaning = key.text.replace("|", "\\|")
             parts.append(f"| `{key.name}` | {default} | {meaning} |")
         parts.append("")
     return "\n".join(parts)

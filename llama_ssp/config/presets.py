@@ -34,7 +34,8 @@ def model_words(role: str, name: str) -> list[str]:
     if "${" in name:
         name = OmegaConf.create({role: name})[role]
     name = name.removeprefix(HUB_PAGE).rstrip("/") if name.startswith(HUB_PAGE) else name
-    path, is_place = home_expanded(name), "/" in name or name.startswith(".")
+    path = home_expanded(name)
+    is_place = "/" in name or name.startswith(".")
     if name in options(role):
         return [f"{role}={name}"]
     if os.path.isdir(path) and (is_place or os.path.exists(path / "config.json")):
@@ -44,10 +45,13 @@ def model_words(role: str, name: str) -> list[str]:
     elif of_hub := HUB_NAME.fullmatch(name):
         keys = {"name": name, "repo": of_hub[1]} | ({"file": of_hub[2]} if of_hub[2] else {})
     elif os.path.isfile(path):
-        what, fix = f"{role} is neither a model folder nor a GGUF file", "give the folder that holds the file"
-        raise ModelError(what, path, fix=fix)
+        raise ModelError(
+            f"{role} is neither a model folder nor a GGUF file",
+            where=path,
+            fix="give the folder that holds the file",
+        )
     elif is_place or path.suffix == ".gguf":
-        raise ModelError(f"{role}: there is no such folder or file", path, fix="check the path")
+        raise ModelError(f"{role}: there is no such folder or file", where=path, fix="check the path")
     else:  # Hydra looks for a preset of the user's own
         return [f"{role}={quoted(name)}"]
     return [f"{role}={UNNAMED}", *(f"{role}.{key}={quoted(value)}" for key, value in keys.items())]

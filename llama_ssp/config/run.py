@@ -30,11 +30,13 @@ from llama_ssp.config.tasks import TASKS, TaskConf
 
 SettingsT = TypeVar("SettingsT", bound=TaskConf)
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
-RANKS = "Processes that the command starts on this machine, one a GPU; null, or auto, is as many as the pair "
-RANKS += "needs. Under torchrun its own number holds."
+RANKS = (
+    "Processes that the command starts on this machine, one a GPU; null, or auto, is as many as the pair "
+    "needs. Under torchrun its own number holds."
+)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunConf:
     """The whole run."""
 
@@ -103,7 +105,8 @@ def register() -> None:
 @cache
 def key_types(schema: type = RunConf, prefix: str = "") -> dict[str, Any]:
     """Returns the type of every dotted key of the schema, of all tasks."""
-    result, hints = dict[str, Any](), get_type_hints(schema)
+    result = dict[str, Any]()
+    hints = get_type_hints(schema)
     for entry in fields(schema):
         name = prefix + entry.name
         result[name] = hints[entry.name]

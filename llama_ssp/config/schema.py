@@ -74,19 +74,41 @@ OnBadRow = StrEnum("OnBadRow", ["fail", "skip"])
 Scheduler = StrEnum("Scheduler", ["none", "slurm"])
 
 # The script sets these itself: a second value would break restarts, or hide the logs.
-OF_THE_SCRIPT = ["array", "chdir", "error", "export", "gpus", "gpus-per-node", "kill-on-bad-exit"]
-OF_THE_SCRIPT += ["no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"]
-OF_THE_SCRIPT += ["requeue", "signal", "test-only", "wait", "wrap"]
+OF_THE_SCRIPT = [
+    "array",
+    "chdir",
+    "error",
+    "export",
+    "gpus",
+    "gpus-per-node",
+    "kill-on-bad-exit",
+    "no-requeue",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "parsable",
+    "requeue",
+    "signal",
+    "test-only",
+    "wait",
+    "wrap",
+]
 SBATCH_OPTION = rf"--(?!({'|'.join(OF_THE_SCRIPT)})(=|$))[^'\\\0-\x1f]+"
 
 USUAL_ROWS = 8  # of a batch, where no plan can choose
-USUAL_CHUNK, GPU_CHUNK = 512, 2048  # tokens of a prompt that one pass reads; on GPUs, where it fits
-USUAL_K, NGRAM_K = 4, 8  # drafts a round: where no plan can choose; of n-grams
+# Tokens of a prompt that one pass reads; on GPUs, where it fits.
+USUAL_CHUNK = 512
+GPU_CHUNK = 2048
+# Drafts a round: where no plan can choose; of n-grams.
+USUAL_K = 4
+NGRAM_K = 8
 MAX_COST_RATIO = 10.0
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ModelConf:
     """One model: its files, its number format, and its shape, so that planning needs no file.
 
@@ -144,7 +166,7 @@ class ModelConf:
         return self.head_inputs > 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PlacementConf:
     """The ranks and devices of the models (distributed/placement.py resolves the ranks).
 
@@ -178,7 +200,7 @@ class PlacementConf:
     draft_timeout_s: float = number(30.0, 0.1, 86400.0, "Seconds until a draft on its own ranks is lost.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TimesConf:
     """The constants of predicted times; null is as calibrated on published runs (planner/speed.py).
 
@@ -199,7 +221,7 @@ class TimesConf:
     message_us: float | None = figure("Microseconds of the leader's broadcast.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SlurmConf:
     """Slurm's options for task=batch; null is the cluster's own default.
 
@@ -237,7 +259,7 @@ class SlurmConf:
     python: str | None = not_empty("The interpreter on the nodes; null is this command's.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ClusterConf:
     """The machines: `nodes` with `gpus` GPUs each.
 
@@ -276,7 +298,7 @@ class PlanningConf:
     acceptance: float = share(0.8, "The acceptance probability of the plan; task=plan has a key of its own.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SamplingConfig:
     """The sampling distribution. Every control acts on the target's and on the draft's distribution."""
 
@@ -292,7 +314,7 @@ class SamplingConfig:
     min_new_tokens: int = size("Tokens before an end token may come.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SpeculationConfig:
     """How tokens are drafted and verified.
 

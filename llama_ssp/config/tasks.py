@@ -67,7 +67,8 @@ class TaskConf:
     logprobs = cast("int | None", None)
     logprobs_of = LogprobsOf.target
     on_bad_row = OnBadRow.fail
-    pairs, lengths = cast("Sequence[str]", ()), cast("Sequence[int]", ())
+    pairs = cast("Sequence[str]", ())
+    lengths = cast("Sequence[int]", ())
 
     name: str = key(MISSING, "The task's name.")
 
@@ -87,7 +88,7 @@ class TaskConf:
                 raise UsageError(f"task.{name} is an empty list", fix="leave it out, or write an entry")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PromptedConf(TaskConf):
     """A task that continues prompts. Without prompts of the user it has its own (text/prompts.py)."""
 
@@ -107,15 +108,21 @@ class PromptedConf(TaskConf):
     def check(self) -> None:
         super().check()
         if self.system is not None and not self.chat:
-            what, fix = "task.system is a part of a chat", "write task.chat=true, or put it into the prompt"
-            raise UsageError(what, found="task.chat=false", fix=fix)
+            raise UsageError(
+                "task.system is a part of a chat",
+                found="task.chat=false",
+                fix="write task.chat=true, or put it into the prompt",
+            )
         sources = [key for key in self.sources if getattr(self, key)]
         if len(sources) > 1:
-            what = f"both task.{sources[0]} and task.{sources[1]} are given"
-            raise UsageError(what, allowed="one source of prompts", fix="drop one of them")
+            raise UsageError(
+                f"both task.{sources[0]} and task.{sources[1]} are given",
+                allowed="one source of prompts",
+                fix="drop one of them",
+            )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TextConf(PromptedConf):
     """A task that shows what it writes. Without `chat`, names of special tokens in a prompt are text."""
 
@@ -126,11 +133,12 @@ class TextConf(PromptedConf):
     def check(self) -> None:
         super().check()
         if self.special_tokens and self.chat:
-            what, found = "in a chat special tokens are the template's", "task.special_tokens=true"
+            what = "in a chat special tokens are the template's"
+            found = "task.special_tokens=true"
             raise UsageError(what, found=f"{found}, task.chat=true", fix="choose one of the two")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GenerateConf(TextConf):
     """Continue prompts: from the command line, a file, standard input."""
 
@@ -146,14 +154,21 @@ class GenerateConf(TextConf):
     def check(self) -> None:
         super().check()
         if self.echo and self.logprobs is None:
-            what = "an echo gives the prompt's log-probabilities, and none are asked for"
-            raise UsageError(what, "task.echo=true", fix="write task.logprobs=0, or a number of alternatives")
+            raise UsageError(
+                "an echo gives the prompt's log-probabilities, and none are asked for",
+                where="task.echo=true",
+                fix="write task.logprobs=0, or a number of alternatives",
+            )
         if not (self.max_new_tokens or self.echo):
-            fix = "write at least 1; or task.echo=true task.logprobs=0, which scores the prompt"
-            raise UsageError("task.max_new_tokens asks for no text", found="0", allowed="1 or more", fix=fix)
+            raise UsageError(
+                "task.max_new_tokens asks for no text",
+                found="0",
+                allowed="1 or more",
+                fix="write at least 1; or task.echo=true task.logprobs=0, which scores the prompt",
+            )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ChatConf(TaskConf):
     """Talk with the model on a terminal; a pipe has a message a line."""
 
@@ -167,7 +182,7 @@ class ChatConf(TaskConf):
     prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EvalConf(TaskConf):
     """Score few-shot multiplications, regular and speculative.
 
@@ -187,7 +202,7 @@ class EvalConf(TaskConf):
     batch_size: int = number(64, 1, MOST_ROWS, "Questions at a time.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CompareConf(TextConf):
     """Regular and speculative sampling of a prompt, side by side.
 
@@ -199,7 +214,7 @@ class CompareConf(TextConf):
     plot: str | None = picture("each comparison's end", "svg|html", "null saves none")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MeasureConf(PromptedConf):
     """The speed of target, draft and pair at each K; where time goes.
 
@@ -210,7 +225,8 @@ class MeasureConf(PromptedConf):
     measures_costs = True
     distinct = "pairs", "lengths", "ks"
     sources = "prompts", "prompt_file", "lengths", "suite"
-    usual_prompts, own_k = "sentences", "ks"
+    usual_prompts = "sentences"
+    own_k = "ks"
 
     suite: str | None = not_empty("A published file of questions, of several turns each (text/prompts.py).")
     pairs: list[str] = pair_names("measure")
@@ -225,11 +241,16 @@ class MeasureConf(PromptedConf):
     def check(self) -> None:
         super().check()
         if self.suite is not None and self.batch_size > 1:
-            what, fix = "a suite's questions are answered one by one", "leave task.batch_size=1"
-            raise UsageError(what, "task.suite", f"task.batch_size={self.batch_size}", "1", fix)
+            raise UsageError(
+                "a suite's questions are answered one by one",
+                where="task.suite",
+                found=f"task.batch_size={self.batch_size}",
+                allowed="1",
+                fix="leave task.batch_size=1",
+            )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CertifyConf(PromptedConf):
     """Does speculation sample the target's distribution? A verdict.
 
@@ -249,14 +270,15 @@ class CertifyConf(PromptedConf):
     batch_size: int = number(32, 1, MOST_ROWS, "Texts at a time.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AgreeConf(PromptedConf):
     """How many greedy tokens draft and target agree on, and where not.
 
     The draft writes a chunk at a time, which the target reads in one pass, until they differ.
     """
 
-    usual_prompts, own_k = "short", "chunk"
+    usual_prompts = "short"
+    own_k = "chunk"
 
     max_new_tokens: int = number(64, 1, MAX_INT, "Tokens to agree on, at most.")
     chunk: int = number(8, 1, MAX_K, "Tokens that the draft writes before the target reads them.")
@@ -265,7 +287,7 @@ class AgreeConf(PromptedConf):
     plot: str | None = picture("the lengths")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PlanConf(TaskConf):
     """Does the pair fit, where, and how fast? No GPU, no weights."""
 
@@ -297,7 +319,7 @@ class CalibrateConf(TaskConf):
     repeats: int = number(5, 1, 1000, "Measurements of each constant.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BatchConf(TaskConf):
     """Answer each record of a file exactly once, whatever is killed.
 

@@ -11,8 +11,12 @@ from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.host_memory import memory_here
 
 # Of activations, and of weights that are not in codes.
-TORCH_DTYPES = dict.fromkeys(Dtype, torch.bfloat16)
-TORCH_DTYPES |= {Dtype.fp64: torch.float64, Dtype.fp32: torch.float32, Dtype.fp16: torch.float16}
+TORCH_DTYPES = {
+    **dict.fromkeys(Dtype, torch.bfloat16),
+    Dtype.fp64: torch.float64,
+    Dtype.fp32: torch.float32,
+    Dtype.fp16: torch.float16,
+}
 ALLOWED = "auto, cpu, cuda:N"
 
 

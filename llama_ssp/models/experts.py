@@ -18,8 +18,10 @@ from llama_ssp.models.kernels.build import triton_runs
 from llama_ssp.models.kernels.expert_stacks import DTYPES, Stack, outputs_of, product, products
 from llama_ssp.models.linear import Reduce
 
-ARGUMENTS = "Tensor x_TH, Tensor weight_TK, Tensor expert_TK, Tensor[] up, Tensor[] down, str up_how, "
-ARGUMENTS += "str down_how, Tensor? up_bias, Tensor? down_bias, str activation, float alpha, float limit"
+ARGUMENTS = (
+    "Tensor x_TH, Tensor weight_TK, Tensor expert_TK, Tensor[] up, Tensor[] down, str up_how, "
+    "str down_how, Tensor? up_bias, Tensor? down_bias, str activation, float alpha, float limit"
+)
 ACTIVATIONS: dict[str, Any] = {"silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu}
 ACTIVATIONS["gelu_pytorch_tanh"] = partial(functional.gelu, approximate="tanh")
 

@@ -22,12 +22,25 @@ ENDS = "_low", "_high"  # of an interval
 GREY, BLUE = "#8a8f98", "#1f77b4"
 PARTS = {"draft": "#2ca02c", "verify": BLUE, "decide": "#9467bd", "communicate": "#d62728", "host": GREY}
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
-STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "figure.titlesize": "small", "grid.alpha": 0.3}
-STYLE |= {"legend.fontsize": 8, "legend.frameon": False, "axes.grid": True, "axes.grid.axis": "y"}
-STYLE |= {"axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 200}
-STYLE |= {"figure.constrained_layout.use": True, "svg.fonttype": "none", "svg.hashsalt": "llama-ssp"}
-STYLE |= {"axes.prop_cycle": f"cycler('color', {COLORS})"}
-STYLE |= {"text.parse_math": False}  # a dollar sign in a name is a dollar sign
+STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "figure.titlesize": "small",
+    "grid.alpha": 0.3,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "savefig.dpi": 200,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "llama-ssp",
+    "axes.prop_cycle": f"cycler('color', {COLORS})",
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+}
 
 
 def check_plot(name: str | None) -> None:

@@ -39,8 +39,12 @@ PLANNED = (
     Column("measured"),
     Column("predicted_over_measured", "predicted / measured"),
 )
-MEMORY = {"held_bytes": "weights and caches", "tensor_bytes": "tensors"}
-MEMORY |= {"reserved_bytes": "reserved", "device_bytes": "in all"}
+MEMORY = {
+    "held_bytes": "weights and caches",
+    "tensor_bytes": "tensors",
+    "reserved_bytes": "reserved",
+    "device_bytes": "in all",
+}
 FIRST = Column("contender", "", is_text=True)
 SPEEDS = (
     FIRST,

@@ -80,8 +80,14 @@ CALLS = 50  # sums and messages that are timed together
 FAR = 17  # tokens of a pass at which the cost of more of them is noted
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 MAX_SHARE = 2.0  # of the bandwidth: the most that a config may say; only a busy machine seems to give more
-FITTED = dict.fromkeys(("layer_us", "step_us", "round_us", "check_us"), 1e-6)
-FITTED |= dict.fromkeys(("law_ns", "accept_ns"), 1e-9)
+FITTED = {
+    "layer_us": 1e-6,
+    "step_us": 1e-6,
+    "round_us": 1e-6,
+    "check_us": 1e-6,
+    "law_ns": 1e-9,
+    "accept_ns": 1e-9,
+}
 
 
 @dataclass(frozen=True)

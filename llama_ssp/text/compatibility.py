@@ -10,9 +10,20 @@ from llama_ssp.text.prompts import SENTENCES, SHORT
 from llama_ssp.text.translation import Intersection, Match, match
 from llama_ssp.text.vocabulary import Vocabulary
 
-PROBES = ["The quick brown fox", " leading space", "trailing  ", "\n\n\tdef f(x):\n    return x ** 2"]
-PROBES += ["1234567890 3.14159", "naïve café", "日本語のテキスト", "🙂🙃", "a\u0301"]
-PROBES += ["<s></s>", "(){}[]", "'\"\\"]
+PROBES = [
+    "The quick brown fox",
+    " leading space",
+    "trailing  ",
+    "\n\n\tdef f(x):\n    return x ** 2",
+    "1234567890 3.14159",
+    "naïve café",
+    "日本語のテキスト",
+    "🙂🙃",
+    "a\u0301",
+    "<s></s>",
+    "(){}[]",
+    "'\"\\",
+]
 SAMPLE = "\n".join([*SENTENCES, *SHORT])  # the text that shares are measured on
 # The least share of a sample text's tokens that the draft must have: a token that it lacks ends a round's
 # drafts, so at one half a round keeps one draft on average, however good the draft is.

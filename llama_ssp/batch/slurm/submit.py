@@ -21,7 +21,7 @@ from llama_ssp.report.console import Console
 
 log = logging.getLogger(__name__)
 
-# in the job's folder: each script that was submitted, by its number
+# In the job's folder: each script that was submitted, by its number.
 FOLDER = "slurm"
 SCRIPT = ".sbatch"
 PATIENCE_S = 60.0  # a controller that is down keeps its commands waiting

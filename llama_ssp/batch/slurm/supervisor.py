@@ -31,7 +31,7 @@ from llama_ssp.errors import INPUT_OUTPUT, OK, StorageError, exit_code_of
 log = logging.getLogger("supervisor")
 
 FRUITLESS = 3  # runs on one node that finished no record: the element is not started there again
-# for a controller that is being restarted
+# For a controller that is being restarted.
 TRIES = 30
 PAUSE_S = 10.0
 KILLED_WITHIN_S = 180.0  # by Slurm, after a requeue

@@ -16,17 +16,51 @@ from llama_ssp.models.sharding import Cut
 
 INT8_UNIT = 7.874015718698502e-3  # of LLM.int8: 1/127, as bitsandbytes rounds it
 # Tensors that stand with a matrix's codes, by the end of their names; the longer end counts.
-PARTS = [".weight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", "_blocks"]
-PARTS += [".weight_shape", ".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".weight_format", "_scales"]
-PARTS += [".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"]
-PARTS += [f"{STATE}nf4", f"{STATE}fp4"]
+PARTS = [
+    ".weight",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_zero_point",
+    "_blocks",
+    ".weight_shape",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    ".SCB",
+    ".weight_format",
+    "_scales",
+    ".weight.absmax",
+    ".weight.quant_map",
+    ".weight.nested_absmax",
+    ".weight.nested_quant_map",
+    f"{STATE}nf4",
+    f"{STATE}fp4",
+]
 # Scales of caches and of activations, which are not quantised here.
-UNUSED: tuple[str, ...] = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
-UNUSED += (".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
+UNUSED: tuple[str, ...] = (
+    ".input_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".output_zero_point",
+    ".activation_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+)
 SCALES = "F32", "F16", "BF16", "U8", "F8_E8M0"  # the last two are exponents
-TYPES: dict[str, tuple[str, ...]] = {".weight_scale": SCALES, ".weight_scale_inv": SCALES}
-TYPES |= {".scales": SCALES[:3], ".SCB": SCALES[:1], ".weight.absmax": ("F32", "U8")}
-TYPES |= {".g_idx": ("I32", "I64"), ".weight_shape": ("I32", "I64")}
+TYPES: dict[str, tuple[str, ...]] = {
+    ".weight_scale": SCALES,
+    ".weight_scale_inv": SCALES,
+    ".scales": SCALES[:3],
+    ".SCB": SCALES[:1],
+    ".weight.absmax": ("F32", "U8"),
+    ".g_idx": ("I32", "I64"),
+    ".weight_shape": ("I32", "I64"),
+}
 STACKED = ("_blocks", "_scales")
 
 

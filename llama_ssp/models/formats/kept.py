@@ -27,16 +27,31 @@ class Kept(NamedTuple):
 
 PLAIN = Kept()
 # Formats of GGUF: scales and shifts are kept in fp32, and codes of 5 and 6 bits in a byte.
-GGUF = {"Q4_0": Kept(4, 32, 4, "int4"), "Q4_1": Kept(4, 32, 8, "uint4"), "Q5_0": Kept(8, 32, 4, "int8")}
-GGUF |= {"Q5_1": Kept(8, 32, 8, "uint8"), "Q8_0": Kept(8, 32, 4, "int8"), "Q2_K": Kept(4, 16, 8, "uint4")}
-GGUF |= {"Q3_K": Kept(4, 16, 4, "int4"), "Q4_K": Kept(4, 32, 8, "uint4"), "Q5_K": Kept(8, 32, 8, "uint8")}
-GGUF |= {"Q6_K": Kept(8, 16, 4, "int8")}
+GGUF = {
+    "Q4_0": Kept(4, 32, 4, "int4"),
+    "Q4_1": Kept(4, 32, 8, "uint4"),
+    "Q5_0": Kept(8, 32, 4, "int8"),
+    "Q5_1": Kept(8, 32, 8, "uint8"),
+    "Q8_0": Kept(8, 32, 4, "int8"),
+    "Q2_K": Kept(4, 16, 8, "uint4"),
+    "Q3_K": Kept(4, 16, 4, "int4"),
+    "Q4_K": Kept(4, 32, 8, "uint4"),
+    "Q5_K": Kept(8, 32, 8, "uint8"),
+    "Q6_K": Kept(8, 16, 4, "int8"),
+}
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")  # a layer's number and a name in it, in GGUF
 GGUF_FORMATS = ("F32", "F16", "BF16", *GGUF)
 Matrices = Mapping[tuple[int, str], Kept]  # by the layer's number and the matrix's name in GGUF
 # Matrices with the same inputs, which are one product if they have the same codes. By their names in GGUF.
-FUSED = [("attn_q", "attn_k", "attn_v"), ("attn_qkv",), ("attn_output",), ("ffn_gate", "ffn_up")]
-FUSED += [("ffn_down",), ("expert_gate", "expert_up"), ("expert_down",)]
+FUSED = [
+    ("attn_q", "attn_k", "attn_v"),
+    ("attn_qkv",),
+    ("attn_output",),
+    ("ffn_gate", "ffn_up"),
+    ("ffn_down",),
+    ("expert_gate", "expert_up"),
+    ("expert_down",),
+]
 EXPERT = ("expert_gate", "expert_up", "expert_down")  # of the first expert of a layer, for all of them
 MATRICES = [name for group in FUSED for name in group]
 SCALE_BYTES = {"F16": 2, "BF16": 2}  # others are kept in fp32

@@ -44,8 +44,10 @@ class DecodedLinear(nn.Module):
         return product
 
 
-DECODED = "(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? shifts, Tensor? bias"
-DECODED += ", str table, SymInt group, float unit) -> Tensor"
+DECODED = (
+    "(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? shifts, Tensor? bias"
+    ", str table, SymInt group, float unit) -> Tensor"
+)
 
 
 # For torch.compile, one operation.
