@@ -27,6 +27,7 @@ from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import Kernels, LayerFormat
+from llama_ssp.models.loader import differences
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.speculative.state import Prompt
 from tests.rig import perturbed
@@ -68,7 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {**MHA, "use_sliding_window": True, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 12}),
-    "gemma2": ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "gemma2": ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 20}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neo": ("gpt_neo", {"window_size": WINDOW}),
     "opt": ("opt", {}),
@@ -78,8 +79,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-gqa": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "mixtral": ("mixtral", {"sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 12}),
-    "gemma3": ("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": KINDS}),
-    "gpt_oss": ("gpt_oss", {"head_dim": 8, "layer_types": KINDS}),
+    "gemma3": ("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 20, "layer_types": KINDS}),
+    # A limit that a mild model's gates reach on both sides.
+    "gpt_oss": (
+        "gpt_oss", {"head_dim": 8, "layer_types": KINDS, "swiglu_limit": 1.0, "swiglu_alpha": 1.3},
+    ),
     "granite": (
         "granite", {
             "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
@@ -102,7 +106,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-partial": ("phi3", rope("default", partial_rotary_factor=0.5)),
     "linear-scaled": ("llama-mha", rope("linear", factor=4.0)),
     "yarn": ("llama-mha", rope("yarn", factor=4.0, original_max_position_embeddings=40)),
+    "falcon-one-norm": ("falcon-gqa", {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 40}),
 }
+
+# Values that no architecture has by default, nor SIZES, under every name that architectures have for them.
+CHANGED: dict[str, Any] = {
+    "rms_norm_eps": 0.1, "layer_norm_eps": 0.1, "layer_norm_epsilon": 0.1,
+    "hidden_act": "tanh", "hidden_activation": "tanh", "activation_function": "tanh", "activation": "tanh",
+    "head_dim": 12, "ffn_hidden_size": 40, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
+    "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0,
+    "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
+    "logits_scaling": 3.0,
+    "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "decoder_sparse_step": 2,
+    "swiglu_limit": 0.3, "swiglu_alpha": 3.0,
+    "sliding_window": 5, "window_size": 5, "use_sliding_window": True, "max_window_layers": 1,
+    "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    "attention_types": [[["local", "global", "global"], 1]], "no_rope_layers": [0, 1, 1],
+}  # fmt: skip
+# Each is the contrary of what the architecture has by default.
+FLAGS = "attention_bias", "mlp_bias", "bias", "enable_bias", "norm_topk_prob", "use_parallel_residual"
 
 
 def ragged_prompts(*lengths: int) -> list[Prompt]:
@@ -151,7 +173,26 @@ def build(
 
 def module_of(name: str, **changes: Any) -> Any:
     """A mild module, with biases and sinks that are not 0 and norms that are not 1."""
-    module = build(name, mild=True, **changes)
+    return varied(build(name, mild=True, **changes))
+
+
+def changed_module(architecture: str) -> Any:
+    """Returns a mild module with other values than the default ones for all that its config can say."""
+    plain = CONFIG_MAPPING[architecture]()
+    changes = {key: not getattr(plain, key) for key in FLAGS if hasattr(plain, key)}
+    if rotary := getattr(plain, "rope_parameters", None):
+        kinds = [kind for kind in rotary if kind in KINDS]
+        changes |= rope("default", rope_theta=50.0)
+        if kinds:  # a table for each kind of layer
+            each = {kind: {"rope_type": "default", "rope_theta": 50.0 + n} for n, kind in enumerate(kinds)}
+            changes["rope_parameters"] = each
+
+    config = config_of(architecture, changes, SIZES | CHANGED)
+    return varied(random_module(config, mild=True))
+
+
+def varied(module: Any) -> Any:
+    """Gives the module biases and sinks that are not 0, and norms that are not 1; returns it."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in module.named_parameters():
@@ -230,6 +271,8 @@ def decoder_of(module: Any, ranks: Ranks = ALONE, **how: Any) -> Decoder:
     with TemporaryDirectory() as folder:
         module.save_pretrained(folder)
         with closing(FileSource(Path(folder), wanted(module.config), module.base_model_prefix)) as source:
+            unlike = differences(wanted(module.config), source.shapes, module.config)
+            assert not any(unlike.values()), unlike
             return decoder(module.config, source, ranks, form)
 
 

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.attention import Pass
+from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
 from llama_ssp.models.shape import reason_against, shape_of
 from llama_ssp.models.slot_cache import SlotCache
 from tests import families
-from tests.families import VOCAB, build, decoder_of, module_of, require_same, walked
+from tests.families import VOCAB, build, changed_module, decoder_of, module_of, require_same, walked
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.few(14)
 @pytest.mark.parametrize("name", [*families.FAMILIES, *families.VARIANTS])
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(name):
@@ -28,7 +28,15 @@ def test_logits_are_those_of_transformers(name):
     require_same(module, *walked(decoder_of(module)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.parametrize("architecture", TESTED_FAMILIES)
+@torch.inference_mode()
+def test_the_decoder_follows_every_value_of_the_config(architecture):
+    """Of those that it reads none is its default, 1, or a limit that nothing reaches: a fault would show."""
+    module = changed_module(architecture)
+    assert reason_against(module.config) is None
+    require_same(module, *walked(decoder_of(module)))
+
+
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt_neo", "gpt_oss", "mistral-window", "qwen3"])
@@ -94,6 +102,9 @@ def test_neighbours_do_not_change_a_row_by_a_bit():
     ("name", "changes", "reason"),
     [
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine: False"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm: True"),
+        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim: 16"),
         ("falcon", {"alibi": True}, "alibi: True"),
         ("llama-mha", families.rope("dynamic", factor=2.0), "rope_type: dynamic"),
     ],
