@@ -97,9 +97,7 @@ class DecoderModel(Model):
 
     def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Pass:
         starts = zip(feed.start, feed.count, strict=True)
-        rows = [
-            (cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)
-        ]
+        rows = [(cache.first_of(row), start, count) for row, (start, count) in enumerate(starts)]
         made = cache.feed(rows, self.attend)
         # A token's position alone says its scale, but while a long text is first read.
         limit = self._limit

@@ -66,9 +66,13 @@ class SlotCache:
         own = slice(start, start + count)
         return Pass(self.position_S[own], self.first_S[:count], attend, tuple(rows))
 
+    def first_of(self, row: int) -> int:
+        """Returns the row's first slot."""
+        return self.first + row * self.capacity
+
     def row(self, index: int) -> SlotCache:
         """One row as a cache of its own, in the same memory."""
-        return SlotCache(1, self.capacity, self.layers, self.first + index * self.capacity, self.tally)
+        return SlotCache(1, self.capacity, self.layers, self.first_of(index), self.tally)
 
     def clear(self, row: int) -> None:
         """Nothing has to be cleared: what is stale is never read."""

@@ -57,7 +57,7 @@ class HeadModel(Loaded):
         return SlotCache.of(rows, capacity, self._cache_shapes, self.dtype, self.device, self.caches)
 
     def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
-        spans = [(row * cache.capacity, start, count) for row, start, count in rows]
+        spans = [(cache.first_of(row), start, count) for row, start, count in rows]
         return cache.feed(spans, self.attend)
 
 
