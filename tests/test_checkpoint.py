@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.checkpoint import complete, find, inspect, with_shape
-from llama_ssp.models.families import family_of
+from llama_ssp.models.checkpoint import complete, find, inspect, outlined, with_shape
+from llama_ssp.models.families import TESTED_FAMILIES, family_of
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.loader import load
@@ -57,10 +58,18 @@ def test_the_shape_is_read_from_the_folder(saved: Saved) -> None:
     assert with_shape(local(saved.whole, tied=True), inspect(saved.whole), "model").tied is False
 
 
-@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+BUILT = {
+    **{name: partial(build, name) for name in [*FAMILIES, *families.VARIANTS]},
+    **{f"{name}, changed": partial(families.changed_module, name) for name in TESTED_FAMILIES},
+}
+ONE_NORM = pytest.mark.xfail(reason="a plan does not know of one norm in place of two: 0.004 % of Falcon 11B")
+MARKS = {"falcon-one-norm": ONE_NORM}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in BUILT])
 def test_the_counted_weights_are_the_saved_ones(name: str, tmp_path: Path) -> None:
     """The closed form against what is in the files, for every family as transformers saves it."""
-    module = families.build(name)
+    module = BUILT[name]()
     module.save_pretrained(tmp_path)
     checkpoint = inspect(tmp_path)
     model = with_shape(local(tmp_path), checkpoint, "model")
@@ -77,7 +86,6 @@ def test_what_config_json_leaves_out_is_derived() -> None:
     assert (shape["n_kv_heads"], shape["head_dim"], shape["ffn"], shape["tied"]) == (4, 16, 256, True)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     "own", [{}, {"sliding_window": 24}, {"sliding_window": 24, "use_sliding_window": True}]
@@ -94,6 +102,30 @@ def test_the_plan_has_the_windows_of_the_module(
     windows = windows_of(module, monkeypatch)
     assert RolePart.of(role, ModelPart.of(role.model), 8).masks == len(windows)
     assert {shape["sliding_window"]} - {None} == set(windows) - {None}
+
+
+@pytest.mark.parametrize("architecture", TESTED_FAMILIES)
+def test_a_window_that_config_json_leaves_out_is_transformers_own(architecture: str) -> None:
+    """Where config.json switches windows on, but does not say how wide they are."""
+    window = family_of(architecture).window
+    key = "sliding_window" if window is None else window.key
+    sizes = {name: size for name, size in families.SIZES.items() if name != key}
+    switch = {"use_sliding_window": True, "max_window_layers": 1}
+    config = families.config_of(architecture, {}, sizes | switch)
+
+    said = {name: value for name, value in config.to_dict().items() if name != key}
+    planned = sizes_of(Checkpoint(Path("x"), said, {}))["sliding_window"]
+    windows = {block.window for block in shape_of(config).blocks}
+    assert {planned} - {None} == windows - {None}
+
+
+@pytest.mark.parametrize("architecture", TESTED_FAMILIES)
+def test_a_tie_that_config_json_leaves_out_is_transformers_own(architecture: str, tmp_path: Path) -> None:
+    sizes = {name: size for name, size in families.SIZES.items() if name != "tie_word_embeddings"}
+    config = families.config_of(architecture, {}, sizes)
+    config.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", lambda content: content.pop("tie_word_embeddings", None))
+    assert outlined(local(tmp_path), "model").tied is config.tie_word_embeddings
 
 
 def windows_of(module: Any, monkeypatch: pytest.MonkeyPatch, length: int = 60) -> list[int | None]:

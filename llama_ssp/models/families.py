@@ -181,13 +181,13 @@ class Family:
 
 
 ATTENTION_BIAS, BIASES = ("attention_bias", ""), ("attention_bias", "mlp_bias")
-QWEN_WINDOW = Window(partial=True, switched=True)
+QWEN_WINDOW = Window(default=4096, partial=True, switched=True)
 QKV = "q_proj", "k_proj", "v_proj"
 FAMILIES = {
     "falcon": Family(
         bias_keys=("bias", "bias"), grouped=False, multi_query=True, layer_norm=True,
-        mlp_key="ffn_hidden_size", mlp_states=2, context=2048, names=FALCON_NAMES, norm_names=_falcon_norms,
-        qkv_by_group=True, parallel=("parallel_attn", "new_decoder_architecture"), needs={"alibi": False},
+        mlp_key="ffn_hidden_size", mlp_states=2, tied=True, context=2048, names=FALCON_NAMES,
+        norm_names=_falcon_norms, qkv_by_group=True, parallel=("parallel_attn",), needs={"alibi": False},
     ),
     "gemma2": Family(
         bias_keys=ATTENTION_BIAS, deepspeed=True, softcap=True, window=Window(default=4096, partial=True),
@@ -243,10 +243,13 @@ FAMILIES = {
         names=replace(LLAMA_NAMES, qk_norm=QK_NORMS), gguf=Gguf("qwen3"),
     ),
     "qwen3_moe": Family(
-        bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(switched=True), names=QWEN_MOE_NAMES,
-        normed_top="norm_topk_prob",
+        bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(default=4096, switched=True),
+        names=QWEN_MOE_NAMES, normed_top="norm_topk_prob",
     ),
-    "smollm3": Family(bias_keys=BIASES, window=QWEN_WINDOW, rotary_layers="no_rope_layers"),
+    "smollm3": Family(
+        bias_keys=BIASES, window=Window(partial=True, switched=True), tied=True,
+        rotary_layers="no_rope_layers",
+    ),
 }  # fmt: skip
 UNKNOWN = Family()
 # By the architecture of a GGUF file.
