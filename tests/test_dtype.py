@@ -10,6 +10,7 @@ import torch
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import device_of
 from llama_ssp.models.feed import Feed
 from llama_ssp.models.interface import Model
@@ -20,7 +21,7 @@ from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.greedy import Finding, check_greedy
 from tests.distributed.threads import ranks_of
-from tests.families import VOCAB, build
+from tests.families import VOCAB, build, decoder_of
 from tests.rig import Run, speculate
 
 # int8 rounds each weight to 1/254 of the largest of its row and each activation likewise, and the rest of
@@ -47,10 +48,14 @@ def opened(path: Path, dtype: Dtype) -> Any:
     return load(ModelConf(name="tiny", path=str(path)), path, dtype, CPU, "model")
 
 
-def logits_of(model: Model) -> torch.Tensor:
-    text = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
-    feed = Feed((0,), (40,), 40, CPU)
-    return model.logits(text, feed, model.new_cache(1, 40), last_only=False)[0].double()
+SOME_1S = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+
+
+def logits_of(model: Model, text_1S: torch.Tensor = SOME_1S) -> torch.Tensor:
+    """Returns the logits of every token of one text, (S, V)."""
+    length = text_1S.shape[1]
+    feed = Feed((0,), (length,), length, CPU)
+    return model.logits(text_1S, feed, model.new_cache(1, length), last_only=False)[0].double()
 
 
 PROMPTS = [Prompt("a", (5, 6, 7, 8)), Prompt("b", (9,)), Prompt("c", tuple(range(20, 40)))]
@@ -145,6 +150,42 @@ def test_what_is_held_is_what_is_planned(dtype: Dtype) -> None:
     for rank in ranks_of(2):
         part = load(replace(WIDE, dtype=dtype), None, dtype, CPU, "model", rank)
         assert part.weights_bytes == sum(held(ModelPart.of(WIDE, 2, rank.rank), dtype, store).values())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@torch.inference_mode()
+def test_embeddings_are_scaled_by_transformers_rounded_factor(name: str) -> None:
+    """To the bit in bf16, in which sqrt(32) is another number: what the first block is given."""
+    module = build(name, dtype=torch.bfloat16)
+    model = DecoderModel(decoder_of(module), module.config, name)
+    model.tap((0,))
+    text_1S = torch.arange(VOCAB)[None]
+    logits_of(model, text_1S)
+
+    expected_1SH = module(text_1S, output_hidden_states=True).hidden_states[0]
+    assert torch.equal(model.tapped_TX, expected_1SH[0].float())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@torch.inference_mode()
+def test_a_router_in_bf16_tells_close_experts_apart(name: str) -> None:
+    """Experts whose chances are one number in bf16 are ranked in fp32, as in transformers.
+
+    One layer, in which attention adds nothing: routers then have the same inputs to the bit. Where another
+    expert is chosen, logits are off by half of their size; rounding alone makes them off by 0.5 %.
+    """
+    module = build(name, mild=True, num_hidden_layers=1)
+    for key, weight in module.named_parameters():
+        if key.endswith("o_proj.weight"):
+            weight.zero_()
+        elif key.endswith("gate.weight"):
+            weight.mul_(0.03)  # the chances of four experts are close to a quarter
+
+    module = module.bfloat16()
+    text_1S = torch.arange(VOCAB)[None]
+    logit_SV = logits_of(DecoderModel(decoder_of(module), module.config, name), text_1S)
+    expected_SV = module(text_1S, use_cache=False).logits[0].double()
+    assert (logit_SV - expected_SV).abs().max() < 0.05 * expected_SV.abs().max()
 
 
 def test_weights_bytes_count_a_tied_head_once() -> None:
