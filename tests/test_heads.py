@@ -32,6 +32,8 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
+from tests import checkpoints
+from tests.conftest import Command
 from tests.families import VOCAB, build, decoder_of, model_of, ragged_prompts
 from tests.heads import DFlashReference, Reference, loaded, save_dflash, save_head
 from tests.rig import drive, engine_of, speculate, steps_of
@@ -242,6 +244,28 @@ def test_greedy_texts_are_the_targets(rule: str, save: Callable[..., Path], tmp_
     run = drive(engine, PROMPTS, k=8)
     assert run.texts == speculate(model_of("llama-gqa"), PROMPTS, None, k=0).texts
     assert 0 < run.drafted <= (3 if save is dflash else 1) * len(PROMPTS) * engine.drafter.forwards
+
+
+@pytest.mark.parametrize(
+    ("save", "context"),
+    [(eagle, 160), (dflash, 160), (dflash, 17)],
+    ids=["EAGLE-3", "DFlash", "DFlash, whose context ends within a block"],
+)
+def test_a_head_holds_the_bytes_that_are_planned(
+    save: Callable[..., Path], context: int, command: Command, tmp_path: Path
+) -> None:
+    """Weights, caches and waiting states; a block stands in the cache beyond the text, up to the context."""
+    module = build("llama-gqa", vocab_size=300, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    module.save_pretrained(tmp_path / "target")
+    checkpoints.write_tokenizer(tmp_path / "target", checkpoints.tokenizer(300))
+    head = save(tmp_path / "head", vocab=300, context=context)
+
+    pair = f"model={tmp_path / 'target'}", f"draft={head}", "model.dtype=fp32", "draft.dtype=fp32"
+    limits = "speculation.k=3", "task.max_new_tokens=12", "task.ignore_eos=true", "seed=3"
+    answer = command(*pair, *limits, "prompt=the fox", "output=json")
+    assert answer.code == 0 and answer.document["tokens_drafted"] > 0, answer.errors
+    (memory,) = answer.document["plan"]["memory"]
+    assert memory["held_bytes"]["predicted"] == memory["held_bytes"]["measured"]
 
 
 def test_damaged_logits_are_noticed(tmp_path: Path) -> None:
