@@ -48,6 +48,7 @@ LLAMA_3 = rope(
     original_max_position_embeddings=8192,
 )  # fmt: skip
 GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 11, "tie_word_embeddings": True}
+WIDE_HEADS = {"head_dim": 64, "query_pre_attn_scalar": 64}  # not the width through the number of heads
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 LONG = rope(
     "longrope", original_max_position_embeddings=64, short_factor=[1.0 + n / 8 for n in range(16)],
@@ -65,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}, {}),
     "qwen2": ("qwen2", {}, {"attention.key_length": None}),
     "qwen3": ("qwen3", {"head_dim": 64}, {}),
-    "gemma2": ("gemma2", GEMMA, WINDOW | CAPS),
+    "gemma2": ("gemma2", GEMMA | WIDE_HEADS, WINDOW | CAPS),
     "gemma3": (
         "gemma3_text",
         {
@@ -185,6 +186,14 @@ def test_logits_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> N
         rotary = Rotary.of(require_supported(path), ALL)
         assert torch.allclose(rotary.frequency, module.model.rotary_emb.inv_freq, rtol=1e-6)
         assert rotary.factor == pytest.approx(module.model.rotary_emb.attention_scaling)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)], ids=["gemma2", "gemma3"])
+def test_scores_of_the_largest_gemmas_have_another_scale(name: str, layers: int, tmp_path: Path) -> None:
+    """A file does not say it: of 27B it is the width by the number of heads, not the heads' size."""
+    small = {"hidden_size": 48, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    path, _ = made(name, tmp_path, {"": "F32"}, num_hidden_layers=layers, head_dim=16, **small)
+    assert require_supported(path).query_pre_attn_scalar == 48 / 2
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "gemma3", "phi3"])
