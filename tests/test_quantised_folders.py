@@ -77,7 +77,6 @@ def like(weight: Tensor, part: Tensor) -> Tensor:
     return part.view(len(weight), -1, part.shape[-1]).transpose(1, 2) if weight.ndim == 3 else part
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ALL)
 def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
     """Of the first layer: whole, and parts that begin and end inside groups and words."""
@@ -92,10 +91,10 @@ def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
                 Cut(COLUMNS, ((0, 128),)), Cut(COLUMNS, ((64, inputs),)),
                 Cut(COLUMNS, ((inputs * 3 // 8, inputs * 7 // 8),)),
             ]  # fmt: skip
+            assert weight.flatten()[:4096].unique().numel() > 8, key
             for cut in cuts:
                 part = like(weight, whole(source.read(key, cut), weight.dtype))
                 assert torch.equal(part, taken(weight, cut)), (key, cut)
-                assert cut is None or weight.unique().numel() > 8
 
 
 @pytest.mark.few(6)
