@@ -61,7 +61,14 @@ def random(kind: Codes, scales: torch.dtype, offset: str) -> Coded:
     assert len(numbers) == 1 << kind.bits
     scale = torch.rand(OUTPUTS, groups).to(scales)
     zero = torch.randint(0, 16, (OUTPUTS, groups), dtype=torch.uint8) if offset == "zero" else None
-    return Coded(kind, INPUTS, codes, scale, zero, scale.clone() if offset == "shift" else None)
+    return Coded(
+        kind=kind,
+        inputs=INPUTS,
+        codes_NC=codes,
+        scale_NG=scale,
+        zero_NG=zero,
+        shift_NG=scale.clone() if offset == "shift" else None,
+    )
 
 
 def layers() -> dict[str, tuple[list[Work], int]]:

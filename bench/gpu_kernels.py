@@ -212,7 +212,13 @@ def coded_products(small: bool) -> Iterator[Bar]:
             code_NK[code_NK & 127 == 127] = 1  # these are NaN
         scale_NG = torch.rand(outputs, inputs // (kind.group or inputs), device=device())
         zero_NG = torch.randint(16, scale_NG.shape, dtype=torch.uint8, device=device())
-        weight = Coded(kind, inputs, code_NK, scale_NG, zero_NG if kind.bits == 4 else None)
+        weight = Coded(
+            kind=kind,
+            inputs=inputs,
+            codes_NC=code_NK,
+            scale_NG=scale_NG,
+            zero_NG=zero_NG if kind.bits == 4 else None,
+        )
         exact_NK = weight.decoded(torch.float64)
         copies = [replace(weight, codes_NC=code_NK.clone()) for _ in range(count)]  # no cache holds them all
         layers = [CodedLinear(each, None, device()) for each in copies]

@@ -54,7 +54,14 @@ def held(
     zero_NG = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if offset == "zero" else None
     shift_NG = torch.randn(outputs, groups).to(dtype) if offset == "shift" else None
     codes_NC = packed(code_NK) if len(numbers) == 16 else code_NK
-    return Coded(Codes(table, group, **kind), inputs, codes_NC, scale_NG, zero_NG, shift_NG)
+    return Coded(
+        kind=Codes(table, group, **kind),
+        inputs=inputs,
+        codes_NC=codes_NC,
+        scale_NG=scale_NG,
+        zero_NG=zero_NG,
+        shift_NG=shift_NG,
+    )
 
 
 def wide(weight: Coded) -> Tensor:

@@ -47,7 +47,9 @@ def one_by_one(
     """Attention as on a GPU: of each token by its position and first slot alone."""
     found = []
     for token, place in enumerate(zip(feed.first_T.tolist(), feed.position_T.tolist(), strict=True)):
-        alone = Pass(feed.position_T, feed.first_T, attend_rows, ((*place, 1),))
+        alone = Pass(
+            position_T=feed.position_T, first_T=feed.first_T, attend=attend_rows, rows=((*place, 1),)
+        )
         found.append(attend_rows(alone, query[token : token + 1], keys, values, scores, sinks))
     return torch.cat(found)
 

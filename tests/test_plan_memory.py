@@ -192,9 +192,9 @@ def headers(layout: str, outputs: int, inputs: int) -> kept.Headers:
     }[layout]
 
 
-AWQ = QuantisedConfig("awq", "awq", 4, 128, True)
-COMPRESSED = QuantisedConfig("compressed-tensors", "compressed-tensors")
-FINE = QuantisedConfig("fp8", "fp8", 8, 128, block=(128, 128))
+AWQ = QuantisedConfig(method="awq", name="awq", bits=4, group=128, zeros=True)
+COMPRESSED = QuantisedConfig(method="compressed-tensors", name="compressed-tensors")
+FINE = QuantisedConfig(method="fp8", name="fp8", bits=8, group=128, block=(128, 128))
 QUANTISED = {
     **dict.fromkeys(("qwen3-8b-awq", "qwen3-32b-awq", "llama3.1-70b-awq", "qwen2.5-72b-awq"), ("awq", AWQ)),
     **dict.fromkeys(("qwen3-8b-fp8", "qwen3-32b-fp8"), ("blocks", FINE)),

@@ -343,6 +343,6 @@ def test_the_operator_of_gpus():
     with FakeTensorMode():
         query_THD, cache_GND = torch.empty(5, 8, 64, device="cuda"), torch.empty(2, 100, 64, device="cuda")
         place_T = torch.empty(5, dtype=torch.int64, device="cuda")
-        feed = Pass(place_T, place_T, attention.attend)
+        feed = Pass(position_T=place_T, first_T=place_T, attend=attention.attend)
         result = attention.attend(feed, query_THD, cache_GND, cache_GND, Scores(1.0), None)
     assert result.shape == query_THD.shape and result.device.type == "cuda"

@@ -35,7 +35,7 @@ class Scores:
 Attend = Callable[["Pass", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Tensor]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Pass:
     """The tokens of one pass, and how they attend.
 
@@ -64,7 +64,12 @@ class Pass:
         positions = [position for _, start, count in rows for position in range(start, start + count)]
         firsts = [first for first, _, count in rows for _ in range(count)]
         position_T, first_T = sent([positions, firsts], device)
-        return Pass(position_T, first_T, attend or attend_rows, tuple(row for row in rows if row[2]))
+        return Pass(
+            position_T=position_T,
+            first_T=first_T,
+            attend=attend or attend_rows,
+            rows=tuple(row for row in rows if row[2]),
+        )
 
 
 def attend_rows(
@@ -76,12 +81,15 @@ def attend_rows(
     repeated: the queries of a group of heads are further queries of its KV head. Slots before the window of
     the row's first token are not read.
     """
-    found, begin = [], 0
-    plain, has_groups = scores.softcap is None and sink_H is None, _kernel_has_groups(query_THD)
+    found = []
+    begin = 0
+    plain = scores.softcap is None and sink_H is None
+    has_groups = _kernel_has_groups(query_THD)
     for first, start, count in feed.rows:
         query_WHD = query_THD[begin : begin + count]
         slots = slice(first + _least(start, scores.window), first + start + count)
-        keys_GSD, values_GSD = keys_GND[:, slots], values_GND[:, slots]
+        keys_GSD = keys_GND[:, slots]
+        values_GSD = values_GND[:, slots]
         sees_all = scores.window is None or scores.window >= start + count
         if plain and sees_all and count > 1 and (has_groups or start == 0):
             found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale, has_groups))
@@ -96,7 +104,8 @@ def attend_blocks(
     feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
     """Attends as `attend_rows` does, but each token also sees the later ones of its row."""
-    found, begin = [], 0
+    found = []
+    begin = 0
     for first, start, count in feed.rows:
         keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
         query_WHD = query_THD[begin : begin + count]
@@ -115,7 +124,8 @@ def _attend_text(
     if not has_groups:
         group = query_WHD.shape[1] // keys_GSD.shape[0]
         keys_GSD, values_GSD = (part.repeat_interleave(group, 0) for part in (keys_GSD, values_GSD))
-    width, slots = len(query_WHD), keys_GSD.shape[1]
+    width = len(query_WHD)
+    slots = keys_GSD.shape[1]
     seen: Tensor | None = None
     if width < slots and query_WHD.device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes a second
@@ -144,7 +154,8 @@ def _attend_row(
     scores: Scores,
     sink_H: Tensor | None,
 ) -> Tensor:
-    (width, heads, size), groups = query_WHD.shape, keys_GSD.shape[0]
+    width, heads, size = query_WHD.shape
+    groups = keys_GSD.shape[0]
     folded_GQD = query_WHD.view(width, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
     copies = heads // groups  # not kept: of many rows with long texts they would be large
     mask_QS = mask_WS if mask_WS is None or copies == 1 else mask_WS.repeat(copies, 1)
@@ -200,7 +211,8 @@ class Rotary(nn.Module):
         super().__init__()
         self.register_buffer("frequency", frequency_R, persistent=False)
         self.register_buffer("long_frequency", long_R, persistent=False)
-        self.factor, self.limit = factor, limit
+        self.factor = factor
+        self.limit = limit
 
     def forward(self, feed: Pass) -> tuple[Tensor, Tensor]:
         """(T, 1, R) each, for pairs of numbers of all heads."""
@@ -238,6 +250,8 @@ def rotate(x_THD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """Turns the first 2R numbers of each head: number i with number R + i."""
     cos, sin = turn
     size = cos.shape[-1]
-    first, second, rest = x_THD[..., :size], x_THD[..., size : 2 * size], x_THD[..., 2 * size :]
+    first = x_THD[..., :size]
+    second = x_THD[..., size : 2 * size]
+    rest = x_THD[..., 2 * size :]
     turned = first * cos - second * sin, second * cos + first * sin
     return torch.cat([*(part.to(x_THD.dtype) for part in turned), rest], -1)

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, first_line
-from llama_ssp.models.decoder import KeysValues
+from llama_ssp.models.decoder import Decoder, KeysValues
 from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.graph_sizes import (
     BUCKET,
@@ -52,8 +53,8 @@ Call = Callable[[], Any]  # gives a tensor, or a step's list of them
 class GraphedModel(SteppedModel):
     """A decoder that gives the logits of `SteppedModel` with one launch a step."""
 
-    def __init__(self, *what: Any) -> None:
-        super().__init__(*what)
+    def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks) -> None:
+        super().__init__(decoder, config, name, ranks)
         self._memories: list[Memory] = []  # the same on all ranks
         self._pool: Any = None
         self._side: Any = None  # the stream of captures
@@ -77,7 +78,8 @@ class GraphedModel(SteppedModel):
         Larger steps come first: smaller ones use their scratch memory.
         """
         self.new_cache(rows, capacity)  # all steps below are captured in its memory
-        widest, prompt = max(widths, default=0), min(WIDEST, capacity, self.most_tokens)
+        widest = max(widths, default=0)
+        prompt = min(WIDEST, capacity, self.most_tokens)
         tokens = min(rows * widest, self.most_tokens)
         self.longest_prompt = max(self.longest_prompt, tokens)
         super().prepare()
@@ -187,7 +189,9 @@ class GraphedModel(SteppedModel):
                 log.warning("engine: %s runs without graphs: %s", self.name, first_line(error)[:200])
         self._refused = not self._on_all_ranks([size in memory.graphs])[0]
         if self._refused and self.ranks.world > 1:
-            raise DistributedError("a step over ranks was not captured", self.name, fix="give engine=eager")
+            raise DistributedError(
+                "a step over ranks was not captured", where=self.name, fix="give engine=eager"
+            )
 
     def _warm(self, step: Call) -> None:
         """Steps before a capture, on its stream. An error ends the run: other ranks wait in all-reduces."""

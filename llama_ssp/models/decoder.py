@@ -35,7 +35,9 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.epsilon, self.centred, self.offset = epsilon, centred, offset
+        self.epsilon = epsilon
+        self.centred = centred
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         if self.centred:
@@ -52,7 +54,8 @@ class HeadNorms(nn.Module):
 
     def __init__(self, query: Norm, key: Norm) -> None:
         super().__init__()
-        self.query, self.key = query, key
+        self.query = query
+        self.key = key
 
     def forward(self, query_THD: Tensor, key_TGD: Tensor) -> tuple[Tensor, Tensor]:
         return self.query(query_THD), self.key(key_TGD)
@@ -70,7 +73,9 @@ class WholeNorms(nn.Module):
     ) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
-        self.sizes, self.epsilon, self.reduce = sizes, epsilon, reduce
+        self.sizes = sizes
+        self.epsilon = epsilon
+        self.reduce = reduce
 
     def forward(self, query_THD: Tensor, key_TGD: Tensor) -> tuple[Tensor, Tensor]:
         wide = query_THD.float(), key_TGD.float()
@@ -105,7 +110,9 @@ class Attention(nn.Module):
         sink_H: Tensor | None,
     ) -> None:
         super().__init__()
-        self.qkv, self.output, self.norms = qkv, output, norms
+        self.qkv = qkv
+        self.output = output
+        self.norms = norms
         self.sizes, self.head_dim, self.scores, self.rotary = heads
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
@@ -122,7 +129,8 @@ class Attention(nn.Module):
         if self.norms is not None:
             query, key = self.norms(query, key)
         if self.rotary is not None:
-            query, key = rotate(query, turns[self.rotary]), rotate(key, turns[self.rotary])
+            query = rotate(query, turns[self.rotary])
+            key = rotate(key, turns[self.rotary])
         keys_GND, values_GND = cache
         keys_GND[:, feed.slot_T] = key.transpose(0, 1)
         values_GND[:, feed.slot_T] = value.transpose(0, 1)
@@ -134,7 +142,10 @@ class Mlp(nn.Module):
 
     def __init__(self, up: nn.Module, down: nn.Module, activation: Activation, gated: bool) -> None:
         super().__init__()
-        self.up, self.down, self.activation, self.gated = up, down, activation, gated
+        self.up = up
+        self.down = down
+        self.activation = activation
+        self.gated = gated
 
     def forward(self, x_TH: Tensor) -> Tensor:
         wide = self.up(x_TH)
@@ -157,12 +168,17 @@ class Block(nn.Module):
         self, attention: Attention, mlp: nn.Module, norms: dict[str, nn.Module], scale: float, parallel: bool
     ) -> None:
         super().__init__()
-        self.attention, self.mlp, self.norms = attention, mlp, nn.ModuleDict(norms)
-        self.residual_scale, self.parallel = scale, parallel
+        self.attention = attention
+        self.mlp = mlp
+        self.norms = nn.ModuleDict(norms)
+        self.residual_scale = scale
+        self.parallel = parallel
         self.shared_norm = isinstance(norms["before_mlp"], nn.Identity)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
-        norms, narrow = self.norms, cache[0].dtype  # of layers' inputs and outputs; x_TH is in fp32
+        # Of layers' inputs and outputs; x_TH is in fp32.
+        norms = self.norms
+        narrow = cache[0].dtype
         normed_TH = norms["before_attention"](x_TH).to(narrow)
         attended_TH = norms["after_attention"](self.attention(normed_TH, turns, cache, feed))
         if self.parallel:
@@ -184,11 +200,15 @@ class Decoder(nn.Module):
         logit_divisor: float = 1.0, logit_softcap: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.embedding, self.norm, self.head = embedding, norm, head
+        self.embedding = embedding
+        self.norm = norm
+        self.head = head
         self.positions = None if position_table is None else nn.Parameter(position_table, requires_grad=False)
         self.position_offset = position_offset
-        self.rotaries, self.blocks = nn.ModuleDict(rotaries), nn.ModuleList(blocks)
-        self.logit_divisor, self.logit_softcap = logit_divisor, logit_softcap
+        self.rotaries = nn.ModuleDict(rotaries)
+        self.blocks = nn.ModuleList(blocks)
+        self.logit_divisor = logit_divisor
+        self.logit_softcap = logit_softcap
         # Of the residual stream: rounded to 16 bit at the end of each layer, it changes best tokens.
         self.stream = torch.promote_types(embedding.weight.dtype, torch.float32)
         attentions = [block.attention for block in blocks]

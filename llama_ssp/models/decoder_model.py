@@ -25,11 +25,15 @@ class DecoderModel(Model):
     cuts = True
 
     def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks = ALONE) -> None:
-        self.decoder, self.config, self.name, self.ranks = decoder, config, name, ranks
+        self.decoder = decoder
+        self.config = config
+        self.name = name
+        self.ranks = ranks
         self.vocab = int(config.vocab_size)
         self.context = context_of(config)
         table = decoder.embedding.weight
-        self.device, self.dtype = table.device, table.dtype
+        self.device = table.device
+        self.dtype = table.dtype
         self.caches = Tally()
         self.attend: attention.Attend = attention.attend_rows  # of passes that are not steps
         limit = longrope_limit(config)
@@ -56,11 +60,13 @@ class DecoderModel(Model):
         """Logits, (B, W, V); or of each row's last column, (B, 1, V), for a pass fed for its keys."""
         rows, width = token_BW.shape
         # Padding is left out: the place of every token among the (B, W) columns.
-        place_T, token_T = None, token_BW.flatten()
+        place_T = None
+        token_T = token_BW.flatten()
         if min(feed.count) < width:
             place_T = feed.token_places()
             token_T = token_T[place_T]
-        tokens, wanted_R = self._feed(feed, cache, place_T), None
+        tokens = self._feed(feed, cache, place_T)
+        wanted_R = None
         if last_only:
             ends = accumulate(count for _, _, count in tokens.rows)
             wanted_R = sent([end - 1 for end in ends], self.device)
@@ -72,7 +78,8 @@ class DecoderModel(Model):
         logit_RV, kept = stepped
         self.tapped_TX = torch.cat(kept, -1) if kept else None
         if last_only:
-            width, place_T = 1, None
+            width = 1
+            place_T = None
             if not all(feed.count):
                 place_T = sent([row for row, n in enumerate(feed.count) if n], self.device)
         if place_T is not None:
@@ -82,8 +89,10 @@ class DecoderModel(Model):
     @torch.inference_mode()
     def parts(self, token_BW: Tensor, feed: Feed, cache: SlotCache, size: int) -> Iterator[Tensor]:
         place_T = feed.token_places()
-        tokens, last = self._feed(feed, cache, place_T), len(self.decoder.blocks)
-        token_T, one_R = token_BW.flatten()[place_T], place_T[:1] * 0
+        tokens = self._feed(feed, cache, place_T)
+        last = len(self.decoder.blocks)
+        token_T = token_BW.flatten()[place_T]
+        one_R = place_T[:1] * 0
         _, (x_TH,) = self.decoder(token_T, tokens, cache.layers, one_R, {last})
         x_XH = x_TH.new_zeros(token_BW.numel(), x_TH.shape[-1]).index_copy_(0, place_T, x_TH)
         for x_BWH in torch.split(x_XH.view(*token_BW.shape, -1), size, 1):

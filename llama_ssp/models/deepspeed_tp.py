@@ -36,8 +36,13 @@ def load_deepspeed(
     where = f"{role} {model.name}"
     allowed = [Dtype.fp32, Dtype.bf16, *([Dtype.fp16] if device.type == "cuda" else [])]
     if dtype not in allowed:
-        what, fix = f"DeepSpeed does not compute in this format on {device.type}", f"use bf16, or {OWN}"
-        raise DistributedError(what, where, dtype.value, ", ".join(d.value for d in allowed), fix)
+        raise DistributedError(
+            f"DeepSpeed does not compute in this format on {device.type}",
+            where=where,
+            found=dtype.value,
+            allowed=", ".join(d.value for d in allowed),
+            fix=f"use bf16, or {OWN}",
+        )
     deepspeed = _imported(device)
     module = load_module(model, path, dtype, torch.device("cpu"), role)
     try:
@@ -49,8 +54,9 @@ def load_deepspeed(
                 replace_with_kernel_inject=False,
             )
     except (AssertionError, ValueError, RuntimeError, AttributeError, ImportError) as error:
-        what, found = "DeepSpeed cannot cut the model", str(error)[:200]
-        raise DistributedError(what, where, found, fix=f"use {OWN}") from error
+        raise DistributedError(
+            "DeepSpeed cannot cut the model", where=where, found=str(error)[:200], fix=f"use {OWN}"
+        ) from error
     if not all(weight.numel() for weight in engine.module.parameters()):
         # Perhaps no heads are here: torch 2.11's fused attention divides by their number, and the rank dies.
         engine.module.set_attn_implementation("eager")
@@ -67,8 +73,11 @@ def _imported(device: torch.device) -> Any:
             import deepspeed
             import deepspeed.ops
     except ImportError as error:
-        fix = f"pip install 'llama-ssp[deepspeed]', or use {OWN}"
-        raise DistributedError("DeepSpeed is not installed", found=str(error)[:100], fix=fix) from None
+        raise DistributedError(
+            "DeepSpeed is not installed",
+            found=str(error)[:100],
+            fix=f"pip install 'llama-ssp[deepspeed]', or use {OWN}",
+        ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     return deepspeed
@@ -92,7 +101,8 @@ class RowParallel(nn.Module):
         super().__init__()
         self.bias: Tensor | None = inner.bias
         inner.bias = None
-        self.inner, self.ranks = inner, ranks
+        self.inner = inner
+        self.ranks = ranks
 
     @property
     def weight(self) -> Tensor:

@@ -21,7 +21,8 @@ from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.sharding import require_quantised, require_transformers
 
 log = logging.getLogger(__name__)
-CPU, DISK = "cpu", "disk"
+CPU = "cpu"
+DISK = "disk"
 Spread = dict[str, int | str]  # the device of each module by its name
 # Bytes that weights leave free on the first GPU, on another, and for a layer's caches.
 Room = tuple[int, int, int]
@@ -46,7 +47,8 @@ def load_layers(
         from accelerate import dispatch_model
 
         module = made(empty, model, dtype, torch.device(CPU), role)
-        spilled, skipped = folder.name if folder else None, module._skip_keys_device_placement
+        spilled = folder.name if folder else None
+        skipped = module._skip_keys_device_placement
         module = dispatch_model(module, spread, offload_dir=spilled, skip_keys=skipped)
     module.offload_folder = folder  # is deleted with the module
     hook = getattr(module, "_hf_hook", None)
@@ -83,7 +85,9 @@ def spread_with_room(module: Any, dtype: Dtype, limits: dict[int | str, int], ro
 
     A layer that is on no GPU runs on the first: its caches are there.
     """
-    layers, first = Counter[int | str](), min(limits, key=str)  # of each device; the first GPU, if any
+    # Of each device; the first GPU, if any.
+    layers = Counter[int | str]()
+    first = min(limits, key=str)
     while True:
         taken = {gpu: room[gpu != first] + room[2] * layers[gpu] for gpu in limits if gpu != CPU}
         left = {device: max(0, size - taken.get(device, 0)) for device, size in limits.items()}
@@ -102,14 +106,22 @@ def _limits(max_memory: dict[str, str]) -> dict[int | str, int]:
     devices = [*map(str, range(torch.cuda.device_count())), CPU]
     unknown = sorted(set(max_memory) - set(devices))
     if unknown:
-        what = "placement.max_memory names a device that does not exist"
-        raise DistributedError(what, "", ", ".join(unknown), ", ".join(devices), "correct it")
+        raise DistributedError(
+            "placement.max_memory names a device that does not exist",
+            found=", ".join(unknown),
+            allowed=", ".join(devices),
+            fix="correct it",
+        )
     try:
         wanted = {int(key) if key.isdigit() else key: size for key, size in max_memory.items()}
         limits: dict[int | str, int] = get_max_memory(wanted or None)
     except ValueError:
-        what, found = "placement.max_memory holds a text that is not a size", ", ".join(max_memory.values())
-        raise UsageError(what, "", found, "such as 20GiB or 500MB", "correct it") from None
+        raise UsageError(
+            "placement.max_memory holds a text that is not a size",
+            found=", ".join(max_memory.values()),
+            allowed="such as 20GiB or 500MB",
+            fix="correct it",
+        ) from None
     return limits
 
 
@@ -118,14 +130,20 @@ def _require_possible(spread: Spread, dtype: Dtype, offload: Path | None, where:
     devices = set(spread.values())
     gpus = devices - {CPU, DISK}
     if DISK in devices and offload is None:
-        found = f"{sum(device == DISK for device in spread.values())} modules left over"
-        fix = "set placement.offload_folder=FOLDER, raise placement.max_memory, or take a smaller dtype"
-        raise DistributedError("the model does not fit the devices", where, found, fix=fix)
+        raise DistributedError(
+            "the model does not fit the devices",
+            where=where,
+            found=f"{sum(device == DISK for device in spread.values())} modules left over",
+            fix="set placement.offload_folder=FOLDER, raise placement.max_memory, or take a smaller dtype",
+        )
     if dtype in QUANTISED and (DISK in devices or (gpus and CPU in devices)):
-        what = "quantised layers cannot be kept away from the device that runs them"
-        found = f"{dtype.value}, with layers on {DISK if DISK in devices else CPU}"
-        allowed, fix = "all layers on GPUs, or all on the CPU", "use bf16, or give the GPUs more memory"
-        raise DistributedError(what, where, found, allowed, fix)
+        raise DistributedError(
+            "quantised layers cannot be kept away from the device that runs them",
+            where=where,
+            found=f"{dtype.value}, with layers on {DISK if DISK in devices else CPU}",
+            allowed="all layers on GPUs, or all on the CPU",
+            fix="use bf16, or give the GPUs more memory",
+        )
 
 
 def _folder(offload: Path) -> tempfile.TemporaryDirectory[str]:
@@ -134,5 +152,9 @@ def _folder(offload: Path) -> tempfile.TemporaryDirectory[str]:
         offload.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix="layers-", dir=offload)
     except OSError as error:
-        what = "placement.offload_folder cannot be written"
-        raise StorageError(what, offload, error.strerror, fix="choose another folder") from None
+        raise StorageError(
+            "placement.offload_folder cannot be written",
+            where=offload,
+            found=error.strerror,
+            fix="choose another folder",
+        ) from None

@@ -29,17 +29,22 @@ def device_of(name: str, key: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"{key} is not a device", "", name, ALLOWED, "correct it") from None
+        raise UsageError(f"{key} is not a device", found=name, allowed=ALLOWED, fix="correct it") from None
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"{key} names a device this program does not use", "", name, ALLOWED, "choose one")
+        raise UsageError(
+            f"{key} names a device this program does not use", found=name, allowed=ALLOWED, fix="choose one"
+        )
     count = torch.cuda.device_count()
     if device.type == "cuda" and device.index is None:
         # By its number: one name a device, or two roles would each count it as theirs.
         device = torch.device(f"cuda:{rank % max(count, 1)}")
     if device.type == "cuda" and device.index >= count:
-        allowed = f"{count} visible to torch {torch.__version__}"
-        fix = "use placement=cpu, or check the driver, CUDA_VISIBLE_DEVICES and the torch build"
-        raise DistributedError(f"{key} names a GPU that does not exist", "", name, allowed, fix)
+        raise DistributedError(
+            f"{key} names a GPU that does not exist",
+            found=name,
+            allowed=f"{count} visible to torch {torch.__version__}",
+            fix="use placement=cpu, or check the driver, CUDA_VISIBLE_DEVICES and the torch build",
+        )
     return device
 
 
@@ -49,16 +54,22 @@ def dtype_of(dtype: Dtype, device: torch.device, key: str, in_fp16: bool = False
     `in_fp16`: the weights are fp16 on disk, which has more digits than bf16. A GPU keeps them so.
     """
     if device.type == "cpu":
-        modern, other = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), Dtype.fp32
+        modern = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        other = Dtype.fp32
     else:
-        modern, other = torch.cuda.get_device_capability(device) >= (8, 0), Dtype.fp16
+        modern = torch.cuda.get_device_capability(device) >= (8, 0)
+        other = Dtype.fp16
     if dtype is Dtype.auto and in_fp16 and device.type != "cpu":
         return Dtype.fp16
     if dtype is Dtype.auto:
         return Dtype.bf16 if modern else other
     if dtype is Dtype.bf16 and not modern and device.type != "cpu":
-        where, allowed = torch.cuda.get_device_name(device), "compute capability 8.0 or later"
-        raise DistributedError(f"{key}=bf16 is not supported", where, None, allowed, f"use {key}=fp16")
+        raise DistributedError(
+            f"{key}=bf16 is not supported",
+            where=torch.cuda.get_device_name(device),
+            allowed="compute capability 8.0 or later",
+            fix=f"use {key}=fp16",
+        )
     return dtype
 
 
@@ -75,7 +86,8 @@ def memory_of(device: torch.device, ranks: Ranks = ALONE) -> int:
 def usage_of(device: torch.device) -> dict[str, int]:
     """Returns a GPU's bytes: free, reserved by this process, of these for graphs, and held by all others."""
     free, total = torch.cuda.mem_get_info(device)
-    reserved, snapshot = torch.cuda.memory_reserved(device), cast(Any, torch.cuda.memory_snapshot)
+    reserved = torch.cuda.memory_reserved(device)
+    snapshot = cast(Any, torch.cuda.memory_snapshot)
     graphs = sum(part["total_size"] for part in snapshot() if any(part.get("segment_pool_id", ())))
     return {"free": free, "reserved": reserved, "graphs": graphs, "others": total - free - reserved}
 

@@ -58,7 +58,8 @@ class Gate:
     def __call__(self, gate: Tensor, wide: Tensor) -> Tensor:
         if not self.limit:
             return activation_of(self.activation)(gate) * wide  # type: ignore[no-any-return]
-        gate, wide = gate.clamp(max=self.limit), wide.clamp(-self.limit, self.limit)
+        gate = gate.clamp(max=self.limit)
+        wide = wide.clamp(-self.limit, self.limit)
         return (wide + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
@@ -72,10 +73,25 @@ class Layers(NamedTuple):
     gate: Gate
 
     @staticmethod
-    def of(up: list[Tensor], down: list[Tensor], up_how: str, down_how: str, *others: Any) -> Layers:
-        """Returns the layers that the operator's arguments describe."""
-        up_bias, down_bias, *gate = others
-        return Layers(Stack(up, up_how), Stack(down, down_how), up_bias, down_bias, Gate(*gate))
+    def of(
+        up: list[Tensor],
+        down: list[Tensor],
+        up_how: str,
+        down_how: str,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
+        alpha: float,
+        limit: float,
+    ) -> Layers:
+        """Returns the layers that the operator's arguments describe, in the order of ARGUMENTS."""
+        return Layers(
+            up=Stack(up, up_how),
+            down=Stack(down, down_how),
+            up_bias=up_bias,
+            down_bias=down_bias,
+            gate=Gate(activation=activation, alpha=alpha, limit=limit),
+        )
 
 
 @torch.library.custom_op("llama_ssp::experts", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
@@ -87,7 +103,8 @@ def apply(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, *layers: Any) -> T
 def _one_by_one(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) -> Tensor:
     """Expert after expert, of those that are chosen."""
     up, down, up_bias, down_bias, gated = layers
-    y_TH, wide = torch.zeros_like(x_TH), outputs_of(up, down)
+    y_TH = torch.zeros_like(x_TH)
+    wide = outputs_of(up, down)
     for expert in torch.unique(expert_TK).tolist():
         token_C, place_C = torch.where(expert_TK == expert)
         wide_CF = product(x_TH[token_C], up, up_bias, expert, wide)
@@ -103,7 +120,8 @@ def grouped(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) 
     sorted    (1,0) (0,2) (1,2) (0,5)      experts end at 1, 1, 3, 3, 3, 4: the host does not wait for it
     """
     up, down, up_bias, down_bias, gated = layers
-    up_EFH, down_EHF = up.parts[0], down.parts[0]
+    up_EFH = up.parts[0]
+    down_EHF = down.parts[0]
     expert_P, order_P = expert_TK.flatten().sort(stable=True)
     numbers_E = torch.arange(len(up_EFH), device=expert_P.device)
     ends_E = torch.searchsorted(expert_P, numbers_E, right=True).int()
@@ -157,7 +175,10 @@ class Experts(nn.Module):
     def __init__(self, router: nn.Module, layers: Layers, routing: Routing, reduce: Reduce | None) -> None:
         super().__init__()
         up, down, up_bias_EF, down_bias_EH, gate = layers
-        self.router, self.gate, self.routing, self.reduce = router, gate, routing, reduce
+        self.router = router
+        self.gate = gate
+        self.routing = routing
+        self.reduce = reduce
         self.hows = up.how, down.how
         self.up, self.down = (
             nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in stack.parts)

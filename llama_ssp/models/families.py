@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Names:
     """Names of weights in a checkpoint, as decoder.py needs them; the defaults are Llama's.
 
@@ -39,23 +39,53 @@ class Names:
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 LLAMA_NAMES = Names()
-AROUND_MLP: Any = {"before_mlp": "pre_feedforward_layernorm", "after_mlp": "post_feedforward_layernorm"}
-SANDWICHED = replace(LLAMA_NAMES, after_attention="post_attention_layernorm", **AROUND_MLP)
-NEOX_MLP: Any = {"up": ("mlp.dense_h_to_4h",), "down": "mlp.dense_4h_to_h"}
-NEOX_MODEL = "gpt_neox.embed_in", "", "gpt_neox.layers", "gpt_neox.final_layer_norm"
-NEOX_NAMES = Names(*NEOX_MODEL, qkv=("attention.query_key_value",), output="attention.dense", **NEOX_MLP)
-FALCON_MODEL = "transformer.word_embeddings", "", "transformer.h", "transformer.ln_f"
-FALCON_HEADS: Any = {"qkv": ("self_attention.query_key_value",), "output": "self_attention.dense"}
-FALCON_NAMES = Names(*FALCON_MODEL, **FALCON_HEADS | NEOX_MLP)
-GPT_NEO_MODEL = "transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f"
-GPT_NEO_QKV = "attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"
-GPT_NEO_NORMS: Any = {"before_attention": "ln_1", "before_mlp": "ln_2"}
-GPT_NEO_LAYERS: Any = {"output": "attn.attention.out_proj", "up": ("mlp.c_fc",), "down": "mlp.c_proj"}
-GPT_NEO_NAMES = Names(*GPT_NEO_MODEL, qkv=GPT_NEO_QKV, **GPT_NEO_NORMS | GPT_NEO_LAYERS)
-OPT_MODEL = "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.layers"
-OPT_NORMS: Any = {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"}
-OPT_LAYERS: Any = {"output": "self_attn.out_proj", "up": ("fc1",), "down": "fc2"}
-OPT_NAMES = Names(*OPT_MODEL, "model.decoder.final_layer_norm", **OPT_NORMS | OPT_LAYERS)
+SANDWICHED = replace(
+    LLAMA_NAMES,
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+NEOX_NAMES = Names(
+    embedding="gpt_neox.embed_in",
+    blocks="gpt_neox.layers",
+    norm="gpt_neox.final_layer_norm",
+    qkv=("attention.query_key_value",),
+    output="attention.dense",
+    up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)
+FALCON_NAMES = Names(
+    embedding="transformer.word_embeddings",
+    blocks="transformer.h",
+    norm="transformer.ln_f",
+    qkv=("self_attention.query_key_value",),
+    output="self_attention.dense",
+    up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)
+GPT_NEO_NAMES = Names(
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    blocks="transformer.h",
+    norm="transformer.ln_f",
+    before_attention="ln_1",
+    before_mlp="ln_2",
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    output="attn.attention.out_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+)
+OPT_NAMES = Names(
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    blocks="model.decoder.layers",
+    norm="model.decoder.final_layer_norm",
+    before_attention="self_attn_layer_norm",
+    before_mlp="final_layer_norm",
+    output="self_attn.out_proj",
+    up=("fc1",),
+    down="fc2",
+)
 
 
 def _falcon_norms(config: Any) -> tuple[str, str]:
@@ -95,7 +125,7 @@ class Window:
     switched: bool = False  # only with use_sliding_window; a partial one from layer max_window_layers on
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gguf:
     """What GGUF files of a family have, and lack."""
 
@@ -107,10 +137,10 @@ class Gguf:
     scored: bool = True  # SentencePiece's scores order its merges; else the tokens' places do
 
 
-NOT_READ = Gguf("")
+NOT_READ = Gguf(architecture="")
 
 
-@dataclass(frozen=True, eq=False)  # a row is one object, compared by identity
+@dataclass(frozen=True, eq=False, kw_only=True)  # a row is one object, compared by identity
 class Family:
     """One architecture; the defaults are Llama's."""
 
@@ -193,32 +223,32 @@ FAMILIES = {
         bias_keys=ATTENTION_BIAS, deepspeed=True, softcap=True, window=Window(default=4096, partial=True),
         norms=4, norm_offset=1, scaled_embedding=True, tied=True, names=SANDWICHED,
         scale_key="query_pre_attn_scalar",
-        gguf=Gguf("gemma2", other_scale=46, space_before=False, scored=False),
+        gguf=Gguf(architecture="gemma2", other_scale=46, space_before=False, scored=False),
     ),
     "gemma3_text": Family(
         bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(default=4096, partial=True), norms=4,
         norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
         names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
-        gguf=Gguf("gemma3", other_scale=62, space_before=False, scored=False),
+        gguf=Gguf(architecture="gemma3", other_scale=62, space_before=False, scored=False),
     ),
     "gpt_neo": Family(
-        ("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
+        biased=("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
         window=Window("window_size", 256, partial=True), layer_norm=True, position_rows=0,
         mlp_states=5, tied=True,  # its GELU is made of several steps
         names=GPT_NEO_NAMES, plain_scores=True,
     ),
     "gpt_neox": Family(
-        ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), ATTENTION_BIAS, deepspeed=True,
-        grouped=False, layer_norm=True, rotary=0.25, mlp_states=2, names=NEOX_NAMES, qkv_by_group=True,
-        parallel=("use_parallel_residual",),
+        biased=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), bias_keys=ATTENTION_BIAS,
+        deepspeed=True, grouped=False, layer_norm=True, rotary=0.25, mlp_states=2, names=NEOX_NAMES,
+        qkv_by_group=True, parallel=("use_parallel_residual",),
     ),
     "gpt_oss": Family(
-        (*QKV, "o_proj"), ATTENTION_BIAS, window=Window(default=128, partial=True), names=GPT_OSS_NAMES,
-        clamped=True,
+        biased=(*QKV, "o_proj"), bias_keys=ATTENTION_BIAS, window=Window(default=128, partial=True),
+        names=GPT_OSS_NAMES, clamped=True,
     ),
     "granite": Family(bias_keys=BIASES, multipliers=True),
     # Mistral's GGUF files say llama, too.
-    "llama": Family(bias_keys=BIASES, deepspeed=True, gguf=Gguf("llama", interleaved=True)),
+    "llama": Family(bias_keys=BIASES, deepspeed=True, gguf=Gguf(architecture="llama", interleaved=True)),
     "mistral": Family(deepspeed=True, window=Window(default=4096)),
     "mixtral": Family(window=Window(), names=MIXTRAL_NAMES),
     "olmo2": Family(
@@ -226,8 +256,9 @@ FAMILIES = {
         names=replace(SANDWICHED, before_attention="", before_mlp="", qk_norm=QK_NORMS),
     ),
     "opt": Family(
-        (*QKV, "out_proj", "fc1", "fc2"), ("enable_bias", "enable_bias"), deepspeed=True, grouped=False,
-        layer_norm=True, position_rows=2, mlp_key="ffn_dim", mlp_states=2, tied=True, names=OPT_NAMES,
+        biased=(*QKV, "out_proj", "fc1", "fc2"), bias_keys=("enable_bias", "enable_bias"),
+        deepspeed=True, grouped=False, layer_norm=True, position_rows=2, mlp_key="ffn_dim",
+        mlp_states=2, tied=True, names=OPT_NAMES,
         needs=dict(
             do_layer_norm_before=True, _remove_final_layer_norm=False, layer_norm_elementwise_affine=True
         ),
@@ -235,12 +266,12 @@ FAMILIES = {
     "phi3": Family(
         window=Window(), mlp_states=4, rereads=True, fused_mlp=True,
         names=replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-        gguf=Gguf("phi3", stripped=True),
+        gguf=Gguf(architecture="phi3", stripped=True),
     ),
-    "qwen2": Family(QKV, deepspeed=True, window=QWEN_WINDOW, gguf=Gguf("qwen2")),
+    "qwen2": Family(biased=QKV, deepspeed=True, window=QWEN_WINDOW, gguf=Gguf(architecture="qwen2")),
     "qwen3": Family(
         bias_keys=ATTENTION_BIAS, deepspeed=True, qk_norm=True, window=QWEN_WINDOW,
-        names=replace(LLAMA_NAMES, qk_norm=QK_NORMS), gguf=Gguf("qwen3"),
+        names=replace(LLAMA_NAMES, qk_norm=QK_NORMS), gguf=Gguf(architecture="qwen3"),
     ),
     "qwen3_moe": Family(
         bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(default=4096, switched=True),

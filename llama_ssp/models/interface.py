@@ -102,7 +102,8 @@ class Model(Loaded, Protocol):
 
         They stand token after token as they are fed, the blocks' states one after the other.
         """
-        self.taps, self.tapped_TX = blocks, None
+        self.taps = blocks
+        self.tapped_TX = None
 
     def table(self, output: bool) -> Tensor | None:
         """Returns the embedding, or the output matrix, if this process has all of it as numbers."""

@@ -42,7 +42,8 @@ class Summed(nn.Module):
 
     def __init__(self, product: nn.Module, reduce: Reduce) -> None:
         super().__init__()
-        self.product, self.reduce = product, reduce
+        self.product = product
+        self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
         return self.reduce(self.product(x))
@@ -67,7 +68,8 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(weight_VH, requires_grad=False)
         # Rounded like the weight, as transformers does.
         self.scale = float(torch.tensor(scale, dtype=weight_VH.dtype))
-        self.first, self.reduce = first, reduce
+        self.first = first
+        self.reduce = reduce
 
     def forward(self, token_T: Tensor) -> Tensor:
         if self.reduce is None:
@@ -96,7 +98,8 @@ def _linear_in_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """Multiplies on a GPU with an output of 32 bits; on a CPU slice by slice: no fp32 copy of the matrix."""
     if x_TK.device.type == "cuda":
         return torch.mm(x_TK, weight_NK.T, out_dtype=torch.float32)
-    parts, x_TK = torch.split(weight_NK, max(1, SLICE // weight_NK.shape[1])), x_TK.float()
+    parts = torch.split(weight_NK, max(1, SLICE // weight_NK.shape[1]))
+    x_TK = x_TK.float()
     slice_NK = torch.empty_like(parts[0], dtype=torch.float32)  # one for all: the system clears new memory
     result_N = [functional.linear(x_TK, slice_NK[: len(part_NK)].copy_(part_NK)) for part_NK in parts]
     return torch.cat(result_N, -1)
@@ -116,7 +119,9 @@ class Head(nn.Module):
 
     def __init__(self, product: nn.Module, shares: list[int], gather: Gather | None) -> None:
         super().__init__()
-        self.product, self.shares, self.gather = product, shares, gather
+        self.product = product
+        self.shares = shares
+        self.gather = gather
 
     def forward(self, x: Tensor) -> Tensor:
         logit_TV = in_fp32(self.product, x)

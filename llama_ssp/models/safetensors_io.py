@@ -82,7 +82,9 @@ class WatchedSource:
     """
 
     def __init__(self, source: Source, total: int, report: Callable[[int], None]) -> None:
-        self._source, self.shapes, self._report = source, source.shapes, report
+        self._source = source
+        self.shapes = source.shapes
+        self._report = report
         self._bytes_each = total / max(sum(map(prod, self.shapes.values())), 1)
         self._seen: set[str] = set()
 

@@ -33,21 +33,34 @@ def require_faithful(causal: CausalModel) -> None:
     where = f"{causal.name} ({config.model_type})"
     key = READ_TOGETHER_BEYOND.get(config.model_type)
     if key and int(getattr(config, key)) < causal.context:
-        what = f"the architecture's logits depend on how many tokens are read together beyond {key}"
-        least = f"the model's context, {causal.context}, or more"
-        raise ModelError(what, where, getattr(config, key), least, OTHER)
+        raise ModelError(
+            f"the architecture's logits depend on how many tokens are read together beyond {key}",
+            where=where,
+            found=getattr(config, key),
+            allowed=f"the model's context, {causal.context}, or more",
+            fix=OTHER,
+        )
     log.info("%s: not a tested family; tried on %d of %d tokens", where, LENGTH, causal.context)
     try:
         difference, scale = _trial(causal)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
-        what = "the architecture cannot be run with explicit positions, masks and a ragged cache"
-        raise ModelError(what, where, f"{type(error).__name__}: {str(error)[:160]}", fix=OTHER) from error
+        raise ModelError(
+            "the architecture cannot be run with explicit positions, masks and a ragged cache",
+            where=where,
+            found=f"{type(error).__name__}: {str(error)[:160]}",
+            fix=OTHER,
+        ) from error
     allowed = TOLERANCE[causal.dtype] * max(1.0, scale)
     if not difference <= allowed:  # which NaN is not
-        what = "the architecture does not obey explicit positions and masks, so probabilities would be wrong"
-        raise ModelError(what, where, f"logits off by {difference:.3g}", f"{allowed:.3g}", OTHER)
+        raise ModelError(
+            "the architecture does not obey explicit positions and masks, so probabilities would be wrong",
+            where=where,
+            found=f"logits off by {difference:.3g}",
+            allowed=f"{allowed:.3g}",
+            fix=OTHER,
+        )
 
 
 def _trial(causal: CausalModel) -> tuple[float, float]:
@@ -57,7 +70,9 @@ def _trial(causal: CausalModel) -> tuple[float, float]:
     texts = [text[: causal.context].to(causal.device) for text in texts]
     plain = [causal.module(input_ids=text[None], use_cache=False).logits[0] for text in texts]
     padded_BS = torch.stack([pad(text, (0, LENGTH - len(text))) for text in texts])
-    cache, done, differences = causal.new_cache(len(texts), LENGTH), [0] * len(texts), list[Tensor]()
+    cache = causal.new_cache(len(texts), LENGTH)
+    done = [0] * len(texts)
+    differences = list[Tensor]()
     for sizes in zip(*PIECES, strict=True):
         count = [min(n, len(text) - start) for n, text, start in zip(sizes, texts, done, strict=True)]
         if not any(count):

@@ -23,7 +23,7 @@ class BlockShape:
     experts: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """One model's sizes and constants."""
 
@@ -135,7 +135,8 @@ def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...
     by_kind = family.window is not None and family.window.partial
     rotated = getattr(config, family.rotary_layers) if family.rotary_layers else [True] * count
     tables = rotary_parameters(config) if family.position_rows is None else {}
-    dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", None)
+    dense = getattr(config, "mlp_only_layers", None)
+    step = getattr(config, "decoder_sparse_step", None)
     sparse = expert_layers(count, dense or (), step or 1)
     found = []
     for layer in range(count):

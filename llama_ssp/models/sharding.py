@@ -16,7 +16,9 @@ WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = 64  # weights with one scale; bitsandbytes' CPU kernel needs rows of whole blocks
 OTHER_RANKS = "start another number of ranks (ranks=N); for a draft, placement.draft_degree"
 
-ROWS, COLUMNS = 0, 1  # of a weight: a layer's outputs, and its inputs
+# Of a weight: a layer's outputs, and its inputs.
+ROWS = 0
+COLUMNS = 1
 Span = tuple[int, int]  # half-open
 
 
@@ -50,9 +52,12 @@ def shifted(span: Span, by: int) -> Span:
 
 def qkv_rows(shape: Shape, heads: Heads) -> list[tuple[int, list[Span]]]:
     """Returns, for each weight on disk (queries, keys, values), its outputs and this rank's spans."""
-    size, family = shape.head_dim, shape.family
-    queries, keys = shape.n_heads * size, shape.n_kv * size
-    query, kv = times(heads.query, size), times(heads.kv, size)
+    size = shape.head_dim
+    family = shape.family
+    queries = shape.n_heads * size
+    keys = shape.n_kv * size
+    query = times(heads.query, size)
+    kv = times(heads.kv, size)
     if len(family.names.qkv) == 3:
         return [(queries, [query]), (keys, [kv]), (keys, [kv])]
     if not family.qkv_by_group:
@@ -85,8 +90,13 @@ def filled_share(what: str, total: int, world: int, rank: int, unit: int = 1) ->
     """`share`; a DistributedError if some rank's part would be empty."""
     most = -(-total // unit)
     if most < world:
-        what, found = f"the model has too little {what} for the ranks", f"{total} over {world} ranks"
-        raise DistributedError(what, "", found, f"at most {most} ranks", "start fewer ranks")
+        what = f"the model has too little {what} for the ranks"
+        raise DistributedError(
+            what,
+            found=f"{total} over {world} ranks",
+            allowed=f"at most {most} ranks",
+            fix="start fewer ranks",
+        )
     return share(total, world, rank, unit)
 
 
@@ -115,8 +125,13 @@ def head_ranges(n_heads: int, n_kv: int, world: int, rank: int, where: str = "")
     if world % n_kv or copies > group:
         found = f"{n_heads} heads, {n_kv} KV heads, {world} ranks"
         fitting = [n for n in range(1, n_heads + 1) if n <= n_kv or n % n_kv == 0]
-        what, allowed = "the model's heads cannot be split over the ranks", f"{_in_words(fitting)} ranks"
-        raise DistributedError(what, where, found, allowed, OTHER_RANKS)
+        raise DistributedError(
+            "the model's heads cannot be split over the ranks",
+            where=where,
+            found=found,
+            allowed=f"{_in_words(fitting)} ranks",
+            fix=OTHER_RANKS,
+        )
     kv = rank // copies
     first, last = share(group, copies, rank % copies)
     return Heads((kv * group + first, kv * group + last), (kv, kv + 1))
@@ -125,7 +140,9 @@ def head_ranges(n_heads: int, n_kv: int, world: int, rank: int, where: str = "")
 def _in_words(counts: list[int]) -> str:
     """1..4, 8 for 1, 2, 3, 4, 8."""
     run = next((i for i, n in enumerate(counts, start=1) if n != i), len(counts) + 1) - 1
-    return ", ".join([f"1..{run}"] * (run > 2) + [str(n) for n in counts[run if run > 2 else 0 :]])
+    if run <= 2:
+        return ", ".join(map(str, counts))
+    return ", ".join([f"1..{run}", *map(str, counts[run:])])
 
 
 @dataclass(frozen=True)
@@ -147,8 +164,13 @@ def is_planned(model: ModelConf) -> bool:
 def require_planned(model: ModelConf, role: str) -> None:
     """A ModelError if the planner does not know the model's layers."""
     if not is_planned(model):
-        what, fix = "the architecture cannot be planned", "run it in one process, without a plan"
-        raise ModelError(what, f"{role} {model.name}", model.family, TESTED, fix)
+        raise ModelError(
+            "the architecture cannot be planned",
+            where=f"{role} {model.name}",
+            found=model.family,
+            allowed=TESTED,
+            fix="run it in one process, without a plan",
+        )
 
 
 def require_split(model: ModelConf, world: int, role: str = "model") -> None:
@@ -165,7 +187,7 @@ def require_split(model: ModelConf, world: int, role: str = "model") -> None:
 
 def unsplit(where: str, family: str, fix: str = "run it in one process") -> ModelError:
     what = "the architecture cannot be split over ranks"
-    return ModelError(what, where, family, TESTED, fix)
+    return ModelError(what, where=where, found=family, allowed=TESTED, fix=fix)
 
 
 def _dense_widths(model: ModelConf) -> list[int]:
@@ -189,28 +211,43 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
         odd = sorted(size for size in sizes if size % NF4_BLOCK)
         if odd:
             fix = "use dtype=int8 or bf16" + (", or other ranks" if "rank" in what and world > 1 else "")
-            where, allowed = f"model {model.name}, {what}", f"multiples of {NF4_BLOCK}"
+            where = f"model {model.name}, {what}"
+            allowed = f"multiples of {NF4_BLOCK}"
             what = "nf4 needs inputs in whole blocks"
-            raise DistributedError(what, where, odd[0], allowed, fix)
+            raise DistributedError(what, where=where, found=odd[0], allowed=allowed, fix=fix)
 
 
 def require_transformers(name: str, dtype: Dtype) -> None:
     """Refuses formats that transformers' modules do not have."""
     if dtype in OWN_CODES:
-        what, fix = "codes are kept by the decoder alone", "write dtype=bf16, or another placement"
-        allowed = f"{TESTED}, in one process or with placement.splitting=tensor"
-        raise ModelError(what, f"model {name}", f"dtype={dtype.value}", allowed, fix)
+        raise ModelError(
+            "codes are kept by the decoder alone",
+            where=f"model {name}",
+            found=f"dtype={dtype.value}",
+            allowed=f"{TESTED}, in one process or with placement.splitting=tensor",
+            fix="write dtype=bf16, or another placement",
+        )
 
 
 def require_deepspeed(model: ModelConf, world: int) -> None:
     """Refuses a model that DeepSpeed would not cut: on every rank, before a file is opened."""
     where = f"model {model.name}"
     if model.family not in DEEPSPEED_FAMILIES:
-        what, allowed = "DeepSpeed does not cut the architecture", ", ".join(DEEPSPEED_FAMILIES)
-        fix = "use placement.splitting=tensor, or one process"
-        raise ModelError(what, where, model.family, allowed, fix)
+        raise ModelError(
+            "DeepSpeed does not cut the architecture",
+            where=where,
+            found=model.family,
+            allowed=", ".join(DEEPSPEED_FAMILIES),
+            fix="use placement.splitting=tensor, or one process",
+        )
     if model.code_bits or model.dtype in (Dtype.int8, Dtype.nf4, *OWN_CODES):
-        what, fix = "DeepSpeed would lose the scales of quantised layers", "use placement.splitting=tensor"
-        found = f"a checkpoint in codes of {model.code_bits} bits" if model.code_bits else model.dtype.value
-        raise DistributedError(what, where, found, "plain weights in fp32, bf16, fp16", fix)
+        raise DistributedError(
+            "DeepSpeed would lose the scales of quantised layers",
+            where=where,
+            found=f"a checkpoint in codes of {model.code_bits} bits"
+            if model.code_bits
+            else model.dtype.value,
+            allowed="plain weights in fp32, bf16, fp16",
+            fix="use placement.splitting=tensor",
+        )
     filled_share("attention heads", model.n_heads, world, 0)

@@ -64,7 +64,9 @@ class SlotCache:
             return Pass.of(rows, self.layers[0][0].device, attend)
         _, start, count = rows[0]
         own = slice(start, start + count)
-        return Pass(self.position_S[own], self.first_S[:count], attend, tuple(rows))
+        return Pass(
+            position_T=self.position_S[own], first_T=self.first_S[:count], attend=attend, rows=tuple(rows)
+        )
 
     def first_of(self, row: int) -> int:
         """Returns the row's first slot."""

@@ -36,13 +36,16 @@ def difference(
     Each has a cache of its own. Eager steps, with their sums over ranks, come between the compiled ones.
     Caches with `room` for so many tokens are those that a run will have, one after the other.
     """
-    rounding, caches, reason = TOLERANCE[model.dtype], list[SlotCache](), PASSED
+    rounding = TOLERANCE[model.dtype]
+    caches = list[SlotCache]()
+    reason = PASSED
     for count, width in itertools.product(rows, widths):
         if room:
             caches.clear()  # the next one takes its memory
         caches.append(model.new_cache(count, max(room, steps * width)))
         eager_cache = DecoderModel.new_cache(model, count, steps * width)
-        numbers, before_BWV = torch.Generator().manual_seed(width), None
+        numbers = torch.Generator().manual_seed(width)
+        before_BWV = None
         for step in range(steps):  # all of them, whatever is found: other ranks wait in their sums
             token_BW = torch.randint(model.vocab, (count, width), generator=numbers).to(model.device)
             where = (step * width,) * count, (width,) * count
@@ -63,14 +66,17 @@ def difference(
 def _logits(
     model: SteppedModel, token_BW: Tensor, where: tuple[tuple[int, ...], tuple[int, ...]], cache: SlotCache
 ) -> Tensor:
-    return model.logits(token_BW, Feed(*where, cache.capacity, model.device), cache, last_only=False).float()
+    start, count = where
+    feed = Feed(start=start, count=count, capacity=cache.capacity, device=model.device)
+    return model.logits(token_BW, feed, cache, last_only=False).float()
 
 
 class RandomWeights:
     """Weights by name, so that all that a layer writes reaches the logits."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self.shapes, self._dtype = shapes, dtype
+        self.shapes = shapes
+        self._dtype = dtype
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
         shape = self.shapes[name]
@@ -87,7 +93,8 @@ def small_model(dtype: Dtype, device: torch.device, ranks: Ranks) -> SteppedMode
     heads = 2 * max(4, ranks.world), max(4, ranks.world), 64
     shape = llama("trial", (2, *heads, 1024, 2048, 4096, 1024))
     if not has_kernels(shape.name, dtype, device, heads):
-        raise DistributedError("there is no kernel for compiled steps", str(device))
-    config, form = config_for(shape), LayerFormat(dtype=dtype, device=device, kernels=Kernels.all)
+        raise DistributedError("there is no kernel for compiled steps", where=str(device))
+    config = config_for(shape)
+    form = LayerFormat(dtype=dtype, device=device, kernels=Kernels.all)
     part = decoder(config, RandomWeights(wanted(config), form.numbers), ranks, form)
     return stepped(device)(part, config, shape.name, ranks)

@@ -79,7 +79,8 @@ class SteppedModel(DecoderModel):
     def eagerly(self) -> Iterator[None]:
         """Inside, steps are not compiled, and attention is torch's own."""
         before = self.is_compiled, self.attend
-        self.is_compiled, self.attend = False, attention.attend_rows
+        self.is_compiled = False
+        self.attend = attention.attend_rows
         try:
             yield
         finally:
@@ -87,7 +88,8 @@ class SteppedModel(DecoderModel):
 
     def give_up(self) -> None:
         """From now on steps run eagerly, by torch's own attention."""
-        self.is_compiled, self.attend = False, attention.attend_rows
+        self.is_compiled = False
+        self.attend = attention.attend_rows
         self._drop_steps()
 
     def tap(self, blocks: tuple[int, ...]) -> None:
@@ -160,8 +162,11 @@ class Section(nn.Module):
 
     def __init__(self, decoder: Decoder, blocks: slice, first: bool, last: bool, tapped: bool) -> None:
         super().__init__()
-        self.rotaries, self.blocks, self.tapped = decoder.rotaries, decoder.blocks[blocks], tapped
-        self.first, self.last = decoder if first else None, decoder if last else None
+        self.rotaries = decoder.rotaries
+        self.blocks = decoder.blocks[blocks]
+        self.tapped = tapped
+        self.first = decoder if first else None
+        self.last = decoder if last else None
 
     def forward(self, x: Tensor, feed: attention.Pass, caches: Caches) -> list[Tensor]:
         """Returns what each part gives if states are tapped, else what the last part gives."""
@@ -186,7 +191,7 @@ def run_section(
     check: Any = torch._check
     for tensor in (x, *(keys_GND[0] for keys_GND, _ in caches)):
         check(tensor.shape[0] >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
-    feed = attention.Pass(position_T, first_T, attention_kernel.attend)
+    feed = attention.Pass(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
     return section(x, feed, caches)  # type: ignore[no-any-return]
 
 
@@ -197,7 +202,8 @@ def run_programs(
     calls: list[Call], taps: list[int], token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: Caches
 ) -> list[Tensor]:
     """Returns the logits, then the states that are tapped."""
-    x, states = token_T, list[Tensor]()
+    x = token_T
+    states = list[Tensor]()
     for program, section, blocks in calls:
         states += program(section, x, position_T, first_T, caches[blocks])
         x = states[-1]
@@ -212,7 +218,8 @@ def kinds_of(decoder: Decoder, config: Any) -> tuple[str, ...]:
 
 def sections_of(decoder: Decoder, kinds: tuple[str, ...], tapped: bool) -> list[tuple[Section, slice]]:
     """A small decoder is one section; a larger one is the embedding, groups of blocks, and the head."""
-    groups, count = groups_of(kinds), len(kinds)
+    groups = groups_of(kinds)
+    count = len(kinds)
     spans = groups if len(groups) == 1 else [slice(0, 0), *groups, slice(count, count)]
     last = len(spans) - 1
     return [

@@ -44,8 +44,12 @@ def config_for(model: ModelConf) -> Any:
 
     family = family_of(model.family)
     if model.head_dim % 2 and family.position_rows is None:
-        what = "rotary positions need an even head size"
-        raise ModelError(what, f"model {model.name}", model.head_dim, fix="correct head_dim")
+        raise ModelError(
+            "rotary positions need an even head size",
+            where=f"model {model.name}",
+            found=model.head_dim,
+            fix="correct head_dim",
+        )
     shape: dict[str, Any] = {
         "vocab_size": model.vocab,
         "hidden_size": model.dim,
@@ -80,8 +84,12 @@ def config_for(model: ModelConf) -> Any:
     try:
         config = AutoConfig.for_model(model.family, **shape)
     except ValueError:
-        what, fix = "the family is not one that transformers knows", "correct model.family"
-        raise ModelError(what, model.name, model.family, fix=fix) from None
+        raise ModelError(
+            "the family is not one that transformers knows",
+            where=model.name,
+            found=model.family,
+            fix="correct model.family",
+        ) from None
     return config
 
 
@@ -94,9 +102,17 @@ class SyntheticSource:
     ) -> None:  # fmt: skip
         """`shapes` by name; the names of the embedding and the head, and of the norm before the head."""
         if model.dim < 2 * HALF:
-            what, found = "the model is too narrow for synthetic weights", f"dim {model.dim}"
-            raise ModelError(what, model.name, found, f"{2 * HALF} or more", "widen it")
-        self.shapes, self._tables, self._final_norm, self._dtype = shapes, tables, final_norm, dtype
+            raise ModelError(
+                "the model is too narrow for synthetic weights",
+                where=model.name,
+                found=f"dim {model.dim}",
+                allowed=f"{2 * HALF} or more",
+                fix="widen it",
+            )
+        self.shapes = shapes
+        self._tables = tables
+        self._final_norm = final_norm
+        self._dtype = dtype
         self._device = device
         self._norm_offset = family_of(model.family).norm_offset
         generator = torch.Generator().manual_seed(model.seed)
@@ -121,7 +137,8 @@ class SyntheticSource:
         config: Any, model: ModelConf, dtype: torch.dtype, device: torch.device, drafts: bool
     ) -> SyntheticSource:
         """The weights of a decoder of our own."""
-        names, shapes = family_of(config.model_type).names, wanted(config)
+        names = family_of(config.model_type).names
+        shapes = wanted(config)
         tables = {f"{name}.weight" for name in (names.embedding, names.head)}
         if config.tie_word_embeddings:
             del shapes[f"{names.head}.weight"]
@@ -146,7 +163,8 @@ class SyntheticSource:
     def _part(self, name: str, rows: Span, columns: Span | None) -> Tensor:
         """Fills a matrix; a tensor of more dimensions counts as one with its last dimension as columns."""
         width = self.shapes[name][-1]
-        count, (first, last) = rows[1] - rows[0], columns or (0, width)
+        count = rows[1] - rows[0]
+        (first, last) = columns or (0, width)
         if name in self._tables:
             part = torch.zeros(count, width, dtype=self._dtype, device=self._device)
             part[:, : 2 * HALF] = self._codes[rows[0] : rows[1]].to(part)
@@ -169,7 +187,8 @@ class SyntheticSource:
 
 def fill_module(module: Any, source: SyntheticSource, dtype: Dtype, device: torch.device) -> None:
     """Gives every parameter its value on the device; quantised layers are made on the CPU."""
-    held, head = TORCH_DTYPES[dtype], module.get_output_embeddings()
+    held = TORCH_DTYPES[dtype]
+    head = module.get_output_embeddings()
     tied = bool(getattr(module.config, "tie_word_embeddings", False))
     for name, layer in list(module.named_modules()):
         shrinks = dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head
@@ -194,8 +213,12 @@ def require_filled(module: nn.Module) -> None:
     """Refuses a module with a weight that was not read."""
     empty = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
     if empty:
-        what, found = "weights were not read", f"{len(empty)}: {empty[0]}"
-        raise ModelError(what, type(module).__name__, found, fix="report it")
+        raise ModelError(
+            "weights were not read",
+            where=type(module).__name__,
+            found=f"{len(empty)}: {empty[0]}",
+            fix="report it",
+        )
 
 
 def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> float:
@@ -212,7 +235,8 @@ def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> flo
 
 def flips_for(agreement: float, vocab: int, seed: int) -> float:
     """The share of signs to flip for this agreement, at most a half."""
-    low, high = 0.0, 0.5
+    low = 0.0
+    high = 0.5
     for _ in range(12):
         middle = (low + high) / 2
         low, high = (middle, high) if agreement_at(middle, vocab, seed) > agreement else (low, middle)

@@ -144,7 +144,9 @@ def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
     query, keys, values = (tensor.to(dtype) for tensor in tensors)
     exact = attend_rows(feed, query.double(), keys.double(), values.double(), scores, sinks)
     device = torch.device(f"cuda:{LAST}")
-    feed = Pass(feed.position_T.to(device), feed.first_T.to(device), attention.attend)
+    feed = Pass(
+        position_T=feed.position_T.to(device), first_T=feed.first_T.to(device), attend=attention.attend
+    )
     there = [each.to(device) for each in (query, keys, values)]
     result = attention.attend(feed, *there, scores, None if sinks is None else sinks.to(device))
     near(f"attention, case {case} {CASES[case][:6]}, {dtype}", result, exact, bound)

@@ -21,11 +21,14 @@ class FourBit(Matrix):
 
     def __init__(self, stored: Mapping[str, Stored], table: str) -> None:
         super().__init__(stored)
-        codes, self.scale, state = stored[".weight"], stored[".weight.absmax"], stored[STATE + table]
+        codes = stored[".weight"]
+        self.scale = stored[".weight.absmax"]
+        state = stored[STATE + table]
         if math.prod(state.shape) > MAX_STATE_BYTES:
             raise state.wrong("the state", state.shape, f"{MAX_STATE_BYTES} bytes")
         self.state = json.loads(bytes(state.read().flatten().tolist()))
-        block, self.nested = int(self.state["blocksize"]), ".weight.nested_absmax" in stored
+        block = int(self.state["blocksize"])
+        self.nested = ".weight.nested_absmax" in stored
         outputs, inputs = self.shape = tuple(map(int, self.state["shape"]))
         if block < 2 or inputs % block or self.state.get("quant_type", table) != table:
             raise state.wrong("the state", self.state, f"{table} in blocks that divide the inputs")
@@ -37,15 +40,19 @@ class FourBit(Matrix):
         if map_.shape != (16,) or not torch.equal(map_, values(table)):
             raise stored[".weight.quant_map"].wrong("the table", map_.tolist()[:16], f"that of {table}")
         if self.nested:
-            size, _ = int(self.state["nested_blocksize"]), float(self.state["nested_offset"])
-            outer, nested_map = stored[".weight.nested_absmax"], stored[".weight.nested_quant_map"]
+            size = int(self.state["nested_blocksize"])
+            _ = float(self.state["nested_offset"])
+            outer = stored[".weight.nested_absmax"]
+            nested_map = stored[".weight.nested_quant_map"]
             outer.require("the shape", outer.shape, (-(-scales // max(size, 1)),))
             nested_map.require("the shape", nested_map.shape, (256,))
-        self.kind, self.borders = Codes(table, block), (1, block)
+        self.kind = Codes(table, block)
+        self.borders = (1, block)
 
     def block(self, rows: Span, columns: Span) -> Coded:
         """Whole rows are read: codes of some columns are no run of bytes."""
-        inputs, group = self.shape[1], self.kind.group
+        inputs = self.shape[1]
+        group = self.kind.group
         first, last = (row * inputs for row in rows)
         bytes_ = self.stored[".weight"].read((first // 2, -(-last // 2))).flatten()
         own = slice(columns[0] // 2, -(-columns[1] // 2))
@@ -53,7 +60,7 @@ class FourBit(Matrix):
         scale_NG = self._scales((first // group, last // group)).view(-1, inputs // group)
         scale_NG = scale_NG[:, columns[0] // group : columns[1] // group].clone()
         swapped_NC = codes_NC >> 4 | codes_NC << 4  # the first code is in the high half
-        return Coded(self.kind, columns[1] - columns[0], swapped_NC, scale_NG)
+        return Coded(kind=self.kind, inputs=columns[1] - columns[0], codes_NC=swapped_NC, scale_NG=scale_NG)
 
     def _scales(self, span: Span) -> Tensor:
         flat = len(self.scale.shape) == 1
@@ -71,7 +78,8 @@ class Mxfp4Experts(Matrix):
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         super().__init__(stored)
-        blocks, scales = stored["_blocks"], stored["_scales"]
+        blocks = stored["_blocks"]
+        scales = stored["_scales"]
         if len(blocks.shape) != 4 or blocks.shape[3] != MXFP4_BLOCK // 2 or blocks.dtype != "U8":
             raise blocks.wrong(
                 "the shape", f"{blocks.dtype} {blocks.shape}", "U8 (experts, outputs, blocks, 16)"
@@ -85,19 +93,24 @@ class Mxfp4Experts(Matrix):
 
         Scales are powers of two, which bf16 has.
         """
-        blocks, scales = self.stored["_blocks"], self.stored["_scales"]
+        blocks = self.stored["_blocks"]
+        scales = self.stored["_scales"]
         experts, inputs, outputs = self.shape
         spans: dict[int, tuple[Span, ...]] = {1: ((0, inputs),), 2: ((0, outputs),)}
         if cut is not None:
             spans[cut.dim] = cut.spans
-        ((first, last),), runs = spans[1], spans[2]
-        groups, inside = (first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)), first % MXFP4_BLOCK
+        ((first, last),) = spans[1]
+        runs = spans[2]
+        groups = (first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK))
+        inside = first % MXFP4_BLOCK
         found = []
         for expert in range(experts) if cut is None or cut.number is None else [cut.number]:
             one = expert, expert + 1
             codes = torch.cat([blocks.read(one, run, groups)[0] for run in runs]).flatten(1)
             exponent = torch.cat([scales.read(one, run, groups)[0] for run in runs])
             scale_NG = (exponent.float() - 127).exp2().bfloat16()
-            part = Coded(Codes("e2m1", MXFP4_BLOCK), codes.shape[1] * 2, codes, scale_NG)
+            part = Coded(
+                kind=Codes("e2m1", MXFP4_BLOCK), inputs=codes.shape[1] * 2, codes_NC=codes, scale_NG=scale_NG
+            )
             found.append(part.cut(Cut(COLUMNS, ((inside, inside + last - first),))))
         return joined(found)

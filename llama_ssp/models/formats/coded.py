@@ -99,7 +99,7 @@ class Codes:
         return 4 if len(values(self.table)) == 16 else 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Coded:
     """A matrix of N outputs and K inputs, or a part of it."""
 
@@ -132,7 +132,8 @@ class Coded:
 
     def _decoded(self) -> Tensor:
         """In the type of the scales."""
-        codes_NK, scale_NG = self.codes_NC, self.scale_NG
+        codes_NK = self.codes_NC
+        scale_NG = self.scale_NG
         if self.kind.bits == 4:
             codes_NK = unpacked(codes_NK)[:, : self.inputs]
         # Every table is exact in 16 bit, but for nf4 and fp4.
@@ -160,7 +161,8 @@ class Coded:
         if cut is None or cut.dim != COLUMNS:
             return self.changed(lambda part: taken(part, cut))
         ((first, last),) = cut.spans
-        per, group = 8 // self.kind.bits, self.kind.group
+        per = 8 // self.kind.bits
+        group = self.kind.group
         if first % per:
             raise ValueError(f"4-bit codes cannot be cut before input {first}: two are in a byte")
         codes_NC = taken(self.codes_NC, Cut(COLUMNS, ((first // per, -(-last // per)),)))

@@ -119,9 +119,12 @@ def _matrix(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
         return _layout(stored, config)
     except (KeyError, ValueError, TypeError) as error:
         why = "" if isinstance(error, KeyError) else f"; {error}"
-        found = f"{', '.join(sorted(stored))} in {config.name}{why}"
-        what = "the tensors of a quantised matrix are not complete"
-        raise ModelError(what, key, found, fix=REFETCH) from None
+        raise ModelError(
+            "the tensors of a quantised matrix are not complete",
+            where=key,
+            found=f"{', '.join(sorted(stored))} in {config.name}{why}",
+            fix=REFETCH,
+        ) from None
 
 
 def _require_types(stored: dict[str, Stored]) -> None:
@@ -155,7 +158,8 @@ def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
         case _ if ".weight_packed" in stored:
             matrix = PackQuantized(stored)
             if not any(bits == matrix.bits and group in (0, matrix.group) for bits, group in config.every):
-                found, allowed = f"{matrix.bits} bits in groups of {matrix.group}", config.name
+                found = f"{matrix.bits} bits in groups of {matrix.group}"
+                allowed = config.name
                 raise stored[".weight_packed"].wrong("the format", found, f"{allowed}, as in config.json")
             return matrix
     return Scaled(stored, ".weight_scale", config.block, wide=False)

@@ -33,7 +33,7 @@ def read_header(path: Path) -> Header:
     try:
         return _read_header(path, tuple((file, file.stat().st_mtime_ns) for file in shards(path)))
     except FileNotFoundError as error:
-        raise ModelError("a file of the model is missing", error.filename, fix=REFETCH) from None
+        raise ModelError("a file of the model is missing", where=error.filename, fix=REFETCH) from None
 
 
 @lru_cache(maxsize=2)  # config, tokenizer and weights need it, and a vocabulary takes a second
@@ -46,14 +46,24 @@ def _read_header(path: Path, states: tuple[tuple[Path, int], ...]) -> Header:
         except (MemoryError, OSError, ModelError):
             raise
         except Exception as error:  # bytes that are no header make the reader fail in any way
-            what = "the GGUF file cannot be read: it is damaged, cut short, or of another version"
-            fix = "fetch it again, or update gguf if the file's version is newer"
-            raise ModelError(what, file, str(error), fix=fix) from None
+            raise ModelError(
+                "the GGUF file cannot be read: it is damaged, cut short, or of another version",
+                where=file,
+                found=str(error),
+                fix="fetch it again, or update gguf if the file's version is newer",
+            ) from None
     metadata = readers[0].metadata
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     shapes = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in tensors.items()}
     digest = hashlib.sha256(readers[0].data[: readers[0].data_offset].tobytes()).hexdigest()
-    return Header(path, str(metadata.get("general.architecture")), metadata, tensors, shapes, digest)
+    return Header(
+        path=path,
+        architecture=str(metadata.get("general.architecture")),
+        metadata=metadata,
+        tensors=tensors,
+        shapes=shapes,
+        digest=digest,
+    )
 
 
 class _Reader(GGUFReader):
@@ -67,10 +77,16 @@ class _Reader(GGUFReader):
         self.metadata = {name: field.contents() for name, field in self.fields.items()}
         end = self.data_offset
         for each in sorted(self.tensors, key=lambda each: each.data_offset):
-            kind, start = each.tensor_type.name, each.data_offset
+            kind = each.tensor_type.name
+            start = each.data_offset
             if kind not in GGUF_FORMATS:
-                what, fix = "a tensor has a number format that cannot be loaded", "use a copy in one of these"
-                raise ModelError(what, f"{file}: {each.name}", kind, ", ".join(GGUF_FORMATS), fix)
+                raise ModelError(
+                    "a tensor has a number format that cannot be loaded",
+                    where=f"{file}: {each.name}",
+                    found=kind,
+                    allowed=", ".join(GGUF_FORMATS),
+                    fix="use a copy in one of these",
+                )
             if start != end + -end % self.alignment:
                 raise ValueError(f"{each.name} of {each.shape.tolist()} at byte {start}, after byte {end}")
             end = start + each.n_bytes
@@ -87,22 +103,27 @@ class _Reader(GGUFReader):
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        kind, start = GGUFValueType(self._get(orig_offs, np.uint32)[0]), orig_offs + 12
-        count, types = int(self._get(orig_offs + 4, np.uint64)[0]), [GGUFValueType.ARRAY, kind]
+        kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+        start = orig_offs + 12
+        count = int(self._get(orig_offs + 4, np.uint64)[0])
+        types = [GGUFValueType.ARRAY, kind]
         if kind != GGUFValueType.STRING:
             numbers = self._get(start, self.gguf_scalar_to_np[kind], count)
             return 12 + numbers.nbytes, [numbers], [0], types
         if count > MAX_TEXTS:
             raise ValueError(f"a list of {count} texts")
-        content, at, texts = self.data.data, start, []
+        content = self.data.data
+        at = start
+        texts = []
         for _ in range(count):
-            first, at = at + 8, at + 8 + struct.unpack_from("<Q", content, at)[0]
+            first = at + 8
+            at = at + 8 + struct.unpack_from("<Q", content, at)[0]
             texts.append(content[first:at])
         self._get(start, np.uint8, at - start)  # refused unless they end before the limit
         return at - orig_offs, texts, list(range(count)), types
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """What the files of a model say of it."""
 
@@ -118,8 +139,13 @@ class Header:
         """The model's row; a ModelError if it has none, or experts."""
         kind = f"{self.architecture} with experts" if self.get("expert_count") else self.architecture
         if kind not in GGUF_FAMILIES:
-            what, fix = "the architecture of the GGUF file cannot be loaded", "use a folder with safetensors"
-            raise ModelError(what, self.path, kind, ", ".join(GGUF_FAMILIES), fix)
+            raise ModelError(
+                "the architecture of the GGUF file cannot be loaded",
+                where=self.path,
+                found=kind,
+                allowed=", ".join(GGUF_FAMILIES),
+                fix="use a folder with safetensors",
+            )
         return FAMILIES[GGUF_FAMILIES[kind]]
 
     def get(self, name: str) -> Any:
@@ -130,30 +156,44 @@ class Header:
         """Returns the value, a positive number of this type; the default where the header has none."""
         value: Any = default if self.get(name) is None else self.get(name)
         if type(value) is not kind or not 0 < value <= most:
-            what, where = "the header has no usable value", f"{self.path}: {self.architecture}.{name}"
-            raise ModelError(what, where, str(value), f"{kind.__name__}, above 0, to {most}", REFETCH)
+            raise ModelError(
+                "the header has no usable value",
+                where=f"{self.path}: {self.architecture}.{name}",
+                found=str(value),
+                allowed=f"{kind.__name__}, above 0, to {most}",
+                fix=REFETCH,
+            )
         return value
 
     def config(self) -> dict[str, Any]:
         """Returns what config.json would say; a ModelError where the header contradicts itself."""
-        row, window = self.family.gguf, "attention.sliding_window"
-        dim, layers = self.number("embedding_length"), self.number("block_count")
-        ffn, heads = self.number("feed_forward_length"), self.number("attention.head_count")
+        row = self.family.gguf
+        window = "attention.sliding_window"
+        dim = self.number("embedding_length")
+        layers = self.number("block_count")
+        ffn = self.number("feed_forward_length")
+        heads = self.number("attention.head_count")
         kv_heads = self.number("attention.head_count_kv", default=heads)
         head_dim = self.number("attention.key_length", default=max(1, dim // heads))
         rotary_dim = self.number("rope.dimension_count", default=head_dim, most=head_dim)
         shapes = {name.removesuffix(".weight"): shape for name, shape in self.shapes.items()}
         rows, *_ = shapes.get("token_embd", (0,))
         # These are compared here, before memory is planned, and all tensors before a weight is read.
-        queries, keys = heads * head_dim, kv_heads * head_dim
+        queries = heads * head_dim
+        keys = kv_heads * head_dim
         qkv, outputs = ("attn_qkv", queries + 2 * keys) if "blk.0.attn_qkv" in shapes else ("attn_k", keys)
         claimed: dict[str, Any] = {"token_embd": (rows, dim), f"blk.0.{qkv}": (outputs, dim)}
         claimed |= {"blk.0.attn_output": (dim, queries), f"blk.{layers - 1}.ffn_down": (dim, ffn)}
         claimed |= {f"blk.{layers}.ffn_down": None}
         for name, shape in claimed.items():
             if shapes.get(name) != shape:
-                what, where = "a tensor contradicts the header's sizes", f"{self.path}: {name}.weight"
-                raise ModelError(what, where, shapes.get(name), shape, REFETCH)
+                raise ModelError(
+                    "a tensor contradicts the header's sizes",
+                    where=f"{self.path}: {name}.weight",
+                    found=shapes.get(name),
+                    allowed=shape,
+                    fix=REFETCH,
+                )
         config: dict[str, Any] = {
             "model_type": GGUF_FAMILIES[self.architecture],
             "vocab_size": rows,
@@ -186,7 +226,8 @@ class Header:
 
         Llama 3's parameters are in a file as the factors that they make: one scale for all positions.
         """
-        kind, original = self.get("rope.scaling.type"), "rope.scaling.original_context_length"
+        kind = self.get("rope.scaling.type")
+        original = "rope.scaling.original_context_length"
         every, short, long = ROTARY
         for first, second, limit in ((every, every, "context_length"), (short, long, original)):
             if {first, second} <= self.tensors.keys():
@@ -196,8 +237,13 @@ class Header:
         if kind in (None, "none", "longrope"):  # the last one without factors: Phi-3's short context
             return {}
         if kind not in ("linear", "yarn"):
-            what, where = "rotary positions are scaled in an unknown way", f"{self.path}: rope.scaling.type"
-            raise ModelError(what, where, kind, "none, linear or yarn", REFETCH)
+            raise ModelError(
+                "rotary positions are scaled in an unknown way",
+                where=f"{self.path}: rope.scaling.type",
+                found=kind,
+                allowed="none, linear or yarn",
+                fix=REFETCH,
+            )
         whole = {"original_max_position_embeddings": self.number(original)} if self.get(original) else {}
         factor = self.number("rope.scaling.factor", float)
         return {"rope_scaling": {"rope_type": kind, "factor": factor, **whole}}

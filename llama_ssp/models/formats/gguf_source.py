@@ -61,12 +61,15 @@ class StoredMatrix(Matrix):
     def __init__(self, tensor: Any, head_dim: int) -> None:
         """`head_dim`: of a head whose rows have number i next to number head_dim / 2 + i; 0 of other rows."""
         super().__init__({})
-        self._tensor, self._head_dim, self._format = tensor, head_dim, tensor.tensor_type.name
+        self._tensor = tensor
+        self._head_dim = head_dim
+        self._format = tensor.tensor_type.name
         self.shape = (*tensor.shape.tolist()[::-1], 1)[:2]
         self.borders = (head_dim or 1, SIZES[self._format][0])
 
     def block(self, rows: Span, columns: Span) -> Coded | Tensor:
-        at, (numbers, size) = self._tensor, SIZES[self._format]
+        at = self._tensor
+        numbers, size = SIZES[self._format]
         # Mapped anew, so that the pages are given back; to be read only, as else Linux refuses large files.
         byte_N = np.memmap(at.data.filename, np.uint8, "r", at.data_offset, (at.n_bytes,))
         first, last = (column // numbers * size for column in columns)
@@ -81,10 +84,17 @@ class StoredMatrix(Matrix):
 def coded(kind: str, byte_NBS: Tensor) -> Coded:
     """Returns the rows of a matrix in this format."""
     code_NBK, scale_NBG, shift_NBG = _parts(kind, byte_NBS)
-    codes, code_NK = Codes(GGUF[kind].table, GGUF[kind].group), code_NBK.flatten(1)
+    codes = Codes(GGUF[kind].table, GGUF[kind].group)
+    code_NK = code_NBK.flatten(1)
     codes_NC = packed(code_NK) if codes.bits == 4 else code_NK
     shift_NG = None if shift_NBG is None else shift_NBG.flatten(1)
-    return Coded(codes, code_NK.shape[1], codes_NC, scale_NBG.flatten(1), shift_NG=shift_NG)
+    return Coded(
+        kind=codes,
+        inputs=code_NK.shape[1],
+        codes_NC=codes_NC,
+        scale_NG=scale_NBG.flatten(1),
+        shift_NG=shift_NG,
+    )
 
 
 def _parts(kind: str, byte: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -93,14 +103,16 @@ def _parts(kind: str, byte: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         case "Q8_0":
             return byte[..., 2:], _half(byte[..., :2]), None
         case "Q4_0" | "Q4_1" | "Q5_0" | "Q5_1":  # in Q5 the fifth bits of all codes, then the lower four
-            fifth, codes = kind[1] == "5", _fields(byte[..., -16:], 4, 16)
+            fifth = kind[1] == "5"
+            codes = _fields(byte[..., -16:], 4, 16)
             if fifth:
                 codes = codes | _fields(byte[..., -20:-16], 1, 1) << 4
             if kind.endswith("1"):
                 return codes, _half(byte[..., :2]), -_half(byte[..., 2:4])
             return codes - 16 * fifth, _half(byte[..., :2]), None
         case "Q2_K":
-            scales, codes = byte[..., :16], _fields(byte[..., 16:80], 2, 32)
+            scales = byte[..., :16]
+            codes = _fields(byte[..., 16:80], 2, 32)
             shifts = _half(byte[..., 82:]) * (scales >> 4)
             return codes, _half(byte[..., 80:82]) * (scales & 15), shifts
         case "Q3_K":  # codes of 3 bits, 4 to 11 of the table; of scales first the lower 4 bits of all

@@ -156,7 +156,8 @@ def _kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
         return _packed(stored, inputs)
     if ".weight.absmax" in stored:
         table = next(table for table in ("nf4", "fp4") if any(end.endswith(table) for end in stored))
-        codes, scales = (2 * math.prod(stored[".weight"][1]), math.prod(stored[".weight.absmax"][1]))
+        codes = 2 * math.prod(stored[".weight"][1])
+        scales = math.prod(stored[".weight.absmax"][1])
         return Kept(4, codes // max(scales, 1), 4, table)
     if ".SCB" in stored:
         return Kept(8, 0, 4, "int8")
@@ -168,14 +169,17 @@ def _packed(stored: Headers, inputs: int) -> Kept:
     """compressed-tensors' words of codes."""
     bits = 4 if stored[".weight_packed"][1][1] == -(-inputs // 8) else 8
     type_, shape = stored[".weight_scale"]
-    zeros, groups = ".weight_zero_point" in stored, shape[1] if len(shape) == 2 else 1
+    zeros = ".weight_zero_point" in stored
+    groups = shape[1] if len(shape) == 2 else 1
     size = SCALE_BYTES.get(type_, 4) + zeros
-    return Kept(bits, inputs // groups if groups > 1 else 0, size, f"{'u' * zeros}int{bits}")
+    table = f"uint{bits}" if zeros else f"int{bits}"
+    return Kept(bits=bits, group=inputs // groups if groups > 1 else 0, bytes=size, table=table)
 
 
 def _scaled(stored: Headers, scale: str, config: QuantisedConfig) -> Kept:
     """Codes of a byte each, and a grid of scales."""
-    (type_, (outputs, inputs)), (scale_type, shape) = stored[".weight"], stored[scale]
+    type_, (outputs, inputs) = stored[".weight"]
+    scale_type, shape = stored[scale]
     rows, groups = shape if len(shape) == 2 else (math.prod(shape), 1)
     group = -(-inputs // groups)
     if config.block and (rows not in (1, outputs) or groups != 1):

@@ -53,7 +53,13 @@ class Stored:
             raise self.wrong(what, found, allowed)
 
     def wrong(self, what: str, found: object, allowed: object) -> ModelError:
-        return ModelError(f"{what} of a quantised matrix is wrong", self.key, found, str(allowed), REFETCH)
+        return ModelError(
+            f"{what} of a quantised matrix is wrong",
+            where=self.key,
+            found=found,
+            allowed=str(allowed),
+            fix=REFETCH,
+        )
 
 
 class Matrix:
@@ -77,13 +83,15 @@ class Matrix:
 
     def _pieces(self, dim: int, span: Span) -> Iterator[Coded | Tensor]:
         """The span's outputs, or the span of inputs of some outputs after the other."""
-        unit, border = self.borders[ROWS], self.borders[dim]
+        unit = self.borders[ROWS]
+        border = self.borders[dim]
         wide = span[0] // border * border, min(-(-span[1] // border) * border, self.shape[dim])
         rows, columns = (wide, (0, self.shape[COLUMNS])) if dim == ROWS else ((0, self.shape[ROWS]), wide)
         step = max(coded.DECODED_AT_ONCE // max(1, length(columns)) // unit, 1) * unit
         for first in range(*rows, step):
             last = min(first + step, rows[1])
-            found, before = self.block((first, last), columns), first if dim == ROWS else wide[0]
+            found = self.block((first, last), columns)
+            before = first if dim == ROWS else wide[0]
             end = min(last, span[1]) if dim == ROWS else span[1]
             own = max(before, span[0]) - before, end - before
             if own == (0, (last - first) if dim == ROWS else length(wide)):
@@ -104,27 +112,32 @@ class Scaled(Matrix):
     ) -> None:
         """`scale`: the name of the scales; `wide`: computes in fp32."""
         super().__init__(stored)
-        weight, self.scale, self.wide = stored[".weight"], stored[scale], wide
+        weight = stored[".weight"]
+        self.scale = stored[scale]
+        self.wide = wide
         self.zero = stored.get(".weight_zero_point")
         if weight.dtype not in BYTE_TABLES or len(weight.shape) != 2:
             raise weight.wrong("the type", f"{weight.dtype} {weight.shape}", ", ".join(BYTE_TABLES))
         outputs, inputs = self.shape = weight.shape
         grid = self.scale.shape if len(self.scale.shape) == 2 else (math.prod(self.scale.shape), 1)
-        self.rows, group = outputs if grid[0] == 1 else 1, inputs
+        self.rows = outputs if grid[0] == 1 else 1
+        group = inputs
         if grid[0] not in (1, outputs) or grid[1] != 1:
             self.rows, group = block or (self.rows, -(-inputs // grid[1]))
         self.scale.require("the shape", grid, (-(-outputs // self.rows), -(-inputs // group)))
         if self.zero is not None:
             self.zero.require("the shape", self.zero.shape, self.scale.shape)
             self.zero.require("the type", self.zero.dtype, "I8")
-        self.grid, self.group = grid, group
+        self.grid = grid
+        self.group = group
         table = "uint8" if self.zero is not None else BYTE_TABLES[weight.dtype]
         self.kind = Codes(table, group if grid[1] > 1 else 0, unit)
         self.borders = 1, (group if grid[1] > 1 else 1)
 
     def block(self, rows: Span, columns: Span) -> Coded:
         codes_NC = self.stored[".weight"].read(rows, columns).view(torch.uint8)
-        scale_NG, zero_NG = self._spread(self.scale, rows, columns), None
+        scale_NG = self._spread(self.scale, rows, columns)
+        zero_NG = None
         if scale_NG.dtype in (torch.uint8, torch.float8_e8m0fnu):  # an exponent
             scale_NG = (scale_NG.view(torch.uint8).float() - 127).exp2()
         if self.wide:
@@ -132,13 +145,20 @@ class Scaled(Matrix):
         if self.zero is not None:  # int8 with zeros, as unsigned numbers
             zero_NG = self._spread(self.zero, rows, columns).view(torch.uint8) ^ 128
             codes_NC = codes_NC ^ 128
-        return Coded(self.kind, columns[1] - columns[0], codes_NC.clone(), scale_NG, zero_NG)
+        return Coded(
+            kind=self.kind,
+            inputs=columns[1] - columns[0],
+            codes_NC=codes_NC.clone(),
+            scale_NG=scale_NG,
+            zero_NG=zero_NG,
+        )
 
     def _spread(self, stored: Stored, rows: Span, columns: Span) -> Tensor:
         """The part of the grid, repeated for every row."""
         grid = stored.read().reshape(self.grid)
         groups = slice(columns[0] // self.group, -(-columns[1] // self.group))
-        own, plain = torch.arange(*rows) // self.rows, torch.uint8 if grid.itemsize == 1 else grid.dtype
+        own = torch.arange(*rows) // self.rows
+        plain = torch.uint8 if grid.itemsize == 1 else grid.dtype
         return grid[:, groups].view(plain)[own].view(grid.dtype)
 
 
@@ -147,7 +167,8 @@ class PackQuantized(Matrix):
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         super().__init__(stored)
-        words, self.scale = stored[".weight_packed"], stored[".weight_scale"]
+        words = stored[".weight_packed"]
+        self.scale = stored[".weight_scale"]
         self.zero = stored.get(".weight_zero_point")
         size = stored[".weight_shape"]
         if size.shape != (2,) or len(words.shape) != 2:
@@ -170,7 +191,8 @@ class PackQuantized(Matrix):
         self.borders = per, math.lcm(per, self.group) if groups > 1 else per
 
     def block(self, rows: Span, columns: Span) -> Coded:
-        per, groups = WORD // self.bits, (columns[0] // self.group, -(-columns[1] // self.group))
+        per = WORD // self.bits
+        groups = (columns[0] // self.group, -(-columns[1] // self.group))
         words = self.stored[".weight_packed"].read(rows, (columns[0] // per, -(-columns[1] // per)))
         codes_NC = bytes_of(words)
         if self.bits == 8 and self.zero is None:
@@ -181,7 +203,13 @@ class PackQuantized(Matrix):
         if self.zero is not None:
             zeros = self.zero.read((rows[0] // per, -(-rows[1] // per)), groups)
             zero_NG = codes_of(zeros.T, self.bits)[:, : rows[1] - rows[0]].T.contiguous()
-        return Coded(self.kind, inputs, codes_NC, self.scale.read(rows, groups).clone(), zero_NG)
+        return Coded(
+            kind=self.kind,
+            inputs=inputs,
+            codes_NC=codes_NC,
+            scale_NG=self.scale.read(rows, groups).clone(),
+            zero_NG=zero_NG,
+        )
 
 
 class ByInput(Matrix):
@@ -191,8 +219,11 @@ class ByInput(Matrix):
         self, stored: Mapping[str, Stored], bits: int, group: int, inputs: int, outputs: int
     ) -> None:
         super().__init__(stored)
-        zeros, self.scale, self.bits = stored[".qzeros"], stored[".scales"], bits
-        self.shape, self.per = (outputs, inputs), WORD // bits
+        zeros = stored[".qzeros"]
+        self.scale = stored[".scales"]
+        self.bits = bits
+        self.shape = (outputs, inputs)
+        self.per = WORD // bits
         self.group = group if group > 0 else inputs
         self.groups = -(-inputs // self.group)
         self.scale.require("the shape", self.scale.shape, (self.groups, outputs))
@@ -205,7 +236,13 @@ class ByInput(Matrix):
         outputs = rows[1] - rows[0]
         scale_NG = self.scale.read(groups, rows).T.contiguous().clone()
         zero_NG = zero_GN[:, :outputs].T.contiguous()
-        return Coded(self.kind, columns[1] - columns[0], codes_NC, scale_NG, zero_NG)
+        return Coded(
+            kind=self.kind,
+            inputs=columns[1] - columns[0],
+            codes_NC=codes_NC,
+            scale_NG=scale_NG,
+            zero_NG=zero_NG,
+        )
 
     def _words(self, rows: Span) -> Span:
         return rows[0] // self.per, -(-rows[1] // self.per)
@@ -224,7 +261,8 @@ class Awq(ByInput):
         super().__init__(stored, bits, group, inputs, words * WORD // bits)
 
     def block(self, rows: Span, columns: Span) -> Coded:
-        words, groups = self._words(rows), self._groups(columns)
+        words = self._words(rows)
+        groups = self._groups(columns)
         code_KN = self._ordered(self.stored[".qweight"].read(columns, words))[:, : rows[1] - rows[0]]
         zero_GN = self._ordered(self.stored[".qzeros"].read(groups, words))
         return self._coded(packed(code_KN.T.contiguous()), rows, columns, zero_GN, groups)
@@ -239,7 +277,8 @@ class Gptq(ByInput):
 
     def __init__(self, stored: Mapping[str, Stored], bits: int, group: int, less_one: bool) -> None:
         """`less_one`: zeros are stored less one (the format's first version)."""
-        codes, self.less_one = stored[".qweight"], less_one
+        codes = stored[".qweight"]
+        self.less_one = less_one
         codes.require("the type", codes.dtype, "I32")
         rows, outputs = codes.shape
         order = stored.get(".g_idx")
@@ -256,7 +295,8 @@ class Gptq(ByInput):
                 self.order_K, self.borders = order_K, (self.per, self.per)
 
     def block(self, rows: Span, columns: Span) -> Coded | Tensor:
-        per, order_K = self.per, self.order_K
+        per = self.per
+        order_K = self.order_K
         groups = self._groups(columns) if order_K is None else (0, self.groups)
         words = self.stored[".qweight"].read((columns[0] // per, -(-columns[1] // per)), rows)
         codes_NC = bytes_of(words.T)[:, : -(-(columns[1] - columns[0]) * self.bits // 8)]
@@ -271,8 +311,15 @@ class Gptq(ByInput):
     def _reordered(part: Coded, order_K: Tensor) -> Tensor:
         """The weights as numbers, where a group is not a run of inputs."""
         assert part.zero_NG is not None
-        scale_NK, zero_NK = part.scale_NG[:, order_K], part.zero_NG[:, order_K]
-        every = Coded(Codes(part.kind.table, 1), part.inputs, part.codes_NC, scale_NK, zero_NK)
+        scale_NK = part.scale_NG[:, order_K]
+        zero_NK = part.zero_NG[:, order_K]
+        every = Coded(
+            kind=Codes(part.kind.table, 1),
+            inputs=part.inputs,
+            codes_NC=part.codes_NC,
+            scale_NG=scale_NK,
+            zero_NG=zero_NK,
+        )
         return every.decoded(part.scale_NG.dtype)
 
 

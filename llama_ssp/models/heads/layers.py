@@ -30,11 +30,16 @@ class Eagle3(nn.Module):
         """`state_norms`: of all hidden states at once, or of each layer's, or none."""
         super().__init__()
         self.embedding = nn.Parameter(embedding_VH, requires_grad=False)
-        self.fc, self.state_norms = fc, nn.ModuleList(state_norms)
+        self.fc = fc
+        self.state_norms = nn.ModuleList(state_norms)
         self.norms = nn.ModuleDict(norms)  # of the token, of the states, before the MLP, before the head
-        self.attention, self.mlp, self.rotary, self.head = attention, mlp, rotary, head
+        self.attention = attention
+        self.mlp = mlp
+        self.rotary = rotary
+        self.head = head
         self.attentions = [attention]
-        self.normed_residual, self.normed_output = settings.norm_before_residual, settings.norm_output
+        self.normed_residual = settings.norm_before_residual
+        self.normed_output = settings.norm_output
 
     def fused(self, state_TX: Tensor) -> Tensor:
         """Returns g, (T, H), of the target's hidden states."""
@@ -84,18 +89,24 @@ class DFlash(nn.Module):
         """`norms`: of the states, and before the head."""
         super().__init__()
         self.embedding = nn.Parameter(embedding_VH, requires_grad=False)
-        self.fc, (self.state_norm, self.norm), self.rotary, self.head = fc, norms, rotary, head
-        self.blocks, self.attentions = nn.ModuleList(blocks), [block.attention for block in blocks]
+        self.fc = fc
+        self.state_norm, self.norm = norms
+        self.rotary = rotary
+        self.head = head
+        self.blocks = nn.ModuleList(blocks)
+        self.attentions = [block.attention for block in blocks]
 
     def remember(self, state_TX: Tensor, feed: Pass, caches: list[KeysValues]) -> None:
         """Writes keys and values of these positions, of the target's hidden states."""
-        g_TH, turns = self.state_norm(self.fc(state_TX)), self._turns(feed)
+        g_TH = self.state_norm(self.fc(state_TX))
+        turns = self._turns(feed)
         for attention, cache in zip(self.attentions, caches, strict=True):
             attention.remember(g_TH, turns, cache, feed)
 
     def forward(self, token_T: Tensor, feed: Pass, caches: list[KeysValues]) -> Tensor:
         """Logits of the head's own tokens, (T, E). What the pass writes into the caches never counts."""
-        x_TH, turns = self.embedding[token_T], self._turns(feed)
+        x_TH = self.embedding[token_T]
+        turns = self._turns(feed)
         for block, cache in zip(self.blocks, caches, strict=True):
             x_TH = block(x_TH, turns, cache, feed)
         return in_fp32(self.head, self.norm(x_TH))

@@ -28,7 +28,8 @@ from llama_ssp.models.steps import has_kernels
 
 # The target's embedding, or with True its output matrix, and whether that is the target's own memory.
 Tables = Callable[[bool], tuple[Tensor, bool]]
-EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+OUTPUT = "lm_head.weight"
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +44,8 @@ class HeadAssembly(Assembly):
 
     def made(self, embedding_VH: Tensor | None, output_EH: Tensor | None) -> Eagle3 | DFlash:
         """Returns the head; embedding and output matrix are the target's, if the head has none."""
-        settings, dim = self.settings, self.shape.dim
+        settings = self.settings
+        dim = self.shape.dim
         if embedding_VH is None:
             embedding_VH = self.read(EMBEDDING, (self.shape.vocab, dim))
         if output_EH is None:
@@ -82,7 +84,8 @@ class Eagle3Assembly(HeadAssembly):
     settings: Eagle3Settings
 
     def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Eagle3:
-        settings, (block,) = self.settings, self.shape.blocks
+        settings = self.settings
+        (block,) = self.shape.blocks
         name = settings.prefix
         self.attention_inputs = 2 * self.shape.dim
         state_norms: list[Norm] = []
@@ -91,12 +94,24 @@ class Eagle3Assembly(HeadAssembly):
         if settings.fc_norm:
             count = len(settings.taps or range(3))
             state_norms = [self.norm(f"fc_norm.{n}", settings.inputs // count) for n in range(count)]
-        norms = {"token": self.norm(f"{name}.input_layernorm"), "states": self.norm(f"{name}.hidden_norm")}
-        norms["before_mlp"] = self.norm(f"{name}.post_attention_layernorm")
-        norms["output"] = self.norm("norm")
-        layers = self.attention(f"{name}.", block), self.dense_mlp(f"{name}.")
-        rotary = self.rotaries()[block.rotary or ""]
-        return Eagle3(settings, embedding_VH, fc, state_norms, norms, *layers, rotary, output).eval()
+
+        head = Eagle3(
+            settings=settings,
+            embedding_VH=embedding_VH,
+            fc=fc,
+            state_norms=state_norms,
+            norms={
+                "token": self.norm(f"{name}.input_layernorm"),
+                "states": self.norm(f"{name}.hidden_norm"),
+                "before_mlp": self.norm(f"{name}.post_attention_layernorm"),
+                "output": self.norm("norm"),
+            },
+            attention=self.attention(f"{name}.", block),
+            mlp=self.dense_mlp(f"{name}."),
+            rotary=self.rotaries()[block.rotary or ""],
+            head=output,
+        )
+        return head.eval()
 
 
 def load_head(
@@ -112,12 +127,17 @@ def load_head(
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     fast = fast and not settings.drafts and has_kernels(name, dtype, device, heads)
     form = LayerFormat(dtype=dtype, device=device, kernels=Kernels.all if fast else Kernels.none)
-    names, taps = wanted(config, settings), settings.taps_of(layers)
+    names = wanted(config, settings)
+    taps = settings.taps_of(layers)
     last = layers - bool(settings.drafts)  # what is there is normed for some
     if wrong := [tap for tap in taps if not 0 <= tap <= last or taps.count(tap) > 1]:
-        what, found = "the head reads layers that the target cannot give", ", ".join(map(str, wrong))
-        fix = "use a head of this target"
-        raise ModelError(what, path, found=found, allowed=f"0..{last}, each once", fix=fix)
+        raise ModelError(
+            "the head reads layers that the target cannot give",
+            where=path,
+            found=", ".join(map(str, wrong)),
+            allowed=f"0..{last}, each once",
+            fix="use a head of this target",
+        )
     lent: list[Tensor | None] = [None, None]
     shared = []
     for output in (False, True):
@@ -130,7 +150,8 @@ def load_head(
         shapes = {name: shape for name, shape in source.shapes.items() if name not in MAPS}
         require_complete(path, differences(names, shapes, config))
         assembly = assembly_of(config, settings, source, form)
-        layers_of_head, ids_E = assembly.made(*lent), assembly.ids()
+        layers_of_head = assembly.made(*lent)
+        ids_E = assembly.ids()
         _require_ids(path, settings, ids_E, source)
     log.debug("draft %s: %s head, %s on %s", name, settings.kind, dtype.value, device)
     model = assembly.model(layers_of_head, config, settings, taps, name, fast)
@@ -149,16 +170,21 @@ def block_config(path: Path, settings: HeadSettings) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # values of wrong types fail in any way
-        raise ModelError("config.json cannot be read", path, found=str(error)[:160], fix=REFETCH) from None
+        raise ModelError(
+            "config.json cannot be read", where=path, found=str(error)[:160], fix=REFETCH
+        ) from None
     if against:
-        raise ModelError("the head's block is of another kind", path, found=against, fix="use another head")
+        raise ModelError(
+            "the head's block is of another kind", where=path, found=against, fix="use another head"
+        )
     return config
 
 
 def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, source: FileSource) -> None:
     """Refuses a reduced vocabulary whose two maps do not agree."""
     whole = int(settings.block["vocab_size"])
-    count, inside = settings.vocab, torch.zeros(whole, dtype=torch.bool)
+    count = settings.vocab
+    inside = torch.zeros(whole, dtype=torch.bool)
     fits = settings.vocab == whole
     if ids_E is not None:
         fits = ids_E.shape == (count,) and int(ids_E.min()) >= 0 and int(ids_E.max()) < whole
@@ -169,15 +195,24 @@ def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, sourc
         listed_V = source.read(MAPS[1], None)
         fits = isinstance(listed_V, Tensor) and torch.equal(listed_V.bool(), inside)
     if not fits:
-        what, allowed = "the maps of the head's vocabulary do not agree", f"{count} tokens of the {whole}"
-        raise ModelError(what, f"{path}: d2t, t2d", found="other tokens", allowed=allowed, fix=REFETCH)
+        raise ModelError(
+            "the maps of the head's vocabulary do not agree",
+            where=f"{path}: d2t, t2d",
+            found="other tokens",
+            allowed=f"{count} tokens of the {whole}",
+            fix=REFETCH,
+        )
 
 
 def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
     """Reads the table whole, for the leader of several ranks, each of which holds a part."""
     if path is None:
-        what, fix = "the head has no embedding, and the target none on disk", "use a head with embed_tokens"
-        raise ModelError(what, model.name, found="a synthetic target", fix=fix)
+        raise ModelError(
+            "the head has no embedding, and the target none on disk",
+            where=model.name,
+            found="a synthetic target",
+            fix="use a head with embed_tokens",
+        )
     names = family_of(model.family).names
     name = f"{names.head if output and not model.tied else names.embedding}.weight"
     with closing(opened(path, require_supported(path), {name: ()})) as source:

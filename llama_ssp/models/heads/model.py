@@ -38,12 +38,19 @@ class HeadModel(Loaded):
         self, head: Eagle3 | DFlash, config: Any, taps: tuple[int, ...], name: str, fast: bool
     ) -> None:
         """`fast`: with compiled steps."""
-        self.config, self.name, self.taps, self.is_compiled = config, name, taps, fast
-        self.vocab, self.context = int(config.vocab_size), int(config.max_position_embeddings)
+        self.config = config
+        self.name = name
+        self.taps = taps
+        self.is_compiled = fast
+        self.vocab = int(config.vocab_size)
+        self.context = int(config.max_position_embeddings)
         weight = head.embedding
-        self.dim, self.device, self.dtype = int(config.hidden_size), weight.device, weight.dtype
+        self.dim = int(config.hidden_size)
+        self.device = weight.device
+        self.dtype = weight.dtype
         self.attend: attention.Attend = attention.attend_rows
-        self.caches, self._layers = Tally(), head
+        self.caches = Tally()
+        self._layers = head
         self._cache_shapes = [(item.sizes[1] // item.head_dim, item.head_dim) for item in head.attentions]
 
     @property
@@ -67,7 +74,9 @@ class DFlashModel(HeadModel):
     def __init__(self, head: DFlash, config: Any, settings: DFlashSettings, *how: Any) -> None:
         super().__init__(head, config, *how)
         self.attend = attention.attend_blocks
-        self.head, self.width, self.drafts = head, settings.width, settings.drafts
+        self.head = head
+        self.width = settings.width
+        self.drafts = settings.drafts
         self.mask_token = settings.mask_token
 
     @torch.inference_mode()
@@ -91,7 +100,8 @@ class Eagle3Model(HeadModel):
 
     def __init__(self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any) -> None:
         super().__init__(head, config, *how)
-        self.head, self.settings = head, settings
+        self.head = head
+        self.settings = settings
         if self.is_compiled and self.device.type == "cpu":
             self.attend = attention_kernel.attend
         self._program: Program | None = None
@@ -116,7 +126,8 @@ class Eagle3Model(HeadModel):
     @torch.inference_mode()
     def step(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> tuple[Tensor, Tensor]:
         """Logits (R, E) and z (R, H) of each row's last position; what goes in is as of `states`."""
-        feed, token_T = self._feed(rows, cache), token_T.to(self.device)
+        feed = self._feed(rows, cache)
+        token_T = token_T.to(self.device)
         if len(rows) == 1:
             last_R = cache.position_S[len(token_T) - 1 : len(token_T)]
         else:
@@ -158,5 +169,5 @@ def draft_step(
     check: Callable[..., None] = torch._check
     for tensor in (token_T, *last, caches[0][0][0]):
         check(tensor.shape[0] >= 1)
-    feed = attention.Pass(position_T, first_T, attention_kernel.attend)
+    feed = attention.Pass(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
     return head.step(token_T, g_TH, *last, feed, *caches)

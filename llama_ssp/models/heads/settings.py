@@ -22,10 +22,12 @@ from llama_ssp.models.folder import (
     tensors_of,
 )
 
-EAGLE3, DFLASH = "eagle3", "dflash"
+EAGLE3 = "eagle3"
+DFLASH = "dflash"
 FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 MAPS = "d2t", "t2d"  # a drafted token's id is its place plus d2t; t2d says which ids there are
-TAPS, BLOCK_TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+TAPS = "eagle_aux_hidden_state_layer_ids"
+BLOCK_TAPS = "aux_hidden_state_layer_ids"
 BLOCKS = "llama", "qwen3"  # kinds of a head's block, by transformers' model_type
 MOST_WIDTH = 64  # tokens of a block
 PREFIXES = "layers.0", "midlayer"  # of the block's tensors: speculators' and the raw layout's
@@ -36,7 +38,7 @@ Shapes = dict[str, tuple[int, ...]]
 READ = "EAGLE-3 or DFlash, in the speculators layout or the raw one"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadSettings:
     """A head as its folder describes it.
 
@@ -63,7 +65,7 @@ class HeadSettings:
         return self.taps or (2, layers // 2, layers - 3)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Eagle3Settings(HeadSettings):
     """`prefix` is of its block's tensors."""
 
@@ -74,7 +76,7 @@ class Eagle3Settings(HeadSettings):
     norm_output: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DFlashSettings(HeadSettings):
     """A head of one pass: it reads the last token and `width - 1` times `mask_token`.
 
@@ -110,8 +112,13 @@ def head_settings(path: Path) -> HeadSettings:
     """Reads and checks the folder of a head; a ModelError if it is of another kind, or cannot be read."""
     kind = kind_of(path)
     if kind not in CLASSES:
-        what, fix = "this kind of trained head is not read", "use one of these, or a small draft model"
-        raise ModelError(what, path, found=kind, allowed=READ, fix=fix)
+        raise ModelError(
+            "this kind of trained head is not read",
+            where=path,
+            found=kind,
+            allowed=READ,
+            fix="use one of these, or a small draft model",
+        )
     require_whole(path)
     require_counts(path, content := read_json(path / "config.json"))
     layer = content.get("transformer_layer_config")
@@ -123,22 +130,43 @@ def head_settings(path: Path) -> HeadSettings:
 def _eagle3(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: Shapes) -> Eagle3Settings:
     block.setdefault("model_type", "llama")
     if block["model_type"] not in BLOCKS or block.get("num_hidden_layers", 1) != 1:
-        found = f"{block.get('num_hidden_layers', 1)} of {block['model_type']}"
-        what, allowed = "the head's block is of another kind", f"1 of {' or '.join(BLOCKS)}"
-        raise ModelError(what, path, found=found, allowed=allowed, fix="use another head")
+        raise ModelError(
+            "the head's block is of another kind",
+            where=path,
+            found=f"{block.get('num_hidden_layers', 1)} of {block['model_type']}",
+            allowed=f"1 of {' or '.join(BLOCKS)}",
+            fix="use another head",
+        )
     wide = [shapes[name] for name in ("fc.weight", "lm_head.weight") if len(shapes.get(name, ())) == 2]
     if len(wide) < 2:
-        what, allowed = "the head lacks tensors", "fc.weight and lm_head.weight, two dimensions each"
-        raise ModelError(what, path, found=f"{len(shapes)} tensors", allowed=allowed, fix=REFETCH)
+        raise ModelError(
+            "the head lacks tensors",
+            where=path,
+            found=f"{len(shapes)} tensors",
+            allowed="fc.weight and lm_head.weight, two dimensions each",
+            fix=REFETCH,
+        )
     flags = {key: content.get(key, False) for key in FLAGS}
     if not all(isinstance(flag, bool) for flag in flags.values()) or (flags[FLAGS[1]] and flags[FLAGS[2]]):
-        what, allowed = "config.json has flags that contradict each other", "true or false, one of the two"
-        raise ModelError(what, path, found=f"norm_before_fc, fc_norm: {flags}", allowed=allowed, fix=REFETCH)
+        raise ModelError(
+            "config.json has flags that contradict each other",
+            where=path,
+            found=f"norm_before_fc, fc_norm: {flags}",
+            allowed="true or false, one of the two",
+            fix=REFETCH,
+        )
     prefix = next((name for name in PREFIXES if f"{name}.hidden_norm.weight" in shapes), PREFIXES[0])
     (_, inputs), (vocab, _) = wide
     block.update(num_hidden_layers=1, tie_word_embeddings=False)
     return Eagle3Settings(
-        block, vocab, _taps(path, content), inputs, "embed_tokens.weight" in shapes, True, prefix, **flags
+        block=block,
+        vocab=vocab,
+        taps=_taps(path, content),
+        inputs=inputs,
+        embeds="embed_tokens.weight" in shapes,
+        heads=True,
+        prefix=prefix,
+        **flags,
     )
 
 
@@ -156,20 +184,45 @@ def _dflash(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: 
     slides = not isinstance(kinds, list) or "sliding_attention" in kinds or block.get("use_sliding_window")
     wide = shapes.get("fc.weight", ())
     if slides or "layers.0.self_attn.q_norm.weight" not in shapes or len(wide) != 2:
-        what, allowed = "the head's blocks are of another kind", "fc, and blocks as of Qwen3 without windows"
-        raise ModelError(what, path, f"{len(shapes)} tensors, {kinds}", allowed, "use another head")
+        raise ModelError(
+            "the head's blocks are of another kind",
+            where=path,
+            found=f"{len(shapes)} tensors, {kinds}",
+            allowed="fc, and blocks as of Qwen3 without windows",
+            fix="use another head",
+        )
     usable = type(width) is int and type(mask) is int and type(whole) is int and 0 <= mask < whole
     if not (usable and 2 <= width <= MOST_WIDTH and anchor in (None, False, True)):
-        what, found = "config.json describes no usable block", f"{width}, {mask}, {anchor}"
-        allowed = f"2..{MOST_WIDTH}, a token of the target, true or false"
-        raise ModelError(what, f"{path}: {', '.join(names)}", found=found, allowed=allowed, fix=REFETCH)
+        raise ModelError(
+            "config.json describes no usable block",
+            where=f"{path}: {', '.join(names)}",
+            found=f"{width}, {mask}, {anchor}",
+            allowed=f"2..{MOST_WIDTH}, a token of the target, true or false",
+            fix=REFETCH,
+        )
     if (found_taps := _layers(path, BLOCK_TAPS, taps)) is None or wide[1] != len(found_taps) * wide[0]:
-        what, found = "the head's fc does not fit the layers that it reads", f"{wide}, layers {found_taps}"
-        raise ModelError(what, path, found=found, allowed="as many inputs as these layers give", fix=REFETCH)
+        raise ModelError(
+            "the head's fc does not fit the layers that it reads",
+            where=path,
+            found=f"{wide}, layers {found_taps}",
+            allowed="as many inputs as these layers give",
+            fix=REFETCH,
+        )
     heads = len(output := shapes.get("lm_head.weight", ())) == 2
     block.update(model_type="qwen3", tie_word_embeddings=False)
-    vocab, embeds = output[0] if heads else whole, "embed_tokens.weight" in shapes
-    return DFlashSettings(block, vocab, found_taps, wide[1], embeds, heads, width, mask, bool(anchor))
+    vocab = output[0] if heads else whole
+    embeds = "embed_tokens.weight" in shapes
+    return DFlashSettings(
+        block=block,
+        vocab=vocab,
+        taps=found_taps,
+        inputs=wide[1],
+        embeds=embeds,
+        heads=heads,
+        width=width,
+        mask_token=mask,
+        from_anchor=bool(anchor),
+    )
 
 
 def _taps(path: Path, content: dict[str, Any]) -> tuple[int, ...] | None:
@@ -177,8 +230,13 @@ def _taps(path: Path, content: dict[str, Any]) -> tuple[int, ...] | None:
     nested = nested if isinstance(nested, dict) else {}
     found = content.get(TAPS, nested.get(TAPS))
     if nested.get("use_aux_hidden_state") is False:
-        what, allowed = "the head reads the target's last hidden state alone", "three named layers (EAGLE-3)"
-        raise ModelError(what, path, "use_aux_hidden_state: false", allowed, "use another head")
+        raise ModelError(
+            "the head reads the target's last hidden state alone",
+            where=path,
+            found="use_aux_hidden_state: false",
+            allowed="three named layers (EAGLE-3)",
+            fix="use another head",
+        )
     return _layers(path, TAPS, found)
 
 
@@ -186,7 +244,13 @@ def _layers(path: Path, key: str, found: Any) -> tuple[int, ...] | None:
     if found is None:
         return None
     if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 2**16 for n in found):
-        raise ModelError("config.json names no usable layers", f"{path}: {key}", found, "numbers", REFETCH)
+        raise ModelError(
+            "config.json names no usable layers",
+            where=f"{path}: {key}",
+            found=found,
+            allowed="numbers",
+            fix=REFETCH,
+        )
     return tuple(found)
 
 
@@ -197,6 +261,11 @@ def _shapes(path: Path) -> Shapes:
         load = f"torch.load({pickled[0]!r}, map_location='cpu', weights_only=True)"
         save = "save_file({k: v.contiguous() for k, v in w.items()}, 'model.safetensors')"
         code = f"import torch; from safetensors.torch import save_file; w = {load}; {save}"
-        what, fix = "the weights are pickled, which can run code", f'convert them there: python -c "{code}"'
-        raise ModelError(what, path, found=", ".join(pickled[:5]), allowed="*.safetensors", fix=fix)
+        raise ModelError(
+            "the weights are pickled, which can run code",
+            where=path,
+            found=", ".join(pickled[:5]),
+            allowed="*.safetensors",
+            fix=f'convert them there: python -c "{code}"',
+        )
     return {name: shape for name, (_, shape) in tensors_of(path).items()}

@@ -17,7 +17,9 @@ from llama_ssp.models.graph_sizes import BLOCK
 from llama_ssp.models.kernels.build import load_library, triton_runs
 from llama_ssp.models.kernels.large_pages import LargePages
 
-OPERATOR, WIDE = "llama_ssp::linear_coded", "llama_ssp::linear_coded_wide"  # wide: sums in fp32, on GPUs
+# wide: sums in fp32, on GPUs.
+OPERATOR = "llama_ssp::linear_coded"
+WIDE = "llama_ssp::linear_coded_wide"
 WORD = 4  # bytes of codes of an output that stand together, as in coded.cpp
 LEAST = 16  # bytes of a group's codes on a GPU: the fewest inputs of a product on tensor cores
 
@@ -39,8 +41,18 @@ class DecodedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.kind}"
 
     def forward(self, x: Tensor, wide: bool = False) -> Tensor:
-        factors = self.codes, self.scales, self.zeros, self.shifts, self.bias
-        product: Tensor = linear_decoded(x.float() if wide else x, *factors, *self.kind)
+        table, group, unit = self.kind
+        product: Tensor = linear_decoded(
+            x.float() if wide else x,
+            self.codes,
+            self.scales,
+            self.zeros,
+            self.shifts,
+            self.bias,
+            table,
+            group,
+            unit,
+        )
         return product
 
 
@@ -52,9 +64,26 @@ DECODED = (
 
 # For torch.compile, one operation.
 @torch.library.custom_op("llama_ssp::linear_decoded", mutates_args=(), schema=DECODED)
-def linear_decoded(x: Tensor, codes: Tensor, scales: Tensor, *others: Any) -> Tensor:
-    zeros, shifts, bias, *kind = others
-    weight = Coded(Codes(*kind), x.shape[-1], codes, scales, zeros, shifts)
+def linear_decoded(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    shifts: Tensor | None,
+    bias: Tensor | None,
+    table: str,
+    group: int,
+    unit: float,
+) -> Tensor:
+    """Returns x W^T + b; the weight (N, K) is decoded from its parts, and forgotten."""
+    weight = Coded(
+        kind=Codes(table=table, group=group, unit=unit),
+        inputs=x.shape[-1],
+        codes_NC=codes,
+        scale_NG=scales,
+        zero_NG=zeros,
+        shift_NG=shifts,
+    )
     return functional.linear(x, weight.decoded(x.dtype), bias)
 
 
@@ -74,7 +103,8 @@ class CodedLinear(nn.Module):
         self.group = weight.kind.group or weight.inputs
         self.table_number = list(TABLES).index(weight.kind.table)
         self.bias = None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)
-        scale_NG, offset_NG = weight.scale_NG, weight.shift_NG if weight.zero_NG is None else weight.zero_NG
+        scale_NG = weight.scale_NG
+        offset_NG = weight.shift_NG if weight.zero_NG is None else weight.zero_NG
         if weight.kind.unit != 1.0:
             scale_NG = scale_NG.float() * weight.kind.unit
         parts = {"codes": weight.codes_NC, "scales": scale_NG, "offsets": offset_NG}
@@ -90,11 +120,20 @@ class CodedLinear(nn.Module):
 
     def forward(self, x: Tensor, wide: bool = False) -> Tensor:
         """`wide`: the sums as they are, in fp32; on a CPU of inputs in fp32."""
-        factors, sizes = (self.table, self.scales, self.offsets, self.bias), (self.group, self.table_number)
         on_gpu = wide and x.device.type == "cuda"
         operator = torch.ops.llama_ssp.linear_coded_wide if on_gpu else torch.ops.llama_ssp.linear_coded
         x = x.float() if wide and not on_gpu else x
-        product: Tensor = operator(x, self.codes, *factors, self.out_features, *sizes)
+        product: Tensor = operator(
+            x,
+            self.codes,
+            self.table,
+            self.scales,
+            self.offsets,
+            self.bias,
+            self.out_features,
+            self.group,
+            self.table_number,
+        )
         return product
 
 

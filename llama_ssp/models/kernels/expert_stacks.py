@@ -45,7 +45,10 @@ class Stacking:
     """
 
     def __init__(self, count: int, device: torch.device, fast: bool, memory: LargePages | None) -> None:
-        self._count, self._device, self._fast, self._memory = count, device, fast, memory
+        self._count = count
+        self._device = device
+        self._fast = fast
+        self._memory = memory
         self._parts: list[Tensor] = []
         self.how: str | None = None  # of the first weight
 
@@ -72,7 +75,8 @@ class Stacking:
         if isinstance(weight, Tensor):
             packs = self._memory is not None and weight.shape[-1] % WORD.get(weight.dtype, 1 << 30) == 0
             return NUMBERS, [packed(weight) if packs else weight]
-        kind, by_kernel = weight.kind, self._fast and usable(weight, self._device)
+        kind = weight.kind
+        by_kernel = self._fast and usable(weight, self._device)
         unit = 1.0 if by_kernel else kind.unit  # the kernel's scales have it
         words = kind.table, kind.group, unit, weight.shape[0], weight.zero_NG is not None, by_kernel
         return " ".join(map(str, words)), _parts(weight, self._device, by_kernel)
@@ -94,9 +98,16 @@ def _read(how: str) -> Words:
 def _decoded(parts: list[Tensor], how: Words, inputs: int, dtype: torch.dtype) -> Tensor:
     """The weights (N, K) of the rows of codes, scales and offsets."""
     table, group, unit, _, zeros, _ = how
-    offset = parts[2] if len(parts) > 2 else None
-    offsets = (offset, None) if zeros else (None, offset)
-    return Coded(Codes(table, group, unit), inputs, parts[0], parts[1], *offsets).decoded(dtype)
+    offset_NG = parts[2] if len(parts) > 2 else None  # zeros, or else shifts
+    weight = Coded(
+        kind=Codes(table, group, unit),
+        inputs=inputs,
+        codes_NC=parts[0],
+        scale_NG=parts[1],
+        zero_NG=offset_NG if zeros else None,
+        shift_NG=None if zeros else offset_NG,
+    )
+    return weight.decoded(dtype)
 
 
 def outputs_of(up: Stack, down: Stack) -> int:
@@ -111,7 +122,8 @@ def product(x: Tensor, stack: Stack, bias_EN: Tensor | None, expert: int, output
     """y = x W^T + b with an expert's weight."""
     if stack.how == NUMBERS:
         return product_of_expert(x, stack.parts[0], bias_EN, expert, outputs)
-    words, own = _read(stack.how), [part[expert] for part in stack.parts]
+    words = _read(stack.how)
+    own = [part[expert] for part in stack.parts]
     bias = None if bias_EN is None else bias_EN[expert]
     if not stack.by_kernel:
         return functional.linear(x, _decoded(own, words, x.shape[-1], x.dtype), bias)
@@ -136,13 +148,15 @@ def products(x_MK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | Non
         from llama_ssp.models.kernels import experts_triton
 
         return experts_triton.products(x_MK, expert_P, stack.parts[0], bias_EN)
-    words, inputs = _read(stack.how), x_MK.shape[-1]
+    words = _read(stack.how)
+    inputs = x_MK.shape[-1]
     if stack.by_kernel:
         from llama_ssp.models.kernels.coded_triton import linear_coded
 
         return linear_coded(*_arguments(x_MK, stack.parts, words, bias_EN), expert_P=expert_P)
     x_PK = x_MK.repeat_interleave(len(expert_P) // len(x_MK), 0)
-    y_PN1, count = x_PK.new_empty(len(x_PK), words[3], 1), max(1, DECODED // (words[3] * inputs))
+    y_PN1 = x_PK.new_empty(len(x_PK), words[3], 1)
+    count = max(1, DECODED // (words[3] * inputs))
 
     def multiply(few: slice) -> None:  # decoded weights end with it, before others are made
         own = [part[expert_P[few]].flatten(0, 1) for part in stack.parts]

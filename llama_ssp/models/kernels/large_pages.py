@@ -14,13 +14,15 @@ class LargePages:
     """Hands out tensors one after the other, of chunks for which large pages are asked."""
 
     def __init__(self) -> None:
-        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor without values; the chunk lives as long as one of its tensors."""
         size = -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNED) * ALIGNED
         if self._used + size > len(self._chunk):
-            self._chunk, self._used = _chunk(max(CHUNK, size)), 0
+            self._chunk = _chunk(max(CHUNK, size))
+            self._used = 0
         part = self._chunk[self._used : self._used + size]
         self._used += size
         return part.view(dtype)[: torch.Size(shape).numel()].view(shape)

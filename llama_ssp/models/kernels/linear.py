@@ -18,7 +18,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, memory: LargePages | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.packed = nn.Parameter(packed(linear.weight, memory), requires_grad=False)
         self.bias = linear.bias
 
@@ -35,7 +36,8 @@ def packed(weight_NK: Tensor, memory: LargePages | None = None) -> Tensor:
     word = WORD[weight_NK.dtype]
     assert inputs % word == 0, "packable() says which weights can be packed"
     padded = nn.functional.pad(weight_NK, (0, 0, 0, -outputs % BLOCK)).contiguous()
-    shape, dtype = (len(padded) // BLOCK, inputs // word, BLOCK, word), weight_NK.dtype
+    shape = (len(padded) // BLOCK, inputs // word, BLOCK, word)
+    dtype = weight_NK.dtype
     found = torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
     words = padded.view(torch.int32).view(-1, BLOCK, inputs // word)
     found.view(torch.int32).squeeze(-1).copy_(words.transpose(1, 2))

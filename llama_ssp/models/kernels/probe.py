@@ -15,15 +15,20 @@ from llama_ssp.models.kernels.attention import attend
 from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
 
 TOLERANCE = 2.0**-5  # of the largest number: several roundings to bf16
-ROWS, INPUTS, OUTPUTS = 3, 256, 128
+ROWS = 3
+INPUTS = 256
+OUTPUTS = 128
 PROMPT = 80  # tokens, which take the most memory of a processor
 
 
 @functools.cache
 def require_attention(group: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises what the kernel raises, or ArithmeticError, for `group` heads of `size` numbers to a KV head."""
-    drawn, scale = _drawn(device, dtype), size**-0.5
-    keys_GND, values_GND, sink_H = drawn(1, 128, size), drawn(1, 128, size), drawn(group)
+    drawn = _drawn(device, dtype)
+    scale = size**-0.5
+    keys_GND = drawn(1, 128, size)
+    values_GND = drawn(1, 128, size)
+    sink_H = drawn(group)
     for rows, scores, sinks in ((ROWS, Scores(scale), None), (PROMPT, Scores(scale, 24, 5.0), sink_H)):
         feed = Pass.of([(0, 40, rows)], device)
         tensors = drawn(rows, group, size), keys_GND, values_GND, scores, sinks
@@ -34,9 +39,10 @@ def require_attention(group: int, size: int, dtype: torch.dtype, device: torch.d
 def require_coded(kind: Codes, device: torch.device) -> None:
     """Raises what the kernel for weights in these codes raises, or ArithmeticError."""
     drawn = _drawn(device, torch.bfloat16)
-    x_TK, scale_NG = drawn(ROWS, INPUTS), drawn(OUTPUTS, INPUTS // (kind.group or INPUTS))
+    x_TK = drawn(ROWS, INPUTS)
+    scale_NG = drawn(OUTPUTS, INPUTS // (kind.group or INPUTS))
     codes_NC = torch.arange(OUTPUTS * INPUTS * kind.bits // 8, device=device).byte().view(OUTPUTS, -1)
-    weight = Coded(kind, INPUTS, codes_NC, scale_NG)
+    weight = Coded(kind=kind, inputs=INPUTS, codes_NC=codes_NC, scale_NG=scale_NG)
     plain = DecodedLinear(weight, None).to(device)
     _compare("a product with codes", CodedLinear(weight, None, device)(x_TK), plain(x_TK))
 
