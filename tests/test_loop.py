@@ -27,7 +27,14 @@ from tests.rig import engine_of, speculate, steps_of
 
 
 def result_of(drafted: list[int], accepted: int, token: int) -> Decision:
-    return Decision([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
+    return Decision(
+        drafted=[drafted],
+        accepted=[accepted],
+        token=[token],
+        overlap=[[0.5] * len(drafted)],
+        damaged=[False],
+        standing=[[]],
+    )
 
 
 def committed(*results: Decision, limits: Limits, context: int = 50) -> tuple[State, list[RowStep]]:
@@ -175,7 +182,7 @@ def traced(rounds: list[tuple[list[int], int, int]]) -> Any:
     """One row after these rounds, and its counters' summary."""
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
     for number, (drafted, accepted, token) in enumerate(rounds):
-        result = Decision([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
+        result = result_of(drafted, accepted, token)
         counts.add(commit(state, result, Limits(40, frozenset({EOS})), 50, number).rows[0])
     return state, counts.summary()
 

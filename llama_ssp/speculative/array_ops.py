@@ -1,4 +1,4 @@
-"""The array operations of verification and filters, for torch and numpy alike.
+"""Names the array operations of verification and filters, which torch and numpy both have.
 
 The functions that ship run on torch tensors. Tests prove the same functions exact by enumeration, on numpy
 arrays of `fractions.Fraction` (tests/proofs/test_verify_exact.py).
@@ -14,67 +14,73 @@ HEAP = 512  # up to this many of the largest, torch's topk is faster on a CPU th
 
 
 def _of(array: Array) -> Any:
-    """The library that the array belongs to."""
+    """Returns the library that the array belongs to."""
     return np if isinstance(array, np.ndarray) else torch
 
 
 def where(condition: Array, yes: Array, no: Array) -> Array:
+    """Returns `yes` where the condition holds, `no` elsewhere."""
     return _of(condition).where(condition, yes, no)
 
 
 def smaller(left: Array, right: Array) -> Array:
+    """Returns the lesser of each pair."""
     return _of(left).minimum(left, right)
 
 
 def stack_last(parts: list[Array]) -> Array:
+    """Returns the parts side by side along a new last axis."""
     return _of(parts[0]).stack(parts, -1)
 
 
 def joined(left: Array, right: Array) -> Array:
-    """Concatenated along the last axis."""
+    """Returns both, one after the other along the last axis."""
     return _of(left).concatenate([left, right], -1)
 
 
 def shifted(array: Array, first: int) -> Array:
-    """Each entry's left neighbour along the last axis; the first one's is `first`."""
-    return joined(array[..., :1] * 0 + first, array[..., :-1])
+    """Returns each entry's left neighbour along the last axis; the first one's is `first`."""
+    first_1 = array[..., :1] * 0 + first  # in the array's own kind of number
+    return joined(first_1, array[..., :-1])
 
 
-def excess(weight: Array, one: Array, other: Array) -> Array:
-    """max(weight * one - other, 0), with memory for one large tensor."""
-    if isinstance(one, np.ndarray):
-        return (weight * one - other).clip(0)
-    return (weight * one).sub_(other).clamp_(min=0)
+def excess(weight: Array, target: Array, draft: Array) -> Array:
+    """Returns max(weight * target - draft, 0), with memory for one large tensor."""
+    if isinstance(target, np.ndarray):
+        return (weight * target - draft).clip(0)
+    return (weight * target).sub_(draft).clamp_(min=0)
 
 
 def order(array: Array) -> Array:
-    """0, 1, 2, ... along the last axis."""
+    """Returns 0, 1, 2, ..., as many as the last axis is long."""
     size = array.shape[-1]
     return np.arange(size) if isinstance(array, np.ndarray) else torch.arange(size, device=array.device)
 
 
 def pick(array: Array, index: Array, axis: int) -> Array:
-    """`array` at `index` along `axis`; the other axes are as long in both."""
+    """Returns `array` at `index` along `axis`; the other axes are as long in both."""
     if isinstance(array, np.ndarray):
         return np.take_along_axis(array, index, axis)
     return array.gather(axis, index)
 
 
 def row_by_row(array: Array, index_B: Array) -> Array:
-    """From each row, the entry of axis 1 at that row's index."""
+    """Returns, of each row, the entry of axis 1 at that row's index: (B, W, V) gives (B, V)."""
     return array[order(index_B), index_B]
 
 
 def greatest(array: Array, count: int) -> Array:
-    """The `count` largest of the last axis, largest first.
+    """Returns the `count` largest of the last axis, largest first.
 
     On a CPU numpy sorts several times faster than torch.
     """
-    size, is_torch = array.shape[-1], isinstance(array, torch.Tensor)
+    size = array.shape[-1]
+    is_torch = isinstance(array, torch.Tensor)
     if is_torch and count < size and (count <= HEAP or array.device.type != "cpu"):
         return array.topk(count).values
     if is_torch and array.device.type != "cpu":
         return array.sort(dim=-1, descending=True).values
+
     numbers = array.numpy() if is_torch else array
     if count < size:
         numbers = np.partition(numbers, size - count, -1)[..., size - count :]
@@ -83,5 +89,5 @@ def greatest(array: Array, count: int) -> Array:
 
 
 def largest(array: Array) -> Array:
-    """The maximum of the last axis, kept as an axis of length 1."""
+    """Returns the maximum of the last axis, kept as an axis of length 1."""
     return _of(array).amax(array, -1, keepdims=True)

@@ -1,4 +1,9 @@
-"""What one round does: draft, one target forward, the decision. One interface for every rank."""
+"""What one round does: draft, one target forward, the decision. One interface for every rank.
+
+`Engine` is the leader's, which alone decides. Other ranks have a `Follower` each (follower.py): it computes
+its part of the models, and gets drafts and decisions by message. That two ranks with equal seeds would draw
+the same is never relied on, as their probabilities may differ in the last bit.
+"""
 
 import json
 from abc import ABC, abstractmethod
@@ -24,7 +29,11 @@ from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.logprobs import ScoredToken
 
 OnLeader = Tensor | None
-DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round that a stopwatch tells apart
+
+# Parts of a round that a stopwatch tells apart.
+DRAFT = "draft"
+VERIFY = "verify"
+DECIDE = "decide"
 
 
 class Observer:
@@ -35,14 +44,19 @@ class Observer:
         return nullcontext()
 
     def decided(
-        self, state: State, proposal: Proposal, decision: Decision, probs_BWV: OnLeader, logit_BWV: OnLeader
+        self,
+        state: State,
+        proposal: Proposal,
+        decision: Decision,
+        probs_BWV: OnLeader,
+        logit_BWV: OnLeader,
     ) -> None:
         """Sees a decided round before the commit; only the leader has the target's logits, and their
         probabilities under the sampling controls."""
 
 
 class RankEngine(ABC):
-    """One rank's part in every round. All ranks make the same calls in the same order, on token ids only.
+    """Takes one rank's part in every round. All ranks make the same calls in the same order, on token ids.
 
     The leader has an `Engine`, which decides; other ranks have a `Follower` each. A decision travels with the
     next round's first message, for which a follower's `verify` waits; `flush` sends the last one.
@@ -51,16 +65,28 @@ class RankEngine(ABC):
     _protocol: type[RoundProtocol]
 
     def __init__(
-        self, target: ModelRunner | None, drafter: Drafter | None, sampler: Sampler, roles: Roles,
-        context: int, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        target: ModelRunner | None,
+        drafter: Drafter | None,
+        sampler: Sampler,
+        roles: Roles,
+        context: int,
+        device: torch.device,
+    ) -> None:
         """`target` and `drafter` are None where this rank has no part in them."""
-        self.transform, self.draws = sampler.transform, sampler.draws
-        self.target, self.drafter, self.context = target, drafter, context
+        self.target = target
+        self.drafter = drafter
+        self.context = context  # of the target, in tokens
+        self.transform = sampler.transform
+        self.draws = sampler.draws
         self.observer = Observer()
         self.logprobs = LogprobReader()  # what the leader keeps of the target's distribution: here nothing
-        self._rounds, self._enter, self._device = self._protocol(roles), roles.everyone.enter, device
-        self._target_ranks, self._leads = roles.target, roles.leads
+
+        self._device = device
+        self._rounds = self._protocol(roles)
+        self._enter = roles.everyone.enter  # records what this rank does, for messages of failures
+        self._target_ranks = roles.target
+        self._leads = roles.leads
 
     @property
     def target_forwards(self) -> int:
@@ -78,15 +104,22 @@ class RankEngine(ABC):
     def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
         """Returns the batch's state; every cache holds all of each prompt but its last token.
 
+        The last token is left for the first round, which feeds it with the drafts: what the target makes of
+        it is the distribution of the first new token. So the first round is like all others.
+
         `longest` is the length, prompt and answer, of texts that may be admitted to its rows later.
         """
         self._begin_prefill(prompts)
+
         longest_here = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
-        state = State(prompts, min(max(longest_here, longest), self.context), self._device)
+        capacity = min(max(longest_here, longest), self.context)
+        state = State(prompts, capacity, self._device)
+
         if self.target:
             self.target.start(state.rows, state.capacity)
         if self.drafter:
             self.drafter.start(state.rows, state.capacity)  # before the target's pass, which a head reads
+
         if self.target:
             self.target.prefill(state.token_BS, [length - 1 for length in state.lengths])
         if self.drafter:
@@ -96,35 +129,45 @@ class RankEngine(ABC):
     def admit(self, state: State, prompts: dict[int, Prompt], reuse: bool = False) -> int:
         """Replaces the texts of rows that have ended, and prefills them in one pass, or in one a chunk.
 
+        A row begins anew as in `prefill`: its caches hold its prompt but for the last token, and its draws
+        are those of its own prompt. The other rows stay where they are in their texts.
+
         With `reuse` caches keep the tokens that a row's old and new text begin with, but for the last of
         them: a head that drafts reads its hidden state with the token after it. Returns how many tokens the
         target's cache kept.
         """
         self._begin_prefill(list(prompts.values()))
+
         kept = dict.fromkeys(prompts, 0)
         for row, prompt in prompts.items():
             if reuse:
+                # The prompt's last token is fed in any case, as its logits are wanted.
                 pairs = zip(state.texts[row], prompt.token_ids[:-1], strict=False)
-                kept[row] = max(0, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - 1)
+                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                kept[row] = max(0, shared - 1)
             state.replace(row, prompt)
+
         stayed = 0
         if self.target:
-            stayed = self.target.refill(state.token_BS, {row: state.lengths[row] for row in prompts}, kept)
+            lengths = {row: state.lengths[row] for row in prompts}
+            stayed = self.target.refill(state.token_BS, lengths, kept)
         if self.drafter:
             self.drafter.refill(state, kept)
         return stayed
 
     @torch.inference_mode()
     def score(self, texts: list[Prompt], reader: LogprobReader) -> list[list[ScoredToken]]:
-        """Log-probabilities of each text's tokens, None of its first; on other ranks than the leader none.
+        """Returns log-probabilities of each text's tokens, None of its first; only the leader has any.
 
         Caches are used anew: what was prefilled before must be prefilled again.
         """
         self._begin_prefill(texts)
         if self.target is None:
             return [[] for _ in texts]
+
         state = State(texts, max(len(text.token_ids) for text in texts), self._device)
-        observer, self.target.observer = self.target.observer, None  # a head drafts nothing here
+        observer = self.target.observer
+        self.target.observer = None  # a head drafts nothing here
         try:
             return scored(self.target, state, self.transform, reader, self._leads)
         finally:
@@ -145,7 +188,8 @@ class RankEngine(ABC):
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """Drafts at most `wanted` tokens a row, fewer where the drafter cannot reach further.
 
-        What the leader proposes is verified; other ranks get its drafts, mostly without their probabilities.
+        What the leader proposes is verified; other ranks get its drafts, mostly without their probabilities,
+        which only who decides needs.
         """
 
     @abstractmethod
@@ -153,7 +197,13 @@ class RankEngine(ABC):
         """Runs one target forward over K+1 positions, and decides. Ended rows are fed nothing."""
 
     def roll_back(self, state: State) -> None:
-        """Makes every key/value cache drop what was not committed: at most len-1 tokens of a text stay."""
+        """Makes every key/value cache drop what was not committed: at most len-1 tokens of a text stay.
+
+        Of a row of n tokens with 3 drafts the target was fed up to position n+2. If 1 is accepted, the text
+        has n+2 tokens with the correction, and n+1 stay cached: those up to the accepted draft. The keys of
+        the other two drafts are forgotten. The correction was never fed: the next round feeds it, as it feeds
+        a draft model its own last draft after all were accepted. Nothing is computed again.
+        """
         for model in (self.target, self.drafter):
             if model:
                 model.roll_back(state.lengths)
@@ -184,20 +234,40 @@ class Engine(RankEngine):
     def __init__(
         self, target: ModelRunner, drafter: Drafter, sampler: Sampler, rule: Rule, roles: Roles = SOLE
     ) -> None:
-        super().__init__(target, drafter, sampler, roles, target.model.context, target.model.device)
+        super().__init__(
+            target=target,
+            drafter=drafter,
+            sampler=sampler,
+            roles=roles,
+            context=target.model.context,
+            device=target.model.device,
+        )
         self._rule = rule
 
     @torch.inference_mode()
     def draft(self, state: State, wanted: list[int]) -> Proposal:
+        """Returns K >= 0 drafts a row, each with the distribution q that it was drawn from.
+
+        Whatever drafts, the rules need no more of it than that q is the one that was really drawn from:
+
+        * a draft model's q is a softmax of its logits under the run's sampling controls, one forward a draft;
+        * a trained head's is the same of logits that it computes from the target's hidden states;
+        * an n-gram's draft is looked up in the text, not drawn: its q is 1 for that token, 0 for others, and
+          it is accepted with the probability p that the target gives it.
+
+        With K = 0 nothing is drafted, and the proposal is empty.
+        """
         with self.observer.part(DRAFT):
             self._enter("draft", self._rounds.decided + 1)
+
+            # What limits a row's drafts is known before they are drawn. Once drawn, all are submitted.
             count = tuple(
                 min(k, self.drafter.limit(length), self.target.room(length))
                 for k, length in zip(wanted, state.lengths, strict=True)
             )
-            self._rounds.ask(state, count)
+            self._rounds.ask(state, count)  # of ranks that take part in drafting
             proposal = self.drafter.propose(state, count)
-            self._rounds.submit(state, proposal)
+            self._rounds.submit(state, proposal)  # to the ranks of the target, which are fed the drafts
             return proposal
 
     @torch.inference_mode()
@@ -207,19 +277,29 @@ class Engine(RankEngine):
             with self.observer.part(VERIFY):
                 logit_BWV = target_logits(self.target, state, proposal.count)
             decision = self.judge(state, proposal, logit_BWV)
+            # Other ranks get the decision with the next round's drafts: one message a round.
             self._rounds.decide(state, decision)
             self._enter("commit", self._rounds.decided)
             return decision
 
     def judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Decision:
         """Decides what each row commits, given the target's logits over its drafts and the next position."""
+        # The controls that the drafts were drawn under, each position over its own prefix, which holds the
+        # drafts before it. Column i: the target's distribution after i drafts, if they stand.
         probs_BWV = self.transform(logit_BWV, state.prefix(0, proposal.k + 1))
-        # Without drafts (K = 0) there are no probabilities.
+        # Without drafts (K = 0) there are no probabilities of drafts: (B, 0, V).
         draft_BKV = probs_BWV[:, :0] if proposal.draft_BKV is None else proposal.draft_BKV
-        given = probs_BWV, draft_BKV, proposal.drafted_BK, sent(proposal.count, probs_BWV.device)
-        # The slot names the round's random numbers: by seed, prompt and length of text, never by a counter.
-        packed_BN = self.draws.round(decide, self._rule, state.slot(Purpose.ACCEPT), *given)
-        decision = Decision.unpack(packed_BN, proposal.count)
+        count_B = sent(proposal.count, probs_BWV.device)
+
+        # The slot names the round's random numbers, the coins of its drafts and the draw of the token after
+        # them: by seed, prompt and length of text, never by a counter. So no two rounds share a number, and
+        # a row's text does not depend on the rows next to it.
+        slot = state.slot(Purpose.ACCEPT)
+        packed_BN = self.draws.round(
+            decide, self._rule, slot, probs_BWV, draft_BKV, proposal.drafted_BK, count_B
+        )
+        decision = Decision.unpack(packed_BN, proposal.count)  # here the host waits for the device, once
+
         if self.logprobs.reads:
             blocks = [[] if ended else decision.tokens(row) for row, ended in enumerate(state.ended)]
             logprobs = self.logprobs.read(logit_BWV, probs_BWV, self.transform.vocab, blocks)
@@ -234,7 +314,11 @@ def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> 
     text      0 1 2 3 4 | 5 6      a row of 5 tokens and 2 drafts, in a batch where K = 3
     fed               4 5 6        every token that the cache lacks, up to the last draft
     columns             0 1 2 -    column i: the logits after i drafts; the last is undefined in this row
+
+    It is one forward for all rows and drafts. Without drafts (K = 0) each row is fed its last token alone. A
+    row that has ended is fed nothing: it ends where its cache does.
     """
     rows = zip(target.cached, state.ended, state.lengths, count, strict=True)
     ends = [cached if ended else length + drafted for cached, ended, length, drafted in rows]
-    return target.logits(state.token_BS, ends, [n + 1 for n in count])
+    wanted = [drafted + 1 for drafted in count]
+    return target.logits(state.token_BS, ends, wanted)

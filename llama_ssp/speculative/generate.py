@@ -1,7 +1,14 @@
 """The loop, as in the papers: draft, verify, commit, until every row has ended. It knows token ids only.
 
 Text, timing and printing live outside; what may end a row by its text comes in as `TextEnd`. Regular sampling
-is this loop with K = 0.
+is this loop with K = 0: nothing is drafted, the target is fed one token a row, and the token that follows is
+drawn from its distribution.
+
+    generate.py      the loop, what ends a row, and where a round's tokens are cut
+    engine.py        one round: the drafts, the target's forward, the decision, what caches keep
+    decision.py      what was decided; the same on a device, on the host and in a message
+    verification.py  the rules: which drafts are kept, what replaces the first that is not
+    sampling.py      logits to the distribution that a token is drawn from
 """
 
 from collections.abc import Iterator
@@ -35,32 +42,45 @@ class Limits:
     by_row: dict[int, int] = field(default_factory=dict)  # other `max_new_tokens` of some rows
 
     def longest(self, state: State, row: int) -> int:
-        """The length at which the row is full."""
+        """Returns the length at which the row is full."""
         return state.prompt_lengths[row] + self.by_row.get(row, self.max_new_tokens)
 
     def room(self, state: State, row: int, context: int) -> int:
-        """How many tokens the row may still get; 0 once it has ended."""
+        """Returns how many tokens the row may still get; 0 once it has ended."""
         if state.finished[row]:
             return 0
         return min(self.longest(state, row), context) - len(state.texts[row])
 
     def reached(self, state: State) -> bool:
+        """Returns whether every row has ended."""
         return all(state.finished)
 
     def trim(self, state: State, row: int, tokens: list[int], context: int) -> tuple[int, str | None]:
-        """How many of a round's tokens the row keeps, and why it ends there, if it does."""
-        kept, reason = len(tokens), None
+        """Returns how many of a round's tokens the row keeps, and why it ends there; None if it does not.
+
+        A block may hold an end token in its midst. It is kept, and what follows it is dropped although the
+        target has verified it: a text that ends there has no token after it.
+        """
+        kept = len(tokens)
+        reason = None
+
         ends = [i for i, token in enumerate(tokens) if token in self.end_ids]
         if ends:
-            kept, reason = ends[0] + 1, "eos"
+            kept = ends[0] + 1
+            reason = "eos"
         elif kept >= self.room(state, row, context):
-            full = len(state.texts[row]) + kept
-            reason = "length" if full == self.longest(state, row) else "context"
+            # Drafts were limited to the room, so that a block fills it but never exceeds it.
+            is_full = len(state.texts[row]) + kept == self.longest(state, row)
+            reason = "length" if is_full else "context"
+
         if self.text_end:
+            # The end token is not shown, so no stop string is sought in it.
             visible = tokens[: kept - 1] if ends else tokens
             stopped = self.text_end.kept(row, visible, reason is not None)
-            if stopped is not None:
-                kept, reason = stopped, "stop"
+            if stopped is not None:  # a stop string is complete before the end token or the limit
+                kept = stopped
+                reason = "stop"
+
         return kept, reason
 
 
@@ -80,25 +100,41 @@ class Step:
 
 
 def generate(
-    engine: RankEngine, state: State, limits: Limits, lookahead: DraftLength, refill: Refill | None = None
+    engine: RankEngine,
+    state: State,
+    limits: Limits,
+    lookahead: DraftLength,
+    refill: Refill | None = None,
 ) -> Iterator[Step]:
     """Runs rounds until every row has ended and no prompt is left to refill it. `state` comes from prefill.
 
     `lookahead` chooses K, the number of tokens to draft, for each row.
     To stop earlier, every rank must stop after the same round and call `engine.flush`.
+
+    Every rank runs this loop, and all take the same way through it: only the leader's engine decides, and
+    `verify` returns the leader's decision on every rank.
     """
     number = 0
     while True:
+        # A refilled row begins like any other: its prompt is in the caches but for the last token.
         for row in refill.admit(engine, state) if refill else ():
             lookahead.restart(row)  # earlier rounds say nothing of this text
         if limits.reached(state):
             break
+
+        # K is chosen before anything is drawn, so that it cannot depend on what is drawn: a choice that had
+        # seen the drafts would favour some of them, and texts would have another distribution.
+        # A row that may get r more tokens drafts r - 1 at most: a round adds one token to the accepted ones.
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
         wanted = [max(0, min(k, r - 1)) for k, r in zip(lookahead.choose(), room, strict=True)]
+
         proposal = engine.draft(state, wanted)
         result = engine.verify(state, proposal)
         del proposal  # frees its probabilities before the next ones are made
+
         step = commit(state, result, limits, engine.context, number)
+        # Caches now hold keys of drafts that were rejected, or trimmed: whatever is behind the text is
+        # dropped, for both reasons in one way.
         engine.roll_back(state)
         lookahead.observe(step.rows)
         yield step
@@ -107,23 +143,43 @@ def generate(
 
 
 def commit(state: State, result: Decision, limits: Limits, context: int, number: int) -> Step:
-    """Cuts each row's block where the row ends, then appends it: trim before counting."""
-    step, blocks = Step(number), dict[int, list[int]]()
+    """Cuts each row's block where the row ends, then appends it; returns what each row got.
+
+    It is trimmed before anything is counted: statistics know of no token that is not in the text.
+    """
+    step = Step(number)
+    blocks: dict[int, list[int]] = {}
+
     for row in range(state.rows):
         if state.finished[row]:
             continue
         drafted = result.drafted[row]
+
         if result.damaged[row]:
+            # Logits were not numbers: no token of this round has a distribution. Other rows go on.
             state.finished[row] = "error"
-            step.rows.append(RowStep(row, [], [], 0, [], len(drafted), "error"))
+            step.rows.append(
+                RowStep(
+                    row=row,
+                    tokens=[],
+                    drafted=[],
+                    accepted=0,
+                    overlap=[],
+                    discarded=len(drafted),
+                    finish="error",
+                )
+            )
             continue
-        block = result.tokens(row)
+
+        block = result.tokens(row)  # the accepted drafts, then the correction or the token after them all
         kept, finish = limits.trim(state, row, block, context)
-        counted = drafted if kept == len(block) else drafted[:kept]
         blocks[row] = block[:kept]
+        state.finished[row] = finish
         if result.logprobs:
             state.logprobs[row] += result.logprobs[row][:kept]
-        state.finished[row] = finish
+
+        # Of a block that is cut only the drafts up to the cut count; of any other all, rejected ones too.
+        counted = drafted if kept == len(block) else drafted[:kept]
         step.rows.append(
             RowStep(
                 row=row,
@@ -137,5 +193,6 @@ def commit(state: State, result: Decision, limits: Limits, context: int, number:
                 standing=result.standing[row][: len(counted)],
             )
         )
+
     state.append(blocks)
     return step

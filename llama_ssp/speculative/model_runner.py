@@ -1,8 +1,9 @@
-"""One model and its KV cache: feeds the tokens that the cache lacks, and rolls back on request.
+"""Runs one model with its KV cache: feeds the tokens that the cache lacks, and rolls back on request.
 
 After a round a cache holds at most len-1 tokens of a row, and the next forward feeds the rest. So there are
 no special cases: prefill is the first catching up, and a draft model that was not fed its own last token
-after full acceptance is fed it next round.
+after full acceptance is fed it next round. To roll back is to forget a length (models/feed.py): keys behind
+it are overwritten when their positions come again.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ class ModelRunner:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.forwards = 0
-        self.cached: list[int] = []
+        self.cached: list[int] = []  # how many tokens of each row's text the cache holds
         # Texts that grow longer than this are fed anew, because all their positions then have another scale.
         # A draft's runner may mix both scales: its tokens are drawn from the distribution that results.
         self.limit: int | None = model.restart
@@ -36,8 +37,9 @@ class ModelRunner:
         self.observer: Observer | None = None
 
     def start(self, rows: int, capacity: int) -> None:
-        """A new batch: an empty cache."""
-        self.cached, self._given = [0] * rows, [0] * rows
+        """Begins a batch with an empty cache."""
+        self.cached = [0] * rows
+        self._given = [0] * rows
         self._cache = None  # first: its memory may be needed
         self._cache = self.model.new_cache(rows, capacity)
 
@@ -47,6 +49,7 @@ class ModelRunner:
         self._prefill(token_BS, ends)
 
     def _prefill(self, token_BS: Tensor, ends: list[int]) -> None:
+        """Feeds what rows lack up to their ends, in chunks, so that a long prompt needs no more memory."""
         while any(c < e for c, e in zip(self.cached, ends, strict=True)):
             chunk_ends = [min(e, c + self.prefill_chunk) for e, c in zip(ends, self.cached, strict=True)]
             self._forward(token_BS, chunk_ends, last_only=True)
@@ -60,6 +63,7 @@ class ModelRunner:
         as 0 times NaN is NaN.
         """
         assert self._cache is not None, "start() comes first"
+
         for row, length in lengths.items():
             has_other_scale = self._is_long(length) != self._is_long(self._given[row])
             self.cached[row] = 0 if has_other_scale else min(kept.get(row, 0), self.cached[row])
@@ -67,17 +71,22 @@ class ModelRunner:
             if not self.cached[row]:
                 self._cache.clear(row)
         stayed = sum(self.cached[row] for row in lengths)
-        for group in [[row] for row in lengths] if self.model.pads else [list(lengths)]:
+
+        # A model that pads computes all rows as wide as the longest: one row after the other is less work.
+        groups = [[row] for row in lengths] if self.model.pads else [list(lengths)]
+        for group in groups:
             ends = [lengths[row] - 1 if row in group else cached for row, cached in enumerate(self.cached)]
             self._prefill(token_BS, ends)
         return stayed
 
     def room(self, length: int) -> int:
-        """How many drafts of a text of this length the model can verify in one pass.
+        """Returns how many drafts of a text of this length the model can verify in one pass.
 
         Positions up to `limit` and those beyond it have two scales, and cannot share a pass.
         """
-        return self.limit - length if self.limit is not None and length <= self.limit else UNLIMITED
+        if self.limit is None or length > self.limit:
+            return UNLIMITED
+        return self.limit - length
 
     def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """Feeds up to `ends`; returns the logits of each row's last `wanted` positions, (B, W, V).
@@ -89,13 +98,19 @@ class ModelRunner:
             cached   - - - - -                        the cache may lack `LAG` tokens and more
             fed                5 6 7 8 9              one pass; column 0 of the result is position 6
         """
+        # The text of which drafts are verified ends with the token before the first of them, column 0's.
         self._begin(ends, [max(e - w, 0) + 1 for e, w in zip(ends, wanted, strict=True)])
+        # What is lacking before that, more than LAG tokens, is fed first, for its keys alone.
         self._prefill(token_BS, [max(e - w - LAG + 1, 0) for e, w in zip(ends, wanted, strict=True)])
         feed, logit_BWV = self._forward(token_BS, ends, last_only=False)
+
+        # Rows that lacked more were fed more columns: of each, the first ones are skipped.
         first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
         width = max(n - skipped for n, skipped in zip(feed.count, first, strict=True))
         if not any(first) and feed.width == width:
             return logit_BWV
+
+        # Column i of row b is its fed column first[b] + i; beyond the pass any will do.
         column_BW = torch.tensor(first)[:, None] + torch.arange(width)
         column_BW = sent(column_BW.clamp(max=feed.width - 1), logit_BWV.device)
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
@@ -108,7 +123,8 @@ class ModelRunner:
         self._prefill(token_BS, starts)  # of a text whose positions have the other scale from here on
         count = tuple(end - cached for end, cached in zip(ends, self.cached, strict=True))
         feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, tuple(self._given))
-        self.cached, self.forwards = ends, self.forwards + 1
+        self.cached = ends
+        self.forwards += 1
         yield from self.model.parts(self._input(token_BS, feed), feed, self._cache, size)
 
     def _begin(self, ends: list[int], lengths: list[int]) -> None:
@@ -125,23 +141,37 @@ class ModelRunner:
                 self._given[row] = length
 
     def _is_long(self, length: int) -> bool:
-        """Whether positions of a text of this length have the second scale."""
+        """Returns whether positions of a text of this length have the second scale."""
         return self.limit is not None and length > self.limit
 
     def roll_back(self, lengths: list[int]) -> None:
-        """Keeps at most len-1 tokens of each row."""
+        """Keeps at most len-1 tokens of each row.
+
+        The last token of a text is always fed again, so that there are logits of what follows it.
+        """
         self.cached = [min(c, length - 1) for c, length in zip(self.cached, lengths, strict=True)]
 
     def _forward(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
+        """Feeds each row up to its end, in one pass; returns what was fed, and the logits of its columns."""
         assert self._cache is not None, "start() comes first"
         count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
         fed = [(row, self.cached[row], n) for row, n in enumerate(count) if n]
-        chosen, cache = slice(None), self._cache
+
+        rows = slice(None)
+        cache = self._cache
         if last_only and len(fed) == 1:  # as a batch of this row: the others take no place in the pass
-            chosen, cache = slice(fed[0][0], fed[0][0] + 1), cache.row(fed[0][0])
-        start, given = (tuple(numbers[chosen]) for numbers in (self.cached, self._given))
-        feed = Feed(start, count[chosen], cache.capacity, self.model.device, given)
-        logits = self.model.logits(self._input(token_BS[chosen], feed), feed, cache, last_only)
+            row = fed[0][0]
+            rows = slice(row, row + 1)
+            cache = cache.row(row)
+
+        feed = Feed(
+            start=tuple(self.cached[rows]),
+            count=count[rows],
+            capacity=cache.capacity,
+            device=self.model.device,
+            given=tuple(self._given[rows]),
+        )
+        logits = self.model.logits(self._input(token_BS[rows], feed), feed, cache, last_only)
         self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
         self._observed(token_BS, fed)
         return feed, logits
@@ -153,7 +183,7 @@ class ModelRunner:
             self.observer(token_BS, fed, self.model.tapped_TX)
 
     def _input(self, token_BS: Tensor, feed: Feed) -> Tensor:
-        """The tokens of one forward, (B, W).
+        """Returns the tokens of one forward, (B, W).
 
         A draft's vocabulary may lack padding rows that the target has. If one is drawn, the draft is fed
         another token instead; it is still drawn from the distribution that the draft declares.

@@ -1,4 +1,4 @@
-"""The texts of a batch, and one round's proposal.
+"""Holds the texts of a batch, and one round's proposal.
 
 Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer. Slot t of a row's buffer holds the
 token at position t.
@@ -34,7 +34,8 @@ class StatePrefix(Prefix):
     """Positions of a batch. Their lengths go to the device when a control first reads them: few do."""
 
     def __init__(self, state: State, first: int, width: int) -> None:
-        self._state, self._columns = state, slice(first, first + width)
+        self._state = state
+        self._columns = slice(first, first + width)
 
     @property
     def token_BS(self) -> Tensor:
@@ -42,18 +43,21 @@ class StatePrefix(Prefix):
 
     @property
     def length_BW(self) -> Tensor:
-        return self._state.prefix_lengths(self._columns.stop)[0][:, self._columns]
+        length_BW, _ = self._state.prefix_lengths(self._columns.stop)
+        return length_BW[:, self._columns]
 
     @property
     def prompt_B(self) -> Tensor:
-        return self._state.prefix_lengths(self._columns.stop)[1]
+        _, prompt_B = self._state.prefix_lengths(self._columns.stop)
+        return prompt_B
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The drafts of a round: the first `count` of each row's K columns are real.
+    """Holds the drafts of a round: the first `count` of each row's K columns are real.
 
     `draft_BKV` is the very tensor each token was drawn from: NaN where the draft's logits were not numbers.
+    It is None where no one needs it: without drafts, and on ranks that do not decide.
     """
 
     drafted_BK: Tensor
@@ -80,6 +84,8 @@ class State:
         self.texts = [list(prompt.token_ids) for prompt in prompts]
         self.finished: list[str | None] = [None] * len(prompts)  # why each row ended
         self.logprobs: list[list[ScoredToken]] = [[] for _ in prompts]  # of generated tokens, if asked for
+
+        # One slot more than a text can fill: drafts that a row does not have are written there.
         self.capacity = room
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
         self.token_BS = sent(padded, device)
@@ -107,17 +113,21 @@ class State:
         return self.token_BS.device
 
     def replace(self, row: int, prompt: Prompt) -> None:
-        """Replaces an ended row by a new prompt."""
+        """Replaces an ended row by a new prompt, which has draws of its own (`prompt_key`)."""
         self.prompts[row] = prompt
-        self.keys[row], self.prompt_lengths[row] = prompt_key(prompt.id), len(prompt.token_ids)
-        self.texts[row], self.finished[row] = list(prompt.token_ids), None
+        self.keys[row] = prompt_key(prompt.id)
+        self.prompt_lengths[row] = len(prompt.token_ids)
+        self.texts[row] = list(prompt.token_ids)  # another list: what indexes the old one knows it by that
+        self.finished[row] = None
         self.logprobs[row] = []
+
+        # Nothing of the old text stays behind the new one.
         padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
         self.token_BS[row] = sent(padded, self.device)
         self._lengths_changed()
 
     def generated(self, row: int) -> list[int]:
-        """The row's tokens after its prompt."""
+        """Returns the row's tokens after its prompt."""
         return self.texts[row][self.prompt_lengths[row] :]
 
     def slot(self, purpose: Purpose, offset: int = 0) -> Slot:
@@ -127,15 +137,19 @@ class State:
         return Slot(keys, tuple(self.lengths), purpose, offset)
 
     def prefix(self, first: int, width: int) -> Prefix:
-        """The prefixes of `width` positions a row, the first of them `first` drafts past its length."""
+        """Returns the prefixes of `width` positions a row, the first of them `first` drafts past its length.
+
+        The first continues the row's text and its first `first` drafts, the next one also the draft after
+        them, and so on.
+        """
         return StatePrefix(self, first, width)
 
     def prefix_lengths(self, width: int) -> tuple[Tensor, Tensor]:
-        """The lengths of `width` or more prefixes a row, (B, W), and of the prompts, (B,)."""
+        """Returns the lengths of `width` or more prefixes a row, (B, W), and of the prompts, (B,)."""
         if self._prefixes is None or self._prefixes[0].shape[1] < width:
-            lengths = sent([self.lengths, self.prompt_lengths], self.device)
-            length_BW = lengths[0][:, None] + torch.arange(max(width, AT_ONCE), device=self.device)
-            self._prefixes = length_BW.clamp_(max=self.capacity), lengths[1]
+            text_B, prompt_B = sent([self.lengths, self.prompt_lengths], self.device)
+            length_BW = text_B[:, None] + torch.arange(max(width, AT_ONCE), device=self.device)
+            self._prefixes = length_BW.clamp_(max=self.capacity), prompt_B
         return self._prefixes
 
     def write_draft(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
@@ -145,6 +159,8 @@ class State:
         if self.rows == 1:
             self.token_BS[:, len(self.texts[0]) + offset].copy_(token_B)
             return
+
+        # Where each row's drafts stand, (B, K): kept for all drafts of a round, so that it is sent once.
         if self._places is None or self._places[0] != count:
             places = [
                 [length + i if i < drafted else self.capacity for i in range(max(count))]
@@ -154,13 +170,15 @@ class State:
         self.token_BS.scatter_(1, self._places[1][:, offset, None], token_B[:, None])
 
     def write_drafts(self, drafted_BK: Tensor, count: tuple[int, ...]) -> None:
+        """Writes all drafts behind their texts."""
         for offset in range(max(count)):
             self.write_draft(drafted_BK[:, offset], offset, count)
 
     def extended(self, blocks: list[list[int]]) -> State:
-        """A view of the batch as if these tokens were committed; it shares the buffer."""
+        """Returns a view of the batch as if these tokens were committed; it shares the buffer."""
         later = copy(self)
-        later.keys, later.prompt_lengths = list(self.keys), list(self.prompt_lengths)
+        later.keys = list(self.keys)
+        later.prompt_lengths = list(self.prompt_lengths)
         later.texts = [[*text, *block] for text, block in zip(self.texts, blocks, strict=True)]
         later._lengths_changed()
         return later
@@ -175,6 +193,7 @@ class State:
 
     def write_texts(self, starts: Mapping[int, int]) -> None:
         """Writes each row's text from its start into the buffer, over the tokens of another view."""
+        # The buffer as one line: slot t of row b is at b * S + t.
         written = [
             (row * (self.capacity + 1) + place, self.texts[row][place])
             for row, start in starts.items()

@@ -16,11 +16,19 @@ Two rules, both exact: the committed tokens have the target's distribution, unde
 
 `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) keeps draft x with probability p(x) / q(x), at
 most 1, where p is the target's distribution and q the draft's. The first draft that fails is replaced by a
-draw from max(p - q, 0), normalised. So x is committed with probability min(p, q) by acceptance and
-max(p - q, 0) by correction: p in all.
+draw from max(p - q, 0), normalised. Why this is exact: x is drafted and accepted with probability
+q(x) * min(1, p(x) / q(x)) = min(p(x), q(x)). A draft is rejected with probability 1 - sum(min(p, q)), which
+is sum(max(p - q, 0)), the number that the residual is divided by. So x is committed by a correction with
+probability max(p(x) - q(x), 0), and p(x) in all. Nothing is asked of q but that x was drawn from it.
 
 `block` (Sun et al. 2403.10444) decides over the whole block, and keeps at least as many drafts on average:
 ratios are multiplied along the block, so a draft that is likelier under the target makes up for one before.
+With drafts x_1..x_K, and after i of them the distributions p and q of the next token:
+
+    P[0] = 1, P[i] = min(P[i-1] * p(x_i) / q(x_i), 1)     the weight that the first i drafts carry
+    S[i] = sum(max(P[i] * p - q, 0))                      what q leaves of the target's mass after i drafts
+    coin i passes with S[i] / (S[i] + 1 - P[i])           the last one, i = K, with P[K]
+    kept: up to the last i whose coin passes; then a draw from max(P[i] * p - q, 0) / S[i]
 
 In both a uniform number must be strictly below the chance: a token that the target cannot produce is never
 accepted. Drafts that are all kept are followed by a draw from the target's own distribution.
@@ -51,7 +59,7 @@ from llama_ssp.speculative.array_ops import (
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """One round's drafts and both models' probabilities; see the shapes above."""
+    """Holds one round's drafts and both models' probabilities; see the shapes above."""
 
     target_BWV: Array
     draft_BKV: Array
@@ -64,7 +72,7 @@ class DraftBlock:
 
     @cached_property
     def carried_BW(self) -> Array:
-        """The block rule's P[0..K]: P[0] = 1, P[i] = min(P[i-1] * p(x_i) / q(x_i), 1).
+        """Returns the block rule's P[0..K], (B, K+1): P[0] = 1, P[i] = min(P[i-1] * p(x_i) / q(x_i), 1).
 
         P[i] is the chance that at least i drafts are kept, given the first i.
         """
@@ -72,13 +80,19 @@ class DraftBlock:
 
     @cached_property
     def spare_BJ(self) -> Array:
-        """S[i] = sum(max(P[i] * p - q, 0)) after i = 1..K-1 drafts (J of them): a correction's mass."""
+        """Returns S[i] = sum(max(P[i] * p - q, 0)) after i = 1..K-1 drafts (J of them), (B, J).
+
+        It is the mass that a correction after i drafts has. After i drafts both models have position i: in
+        the target's K+1 positions that leaves out the first and the last, in the draft's K the first.
+        """
         carried_BJ1 = self.carried_BW[:, 1:-1, None]
-        return excess(carried_BJ1, self.target_BWV[:, 1:-1], self.draft_BKV[:, 1:]).sum(-1)
+        target_BJV = self.target_BWV[:, 1:-1]
+        draft_BJV = self.draft_BKV[:, 1:]
+        return excess(carried_BJ1, target_BJV, draft_BJV).sum(-1)
 
 
 class RoundDraws(Protocol):
-    """The draws of one round."""
+    """Makes the draws of one round: by random numbers (rng.py), or in tests by walking every branch."""
 
     def bernoulli(self, chance_BK: Array) -> Array:
         """Tosses a coin for each draft, independent of the others: True with the given chance."""
@@ -93,72 +107,91 @@ class Rule(ABC):
     name: str
 
     def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
-        """How many drafts stand in each row, and the token that follows them."""
-        passed_BK = draws.bernoulli(self.accept_chances(block))
+        """Returns how many drafts stand in each row, (B,), and the token that follows them, (B,)."""
+        chance_BK = self.accept_chances(block)
+        passed_BK = draws.bernoulli(chance_BK)
         accepted_B = self.accepted(passed_BK)
-        return accepted_B, draws.categorical(self.correction_probs(block, accepted_B))
+
+        # Another draw than the coins': a correction that shared their numbers would depend on them.
+        probs_BV = self.correction_probs(block, accepted_B)
+        return accepted_B, draws.categorical(probs_BV)
 
     @abstractmethod
     def accept_chances(self, block: DraftBlock) -> Array:
-        """The chance of each draft's independent draw, (B, K); 0 beyond a row's count."""
+        """Returns the chance of each draft's independent coin, (B, K); 0 beyond a row's count."""
 
     @abstractmethod
     def accepted(self, passed_BK: Array) -> Array:
-        """How many drafts stand, (B,), given which draws passed."""
+        """Returns how many drafts stand, (B,), given which coins passed."""
 
     @abstractmethod
     def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
-        """The distribution of the token after the accepted ones, (B, V)."""
+        """Returns the distribution of the token after the accepted ones, (B, V)."""
 
     @abstractmethod
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
-        """For the adaptive draft length, two chances of each draft before it is drawn, (B, K) each: that all
-        drafts before it are kept, and that it is kept, too. `prob_BK` is `acceptance_prob(block)`."""
+        """Returns two chances of each draft before it is drawn, (B, K) each, for the adaptive draft length.
+
+        They are: that all drafts before it are kept, and that it is kept, too. `prob_BK` is
+        `acceptance_prob(block)`.
+        """
 
 
 class TokenRule(Rule):
-    """Each draft stands with probability target / draft; the first that fails ends the block."""
+    """Keeps each draft with probability min(1, p / q); the first that fails ends the block."""
 
     name = "token"
 
     def accept_chances(self, block: DraftBlock) -> Array:
         ratio_BK = _ratios(block)
-        return _within_count(block, where(ratio_BK < 1, ratio_BK, 1))
+        chance_BK = where(ratio_BK < 1, ratio_BK, 1)  # min(1, p / q)
+        return _within_count(block, chance_BK)
 
     def accepted(self, passed_BK: Array) -> Array:
+        # 1 1 0 1 -> 1 1 0 0 -> 2: what passed behind the first failure was drafted after a rejected token.
         return where(passed_BK, 1, 0).cumprod(-1).sum(-1)
 
     def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
-        return _residual_probs(block, accepted_B, accepted_B * 0 + 1)
+        one_B = accepted_B * 0 + 1
+        return _residual_probs(block, accepted_B, one_B)  # max(p - q, 0) / sum
 
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         ratio_BK = _ratios(block)
+        # Draft i is reached if those before it passed, each with its own chance.
         before_BK = shifted(where(ratio_BK < 1, ratio_BK, 1).cumprod(-1), 1)
         return before_BK, before_BK * prob_BK
 
 
 class BlockRule(Rule):
-    """The block stands up to the last position whose draw passes, whatever happened before it."""
+    """Keeps the block up to the last position whose coin passes, whatever happened before it."""
 
     name = "block"
 
     def accept_chances(self, block: DraftBlock) -> Array:
         # Coin i < count passes with chance S[i] / (S[i] + 1 - P[i]), the last one with P[count].
-        carried_BK, inner_BJ = block.carried_BW[:, 1:], block.carried_BW[:, 1:-1]
+        carried_BK = block.carried_BW[:, 1:]  # P[1..K]
+        inner_BJ = block.carried_BW[:, 1:-1]  # P[1..K-1]
+
+        # Where S[i] = 0 and P[i] = 1 all of the target's mass goes to longer blocks, and 0 / 0 is 0.
         whole_BJ = block.spare_BJ + 1 - inner_BJ
         chance_BJ = block.spare_BJ / where(whole_BJ > 0, whole_BJ, 1)
+
+        # In a ragged batch a row's last draft may stand in any column: column i - 1 is that of draft i.
         last_BK = block.count_B[:, None] == order(carried_BK) + 1
         chance_BK = where(last_BK, carried_BK, joined(chance_BJ, carried_BK[:, -1:]))
         return _within_count(block, chance_BK)
 
     def accepted(self, passed_BK: Array) -> Array:
+        # 0 1 0 1 0 -> 0 2 0 4 0 -> 4: a coin that passes keeps all drafts before it.
         return largest(where(passed_BK, order(passed_BK) + 1, 0))[:, 0]
 
     def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
-        carried_B = row_by_row(block.carried_BW, accepted_B)
-        return _residual_probs(block, accepted_B, carried_B)
+        carried_B = row_by_row(block.carried_BW, accepted_B)  # P[i] of the i accepted drafts
+        return _residual_probs(block, accepted_B, carried_B)  # max(P[i] * p - q, 0) / S[i]
 
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
+        # After i drafts, the next one, x, will carry min(P[i] * p(x) / q(x), 1). On average over x, drawn
+        # from q, that is sum(min(P[i] * p, q)) = P[i] - S[i]; for i = 0 it is `prob_BK`.
         before_BK = block.carried_BW[:, :-1]
         return before_BK, joined(prob_BK[:, :1], before_BK[:, 1:] - block.spare_BJ)
 
@@ -167,13 +200,16 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule())
 
 
 def acceptance_prob(block: DraftBlock) -> Array:
-    """sum(min(p, q)) at each drafted position: the chance that the token rule keeps a draft it reaches."""
+    """Returns sum(min(p, q)) at each drafted position, (B, K).
+
+    It is the chance that the token rule keeps a draft that it reaches, whichever is drawn.
+    """
     return smaller(block.target_BWV[:, : block.k], block.draft_BKV).sum(-1)
 
 
 def _ratios(block: DraftBlock) -> Array:
-    """target / draft for each drafted token; 0 where a row drafted nothing."""
-    index = block.drafted_BK[:, :, None]
+    """Returns p(x) / q(x) of each drafted token x, (B, K); 0 where a row drafted nothing."""
+    index = block.drafted_BK[:, :, None]  # (B, K, 1): one token of V at each position
     target_BK = pick(block.target_BWV[:, : block.k], index, 2)[:, :, 0]
     draft_BK = pick(block.draft_BKV, index, 2)[:, :, 0]
     real_BK = draft_BK > 0
@@ -181,25 +217,28 @@ def _ratios(block: DraftBlock) -> Array:
 
 
 def _carried(block: DraftBlock) -> Array:
+    """Returns P[0..K] of the block rule, (B, K+1)."""
     ratio_BK = _ratios(block)
-    carried = [ratio_BK[:, 0] * 0 + 1]
+    carried = [ratio_BK[:, 0] * 0 + 1]  # P[0] = 1, in the block's own kind of number
     for ratio_B in ratio_BK.T:
         carried.append(smaller(carried[-1] * ratio_B, carried[0]))
     return stack_last(carried)
 
 
 def _within_count(block: DraftBlock, chance_BK: Array) -> Array:
+    """Returns the chances, 0 where a row has no draft: a uniform number is never below 0."""
     return where(block.count_B[:, None] > order(chance_BK), chance_BK, 0)
 
 
 def _residual_probs(block: DraftBlock, accepted_B: Array, weight_B: Array) -> Array:
-    """max(weight * target - draft, 0) after the accepted drafts, normalised."""
+    """Returns max(weight * p - q, 0) after the accepted drafts, divided by its sum, (B, V)."""
     target_BV, draft_BV = _probs_after(block, accepted_B)
-    return _probs_of(excess(weight_B[:, None], target_BV, draft_BV), target_BV, block, accepted_B)
+    rest_BV = excess(weight_B[:, None], target_BV, draft_BV)
+    return _probs_of(rest_BV, target_BV, block, accepted_B)
 
 
 def _probs_after(block: DraftBlock, accepted_B: Array) -> tuple[Array, Array]:
-    """The target's and the draft's probabilities after `accepted` drafts.
+    """Returns the target's and the draft's probabilities after `accepted` drafts, (B, V) each.
 
     After all K there is no draft's distribution: the last one fills its place and is not used.
     """
@@ -208,8 +247,9 @@ def _probs_after(block: DraftBlock, accepted_B: Array) -> tuple[Array, Array]:
 
 
 def _probs_of(rest_BV: Array, target_BV: Array, block: DraftBlock, accepted_B: Array) -> Array:
-    """What remains, normalised; the target's own probabilities where the whole block is accepted.
+    """Returns what remains, normalised; the target's own probabilities where the whole block is accepted.
 
+    Then no draft was rejected, and nothing has to be made up for: the token after the last draft is free.
     Also where nothing remains: both distributions are then equal up to rounding, and only rounding can have
     made the draft's draw fail.
     """

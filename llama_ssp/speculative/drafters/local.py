@@ -1,8 +1,10 @@
-"""Drafters: a draft model, none. Each returns up to K tokens a row and their probabilities.
+"""Drafts with a draft model, or not at all. A drafter returns up to K tokens a row and their probabilities.
 
 A drafter declares, for each token, the distribution it was drawn from: the model's, or a one-hot distribution
 for a token that was looked up. How many tokens to draw is decided before they are drawn, and every drawn
-token is submitted.
+token is submitted. More the rules do not need: a bad draft costs time, never exactness.
+
+Shapes: B rows, K drafts, V the target's vocabulary.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from llama_ssp.speculative.state import Proposal, State
 
 @dataclass(frozen=True)
 class Drawn:
-    """One draft of each row, and the distribution it was drawn from."""
+    """Holds one draft of each row, and the distribution it was drawn from."""
 
     token_B: Tensor
     probs_BV: Tensor
@@ -38,16 +40,23 @@ class Sampler:
     ) -> Drawn:
         """Draws draft number `offset` of each row that has one, and writes it after the row's text.
 
+        Written there it is part of the prefix of the next draft, and of the target's positions after it.
+
         The logits may be -inf for some tokens, which then have probability 0. Where the controls forbid all
         others nothing is damaged: any distribution is right, and certainty of token 0 is one.
         """
+        # A pass of one position a row, (B, 1, V), whose prefix ends with the draft before this one.
         probs_BV = self.transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
+
         if self.transform.forbids:
             damaged_B = (logit_BV.isnan() | logit_BV.isposinf()).any(-1)
             probs_BV = certain_where(probs_BV.isnan().any(-1) & ~damaged_B, probs_BV)
-        resting_BV, idle = probs_BV, [offset >= n for n in count]
+
+        resting_BV = probs_BV
+        idle = [offset >= n for n in count]
         if any(idle):  # nothing random may happen in rows without this draft
             resting_BV = certain_where(sent(idle, probs_BV.device), probs_BV)
+
         token_B = self.draws.categorical(resting_BV, slot or state.slot(Purpose.DRAFT, offset))
         state.write_draft(token_B, offset, count)
         return Drawn(token_B, probs_BV)
@@ -66,7 +75,7 @@ class Drafter:
         return None
 
     def start(self, rows: int, capacity: int) -> None:
-        """A new batch."""
+        """Begins a batch."""
 
     def prefill(self, state: State) -> None:
         """Feeds all of each prompt but its last token."""
@@ -75,20 +84,21 @@ class Drafter:
         """Prefills new prompts of these rows; of each the cache may keep so many tokens."""
 
     def limit(self, length: int) -> int:
-        """How many tokens it can draft for a text of this length."""
+        """Returns how many tokens it can draft for a text of this length."""
         return 0
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        """Returns `count` drafts a row, or fewer, written behind its text, and what each was drawn from."""
         return nothing(state)
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
-        """What it does while the target verifies; for a draft on ranks of its own."""
+        """Works while the target verifies; for a draft on ranks of its own."""
 
     def roll_back(self, lengths: list[int]) -> None:
         """Drops what was not committed; the texts have these lengths."""
 
     def figures(self) -> dict[str, Any] | None:
-        """Figures of a draft on ranks of its own, under the names of the JSON interface."""
+        """Returns figures of a draft on ranks of its own, under the names of the JSON interface."""
         return None
 
 
@@ -97,7 +107,7 @@ class DraftModel(Drafter):
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        runner.limit = None
+        runner.limit = None  # see ModelRunner: a draft may mix both scales of positions
 
     @property
     def forwards(self) -> int:
@@ -111,6 +121,7 @@ class DraftModel(Drafter):
         self._runner.start(rows, min(capacity, self._runner.model.context))
 
     def prefill(self, state: State) -> None:
+        # A text that is too long to draft for is not read.
         ends = [length - 1 if self.limit(length) else 0 for length in state.lengths]
         self._runner.prefill(state.token_BS, ends)
 
@@ -133,20 +144,22 @@ class DraftModel(Drafter):
 
 
 class ModelDrafter(DraftModel):
-    """A draft model that samples from its own distribution, under the same controls as the target."""
+    """Samples from the draft model's own distribution, under the controls that the target has."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         super().__init__(runner)
         self._sampler = sampler
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        # K forwards, each fed the draft before it; the first also what the cache lacks of the text: the last
+        # correction, or after full acceptance the last draft and the token after it.
         drawn = [self._step(state, offset, count) for offset in range(max(count))]
         return proposal_of(drawn, count) if drawn else nothing(state)
 
     def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot | None = None) -> Drawn:
         """Draws draft number `offset` of each row that has one."""
         ends = self._next_ends(state, offset, count)
-        logit_BV = self._runner.logits(state.token_BS, ends, [1] * state.rows)[:, 0]
+        logit_BV = self._runner.logits(state.token_BS, ends, [1] * state.rows)[:, 0]  # each row's last
         return self._sampler.draw(state, offset, count, logit_BV.to(state.device), slot)
 
 
@@ -165,16 +178,22 @@ class DraftShard(DraftModel):
 
 
 def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
-    """A proposal made of drafted tokens."""
+    """Returns a proposal of these drafts, the first of each row first."""
     probs_BKV = torch.stack([draft.probs_BV for draft in drawn], 1)
-    return Proposal(torch.stack([draft.token_B for draft in drawn], 1), probs_BKV, count)
+    drafted_BK = torch.stack([draft.token_B for draft in drawn], 1)
+    return Proposal(drafted_BK, probs_BKV, count)
 
 
 def certain(state: State, tokens: list[list[int]], vocab: int, dtype: torch.dtype) -> Proposal:
-    """Proposes each row's tokens, written behind its text, with one-hot probabilities."""
+    """Proposes each row's tokens, written behind its text, with one-hot probabilities.
+
+    A token x that was looked up has q(x) = 1: it is accepted with p(x) / q(x) = p(x), and the residual
+    max(p - q, 0) is p without x.
+    """
     count = tuple(map(len, tokens))
     if not max(count):
         return nothing(state)
+
     drafted_BK = sent([row + [0] * (max(count) - len(row)) for row in tokens], state.device)
     state.write_drafts(drafted_BK, count)
     like = torch.empty(*drafted_BK.shape, vocab, dtype=dtype, device=state.device)
@@ -182,12 +201,15 @@ def certain(state: State, tokens: list[list[int]], vocab: int, dtype: torch.dtyp
 
 
 def reach(context: int, length: int) -> int:
-    """How many tokens a model of this context can draft for a text of this length."""
+    """Returns how many tokens a model of this context can draft for a text of this length.
+
+    The last draft is drawn but never fed to it: a full context gives one more.
+    """
     return max(0, context - length + 1)
 
 
 def nothing(state: State) -> Proposal:
-    """The empty proposal."""
+    """Returns the empty proposal, K = 0."""
     empty_B0 = torch.empty(state.rows, 0, dtype=torch.int64, device=state.device)
     return Proposal(empty_B0, None, (0,) * state.rows)
 
