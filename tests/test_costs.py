@@ -83,7 +83,8 @@ def test_a_round_is_taken_to_cost_no_more_than_one_with_more_drafts(monkeypatch)
 
 
 def test_k_is_chosen_by_what_is_known_of_costs():
-    known, usual = Costs([1 + 0.5 * k for k in range(9)], drafter="d"), Costs.of_ratio(USUAL_COST_RATIO, 8)
+    known = Costs(rounds=[1 + 0.5 * k for k in range(9)], drafter="d")
+    usual = Costs.of_ratio(USUAL_COST_RATIO, 8)
     for run, costs, expected in (
         (RUN, known, known),
         (RUN, None, usual),
@@ -120,7 +121,16 @@ def test_rounds_are_measured_as_a_run_plays_them():
 def seen(overlap: list[float], row: int = 0) -> RowStep:
     """A round whose drafts had these overlaps, and stand under the token rule."""
     standing = [*pairwise(accumulate(overlap, mul, initial=1.0))]
-    return RowStep(row, [0], [0] * len(overlap), 0, overlap, 0, None, standing=standing)
+    return RowStep(
+        row=row,
+        tokens=[0],
+        drafted=[0] * len(overlap),
+        accepted=0,
+        overlap=overlap,
+        discarded=0,
+        finish=None,
+        standing=standing,
+    )
 
 
 def test_best_k_follows_acceptance_and_cost():
@@ -206,7 +216,7 @@ def per_token(costs: Costs, alpha: float, seed: int) -> float:
 @pytest.mark.parametrize("draft", [0.05, 0.3])
 def test_adaptive_k_is_near_the_best_fixed_k_and_no_slower_than_none(alpha, draft):
     """Emulated, costs known: within 3 % of the best fixed K, and of regular sampling, over 200 tokens."""
-    costs = Costs([1 + (draft + 0.01) * k for k in range(17)])
+    costs = Costs(rounds=[1 + (draft + 0.01) * k for k in range(17)])
     best = best_of(costs, alpha)
     adaptive = sum(per_token(costs, alpha, seed) for seed in range(100)) / 100
     assert adaptive <= 1.03 * best
@@ -216,7 +226,7 @@ def test_adaptive_k_is_near_the_best_fixed_k_and_no_slower_than_none(alpha, draf
 @pytest.mark.parametrize("alpha", [0.05, 0.95])
 def test_a_k_that_learns_nothing_of_the_text_is_farther_from_the_best(alpha):
     """Control of the emulation."""
-    costs = Costs([1 + 0.31 * k for k in range(17)])
+    costs = Costs(rounds=[1 + 0.31 * k for k in range(17)])
     best = best_of(costs, alpha)
     with patch.object(Acceptance, "observe", lambda *_: None):
         assert sum(per_token(costs, alpha, seed) for seed in range(10)) / 10 > 1.06 * best
@@ -224,7 +234,7 @@ def test_a_k_that_learns_nothing_of_the_text_is_farther_from_the_best(alpha):
 
 def learning() -> Costs:
     """Costs as if measured: K = 1 pays from an acceptance of 0.35 on."""
-    return Costs([1.0 + 0.35 * k for k in range(9)], learns=True)
+    return Costs(rounds=[1.0 + 0.35 * k for k in range(9)], learns=True)
 
 
 def test_a_text_drafts_again_where_drafting_begins_to_pay() -> None:

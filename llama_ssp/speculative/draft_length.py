@@ -1,4 +1,4 @@
-"""How many tokens to draft next, row by row.
+"""Chooses how many tokens to draft next, row by row.
 
 A row's choice is made before anything of the round is drawn: so the output distribution stays exact. With
 given costs (`speculation.cost_ratio`) it depends on this row's past alone, and in fp32 a row chooses the same
@@ -34,7 +34,10 @@ class FixedDraftLength:
         """Forgets the row's text: another one was admitted."""
 
 
-FIRST, LATER = 0.6, 0.8  # probabilities that drafts stand, assumed before anything was seen
+# Probabilities that a first draft and a later one stand, assumed before anything was seen.
+FIRST = 0.6
+LATER = 0.8
+
 GUESS = 4.0  # rounds of drafts that what is assumed counts as
 MEMORY = 0.98  # the weight of earlier rounds shrinks by this factor with each round
 TRIES = 3  # rounds with one draft, when a text begins and after each pause
@@ -67,20 +70,26 @@ class Acceptance:
 
     def __init__(self, first: float = FIRST, later: float = LATER) -> None:
         """Begins with what is usual in the run's texts."""
-        self.first, self.later = Mean(first), Mean(later)
+        self.first = Mean(first)
+        self.later = Mean(later)
 
     def observe(self, steps: Sequence[RowStep]) -> None:
         """Takes in rounds of rows, all with the weight of the latest."""
         drafted = [step for step in steps if step.overlap]
-        if drafted:
-            self.first.see(sum(step.overlap[0] for step in drafted), len(drafted))
-            later = [standing for step in drafted for standing in step.standing[1:]]
-            self.later.see(sum(stands for _, stands in later), sum(before for before, _ in later))
+        if not drafted:
+            return
+        self.first.see(sum(step.overlap[0] for step in drafted), len(drafted))
+
+        # A later draft counts by the chance that it was reached at all.
+        later = [standing for step in drafted for standing in step.standing[1:]]
+        stood = sum(stands for _, stands in later)
+        reached = sum(before for before, _ in later)
+        self.later.see(stood, reached)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Costs:
-    """What rounds cost, in any unit: `rounds[k]` is the cost of a round of k drafts.
+    """Holds what rounds cost, in any unit: `rounds[k]` is the cost of a round of k drafts.
 
     `usual` is how likely drafts stand, and `pause` after how many rounds without drafts a text tries some. A
     run that measures its costs is not repeatable, so its texts learn from each other (`learns`). `k_for_all`
@@ -101,13 +110,20 @@ class Costs:
     def best(self, first: float, later: float) -> int:
         """Returns the K with the most expected tokens per cost.
 
-        The first draft stands with probability `first`, each later one, if all before it do, with `later`.
+        The first draft stands with probability a = `first`, each later one, if all before it do, with b =
+        `later`. So a round of k drafts commits 1 + a + a b + a b^2 + ... tokens, k terms and the one.
         """
-        best, best_rate, tokens, next_stands = 0, 0.0, 1.0, first
+        best = 0
+        best_rate = 0.0
+        tokens = 1.0
+        next_stands = first
         for k, cost in enumerate(self.rounds):
-            if tokens / cost > best_rate:
-                best, best_rate = k, tokens / cost
-            tokens, next_stands = tokens + next_stands, next_stands * later
+            rate = tokens / cost
+            if rate > best_rate:
+                best = k
+                best_rate = rate
+            tokens += next_stands
+            next_stands *= later
         return best
 
     @staticmethod
@@ -117,11 +133,11 @@ class Costs:
         `at_once`: one draft step gives all drafts.
         """
         steps = [min(k, 1) if at_once else k for k in range(k_max + 1)]
-        return Costs([1 + cost_ratio * n for n in steps])
+        return Costs(rounds=[1 + cost_ratio * n for n in steps])
 
 
 class AdaptiveDraftLength:
-    """The K with the most tokens per cost, at the row's recent acceptance.
+    """Chooses the K with the most tokens per cost, at the row's recent acceptance.
 
     A row whose best K is 0 tries one draft when its text begins and after each pause, to notice where
     drafting pays. The draft model first has to read what it has missed: where that takes long, pauses are
@@ -139,7 +155,8 @@ class AdaptiveDraftLength:
     def restart(self, row: int) -> None:
         usual = self.costs.usual
         self.acceptance[row] = Acceptance(usual.first.value, usual.later.value)
-        self._idle[row], self._drafted[row] = 0, 1
+        self._idle[row] = 0
+        self._drafted[row] = 1
 
     def choose(self) -> list[int]:
         return [self._k(row) for row in range(len(self.acceptance))]
@@ -149,12 +166,13 @@ class AdaptiveDraftLength:
         k = self.costs.best(acceptance.first.value, acceptance.later.value)
         if k:
             self._idle[row] = TRIES
-        else:
-            acceptance.first.see(0, 0)  # a round without drafts: what was seen before it counts less
-            acceptance.later.see(0, 0)
-            k = int(self._idle[row] < TRIES)
-            self._idle[row] = (self._idle[row] + 1) % self.costs.pause
-        return k
+            return k
+
+        acceptance.first.see(0, 0)  # a round without drafts: what was seen before it counts less
+        acceptance.later.see(0, 0)
+        is_try = self._idle[row] < TRIES
+        self._idle[row] = (self._idle[row] + 1) % self.costs.pause
+        return 1 if is_try else 0
 
     def observe(self, rows: Sequence[RowStep]) -> None:
         for step in rows:
@@ -175,5 +193,5 @@ DraftLength = FixedDraftLength | AdaptiveDraftLength
 
 
 def tokens_per_round(rate: float, k: int) -> float:
-    """Expected committed tokens: 1 + a + ... + a^K."""
+    """Returns the expected committed tokens: 1 + a + ... + a^K, where each draft stands with a = `rate`."""
     return float(sum(rate**i for i in range(k + 1)))

@@ -38,7 +38,7 @@ class LogprobReader:
     def read(
         self, logit_BWV: Tensor, probs_BWV: Tensor | None, vocab: int, blocks: list[list[int]]
     ) -> list[list[ScoredToken]]:
-        """The log-probabilities of each row's tokens, which columns 0, 1, ... predict.
+        """Returns the log-probabilities of each row's tokens, which columns 0, 1, ... predict.
 
         `probs_BWV` is what the sampling controls make of the logits; `vocab` is how many tokens there are:
         logits behind that are padding.
@@ -48,18 +48,24 @@ class LogprobReader:
         kept = [(row, i) for row in chosen for i in range(len(blocks[row]))]
         if not kept:
             return [[] for _ in blocks]
+
+        # N tokens of all rows: token i of a block is predicted by column i.
         row_N, column_N = sent(list(zip(*kept, strict=True)), logit_BWV.device)
         if self.sampled and probs_BWV is not None:
             logprob_NV = probs_BWV[row_N, column_N].log()
         else:
-            own_NV = logit_BWV[row_N, column_N][:, :vocab]
-            logprob_NV = own_NV.to(torch.promote_types(own_NV.dtype, torch.float32)).log_softmax(-1)
+            logit_NV = logit_BWV[row_N, column_N][:, :vocab]
+            wide = torch.promote_types(logit_NV.dtype, torch.float32)
+            logprob_NV = logit_NV.to(wide).log_softmax(-1)
+
         token_N1 = sent([[blocks[row][i]] for row, i in kept], logit_BWV.device)
         max_top = min(logprob_NV.shape[-1], max(top or 0 for top in tops))
         best = logprob_NV.topk(max_top)
+
         # One transfer; ids below 2^53 are exact in fp64.
         parts = logprob_NV.gather(1, token_N1), best.values, best.indices
         rows_NT = torch.cat([part.double() for part in parts], 1).tolist()
+
         texts: list[list[ScoredToken]] = [[] for _ in blocks]
         for (row, i), (logprob, *rest) in zip(kept, rows_NT, strict=True):
             pairs = zip(rest[max_top:], rest[: tops[row] or 0], strict=False)
@@ -71,15 +77,16 @@ class LogprobReader:
 def scored(
     target: ModelRunner, state: State, transform: SamplingTransform, reader: LogprobReader, leads: bool
 ) -> list[list[ScoredToken]]:
-    """The log-probabilities of each text's tokens, given those before it; None of the first one.
+    """Returns the log-probabilities of each text's tokens, given those before it; None of the first one.
 
     Every rank of the target computes; only where `leads` is set there are values. `target` begins anew.
     """
     target.start(state.rows, state.capacity)
     result = [[ScoredToken(text[0], None)] if leads else [] for text in state.texts]
+
     size = max(1, NUMBERS // (state.rows * target.model.vocab))
     width = target.prefill_chunk if target.model.cuts else min(target.prefill_chunk, size)
-    last = [length - 1 for length in state.lengths]
+    last = [length - 1 for length in state.lengths]  # what follows the last token is not wanted
     while target.cached != last:
         starts = list(target.cached)
         ends = [
@@ -100,7 +107,7 @@ def scored(
 
 
 def _prefix(state: State, starts: list[int], width: int) -> Prefix:
-    """The prefixes of positions behind `starts`; a text's first token stands for its prompt."""
+    """Returns the prefixes of positions behind `starts`; a text's first token stands for its prompt."""
     start_B = sent(starts, state.device)
     length_BW = start_B[:, None] + torch.arange(1, width + 1, device=state.device)
     return Prefix(state.token_BS, length_BW.clamp_(max=state.capacity), torch.ones_like(start_B))

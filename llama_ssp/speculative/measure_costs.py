@@ -20,8 +20,10 @@ from llama_ssp.speculative.stats import RowStep
 log = logging.getLogger(__name__)
 
 MEASURED = (0, 1, 4, 16)  # K, and the largest; others lie on the lines between them
-TURNS, MAX_TURNS = 4, 25  # of all K
-ENOUGH_S, LONG_S = 1.5, 6.0  # more than TURNS only until they have taken this; LONG_S for few rows of prompts
+TURNS = 4  # of all K, at least
+MAX_TURNS = 25
+ENOUGH_S = 1.5  # more than TURNS only until they have taken this
+LONG_S = 6.0  # in place of ENOUGH_S where few rows have prompts
 ROW_TURNS = 24  # of all rows together, with prompts: a K that is kept should not hang on one text
 NEW = 32  # tokens of a text that continues a prompt: later on some texts only repeat themselves
 LEAST_GAIN = 1.15  # texts end within drafts, and costs are measured with noise
@@ -47,22 +49,30 @@ def measured(
     k_max = ranks.broadcast_ints([k_max])[0]
     if k_max < 1:
         return None
+
     ks = sorted({k_max, *(k for k in MEASURED if k < k_max)})
-    lookahead, seconds = FixedDraftLength(0, rows), defaultdict[int, list[float]](list)
-    played, began = list[Played](), time.perf_counter()
+    lookahead = FixedDraftLength(0, rows)
+    seconds = defaultdict[int, list[float]](list)  # of rounds, by K
+    played: list[Played] = []
+    began = time.perf_counter()
     rounds = timed_rounds(engine, lookahead, half, prompts, played)
-    least = max(TURNS, ROW_TURNS // rows * bool(prompts))
+    min_turns = max(TURNS, ROW_TURNS // rows) if prompts else TURNS
+
     for turn in range(MAX_TURNS):
-        is_long = time.perf_counter() - began > (ENOUGH_S if turn >= least else LONG_S)
-        if turn >= TURNS and (is_long if ranks.world == 1 else turn >= least):
+        is_long = time.perf_counter() - began > (ENOUGH_S if turn >= min_turns else LONG_S)
+        # Over ranks the number of turns is fixed: clocks differ, and all ranks must stop together.
+        if turn >= TURNS and (is_long if ranks.world == 1 else turn >= min_turns):
             break
         lookahead.k = 1
         next(rounds)  # not counted: after a round without drafts the draft model reads more
         for k in reversed(ks):
             lookahead.k = k
             taken = next(rounds)
-            seconds[max((step.k for step in played[-1][2]), default=k)].append(taken)  # a text may give fewer
+            _, _, steps = played[-1]
+            drafted = max((step.k for step in steps), default=k)  # a text may give fewer
+            seconds[drafted].append(taken)
     engine.flush()
+
     known = sorted(seconds)
     least_s = [min(min(seconds[more]) for more in known if more >= k) for k in known]
     round_s = np.interp(range(k_max + 1), known, least_s).tolist()
@@ -70,7 +80,14 @@ def measured(
     usual = Acceptance()
     if prompts:
         usual.observe([step for *_, steps in played for step in steps])
-    costs = Costs(round_s, usual, drafter=run.drafter_name, learns=True, k_for_all=best_k(round_s, played))
+    costs = Costs(
+        rounds=round_s,
+        usual=usual,
+        drafter=run.drafter_name,
+        learns=True,
+        k_for_all=best_k(round_s, played),
+    )
+
     took = f"{1e3 * round_s[0]:.2f} ms without drafts, {1e3 * round_s[1]:.2f} ms with one"
     took += f", {1e3 * round_s[k_max]:.2f} ms with {k_max}"
     if run.task.chooses_k:

@@ -1,4 +1,4 @@
-"""How ranks agree: the leader decides and broadcasts; the other ranks derive all they do from its messages.
+"""Makes ranks agree: the leader decides and broadcasts; the others derive all they do from its messages.
 
 A round has one message to the ranks of the target: the last round's decision, and this round's drafts. Ranks
 that take part in drafting get one before it: the decision, and how many tokens to draft. So equal seeds or
@@ -20,14 +20,19 @@ from llama_ssp.speculative.state import Proposal, State
 log = logging.getLogger(__name__)
 
 Count = tuple[int, ...]
-DECIDED, ALONE = 1, 2  # flags of a message: it holds a decision; the draft is lost
+
+# Flags of a message.
+DECIDED = 1  # it holds a decision
+ALONE = 2  # the draft is lost
 
 
 class RoundProtocol(ABC):
-    """One rank's side: what both sides keep of the last decision."""
+    """Holds what the leader and the other ranks both keep of the last decision."""
 
     def __init__(self, roles: Roles) -> None:
-        self._draft_channel, self._target, self._everyone = roles.draft_channel, roles.target, roles.everyone
+        self._draft_channel = roles.draft_channel
+        self._target = roles.target
+        self._everyone = roles.everyone
         self._basis: int | None = None  # checksum of the texts' lengths at the last decision
         self.decided = 0  # rounds, since this engine began
 
@@ -36,7 +41,7 @@ class RoundProtocol(ABC):
         """Completes the last decision's messages where no round follows."""
 
     def _basis_of(self, state: State) -> int:
-        """The checksum at the last decision; before the first, of the texts as they are."""
+        """Returns the checksum at the last decision; before the first, of the texts as they are."""
         return checksum(state.lengths) if self._basis is None else self._basis
 
 
@@ -65,7 +70,8 @@ class LeaderProtocol(RoundProtocol):
         """Keeps the decision for the next messages."""
         self.decided += 1
         if self._target is not None or self._draft_channel is not None:
-            self._unsent, self._basis = result.to_ints(), checksum(state.lengths)
+            self._unsent = result.to_ints()
+            self._basis = checksum(state.lengths)
 
     def flush(self) -> None:
         if self._basis is not None:
@@ -77,18 +83,24 @@ class LeaderProtocol(RoundProtocol):
             self._all_sent()
 
     def _send(self, ranks: LeaderChannel | None, basis: int, values: list[int]) -> None:
-        if ranks is not None:
-            kind = DECIDED * bool(self._unsent) | ALONE * self._is_alone
-            ranks.broadcast_ints([self.decided, basis, kind, *self._unsent, *values])
+        if ranks is None:
+            return
+        kind = 0
+        if self._unsent:
+            kind |= DECIDED
+        if self._is_alone:
+            kind |= ALONE
+        ranks.broadcast_ints([self.decided, basis, kind, *self._unsent, *values])
 
     def _all_sent(self) -> None:
-        self._unsent, self._basis = [], None
+        self._unsent = []
+        self._basis = None
         if self._is_alone:  # all other ranks have been told
             self._everyone.drop_lost()
 
     @property
     def _is_alone(self) -> bool:
-        """Whether the draft, on ranks of its own, is lost."""
+        """Returns whether the draft, on ranks of its own, is lost."""
         return self._draft_channel is not None and self._draft_channel.lost is not None
 
     def _require_draft(self) -> None:
@@ -97,9 +109,12 @@ class LeaderProtocol(RoundProtocol):
         if channel is None or channel.lost is None or channel.loss_logged:
             return
         if channel.essential:
-            what = "the draft has gone or does not answer"
-            fix = "look there for the first error; placement.on_draft_loss=continue lets the target go on"
-            raise LostPeer(what, where="its first rank", found=channel.lost, fix=fix)
+            raise LostPeer(
+                "the draft has gone or does not answer",
+                where="its first rank",
+                found=channel.lost,
+                fix="look there for the first error; placement.on_draft_loss=continue lets the target go on",
+            )
         log.warning("the draft is lost (%s): the target continues alone", channel.lost)
         channel.loss_logged = True
 
@@ -112,23 +127,25 @@ class FollowerProtocol(RoundProtocol):
         self._start: list[int] | None = None  # of the next round
 
     def count(self, state: State) -> Count:
-        """How many tokens to draft; for ranks that draft."""
+        """Returns how many tokens to draft; for ranks that draft."""
         return tuple(self._round_start(state))
 
     def drafts(self, state: State) -> Proposal:
-        """The drafts, without their probabilities, written behind the texts; for ranks of the target."""
+        """Returns the drafts, without probabilities, written behind the texts; for ranks of the target."""
         if self._draft_channel is None:
             values = self._round_start(state)
         else:
-            values = self._receive(self._target, self._basis_of(state), state.rows)[1]
-        count, drafted = tuple(values[: state.rows]), values[state.rows :]
+            _, values = self._receive(self._target, self._basis_of(state), state.rows)
+
+        count = tuple(values[: state.rows])
+        drafted = values[state.rows :]
         token_N = torch.tensor(drafted, dtype=torch.int64, device=state.device)
         drafted_BK = token_N.view(state.rows, max(count))
         state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, None, count)
 
     def result(self, state: State) -> Decision:
-        """The decision. What comes with it starts the next round."""
+        """Returns the decision. What comes with it starts the next round."""
         self._basis = checksum(state.lengths)
         self.decided += 1
         result, self._start = self._receive(self._first, self._basis, state.rows)
@@ -143,18 +160,21 @@ class FollowerProtocol(RoundProtocol):
 
     @property
     def _first(self) -> LeaderChannel | None:
-        """What brings a round's first message."""
+        """Returns what brings a round's first message."""
         return self._target if self._draft_channel is None else self._draft_channel
 
     def _round_start(self, state: State) -> list[int]:
-        """The start of this round; the first one's comes by itself."""
-        values, self._start = self._start, None
-        return self._receive(self._first, self._basis_of(state), state.rows)[1] if values is None else values
+        """Returns the start of this round; the first one's comes by itself."""
+        values = self._start
+        self._start = None
+        if values is None:
+            _, values = self._receive(self._first, self._basis_of(state), state.rows)
+        return values
 
     def _receive(
         self, ranks: LeaderChannel | None, basis: int, rows: int
     ) -> tuple[Decision | None, list[int]]:
-        """A message's decision on this many rows, if it has one, and what follows it."""
+        """Returns a message's decision on this many rows, if it has one, and what follows it."""
         assert ranks is not None, "this rank has no channel to receive from"
         number, theirs, kind, *values = ranks.broadcast_ints([])
         if number != self.decided:
@@ -167,5 +187,8 @@ class FollowerProtocol(RoundProtocol):
         return Decision.from_ints(rest, rows) if kind & DECIDED else None, list(rest)
 
     def _out_of_step(self, how: str) -> DistributedError:
-        fix = "report it: ranks derive all they do from the leader's messages"
-        return DistributedError(f"the ranks are out of step: {how}", f"rank {self._everyone.rank}", fix=fix)
+        return DistributedError(
+            f"the ranks are out of step: {how}",
+            where=f"rank {self._everyone.rank}",
+            fix="report it: ranks derive all they do from the leader's messages",
+        )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowStep:
-    """What one row got in one round, cut where the row ended.
+    """Holds what one row got in one round, cut where the row ended.
 
     `drafted` are the drafts before the row's end, `discarded` the number after it, and `cut` the number of
     tokens of the verified block after it. `overlap` and `standing` are those of `Decision`.
@@ -32,11 +32,11 @@ class RowStep:
 
     @property
     def k(self) -> int:
-        """How many tokens the round drafted."""
+        """Returns how many tokens the round drafted."""
         return len(self.drafted) + self.discarded
 
     def origin(self, position: int) -> str:
-        """Where the token at this position of the block came from."""
+        """Returns where the token at this position of the block came from."""
         if position < self.accepted:
             return "drafted"
         if not self.drafted:
@@ -44,9 +44,9 @@ class RowStep:
         return "bonus" if self.accepted == len(self.drafted) else "corrected"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Counts:
-    """The counters of a run, and its seconds; `add` takes a row's step."""
+    """Holds the counters of a run, and its seconds; `add` takes a row's step."""
 
     row_rounds: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
@@ -68,6 +68,7 @@ class Counts:
         return ratio(self.committed, self.decode_s)
 
     def add(self, step: RowStep) -> None:
+        """Counts a row's round."""
         self.row_rounds += 1
         self.drafted.update(range(len(step.drafted)))
         self.accepted.update(range(step.accepted))
@@ -77,10 +78,12 @@ class Counts:
         self.cut += step.cut
         if step.drafted:
             self.accepted_lengths[step.accepted] += 1
+
         # Under the token rule, positions up to the first rejection were each decided by their own draw.
         reached = min(step.accepted + 1, len(step.drafted))
         self.decided += reached
         self.expected += sum(step.overlap[:reached])
+
         if step.finish:
             self.finished[step.finish] += 1
 
@@ -98,8 +101,9 @@ class Counts:
         return result
 
     def summary(self) -> dict[str, Any]:
-        """The counters under the names of the JSON interface."""
-        drafted, accepted = self.drafted.total(), self.accepted.total()
+        """Returns the counters under the names of the JSON interface."""
+        drafted = self.drafted.total()
+        accepted = self.accepted.total()
         return {
             "row_rounds": self.row_rounds,
             "tokens_drafted": drafted,
@@ -121,7 +125,7 @@ class Counts:
         }
 
     def figures(self) -> dict[str, Any]:
-        """Counters and clocks under the names of the JSON interface."""
+        """Returns counters and clocks under the names of the JSON interface."""
         decode_ms = 1000 * self.decode_s
         return {
             **self.summary(),
@@ -132,9 +136,10 @@ class Counts:
 
 
 def by_position(counter: Counter[int]) -> list[int]:
+    """Returns the counts of positions 0, 1, ..., up to the last that was counted."""
     return [counter[i] for i in range(max(counter, default=-1) + 1)]
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """None where there is nothing to divide by: a rate of nothing is not 0."""
+    """Returns part / whole; None where there is nothing to divide by, as a rate of nothing is not 0."""
     return part / whole if whole else None

@@ -28,38 +28,44 @@ from llama_ssp.speculative.rng import Purpose, Slot
 from llama_ssp.speculative.state import Proposal, State
 
 HALF = 0.5  # of a forward: the expected wait of a request that arrives during one
-HOPED, MEMORY, TRY_EVERY = 1.0, 0.95, 16
+HOPED = 1.0  # what drafting ahead is assumed to gain before it was tried
+MEMORY = 0.95  # the weight of earlier rounds shrinks by this factor with each round
+TRY_EVERY = 16  # rounds
 
 
 @dataclass
 class Memo:
-    """Proposals for texts that may come. `drawn[i]` is every row's draft number i, where it has one."""
+    """Holds proposals for texts that may come. `drawn[i]` is every row's draft number i, where it has one."""
 
     state: State  # the batch if every guess is right
     count: tuple[int, ...]  # how many drafts to draw, row by row
     drawn: list[Drawn] = field(default_factory=list)
 
     def stands(self, state: State, row: int) -> bool:
-        """Whether the row's text is the guessed one. Nothing else may decide this."""
+        """Returns whether the row's text is the guessed one. Nothing else may decide this."""
         return state.keys[row] == self.state.keys[row] and state.texts[row] == self.state.texts[row]
 
     def held(self, row: int) -> int:
-        """How many of the row's drafts are drawn."""
+        """Returns how many of the row's drafts are drawn."""
         return min(len(self.drawn), self.count[row])
 
 
 class Pays:
-    """Moving average of draft forwards saved per round by drafting ahead, less those that a request waited
-    for.
+    """Tells whether drafting ahead pays, by a moving average over rounds.
 
-    Where it is not positive, drafting ahead is tried once every TRY_EVERY rounds.
+    It is of the draft forwards that drafting ahead saves, less those that a request waited for. Where it is
+    not positive, drafting ahead is tried once every TRY_EVERY rounds.
     """
 
     def __init__(self) -> None:
-        self._gain, self._rests = HOPED, 0
+        self._gain = HOPED
+        self._rests = 0
 
     def __bool__(self) -> bool:
-        self._rests = 0 if self._gain > 0 or self._rests == TRY_EVERY else self._rests + 1
+        if self._gain > 0 or self._rests == TRY_EVERY:
+            self._rests = 0
+        else:
+            self._rests += 1
         return self._rests == 0
 
     def learn(self, used: int, lost: float) -> None:
@@ -67,7 +73,7 @@ class Pays:
 
 
 class AheadDrafter(ModelDrafter):
-    """A draft model on ranks of its own, which drafts on request, and for the guessed text in between.
+    """Runs a draft model on ranks of its own: it drafts on request, and for the guessed text in between.
 
     If the model is split over ranks, this is the first of them; the others have an `AheadDraftShard`.
     """
@@ -76,7 +82,9 @@ class AheadDrafter(ModelDrafter):
         self, runner: ModelRunner, sampler: Sampler, group: Ranks, link: DraftServer, overlap: Overlap
     ) -> None:
         super().__init__(runner, sampler)
-        self._group, self._link, self._overlap = group, link, overlap
+        self._group = group
+        self._link = link
+        self._overlap = overlap
         self._waited_s = link.waited_s  # for requests, before this engine
         self._pays = Pays()
         # Whether a request ended drafting ahead; None without a forward.
@@ -98,7 +106,9 @@ class AheadDrafter(ModelDrafter):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
+
         self._account(count)
+        # Of keys behind the text only those of drafts that are used stay.
         self._runner.roll_back([length + n for length, n in zip(state.lengths, count, strict=True)])
         proposal = super().propose(state, count)
         self._end_of_forwards()
@@ -122,7 +132,8 @@ class AheadDrafter(ModelDrafter):
         if self._overlap is Overlap.off:
             return
         if self._overlap is Overlap.ahead or self._pays:
-            forwards, is_called = self._ahead(state, proposal), self._link.has_request()
+            forwards = self._ahead(state, proposal)
+            is_called = self._link.has_request()
             while not is_called and next(forwards, None) is not None:
                 self._interrupted = is_called = self._link.has_request()
         self._end_of_forwards()
@@ -146,18 +157,20 @@ class AheadDrafter(ModelDrafter):
         self.counts.rows_ready += sum(0 < n <= ready for n, ready in pairs)
         self.counts.used += used
         if self._interrupted is not None:
-            self._pays.learn(used, HALF * self._interrupted)
+            self._pays.learn(used, HALF if self._interrupted else 0.0)
 
     def _drop_memo(self, rows: int) -> None:
-        self._memo, self._ready = None, [0] * rows
+        self._memo = None
+        self._ready = [0] * rows
 
     def _step(self, state: State, offset: int, count: tuple[int, ...], slot: Slot | None = None) -> Drawn:
-        """Draft number `offset`: from the memo where it is there, drawn where it is not."""
+        """Returns draft number `offset`: from the memo where it is there, drawn where it is not."""
         held = tuple(min(n, ready) for n, ready in zip(count, self._ready, strict=True))
         drawn: Drawn | None = None
         if self._memo is not None and offset < max(held):
             drawn = self._memo.drawn[offset]
             state.write_draft(drawn.token_B, offset, held)
+
         missing = tuple(0 if offset < h else n for n, h in zip(count, held, strict=True))
         if offset < max(missing) or drawn is None:
             fresh = super()._step(state, offset, missing, slot)
@@ -165,10 +178,11 @@ class AheadDrafter(ModelDrafter):
         return drawn
 
     def _ahead(self, state: State, proposal: Proposal) -> Iterator[Drawn]:
-        """One draft forward a step, until there is nothing left to draft."""
+        """Runs one draft forward a step, until there is nothing left to draft."""
         pairs = zip(proposal.drafted_BK.tolist(), proposal.count, strict=True)
         drafted = [row[:n] for row, n in pairs]
-        self._state, accepted = state, state.extended(drafted)
+        self._state = state
+        accepted = state.extended(drafted)
         count = tuple(self._worth(state, accepted, row, len(drafted[row])) for row in range(state.rows))
         if max(count):
             # The token after the drafts, drawn as the leader will draw it, but from the draft's distribution.
@@ -179,7 +193,7 @@ class AheadDrafter(ModelDrafter):
             yield from self._draft_for(state, later, count)
 
     def _draft_for(self, state: State, later: State, count: tuple[int, ...]) -> Iterator[Drawn]:
-        """The drafts for the guessed batch."""
+        """Draws the drafts for the guessed batch."""
         ends = set(self._sampler.transform.end_ids)
         count = tuple(0 if text[-1] in ends else n for text, n in zip(later.texts, count, strict=True))
         self._memo = memo = Memo(later, count)
@@ -191,9 +205,13 @@ class AheadDrafter(ModelDrafter):
             yield drawn
 
     def _worth(self, state: State, accepted: State, row: int, wanted: int) -> int:
-        """How many drafts to draw ahead: as many as in this round, if there is room; 0 for an ended row."""
+        """Returns how many drafts to draw ahead: as many as in this round, if there is room.
+
+        A row that ends with these drafts needs none.
+        """
         length = accepted.lengths[row] + 1
-        if set(accepted.texts[row][len(state.texts[row]) :]) & set(self._sampler.transform.end_ids):
+        drafted = accepted.texts[row][len(state.texts[row]) :]
+        if set(drafted) & set(self._sampler.transform.end_ids):
             return 0
         return max(0, min(wanted, self.limit(length), accepted.capacity - length - 1))
 
@@ -217,7 +235,8 @@ class AheadDraftShard(DraftModel):
 
     def __init__(self, runner: ModelRunner, group: Ranks, overlap: Overlap) -> None:
         super().__init__(runner)
-        self._group, self._overlap = group, overlap
+        self._group = group
+        self._overlap = overlap
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if max(count):
@@ -235,10 +254,10 @@ class AheadDraftShard(DraftModel):
             self._runner.logits(state.token_BS, places[state.rows :], [1] * state.rows)
 
 
-def merged(first: list[bool], one: Drawn, other: Drawn) -> Drawn:
-    """Rows of `one` where `first` is set, of `other` elsewhere."""
-    first_B = sent(first, one.token_B.device)
+def merged(held: list[bool], memo: Drawn, fresh: Drawn) -> Drawn:
+    """Returns rows of `memo` where `held` is set, of `fresh` elsewhere."""
+    held_B = sent(held, memo.token_B.device)
     return Drawn(
-        torch.where(first_B, one.token_B, other.token_B),
-        torch.where(first_B[:, None], one.probs_BV, other.probs_BV),
+        token_B=torch.where(held_B, memo.token_B, fresh.token_B),
+        probs_BV=torch.where(held_B[:, None], memo.probs_BV, fresh.probs_BV),
     )

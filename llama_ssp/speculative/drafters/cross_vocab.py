@@ -1,4 +1,4 @@
-"""A draft model of another tokenizer. It reads the target's text in its own tokens, and is not changed.
+"""Drafts with a model of another tokenizer. It reads the target's text in its own tokens, and is not changed.
 
 It proposes the target's tokens with the distribution each was drawn from, so verification is as with any
 other draft. text/translation.py translates texts.
@@ -18,12 +18,13 @@ from llama_ssp.text.translation import NONE, Intersection
 
 # Slots for a text that takes more of the draft's tokens than a sample did; one that takes still more gets no
 # drafts. Both depend on its own length, not on its neighbours'.
-ROOM, SPARE = 1.5, 16
+ROOM = 1.5  # times what the sample took
+SPARE = 16  # more
 
 
 @dataclass
 class _Settled:
-    """The part of a row's text that is translated for good: the prompt, and `read` tokens after it."""
+    """Holds what is translated for good of a row's text: the prompt, and `read` tokens after it."""
 
     prompt: list[int]
     written: list[int] = field(default_factory=list)
@@ -38,11 +39,16 @@ class IntersectionDrafter(ModelDrafter):
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, bridge: Intersection) -> None:
         super().__init__(runner, sampler)
-        self._bridge, vocab = bridge, sampler.transform.vocab
+        self._bridge = bridge
+        vocab = sampler.transform.vocab
+
+        # The S shared tokens: the draft's ids, and the target's id of each.
         shared = [(i, t) for i, t in enumerate(bridge.match.target_of) if t != NONE and t < vocab]
         shared = [(i, t) for i, t in shared if i < runner.model.vocab]
         self._from_S = torch.tensor([i for i, _ in shared], dtype=torch.int64)
         self._to_S = torch.tensor([t for _, t in shared], dtype=torch.int64)
+
+        # The draft's id of each of the target's tokens, (V,); any for those it lacks, as they are not drawn.
         draft_of = [*bridge.match.draft_of, *[NONE] * vocab]
         self._own_V = torch.tensor([max(i, 0) for i in draft_of[:vocab]])
 
@@ -63,23 +69,23 @@ class IntersectionDrafter(ModelDrafter):
         self._runner.refill(self._own.token_BS, lengths, {})
 
     def limit(self, length: int) -> int:
-        """The real limit depends on the draft's own text; `propose` knows its length."""
+        """Returns more than the real limit, which depends on the draft's own text; `propose` knows it."""
         return self._slots
 
     def roll_back(self, lengths: list[int]) -> None:
         pass  # rejected tokens are found when the next text is compared with what was fed
 
     def _readable(self, length: int) -> int:
-        """How much of a prompt of this length is prefilled; nothing of one too long to draft for."""
+        """Returns how much of a prompt of this length is prefilled; nothing of one too long to draft for."""
         return max(length - 1, 0) if reach(self._slots, length) else 0
 
     def _slots_of(self, length: int) -> int:
-        """How many slots a text of this length, in the target's tokens, may take."""
+        """Returns how many slots a text of this length, in the target's tokens, may take."""
         slots = int(length * max(1.0, ROOM * self._bridge.expansion)) + SPARE
         return min(slots, self._runner.model.context)
 
     def _prompt(self, state: State, row: int) -> _Settled:
-        """The row's prompt, translated once."""
+        """Returns the row's prompt, translated once."""
         settled = self._settled[row]
         if settled is None:
             prompt = self._bridge.prompt_ids(state.texts[row][: state.prompt_lengths[row]])
@@ -88,7 +94,7 @@ class IntersectionDrafter(ModelDrafter):
         return settled
 
     def _follow(self, state: State, wanted: tuple[int, ...]) -> list[int]:
-        """Brings rows that want drafts up to what was committed; how many tokens each may still get.
+        """Brings rows that want drafts up to what was committed; returns how many tokens each may still get.
 
         The cache keeps the keys of what stayed the same.
         """
@@ -103,15 +109,19 @@ class IntersectionDrafter(ModelDrafter):
         return room
 
     def _translated(self, state: State, row: int) -> list[int]:
-        """The row's text; only tokens that are new are translated."""
-        known, written = self._prompt(state, row), state.generated(row)
+        """Returns the row's text; only tokens that are new are translated."""
+        known = self._prompt(state, row)
+        written = state.generated(row)
         known.written += self._bridge.later_ids(written[known.read :])
         known.read = len(written)
         return known.prompt + known.written
 
     def _write(self, row: int, text: list[int]) -> None:
         """Writes the part of a text that fits; a text that does not fit gets no drafts."""
-        texts, fits = self._own, text[: self._slots]
+        texts = self._own
+        fits = text[: self._slots]
+
+        # The cache keeps what stays the same; a rejected draft is where the texts part.
         held = texts.token_BS[row, : len(fits)].tolist()
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, fits, strict=True)))
         lengths = [cached + 1 for cached in self._runner.cached]
@@ -135,12 +145,17 @@ class IntersectionDrafter(ModelDrafter):
         return drawn
 
     def _in_target(self, logit_BD: Tensor) -> Tensor:
-        """The draft's logits by the target's ids.
+        """Returns the draft's logits by the target's ids, (B, V), of its own, (B, D).
 
-        Probabilities of draft tokens with the same target token add up; unshared tokens have -inf.
+        Probabilities of draft tokens with the same target token add up; unshared tokens have -inf. So a
+        softmax of the result is the draft's distribution over shared tokens, renormalised: it is declared,
+        and drafts are drawn from it.
         """
         wide = torch.promote_types(logit_BD.dtype, torch.float32)
-        self._from_S, self._to_S = self._from_S.to(logit_BD.device), self._to_S.to(logit_BD.device)
+        self._from_S = self._from_S.to(logit_BD.device)
+        self._to_S = self._to_S.to(logit_BD.device)
+
+        # log(sum(exp(logit))) over the draft's tokens of each target token, with the largest taken out.
         logit_BS = logit_BD.to(wide)[:, self._from_S]
         to_BS = self._to_S.expand_as(logit_BS)
         none_BV = logit_BS.new_full((len(logit_BS), self._sampler.transform.vocab), -torch.inf)

@@ -1,4 +1,8 @@
-"""Trained heads that draft: they read the target's hidden states, which each target pass brings.
+"""Drafts with trained heads: they read the target's hidden states, which each target pass brings.
+
+Drafts are drawn as a draft model's are, from a softmax of the head's logits under the run's controls, which
+is what they declare. What differs is where the logits come from: a head reads what the target has made of the
+text, a draft model the text.
 
 At position t an EAGLE-3 head reads g, made of the target's hidden states at t, and token t+1. So of a text
 of n committed tokens it reads the positions up to n-2, and the last of them gives the first draft. For
@@ -8,6 +12,9 @@ has fed a position, its own states take their place.
 DFlash gives all drafts of a round in one pass. Of a text of n committed tokens it has read the states of all
 but the last one, and what they give does not depend on the text. What was read at positions that were
 rejected, and what the head's own pass wrote, is read anew before it counts.
+
+Shapes: B rows, R of them drafting, T tokens of a pass, H the head's width, E the head's own vocabulary, V the
+target's, X the tapped states of the target side by side.
 """
 
 from __future__ import annotations
@@ -32,7 +39,9 @@ class SamplesFromHead(Drafter):
     """Samples from a head's distribution, under the same controls as the target."""
 
     def __init__(self, head: HeadModel, sampler: Sampler) -> None:
-        self._of, self._sampler, self._passes = head, sampler, 0
+        self._of = head
+        self._sampler = sampler
+        self._passes = 0
 
     @property
     def forwards(self) -> int:
@@ -43,16 +52,19 @@ class SamplesFromHead(Drafter):
         return self._of.device
 
     def _in_target(self, logit_RE: Tensor, rows: list[int], count: int) -> Tensor:
-        """Logits by the target's ids, (B, V): -inf of tokens that the head lacks, zeros in other rows."""
-        vocab, ids_E = max(self._sampler.transform.vocab, self._of.vocab), self._of.ids_E
+        """Returns logits by the target's ids, (B, V): -inf of tokens that the head lacks, 0 in other rows."""
+        vocab = max(self._sampler.transform.vocab, self._of.vocab)
+        ids_E = self._of.ids_E  # the target's ids of the head's tokens; None if they are the same
         wide = torch.promote_types(logit_RE.dtype, torch.float32)
         if ids_E is None and len(rows) == count:
             return logit_RE.to(wide)
+
         logit_RV = logit_RE.new_full((len(rows), vocab), -torch.inf, dtype=wide)
         if ids_E is None:
             logit_RV[:, : logit_RE.shape[1]] = logit_RE.to(wide)
         else:
             logit_RV.index_copy_(1, ids_E.to(logit_RV.device), logit_RE.to(wide))
+
         if len(rows) == count:
             return logit_RV
         return logit_RV.new_zeros(count, vocab).index_copy_(0, sent(rows, logit_RV.device), logit_RV)
@@ -83,11 +95,13 @@ class HeadDrafter(SamplesFromHead):
         self._read(state.token_BS, [length - 2 for length in state.lengths])
 
     def refill(self, state: State, kept: dict[int, int]) -> None:
-        pairs = enumerate(zip(self._cached, state.lengths, strict=True))
-        self._read(state.token_BS, [n - 2 if row in kept else cached for row, (cached, n) in pairs])
+        ends = list(self._cached)
+        for row in kept:
+            ends[row] = state.lengths[row] - 2
+        self._read(state.token_BS, ends)
 
     def limit(self, length: int) -> int:
-        """Nothing before there is a hidden state: a text of one token has none."""
+        """Returns 0 before there is a hidden state: a text of one token has none."""
         return reach(self._head.context, length) if length > 1 else 0
 
     @torch.inference_mode()
@@ -95,17 +109,23 @@ class HeadDrafter(SamplesFromHead):
         """Keeps the target's hidden states of a pass; what the head has read at these positions is stale."""
         for row, start, _ in fed:
             self._cached[row] = min(self._cached[row], start)
+
+        # What waits is read before the new states would take its places.
         if any(start + count - self._cached[row] > self._window for row, start, count in fed):
             ends = list(self._cached)
             for row, start, _ in fed:
                 ends[row] = start
             self._read(token_BS, ends)
+
         self._state_NH[self._places(fed)] = self._head.fused(state_TX)
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
-        lengths, drawn, rows = state.lengths, list[Drawn](), list[int]()
+
+        lengths = state.lengths
+        drawn: list[Drawn] = []
+        rows: list[int] = []
         z_RH = self._state_NH  # from the second draft on, what the head gave for the last one, of `rows`
         for offset in range(max(count)):
             wanted = [row for row, n in enumerate(count) if n > offset]
@@ -118,11 +138,15 @@ class HeadDrafter(SamplesFromHead):
                 fed = [(row, lengths[row] - 2 + offset, 1) for row in wanted]
                 places = None if wanted == rows else sent([rows.index(row) for row in wanted], z_RH.device)
                 g_TH = z_RH if places is None else z_RH[places]
-            (logit_RE, z_RH), rows = self._forward(state.token_BS, fed, g_TH), wanted
+
+            logit_RE, z_RH = self._forward(state.token_BS, fed, g_TH)
+            rows = wanted
             logit_BV = self._in_target(logit_RE.to(state.device), rows, state.rows)
             drawn.append(self._sampler.draw(state, offset, count, logit_BV))
-        for row in (row for row, n in enumerate(count) if n):
-            self._cached[row] = lengths[row] - 1
+
+        for row, n in enumerate(count):
+            if n:
+                self._cached[row] = lengths[row] - 1
         return proposal_of(drawn, count)
 
     def _read(self, token_BS: Tensor, ends: list[int]) -> None:
@@ -139,14 +163,14 @@ class HeadDrafter(SamplesFromHead):
         self._cached = [max(pair) for pair in zip(self._cached, ends, strict=True)]
 
     def _forward(self, token_BS: Tensor, fed: list[Span], g_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (R, E) and z (R, H) of the last position of each row that is fed."""
+        """Returns logits (R, E) and z (R, H) of the last position of each row that is fed."""
         self._passes += 1
         return self._head.step(_behind(token_BS, fed), g_TH, fed, self._cache)
 
     def _places(self, fed: list[Span]) -> Tensor | slice:
-        """Where the states of these positions stand in `_state_NH`."""
+        """Returns where the states of these positions stand in `_state_NH`."""
         window = self._window
-        if len(fed) == 1:
+        if len(fed) == 1:  # a slice, which needs no copy to the device
             row, start, count = fed[0]
             first = row * window + start % window
             if start % window + count <= window:
@@ -156,7 +180,7 @@ class HeadDrafter(SamplesFromHead):
 
 
 def _behind(token_BS: Tensor, fed: list[Span]) -> Tensor:
-    """The token behind each of these positions, (T,)."""
+    """Returns the token behind each of these positions, (T,)."""
     if len(fed) == 1:
         row, start, count = fed[0]
         return token_BS[row, start + 1 : start + 1 + count]
@@ -167,7 +191,11 @@ def _behind(token_BS: Tensor, fed: list[Span]) -> Tensor:
 
 
 class BlockHeadDrafter(SamplesFromHead):
-    """Draws each draft from the distribution that the pass gave at its place."""
+    """Draws each draft from the distribution that the pass gave at its place.
+
+    It does not depend on the drafts before it. The target's does, and the rules compare both at that place:
+    q may be any distribution that the draft was drawn from.
+    """
 
     def __init__(self, head: DFlashModel, target: ModelRunner, sampler: Sampler) -> None:
         """`target` is the runner whose passes the head reads; its model has the head's taps."""
@@ -180,7 +208,7 @@ class BlockHeadDrafter(SamplesFromHead):
         self._cache: SlotCache = self._head.new_cache(rows, self._slots)
 
     def limit(self, length: int) -> int:
-        """The block stands within the head's context."""
+        """Returns a block's drafts, or 0 where the block would not stand within the head's context."""
         return self._head.drafts if length - 1 + self._head.width <= self._head.context else 0
 
     def observe(self, token_BS: Tensor, fed: list[Span], state_TX: Tensor) -> None:
@@ -189,17 +217,21 @@ class BlockHeadDrafter(SamplesFromHead):
         if any(inside_span[2] < span[2] for inside_span, span in zip(kept, fed, strict=True)):
             inside = [start + i < self._slots for _, start, count in fed for i in range(count)]
             state_TX = state_TX[sent(inside, state_TX.device)]
-        if kept := [span for span in kept if span[2] > 0]:
+        kept = [span for span in kept if span[2] > 0]
+        if kept:
             self._head.remember(state_TX, kept, self._cache)
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
+
         self._passes += 1
-        rows, last = zip(*[(row, state.lengths[row] - 1) for row, n in enumerate(count) if n], strict=True)
-        row_R, last_R = sent([list(rows), list(last)], state.device)
-        logit_RKE = self._head.logits(state.token_BS[row_R, last_R], [*last], [*rows], self._cache)
-        drawn = list[Drawn]()
+        rows = [row for row, n in enumerate(count) if n]
+        last = [state.lengths[row] - 1 for row in rows]
+        row_R, last_R = sent([rows, last], state.device)
+        logit_RKE = self._head.logits(state.token_BS[row_R, last_R], last, rows, self._cache)
+
+        drawn: list[Drawn] = []
         for offset in range(max(count)):
             wanted = [row for row, n in enumerate(count) if n > offset]
             places = sent([rows.index(row) for row in wanted], logit_RKE.device)

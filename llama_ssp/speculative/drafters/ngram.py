@@ -1,8 +1,9 @@
-"""n-gram drafts: what followed the last few tokens where they stood in the text before. No draft model.
+"""Drafts what followed the last few tokens where they stood in the text before (n-grams). No draft model.
 
 A text's contexts are indexed as it grows, so a round reads only its new tokens, and a look-up takes the same
 time in a text of any length. A draft is the token that followed its context most often, the latest of equals;
-the next draft's context ends with it. The declared distribution is certain of the token (`certain`). If
+the next draft's context ends with it. The declared distribution is certain of the token (`certain`): so a
+draft is accepted with the probability that the target gives it, and a correction is another token. If
 drafts were drawn from the counts, the shipped target would accept one draft in a hundred more when sampling
 and one less when greedy (bench/ngram.py): too little for draws over the whole vocabulary.
 
@@ -21,28 +22,33 @@ from llama_ssp.speculative.state import Proposal, State
 
 
 class Followers:
-    """How often each token followed a context that occurred twice or more."""
+    """Counts how often each token followed a context that occurred twice or more."""
 
     __slots__ = ("_counts", "best")
 
     def __init__(self, token: int) -> None:
-        self._counts, self.best = {token: 1}, token
+        self._counts = {token: 1}
+        self.best = token
 
     def add(self, token: int) -> None:
-        count = self._counts[token] = self._counts.get(token, 0) + 1
+        """Counts the token; the latest of equals is the best."""
+        count = self._counts.get(token, 0) + 1
+        self._counts[token] = count
         if count >= self._counts[self.best]:
             self.best = token
 
 
 class NgramIndex:
-    """The contexts of one text, which only grows: at most `longest` tokens each, found in O(longest).
+    """Indexes the contexts of one text, which only grows: of at most `longest` tokens, found in O(longest).
 
     A context that occurred once is kept as the position after it, and longer contexts that end there are not
     kept. So a text has a few entries a token, however long contexts may be.
     """
 
     def __init__(self, text: list[int], shortest: int, longest: int) -> None:
-        self.text, self._shortest, self._longest = text, shortest, longest
+        self.text = text
+        self._shortest = shortest
+        self._longest = longest
         self._known: dict[tuple[int, ...], int | Followers] = {}
         self._read = 0  # tokens of the text that have been indexed
 
@@ -54,7 +60,8 @@ class NgramIndex:
 
     def _add(self, position: int) -> None:
         """Counts the token at `position` for every context that ends before it."""
-        text, known = self.text, self._known
+        text = self.text
+        known = self._known
         for size in range(1, min(self._longest, position) + 1):
             context = tuple(text[position - size : position])
             entry = known.get(context)
@@ -64,33 +71,41 @@ class NgramIndex:
             if isinstance(entry, int):  # occurred once: from now on its longer context is kept, too
                 if size < min(self._longest, entry):
                     known[tuple(text[entry - size - 1 : entry])] = entry
-                known[context] = entry = Followers(text[entry])
+                entry = Followers(text[entry])
+                known[context] = entry
             entry.add(text[position])
 
     def drafts(self, count: int) -> list[int]:
-        """Up to `count` tokens that may follow the text; fewer where a context is new."""
+        """Returns up to `count` tokens that may follow the text; fewer where a context is new."""
         tail = self.text[-self._longest :]
         start = len(tail)
-        while len(tail) < start + count and (token := self._next(tail)) is not None:
+        while len(tail) < start + count:
+            token = self._next(tail)
+            if token is None:
+                break
             tail.append(token)
         return tail[start:]
 
     def _next(self, tail: list[int]) -> int | None:
-        """The token that followed the longest known context most often; None if that is too short."""
+        """Returns the token that followed the longest known context most often; None if that is too short."""
         best: int | None = None
         end = len(tail)
+        shortest = self._shortest
         for size in range(1, min(self._longest, end) + 1):
-            found = self._known.get(tuple(tail[end - size :]))
-            if isinstance(found, int):
-                short = self._shortest
-                same = size >= short or (
-                    found >= short <= end and self.text[found - short : found] == tail[-short:]
-                )
-                return self.text[found] if same else best
-            if found is None:
+            entry = self._known.get(tuple(tail[end - size :]))
+            if entry is None:
                 return best
-            if size >= self._shortest:
-                best = found.best
+
+            if isinstance(entry, int):
+                # It occurred once, and longer contexts that end there are not kept: the text itself tells
+                # whether the shortest that counts is the same.
+                is_long_enough = size >= shortest
+                if not is_long_enough and shortest <= min(entry, end):
+                    is_long_enough = self.text[entry - shortest : entry] == tail[-shortest:]
+                return self.text[entry] if is_long_enough else best
+
+            if size >= shortest:
+                best = entry.best
         return best
 
 
@@ -98,7 +113,10 @@ class NgramDrafter(Drafter):
     """Drafts from an index of each row's text. A row that is refilled has another text, and a new index."""
 
     def __init__(self, shortest: int, longest: int, vocab: int, dtype: torch.dtype) -> None:
-        self._shortest, self._longest, self._vocab, self._dtype = shortest, longest, vocab, dtype
+        self._shortest = shortest
+        self._longest = longest
+        self._vocab = vocab
+        self._dtype = dtype
         self._indexes: dict[int, NgramIndex] = {}  # by row
 
     def start(self, rows: int, capacity: int) -> None:
@@ -116,13 +134,20 @@ class NgramDrafter(Drafter):
             return []
         index = self._indexes.get(row)
         if index is None or index.text is not text:
-            index = self._indexes[row] = NgramIndex(text, self._shortest, self._longest)
+            index = NgramIndex(text, self._shortest, self._longest)
+            self._indexes[row] = index
         index.update()
-        return list(takewhile(lambda i: i < self._vocab, index.drafts(wanted)))  # a prompt may have others
+
+        # A prompt may have tokens that the target has no logits of.
+        return list(takewhile(lambda token: token < self._vocab, index.drafts(wanted)))
+
+
+def _ngram_drafter(spec: SpeculationConfig, vocab: int, dtype: torch.dtype) -> Drafter:
+    return NgramDrafter(spec.ngram_min, spec.ngram_max, vocab, dtype)
 
 
 # What drafts from the text alone, by the name of `speculation.drafter`: of the settings, the size of the
 # vocabulary, and the format of probabilities.
 TEXT_DRAFTERS: dict[Drafting, Callable[[SpeculationConfig, int, torch.dtype], Drafter]] = {
-    Drafting.ngram: lambda spec, *sizes: NgramDrafter(spec.ngram_min, spec.ngram_max, *sizes),
+    Drafting.ngram: _ngram_drafter,
 }

@@ -1,4 +1,4 @@
-"""A draft on ranks of its own, seen by the leader: it requests drafts, and receives their probabilities.
+"""Drafts by ranks of their own: the leader requests drafts, and receives their probabilities.
 
 ahead.py is the draft's side. A proposal is tagged, row by row, with the length and a checksum of the text it
 continues. The leader rejects a proposal that is not for its own texts.
@@ -18,13 +18,15 @@ from llama_ssp.models.feed import sent
 from llama_ssp.speculative.drafters.local import Drafter, nothing, reach
 from llama_ssp.speculative.state import Proposal, State
 
-WHOLE, SPARSE = 0, 1  # how probabilities are written
+# How probabilities are written.
+WHOLE = 0
+SPARSE = 1
 SPARE = 4  # written sparsely if fewer than one entry in SPARE is not 0
 
 
 @dataclass
 class AheadCounts:
-    """Counts of drafts and rows."""
+    """Counts drafts and rows. A reply holds the counts in the order of the fields."""
 
     rows: int = 0  # that were to draft, summed over rounds
     rows_ready: int = 0  # of these, with all drafts ready
@@ -36,7 +38,7 @@ HEAD = 2 + len(fields(AheadCounts)) + 1  # integers between a reply's tags and i
 
 
 class RemoteDrafter(Drafter):
-    """The leader's side: requests drafts and receives them.
+    """Requests drafts for the leader and receives them.
 
     A draft that is lost proposes nothing any more: the target continues alone.
     """
@@ -44,15 +46,20 @@ class RemoteDrafter(Drafter):
     def __init__(self, link: DraftClient, context: int, vocab: int, dtype: torch.dtype) -> None:
         """`dtype` and `vocab` are those of the probabilities, `context` is the draft model's."""
         self._link = link
-        self._context, self._vocab, self._dtype = context, vocab, dtype
-        self._counts, self._forwards, self._waited_s, self._drafts_waited_us = AheadCounts(), 0, 0.0, 0
+        self._context = context
+        self._vocab = vocab
+        self._dtype = dtype
+        self._counts = AheadCounts()
+        self._forwards = 0
+        self._waited_s = 0.0
+        self._drafts_waited_us = 0
 
     @property
     def forwards(self) -> int:
         return self._forwards
 
     def figures(self) -> dict[str, Any]:
-        """Figures of the run so far, under the names of the JSON interface."""
+        """Returns figures of the run so far, under the names of the JSON interface."""
         counts = self._counts
         return {
             "rows_asked": counts.rows,
@@ -70,9 +77,12 @@ class RemoteDrafter(Drafter):
         return 0 if self._link.lost else reach(self._context, length)
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        rows, k, expected = state.rows, max(count), tags(state, count)
+        rows = state.rows
+        k = max(count)
+        expected = tags(state, count)
         if not k:
             return nothing(state)
+
         began = time.perf_counter()
         reply = self._link.reply()
         if reply is not None and reply.values[: len(expected)] != expected:
@@ -81,17 +91,23 @@ class RemoteDrafter(Drafter):
         if reply is None:
             return nothing(state)
         self._waited_s += time.perf_counter() - began
+
+        # | tags | how | forwards | rows | rows_ready | drafted | used | waited | drafts, B * K |
         start = len(expected) + HEAD
-        how, self._forwards, *counts, self._drafts_waited_us = reply.values[len(expected) : start]
-        self._counts = AheadCounts(*counts)
+        how, forwards, rows_wanted, rows_ready, ahead, used, waited_us = reply.values[len(expected) : start]
+        self._forwards = forwards
+        self._counts = AheadCounts(rows=rows_wanted, rows_ready=rows_ready, drafted=ahead, used=used)
+        self._drafts_waited_us = waited_us
+
         drafted_BK = sent(reply.values[start:], state.device).view(rows, k)
-        draft_BKV = sent(read(how, reply.payload, (rows, k, self._vocab), self._dtype), state.device)
+        probs_BKV = read(how, reply.payload, (rows, k, self._vocab), self._dtype)
+        draft_BKV = sent(probs_BKV, state.device)
         state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, draft_BKV, count)
 
 
 def tags(state: State, count: tuple[int, ...]) -> list[int]:
-    """What a proposal is for: each row's length, a checksum of its text, and its number of drafts."""
+    """Returns what a proposal is for: each row's length, a checksum of its text, and its number of drafts."""
     result = []
     for text, n in zip(state.texts, count, strict=True):
         result += [len(text), crc32(array("q", text).tobytes()) if n else 0, n]
@@ -99,7 +115,7 @@ def tags(state: State, count: tuple[int, ...]) -> list[int]:
 
 
 def written(probs_BKV: Tensor) -> tuple[int, bytes]:
-    """Probabilities as bytes: all, or only those not 0, if they are few (after top-k, top-p, argmax)."""
+    """Returns probabilities as bytes: all, or those not 0, if they are few (after top-k, top-p, argmax)."""
     flat = probs_BKV.detach().cpu().flatten()
     place = flat.nonzero()[:, 0]
     if len(place) * SPARE > len(flat):
@@ -108,9 +124,13 @@ def written(probs_BKV: Tensor) -> tuple[int, bytes]:
 
 
 def read(how: int, load: bytes, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """The probabilities that `written` wrote, to the last bit."""
+    """Returns the probabilities that `written` wrote, to the last bit.
+
+    Sparse ones are all values that are not 0, then all their places.
+    """
     if how == WHOLE:
         return torch.frombuffer(bytearray(load), dtype=dtype).view(shape)
+
     count = len(load) // (dtype.itemsize + torch.int64.itemsize)
     flat = torch.zeros(shape, dtype=dtype).flatten()
     if count:
