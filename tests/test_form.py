@@ -182,7 +182,7 @@ def tables_are_literals(tree: Node) -> Iterator[Node]:
 
 
 def facts_of_errors_have_names(tree: Node) -> Iterator[Node]:
-    """Everything that an error of ours is given goes by keyword, but for what happened, which is first."""
+    """Everything that an error of ours is given goes by keyword, except what happened, which is first."""
     names = error_classes([tree], known=ERRORS)
     for call in calls(tree):
         is_splat = any(isinstance(item, ast.Starred) for item in call.args)
@@ -245,7 +245,7 @@ def offending(rule: Rule) -> list[tuple[Module, Node]]:
 
 
 def offences(rule: Rule) -> Iterator[tuple[str, str]]:
-    """Yields the place and the line of each node that offends, but for the exceptions."""
+    """Yields the place and the line of each node that offends, without the exceptions."""
     for module, node in offending(rule):
         if (module.name, name_of(node)) in EXCEPTIONS:
             continue

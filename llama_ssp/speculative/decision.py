@@ -23,7 +23,7 @@ from llama_ssp.text.logprobs import ScoredToken
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a round decided, on the host. Row b commits its first `accepted[b]` drafts, then `token[b]`.
+    """Holds what a round decided, on the host. Row b commits its first `accepted[b]` drafts, then `token[b]`.
 
     `token` is the correction where a draft was rejected, and the token after all drafts where none was; with
     K = 0 it is all that the row gets.
@@ -143,7 +143,7 @@ def decide(
         # (B, 0): there is nothing to say of drafts.
         overlap_BK = before_BK = standing_BK = probs_BWV[:, 0, :0].double()
 
-    # Of a row with n drafts the columns 0..n count; those behind are undefined.
+    # Of a row with n drafts the columns 0..n count; those after are undefined.
     damaged_B = (damaged_BW & (order(damaged_BW) <= count_B[:, None])).any(1)
     return Decision.pack(accepted_B, token_B, damaged_B, drafted_BK, overlap_BK, before_BK, standing_BK)
 

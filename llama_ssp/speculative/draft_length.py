@@ -47,7 +47,7 @@ READING = 0.02  # of the time: the share that the draft model may read for tries
 
 @dataclass
 class Mean:
-    """A weighted mean that begins with a guess, and forgets: each round takes weight from earlier ones."""
+    """Keeps a weighted mean that begins with a guess: each round takes weight from earlier ones."""
 
     value: float
     weight: float = GUESS
@@ -60,7 +60,7 @@ class Mean:
 
 
 class Acceptance:
-    """How likely drafts stand: the first of a round, and each later one if those before it do.
+    """Estimates how likely drafts stand: the first of a round, and each later one if those before it do.
 
     The two differ. A first draft follows a token that the draft model may just have missed; a later one
     follows tokens that both models like, and the block rule makes up there for what it lost before. Both are

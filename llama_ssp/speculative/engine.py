@@ -1,4 +1,4 @@
-"""What one round does: draft, one target forward, the decision. One interface for every rank.
+"""Runs a round: the drafts, one target forward, the decision. One interface for every rank.
 
 `Engine` is the leader's, which alone decides. Other ranks have a `Follower` each (follower.py): it computes
 its part of the models, and gets drafts and decisions by message. That two ranks with equal seeds would draw
@@ -40,7 +40,7 @@ class Observer:
     """Sees an engine's rounds, and changes nothing. This base does nothing."""
 
     def part(self, name: str) -> AbstractContextManager[Any]:
-        """A context in which this part of a round runs: a stopwatch tells the parts apart."""
+        """Returns a context in which this part of a round runs: a stopwatch tells the parts apart."""
         return nullcontext()
 
     def decided(
@@ -51,8 +51,10 @@ class Observer:
         probs_BWV: OnLeader,
         logit_BWV: OnLeader,
     ) -> None:
-        """Sees a decided round before the commit; only the leader has the target's logits, and their
-        probabilities under the sampling controls."""
+        """Sees a decided round before the commit.
+
+        Only the leader has the target's logits, and their probabilities under the sampling controls.
+        """
 
 
 class RankEngine(ABC):
@@ -129,10 +131,10 @@ class RankEngine(ABC):
     def admit(self, state: State, prompts: dict[int, Prompt], reuse: bool = False) -> int:
         """Replaces the texts of rows that have ended, and prefills them in one pass, or in one a chunk.
 
-        A row begins anew as in `prefill`: its caches hold its prompt but for the last token, and its draws
+        A row begins anew as in `prefill`: its caches hold its prompt except the last token, and its draws
         are those of its own prompt. The other rows stay where they are in their texts.
 
-        With `reuse` caches keep the tokens that a row's old and new text begin with, but for the last of
+        With `reuse` caches keep the tokens that a row's old and new text begin with, except the last of
         them: a head that drafts reads its hidden state with the token after it. Returns how many tokens the
         target's cache kept.
         """
@@ -224,7 +226,7 @@ class RankEngine(ABC):
 
 
 class Engine(RankEngine):
-    """The leader's engine: it drafts or asks for drafts, verifies and decides."""
+    """Runs rounds as the leader: drafts or requests drafts, verifies and decides."""
 
     target: ModelRunner
     drafter: Drafter

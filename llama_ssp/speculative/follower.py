@@ -1,4 +1,4 @@
-"""A rank that does not decide: it computes its part of the target, of the draft, or of both."""
+"""Runs a rank that does not decide: it computes its part of the target, of the draft, or of both."""
 
 from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.engine import RankEngine, target_logits
@@ -7,7 +7,7 @@ from llama_ssp.speculative.state import Proposal, State
 
 
 class Follower(RankEngine):
-    """The engine of every rank but the leader. The leader broadcasts what it drafts and commits."""
+    """Runs rounds on every rank but the leader, which broadcasts what it drafts and commits."""
 
     _rounds: FollowerProtocol
     _protocol = FollowerProtocol
@@ -17,13 +17,16 @@ class Follower(RankEngine):
         self._enter("draft", self._rounds.decided + 1)
         if self.drafter is None:
             return self._rounds.drafts(state)
-        own_proposal = self.drafter.propose(state, self._rounds.count(state))
+
+        drawn_here = self.drafter.propose(state, self._rounds.count(state))
         if self.target is None:
-            return own_proposal
+            return drawn_here
+
         proposal = self._rounds.drafts(state)
-        if own_proposal.draft_BKV is not None:
-            # A copy of the draft model may have drawn other tokens, by rounding; the leader's count.
-            agreed = (own_proposal.drafted_BK == proposal.drafted_BK).long().cumprod(1).sum(1).tolist()
+        if drawn_here.draft_BKV is not None:
+            # A copy of the draft model may have drawn other tokens, by rounding; the leader's count. Its
+            # cache keeps keys of drafts up to the first that differs.
+            agreed = (drawn_here.drafted_BK == proposal.drafted_BK).long().cumprod(1).sum(1).tolist()
             self.drafter.roll_back([length + n + 1 for length, n in zip(state.lengths, agreed, strict=True)])
         return proposal
 
@@ -31,7 +34,7 @@ class Follower(RankEngine):
         """Takes part in the target's forward, or drafts ahead meanwhile; then receives the decision."""
         self._enter("verify", self._rounds.decided + 1)
         if self.target:
-            target_logits(self.target, state, proposal.count)
+            target_logits(self.target, state, proposal.count)  # for its part of the sums over ranks
         if self.drafter:
             self.drafter.meanwhile(state, proposal)
         decision = self._rounds.result(state)

@@ -1,4 +1,4 @@
-"""The loop, as in the papers: draft, verify, commit, until every row has ended. It knows token ids only.
+"""Runs the loop, as in the papers: draft, verify, commit, until every row has ended; of token ids only.
 
 Text, timing and printing live outside; what may end a row by its text comes in as `TextEnd`. Regular sampling
 is this loop with K = 0: nothing is drafted, the target is fed one token a row, and the token that follows is
@@ -34,7 +34,7 @@ class TextEnd(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a row."""
+    """Says what ends a row."""
 
     max_new_tokens: int
     end_ids: frozenset[int] = frozenset()
@@ -93,7 +93,7 @@ class Refill(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One round over the batch."""
+    """Holds what each row got in one round."""
 
     round: int
     rows: list[RowStep] = field(default_factory=list)
@@ -116,14 +116,16 @@ def generate(
     """
     number = 0
     while True:
-        # A refilled row begins like any other: its prompt is in the caches but for the last token.
-        for row in refill.admit(engine, state) if refill else ():
-            lookahead.restart(row)  # earlier rounds say nothing of this text
+        if refill:
+            # A refilled row begins like any other: its prompt is in the caches except the last token.
+            for row in refill.admit(engine, state):
+                lookahead.restart(row)  # earlier rounds say nothing of this text
         if limits.reached(state):
             break
 
         # K is chosen before anything is drawn, so that it cannot depend on what is drawn: a choice that had
         # seen the drafts would favour some of them, and texts would have another distribution.
+        #
         # A row that may get r more tokens drafts r - 1 at most: a round adds one token to the accepted ones.
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
         wanted = [max(0, min(k, r - 1)) for k, r in zip(lookahead.choose(), room, strict=True)]
@@ -133,7 +135,7 @@ def generate(
         del proposal  # frees its probabilities before the next ones are made
 
         step = commit(state, result, limits, engine.context, number)
-        # Caches now hold keys of drafts that were rejected, or trimmed: whatever is behind the text is
+        # Caches now hold keys of drafts that were rejected, or trimmed: whatever is after the text is
         # dropped, for both reasons in one way.
         engine.roll_back(state)
         lookahead.observe(step.rows)

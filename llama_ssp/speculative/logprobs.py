@@ -20,7 +20,7 @@ NUMBERS = 2**24  # logits at once: of a text that is scored whole there are many
 
 @dataclass
 class LogprobReader:
-    """Which rows' tokens get log-probabilities, and with how many alternatives.
+    """Reads log-probabilities: says which rows' tokens get them, and with how many alternatives.
 
     `top` is for all rows but those in `by_row`; None keeps nothing. With `sampled` they are of the
     distribution that tokens are sampled from, where alternatives of probability 0 are left out.
@@ -32,7 +32,7 @@ class LogprobReader:
 
     @property
     def reads(self) -> bool:
-        """Whether any row's tokens get log-probabilities."""
+        """Returns whether any row's tokens get log-probabilities."""
         return any(top is not None for top in (self.top, *self.by_row.values()))
 
     def read(
@@ -41,7 +41,7 @@ class LogprobReader:
         """Returns the log-probabilities of each row's tokens, which columns 0, 1, ... predict.
 
         `probs_BWV` is what the sampling controls make of the logits; `vocab` is how many tokens there are:
-        logits behind that are padding.
+        logits after that are padding.
         """
         tops = [self.by_row.get(row, self.top) for row in range(len(blocks))]
         chosen = [row for row, top in enumerate(tops) if top is not None]
@@ -107,7 +107,7 @@ def scored(
 
 
 def _prefix(state: State, starts: list[int], width: int) -> Prefix:
-    """Returns the prefixes of positions behind `starts`; a text's first token stands for its prompt."""
+    """Returns the prefixes of positions after `starts`; a text's first token stands for its prompt."""
     start_B = sent(starts, state.device)
     length_BW = start_B[:, None] + torch.arange(1, width + 1, device=state.device)
     return Prefix(state.token_BS, length_BW.clamp_(max=state.capacity), torch.ones_like(start_B))

@@ -107,14 +107,19 @@ def best_k(round_s: Sequence[float], played: Sequence[Played]) -> int:
     """
 
     def token_s(k: int) -> float:
+        """Returns the mean seconds of a token with k drafts a round, from rounds of k or more."""
         sums = defaultdict[tuple[int, int], Any](lambda: np.zeros(2))  # by text: seconds, tokens
-        for batch, asked, steps in played:
-            if asked >= k and steps:
-                spent = round_s[min(k, max(step.k for step in steps))]  # as long as its longest draft
-                for step in steps:
-                    stand = sum(stands for _, stands in step.standing[:k])
-                    sums[batch, step.row] += spent, 1 + stand
-        return float(np.mean([spent / tokens for spent, tokens in sums.values()])) if sums else round_s[k]
+        for batch, round_k, steps in played:
+            if round_k < k or not steps:
+                continue
+            spent = round_s[min(k, max(step.k for step in steps))]  # as long as its longest draft
+            for step in steps:
+                stand = sum(stands for _, stands in step.standing[:k])
+                sums[batch, step.row] += spent, 1 + stand
+
+        if not sums:
+            return round_s[k]
+        return float(np.mean([spent / tokens for spent, tokens in sums.values()]))
 
     token_s_of = [token_s(k) for k in range(len(round_s))]
     k = int(np.argmin(token_s_of))
@@ -137,8 +142,14 @@ def timed_rounds(
     for batch in count():
         state = engine.prefill([Prompt(str(row), next(begins)) for row in range(lookahead.rows)], half)
         steps = generate(engine, state, Limits(half), lookahead)
-        enough = max(state.lengths) + NEW * max(1, lookahead.rows // 8) if prompts else state.capacity
-        while (length := max(state.lengths)) < enough and length + lookahead.k < state.capacity:
+        enough = state.capacity
+        if prompts:
+            enough = max(state.lengths) + NEW * max(1, lookahead.rows // 8)
+
+        while True:
+            length = max(state.lengths)
+            if length >= enough or length + lookahead.k >= state.capacity:
+                break
             engine.synchronize()
             began = time.perf_counter()
             step = next(steps, None)

@@ -2,7 +2,7 @@
 
 After a round a cache holds at most len-1 tokens of a row, and the next forward feeds the rest. So there are
 no special cases: prefill is the first catching up, and a draft model that was not fed its own last token
-after full acceptance is fed it next round. To roll back is to forget a length (models/feed.py): keys behind
+after full acceptance is fed it next round. To roll back is to forget a length (models/feed.py): keys after
 it are overwritten when their positions come again.
 """
 

@@ -29,7 +29,7 @@ from llama_ssp.models.feed import sent
 
 
 class Purpose(IntEnum):
-    """What a draw decides."""
+    """Says what a draw decides."""
 
     DRAFT = 0  # a draft, from the draft's distribution
     ACCEPT = 1  # whether a draft's coin passes
@@ -94,7 +94,7 @@ def _by_numbers(decide: Decide, rule: Hashable) -> Callable[..., Tensor]:
 
 @dataclass
 class CounterDraws:
-    """The source of all randomness: drafts are drawn by `categorical`, the rest of a round by `round`.
+    """Makes all random numbers: drafts are drawn by `categorical`, the rest of a round by `round`.
 
     Philox is addressed by counter: (seed, prompt) is its key, the base its counter. `own` has the seeds of
     prompts that have one, by prompt key. `replay` runs functions of tensors: a model's may have them as

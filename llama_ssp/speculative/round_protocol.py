@@ -46,7 +46,7 @@ class RoundProtocol(ABC):
 
 
 class LeaderProtocol(RoundProtocol):
-    """The leader's side. It keeps a decision until it is sent with the next round's drafts."""
+    """Sends for the leader. It keeps a decision until it is sent with the next round's drafts."""
 
     def __init__(self, roles: Roles) -> None:
         super().__init__(roles)
@@ -120,7 +120,7 @@ class LeaderProtocol(RoundProtocol):
 
 
 class FollowerProtocol(RoundProtocol):
-    """Any other rank's side. It receives the end of one round and the start of the next together."""
+    """Receives for any other rank: the end of one round and the start of the next come together."""
 
     def __init__(self, roles: Roles) -> None:
         super().__init__(roles)
@@ -131,7 +131,7 @@ class FollowerProtocol(RoundProtocol):
         return tuple(self._round_start(state))
 
     def drafts(self, state: State) -> Proposal:
-        """Returns the drafts, without probabilities, written behind the texts; for ranks of the target."""
+        """Returns the drafts, without probabilities, written after the texts; for ranks of the target."""
         if self._draft_channel is None:
             values = self._round_start(state)
         else:

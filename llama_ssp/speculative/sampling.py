@@ -76,12 +76,12 @@ class SamplingTransform:
 
     def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         """Returns the probabilities at each position, (B, W, V). A row of NaN marks damaged logits."""
-        of_rows = [self._by_row.get(row, self) for row in range(len(logit_BWV))]
-        if len(set(of_rows)) == 1:
-            return of_rows[0]._by_graph(logit_BWV, prefix)
+        transforms = [self._by_row.get(row, self) for row in range(len(logit_BWV))]
+        if len(set(transforms)) == 1:
+            return transforms[0]._by_graph(logit_BWV, prefix)
         if self._replay is not None:
             log_slow("rows with different settings", "give all texts the same ones (sampling.*)")
-        return self._row_by_row(logit_BWV, prefix, of_rows)
+        return self._row_by_row(logit_BWV, prefix, transforms)
 
     def _by_graph(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         """Computes all rows under these controls, by a graph where there is one."""
@@ -98,10 +98,10 @@ class SamplingTransform:
         # A copy: the next replay overwrites what this one gave.
         return self._replay(function, *given).clone()
 
-    def _row_by_row(self, logit_BWV: Tensor, prefix: Prefix, of_rows: list["SamplingTransform"]) -> Tensor:
+    def _row_by_row(self, logit_BWV: Tensor, prefix: Prefix, transforms: list["SamplingTransform"]) -> Tensor:
         """Computes rows in groups that share their controls, and puts them back in order, (B, W, V)."""
         groups: dict[SamplingTransform, list[int]] = {}
-        for row, transform in enumerate(of_rows):
+        for row, transform in enumerate(transforms):
             groups.setdefault(transform, []).append(row)
 
         parts = []
@@ -130,13 +130,13 @@ class SamplingTransform:
 
     @property
     def forbids_all(self) -> bool:
-        """Whether no token may begin a text."""
+        """Returns whether no token may begin a text."""
         banned = {*self.controls.bad_tokens, *(self.end_ids if self.controls.min_new_tokens else ())}
         return all(token in banned for token in range(self.vocab))
 
     @property
     def forbids(self) -> bool:
-        """Whether a control of some row may forbid tokens."""
+        """Returns whether a control of some row may forbid tokens."""
         return any(_forbids(transform.controls) for transform in (self, *self._by_row.values()))
 
     @cached_property
@@ -147,14 +147,14 @@ class SamplingTransform:
 
     @cached_property
     def _is_softmax(self) -> bool:
-        """Whether one or two operations make the probabilities: a graph of them gains nothing."""
+        """Returns whether one or two operations make the probabilities: a graph of them gains nothing."""
         c = self.controls
         moves = _forbids(c) or self._reads_prefix
         return not moves and c.temperature > 0 and (c.top_k, c.top_p, c.min_p) == (0, 1, 0)
 
     @cached_property
     def _may_hide_damage(self) -> bool:
-        """Whether a control may make probabilities of damaged logits. A softmax alone gives a row of NaN."""
+        """Returns whether a control may make probabilities of damaged logits; a softmax alone gives NaN."""
         return _forbids(self.controls) or self._reads_prefix or self.controls.temperature == 0
 
     def _probs(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
@@ -202,7 +202,7 @@ class SamplingTransform:
         return self._sent[key]
 
     def _penalised(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
-        """Returns the logits, lowered for tokens that each position's prefix has."""
+        """Returns the logits, changed for tokens that each position's prefix has."""
         controls = self.controls
         width = logit_BWV.shape[-1]
 

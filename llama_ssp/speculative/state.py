@@ -21,7 +21,7 @@ from llama_ssp.text.logprobs import ScoredToken
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids; `id` names its random stream."""
+    """Holds a prompt as token ids; `id` names its random stream."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -31,7 +31,7 @@ AT_ONCE = 16  # positions whose lengths are sent to the device together
 
 
 class StatePrefix(Prefix):
-    """Positions of a batch. Their lengths go to the device when a control first reads them: few do."""
+    """Names positions of a batch. Their lengths go to the device when a control first reads them: few do."""
 
     def __init__(self, state: State, first: int, width: int) -> None:
         self._state = state
@@ -70,7 +70,7 @@ class Proposal:
 
 
 class State:
-    """The batch: each text on the host, and all of them in a buffer on the device.
+    """Holds the batch: each text on the host, and all of them in a buffer on the device.
 
     Behind a text the buffer holds this round's drafts: they are part of the prefix of the positions after
     them. The next round overwrites what was not accepted.
@@ -121,7 +121,7 @@ class State:
         self.finished[row] = None
         self.logprobs[row] = []
 
-        # Nothing of the old text stays behind the new one.
+        # Nothing of the old text stays after the new one.
         padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
         self.token_BS[row] = sent(padded, self.device)
         self._lengths_changed()
@@ -153,7 +153,7 @@ class State:
         return self._prefixes
 
     def write_draft(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
-        """Writes draft number `offset` behind each text that has one."""
+        """Writes draft number `offset` after each text that has one."""
         if offset >= max(count):
             return
         if self.rows == 1:
@@ -170,7 +170,7 @@ class State:
         self.token_BS.scatter_(1, self._places[1][:, offset, None], token_B[:, None])
 
     def write_drafts(self, drafted_BK: Tensor, count: tuple[int, ...]) -> None:
-        """Writes all drafts behind their texts."""
+        """Writes all drafts after their texts."""
         for offset in range(max(count)):
             self.write_draft(drafted_BK[:, offset], offset, count)
 

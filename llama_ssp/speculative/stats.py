@@ -1,7 +1,7 @@
 """Counters: drafted, accepted and committed tokens, each by position in the block.
 
-A block is cut where its row ends (EOS, stop string, limit) before anything is counted: drafts behind the end
-are `discarded`, tokens of the verified block behind it are `cut`, and neither is in another figure.
+A block is cut where its row ends (EOS, stop string, limit) before anything is counted: drafts after the end
+are `discarded`, tokens of the verified block after it are `cut`, and neither is in another figure.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Counts:
     origins: Counter[str] = field(default_factory=Counter)
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     committed: int = 0
-    decided: int = 0  # drafts that were each accepted or rejected, not just behind a rejection
+    decided: int = 0  # drafts that were each accepted or rejected, not just after a rejection
     discarded: int = 0
     cut: int = 0
     expected: float = 0.0

@@ -30,6 +30,13 @@ With drafts x_1..x_K, and after i of them the distributions p and q of the next 
     coin i passes with S[i] / (S[i] + 1 - P[i])           the last one, i = K, with P[K]
     kept: up to the last i whose coin passes; then a draw from max(P[i] * p - q, 0) / S[i]
 
+Why this is exact: given the first i drafts, i or more are kept with probability P[i]. The next draft is x,
+and is kept too, with probability q(x) * min(P[i] * p(x) / q(x), 1) = min(P[i] * p(x), q(x)). Over all x that
+is P[i] - S[i]. So the block ends after i with probability S[i], and with a correction x with probability
+max(P[i] * p(x) - q(x), 0). In all, x follows the i drafts with probability P[i] * p(x). The coin of i counts
+where none after it passes: its chance is that of an end after i, S[i], out of all that is no longer,
+1 - (P[i] - S[i]).
+
 In both a uniform number must be strictly below the chance: a token that the target cannot produce is never
 accepted. Drafts that are all kept are followed by a draw from the target's own distribution.
 
@@ -102,7 +109,7 @@ class RoundDraws(Protocol):
 
 
 class Rule(ABC):
-    """An exact rule. What it declares here is all that the engine and task=certify know of it."""
+    """Decides exactly. What it declares here is all that the engine and task=certify know of it."""
 
     name: str
 
@@ -112,7 +119,7 @@ class Rule(ABC):
         passed_BK = draws.bernoulli(chance_BK)
         accepted_B = self.accepted(passed_BK)
 
-        # Another draw than the coins': a correction that shared their numbers would depend on them.
+        # With a random number of its own: the coins have been used to choose its distribution.
         probs_BV = self.correction_probs(block, accepted_B)
         return accepted_B, draws.categorical(probs_BV)
 
@@ -148,7 +155,7 @@ class TokenRule(Rule):
         return _within_count(block, chance_BK)
 
     def accepted(self, passed_BK: Array) -> Array:
-        # 1 1 0 1 -> 1 1 0 0 -> 2: what passed behind the first failure was drafted after a rejected token.
+        # 1 1 0 1 -> 1 1 0 0 -> 2: drafts after the first failure continue a rejected token.
         return where(passed_BK, 1, 0).cumprod(-1).sum(-1)
 
     def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:

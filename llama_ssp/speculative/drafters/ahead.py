@@ -1,6 +1,6 @@
 """Drafting ahead: the draft model drafts while the target verifies.
 
-It assumes that its tokens are accepted, guesses the token after them, and drafts behind that. If the text
+It assumes that its tokens are accepted, guesses the token after them, and drafts after that. If the text
 turns out to be the guessed one, the next proposal is complete or begun.
 
 Why this is exact. A proposal is a pure function of a row's text and of its draws, which are keyed by that
@@ -108,7 +108,7 @@ class AheadDrafter(ModelDrafter):
             return nothing(state)
 
         self._account(count)
-        # Of keys behind the text only those of drafts that are used stay.
+        # Of keys after the text only those of drafts that are used stay.
         self._runner.roll_back([length + n for length, n in zip(state.lengths, count, strict=True)])
         proposal = super().propose(state, count)
         self._end_of_forwards()
@@ -119,9 +119,9 @@ class AheadDrafter(ModelDrafter):
     def _reply(self, state: State, proposal: Proposal) -> None:
         """Sends the leader the drafts, and the probabilities that each was drawn from."""
         assert proposal.draft_BKV is not None
-        how, load = written(proposal.draft_BKV)
+        form, load = written(proposal.draft_BKV)
         waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
-        head = [how, self.forwards, *astuple(self.counts), waited_us]
+        head = [form, self.forwards, *astuple(self.counts), waited_us]
         drafted = proposal.drafted_BK.flatten().tolist()
         self._link.send_reply([*tags(state, proposal.count), *head, *drafted], load)
 
@@ -139,7 +139,7 @@ class AheadDrafter(ModelDrafter):
         self._end_of_forwards()
 
     def roll_back(self, lengths: list[int]) -> None:
-        """Drops what was not committed, but keeps drafts behind the very texts that were.
+        """Drops what was not committed, but keeps drafts after the very texts that were.
 
         A text without its last token is the old text and accepted drafts: the cache holds the right keys.
         """
@@ -186,7 +186,7 @@ class AheadDrafter(ModelDrafter):
         count = tuple(self._worth(state, accepted, row, len(drafted[row])) for row in range(state.rows))
         if max(count):
             # The token after the drafts, drawn as the leader will draw it, but from the draft's distribution.
-            # The more alike the distributions, the more often both draws agree. The leader's is committed.
+            # The less the distributions differ, the more often both draws agree. The leader's is committed.
             guess = super()._step(accepted, 0, count, state.slot(Purpose.CORRECT))
             yield guess
             later = accepted.extended([[token] for token in guess.token_B.tolist()])

@@ -91,7 +91,7 @@ class HeadDrafter(SamplesFromHead):
         self._state_NH = self._head.new_states(rows, self._window)
 
     def prefill(self, state: State) -> None:
-        """Reads what the target's prefill has brought, but for the last position, which the draft needs."""
+        """Reads what the target's prefill has brought, except the last position, which the draft needs."""
         self._read(state.token_BS, [length - 2 for length in state.lengths])
 
     def refill(self, state: State, kept: dict[int, int]) -> None:
@@ -159,13 +159,13 @@ class HeadDrafter(SamplesFromHead):
         if fed:
             self._passes += 1
             g_TH = self._state_NH[self._places(fed)]
-            self._head.states(_behind(token_BS, fed), g_TH, fed, self._cache)
+            self._head.states(_after(token_BS, fed), g_TH, fed, self._cache)
         self._cached = [max(pair) for pair in zip(self._cached, ends, strict=True)]
 
     def _forward(self, token_BS: Tensor, fed: list[Span], g_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns logits (R, E) and z (R, H) of the last position of each row that is fed."""
         self._passes += 1
-        return self._head.step(_behind(token_BS, fed), g_TH, fed, self._cache)
+        return self._head.step(_after(token_BS, fed), g_TH, fed, self._cache)
 
     def _places(self, fed: list[Span]) -> Tensor | slice:
         """Returns where the states of these positions stand in `_state_NH`."""
@@ -179,8 +179,8 @@ class HeadDrafter(SamplesFromHead):
         return sent(places, self._head.device)
 
 
-def _behind(token_BS: Tensor, fed: list[Span]) -> Tensor:
-    """Returns the token behind each of these positions, (T,)."""
+def _after(token_BS: Tensor, fed: list[Span]) -> Tensor:
+    """Returns the token after each of these positions, (T,)."""
     if len(fed) == 1:
         row, start, count = fed[0]
         return token_BS[row, start + 1 : start + 1 + count]

@@ -71,7 +71,7 @@ class Drafter:
 
     @property
     def device(self) -> torch.device | None:
-        """The draft model's device; None without a model on this rank."""
+        """Returns the draft model's device; None without a model on this rank."""
         return None
 
     def start(self, rows: int, capacity: int) -> None:
@@ -88,7 +88,7 @@ class Drafter:
         return 0
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        """Returns `count` drafts a row, or fewer, written behind its text, and what each was drawn from."""
+        """Returns `count` drafts a row, or fewer, written after its text, and what each was drawn from."""
         return nothing(state)
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
@@ -185,7 +185,7 @@ def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
 
 
 def certain(state: State, tokens: list[list[int]], vocab: int, dtype: torch.dtype) -> Proposal:
-    """Proposes each row's tokens, written behind its text, with one-hot probabilities.
+    """Proposes each row's tokens, written after its text, with one-hot probabilities.
 
     A token x that was looked up has q(x) = 1: it is accepted with p(x) / q(x) = p(x), and the residual
     max(p - q, 0) is p without x.

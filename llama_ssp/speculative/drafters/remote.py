@@ -92,15 +92,15 @@ class RemoteDrafter(Drafter):
             return nothing(state)
         self._waited_s += time.perf_counter() - began
 
-        # | tags | how | forwards | rows | rows_ready | drafted | used | waited | drafts, B * K |
+        # | tags | form | forwards | rows | rows_ready | drafted | used | waited | drafts, B * K |
         start = len(expected) + HEAD
-        how, forwards, rows_wanted, rows_ready, ahead, used, waited_us = reply.values[len(expected) : start]
+        form, forwards, rows_wanted, rows_ready, ahead, used, waited_us = reply.values[len(expected) : start]
         self._forwards = forwards
         self._counts = AheadCounts(rows=rows_wanted, rows_ready=rows_ready, drafted=ahead, used=used)
         self._drafts_waited_us = waited_us
 
         drafted_BK = sent(reply.values[start:], state.device).view(rows, k)
-        probs_BKV = read(how, reply.payload, (rows, k, self._vocab), self._dtype)
+        probs_BKV = read(form, reply.payload, (rows, k, self._vocab), self._dtype)
         draft_BKV = sent(probs_BKV, state.device)
         state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, draft_BKV, count)
@@ -123,12 +123,12 @@ def written(probs_BKV: Tensor) -> tuple[int, bytes]:
     return SPARSE, flat[place].numpy().tobytes() + place.numpy().tobytes()
 
 
-def read(how: int, load: bytes, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+def read(form: int, load: bytes, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
     """Returns the probabilities that `written` wrote, to the last bit.
 
     Sparse ones are all values that are not 0, then all their places.
     """
-    if how == WHOLE:
+    if form == WHOLE:
         return torch.frombuffer(bytearray(load), dtype=dtype).view(shape)
 
     count = len(load) // (dtype.itemsize + torch.int64.itemsize)
