@@ -72,7 +72,7 @@ def writing(what: str, where: object, fix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot write the {what}: {error.strerror}", where, fix=fix) from None
+        raise StorageError(f"cannot write the {what}: {error.strerror}", where=where, fix=fix) from None
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -108,7 +108,15 @@ class Index:
             for number, name, url, error in head["refused"]
         }
         return Index(
-            sources=[InputFile(**source) for source in head["sources"]],
+            sources=[
+                InputFile(
+                    name=source["name"],
+                    plain=source["plain"],
+                    is_text=source["is_text"],
+                    state=source["state"],
+                )
+                for source in head["sources"]
+            ],
             sha256=head["sha256"],
             rows=rows,
             refused=refused,
@@ -209,7 +217,8 @@ class Index:
             try:
                 require_usable(TextPrompt(record.id, "", self.where(number)), first)
             except DataError as twice:
-                self._refuse(Refused(number, record.id, record.url, str(twice)), run)
+                refused = Refused(index=number, id=record.id, url=record.url, error=str(twice))
+                self._refuse(refused, run)
             first.setdefault(record.id, self.where(number))
         self.refused = dict(sorted(self.refused.items()))
 

@@ -306,7 +306,7 @@ class Journal:
         """The file of this process, the group: of GPU-hours, and of what it published."""
         return self.folder / GROUPS / f"{files.unique_name()}.jsonl"
 
-    def note(self, **about: Any) -> None:
+    def note(self, **about: str | float) -> None:
         """Adds what GroupWork has to the file of this process, the group."""
         files.append_line(self._own_log, {**about, "last_at": time.time()})
 

@@ -85,7 +85,7 @@ class Request:
 class Refused(DataError):
     """Says that a line makes no request: its response is the `error`."""
 
-    def __init__(self, index: int, id: str, url: str, error: str) -> None:
+    def __init__(self, *, index: int, id: str, url: str, error: str) -> None:
         super().__init__(error)
         self.index = index
         self.id = id
@@ -130,7 +130,7 @@ class Reader:
             url = COMPLETIONS if "custom_id" in record else ""
             own = name_of(record.get("custom_id", record.get("id", name)), line.where)
             name = own if is_usable(own) else name
-        raise Refused(index, name, url, str(problem))
+        raise Refused(index=index, id=name, url=url, error=str(problem))
 
     def _name_of(self, line: Line) -> str:
         """The id of a line that has none."""

@@ -21,7 +21,9 @@ OWN_STATE = Path("/proc/self/stat")
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 LAST_CORE = 36  # the core that this process ran on last, in OWN_STATE, counted after its name
 LEAST_S = 0.25  # for a look at what others do: the system counts in hundredths of a second
-THREADS, WAITING, SPINNING = "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+THREADS = "OMP_NUM_THREADS"
+WAITING = "OMP_WAIT_POLICY"
+SPINNING = "GOMP_SPINCOUNT"
 SPINS = "30000"  # of a thread that waits for others: ten times as many, as is usual, choke a busy machine
 
 
@@ -78,7 +80,8 @@ def core_times() -> CoreTimes | None:
     except (OSError, ValueError):
         return None
 
-    cores, busy_s = own_cores(), dict[int, float]()
+    cores = own_cores()
+    busy_s = dict[int, float]()
     for line in lines:
         name, *counts = line.split()
         if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:

@@ -461,4 +461,4 @@ def tokenised(record: Request, pair: PairSession) -> TokenRequest:
     try:
         return TokenRequest(record.index, prompt_of(text, pair.tokens, run, record.messages), *how)
     except DataError as error:
-        raise Refused(record.index, record.id, record.url, str(error)) from None
+        raise Refused(index=record.index, id=record.id, url=record.url, error=str(error)) from None

@@ -165,7 +165,7 @@ def test_a_controller_that_is_being_restarted_is_waited_for(
         monkeypatch.setattr(supervisor, name, value)
     for name, text in ELEMENT.items():
         monkeypatch.setenv(name, text)
-    assert supervisor.Supervisor(str(node.work), "120", "false")._requeue(1, "requeue") == 1
+    assert supervisor.Supervisor(str(node.work), "120", ["false"])._requeue(1, "requeue") == 1
     assert (node.asked[-1] == ASKED[-1]) is requeued
     assert len(node.asked) == (failures + 2 if requeued else 5)
 

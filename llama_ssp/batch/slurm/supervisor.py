@@ -60,7 +60,18 @@ class End:
 def ends(work: Path, job: str = "*") -> list[End]:
     """In the order they were written."""
     paths = sorted((work / FOLDER).glob(f"{job}{ENDS}"))
-    return [End(**entry) for path in paths for entry in lines_in(path)]
+    return [
+        End(
+            job=entry["job"],
+            restart=entry["restart"],
+            host=entry["host"],
+            code=entry["code"],
+            stopped_by=entry["stopped_by"],
+            finished=entry["finished"],
+        )
+        for path in paths
+        for entry in lines_in(path)
+    ]
 
 
 def fruitless(ends: list[End]) -> Counter[str]:
@@ -75,7 +86,7 @@ def fruitless(ends: list[End]) -> Counter[str]:
 class Supervisor:
     """One run of an element. Slurm's commands know it by `element`: the last one has the array's number."""
 
-    def __init__(self, work: str, signal_s: str, *command: str) -> None:
+    def __init__(self, work: str, signal_s: str, command: Sequence[str]) -> None:
         self.work = Path(work)
         self.command = command
         self.signal_s = float(signal_s)
@@ -154,7 +165,7 @@ class Supervisor:
                 log.info("superseded: Slurm has started this element again already")
                 return OK  # nobody reads it: the element is the successor now
             if restarts and subprocess.call(["scontrol", verb, self.element]) == 0:
-                log.info("requeued%s", f", not on {', '.join(excluded)}" * bool(excluded))
+                log.info("requeued%s", f", not on {', '.join(excluded)}" if excluded else "")
                 if excluded:
                     nodes = f"ExcNodeList={','.join(excluded)}"
                     if subprocess.call(["scontrol", "update", f"JobId={self.element}", nodes]) != 0:
@@ -171,4 +182,4 @@ class Supervisor:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
     work, signal_s, *command = sys.argv[1:]
-    sys.exit(exit_code_of(Supervisor(work, signal_s, *command).run))
+    sys.exit(exit_code_of(Supervisor(work, signal_s, command).run))
