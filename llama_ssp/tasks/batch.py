@@ -122,8 +122,7 @@ class BatchTask(Task[BatchConf]):
         self._job = job_of(self._inputs.run, self._inputs.pairs[0].files, self._inputs.seed)
         self._job.reopen()
         self._journal = begin(self._job, pair)
-        about = {"node": socket.gethostname(), "ranks": self._ranks.world, "gpus": gpus}
-        self._journal.note(**about, began=time.time())
+        self._journal.note(node=socket.gethostname(), ranks=self._ranks.world, gpus=gpus, began=time.time())
         standing = self._journal.standing()
         log.info("job %s: %s", self._journal.folder, standing.in_words())
         if not standing.records:
