@@ -229,6 +229,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     from llama_ssp.batch.job import chosen_seed, continued
     from llama_ssp.config.compose import to_run
     from llama_ssp.config.validation import check_sharing
+    from llama_ssp.models.kernels.kept_files import cache_folder
     from llama_ssp.planner.start import prepared
     from llama_ssp.report.plots import check_plot
     from llama_ssp.tasks.inputs import RunInputs
@@ -242,6 +243,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
         from llama_ssp.tasks import plan as planning
     if task.name == "plan":
         return planning.execute(checked, world, leads, sys.argv[1:], place)
+    cache_folder()  # all processes that this one starts inherit its name; a line about it comes once
     if task.name == "batch":
         checked = continued(checked)
         if not dry and (code := _shared(checked, job)) is not None:

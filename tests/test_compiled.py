@@ -1,11 +1,9 @@
 """Compiled steps and packed weights: the same products and texts, and one reason where there are none."""
 
 import logging
-import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -24,7 +22,6 @@ from llama_ssp.models import programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention, coded, kept_files, probe
 from llama_ssp.models.kernels import build as building
-from llama_ssp.models.kernels.kept_files import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators
 from llama_ssp.models.linear import Kernels
 from llama_ssp.models.programs import quick_builds
@@ -202,37 +199,6 @@ def test_groups_repeat_each_other():
     """So that one program serves all; where that cannot be, the last one is shorter."""
     ends = {"a" * 9: [3, 6, 9], "a" * 11: [4, 8, 11], "aaaaab" * 2 + "aa": [6, 12, 14], "abc" * 3 + "d": [10]}
     assert {kinds: [group.stop for group in steps.groups_of(tuple(kinds))] for kinds in ends} == ends
-
-
-def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
-    place = tmp_path / "kept" / "linear.so"
-    place.parent.mkdir(mode=0o700)
-    place.touch(mode=0o600)
-    assert is_ours(place)
-    for path, open_mode, mode in ((place.parent, 0o770, 0o700), (place, 0o602, 0o600)):
-        path.chmod(open_mode)
-        assert not is_ours(place)
-        path.chmod(mode)
-
-
-def test_compiled_code_is_in_the_users_cache_folder_unless_another_is_named(monkeypatch, tmp_path, caplog):
-    """What nobody reads is deleted there alone; where there is no such folder one line says so, once."""
-    caplog.set_level("INFO")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for named, folder in (("", tmp_path / "llama-ssp" / "compiled"), (f"{tmp_path}/own", tmp_path / "own")):
-        monkeypatch.setenv(kept_files.INDUCTOR, named)
-        assert kept_files.cache_folder() == folder / "llama_ssp"
-        (old := folder / "ab" / "old").parent.mkdir(parents=True)
-        for file in (old, new := old.with_name("new")):
-            file.touch()
-        os.utime(old, (0, 0))
-        kept_files.drop_unused()
-        assert (old.exists(), new.exists(), caplog.messages) == (bool(named), True, [])
-    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    monkeypatch.setenv(kept_files.INDUCTOR, "")
-    (place,) = {kept_files.cache_folder() for _ in range(2)}
-    (line,) = caplog.messages
-    assert place.parents[1] == Path(tempfile.gettempdir()) and "user's cache folder fails: [Errno 20]" in line
 
 
 def test_processes_that_start_together_compile_once(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,22 @@ def test_the_exit_code_is_the_leader_s_or_if_it_was_killed_another_rank_s(
         f"import os, sys\nif os.environ['RANK'] == '0':\n    {leader}\n{other}\n"
     )
     assert run_ranks(2, {"PYTHONPATH": str(tmp_path)}) == code
+
+
+def test_ranks_take_the_folder_for_compiled_code_that_the_command_has_chosen(tmp_path: Path):
+    """In place of one that others can write, which one line names."""
+    unsafe, used = Path(tempfile.mkdtemp()), f"{tmp_path}/llama-ssp/compiled"
+    unsafe.chmod(0o777)
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(unsafe), "XDG_CACHE_HOME": str(tmp_path)}
+    parent = Parent(tmp_path, *TINY, "ranks=2", **variables)
+    wait_for(lambda: len(parent.ranks()) == 2)
+    folders = [rank.environ()["TORCHINDUCTOR_CACHE_DIR"] for rank in parent.ranks().values()]
+    kill(parent.pid)
+    answer = parent.finish()
+    unsafe.rmdir()
+    assert folders == [used, used]
+    (line,) = [line for line in answer.err.splitlines() if "no compiled code is loaded" in line]
+    assert f"{unsafe} may be written by everybody" in line and f"{used} is used" in line
 
 
 def test_a_job_of_the_shell_stops_and_goes_on_whole(command: Command, tmp_path: Path):

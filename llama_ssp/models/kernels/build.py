@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from llama_ssp.models.kernels.kept_files import compiler, is_ours, part_of, place_of, processor
+from llama_ssp.models.kernels.kept_files import (
+    compiler,
+    is_ours,
+    part_of,
+    place_of,
+    processor,
+    use_safe_triton_folder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +51,7 @@ def library(source: Path, *flags: str) -> Path:
             if not place.exists():
                 _compile([command, *FLAGS, str(source), *flags], place)
     if not is_ours(place):
-        raise PermissionError(f"others may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
+        raise PermissionError(f"other users may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
     return place
 
 
@@ -54,6 +61,7 @@ def triton_runs() -> bool:
 
     Triton compiles its driver, in C, when it is first used: so here, and not in the first step.
     """
+    use_safe_triton_folder()
     try:
         from triton.runtime import driver
 

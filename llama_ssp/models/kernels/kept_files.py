@@ -1,8 +1,8 @@
 """Files for later starts, of compiled code and of what transformers makes of a model's files. No torch."""
 
+import atexit
 import fcntl
 import functools
-import getpass
 import hashlib
 import json
 import logging
@@ -17,24 +17,46 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.errors import StorageError
+from llama_ssp.models.kernels.ownership import Fault, fault_inside, fault_on_the_way
+
 log = logging.getLogger(__name__)
 
-INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+INDUCTOR, TRITON, TRITON_HOME = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"
 UNUSED_S = 60 * 86400  # files of earlier versions and of other models, which nobody has read since
 MODELS = Path(__file__).parents[1]  # the code that programs are made from, with the sums over ranks below
 SUMS = MODELS.parent / "distributed" / "process_group.py"
-OTHERS_WRITE = 0o022
 COMPILERS = ("g++", "clang++")
+OTHER_PLACES = ("/tmp", "/var/tmp")  # for temporary files, where the usual one is not safe
+ONLY_US = 0o700
 
 
 def cache_folder() -> Path:
     """Returns where libraries and compiled steps are kept: in inductor's folder, named here if it was not.
 
-    inductor reads the variable later, in this process and in others, and keeps its kernels there, too.
+    inductor reads the variable later, in this process and in others, and keeps its kernels there, too. All of
+    it is run. So a folder that other users can change, or that has a file of theirs, is not used, and a line
+    says so. Raises StorageError if no folder is safe.
     """
-    if not os.environ.get(INDUCTOR):
-        os.environ[INDUCTOR] = str(_writable())
+    named = os.environ.get(INDUCTOR, "")
+    if not named or _fault_of(named) is not None:
+        os.environ[INDUCTOR] = str(_safe_folder(named))
     return Path(os.environ[INDUCTOR]).absolute() / "llama_ssp"
+
+
+def use_safe_triton_folder() -> None:
+    """Has Triton keep its kernels in inductor's folder, except where the user has named a safe one."""
+    named = os.environ.get(TRITON, "")
+    if not named and os.environ.get(TRITON_HOME):
+        named = str(Path(os.environ[TRITON_HOME], ".triton", "cache"))
+    fault = _fault_of(named) if named else None
+    if named and fault is None:
+        return
+
+    folder = cache_folder().parent / "triton"
+    os.environ[TRITON] = str(folder)
+    if fault is not None:
+        _warn(named, fault, folder, TRITON)
 
 
 def user_folder() -> Path:
@@ -42,17 +64,99 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-ssp").absolute()
 
 
-def _writable() -> Path:
-    """Returns the user's folder for compiled code, or one for temporary files if that cannot be written."""
+def _safe_folder(named: str) -> Path:
+    """Returns a folder where the variable names none, or one that is not safe.
+
+    That is the user's own, or one of a fixed name for temporary files, so that later starts find it again,
+    or, if somebody else has taken this name, a new one, which is removed when this process ends.
+    """
+    faults: list[tuple[Path, Fault]] = []
+    fault = _fault_of(named) if named else None
+    if fault is not None:
+        faults.append((Path(named), fault))
+
+    error: Exception | None = None
+    folder: Path | None = None
     try:
         folder = user_folder() / "compiled"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make(folder)
         with (folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)  # compilers lock files, which some network file systems cannot
-    except (RuntimeError, OSError) as error:
-        folder = Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
+        fault = fault_inside(folder)
+        if fault is not None:
+            faults.append((folder, fault))
+            folder = None
+    except (RuntimeError, OSError) as failed:
+        error, folder = failed, None
+
+    folder = folder or _temporary_folder(faults)
+    if folder is None:
+        what = "there is no folder for compiled code that other users cannot change"
+        found = str(faults[0][1]) if faults else error
+        raise StorageError(what, where=INDUCTOR, found=found, fix=f"name one: {INDUCTOR}=FOLDER")
+    if faults:
+        _warn(faults[0][0], faults[0][1], folder, INDUCTOR)
+    elif error is not None:
         log.info("engine: compiled code is kept in %s, as the user's cache folder fails: %s", folder, error)
     return folder
+
+
+def _temporary_folder(faults: list[tuple[Path, Fault]]) -> Path | None:
+    """Returns a folder that only this user may enter, where temporary files are; adds what was not safe."""
+    places = [Path(place) for place in dict.fromkeys([tempfile.gettempdir(), *OTHER_PLACES])]
+    for place in places:
+        folder = place / f"llama-ssp-{os.geteuid()}"
+        try:
+            _make(folder)
+            if folder.lstat().st_uid == os.geteuid():
+                folder.chmod(ONLY_US)
+            fault = fault_inside(folder)
+        except OSError:
+            continue
+        if fault is None:
+            return folder
+        faults.append((folder, fault))
+
+    for place in places:
+        with suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="llama-ssp-", dir=place))
+            atexit.register(_remove, folder, os.getpid())
+            if fault_inside(folder) is None:
+                return folder
+    return None
+
+
+@functools.cache
+def _fault_of(named: str) -> Fault | None:
+    """Returns why others can change the folder, which is made if need be; None if they cannot."""
+    folder = Path(named)
+    try:
+        _make(folder)
+        return fault_inside(folder)
+    except OSError:
+        # It cannot be made or read: nothing is loaded from it, unless another user can make it later.
+        parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
+        return fault_on_the_way(parent)
+
+
+def _make(folder: Path) -> None:
+    """Makes the folder, and those above it, for this user alone, whatever the umask."""
+    if not folder.parent.exists():
+        _make(folder.parent)
+    folder.mkdir(mode=ONLY_US, exist_ok=True)
+
+
+def _remove(folder: Path, pid: int) -> None:
+    """Removes a folder, in the process that made it: one that was forked ends earlier."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _warn(unsafe: Path | str, fault: Fault, used: Path, variable: str) -> None:
+    what = (
+        "engine: no compiled code is loaded from %s, as another user could have put it there: %s; %s is used"
+    )
+    log.warning(f"{what}; %s, or name another folder with %s", unsafe, fault, used, fault.fix, variable)
 
 
 def drop_unused() -> None:
@@ -65,13 +169,6 @@ def drop_unused() -> None:
                 file.unlink()
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a number without a name
-        return f"uid_{os.getuid()}"
-
-
 def compiler() -> str | None:
     """The C++ compiler that CXX names, or else the first of COMPILERS that is installed."""
     own = os.environ.get("CXX")
@@ -80,9 +177,11 @@ def compiler() -> str | None:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether only this user may write the file and its folder: what is in the file is run."""
-    stats = [path.stat() for path in (file, file.parent)]
-    return all(one.st_uid == os.getuid() and not one.st_mode & OTHERS_WRITE for one in stats)
+    """Whether only this user, and root, can write the file or exchange it: what is in the file is run.
+
+    Raises FileNotFoundError if there is none.
+    """
+    return fault_on_the_way(file) is None
 
 
 def part_of(place: Path) -> Path:

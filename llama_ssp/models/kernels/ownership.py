@@ -1,0 +1,208 @@
+"""Who else can change a folder from which code is loaded. No torch.
+
+What is in such a folder is run as this user: kernels (.so, .cubin), generated Python, pickled programs. So
+nobody but this user and root may be able to put a file there, to change one, or to exchange a folder on the
+way to it. `fault_on_the_way` looks along a path, `fault_inside` also at all that the folder holds.
+"""
+
+import functools
+import grp
+import os
+import pwd
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = 0
+GROUP_BITS, OTHERS_BITS = 0o070, 0o007
+WRITE, SEARCH = 0o022, 0o011  # of a group and of all others
+MAX_LINKS = 40  # on one way, as Linux has it
+ACL = "system.posix_acl_access"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why what is at `path` may be another user's; `fix` is what the owner of the files can do."""
+
+    path: Path
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.why}"
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where a path leads. `hidden`: a folder on the way lets nobody else in, so modes below do not matter."""
+
+    place: Path
+    hidden: bool
+
+
+def fault_on_the_way(path: Path) -> Fault | None:
+    """Returns why others can exchange what is at the path, or write it; None if they cannot.
+
+    Raises FileNotFoundError if there is nothing, and other errors of the system.
+    """
+    way = _follow(path)
+    return way if isinstance(way, Fault) else None
+
+
+def fault_inside(folder: Path) -> Fault | None:
+    """Returns why others can change the folder, or something that it holds; None if they cannot.
+
+    It reads the entries of every folder below, and no contents: a few microseconds a file.
+    """
+    owners = _owners()
+    to_look_at, seen = [folder], set[Path]()
+    while to_look_at:
+        way = _follow(to_look_at.pop())
+        if isinstance(way, Fault):
+            return way
+        if way.place in seen or not way.place.is_dir():
+            continue
+
+        folders = [(str(way.place), way.hidden)]
+        while folders:
+            name, hidden = folders.pop()
+            seen.add(Path(name))
+            for entry in _entries(name):
+                try:
+                    facts = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # another process writes here, too
+                    continue
+
+                if facts.st_uid not in owners:
+                    return _of_stranger(Path(entry.path), facts)
+                if entry.is_symlink():
+                    if os.path.exists(entry.path):  # else nothing can be loaded by it
+                        to_look_at.append(Path(entry.path))
+                    continue
+                if not hidden and facts.st_mode & WRITE and _bits(entry.path, facts) & WRITE:
+                    return _writable(Path(entry.path), facts)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((entry.path, hidden or _lets_nobody_in(entry.path, facts)))
+    return None
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, PermissionError):  # the folder is ours or root's: else it is not looked into
+        return []
+
+
+def _follow(path: Path) -> Way | Fault:
+    """Goes along a path, links included, as the kernel does, and looks at every folder and link on it."""
+    # The folders from / to here, and whether each is hidden.
+    folders: list[tuple[Path, bool]] = []
+    to_go = list(reversed(path.absolute().parts))
+    links = 0
+    while to_go:
+        name = to_go.pop()
+        if name == "..":
+            del folders[max(len(folders) - 1, 1) :]
+            continue
+        entry = folders[-1][0] / name if folders else Path(name)
+        hidden = folders[-1][1] if folders else False
+        facts = entry.lstat()
+
+        is_last = not to_go
+        allowed = _owners() if is_last else _owners_of_parents()
+        if facts.st_uid not in allowed:
+            return _of_stranger(entry, facts)
+        if stat.S_ISLNK(facts.st_mode):
+            links += 1
+            if links > MAX_LINKS:
+                raise OSError(f"too many links: {path}")
+            target = Path(os.readlink(entry))
+            if target.is_absolute():
+                folders.clear()
+            to_go += reversed(target.parts)
+            continue
+
+        # Where others may make files, but remove only their own, they cannot exchange the next folder.
+        is_shared = bool(facts.st_mode & stat.S_ISVTX) and not is_last
+        if not hidden and not is_shared and _bits(entry, facts) & WRITE:
+            return _writable(entry, facts)
+        folders.append((entry, hidden or _lets_nobody_in(entry, facts)))
+    return Way(*folders[-1])
+
+
+def _lets_nobody_in(path: Path | str, facts: os.stat_result) -> bool:
+    return stat.S_ISDIR(facts.st_mode) and not _bits(path, facts) & SEARCH
+
+
+def _bits(path: Path | str, facts: os.stat_result) -> int:
+    """Returns what users other than the owner may do: the group's and the others' bits of the mode.
+
+    A group that is the owner's alone is nobody else; a umask of 002 goes with such groups.
+    """
+    bits = facts.st_mode & (GROUP_BITS | OTHERS_BITS)
+    if bits & GROUP_BITS and _is_owners_alone(facts.st_gid, facts.st_uid) and not _has_acl(path):
+        bits &= OTHERS_BITS
+    return bits
+
+
+@functools.cache
+def _is_owners_alone(group: int, owner: int) -> bool:
+    """Returns whether the group was made with the user, has the user's name, and has no other member."""
+    try:
+        user, entry = pwd.getpwuid(owner), grp.getgrgid(group)
+    except KeyError:  # a number without a name
+        return False
+    return user.pw_gid == group and user.pw_name == entry.gr_name and {*entry.gr_mem} <= {user.pw_name}
+
+
+def _has_acl(path: Path | str) -> bool:
+    """Returns whether users are named who may do more: the group's bits are then the most that they may."""
+    try:
+        return bool(os.getxattr(path, ACL))
+    except (OSError, AttributeError):  # none, or no such thing here
+        return False
+
+
+def _owners() -> frozenset[int]:
+    return frozenset({ROOT, os.geteuid()})
+
+
+@functools.cache
+def _owners_of_parents() -> frozenset[int]:
+    """Returns who may own a folder on the way: root, too, where a container shows it as somebody else.
+
+    In a user namespace that does not know the machine's root (Apptainer, rootless containers) the folders of
+    root belong to the number that stands for all users from outside.
+    """
+    owners = {ROOT, os.geteuid()}
+    try:
+        map_text = Path("/proc/self/uid_map").read_text(encoding="ascii")
+        outside = Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii")
+    except OSError:  # no Linux
+        return frozenset(owners)
+    first_mapped = [int(line.split()[1]) for line in map_text.splitlines()]
+    if ROOT not in first_mapped:
+        owners.add(int(outside))
+    return frozenset(owners)
+
+
+def _of_stranger(path: Path, facts: os.stat_result) -> Fault:
+    return Fault(path, f"belongs to {_name(facts.st_uid)} (mode {_mode(facts)})", f"delete {path}")
+
+
+def _writable(path: Path, facts: os.stat_result) -> Fault:
+    who = "everybody" if facts.st_mode & OTHERS_BITS & WRITE else "a group"
+    owner = _name(facts.st_uid)
+    return Fault(path, f"may be written by {who} (mode {_mode(facts)}, of {owner})", f"chmod go-w {path}")
+
+
+def _mode(facts: os.stat_result) -> str:
+    return f"{stat.S_IMODE(facts.st_mode):04o}"
+
+
+def _name(user: int) -> str:
+    try:
+        return f"{pwd.getpwuid(user).pw_name} (uid {user})"
+    except KeyError:
+        return f"uid {user}"
