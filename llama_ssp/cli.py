@@ -196,7 +196,7 @@ def report(error: BaseException) -> int:
 def _first_cause(line: str, code: int) -> tuple[str, int, bool]:
     """What all ranks end with, by this rank's line and code, and whether this rank says it."""
     try:
-        from llama_ssp.distributed.failures import announce
+        from llama_ssp.distributed.board import announce
 
         cause = announce(line, code)
         return cause.line, cause.code, cause.by == _environment().rank

@@ -13,6 +13,7 @@ import torch
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, RunConf
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed import process_group
+from llama_ssp.distributed.board import StoreBoard
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
@@ -160,7 +161,7 @@ def test_weights_in_fp16_stay_so_on_a_gpu(
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Rank 1's over 2 ranks, without its thread."""
     monkeypatch.setattr(GUARD, "on_signal", [])
-    return Watch(torch.distributed.HashStore(), 1, 2, 1.0)
+    return Watch(StoreBoard(torch.distributed.HashStore()), 1, 2, 1.0)
 
 
 @pytest.mark.parametrize(("own", "backend"), [("a", "nccl"), ("b", "gloo")])
@@ -170,11 +171,12 @@ def test_ranks_say_once_how_they_exchange_tensors(
     """And the rank's GPU is the current one: what is not a device would make a context on GPU 0."""
     current: list[torch.device] = []
     watch.rank = 0
-    watch._store.set("gpu/1", "b")
+    store = torch.distributed.HashStore()
+    store.set("gpu/1", "b")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", own))
-    monkeypatch.setattr(process_group, "meet", lambda _: (watch._store, watch))
+    monkeypatch.setattr(process_group, "meet", lambda _: (store, watch))
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(process_group, "Group", lambda *given: given)
     with caplog.at_level("INFO"):

@@ -1,7 +1,8 @@
-"""How ranks meet, and why they end: the first cause in torchrun's store, with one line and one code."""
+"""How ranks meet, and how each watches the others: the first cause ends all, with one line and one code."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -11,17 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from llama_ssp.config.environment import START, number_of, rank_environment
+from llama_ssp.config.environment import rank_environment
+from llama_ssp.distributed.board import (
+    LOOK_S,
+    MEETINGS,
+    NOBODY,
+    Beat,
+    Board,
+    BoardLost,
+    Cause,
+    beat_text,
+    open_board,
+    read_beat,
+)
 from llama_ssp.distributed.comm import Place
 from llama_ssp.distributed.identity import Identity, own_identity
-from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, leave_within
 from llama_ssp.errors import (
     DISTRIBUTED,
@@ -31,6 +41,7 @@ from llama_ssp.errors import (
     JointError,
     LostPeer,
     RunError,
+    first_line,
     machine_error,
 )
 
@@ -39,24 +50,10 @@ QUIET_S = 3.0  # without a beat, after a connection was lost: that rank is gone
 FIND_S = QUIET_S + 2 * BEAT_S  # for the thread to find which rank is gone
 LEAVE_S = 3.0  # for a rank to end in good order once the cause is known
 PAUSED_S = 3.0  # a beat this late: this process itself was stopped
-EARLY_S = 10.0  # for a rank that fails before all have met, to tell the others
-LEADER_S = 1.0  # for the leader to say first what all ranks would say
-LOOK_S = 0.05
-CAUSE, LOOPBACK = "cause", "lo"
+LOOPBACK, EXCUSED = "lo", "excused"
 # Until when a rank may do something; what is said, and called before, when that is over.
 Deadline = tuple[float, str, Callable[[], None]]
 NEVER: Deadline = (math.inf, "", lambda: None)
-MET: list[Any] = []  # torch's store, once for each meeting of this process: each has keys of its own
-stores: Any = dist  # has them, though its type does not say so
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why all ranks end: in one line, with one exit code; rank `by` says it."""
-
-    line: str
-    code: int = DISTRIBUTED
-    by: int = LEADER
 
 
 def meet(patience_s: float) -> tuple[Any, Watch]:
@@ -65,66 +62,25 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
     has_loopback = LOOPBACK in {name for _, name in socket.if_nameindex()}
     if os.environ.get("LOCAL_WORLD_SIZE") == str(here.world) and has_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    store = _store(patience_s)
-    watch = Watch(store, here.rank, here.world, patience_s)
+    board = open_board(patience_s)
+    watch = Watch(board, here.rank, here.world, patience_s)
     until = time.monotonic() + patience_s
-    watch.beat()
-    while not store.check(watch.keys):
-        if cause := first_cause(store):  # of a rank that does not come
-            raise JointError(cause.line, cause.code, speaks=False)
-        if time.monotonic() > until:
-            absent = ", ".join(str(rank) for rank, key in enumerate(watch.keys) if not store.check([key]))
-            where, found = f"rank {here.rank} of {here.world}", f"no rank {absent} after {patience_s:g} s"
-            fix = "look at these ranks' machines, or raise placement.timeout_s"
-            raise DistributedError("not all ranks have come", where, found, fix=fix)
-        time.sleep(LOOK_S)
-    MET.append(store.underlying_store)
-    watch.start()
-    return store, watch
-
-
-def announce(line: str, code: int) -> Cause:
-    """Tells the other ranks why this one ends before all have met; returns the first cause, this or another.
-
-    Raises DistributedError where there is no store to tell them by.
-    """
-    cause, store = Cause(line, code, rank_environment().rank), _store(EARLY_S)
-    until = time.monotonic() + LEADER_S
-    while cause.by != LEADER and not first_cause(store) and time.monotonic() < until:
-        time.sleep(LOOK_S)
-    return first_cause(store, cause) or cause
-
-
-def first_cause(store: Any, new: Cause | None = None) -> Cause | None:
-    """Returns the first cause in the store: `new`, if there was none before. None while there is none."""
-    text = store.compare_set(CAUSE, "", json.dumps(asdict(new)) if new else "").decode()
-    return Cause(**json.loads(text)) if text else None
-
-
-def _store(patience_s: float) -> Any:
-    """Connects to the store that torchrun keeps; its keys are of this meeting and this start of the ranks."""
-    here = rank_environment()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        what, found = "several ranks were asked for, but not by torchrun", "no store that a launcher keeps"
-        raise DistributedError(what, "environment", found, fix=START)
-    host, port = os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT", 1, 65535)
-    where, fix = f"rank {here.rank} of {here.world}, {host}:{port}", "check MASTER_ADDR and MASTER_PORT"
-    silent = DistributedError("torchrun's store does not answer", where, fix=f"start torchrun again; {fix}")
-    # TCPStore waits without end for a process that accepts the connection and is silent.
-    alarm = leave_within(2 * patience_s, silent.code, str(silent))
     try:
-        address, timeout = (host, port, here.world, False), timedelta(seconds=patience_s)
-        tcp = MET[-1] if MET else stores.TCPStore(*address, timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        raise silent from error
-    finally:
-        alarm.cancel()
-    return meeting(tcp, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), len(MET))
-
-
-def meeting(store: Any, attempt: str = "0", number: int = 0) -> Any:
-    """Returns the part of a store in which ranks meet: those of a first start, unless `attempt` is given."""
-    return stores.PrefixStore(f"llama_ssp/{attempt}/{number}", store)
+        watch.beat()
+        while absent := watch.absent():
+            if cause := board.first_cause():  # of a rank that does not come
+                raise JointError(cause.line, cause.code, speaks=False)
+            if time.monotonic() > until:
+                where = f"rank {here.rank} of {here.world}"
+                found = f"no rank {', '.join(map(str, absent))} after {patience_s:g} s"
+                fix = "look at these ranks' machines, or raise placement.timeout_s"
+                raise DistributedError("not all ranks have come", where, found, fix=fix)
+            time.sleep(LOOK_S)
+        MEETINGS.append(board)
+        watch.start()
+        return board.groups_store(patience_s), watch
+    except BoardLost as lost:
+        raise DistributedError(str(lost), f"rank {here.rank} of {here.world}", fix="start again") from lost
 
 
 class Watch(threading.Thread):
@@ -134,7 +90,7 @@ class Watch(threading.Thread):
     cause. The main thread records what it does (`place`), and asks why it has to end (`cause_of`).
     """
 
-    def __init__(self, store: Any, rank: int, world: int, patience_s: float) -> None:
+    def __init__(self, board: Board, rank: int, world: int, patience_s: float) -> None:
         super().__init__(name="watch", daemon=True)
         self.rank, self.world, self.patience_s = rank, world, patience_s
         self.place = Place("start")
@@ -142,8 +98,10 @@ class Watch(threading.Thread):
         self.spare: frozenset[int] = frozenset()  # the others do not end with these ranks
         self.closing = False  # from here on, ranks that go are no fault
         self.keys = [f"rank/{number}" for number in range(world)]
-        self._store, self._thread_store = store, store.clone()  # a call that waits blocks its connection
-        self._beats, self._said = 0, [b""] * world  # what each rank has written last
+        self._board, self._thread_board = board, board.another()
+        self._numbers, self._process = itertools.count(1), own_identity()  # of the beats, and this process
+        self._beats: dict[int, Beat] = {}  # the last of each rank
+        self._processes: dict[int, Identity] = {}  # by each rank's first beat: none becomes another
         self._heard = dict.fromkeys(range(world), time.monotonic())  # when each rank's last beat came
         self._cause: Cause | None = None
         self._deadline = NEVER  # of what the main thread does
@@ -153,6 +111,19 @@ class Watch(threading.Thread):
         GUARD.on_signal.append(self._wake.set)  # the others learn of a signal at once
 
     # The main thread.
+
+    def enter(self, place: Place) -> None:
+        """Records what this rank does next. The others know at once where it is, in rounds each second."""
+        in_rounds = bool(place.round and self.place.round)
+        self.place = place
+        if not in_rounds:
+            with suppress(BoardLost):  # the thread finds that, too
+                self.beat(self._board)
+
+    def absent(self) -> list[int]:
+        """Returns the ranks that have not come yet."""
+        contents = self._board.read(self.keys)
+        return [rank for rank, content in enumerate(contents) if read_beat(content) is None]
 
     @contextmanager
     def during(self, what: str, computes: bool = False) -> Iterator[None]:
@@ -188,14 +159,15 @@ class Watch(threading.Thread):
 
     def excuse(self, ranks: tuple[int, ...]) -> None:
         """Tells these ranks that the others go on without them: they leave with code 0."""
-        with suppress(RuntimeError):  # the store is gone: the thread finds that
+        with suppress(BoardLost):  # the thread finds that
             for rank in ranks:
-                self._store.set(f"excused/{rank}", "")
+                self._board.write(f"excused/{rank}", EXCUSED)
 
     def release(self, ranks: tuple[int, ...]) -> None:
         """Lets excused ranks of this machine run if they were stopped: torchrun waits until they leave."""
         for rank in ranks:
-            self._place_of(rank)[1].signal(signal.SIGCONT)
+            if rank in self._processes:
+                self._processes[rank].signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Ends the thread. Were it inside the store's C++ when Python ends, Python would abort."""
@@ -216,11 +188,11 @@ class Watch(threading.Thread):
             self._found.wait(FIND_S if self.is_alive() else 0.0)
         cause = self._cause if elsewhere else None
         if cause is None and self.rank in self.spare and not isinstance(error, KeyboardInterrupt):
-            cause = Cause(self._own(error).line, OK, -1 if elsewhere else self.rank)
+            cause = Cause(self._own(error).line, OK, NOBODY if elsewhere else self.rank)
         elif cause is None:
             cause = self._own(error)
-            with suppress(RuntimeError):
-                cause = first_cause(self._store, cause) or cause
+            with suppress(BoardLost):
+                cause = self._board.first_cause(cause) or cause
         self._keep(error, cause)
         self.stop()
         return JointError(cause.line, cause.code, cause.by == self.rank)
@@ -231,7 +203,7 @@ class Watch(threading.Thread):
             case KeyboardInterrupt(args=args):  # the guard's has the signal's number, Python's own has none
                 return self._signal(args[0] if args else signal.SIGINT)
             case LostPeer():  # ranks out of step show
-                places = (f"rank {rank}: {self._place_of(rank)[0]}" for rank in range(self.world))
+                places = (f"rank {rank}: {self._place_of(rank)}" for rank in range(self.world))
                 return self._cause_here(f"rank {self.rank} gets no answer; {error}; {', '.join(places)}")
             case RunError() as known:
                 said, code = str(known), known.code
@@ -280,11 +252,12 @@ class Watch(threading.Thread):
             try:
                 cause = self._look()
                 if number and not cause:
-                    cause = first_cause(self._thread_store, self._signal(number))
-            except RuntimeError:
+                    cause = self._thread_board.first_cause(self._signal(number))
+            except BoardLost as lost:
                 is_first = os.environ.get("LOCAL_RANK") == "0"
-                line = "torchrun, which keeps the ranks' store, is gone"
-                cause = Cause(line, by=self.rank if is_first else -1)
+                cause = Cause(str(lost), by=self.rank if is_first else NOBODY)
+            except Exception as error:  # a rank that nobody watches would wait for the others without end
+                cause = self._cause_here(f"rank {self.rank} cannot watch the others: {first_line(error)}")
             if cause and not self._stopped.is_set():
                 self._cause = cause
                 leave_within(LEAVE_S, cause.code, cause.line if cause.by == self.rank else "")
@@ -293,33 +266,43 @@ class Watch(threading.Thread):
             self._wake.wait(beat_s)
             self._wake.clear()
 
-    def beat(self) -> None:
+    def beat(self, board: Board | None = None) -> None:
         """Writes what the others read: a new number, what this rank does, and its process."""
-        self._beats += 1
-        said = [self._beats, str(self.place), *asdict(own_identity()).values()]
-        self._thread_store.set(self.keys[self.rank], json.dumps(said))
+        text = beat_text(next(self._numbers), str(self.place), self._process)
+        (board or self._thread_board).write(self.keys[self.rank], text)
 
-    def _place_of(self, rank: int) -> tuple[str, Identity]:
-        """Returns where a rank was at its last beat, and its process."""
-        _, place, *process = json.loads(self._said[rank]) if self._said[rank] else (0, "start", "", 0, "")
-        return place, Identity(*process)
+    def _place_of(self, rank: int) -> str:
+        """Returns where a rank was at its last beat."""
+        return self._beats[rank].place if rank in self._beats else "start"
+
+    def _is_dead(self, rank: int) -> bool:
+        return rank in self._processes and self._processes[rank].lives is False
+
+    def _listen(self) -> None:
+        """Reads the ranks' beats. What is no beat is as if nothing had come."""
+        now = time.monotonic()
+        for rank, content in enumerate(self._thread_board.read(self.keys)):
+            beat = read_beat(content)
+            if beat is None or beat == self._beats.get(rank):
+                continue
+            self._beats[rank], self._heard[rank] = beat, now
+            self._processes.setdefault(rank, beat.process)
 
     def _look(self) -> Cause | None:
         """Sends a heartbeat, reads the others'; returns the cause if there is one, or a rank is missing."""
         others = set(range(self.world)) - {self.rank} - self.spare
-        dead = {rank for rank in others if self._place_of(rank)[1].lives is False}
+        dead = {rank for rank in others if self._is_dead(rank)}
         self.beat()
-        now, said = time.monotonic(), self._thread_store.multi_get(self.keys)
-        self._heard |= {rank: now for rank in range(self.world) if said[rank] != self._said[rank]}
-        self._said = said
-        if cause := first_cause(self._thread_store):  # also of a rank that has died since
+        self._listen()
+        now = time.monotonic()
+        if cause := self._thread_board.first_cause():  # also of a rank that has died since
             return cause
         until, late_line, on_timeout = self._deadline
         if now > until:
             on_timeout()
             line = f"rank {self.rank}: {late_line}, in {self.place}"
-            return first_cause(self._thread_store, self._cause_here(line))
-        if self.rank in self.spare and self._thread_store.check([f"excused/{self.rank}"]):
+            return self._thread_board.first_cause(self._cause_here(line))
+        if self.rank in self.spare and any(self._thread_board.read([f"excused/{self.rank}"])):
             leave_within(LEAVE_S, OK)  # the main thread may be stuck
             self._stopped.set()
             self._found.set()
@@ -334,9 +317,10 @@ class Watch(threading.Thread):
         if not gone:
             how = f"has not answered for {now - self._heard[first]:.1f} s (stopped, or cut off)"
         for rank in late:
-            self._place_of(rank)[1].signal(signal.SIGKILL)
-        line = f"rank {first} {how}; last heard of in {self._place_of(first)[0]}"
-        return first_cause(self._thread_store, self._cause_here(line))
+            if rank in self._processes:
+                self._processes[rank].signal(signal.SIGKILL)
+        line = f"rank {first} {how}; last heard of in {self._place_of(first)}"
+        return self._thread_board.first_cause(self._cause_here(line))
 
 
 def _is_broken_collective(error: BaseException) -> bool:

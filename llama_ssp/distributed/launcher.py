@@ -1,7 +1,8 @@
 """Starts a command's ranks on this machine, and ends as they end: `ranks=N`, without torchrun.
 
-Each rank is this very command with a rank's environment, as torchrun gives it; this process keeps their
-store. A rank says by itself why it fails (failures.py); this process speaks only for one that cannot.
+Each rank is this very command with a rank's environment, as torchrun gives it. They meet in a folder that
+only this user may enter (board.py). A rank says by itself why it fails (failures.py); this process speaks
+only for one that cannot, and ends the others where they would wait for it.
 
     standard input, standard output   of rank 0
     standard error                    of all
@@ -10,30 +11,38 @@ store. A rank says by itself why it fails (failures.py); this process speaks onl
     this process is killed            the kernel kills the ranks
 """
 
+import fcntl
 import math
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.distributed.board import ATTEMPT, FOLDER, NOBODY, BoardLost, Cause, FolderBoard
 from llama_ssp.distributed.placement import LEADER
-from llama_ssp.distributed.signals import STOPPING, end_with_parent
-from llama_ssp.errors import DISTRIBUTED, DistributedError
+from llama_ssp.distributed.signals import BY_TORCHRUN, STOPPING, end_with_parent
+from llama_ssp.errors import DISTRIBUTED, DistributedError, StorageError
 
 SOURCES = Path(__file__).resolve().parents[2]  # the folder that this package is imported from
-HOST = "127.0.0.1"
+# For libraries that want an address: nobody listens there.
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+IN_MEMORY = "/dev/shm"
+FIRST = "0"  # start of these ranks: they are not started again
+PREFIX = "llama-ssp-ranks-"
+OLD_S = 60.0  # after which a folder that nobody holds was left by a command that was killed
 LOOK_S = 0.5  # between looks, if no signal comes
 PART_S = 30.0  # for the others to end, once the leader has
 FROM_KERNEL = 128  # si_code of a signal that a terminal sent to its whole foreground group
 HEARD = {*STOPPING, signal.SIGTSTP, signal.SIGCHLD}
+CLEAR = "\r\033[2K\033[?25h"  # takes a bar off a terminal's line, and shows the cursor
 
 
 def import_path() -> dict[str, str]:
@@ -53,25 +62,76 @@ def run_ranks(world: int, environment: Mapping[str, str]) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     ranks: RankProcesses | None = None
     try:
-        with socket.create_server((HOST, 0), backlog=world) as listener:
-            ranks = RankProcesses(world, environment, listener.getsockname()[1], before)
-            ranks.keep_store(listener)
-        return ranks.wait()
+        with meeting_folder() as folder:
+            try:
+                ranks = RankProcesses(world, environment, folder, before)
+                return ranks.wait()
+            finally:
+                if ranks is not None:
+                    ranks.kill()
     finally:
-        if ranks is not None:
-            ranks.kill()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def meeting_folder() -> Iterator[Path]:
+    """Makes a folder that only this user may enter, in memory if it can be. Raises StorageError."""
+    places = [IN_MEMORY, tempfile.gettempdir()]
+    folder: Path | None = None
+    error: OSError | None = None
+    for place in places:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+            break
+        except OSError as failed:
+            error = failed
+    if folder is None:
+        found = error.strerror if error else None
+        fix = "TMPDIR names another folder for temporary files"
+        raise StorageError("there is no folder in which ranks can meet", ", ".join(places), found, fix=fix)
+
+    # A lock ends with its process, however that ends: another command sees that it may remove the folder.
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _remove_left(folder.parent)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left(place: Path) -> None:
+    """Removes the folders of this user's commands that were killed."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            facts = folder.lstat()
+            if facts.st_uid != os.geteuid() or time.time() - facts.st_mtime < OLD_S:
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 class RankProcesses:
     """The ranks' processes, by rank."""
 
-    def __init__(self, world: int, environment: Mapping[str, str], port: int, mask: set[Any]) -> None:
+    def __init__(self, world: int, environment: Mapping[str, str], folder: Path, mask: set[Any]) -> None:
+        """Starts the ranks, which meet in the folder; `mask` is their mask of signals."""
         threads = max((os.cpu_count() or 1) // world, 1)
-        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": HOST, "MASTER_PORT": port}
-        shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-        shared |= {"TORCHELASTIC_RUN_ID": "ranks"}
-        shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        shared: dict[str, object] = {
+            **ADDRESS,
+            FOLDER: folder,
+            ATTEMPT: FIRST,
+            BY_TORCHRUN: "ranks",
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        }
         inherited = {**os.environ, **import_path(), **environment}
         # Only a group in the foreground may read a terminal.
         self._has_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -89,33 +149,26 @@ class RankProcesses:
                     preexec_fn=partial(_begin, mask),
                 )
             )
-        self._store: Any = None
-        self._met = False
-
-    def keep_store(self, listener: socket.socket) -> None:
-        """Opens the store in which the ranks meet, on a port that they know already."""
-        import torch.distributed as dist
-
-        stores: Any = dist
-        host, limit = (HOST, listener.getsockname()[1]), timedelta(seconds=PART_S)
-        own = {"is_master": True, "master_listen_fd": listener.detach()}
-        self._store = stores.TCPStore(*host, timeout=limit, wait_for_workers=False, **own)
+        self._folder = folder / FIRST  # of the meetings, by their numbers
+        self._cause: Cause | None = None  # why this process has ended the ranks
+        self._until = math.inf  # when it ends them, if they have not ended by themselves
 
     def wait(self) -> int:
         """Waits until all ranks have ended; passes signals on. Returns the exit code."""
-        until, leader, silent = math.inf, self._processes[LEADER], set[int]()
+        leader = self._processes[LEADER]
         while None in [process.poll() for process in self._processes]:
-            for rank, process in enumerate(self._processes):
-                if process.returncode and rank not in silent:
-                    silent.add(rank)
-                    self._speak_for(rank, process.returncode)
+            self._end_who_waits_in_vain()
             if leader.returncode is not None:
-                until = min(until, time.monotonic() + PART_S)
-            if time.monotonic() > until:
+                self._until = min(self._until, time.monotonic() + PART_S)
+            if time.monotonic() > self._until:
                 self.kill()
             if info := signal.sigtimedwait(HEARD, LOOK_S):
                 self._pass_on(info)
+        self._end_who_waits_in_vain()  # all may have been killed: one line says so
+
         codes = [process.returncode for process in self._processes]
+        if self._cause is not None:
+            return self._cause.code
         if codes[LEADER] >= 0:
             return codes[LEADER]
         if all(code <= 0 for code in codes):
@@ -140,22 +193,49 @@ class RankProcesses:
             for process in stopped:
                 process.send_signal(signal.SIGCONT)
 
-    def _speak_for(self, rank: int, code: int) -> None:
-        """Tells the others of a rank that ended before all have met, and said nothing: they wait for it."""
-        from llama_ssp.distributed.failures import Cause, first_cause, meeting
+    def _end_who_waits_in_vain(self) -> None:
+        """Ends all at once where a rank has ended before all have met: the others would wait for it.
 
-        with suppress(RuntimeError):
-            store = meeting(self._store)
-            self._met = self._met or store.check([f"rank/{n}" for n in range(len(self._processes))])
-            number = -code if code < 0 else code - 128
-            is_stop = number in STOPPING
+        That may be long before they look for it, while they import torch. A rank that knows why has its time
+        to say so.
+        """
+        failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
+        if not failed or self._cause is not None:
+            return
+        try:
+            board = self._last_meeting()
+            if all(board.read([f"rank/{rank}" for rank in range(len(self._processes))])):
+                return  # they have met, and watch each other
+            cause = board.first_cause(self._of(failed[0])) or self._of(failed[0])
+        except BoardLost:  # such as a full disk
+            cause = self._of(failed[0])
+        if 0 <= cause.by < len(self._processes) and self._processes[cause.by].returncode is None:
+            self._until = min(self._until, time.monotonic() + PART_S)
+            return
+        if cause.by == NOBODY:
+            _say(cause.line)
+        self._cause = cause
+        self.kill()
+
+    def _of(self, rank: int) -> Cause:
+        """Returns the cause that all end with, if this rank, which has ended, said nothing."""
+        code = self._processes[rank].returncode
+        number = -code if code < 0 else code - 128
+        if number in STOPPING:
+            how = f"was stopped by {signal.Signals(number).name}"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(number).name}"
+        else:
             how = f"ended with {code}"
-            if code < 0 or is_stop:
-                how = f"was {'stopped' if is_stop else 'killed'} by {signal.Signals(number).name}"
-            line = f"rank {rank} {how} during start"
-            if not self._met and first_cause(store) is None:
-                first_cause(store, Cause(line, 128 + number if is_stop else DISTRIBUTED, by=-1))
-                _say(line)
+        exit_code = 128 + number if number in STOPPING else DISTRIBUTED
+        return Cause(f"rank {rank} {how} during start", exit_code, by=NOBODY)
+
+    def _last_meeting(self) -> FolderBoard:
+        """Returns the board of the meeting that the ranks have come to last."""
+        numbers = [0]
+        with suppress(OSError):  # nobody has come
+            numbers += [int(entry.name) for entry in self._folder.iterdir() if entry.name.isdigit()]
+        return FolderBoard(self._folder / str(max(numbers)))
 
 
 def _begin(mask: set[Any]) -> None:
@@ -165,4 +245,6 @@ def _begin(mask: set[Any]) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"error: {line}", file=sys.stderr)
+    """Prints why the ranks end, where one of them that was killed may have left a bar."""
+    bar = CLEAR if sys.stderr is not None and sys.stderr.isatty() else ""
+    print(f"{bar}error: {line}", file=sys.stderr)

@@ -217,7 +217,7 @@ class Group(Ranks):
             _set_pg_timeout(group._tensor_patience, group._tensors)
 
     def enter(self, phase: str, number: int = 0) -> None:
-        self._watch.place = Place(phase, number)
+        self._watch.enter(Place(phase, number))
 
     def keep_errors_in(self, folder: Path | None) -> None:
         name = broadcast_json(str(folder.resolve()) if folder else "", self)

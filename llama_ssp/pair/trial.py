@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from llama_ssp.config import Dtype
+from llama_ssp.distributed.board import ATTEMPT
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.launcher import import_path
 from llama_ssp.distributed.process_group import gpu_of, open_ranks
@@ -39,7 +40,6 @@ from llama_ssp.models.steps import SteppedModel
 
 log = logging.getLogger(__name__)
 
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 COMMAND = [sys.executable, "-m", "llama_ssp.pair.trial"]
 TRIAL_S = 120.0  # for the small processes, which import torch, meet and compile
 CHECK_S = 120.0  # for the steps of the real model, which are compiled by then

@@ -10,9 +10,11 @@ import psutil
 import pytest
 
 from llama_ssp.batch.journal import count_finished
-from llama_ssp.distributed.launcher import run_ranks
+from llama_ssp.distributed.board import FOLDER
+from llama_ssp.distributed.launcher import meeting_folder, run_ranks
 from llama_ssp.errors import DATA, DISTRIBUTED, INPUT_OUTPUT, MODEL, USAGE
 from tests.conftest import Command
+from tests.distributed.faults import EARLY, Cell, by_command
 from tests.processes import kill, stands_still, wait_for
 from tests.warm import Answer, Started, answers, start
 
@@ -131,6 +133,47 @@ def test_the_exit_code_is_the_leader_s_or_if_it_was_killed_another_rank_s(
         f"import os, sys\nif os.environ['RANK'] == '0':\n    {leader}\n{other}\n"
     )
     assert run_ranks(2, {"PYTHONPATH": str(tmp_path)}) == code
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("SIGKILL", "load", "other rank"),
+        Cell("SIGKILL", "verify", "draft's rank"),
+        Cell("SIGKILL", EARLY, "other rank"),
+        Cell("os._exit", EARLY, "leader"),
+        Cell("SIGKILL", "prefill", "leader"),
+    ],
+    ids=", ".join,
+)
+def test_all_end_with_one_that_names_the_rank_and_its_phase(cell: Cell, tmp_path: Path):
+    """Before torch is imported, while models are loaded, while text is written; of ranks of the command."""
+    _, _, wrong = by_command(cell, tmp_path / "run")
+    assert [each for each in wrong if each != "too late"] == []
+
+
+def test_ranks_meet_where_no_other_user_can_come(tmp_path: Path):
+    """In a folder, not at a port; and if the command is killed, the next one removes what is left."""
+    parent = Parent(tmp_path, *TINY, *LONG, "ranks=2")
+    wait_for(lambda: len(parent.ranks()) == 2)
+    processes = [psutil.Process(parent.pid), *parent.ranks().values()]
+    (folder,) = {Path(rank.environ()[FOLDER]) for rank in processes[1:]}
+    wait_for(lambda: any(folder.rglob("rank-0")))
+    facts = folder.stat()
+    assert (facts.st_mode & 0o777, facts.st_uid) == (0o700, os.geteuid())
+    assert processes[0].net_connections() == []
+    assert not [word for process in processes for word in process.cmdline() if str(folder) in word]
+    kill(parent.pid)
+    parent.finish()
+    assert folder.is_dir()
+    os.utime(folder, (0, 0))
+    with meeting_folder() as held:
+        assert not folder.exists() and held.parent == folder.parent
+        os.utime(held, (0, 0))
+        with meeting_folder():
+            assert held.is_dir(), "its command still runs"
+    assert not held.exists()
 
 
 def test_ranks_take_the_folder_for_compiled_code_that_the_command_has_chosen(tmp_path: Path):

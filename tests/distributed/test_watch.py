@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from llama_ssp.distributed import failures, identity
+from llama_ssp.distributed.board import FolderBoard, beat_text
 from llama_ssp.distributed.comm import ALONE, Place
-from llama_ssp.distributed.failures import Watch, first_cause
+from llama_ssp.distributed.failures import Watch
+from llama_ssp.distributed.identity import own_identity
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DistributedError, LostPeer
 from llama_ssp.tasks import interactive as asking
@@ -24,35 +26,21 @@ from tests.distributed.threads import ThreadRank, ranks_of, together
 PATIENCE_S = 0.05
 
 
-class Board:
-    """A store. Rank 1, which is this process, too, wrote one beat and beats no more."""
-
-    def __init__(self) -> None:
-        own = identity.own_identity()
-        self.kept = {"rank/1": json.dumps([1, "verify, round 3", own.machine, own.pid, own.started]).encode()}
-
-    def clone(self) -> Board:
-        return self
-
-    def set(self, key: str, value: str) -> None:
-        self.kept[key] = value.encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.kept for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.kept[key] for key in keys]
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        if self.kept.get(key, b"") == expected.encode():
-            self.kept[key] = value.encode()
-        return self.kept[key]
+BEAT = beat_text(1, "verify, round 3", own_identity())
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+def board(tmp_path: Path) -> FolderBoard:
+    """Rank 1, which is this process, too, wrote one beat and beats no more."""
+    board = FolderBoard(tmp_path / "board")
+    board.write("rank/1", BEAT)
+    return board
+
+
+@pytest.fixture
+def watch(board: FolderBoard, monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setattr(GUARD, "on_signal", [])
-    return Watch(Board(), 0, 2, PATIENCE_S)
+    return Watch(board, 0, 2, PATIENCE_S)
 
 
 @pytest.mark.parametrize("closing", [False, True])
@@ -122,9 +110,9 @@ def break_connection(watch: Watch) -> None:
     ids=["within its time", "beyond its time", "just after a break", "seconds after a break"],
 )
 def test_a_silent_rank_has_its_time_or_after_a_broken_connection_seconds(
-    broken: bool, silent_s: int, is_late: bool, clock: Clock
+    broken: bool, silent_s: int, is_late: bool, board: FolderBoard, clock: Clock
 ) -> None:
-    watch = Watch(Board(), 0, 2, 60.0)
+    watch = Watch(board, 0, 2, 60.0)
     assert watch._look() is None
     if broken:
         break_connection(watch)
@@ -134,22 +122,24 @@ def test_a_silent_rank_has_its_time_or_after_a_broken_connection_seconds(
     assert cause is None or cause.line.startswith(f"rank 1 has not answered for {silent_s}.0 s")
 
 
-class TimedBoard(Board):
+class TimedBoard(FolderBoard):
     """Moves the clock by one of `gaps` between two looks of the watch; sets `over` at the last look."""
 
-    def __init__(self, clock: Clock, gaps: list[float]) -> None:
-        super().__init__()
-        self._clock, self._gaps = clock, list(gaps)
+    def __init__(self, folder: Path, clock: Clock, gaps: list[float]) -> None:
+        super().__init__(folder)
+        self.write("rank/1", BEAT)
+        self._clock = clock
+        self._gaps = list(gaps)
         self.over = threading.Event()
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def read(self, keys: list[str]) -> list[bytes]:
         if self._gaps:
             self._clock.now += self._gaps.pop(0)
             for wake in GUARD.on_signal:  # the next look comes at once
                 wake()
         else:
             self.over.set()
-        return super().multi_get(keys)
+        return super().read(keys)
 
 
 @pytest.mark.parametrize(
@@ -157,21 +147,23 @@ class TimedBoard(Board):
     [([3600.0], False), ([1.0] * 61, True)],
     ids=["this rank was stopped", "this rank ran"],
 )
-def test_only_silence_while_this_rank_runs_is_a_fault(gaps: list[float], blamed: bool, clock: Clock) -> None:
+def test_only_silence_while_this_rank_runs_is_a_fault(
+    gaps: list[float], blamed: bool, clock: Clock, tmp_path: Path
+) -> None:
     """After Ctrl-Z, and fg an hour later, each rank has its time anew: none sent signs of life meanwhile."""
-    board = TimedBoard(clock, gaps)
+    board = TimedBoard(tmp_path / "board", clock, gaps)
     watch = Watch(board, 0, 2, 60.0)
     watch.start()
     assert board.over.wait(30)
     watch.stop()
-    assert (first_cause(board) is not None) == blamed
+    assert (board.first_cause() is not None) == blamed
 
 
 def test_on_the_way_out_a_rank_that_is_gone_is_named_where_a_connection_broke(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    board: FolderBoard, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it has gone in good order. This rank waits for it in vain."""
-    watch = Watch(Board(), 0, 2, 60.0)
+    watch = Watch(board, 0, 2, 60.0)
     watch.closing = True
     assert watch._look() is None
     monkeypatch.setattr(identity, "_stat", lambda _: ["Z", *["0"] * 30])
