@@ -81,7 +81,7 @@ class Board(ABC):
 
     @abstractmethod
     def write(self, key: str, text: str) -> None:
-        """Raises BoardLost, as all methods do."""
+        """Writes a text of at most MAX_BEAT bytes. Raises BoardLost, as all methods do."""
 
     @abstractmethod
     def read(self, keys: list[str]) -> list[bytes]:
@@ -110,7 +110,11 @@ class Board(ABC):
 
 
 class FolderBoard(Board):
-    """Files in a folder. They are replaced as a whole, so nobody reads half of one."""
+    """Files in a folder.
+
+    A rank's sign of life is overwritten in place, in one call: a disk that has become full does not matter.
+    Half of one, if somebody ever read it, would be none.
+    """
 
     def __init__(self, folder: Path) -> None:
         """The folder of one meeting, which is made if it is not there."""
@@ -121,9 +125,13 @@ class FolderBoard(Board):
             raise BoardLost(self._lost(error)) from error
 
     def write(self, key: str, text: str) -> None:
+        padded = text.encode().ljust(MAX_BEAT)
         try:
-            part = self._part(key, text)
-            part.replace(self._file(key))
+            file = os.open(self._file(key), os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(file, padded, 0)
+            finally:
+                os.close(file)
         except OSError as error:
             raise BoardLost(self._lost(error)) from error
 
@@ -135,9 +143,11 @@ class FolderBoard(Board):
         if content or not text:
             return content
         try:
-            part = self._part(key, text)
+            file = self._file(key)
+            part = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
+            part.write_text(text, encoding="utf-8")
             with suppress(FileExistsError):
-                self._file(key).hardlink_to(part)
+                file.hardlink_to(part)
             part.unlink()
         except OSError as error:
             raise BoardLost(self._lost(error)) from error
@@ -151,16 +161,10 @@ class FolderBoard(Board):
     def _file(self, key: str) -> Path:
         return self._folder / key.replace("/", "-")
 
-    def _part(self, key: str, text: str) -> Path:
-        file = self._file(key)
-        part = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
-        part.write_text(text, encoding="utf-8")
-        return part
-
     def _content(self, key: str) -> bytes:
         try:
             with self._file(key).open("rb") as file:
-                return file.read(MAX_CAUSE + 1)
+                return file.read(MAX_CAUSE + 1).rstrip(b" ")
         except FileNotFoundError:
             if self._folder.is_dir():
                 return b""

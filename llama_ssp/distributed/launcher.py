@@ -37,6 +37,7 @@ ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 IN_MEMORY = "/dev/shm"
 FIRST = "0"  # start of these ranks: they are not started again
 PREFIX = "llama-ssp-ranks-"
+ROOM = 2**20  # bytes that the ranks may need there
 OLD_S = 60.0  # after which a folder that nobody holds was left by a command that was killed
 LOOK_S = 0.5  # between looks, if no signal comes
 PART_S = 30.0  # for the others to end, once the leader has
@@ -81,10 +82,18 @@ def meeting_folder() -> Iterator[Path]:
     error: OSError | None = None
     for place in places:
         try:
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+            made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        except OSError as failed:
+            error = failed
+            continue
+        try:
+            (made / "room").write_bytes(bytes(ROOM))
+            (made / "room").unlink()
+            folder = made
             break
         except OSError as failed:
             error = failed
+            shutil.rmtree(made, ignore_errors=True)
     if folder is None:
         found = error.strerror if error else None
         fix = "TMPDIR names another folder for temporary files"

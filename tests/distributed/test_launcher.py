@@ -1,5 +1,6 @@
 """`ranks=N`: a process that starts its ranks, speaks with one voice, and ends with them."""
 
+import errno
 import os
 import signal
 import tempfile
@@ -10,9 +11,10 @@ import psutil
 import pytest
 
 from llama_ssp.batch.journal import count_finished
+from llama_ssp.distributed import launcher
 from llama_ssp.distributed.board import FOLDER
 from llama_ssp.distributed.launcher import meeting_folder, run_ranks
-from llama_ssp.errors import DATA, DISTRIBUTED, INPUT_OUTPUT, MODEL, USAGE
+from llama_ssp.errors import DATA, DISTRIBUTED, INPUT_OUTPUT, MODEL, USAGE, StorageError
 from tests.conftest import Command
 from tests.distributed.faults import EARLY, Cell, by_command
 from tests.processes import kill, stands_still, wait_for
@@ -174,6 +176,27 @@ def test_ranks_meet_where_no_other_user_can_come(tmp_path: Path):
         with meeting_folder():
             assert held.is_dir(), "its command still runs"
     assert not held.exists()
+
+
+def test_ranks_meet_elsewhere_where_the_first_place_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And where no place has room, a line says what to set."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launcher, "IN_MEMORY", str(full := tmp_path / "full"))
+    full.mkdir()
+    write = Path.write_bytes
+
+    def writing(path: Path, content: bytes) -> int:
+        if path.is_relative_to(full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", writing)
+    with meeting_folder() as folder:
+        assert folder.parent == tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", str(full))
+    with pytest.raises(StorageError, match="No space left on device; TMPDIR names another"), meeting_folder():
+        pass
+    assert list(tmp_path.rglob("*")) == [full]
 
 
 def test_ranks_take_the_folder_for_compiled_code_that_the_command_has_chosen(tmp_path: Path):
