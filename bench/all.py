@@ -90,7 +90,8 @@ FIGURES = [
         is_time=False,
     ),
     Figure("certify", 17, "-m tests.certify_faults jobs=2 seeds=20", is_time=False),
-    Figure("faults", 3, "-m tests.distributed.faults", is_time=False),
+    Figure("faults", 8, "-m tests.distributed.faults", is_time=False),
+    Figure("faults_command", 8, "-m tests.distributed.faults by=command", is_time=False),
     Figure("architectures", 1, "-m tests.architectures", "Which architectures run", False),
 ]  # fmt: skip
 

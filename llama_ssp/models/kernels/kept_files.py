@@ -153,10 +153,11 @@ def _remove(folder: Path, pid: int) -> None:
 
 
 def _warn(unsafe: Path | str, fault: Fault, used: Path, variable: str) -> None:
-    what = (
-        "engine: no compiled code is loaded from %s, as another user could have put it there: %s; %s is used"
+    reason = f"another user could have put it there: {fault}"
+    advice = f"to use it again {fault.fix}; {variable} names another"
+    log.warning(
+        "engine: no compiled code is loaded from %s: %s; %s is used; %s", unsafe, reason, used, advice
     )
-    log.warning(f"{what}; %s, or name another folder with %s", unsafe, fault, used, fault.fix, variable)
 
 
 def drop_unused() -> None:

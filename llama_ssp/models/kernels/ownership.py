@@ -188,7 +188,8 @@ def _owners_of_parents() -> frozenset[int]:
 
 
 def _of_stranger(path: Path, facts: os.stat_result) -> Fault:
-    return Fault(path, f"belongs to {_name(facts.st_uid)} (mode {_mode(facts)})", f"delete {path}")
+    fix = "delete it, or if you trust all that is there make it your own (chown)"
+    return Fault(path, f"belongs to {_name(facts.st_uid)} (mode {_mode(facts)})", fix)
 
 
 def _writable(path: Path, facts: os.stat_result) -> Fault:
