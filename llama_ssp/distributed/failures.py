@@ -278,9 +278,8 @@ class Watch(threading.Thread):
     def _is_dead(self, rank: int) -> bool:
         return rank in self._processes and self._processes[rank].lives is False
 
-    def _listen(self) -> None:
-        """Reads the ranks' beats. What is no beat is as if nothing had come."""
-        now = time.monotonic()
+    def _listen(self, now: float) -> None:
+        """Reads the ranks' beats, which count as heard `now`. What is no beat is as if nothing had come."""
         for rank, content in enumerate(self._thread_board.read(self.keys)):
             beat = read_beat(content)
             if beat is None or beat == self._beats.get(rank):
@@ -293,8 +292,8 @@ class Watch(threading.Thread):
         others = set(range(self.world)) - {self.rank} - self.spare
         dead = {rank for rank in others if self._is_dead(rank)}
         self.beat()
-        self._listen()
-        now = time.monotonic()
+        now = time.monotonic()  # before the others are read: this process may be stopped while it reads
+        self._listen(now)
         if cause := self._thread_board.first_cause():  # also of a rank that has died since
             return cause
         until, late_line, on_timeout = self._deadline

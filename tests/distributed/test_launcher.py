@@ -130,10 +130,24 @@ ENDS = {
 def test_the_exit_code_is_the_leader_s_or_if_it_was_killed_another_rank_s(
     leader: str, other: str, code: int, tmp_path: Path
 ) -> None:
-    """A short program takes the place of the command in the ranks: Python finds it before the package."""
-    (tmp_path / "llama_ssp.py").write_text(
-        f"import os, sys\nif os.environ['RANK'] == '0':\n    {leader}\n{other}\n"
-    )
+    """A short program takes the place of the command in the ranks: Python finds it before the package.
+
+    The ranks meet, as those of the command do: each waits for the other's sign of life.
+    """
+    program = f"""
+import os, sys, time
+folder = os.path.join(os.environ["{FOLDER}"], "0", "0")
+os.makedirs(folder, exist_ok=True)
+rank = os.environ["RANK"]
+with open(os.path.join(folder, "rank-" + rank), "w") as file:
+    file.write("here")
+while len(os.listdir(folder)) < 2:
+    time.sleep(0.01)
+if rank == "0":
+    {leader}
+{other}
+"""
+    (tmp_path / "llama_ssp.py").write_text(program)
     assert run_ranks(2, {"PYTHONPATH": str(tmp_path)}) == code
 
 
