@@ -40,6 +40,7 @@ from llama_ssp.errors import (
 )
 from llama_ssp.models.host_cores import CoreTimes, core_times, give_cores_away, shorten_spins
 from llama_ssp.report.console import Console, LogHandler, waiting
+from llama_ssp.report.terminal import show_text_alone
 
 if TYPE_CHECKING:
     from llama_ssp.config.compose import ComposedJob
@@ -67,6 +68,7 @@ def load(words: list[str]) -> CoreTimes | None:
 
 def main(times: CoreTimes | None = None) -> NoReturn:
     """Runs the command and leaves with its exit code; `times` are those of the cores when it began."""
+    _prepare_streams()
     _begin_log()
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -112,7 +114,8 @@ def _begin_log() -> None:
 def _run_command(times: CoreTimes | None) -> int:
     """Runs the command; returns its exit code."""
     rank_environment()
-    _prepare_output()
+    if sys.stdout is None:
+        raise StorageError("standard output is closed", fix="send it somewhere: > /dev/null")
     words = sys.argv[1:]
     if words and words[0] in COMMANDS:
         from llama_ssp.report.page import execute
@@ -304,13 +307,12 @@ def _shared(run: RunConf, job: ComposedJob) -> int | None:
     return workers.execute(run, job.folders, words) if run.cluster.groups > 1 else None
 
 
-def _prepare_output() -> None:
-    """Raises StorageError without a standard output; makes it UTF-8, whatever the locale."""
-    if sys.stdout is None:
-        raise StorageError("standard output is closed", fix="send it somewhere: > /dev/null")
+def _prepare_streams() -> None:
+    """Makes both outputs UTF-8, whatever the locale; those that are terminals show text alone."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    show_text_alone()
 
 
 def _forget_unwritable_output() -> None:

@@ -6,6 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MAX_FOUND, MAX_WHERE = 300, 800  # characters of what was found, and of where, that a message repeats
+STEERING = (
+    "Cc",
+    "Cf",
+    "Cs",
+    "Zl",
+    "Zp",
+)  # kinds of characters that are no text: controls, formats, separators
+# Those among them that a terminal takes as text: line and tab; joiners and break hints, without which some
+# scripts and emoji are not written; and marks of direction, which move no other text.
+HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH SPACE}\N{WORD JOINER}" + (
+    "\N{SOFT HYPHEN}\N{LEFT-TO-RIGHT MARK}\N{RIGHT-TO-LEFT MARK}\N{ARABIC LETTER MARK}"
+)
 OK, FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT = 0, 1, 2, 3, 4, 5, 6
 
 
@@ -138,6 +150,20 @@ def one_line(text: str) -> str:
     """`text` without line breaks or control characters, so that a log line stays one line."""
     flat = " ".join(text.split())
     return "".join(c if unicodedata.category(c)[0] != "C" else "\N{REPLACEMENT CHARACTER}" for c in flat)
+
+
+def visible(text: str) -> str:
+    """Returns the text with each character that would steer a terminal written out, such as \\x1b for ESC.
+
+    These are all controls but the newline and the tab, and what reorders text (overrides, embeddings and
+    isolates of direction).
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter in HARMLESS or unicodedata.category(letter) not in STEERING else repr(letter)[1:-1]
+        for letter in text
+    )
 
 
 def shortened(text: str, most: int) -> str:

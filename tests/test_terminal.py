@@ -1,27 +1,37 @@
-"""task=compare and task=chat in a real terminal: typed prompts, a resize, Ctrl-C, the end of the input."""
+"""Tasks in a real terminal: what is typed, a resize, Ctrl-C, the end; and texts that would steer it."""
 
 import codecs
 import fcntl
 import json
+import logging
 import os
 import re
 import select
 import shutil
 import struct
+import sys
 import termios
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from rich.cells import cell_len
+from rich.panel import Panel
+from rich.text import Text
 from safetensors.torch import load_file, save_file
 
+from llama_ssp import cli
+from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from llama_ssp.report import console as report
+from llama_ssp.report.tables import Column, Table
+from llama_ssp.report.terminal import rich_console, show_text_alone
+from tests import checkpoints
 from tests.warm import LAUNCH, start
-
-pytestmark = pytest.mark.slow
 
 SESSION = ("task=compare", "model=tiny", "draft=tiny_draft", "seed=1", "task.max_new_tokens=24")
 ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
@@ -115,6 +125,7 @@ def lines(shown: str) -> list[str]:
     return ESCAPE.sub("", shown).replace("\r\n", "\n").split("\n")
 
 
+@pytest.mark.slow
 def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_path: Path) -> None:
     # Long enough for several pictures of each side on a fast processor.
     terminal = open_terminal("task.plot=session.svg", "task.max_new_tokens=120", columns=80)
@@ -148,6 +159,7 @@ def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_p
     assert "Traceback" not in terminal.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["half a prom", ""])
 def test_interrupted_at_the_prompt(half: str, open_terminal: Any, tmp_path: Path) -> None:
     """Also where it comes before readline listens."""
@@ -159,6 +171,7 @@ def test_interrupted_at_the_prompt(half: str, open_terminal: Any, tmp_path: Path
     assert summary(tmp_path)["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_interrupted_while_it_draws(open_terminal: Any, tmp_path: Path) -> None:
     """The terminal is given back as it was, and what was finished is kept."""
     terminal = open_terminal("task.max_new_tokens=400")
@@ -173,6 +186,7 @@ def test_interrupted_while_it_draws(open_terminal: Any, tmp_path: Path) -> None:
     assert summary(tmp_path)["comparisons"] == []
 
 
+@pytest.mark.slow
 def test_a_prompt_from_the_config(open_terminal: Any, tmp_path: Path) -> None:
     terminal = open_terminal('task.prompts=["hello"]', columns=100)
     terminal.until("times as fast")
@@ -184,6 +198,7 @@ def test_a_prompt_from_the_config(open_terminal: Any, tmp_path: Path) -> None:
 CHAT = ("task=chat", *SESSION[1:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "code"), [(END, 0), (INTERRUPT, 130)])
 def test_a_chat_ends_while_its_model_gets_ready(
     typed: str, code: int, open_terminal: Any, tmp_path: Path
@@ -198,6 +213,7 @@ def test_a_chat_ends_while_its_model_gets_ready(
     assert summary(tmp_path)["replies"] == []
 
 
+@pytest.mark.slow
 def test_a_chat_says_what_ends_its_loading(open_terminal: Any, tmp_path: Path) -> None:
     """After the line that was typed meanwhile."""
     folder = tmp_path / "damaged"
@@ -212,6 +228,7 @@ def test_a_chat_says_what_ends_its_loading(open_terminal: Any, tmp_path: Path) -
     assert "error: " in terminal.seen and "Traceback" not in terminal.seen
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
@@ -243,3 +260,167 @@ def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
     assert [reply["finish_reason"] for reply in found["replies"]] == ["stopped", "stopped"]
     assert found["messages"][0] == {"role": "user", "content": "two\nlines"}
     assert found["status"] == "interrupted"
+
+
+STEERING = {
+    "ESC": "\x1b[2J",
+    "title": "\x1b]0;pwned\x07",
+    "C1": "\x9b31m",
+    "DEL": "\x7f",
+    "backspaces": "\x08\x08",
+    "return": "\rall is well",
+    "override": "\u202e",
+    "separator": "\u2028",
+}
+HOSTILE = "".join(STEERING.values())
+OWN_CONTROLS = re.compile(
+    r"\x1b\[([0-9;]*m|\?25[lh]|[12]?K|[0-9]*A)|\r\n|\r(?=\x1b\[)"
+)  # of rich's bar and colours
+
+
+class Screen:
+    """A terminal in place of this process's outputs."""
+
+    def __init__(self) -> None:
+        self._master, self._slave = os.openpty()
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+
+    def stream(self) -> TextIO:
+        return os.fdopen(self._slave, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+
+    def shown(self) -> str:
+        """All that it has been sent."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        text = b""
+        while select.select([self._master], [], [], 0.05)[0]:
+            text += os.read(self._master, 65536)
+        return text.decode("utf-8")
+
+    def close(self) -> None:
+        os.close(self._master)
+        os.close(self._slave)
+
+
+@contextmanager
+def screened() -> Iterator[Screen]:
+    """Makes this process's outputs a terminal, as the command does; in the test itself, not in a fixture:
+    pytest gives each of its phases outputs anew.
+    """
+    screen = Screen()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", screen.stream())
+        patch.setattr(sys, "stderr", screen.stream())
+        patch.setenv("TERM", "xterm-256color")
+        rich_console.cache_clear()  # it has looked at the outputs that were there before
+        show_text_alone()
+        yield screen
+    rich_console.cache_clear()
+    screen.close()
+
+
+def log_by(handler: logging.Handler) -> None:
+    handler.emit(logging.LogRecord("x", logging.WARNING, __file__, 1, f"log {HOSTILE}", None, None))
+
+
+def fail() -> None:
+    try:
+        raise RuntimeError(HOSTILE)
+    except RuntimeError:
+        traceback.print_exc()
+
+
+def move_a_bar() -> None:
+    level = report.log.level
+    report.log.setLevel(logging.INFO)
+    with report.Progress(f"model {HOSTILE}", 2, f"texts {HOSTILE}") as progress:
+        progress.advance(2)
+    report.log.setLevel(level)
+
+
+def draw_above_a_bar() -> None:
+    with report.waiting("x"):
+        report.Console().write(HOSTILE)
+
+
+DOORS: dict[str, Callable[[], object]] = {
+    "print": lambda: print(HOSTILE),
+    "print-log": lambda: print(HOSTILE, file=sys.stderr),
+    "lines": lambda: sys.stdout.writelines([HOSTILE, HOSTILE]),
+    "log": lambda: log_by(report.LogHandler()),
+    "log-of-a-library": lambda: log_by(logging.StreamHandler()),
+    "traceback": fail,
+    "error": lambda: cli.report(ModelError("what", where=HOSTILE, found=HOSTILE)),
+    "text": lambda: report.Console().write(HOSTILE),
+    "dim-text": lambda: report.Console().write(HOSTILE, is_dim=True),
+    "line": lambda: report.Console().show([HOSTILE]),
+    "coloured-line": lambda: report.Console().show([Text(HOSTILE, style="red")]),
+    "panel": lambda: report.Console().show([Panel(Text(HOSTILE), title=Text(HOSTILE), subtitle=HOSTILE)]),
+    "table": lambda: report.Console().show(
+        [Table("t", [Column("a", HOSTILE, is_text=True)], [{"a": HOSTILE}], title=HOSTILE)]
+    ),
+    "bar": move_a_bar,
+    "above-a-bar": draw_above_a_bar,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_terminal_shows_text_and_obeys_none(door: str) -> None:
+    """By whatever door it comes, as long as it ends on a terminal."""
+    with screened() as screen:
+        DOORS[door]()
+        shown = screen.shown()
+    rest = OWN_CONTROLS.sub("", shown)
+    assert not [c for c in rest if c not in "\n\t" and (ord(c) < 32 or 127 <= ord(c) < 160)], repr(rest)
+    assert "\u202e" not in rest and "\u2028" not in rest
+    assert "pwned" in rest or "\N{REPLACEMENT CHARACTER}" in rest, repr(rest)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sequence_in_pieces_is_shown(size: int) -> None:
+    """A text that streams may be cut anywhere."""
+    text = f"a\tb\n{HOSTILE}\ud800c"
+    with screened() as screen:
+        console = report.Console()
+        for first in range(0, len(text), size):
+            console.write(text[first : first + size])
+        shown = screen.shown()
+    rest = shown.replace("\r\n", "\n")
+    assert rest == "a\tb\n" + r"\x1b[2J\x1b]0;pwned\x07\x9b31m\x7f\x08\x08\rall is well\u202e\u2028\ud800c"
+
+
+@pytest.mark.parametrize("name", STEERING)
+def test_a_file_gets_the_text_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "out"
+    with file.open("w", encoding="utf-8", errors="surrogatepass", newline="") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        show_text_alone()
+        report.Console().write(STEERING[name])
+        report.Console().show([STEERING[name]])
+    assert file.read_bytes().decode("utf-8", "surrogatepass") == 2 * STEERING[name] + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["generate", "chat"])
+def test_what_a_model_and_its_name_say_is_shown(task: str, open_terminal: Any, tmp_path: Path) -> None:
+    """The model writes ESC alone; its folder's name, its path and the prompt would steer the terminal."""
+    made = checkpoints.tokenizer()
+    escape = made.token_to_id(chr(256 + 27))  # GPT-2's letter for the byte
+    folder = checkpoints.save(tmp_path / "m\x1b]0;pwned\x07", made=made)
+    words = f"model.path={folder}", "model.name=m\x1b]0;pwned\x07", "draft=none", "task.max_new_tokens=6"
+    session = (f"task={task}", "model=local", *words, f"+sampling.logit_bias={{{escape}: 100}}", "-v")
+    if task == "generate":
+        terminal = open_terminal("prompt=\x1b[2Jhello\x1b]0;pwned\x07", session=session, columns=200)
+    else:
+        terminal = open_terminal(session=session, columns=200)
+        terminal.until("> ")
+        terminal.type("hello\n")
+        terminal.until("context ")
+        terminal.until("> ")
+        terminal.type(END)
+    assert terminal.leave() == 0
+    seen = terminal.seen
+    assert r"\x1b\x1b\x1b" in seen and "\x1b\x1b" not in seen
+    assert "\x1b]" not in seen and "\x07" not in seen and "\x1b[2J" not in seen
+    if task == "generate":  # the log of a chat has no name
+        assert r"m\x1b]0;pwned\x07" in seen

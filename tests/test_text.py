@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from llama_ssp.report.console import visible
+from llama_ssp.errors import visible
 from llama_ssp.text.detokenizer import INCOMPLETE, Detokenizer, Stop, Writing
 from tests import checkpoints
 
@@ -205,4 +205,7 @@ def test_what_would_steer_a_terminal_is_written_out():
     assert visible("left \u202e right\u2028\ufeff") == r"left \u202e right\u2028\ufeff"
     assert visible("\ud800") == r"\ud800"
     kept = "return 日本 é 👩\u200d👧 \N{VARIATION SELECTOR-16}"
-    assert visible(f"def f():\n\t{kept}") == f"def f():\n    {kept}"
+    marks = (
+        "\u200f\u200e\u061c\u200b\u2060\u00ad"  # of direction and for breaks, as Hebrew and Thai have them
+    )
+    assert visible(f"def f():\n\t{kept}{marks}") == f"def f():\n\t{kept}{marks}"

@@ -2,12 +2,13 @@
 
 import errno
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import ModelConf
 from llama_ssp.config.environment import rank_environment
-from llama_ssp.errors import ModelError, RunError, StorageError, first_line
+from llama_ssp.errors import ModelError, RunError, StorageError, first_line, visible
 
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
@@ -28,6 +29,7 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
     if not rank_environment().is_leader:
         disable_progress_bars()
     how: dict[str, Any] = {"revision": model.revision, "local_files_only": not download}
+    how["tqdm_class"] = _bars()
     try:
         if file is not None:
             return Path(hf_hub_download(model.repo, file, **how))
@@ -36,6 +38,20 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
         return Path(snapshot_download(model.repo, allow_patterns=wanted, ignore_patterns=UNWANTED, **how))
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         raise _explained(error, model, role, download, file) from None
+
+
+def _bars() -> type:
+    """Returns the class of the library's bars. They move the cursor, so they are not shown as text is
+    (report/terminal.py); the names of files in them are.
+    """
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, desc: str | None = None, **settings: Any) -> None:
+            settings.setdefault("file", getattr(sys.stderr, "rich_proxied_file", None))
+            super().__init__(*args, desc=visible(desc) if desc else desc, **settings)
+
+    return Bar
 
 
 def cached_gguf(model: ModelConf) -> Path | None:

@@ -7,13 +7,10 @@ import logging
 import os
 import sys
 import time
-import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from typing import Any, TextIO
 
-from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.live import Live
@@ -23,22 +20,16 @@ from rich.table import Column as Cell
 from rich.text import Text
 
 from llama_ssp.config import Output
-from llama_ssp.errors import StorageError
+from llama_ssp.errors import StorageError, visible
 from llama_ssp.report.tables import Table, text_of
+from llama_ssp.report.terminal import rich_console, undrawn
 
 log = logging.getLogger(__name__)
-PLAIN = "\n\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"  # what does no harm in a terminal
-CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
-TAB = "    "
+
+DIM, USUAL = "\x1b[2m", "\x1b[0m"  # how a terminal writes what follows
 
 Item = Table | RenderableType
 """What a task shows: tables, lines of text, and what else rich can draw."""
-
-
-@cache
-def rich_console(is_error: bool = False) -> RichConsole:
-    """Returns rich's console of standard output, or of standard error. There is one of each."""
-    return RichConsole(stderr=is_error, highlight=False, markup=False, emoji=False, legacy_windows=False)
 
 
 class Console:
@@ -47,13 +38,20 @@ class Console:
     def __init__(self, silent: bool = False) -> None:
         self._silent, self.is_terminal = silent, sys.stdout.isatty()
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, is_dim: bool = False) -> None:
+        """Writes a text as it is; on a terminal it is shown, and dim where `is_dim` is set."""
+        if is_dim and self.is_terminal and rich_console().color_system:  # a dumb terminal has none
+            self._put(undrawn(sys.stdout), f"{DIM}{visible(text)}{USUAL}")
+        else:
+            self._put(sys.stdout, text)
+
+    def _put(self, stream: TextIO, text: str) -> None:
         if self._silent:
             return
         try:
             with above_progress():
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                stream.write(text)
+                stream.flush()
         except BrokenPipeError:
             raise StorageError("standard output was closed by its reader") from None
         except OSError as error:
@@ -73,7 +71,7 @@ class Console:
         with screen.capture() as drawn:
             for item in items:
                 screen.print(Text(item) if isinstance(item, str) else item)
-        self.write(drawn.get())
+        self._put(undrawn(sys.stdout), drawn.get())
 
     def document(self, summary: dict[str, Any], output: Output) -> None:
         """Ends a task: with the JSON document where it is asked for; the log says where the run folder is."""
@@ -111,7 +109,8 @@ class Progress:
             how: Any = dict.fromkeys(("redirect_stdout", "redirect_stderr"), False)
             how |= {"console": rich_console(is_error=True), "transient": True, "auto_refresh": self._ticks}
             self._bars = Bars(*columns, *[TimeElapsedColumn()] * self._ticks, **how)
-            self._bar = self._bars.add_task(self._what, total=self._total or None, words="")
+            # Made visible here, too: the bar's place is found by the width of its words.
+            self._bar = self._bars.add_task(visible(self._what), total=self._total or None, words="")
             self._bars.start()
             _SHOWN.append(self._bars.live)
         return self
@@ -186,11 +185,3 @@ def above_progress() -> Iterator[None]:
 def _is_terminal() -> bool:
     """Whether standard error is a terminal; it may be closed."""
     return sys.stderr is not None and sys.stderr.isatty()
-
-
-def visible(text: str) -> str:
-    """Escapes characters that control a terminal: controls, direction marks, separators."""
-    return "".join(
-        c if c in PLAIN or unicodedata.category(c) not in CONTROLS else repr(c)[1:-1]
-        for c in text.replace("\t", TAB)
-    )

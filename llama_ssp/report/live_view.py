@@ -17,8 +17,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from llama_ssp.errors import writing
-from llama_ssp.report.console import visible
+from llama_ssp.errors import visible, writing
 from llama_ssp.speculative.stats import Counts, ratio
 
 SIDE_BY_SIDE = 60  # columns that two panes need; a narrower terminal gets plain lines

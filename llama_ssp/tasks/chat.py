@@ -12,7 +12,6 @@ from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import nothing_run
 from llama_ssp.pair.conversation import STOPPED, Conversation
-from llama_ssp.report.console import visible
 from llama_ssp.tasks.common import Task, pace_in_words
 from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines, typed_while
 
@@ -92,7 +91,7 @@ class ChatTask(Task[ChatConf]):
         elif name == "/help":
             self._print(HELP.splitlines())
         elif name != "/exit":
-            self._print([f"There is no command {visible(name)}; /help lists them."])
+            self._print([f"There is no command {name}; /help lists them."])
         return name != "/exit"
 
     def _answer(self, talk: Conversation, text: str) -> None:
@@ -121,4 +120,4 @@ class ChatTask(Task[ChatConf]):
 
     def _write(self, text: str) -> None:
         if self._run.output is Output.text:
-            self._console.write(visible(text) if self._console.is_terminal else text)
+            self._console.write(text)

@@ -12,10 +12,10 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.console import rich_console, visible
 from llama_ssp.report.live_view import ONE_PROMPT, SIDE_BY_SIDE, Scene, Screen, Track, figures, save, verdict
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
+from llama_ssp.report.terminal import rich_console
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, ratio
@@ -181,9 +181,9 @@ class CompareTask(Task[CompareConf]):
 
 def in_words(scene: Scene) -> list[str]:
     """Returns a comparison as plain lines."""
-    lines = [f"prompt: {visible(scene.prompt)}"]
+    lines = [f"prompt: {scene.prompt}"]
     for track in (scene.regular, scene.speculative):
-        lines += [f"--- {track.title}", visible(track.text)]
+        lines += [f"--- {track.title}", track.text]
         lines += [f"({line})" for line in figures(track) if line]
     said = verdict(scene)
     return [*lines, f"--- {said}", *[ONE_PROMPT] * bool(said), ""]

@@ -10,8 +10,9 @@ from llama_ssp.config import GenerateConf, Output
 from llama_ssp.pair.batches import nothing_run, require_numbers
 from llama_ssp.pair.continuous_batching import ContinuousBatch, Reply, TokenRequest
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.console import Console, rich_console
+from llama_ssp.report.console import Console
 from llama_ssp.report.live_view import TRACE_LEGEND, trace_line
+from llama_ssp.report.terminal import rich_console
 from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.stats import RowStep
 from llama_ssp.tasks.common import Task, longest, output_of, pace_in_words
@@ -134,7 +135,7 @@ class _Stream:
             ended = reply.finish_reason is not None
             piece = reply.written.printable(ended)
             if not self._begun and self._console.is_terminal:
-                self._console.write(self._heading(self._prompts[self._next]))
+                self._console.write(self._heading(self._prompts[self._next]), is_dim=True)
             self._begun = True
             self._console.write(piece)
             if not ended:
@@ -143,10 +144,10 @@ class _Stream:
             self._next += 1
 
     def _heading(self, prompt: TextPrompt) -> str:
-        """The prompt, dim: of a chat as a paragraph, else as the beginning of the text."""
+        """The prompt: of a chat as a paragraph, else as the beginning of the text."""
         name = f"--- {prompt.id}\n" if len(self._prompts) > 1 else ""
-        text = f"{name}{prompt.text}{chr(10) * self._chat}"
-        return f"\x1b[2m{text}\x1b[0m" if rich_console().color_system else text  # not on a dumb terminal
+        end = "\n" if self._chat else ""
+        return f"{name}{prompt.text}{end}"
 
     def end(self) -> None:
         """Ends the line that is being written, if any."""

@@ -28,9 +28,10 @@ from llama_ssp.planner.resolve import (
 )
 from llama_ssp.planner.start import Start, command_line, to_paste
 from llama_ssp.planner.table import drawing, job_drawing
-from llama_ssp.report.console import Console, rich_console
+from llama_ssp.report.console import Console
 from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
+from llama_ssp.report.terminal import rich_console
 from llama_ssp.text.compatibility import diagnose, pair
 from llama_ssp.text.vocabulary import read_vocabularies
 
