@@ -97,7 +97,8 @@ def linked_outside(path: Path, name: str) -> None:
 @damage
 def linked_to(path: Path, name: str, place: str) -> None:
     """A link in a file's stead."""
-    (path / name).unlink()
+    (path / name).unlink(missing_ok=True)
+    (path / name).parent.mkdir(exist_ok=True)
     (path / name).symlink_to(place)
 
 
@@ -389,6 +390,10 @@ PIPES = (
     "tokenizer.model",
     "added.json",
 )
+LOOPED = (
+    WEIGHTS, INDEX, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "adapter_config.json",
+)  # fmt: skip
 NAMES = [
     hostile("missing-shard", removed("model-00002-of-00005.safetensors"), "a shard is missing", "model-00002-of-00005", INDEX,
             sharded=True),
@@ -403,7 +408,12 @@ NAMES = [
     hostile("no-map", replaced(INDEX, "{}"), "no weight_map", sharded=True),
     hostile("link", linked_outside(WEIGHTS), "leaves the folder", "outside"),
     hostile("link-tokenizer", linked_outside("tokenizer.json"), "leaves the folder", "tokenizer.json"),
-    hostile("link-loop", linked_to(WEIGHTS, WEIGHTS), WEIGHTS),
+    *(hostile(f"link-loop-{name}", linked_to(name, name), "a link leads back to itself", f"{name}; found -> {name}")
+      for name in LOOPED),
+    hostile("link-loop-in-folder", linked_to("additional_chat_templates/a.jinja", "a.jinja"), "a link leads back to itself", "a.jinja"),
+    hostile("link-loop-of-two", both(linked_to("config.json", "b.json"), linked_to("b.json", "config.json")),
+            "a link leads back to itself", "config.json; found -> b.json"),
+    hostile("link-loop-gguf", both(removed(WEIGHTS), linked_to("a.gguf", "a.gguf")), "a link leads back to itself", "a.gguf"),
     hostile("link-random", linked_to("config.json", "/dev/urandom"), "leaves the folder"),
     *(hostile(f"pipe-{name}", pipe(name), "not a regular file", name) for name in PIPES),
     hostile("tokenizer-outside", sets("tokenizer_config.json", fast_tokenizer_files=[f"../{OUTSIDE}/tokenizer.4.0.json"]),

@@ -3,6 +3,7 @@
 Only whole, regular files inside the folder are opened; nothing in them is run.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -180,7 +181,10 @@ def require_safe(path: Path) -> None:
 def require_whole(path: Path) -> None:
     """Refuses what libraries would open and is not a whole file of the folder."""
     for entry in sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]):
-        if entry.suffix in READ_BY_LIBRARIES and entry.exists():
+        if entry.suffix not in READ_BY_LIBRARIES:
+            continue
+        require_end(entry)
+        if entry.exists():
             require_inside(entry, path)
             if entry.suffix != ".safetensors":  # `header` reads those that are used
                 require_fetched(entry)
@@ -226,11 +230,26 @@ def require_inside(file: Path, folder: Path | None = None) -> None:
 
     Hub copies have links to a `blobs` folder two levels up; those count as inside.
     """
+    require_end(file)
     real, home = file.resolve(), (folder or file.parent).resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
         target = file.readlink() if file.is_symlink() else real  # the same on every rank: /proc/self is not
         raise ModelError("a file leaves the folder", file, target, fix=COPY)
+
+
+def require_end(file: Path) -> None:
+    """Refuses a link that leads back to itself, alone or through others."""
+    try:
+        file.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ModelError(
+                "a link leads back to itself",
+                where=file,
+                found=f"-> {os.readlink(file)}",
+                fix="put the file itself into its place",
+            ) from None
 
 
 def _shard(path: Path, name: str, source: Path) -> Path:
@@ -239,6 +258,7 @@ def _shard(path: Path, name: str, source: Path) -> Path:
         what, fix = "a shard's name leaves the folder, or is of another kind", "do not use this model"
         raise ModelError(what, source, repr(name), "NAME.safetensors", fix)
     file = path / name
+    require_end(file)
     if not os.path.exists(file):
         raise ModelError("a shard is missing", f"{source}: {name}", "no such file", fix=f"put it into {path}")
     require_inside(file)
