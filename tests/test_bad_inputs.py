@@ -6,6 +6,7 @@ tests.hostile` tries its model folders by every engine, and watches what is open
 
 import errno
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -172,6 +173,69 @@ def test_warned_and_done(
     answer = command(PROMPT, "task.max_new_tokens=2", "seed=1", "placement=cpu", *overrides)
     assert (answer.code, answer.errors) == (0, [])
     assert warning in caplog.text
+
+
+def twins(path: Path) -> None:
+    """The last two words of the vocabulary get one id."""
+
+    def change(content: dict[str, Any]) -> None:
+        words: dict[str, int] = content["model"]["vocab"]
+        *_, first, second = words
+        words[first] = words[second]
+
+    edit(path / "tokenizer.json", change)
+
+
+ODD = {
+    "end-beyond": (
+        refusals.sets("generation_config.json", eos_token_id=[1, 999_999]),
+        "no text ends by eos_token_id 999999",
+    ),
+    "end-below": (
+        refusals.sets("generation_config.json", eos_token_id=-4),
+        "no text ends by eos_token_id -4",
+    ),
+    "unknown-codes": (
+        refusals.config_sets(quantization_config={"quant_method": "nonesuch", "bits": 4}),
+        "quantization_config (nonesuch) of its config.json is left out",
+    ),
+    "codes-of-no-method": (
+        refusals.config_sets(quantization_config={"bits": 4}),
+        "quantization_config (no quant_method) of its config.json is left out",
+    ),
+    "twins": (twins, "have one id, 29"),
+}
+
+
+@pytest.mark.parametrize("splitting", ["cpu", "layers"])
+@pytest.mark.parametrize("odd", ODD)
+def test_what_models_have_in_error_is_said_in_a_line(
+    odd: str, splitting: str, command: Command, saved: Saved, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers runs such models, too: the run goes on."""
+    damage, warning = ODD[odd]
+    damage(copied(saved.whole, Path("model")))
+    answer = command(*ALONE, f"placement={splitting}", "output=json")
+    assert (answer.code, answer.errors) == (0, [])
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([line for line in said if warning in line]) == 1, said
+
+
+def test_transformers_own_lines_about_a_config_are_not_shown(
+    command: Command, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It warns of a factor below 1, in four lines; errors of ours say what cannot be."""
+    library, said = logging.getLogger("transformers"), list[str]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    library.addHandler(handler)
+    try:
+        scaling = {"rope_type": "linear", "factor": 0.5}
+        refusals.config_sets(rope_scaling=scaling)(copied(saved.whole, Path("model")))
+        assert command(*ALONE).code == 0
+    finally:
+        library.removeHandler(handler)
+    assert said == []
 
 
 def test_bad_rows_are_skipped_and_counted(command: Command, caplog: pytest.LogCaptureFixture) -> None:

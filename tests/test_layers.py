@@ -22,6 +22,7 @@ WITHOUT_TORCH = {
     "__main__", "llama_ssp", "cli", "errors", "config", "planner", "report", "batch", "text",
     "distributed.placement", "distributed.signals", "models.checkpoint", "models.folder",
     "models.families", "models.graph_sizes", "models.host_cores", "models.host_memory", "models.hub",
+    "models.library_log",
     "models.formats.quantised_config", "models.sharding", "speculative.draft_length", "speculative.stats",
     "tasks.arithmetic", "tasks.inputs", "tasks.plan",
 }  # fmt: skip

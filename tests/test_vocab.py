@@ -22,7 +22,6 @@ from llama_ssp.text.translation import NONE, Intersection, match
 from llama_ssp.text.vocabulary import (
     Notation,
     Vocabulary,
-    end_ids_of,
     notation_guessed,
     read_vocabulary,
     surface,
@@ -269,7 +268,7 @@ def test_the_file_and_the_library_say_the_same(tmp_path: Path) -> None:
     """task=plan reads tokenizer.json itself, if it can; a run asks transformers."""
     for name in ("demo", "demo_draft"):
         folder = SHIPPED_FOLDER / name
-        light, loaded = read(folder), HubTokens(folder, end_ids_of(folder)).vocabulary
+        light, loaded = read(folder), HubTokens(folder).vocabulary
         words = diagnose(light, loaded, (light.size, loaded.size)).in_words()
         assert words == f"vocabularies: same, {light.size} tokens"
         assert (light.special, light.start, light.ends) == (loaded.special, loaded.start, loaded.ends)

@@ -23,11 +23,11 @@ from llama_ssp.models.folder import (
     require_safe,
     tensors_of,
 )
-from llama_ssp.models.formats.quantised_config import require_readable
+from llama_ssp.models.formats.quantised_config import left_out, require_readable
 from llama_ssp.models.heads.settings import head_settings, kind_of
 from llama_ssp.models.hub import cached_gguf, cached_tokenizer, commit_of, file_of, hub_copy
 from llama_ssp.models.packages import kept_file, package_copy
-from llama_ssp.models.sizes import Checkpoint, config_file, sizes_of
+from llama_ssp.models.sizes import Checkpoint, config_file, require_positions, sizes_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,15 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
     path = find(model, role, download)
     if kind_of(path):
         return _with_head(model, path, role), path
-    return _possible(with_shape(model, inspect(path), role), role), path
+    checkpoint = inspect(path)
+    if method := left_out(checkpoint.config):
+        log.warning(
+            "%s %s: its weights are plain; quantization_config (%s) of its config.json is left out",
+            role,
+            model.name,
+            method,
+        )
+    return _possible(with_shape(model, checkpoint, role), role), path
 
 
 def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
@@ -160,6 +168,7 @@ def read_config(path: Path) -> dict[str, Any]:
     else:
         config = read_json(path / "config.json")
     require_counts(path, config)
+    require_positions(path, config)
     if not isinstance(config.get("model_type"), str):
         raise ModelError("config.json has no model_type", path, fix=MODEL_FOLDER)
     return config

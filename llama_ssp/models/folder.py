@@ -139,7 +139,7 @@ def read_json(file: Path) -> dict[str, Any]:
         require_inside(file)
         require_small(file)
         require_fetched(file)
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant)
     except FileNotFoundError:
         what, fix = f"there is no {file.name}", MODEL_FOLDER
         if (file.parent / ADAPTER).exists():
@@ -150,6 +150,13 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file.name} is not a JSON object", file.parent, fix=REFETCH)
     return content
+
+
+def _constant(name: str) -> float:
+    """Returns the number that is not JSON and that Python reads all the same: models have Infinity."""
+    if name == "NaN":
+        raise ValueError("NaN is not JSON")
+    return float(name)
 
 
 def require_counts(path: Path, config: dict[str, Any]) -> None:

@@ -166,6 +166,9 @@ def _for_modules(path: Path) -> Any:
             allowed="placement.splitting=tensor, or one process",
             fix="use the model's folder with safetensors",
         )
+    is_plain = quantised_config(read_config(path), path) is None
+    if is_plain and hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers refuses some such claims and warns of others
     return config
 
 

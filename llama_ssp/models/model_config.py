@@ -19,6 +19,7 @@ from llama_ssp.models.families import TESTED
 from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.quantised_config import PLAIN_COPY
 from llama_ssp.models.kernels.kept_files import kept
+from llama_ssp.models.library_log import quiet_library
 from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.sizes import config_file
 from llama_ssp.models.synthetic import config_for
@@ -61,7 +62,8 @@ def hub_config(path: Path) -> Any:
         if is_gguf(path):
             config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(deepcopy(content))
         else:
-            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            with quiet_library():
+                config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # values of wrong types fail in any way
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
             raise  # of this machine: torch makes its folder for compiled code when it is imported

@@ -1,5 +1,6 @@
 """The sizes of a model, from its config.json and the formats of its tensors. No torch."""
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,10 @@ SCALED_FROM = "original_max_position_embeddings"
 HEADS = ("lm_head.", "embed_out.", "output.")  # absent where the embedding is the head, too
 SUPPORTED = TESTED + ", and others that have attention with explicit positions only"
 POSITIONS = ("max_position_embeddings", "n_positions")
+# Of rotary positions: keys with a number above 0, keys with a share of a head, and what holds them, too.
+BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "factor", SCALED_FROM)
+SHARES = ("partial_rotary_factor", "rotary_pct")
+ROTARY = ("rope_parameters", "rope_scaling")
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,33 @@ def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> d
         "expert_ffn": _size(checkpoint, "moe_intermediate_size", default=ffn),
         "dense_layers": expert_layers(layers, dense if isinstance(dense, list) else (), step).count(False),
     }
+
+
+def require_positions(path: Path, config: dict[str, Any]) -> None:
+    """Refuses numbers of rotary positions that no model has: its angles would not be numbers."""
+    parts = [config]
+    for key in ROTARY:
+        if isinstance(value := config.get(key), dict):
+            kinds = [kind for kind in value.values() if isinstance(kind, dict)]  # one for each kind of layer
+            parts += [value, *kinds]
+
+    for part in parts:
+        for name in (*BASES, *SHARES):
+            value = part.get(name)
+            if value is None:
+                continue
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            highest = 1 if name in SHARES else math.inf
+            least = 0 if name in SHARES else math.ulp(0.0)
+            if is_number and least <= value <= highest:
+                continue
+            raise ModelError(
+                f"{config_file(path).name} has no usable {name}",
+                where=path,
+                found=repr(value),
+                allowed="a number in [0, 1]" if name in SHARES else "a number above 0",
+                fix="correct it, or fetch the model again",
+            )
 
 
 def _size(checkpoint: Checkpoint, *names: str, default: int | None = None) -> int:

@@ -13,12 +13,13 @@ from typing import Any
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.folder import is_gguf
+from llama_ssp.models.library_log import quiet_library
 from llama_ssp.text.compatibility import Diagnosis, pair
 from llama_ssp.text.detokenizer import Stop
 from llama_ssp.text.gguf_tokenizer import HeaderTokenizer, require_same_tokens
 from llama_ssp.text.vocabulary import (
     Vocabulary,
-    end_ids_of,
+    ends_with_token,
     notation_guessed,
     tokenizer_folder,
     tokenizing,
@@ -94,7 +95,7 @@ class Tokens:
 class HubTokens(Tokens):
     """A Hugging Face tokenizer, read from a local folder."""
 
-    def __init__(self, path: Path, end_ids: frozenset[int]) -> None:
+    def __init__(self, path: Path) -> None:
         self._path, self._warned = path, False
         self._lock = threading.Lock()  # a tokenizer keeps a call's split_special_tokens for the next one
         folder = tokenizer_folder(path)
@@ -104,15 +105,35 @@ class HubTokens(Tokens):
             raise
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
             raise _unreadable(path, str(error)) from None
+        limit = getattr(self._tokenizer, "model_max_length", 0)
+        if not isinstance(limit, int | float):  # transformers compares each text's length with it
+            raise _unreadable(path, f"model_max_length {limit!r}, which is not a number")
         ids = self._tokenizer.get_vocab()
         if is_gguf(path) and folder is not None:
             require_same_tokens(path, ids)
         if not {*ids.values()}.difference(self._tokenizer.all_special_ids):
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
+        self._warn_of_twins(ids)
         own = self._tokenizer.eos_token_id
-        self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
+        self.end_ids = ends_with_token(path, ids, warns=True) or (
+            frozenset({own}) if own is not None else frozenset()
+        )
         self.bos_id, self.size = self._tokenizer.bos_token_id, 1 + max(ids.values())
         self.template = str(self._tokenizer.chat_template or "")
+
+    def _warn_of_twins(self, ids: dict[str, int]) -> None:
+        """Warns of words with one id; of renamed tokens a model's files keep the old names, too."""
+        if len({*ids.values()}) == len(ids):
+            return
+        names = dict[int, str]()
+        for name, token_id in sorted(ids.items()):
+            if token_id in names:
+                first = names[token_id]
+                log.warning(
+                    "%s: %r and %r have one id, %d, in the vocabulary", self._path, first, name, token_id
+                )
+                return
+            names[token_id] = name
 
     def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
         with self._lock, tokenizing(self._path):
@@ -209,16 +230,11 @@ class HubTokens(Tokens):
 def _of_folder(folder: Path) -> Any:
     """Returns transformers' tokenizer of a model folder."""
     from transformers import AutoTokenizer
-    from transformers.utils import logging as hub_logging
 
-    before = hub_logging.get_verbosity()
-    hub_logging.set_verbosity_error()  # `_unreadable` says in a line what transformers warns of
-    try:
+    with quiet_library():  # `_unreadable` says in a line what transformers warns of
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False
         )
-    finally:
-        hub_logging.set_verbosity(before)
 
 
 def _unreadable(path: Path, found: str) -> ModelError:
@@ -231,7 +247,7 @@ def _unreadable(path: Path, found: str) -> ModelError:
 
 def read_tokens(path: Path | None, vocab: int) -> Tokens:
     """Returns the tokenizer of a model folder; bytes for no folder."""
-    return Tokens(vocab) if path is None else HubTokens(path, end_ids_of(path))
+    return Tokens(vocab) if path is None else HubTokens(path)
 
 
 def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], how: Bridging) -> Diagnosis | None:

@@ -5,6 +5,7 @@ for the space with numbered bytes for the rest (SentencePiece), and plain text.
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +21,11 @@ from llama_ssp.models.folder import is_gguf, read_json
 from llama_ssp.text.gguf_tokenizer import SPACE_MARK, HeaderTokenizer, end_ids
 
 Encode = Callable[[str], list[int]]
+log = logging.getLogger(__name__)
+
 PANIC = "PanicException"
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+ENDS_IN = ("generation_config.json", "config.json")  # the first that names a possible id counts
 NUMBERED = re.compile(r"<0x([0-9A-F]{2})>")
 OWN_LETTERS = (range(33, 127), range(161, 173), range(174, 256))  # bytes written as their own letters
 
@@ -214,7 +218,7 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
         return ids
 
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    ends = end_ids_of(path) or _named(settings.get("eos_token"), ids)
+    ends = ends_with_token(path, ids) or _named(settings.get("eos_token"), ids)
     content["chat_template"] = settings.get("chat_template")
     return vocabulary_of(content, ids, lambda text: begin(text, False), begin, ends)
 
@@ -247,19 +251,49 @@ def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Voc
 
 
 def end_ids_of(path: Path) -> frozenset[int]:
-    """Returns all tokens that end a text, from generation_config.json or config.json, or a GGUF header."""
+    """Returns all ids that end a text, from generation_config.json or config.json, or a GGUF header.
+
+    Raises ModelError for what is no id. An id may have no token: models have such, negative ones, too.
+    """
     if is_gguf(path):
         return end_ids(path)
-    for name in ("generation_config.json", "config.json"):
-        try:
-            found = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
-        ids = found if isinstance(found, list) else [found]
-        whole = [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
-        if whole:
-            return frozenset(whole)
-    return frozenset()
+    named = set[int]()
+    for name in ENDS_IN:
+        named.update(_ends_named_in(path / name))
+        if max(named, default=-1) >= 0:
+            break
+    return frozenset(named)
+
+
+def ends_with_token(path: Path, ids: Mapping[str, int], warns: bool = False) -> frozenset[int]:
+    """Returns those ids of `end_ids_of` that have a token in the vocabulary `ids`: others are never drawn.
+
+    With `warns` they are named in the log.
+    """
+    ends, known = end_ids_of(path), {*ids.values()}
+    if warns and (lost := sorted(ends - known)):
+        names = ", ".join(map(str, lost))
+        log.warning("%s: no text ends by eos_token_id %s: the vocabulary has no such token", path, names)
+    return ends & known
+
+
+def _ends_named_in(file: Path) -> list[int]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return []
+    if found is None:
+        return []
+    ids = found if isinstance(found, list) else [found]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ModelError(
+            f"{file.name} does not say which tokens end a text",
+            where=file.parent,
+            found=f"eos_token_id {found!r}",
+            allowed="a whole number, or a list of them",
+            fix="correct it, or fetch the model again",
+        )
+    return ids
 
 
 def _named(token: object, ids: Mapping[str, int]) -> frozenset[int]:

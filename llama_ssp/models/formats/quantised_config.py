@@ -94,6 +94,17 @@ def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str
     quantised_config(config, path)
 
 
+def left_out(config: Mapping[str, Any]) -> str:
+    """Names what config.json claims of weights that `require_readable` found plain; empty if it has no claim.
+
+    transformers reads such models, too, and says so: their authors left the claim of another copy in them.
+    """
+    method, claim = _claim(config)
+    if not claim or method in METHODS:
+        return ""
+    return method or "no quant_method"
+
+
 def _claim(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The method, empty where there is none, and what config.json says of it."""
     claim = config.get("quantization_config")
