@@ -190,16 +190,35 @@ def test_a_dry_run_says_what_starts_and_loads_nothing(command: Command) -> None:
     assert lacking.code == 5 and "It does not fit: " in lacking.out and "run it" not in lacking.out
 
 
-def test_copies_by_srun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("count", "number"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+    ],
+    ids=["srun", "mpirun", "mpiexec"],
+)
+def test_copies_are_refused(count: str, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of one task is one process, and torchrun's ranks are no copies."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for tasks in ("1", ""):
-        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks or "1")
-        refuse_copies()
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    monkeypatch.setenv("SLURM_PROCID", "3")
+    for variable in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    refuse_copies()
+    monkeypatch.setenv(count, "1")
+    refuse_copies()
+    monkeypatch.setenv(count, "8")
+    monkeypatch.setenv(number, "3")
     with pytest.raises(UsageError, match="ranks=8") as refused:
         refuse_copies()
     assert refused.value.speaks is False
     monkeypatch.setenv("WORLD_SIZE", "8")
+    refuse_copies()
+
+
+def test_the_script_of_a_job_with_several_tasks_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch --ntasks=8 runs its script once, with these variables; so does a shell of salloc."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    for name, value in (("SLURM_NTASKS", "8"), ("SLURM_NPROCS", "8"), ("SLURM_PROCID", "0")):
+        monkeypatch.setenv(name, value)
     refuse_copies()

@@ -8,6 +8,11 @@ from llama_ssp.errors import DistributedError, UsageError
 
 START = "write ranks=N, or start with torchrun --nproc-per-node N -m llama_ssp"
 MAX_WORLD = 2**20  # as in a plan: 1024 nodes of 1024 GPUs
+COPIERS = (  # a launcher, the variables with its number of copies and this copy's, and how it starts one
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun --ntasks=1 --gpus={}"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "without mpirun:"),
+    ("mpiexec", "PMI_SIZE", "PMI_RANK", "without mpiexec:"),
+)
 NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -32,13 +37,25 @@ def rank_environment() -> RankEnvironment:
 
 
 def refuse_copies() -> None:
-    """Raises UsageError, which the first task reports, where srun started this command several times."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1" and "WORLD_SIZE" not in os.environ:
-        what = "srun started this command several times, and each would load the whole pair"
-        fix = f"srun --ntasks=1 --gpus={tasks} llama-ssp ... ranks={tasks}; several nodes: srun torchrun"
-        error = UsageError(what, "SLURM_STEP_NUM_TASKS", tasks, "1", fix)
-        error.speaks = os.environ.get("SLURM_PROCID", "0") == "0"
+    """Raises UsageError, which the first task reports, where a launcher started this command several times.
+
+    torchrun's ranks are no copies. SLURM_NTASKS says nothing of copies: it is also set in a batch script,
+    which runs once.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return
+    for launcher, count, number, alone in COPIERS:
+        tasks = os.environ.get(count, "1")
+        if tasks == "1":
+            continue
+        error = UsageError(
+            f"{launcher} started this command several times, and each would load the whole pair",
+            where=count,
+            found=tasks,
+            allowed="1",
+            fix=f"{alone.format(tasks)} llama-ssp ... ranks={tasks}; several nodes: {launcher} torchrun",
+        )
+        error.speaks = os.environ.get(number, "0") == "0"
         raise error
 
 
