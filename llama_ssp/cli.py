@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from llama_ssp.config import PromptedConf, RunConf, Scheduler
 from llama_ssp.config.arguments import COMMANDS, DRY, HELP, QUIET, VERBOSE, VERSION
-from llama_ssp.config.environment import RankEnvironment, rank_environment, refuse_copies
+from llama_ssp.config.environment import RankEnvironment, importing, rank_environment, refuse_copies
 from llama_ssp.config.help import help_for
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, STOPPING, UNWAITED, end_with_launcher, leave, leave_code
@@ -269,7 +269,11 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     inputs = RunInputs(recorded, seed, pairs, reading, place)
     if world == 1 and not _computes_on_gpus(recorded):
         give_cores_away(times)
-    with GUARD.parting("stopped by a signal before the run began"), waiting("loading torch and transformers"):
+    with (
+        GUARD.parting("stopped by a signal before the run began"),
+        waiting("loading torch and transformers"),
+        importing(),
+    ):
         from llama_ssp.tasks.runner import execute
     return execute(inputs)
 

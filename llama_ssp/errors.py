@@ -1,5 +1,6 @@
 """Errors: one line and one exit code each. The exit codes are an interface (docs/reference.md)."""
 
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -138,7 +139,18 @@ def exit_code_of(run: Callable[[], int]) -> int:
 def of_system(error: OSError) -> str:
     """What the system says of a file that cannot be used."""
     where = str(error.filename or "input or output")
+    if isinstance(error, FileNotFoundError) and not os.path.isabs(where) and _folder_is_gone():
+        return "the current folder is gone; change to one that is there"
     return f"{error.strerror or error}; {shortened(where, MAX_WHERE)}"
+
+
+def _folder_is_gone() -> bool:
+    """Returns whether somebody has deleted the folder that this process is in."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def first_line(error: BaseException) -> str:

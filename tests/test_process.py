@@ -135,15 +135,24 @@ def test_no_standard_output(tmp_path: Path) -> None:
     assert len(errors(done.stderr)) == 1 and "standard output is closed" in done.stderr
 
 
+UNIMPORTABLE = "error: a library cannot be imported with these settings in the environment"
+
+
 @pytest.mark.parametrize(
     ("variables", "words", "code", "said"),
     [
         ({"PYTHONIOENCODING": "ascii"}, ['task.prompts=["日本"]', "model=nöpe"], 2, "nöpe"),
         ({"LLAMA_SSP_DEBUG": "1"}, [PROMPT, "speculation.k=-1"], 2, "Traceback"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, [PROMPT], 5, "error: rank 1: several ranks were asked for, but"),
+        ({"TORCH_LOGS": "bogus"}, [PROMPT], 2, f"{UNIMPORTABLE}; TORCH_LOGS; found ValueError: Invalid log"),
+        ({"TORCH_LOGS": "bogus"}, [PROMPT, "ranks=2"], 2, f"{UNIMPORTABLE}; TORCH_LOGS; found ValueError:"),
+        ({"TQDM_MININTERVAL": "x", "HF_TOKEN": "hush"}, [PROMPT], 2, f"{UNIMPORTABLE}; HF_TOKEN, TQDM_MINI"),
     ],
-    ids=["any-character-in-any-locale", "a-traceback-when-asked-for", "a-rank-without-a-way-to-the-leader"],
-)
+    ids=[
+        "any-character-in-any-locale", "a-traceback-when-asked-for", "a-rank-without-a-way-to-the-leader",
+        "a-setting-of-torch", "a-setting-of-torch-for-ranks", "a-setting-of-a-library-without-its-name",
+    ],
+)  # fmt: skip
 def test_what_its_environment_makes_it_say(
     variables: dict[str, str], words: list[str], code: int, said: str, tmp_path: Path
 ) -> None:
@@ -152,6 +161,22 @@ def test_what_its_environment_makes_it_say(
     err = done.stderr.decode()
     assert done.returncode == code and said in err and len(errors(err)) == 1
     assert ("Traceback" in err) == ("LLAMA_SSP_DEBUG" in variables)
+    assert "hush" not in err
+
+
+def test_the_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f"rmdir '{gone}'; exec \"$@\""
+    for words in ([PROMPT], ["plan", "65B", "cluster=p4d"]):
+        gone.mkdir(exist_ok=True)
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", *RUN, *words],
+            capture_output=True, text=True, timeout=60, env=environment(PYTHONPATH=str(ROOT)), cwd=gone,
+        )  # fmt: skip
+        assert done.returncode == 6, words
+        said = "error: the current folder is gone; change to one that is there"
+        assert [line for line in done.stderr.splitlines() if "error" in line] == [said], words
 
 
 SLOW = "print('loading', flush=True); import time; time.sleep(60)"

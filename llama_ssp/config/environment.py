@@ -2,9 +2,12 @@
 
 import os
 import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.errors import DistributedError, RunError, UsageError, first_line
 
 START = "write ranks=N, or start with torchrun --nproc-per-node N -m llama_ssp"
 MAX_WORLD = 2**20  # as in a plan: 1024 nodes of 1024 GPUs
@@ -12,6 +15,17 @@ COPIERS = (  # a launcher, the variables with its number of copies and this copy
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun --ntasks=1 --gpus={}"),
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "without mpirun:"),
     ("mpiexec", "PMI_SIZE", "PMI_RANK", "without mpiexec:"),
+)
+# Names of variables that libraries read when they are imported; what launchers and this program set is not.
+READ_BY_LIBRARIES = re.compile(
+    "(PY)?TORCH(?!ELASTIC)|TRITON|TQDM|HF_|HUGGINGFACE|TRANSFORMERS|ACCELERATE|BNB|BITSANDBYTES|DS_"
+)
+OWN = (
+    "TORCH_CPP_LOG_LEVEL",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HF_HUB_OFFLINE",
 )
 NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -57,6 +71,33 @@ def refuse_copies() -> None:
         )
         error.speaks = os.environ.get(number, "0") == "0"
         raise error
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Turns what a library that is imported inside raises for a variable it reads into a UsageError."""
+    try:
+        yield
+    except (RunError, OSError, ImportError, MemoryError, RecursionError):  # have their own lines
+        raise
+    except Exception as error:
+        given = sorted(name for name in os.environ if READ_BY_LIBRARIES.match(name) and name not in OWN)
+        given = [name for name in given if name in str(error)] or given
+        if not given or _raised_here(error):
+            raise
+        raise UsageError(
+            "a library cannot be imported with these settings in the environment",
+            where=", ".join(given),  # not their values: HF_TOKEN is a secret
+            found=first_line(error),
+            fix="correct or unset the variable",
+        ) from error
+
+
+def _raised_here(error: Exception) -> bool:
+    """Returns whether this package raised the error itself: then it is a fault of its own."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def number_of(name: str, least: int, most: int, default: int | None = None) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import Bridging
-from llama_ssp.errors import DataError, ModelError
+from llama_ssp.config.environment import importing
+from llama_ssp.errors import DataError, ModelError, UsageError
 from llama_ssp.models.folder import is_gguf
 from llama_ssp.models.library_log import quiet_library
 from llama_ssp.text.compatibility import Diagnosis, pair
@@ -101,7 +102,7 @@ class HubTokens(Tokens):
         folder = tokenizer_folder(path)
         try:
             self._tokenizer: Any = HeaderTokenizer(path) if folder is None else _of_folder(folder)
-        except (MemoryError, ModelError):
+        except (MemoryError, ModelError, UsageError):
             raise
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
             raise _unreadable(path, str(error)) from None
@@ -229,7 +230,8 @@ class HubTokens(Tokens):
 
 def _of_folder(folder: Path) -> Any:
     """Returns transformers' tokenizer of a model folder."""
-    from transformers import AutoTokenizer
+    with importing():
+        from transformers import AutoTokenizer
 
     with quiet_library():  # `_unreadable` says in a line what transformers warns of
         return AutoTokenizer.from_pretrained(
