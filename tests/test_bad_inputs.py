@@ -175,6 +175,22 @@ def test_warned_and_done(
     assert warning in caplog.text
 
 
+def test_the_bounds_of_prompts_are_not_those_of_a_batch(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose input may have any size: it is not read whole."""
+    monkeypatch.setattr("llama_ssp.text.prompts.MAX_FILE_BYTES", 8)
+    monkeypatch.setattr("llama_ssp.text.prompts.MAX_INPUT_BYTES", 8)
+    Path("in.txt").write_text("one prompt\nand another\n")
+    assert "too large" in command("task.prompt_file=in.txt").err
+    assert "too large" in command(stdin=b"one prompt\nand another\n").err
+    words = ("task=batch", "task.max_new_tokens=2", "seed=1", "output=json", "task.output=out.jsonl")
+    job = command(*words, "task.input=in.txt")
+    assert (job.code, job.document["records_finished"]) == (0, 2)
+    piped = command(*words, "task.output=piped.jsonl", "task.input=-", stdin=b"one prompt\nand another\n")
+    assert (piped.code, piped.document["records_finished"]) == (0, 2)
+
+
 def twins(path: Path) -> None:
     """The last two words of the vocabulary get one id."""
 
