@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def replaced(path: Path, name: str, content: bytes | str) -> None:
 @damage
 def sparse(path: Path, name: str, start: bytes, size: int) -> None:
     """A huge file that takes no room."""
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
     (path / name).write_bytes(start)
     os.truncate(path / name, size)
 
@@ -199,6 +201,10 @@ def harmless(name: str, damage: Damage, **more: Any) -> Case:
     return hostile(name, damage, code=0, reach=LOADED, **more)
 
 
+# Each of nine lists holds the one before nine times: 9 ** 9 values in 300 letters.
+LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi")
+)
 SETTINGS = [
     refused("speculation.kk=5", "unknown key speculation.kk", "speculation.k?"),
     refused("task.name=../../x", "task.name is not a task", "generate"),
@@ -206,6 +212,18 @@ SETTINGS = [
     refused("sampling=../../../../x", "there is no sampling"),
     refused("draft=none draft.path=/x", "draft.path", "draft=none"),
     refused("--config-dir=/no/such", "directory '/no/such' not found"),
+    refused("--config-dir=mine model=laughs", "means too many values", "mine/model/laughs.yaml", "at most 100000",
+            makes=replaced("mine/model/laughs.yaml", LAUGHS)),
+    refused("--config-dir=mine experiment=laughs", "means too many values", "mine/experiment/laughs.yaml",
+            makes=replaced("mine/experiment/laughs.yaml", LAUGHS)),
+    refused("hydra.searchpath=[file://mine] model=laughs", "means too many values",
+            makes=replaced("mine/model/laughs.yaml", LAUGHS)),
+    refused("--config-dir=mine model=itself", "nested too deeply",
+            makes=replaced("mine/model/itself.yaml", "name: &a [*a]")),
+    refused("--config-dir=mine model=deep", "nested too deeply",
+            makes=replaced("mine/model/deep.yaml", "name: " + "[" * 20_000)),
+    refused("--config-dir=mine model=huge", "the file is too large", "mine/model/huge.yaml",
+            makes=sparse("mine/model/huge.yaml", b"name: x\n", 2**33)),
     refused("--config-d=/tmp", "unknown flag --config-d"),
     refused("speculation.k=abc", "speculation.k", "'abc'", "Integer"),
     refused("speculation.k=-1", "speculation.k", "-1", "[0, 64]"),

@@ -1,6 +1,8 @@
 """The configuration: presets and experiments compose and count as published, and types are checked."""
 
+import itertools
 import math
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -17,6 +20,7 @@ from llama_ssp.config import TASKS, GenerateConf, ModelConf, RunConf, Weights
 from llama_ssp.config import presets as preset_files
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import to_run
+from llama_ssp.config.yaml_files import MAX_VALUES, values_in
 from llama_ssp.errors import UsageError
 from llama_ssp.planner.weights import parameters
 from llama_ssp.tasks.plan import plan
@@ -238,3 +242,29 @@ def test_the_pairs_of_a_write_up_are_planned(name: str, hydra: None) -> None:
         target, _, draft = pair.partition("/")
         chosen = plan(target, draft or None, cluster=WRITE_UPS[name][1]).chosen
         assert chosen.verdict.value == "fits"
+
+
+def written_out(value: Any) -> int:
+    """How many values it holds, a shared part as often as it stands."""
+    if isinstance(value, dict):
+        return 1 + sum(map(written_out, [*value.keys(), *value.values()]))
+    return 1 + sum(map(written_out, value)) if isinstance(value, list) else 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_values_are_counted_as_often_as_aliases_mean_them(seed: int) -> None:
+    """Of random structures whose parts are shared, which are dumped as aliases."""
+    chance = random.Random(seed)
+    made: list[Any] = [1, "a", {"b": 2}]
+    for _ in range(12):
+        parts = [chance.choice(made) for _ in range(chance.randrange(4))]
+        made.append(parts if chance.random() < 0.5 else {f"k{n}": part for n, part in enumerate(parts)})
+    whole = {"all": made[-6:]}
+    assert values_in(yaml.safe_dump(whole)) - 1 == written_out(whole)  # the document counts, too
+
+
+def test_counting_ends_soon_however_many_values_aliases_mean() -> None:
+    lists: list[Any] = [[1, 2], *([] for _ in range(200))]
+    for before, after in itertools.pairwise(lists):
+        after += [before] * 9
+    assert MAX_VALUES < values_in(yaml.safe_dump(lists[-1])) < 10 * MAX_VALUES

@@ -21,6 +21,7 @@ from llama_ssp.report.plots import svg
 from llama_ssp.report.run_folder import RunFolder, sweep_folder
 from llama_ssp.report.tables import Column, Table, text_of
 from llama_ssp.report.task_tables import speeds as shown
+from tests.refusals import LAUGHS
 from tests.test_speeds import speeds
 
 HOSTILE = "<script>alert(1)</script> & \"'|"
@@ -112,6 +113,8 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path, monkeypatch: pytest.
     saved(Path("older"), {"task": "eval", "status": "done"})
     Path("broken").mkdir()
     Path("broken/summary.json").write_text("{")
+    saved(Path("laughs"), measured())
+    Path("laughs/config.yaml").write_text(LAUGHS)
     for words, error, said in (
         ("", UsageError, None),
         ("a a", UsageError, None),
@@ -119,6 +122,7 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path, monkeypatch: pytest.
         ("--x", UsageError, None),
         ("missing", DataError, None),
         ("broken", DataError, None),
+        ("laughs", DataError, "cannot be read; .*config.yaml; found aliases make more than 100000 values"),
         ("older", DataError, "lacks figures of its task; .*summary.json; found KeyError"),
     ):
         with pytest.raises(error, match=said):

@@ -25,6 +25,7 @@ from llama_ssp.config import RunConf, register
 from llama_ssp.config.arguments import completable, hydra_arguments, in_full, unknown_key
 from llama_ssp.config.presets import CONF, GROUPS, NAMES_OF_A_MODEL, ROLES, nearest, options, quoted
 from llama_ssp.config.validation import check, listed
+from llama_ssp.config.yaml_files import bounded_files
 from llama_ssp.errors import OK, USAGE, RunError, UsageError, shortened
 
 COMPOSING = threading.Lock()
@@ -62,7 +63,7 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
         if {"--shell-completion", "-sc"} & {*arguments} and "COMP_LINE" in os.environ:
             os.environ["COMP_LINE"] = completable(os.environ["COMP_LINE"])
         words = hydra_arguments(arguments)
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, bounded_files():
             if {"--multirun", "-m"} & {*words}:  # Hydra records a sweep where the user says so, else nowhere
                 words.insert(0, f"hydra.sweep.dir={scratch}")
 
@@ -131,7 +132,7 @@ def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
             before = instance.hydra
             instance.clear()
             try:
-                with initialize_config_dir(str(CONF), version_base="1.3"):
+                with initialize_config_dir(str(CONF), version_base="1.3"), bounded_files():
                     return to_run(compose("run", [*overrides, f"hydra.searchpath=[{places}]"]))
             finally:
                 instance.hydra = before

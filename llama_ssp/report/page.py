@@ -12,6 +12,7 @@ import yaml
 from llama_ssp.config import home_expanded
 from llama_ssp.config.compose import composed
 from llama_ssp.config.run import flat, resolved
+from llama_ssp.config.yaml_files import MAX_VALUES, values_in
 from llama_ssp.errors import OK, DataError, UsageError, first_line, shortened, writing
 from llama_ssp.report.console import Console
 from llama_ssp.report.plots import svg
@@ -55,7 +56,7 @@ def execute(words: Sequence[str], console: Console) -> int:
     summary = _read(folder / "summary.json", json.loads)
     if not isinstance(summary, dict) or not isinstance(summary.get("task"), str):
         raise DataError("this is not the summary of a run", folder / "summary.json", fix=FIX)
-    settings = _read(folder / "config.yaml", yaml.safe_load) if (folder / "config.yaml").exists() else {}
+    settings = _read(folder / "config.yaml", _settings) if (folder / "config.yaml").exists() else {}
     try:
         text = page(folder, summary, settings)
     except (LookupError, TypeError, AttributeError) as error:  # another program's summary, or version's
@@ -66,6 +67,13 @@ def execute(words: Sequence[str], console: Console) -> int:
         file.write_text(text, encoding="utf-8")
     console.line(str(file))
     return OK
+
+
+def _settings(text: str) -> Any:
+    """Returns what the YAML says. Raises ValueError where aliases make too many values of it."""
+    if values_in(text) > MAX_VALUES:
+        raise ValueError(f"aliases make more than {MAX_VALUES} values of it")
+    return yaml.safe_load(text)
 
 
 def _read(file: Path, parse: Callable[[str], Any]) -> Any:

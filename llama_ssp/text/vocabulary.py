@@ -280,7 +280,7 @@ def ends_with_token(path: Path, ids: Mapping[str, int], warns: bool = False) -> 
 def _ends_named_in(file: Path) -> list[int]:
     try:
         found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return []
     if found is None:
         return []
