@@ -22,6 +22,7 @@ from llama_ssp.text.translation import NONE, Intersection, match
 from llama_ssp.text.vocabulary import (
     Notation,
     Vocabulary,
+    end_ids_of,
     notation_guessed,
     read_vocabulary,
     surface,
