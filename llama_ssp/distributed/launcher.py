@@ -26,10 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.distributed.board import ATTEMPT, FOLDER, NOBODY, BoardLost, Cause, FolderBoard
+from llama_ssp.distributed.board import ATTEMPT, CODES, FOLDER, NOBODY, BoardLost, Cause, FolderBoard
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import BY_TORCHRUN, STOPPING, end_with_parent
-from llama_ssp.errors import DISTRIBUTED, DistributedError, StorageError
+from llama_ssp.errors import DISTRIBUTED, OK, DistributedError, StorageError
 
 SOURCES = Path(__file__).resolve().parents[2]  # the folder that this package is imported from
 # For libraries that want an address: nobody listens there.
@@ -179,7 +179,8 @@ class RankProcesses:
         if self._cause is not None:
             return self._cause.code
         if codes[LEADER] >= 0:
-            return codes[LEADER]
+            is_known = codes[LEADER] in (OK, *CODES)
+            return codes[LEADER] if is_known else DISTRIBUTED  # a library ended the process
         if all(code <= 0 for code in codes):
             _say(f"the ranks were killed by {signal.Signals(-codes[LEADER]).name}")
         return next((code for code in codes if code > 0), 128 - codes[LEADER])

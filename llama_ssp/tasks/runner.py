@@ -8,11 +8,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llama_ssp.config import RunConf
 from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
+from llama_ssp.models.host_cores import own_cores
 from llama_ssp.pair.session import first_cause, ranks_of
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.run_plan import Bytes, compare_with_plan
@@ -113,9 +116,10 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         status = task.run()
         ran_s, waited_s = time.perf_counter() - started_s, _waited_s() - waited_s
         if device.type == "cpu" and ran_s > BUSY_S and waited_s > BUSY * ran_s:
-            log.warning(
-                "others use the cores: this run waited for one %.0f %% of its time", 100 * waited_s / ran_s
-            )
+            message = "others use the cores: this run waited for one %.0f %% of its time"
+            if 1 < torch.get_num_threads() <= len(own_cores()):  # it has not given cores away
+                message += "; started again it leaves theirs to them"
+            log.warning(message, 100 * waited_s / ran_s)
         held = max((one.held_bytes for one in task.measurements()), default=0)
         memory = memory_of_ranks(held, device, ranks)
     except Exception as error:
