@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.distributed.board import ATTEMPT, CODES, FOLDER, NOBODY, BoardLost, Cause, FolderBoard
+from llama_ssp.distributed.board import ATTEMPT, FOLDER, NOBODY, BoardLost, Cause, FolderBoard
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import BY_TORCHRUN, STOPPING, end_with_parent
 from llama_ssp.errors import DISTRIBUTED, OK, DistributedError, StorageError
@@ -55,7 +55,7 @@ def import_path() -> dict[str, str]:
 def run_ranks(world: int, environment: Mapping[str, str]) -> int:
     """Runs this command as `world` ranks, with this `environment` added; returns the exit code.
 
-    It is the leader's, or, where a signal killed the leader, another rank's.
+    It is 0 if the leader has done its work, else that of the cause, if a rank has found one.
     """
     if not hasattr(signal, "sigtimedwait"):
         fix = f"start with torchrun --nproc-per-node {world} -m llama_ssp"
@@ -176,11 +176,16 @@ class RankProcesses:
         self._end_who_waits_in_vain()  # all may have been killed: one line says so
 
         codes = [process.returncode for process in self._processes]
-        if self._cause is not None:
-            return self._cause.code
-        if codes[LEADER] >= 0:
-            is_known = codes[LEADER] in (OK, *CODES)
-            return codes[LEADER] if is_known else DISTRIBUTED  # a library ended the process
+        if codes[LEADER] == OK:
+            return OK
+        cause = self._cause
+        if cause is None:
+            with suppress(BoardLost):
+                cause = self._last_meeting().first_cause()
+        if cause is not None:
+            return cause.code
+        if codes[LEADER] > 0:
+            return codes[LEADER]
         if all(code <= 0 for code in codes):
             _say(f"the ranks were killed by {signal.Signals(-codes[LEADER]).name}")
         return next((code for code in codes if code > 0), 128 - codes[LEADER])

@@ -155,7 +155,7 @@ if rank == "0":
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("SIGKILL", "load", "other rank"),
+        Cell("os._exit", "load", "leader"),
         Cell("SIGKILL", "verify", "draft's rank"),
         Cell("SIGKILL", EARLY, "other rank"),
         Cell("os._exit", EARLY, "leader"),
