@@ -20,10 +20,11 @@ PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
 # What answers before torch is loaded: whole folders, and modules of others.
 WITHOUT_TORCH = {
     "__main__", "llama_ssp", "cli", "errors", "config", "planner", "report", "batch", "text",
-    "distributed.placement", "distributed.signals", "models.checkpoint", "models.folder",
-    "models.families", "models.graph_sizes", "models.host_cores", "models.host_memory", "models.hub",
-    "models.library_log",
-    "models.formats.quantised_config", "models.sharding", "speculative.draft_length", "speculative.stats",
+    "distributed.board", "distributed.launcher", "distributed.placement", "distributed.signals",
+    "models.checkpoint", "models.folder", "models.families", "models.graph_sizes", "models.host_cores",
+    "models.host_memory", "models.hub", "models.library_log", "models.formats.quantised_config",
+    "models.kernels.kept_files", "models.kernels.ownership", "models.sharding", "speculative.draft_length",
+    "speculative.stats",
     "tasks.arithmetic", "tasks.inputs", "tasks.plan",
 }  # fmt: skip
 LIBRARIES = {"transformers", "accelerate", "bitsandbytes", "deepspeed"}
