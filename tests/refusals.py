@@ -465,10 +465,10 @@ CODE = [
 CHAT = ("task.chat=true",)
 
 
-def chat_template(name: str, text: str, *says: str) -> Case:
+def chat_template(name: str, text: str, *says: str, code: int = 3) -> Case:
     """A template that is refused when it is applied."""
     damage = sets("tokenizer_config.json", chat_template=text)
-    return hostile(name, damage, "chat template", *says, reach=FILES, code=3, extra=CHAT)
+    return hostile(name, damage, "chat template", *says, reach=FILES, code=code, extra=CHAT)
 
 
 ESCAPES = [
@@ -479,6 +479,14 @@ ESCAPES = [
 TEMPLATES = [
     hostile("no-chat-template", nothing, "no chat template", reach=FILES, code=3, extra=CHAT),
     chat_template("broken-chat-template", "{{ raise_exception('no') }}", "no"),
+    chat_template("one-huge-text", "{{ 'x' * 2000000000 }}", "1 GiB of memory", code=4),
+    chat_template(
+        "many-large-texts",
+        "{% for i in range(2000) %}{{ 'x' * 1000000 }}{% endfor %}",
+        "makes too much",
+        code=4,
+    ),
+    chat_template("a-long-text", "{{ 'x' * 20000000 }}", "16777216 characters", code=4),
     *ESCAPES,
 ]
 

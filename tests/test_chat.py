@@ -1,17 +1,21 @@
 """Chats: the target's template, whose special tokens count, and what people type, which is text."""
 
 import json
+import resource
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from llama_ssp import load_pair
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError
 from llama_ssp.pair.conversation import Conversation
+from llama_ssp.text import template_trial
 from llama_ssp.text.compatibility import pair
 from llama_ssp.text.tokenizer import HubTokens, Message, read_tokens
 from tests import checkpoints
@@ -236,3 +240,36 @@ def test_tasks_that_compare_take_chats(task: str, command: Command) -> None:
     """The template is asked for; a random model has none."""
     answer = command(f"task={task}", "task.chat=true", 'task.prompts=["hello"]', "out=null")
     assert answer.code == 3 and "no chat template" in answer.errors[0]
+
+
+def endless() -> str:
+    while True:
+        pass
+
+
+def failing() -> str:
+    raise ValueError("a template may raise anything")
+
+
+@pytest.mark.parametrize(
+    ("render", "excess"),
+    [
+        (lambda: "a conversation", None),
+        (failing, None),
+        (lambda: "x" * 2**31, "more than 1 GiB of memory"),
+        (lambda: "x" * (template_trial.MAX_LETTERS + 1), "more than 16777216 characters"),
+        (endless, "no end after 0.2 s"),
+    ],
+    ids=["fine", "an error of its own", "memory", "text", "time"],
+)
+def test_a_template_is_tried_with_little_memory_and_time(
+    render: Callable[[], str], excess: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """In a process of its own, which is gone afterwards; this one keeps its memory and its limits."""
+    monkeypatch.setattr(template_trial, "TRIAL_S", 5.0 if render is not endless else 0.2)
+    monkeypatch.setitem(template_trial.ENDED, template_trial.TOO_SLOW, "no end after 0.2 s")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    before = psutil.Process().children()
+    assert template_trial.excess_of(render) == excess
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert psutil.Process().children() == before

@@ -18,6 +18,7 @@ from llama_ssp.models.library_log import quiet_library
 from llama_ssp.text.compatibility import Diagnosis, pair
 from llama_ssp.text.detokenizer import Stop
 from llama_ssp.text.gguf_tokenizer import HeaderTokenizer, require_same_tokens
+from llama_ssp.text.template_trial import excess_of
 from llama_ssp.text.vocabulary import (
     Vocabulary,
     ends_with_token,
@@ -97,7 +98,9 @@ class HubTokens(Tokens):
     """A Hugging Face tokenizer, read from a local folder."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._warned = path, False
+        self._path = path
+        self._warned = False
+        self._tried = False  # whether the template has rendered a conversation within its bounds
         self._lock = threading.Lock()  # a tokenizer keeps a call's split_special_tokens for the next one
         folder = tokenizer_folder(path)
         try:
@@ -203,10 +206,25 @@ class HubTokens(Tokens):
         if not self.has_template:
             fix = "use an instruct model, or task.chat=false"
             raise DataError("the model has no chat template", where, fix=fix)
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
+
+        def render() -> str:
+            text: str = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
             )
+            return text
+
+        if not self._tried:  # the first conversation, in a process of its own
+            excess = excess_of(render)
+            if excess is not None:
+                raise ModelError(
+                    "the model's chat template makes too much",
+                    where=self._path,
+                    found=excess,
+                    fix=f"correct its chat_template, or {without}",
+                )
+            self._tried = True
+        try:
+            rendered = render()
         except Exception as error:  # a template may raise anything
             what, found = "the model's chat template refuses the prompt", str(error)[:200]
             fix = f"leave out task.system, or {without}"
