@@ -316,6 +316,40 @@ def test_a_row_of_nan_stops_alone(command: Command, half_broken: int) -> None:
     assert answer.document["status"] == "error"
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_logits_without_numbers_are_said_with_the_model_s_name(
+    role: str, command: Command, saved: Saved, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied(saved.whole, Path("broken"))
+    edit_tensors(folder, lambda t: t["model.norm.weight"].fill_(torch.nan))
+    names = {"target": str(saved.whole), "draft": str(saved.whole), role: "./broken"}
+    pair = [f"model={names['target']}", f"draft={names['draft']}", "seed=1"]
+
+    answer = command(PROMPT, *pair, "speculation.k=2", "task.max_new_tokens=4")
+
+    assert (answer.code, len(answer.errors)) == (4, 1) and "not numbers" in answer.errors[0]
+    said = [record.message for record in caplog.records if "not numbers" in record.message]
+    assert said == [f"the {role} broken gave logits that are not numbers (NaN or infinite)"]
+
+
+def test_a_job_whose_draft_gives_no_numbers_says_so_and_drafts_nothing(
+    command: Command, saved: Saved, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The target is sound, so the texts are."""
+    folder = copied(saved.whole, Path("broken"))
+    edit_tensors(folder, lambda t: t["model.norm.weight"].fill_(torch.nan))
+    Path("in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ab", "b", "c")))
+    words = ("task.input=in.jsonl", "task.output=out.jsonl", "task.max_new_tokens=4", "seed=1")
+
+    job = command("task=batch", f"model={saved.whole}", "draft=./broken", *words)
+
+    assert job.code == 0, job.err
+    answers = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert ["error" in answer for answer in answers] == [False] * 3
+    assert "the draft broken gave logits that are not numbers (NaN or infinite)" in caplog.text
+    assert "K = 0" in caplog.text
+
+
 def test_scores_that_are_not_numbers(command: Command, half_broken: int) -> None:
     """Of a text that is only scored; in a batch only its own record has the error."""
     scoring = ("task.logprobs=1", "task.echo=true", "task.max_new_tokens=0", "output=json")

@@ -6,6 +6,7 @@ the same is never relied on, as their probabilities may differ in the last bit.
 """
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,9 +25,12 @@ from llama_ssp.speculative.logprobs import LogprobReader, scored
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol
+from llama_ssp.speculative.sampling import has_nan
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.logprobs import ScoredToken
+
+log = logging.getLogger(__name__)
 
 OnLeader = Tensor | None
 
@@ -245,6 +249,7 @@ class Engine(RankEngine):
             device=target.model.device,
         )
         self._rule = rule
+        self._damaged = set[str]()  # models whose logits were not numbers, and are known to be
 
     @torch.inference_mode()
     def draft(self, state: State, wanted: list[int]) -> Proposal:
@@ -301,6 +306,8 @@ class Engine(RankEngine):
             decide, self._rule, slot, probs_BWV, draft_BKV, proposal.drafted_BK, count_B
         )
         decision = Decision.unpack(packed_BN, proposal.count)  # here the host waits for the device, once
+        if any(decision.damaged):
+            self._name_damaged(decision, probs_BWV)
 
         if self.logprobs.reads:
             blocks = [[] if ended else decision.tokens(row) for row, ended in enumerate(state.ended)]
@@ -308,6 +315,17 @@ class Engine(RankEngine):
             decision = replace(decision, logprobs=logprobs)
         self.observer.decided(state, proposal, decision, probs_BWV, logit_BWV)
         return decision
+
+    def _name_damaged(self, decision: Decision, probs_BWV: Tensor) -> None:
+        """Warns, once for each model, that its logits are not numbers: the texts of these rows end there."""
+        rows = [row for row, damaged in enumerate(decision.damaged) if damaged]
+        by_target_R = has_nan(probs_BWV)[rows].any(1)  # a target that is sound leaves the draft
+        names = {
+            f"the target {self.target.model.name}" if it else self.drafter.name for it in by_target_R.tolist()
+        }
+        for name in sorted(names - self._damaged):
+            log.warning("%s gave logits that are not numbers (NaN or infinite)", name)
+        self._damaged |= names
 
 
 def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> Tensor:

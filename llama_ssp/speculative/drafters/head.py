@@ -51,6 +51,10 @@ class SamplesFromHead(Drafter):
     def device(self) -> torch.device:
         return self._of.device
 
+    @property
+    def name(self) -> str:
+        return f"the draft {self._of.name}"
+
     def _in_target(self, logit_RE: Tensor, rows: list[int], count: int) -> Tensor:
         """Returns logits by the target's ids, (B, V): -inf of tokens that the head lacks, 0 in other rows."""
         vocab = max(self._sampler.transform.vocab, self._of.vocab)

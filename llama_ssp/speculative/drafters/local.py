@@ -74,6 +74,11 @@ class Drafter:
         """Returns the draft model's device; None without a model on this rank."""
         return None
 
+    @property
+    def name(self) -> str:
+        """Returns what drafts, for messages."""
+        return "the draft"
+
     def start(self, rows: int, capacity: int) -> None:
         """Begins a batch."""
 
@@ -116,6 +121,10 @@ class DraftModel(Drafter):
     @property
     def device(self) -> torch.device:
         return self._runner.model.device
+
+    @property
+    def name(self) -> str:
+        return f"the draft {self._runner.model.name}"
 
     def start(self, rows: int, capacity: int) -> None:
         self._runner.start(rows, min(capacity, self._runner.model.context))
