@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -166,7 +167,8 @@ def command(
         monkeypatch.delenv(name, raising=False)
     handler, log = signal.getsignal(signal.SIGTERM), logging.getLogger("llama_ssp")
     level = log.level
-    yield Command(monkeypatch, capfd)
+    with patch.dict(os.environ):  # what a command sets for its process is not left to other tests
+        yield Command(monkeypatch, capfd)
     log.setLevel(level)  # a run as another rank than the leader logs errors alone
     signal.signal(signal.SIGTERM, handler)
 

@@ -63,6 +63,7 @@ def test_a_claim_of_a_replaced_pod_is_free_at_once(tmp_path: Path, monkeypatch: 
         held.enter_context(claimed[1])
     monkeypatch.setattr(identity, "_machine", lambda: "u3")
     enter(monkeypatch, 2, "u3")
+    journal = Journal.find(tmp_path)  # of another pod
     assert journal.claim() is None and len(journal.silent()) == 2
     enter(monkeypatch, 0, "u3")
     claimed = journal.claim()

@@ -14,13 +14,7 @@ from tests.plans import model as preset_model
 
 TRACED = Kernels(cpu=True)  # a trace does not see what kernels take
 ROWS, CAPACITY = 2, 120
-PASSES = [
-    Pass(position_T=32, first_T=True),
-    Pass(position_T=32, first_T=True),
-    Pass(position_T=9, first_T=True),
-    Pass(position_T=5),
-    Pass(position_T=1),
-]
+PASSES = [Pass(32, True), Pass(32, True), Pass(9, True), Pass(5), Pass(1)]
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 344}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 24}, "phi3": {}, "mistral": {"sliding_window": 11},
@@ -90,12 +84,7 @@ def test_a_preset_is_bounded(name: str) -> None:
     """At its own sizes: chunks of a prompt, a verification, a draft's first step."""
     conf = preset_model(name)
     chunk = min(512, (conf.context - 7) // 2)
-    passes = [
-        Pass(position_T=chunk, first_T=True),
-        Pass(position_T=chunk, first_T=True),
-        Pass(position_T=5),
-        Pass(position_T=2),
-    ]
+    passes = [Pass(chunk, True), Pass(chunk, True), Pass(5), Pass(2)]
     compare(conf, Dtype.bf16, passes, capacity=2 * chunk + 7)
 
 

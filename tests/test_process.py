@@ -52,7 +52,8 @@ def test_waiting_threads_spin_less_unless_the_user_has_said(
 
 def environment(**more: str) -> dict[str, str]:
     ours = ("WORLD_SIZE", "RANK", "LLAMA_SSP_DEBUG", "PYTHONUNBUFFERED")
-    kept = {k: v for k, v in os.environ.items() if k not in ours}
+    of_libraries = ("PYTORCH_", "TRANSFORMERS_")  # libraries set some when they are imported
+    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(of_libraries)}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 

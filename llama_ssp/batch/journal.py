@@ -149,10 +149,12 @@ class Journal:
         require_apart(folder, output)
         if folder.exists() and not folder.is_dir():
             raise DataError("the job's folder is a file", where=folder, fix="choose another task.work")
-        if not folder.is_dir() or (folder / MANIFEST).exists():
+        if not folder.is_dir():
             return
         with files.storing(folder):
             names = sorted(path.name for path in folder.iterdir())
+        if MANIFEST in names:  # one look: another process may begin the job at this moment
+            return
         draft_of_output = f".{output.name[:40]}."
         others = [
             name

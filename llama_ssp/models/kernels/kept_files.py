@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import secrets
 import shutil
 import tempfile
 import time
@@ -186,8 +187,11 @@ def is_ours(file: Path) -> bool:
 
 
 def part_of(place: Path) -> Path:
-    """Where this process writes what takes the place when it is whole."""
-    return place.with_name(f"{place.name}.{platform.node()}-{os.getpid()}.part")
+    """Returns where this process writes what takes the place when it is whole.
+
+    Containers that share the folder may have equal host names and process ids: the name ends at random.
+    """
+    return place.with_name(f"{place.name}.{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}.part")
 
 
 def processor() -> str:
