@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -93,6 +94,7 @@ def ms_per_token(tree: Path, loops: str, words: list[str]) -> float:
 
 def main() -> None:
     asked = Asked.of(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # then the loops end, too
     from bench.surroundings import report
     from llama_ssp.config.compose import composed
     from llama_ssp.models.packages import package_copy
