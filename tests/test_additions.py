@@ -61,7 +61,12 @@ def in_bytes(weight_NK: Tensor) -> Coded:
     number_NGK = weight_NK.float().unflatten(1, (-1, WIDE.group))
     scale_NG1 = (number_NGK.abs().amax(2, keepdim=True) / 127).bfloat16()
     code_NGK = (number_NGK / scale_NG1.float()).nan_to_num().round().clamp(-127, 127).to(torch.int8)
-    return Coded(WIDE, weight_NK.shape[1], code_NGK.flatten(1).view(torch.uint8), scale_NG1.squeeze(2))
+    return Coded(
+        kind=WIDE,
+        inputs=weight_NK.shape[1],
+        codes_NC=code_NGK.flatten(1).view(torch.uint8),
+        scale_NG=scale_NG1.squeeze(2),
+    )
 
 
 QUANTISED[Dtype.wide] = WIDE
@@ -96,7 +101,7 @@ SCHEMA, NGRAM = "llama_ssp/config/schema.py", "llama_ssp/speculative/drafters/ng
 RULES, TASKS = "llama_ssp/speculative/verification.py", "llama_ssp/config/tasks.py"
 RUNNER = "llama_ssp/tasks/runner.py"
 IMPORT = "\nfrom llama_ssp.tasks.count import CountTask\n\nWRITING: list"
-ROW = '    "seed_oss": Family(QKV, ("", "mlp_bias")),\n    "smollm3": '
+ROW = '    "seed_oss": Family(biased=QKV, bias_keys=("", "mlp_bias")),\n    "smollm3": '
 # Of each addition: the files, and what is put in place of what there.
 ADDITIONS: dict[str, list[tuple[str, str, str]]] = {
     "rule": [
