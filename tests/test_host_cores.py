@@ -71,7 +71,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
         ({}, 0.0, 3, 0),
         ({0: 1.0}, 1.0, 3, 0),
         ({1: 0.3}, 0.0, 3, 0),
-        ({1: 0.6}, 0.0, 2, 0),
+        ({1: 0.6}, 0.0, 3, 0),
+        ({1: 0.8}, 0.0, 2, 0),
         ({0: 1.0, 1: 1.0}, 1.0, 2, 0),
         ({0: 1.0, 1: 1.0, 2: 1.0}, 1.0, 1, 0),
         ({0: 1.0, 1: 1.0, 2: 1.0}, 0.2, 1, 0),
@@ -79,7 +80,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
         ({3: 1.0}, 0.0, 3, 0),
     ],
     ids=[
-        "idle", "own work", "a little", "more than half", "one other", "two others", "all, hardly own",
+        "idle", "own work", "a little", "a burst", "most of the time", "one other", "two others", "all, hardly own",
         "the freest", "a core that is not ours",
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ OWN_STATE = Path("/proc/self/stat")
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 LAST_CORE = 36  # the core that this process ran on last, in OWN_STATE, counted after its name
 LEAST_S = 0.25  # for a look at what others do: the system counts in hundredths of a second
+TAKEN = 0.7  # share of its time for which others use a core that is left to them
 THREADS = "OMP_NUM_THREADS"
 WAITING = "OMP_WAIT_POLICY"
 SPINNING = "GOMP_SPINCOUNT"
@@ -102,8 +103,12 @@ class FreeCores:
 
     @property
     def count(self) -> int:
-        """Returns how many cores are free: one at least, and of a core that is half used the rest counts."""
-        return max(1, len(self.cores) - int(self.taken + 0.5))
+        """Returns how many cores are free: one at least.
+
+        A core that others use for less than TAKEN of the time is free: a short burst of something must not
+        cost a run its cores.
+        """
+        return max(1, len(self.cores) - int(self.taken + 1.0 - TAKEN))
 
 
 def free_cores(before: CoreTimes | None) -> FreeCores | None:
