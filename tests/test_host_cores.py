@@ -80,8 +80,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
         ({3: 1.0}, 0.0, 3, 0),
     ],
     ids=[
-        "idle", "own work", "a little", "a burst", "most of the time", "one other", "two others", "all, hardly own",
-        "the freest", "a core that is not ours",
+        "idle", "own work", "a little", "a burst", "most of the time", "one other", "two others",
+        "all, hardly own", "the freest", "a core that is not ours",
     ],
 )  # fmt: skip
 def test_cores_that_others_use_are_not_free(
