@@ -21,6 +21,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.commits import unpack  # noqa: E402
 from bench.words import Words  # noqa: E402
 
 SMOLLM2 = "smollm2-135m-instruct-q4"
@@ -65,10 +66,7 @@ class Asked(Words):
 def side(commit: str, asked: Asked) -> Iterator[subprocess.Popen[str]]:
     """A process that times the commit's code, or this checkout's; it has said the names of what it times."""
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) if commit else ROOT
-        if commit:
-            archive = subprocess.check_output(["git", "archive", commit], cwd=ROOT)
-            subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        tree = unpack(commit, Path(folder)) if commit else ROOT
         command = [sys.executable, "-c", WORKER, str(asked.new), *filter(None, asked.dtypes.split(","))]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(command, cwd=tree, text=True, **pipes) as process:

@@ -25,6 +25,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.commits import unpack  # noqa: E402
 from bench.real import PROMPT, REAL  # noqa: E402
 from bench.words import Words  # noqa: E402
 
@@ -104,9 +105,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trees = {HERE: ROOT}
         if asked.base:
-            archive = subprocess.check_output(["git", "archive", asked.base], cwd=ROOT)
-            subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-            trees = {asked.base: Path(folder), HERE: ROOT}
+            trees = {asked.base: unpack(asked.base, Path(folder)), HERE: ROOT}
         taken = measure(asked, file, trees)
 
     head = ["how", "loops", *(f"{name}, ms/token" for name in trees), *(f"{name} / alone" for name in trees)]

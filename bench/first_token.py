@@ -25,6 +25,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.commits import unpack  # noqa: E402
 from bench.real import PROMPT, REAL  # noqa: E402
 from bench.words import Words  # noqa: E402
 
@@ -99,9 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trees = {HERE: ROOT}
         if asked.base:
-            archive = subprocess.check_output(["git", "archive", asked.base], cwd=ROOT)
-            subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-            trees = {asked.base: Path(folder), HERE: ROOT}
+            trees = {asked.base: unpack(asked.base, Path(folder)), HERE: ROOT}
         for tree in [*trees.values()] * 2:
             start(asked, tree)
         taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in trees}

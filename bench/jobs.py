@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from bench.batch_rows import by_transformers, dealt  # noqa: E402
+from bench.commits import unpack  # noqa: E402
 from bench.surroundings import report  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config import Dtype  # noqa: E402
@@ -71,9 +72,7 @@ class Jobs:
         self.input = folder / "prompts.jsonl"
         base = folder / "base"
         base.mkdir()
-        archive = subprocess.check_output(["git", "archive", asked.base], cwd=ROOT)
-        subprocess.run(["tar", "-x", "-C", base], input=archive, check=True)
-        self.sides = {asked.base[:8]: base, OURS: ROOT}
+        self.sides = {asked.base[:8]: unpack(asked.base, base), OURS: ROOT}
 
     def rows(self) -> Iterator[Row]:
         for name, words in PAIRS.items():
