@@ -123,7 +123,15 @@ def mixed(count: int, words: list[int], new: list[int], tokens: Tokens, run: Run
     for index in range(count):
         text = " ".join(drawn.choice(WORDS) for _ in range(drawn.choice(words)))
         prompt = Prompt(str(index), tuple(tokens.encode(text)))
-        works.append(TokenRequest(index, prompt, run.sampling, drawn.choice(new), ()))
+        works.append(
+            TokenRequest(
+                index=index,
+                prompt=prompt,
+                sampling=run.sampling,
+                max_new_tokens=drawn.choice(new),
+                stop=(),
+            )
+        )
     return works
 
 
@@ -137,7 +145,7 @@ def pace(
     """Tokens a second, prefill included."""
     run, tokens = pair.run, pair.tokens
     engine = engine_for(pair.models, run, tokens, tokens.end_ids, 1)
-    writer = ContinuousBatch(engine, tokens.decode, lookahead, tokens.end_ids)
+    writer = ContinuousBatch(engine=engine, decode=tokens.decode, lookahead=lookahead, ends=tokens.end_ids)
     began, written = time.perf_counter(), 0
     for batch in batches:
         written += sum(len(text.token_ids) for text in writer.write(batch, rows))

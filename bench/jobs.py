@@ -98,7 +98,15 @@ class Jobs:
                 line = {"prompt": pair.tokens.decode(token_ids), "max_new_tokens": new}
                 file.write(json.dumps(line) + "\n")
                 prompt = Prompt(str(number), tuple(token_ids))
-                works.append(TokenRequest(number, prompt, pair.run.sampling, new, ()))
+                works.append(
+                    TokenRequest(
+                        index=number,
+                        prompt=prompt,
+                        sampling=pair.run.sampling,
+                        max_new_tokens=new,
+                        stop=(),
+                    )
+                )
         return works
 
     def job(self, tree: Path, words: list[str], rows: int) -> float:

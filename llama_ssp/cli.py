@@ -98,13 +98,15 @@ def _begin_log() -> None:
 
     With -v every rank logs, and libraries, too; each line has its time, rank and module.
     """
-    level, form = logging.INFO if _environment().is_leader else logging.ERROR, "%(message)s"
+    level = logging.INFO if _environment().is_leader else logging.ERROR
+    form = "%(message)s"
     if {*QUIET} & set(sys.argv):
         level = max(level, logging.WARNING)
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     libraries = max(level, logging.WARNING)
     if {*VERBOSE} & set(sys.argv):
-        level, libraries = logging.DEBUG, logging.INFO
+        level = logging.DEBUG
+        libraries = logging.INFO
         form = f"%(asctime)s rank {_environment().rank} %(name)s: %(message)s"
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")
     logging.basicConfig(level=libraries, format=form, handlers=[LogHandler()])
@@ -173,15 +175,19 @@ def report(error: BaseException) -> int:
     Raises an error of this program itself again. After a signal any error is that of the interruption:
     libraries make others of it.
     """
-    number = GUARD.signalled or (error.args[:1] or (signal.SIGINT,))[0] * isinstance(error, KeyboardInterrupt)
+    number = GUARD.signalled
+    if not number and isinstance(error, KeyboardInterrupt):
+        number = error.args[0] if error.args else signal.SIGINT
     if number and not isinstance(error, JointError):
         notes = getattr(error, "__notes__", [])
-        line, code = "; ".join(["stopped by a signal", *notes]), 128 + number
+        line = "; ".join(["stopped by a signal", *notes])
+        code = 128 + number
     else:
         line, code = _in_words(error)
     if os.environ.get("LLAMA_SSP_DEBUG") == "1":
         traceback.print_exception(error)
-    own, speaks = _environment(), error.speaks if isinstance(error, RunError) else None
+    own = _environment()
+    speaks = error.speaks if isinstance(error, RunError) else None
     if speaks is None and own.world > 1:  # before the ranks have met
         if number:
             line = f"rank {own.rank} was stopped by {signal.Signals(number).name} during start"
@@ -240,7 +246,9 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
 
     checked = to_run(job.cfg)
     check_sharing(checked, job.words)
-    task, leads, world = checked.task, _environment().is_leader, rank_environment().world
+    task = checked.task
+    leads = _environment().is_leader
+    world = rank_environment().world
     dry = not {*DRY}.isdisjoint(sys.argv)
     if dry or task.name == "plan":
         from llama_ssp.tasks import plan as planning
@@ -300,7 +308,8 @@ def _shared(run: RunConf, job: ComposedJob) -> int | None:
     from llama_ssp.batch import status, workers
     from llama_ssp.batch.slurm import submit
 
-    task, words = run.task, sys.argv[1:]
+    task = run.task
+    words = sys.argv[1:]
     shared = run.cluster.scheduler is not Scheduler.none or run.cluster.groups > 1
     if shared and job.number is not None:
         raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")

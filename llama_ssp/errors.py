@@ -6,7 +6,9 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-MAX_FOUND, MAX_WHERE = 300, 800  # characters of what was found, and of where, that a message repeats
+# Characters of what was found, and of where, that a message repeats.
+MAX_FOUND = 300
+MAX_WHERE = 800
 STEERING = (
     "Cc",
     "Cf",
@@ -19,7 +21,13 @@ STEERING = (
 HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH SPACE}\N{WORD JOINER}" + (
     "\N{SOFT HYPHEN}\N{LEFT-TO-RIGHT MARK}\N{RIGHT-TO-LEFT MARK}\N{ARABIC LETTER MARK}"
 )
-OK, FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT = 0, 1, 2, 3, 4, 5, 6
+OK = 0
+FAILED_CHECK = 1
+USAGE = 2
+DATA = 3
+MODEL = 4
+DISTRIBUTED = 5
+INPUT_OUTPUT = 6
 
 
 class RunError(Exception):
@@ -70,7 +78,8 @@ class JointError(RunError):
 
     def __init__(self, line: str, code: int, speaks: bool) -> None:
         super().__init__(line)
-        self.code, self.speaks = code, speaks
+        self.code = code
+        self.speaks = speaks
 
 
 class StorageError(RunError):
@@ -114,13 +123,13 @@ def machine_error(error: BaseException, where: object = "") -> DistributedError 
     found = first_line(error)
     if lacks_gpu_memory(error):
         fix = "ask for less: a smaller batch, prompt or model; or use more ranks (task=plan says how many)"
-        return DistributedError("the GPU's memory is full", where, found, fix=fix)
+        return DistributedError("the GPU's memory is full", where=where, found=found, fix=fix)
     if lacks_memory(error):  # of any library
         fix = "free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt"
-        return DistributedError("memory is short", where, found, fix=fix)
+        return DistributedError("memory is short", where=where, found=found, fix=fix)
     if is_gpu_error(error):
         fix = "check the GPU (nvidia-smi, dmesg); CUDA_LAUNCH_BLOCKING=1 shows which operation failed"
-        return DistributedError("the GPU has failed", where, found, fix=fix)
+        return DistributedError("the GPU has failed", where=where, found=found, fix=fix)
     return None
 
 

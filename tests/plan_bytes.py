@@ -157,7 +157,7 @@ def actual(case: Case, ranks: Ranks) -> int:
     if case.role == DRAFT:
         drafter = ModelDrafter(runner, sampler)
         return before + _peak(lambda: drafter.propose(state, (case.k,) * ROWS))
-    crew = Roles(ranks, ranks, None)
+    crew = Roles(everyone=ranks, target=ranks, draft=None)
     engine: RankEngine
     if ranks.is_leader:
         engine = Engine(runner, Drafter(), sampler, RULES["block"], crew)

@@ -202,7 +202,7 @@ def unbounded(schema: type, prefix: str = "") -> Iterator[str]:
             if is_dataclass(kind) and isinstance(kind, type):
                 yield from unbounded(kind, f"{prefix}{entry.name}.")
         if kinds & {int, float}:
-            low, high, *_ = entry.metadata.get("range", (-math.inf, math.inf))
+            low, high, *_ = entry.metadata["range"] or (-math.inf, math.inf)
             if low < -(2**63) or high > 2**63:
                 yield prefix + entry.name
 

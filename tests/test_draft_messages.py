@@ -26,7 +26,11 @@ from tests.proofs.toy import toy
 def test_each_reply_is_its_own_and_every_request_arrives_in_order():
     """Though the leader does not wait for some of them, nor the draft take up each request at once."""
     near, far = line()
-    client, server, chance = DraftClient(near, 60.0), DraftServer(far, ALONE), random.Random(1)
+    client, server, chance = (
+        DraftClient(link=near, patience_s=60.0),
+        DraftServer(far, ALONE),
+        random.Random(1),
+    )
     asked, received, stale = [], [], 0
     for number in range(300):
         asked.append([number, chance.randrange(4)])
@@ -89,7 +93,7 @@ def test_frames_go_over_tcp_in_order_and_whole():
 
 def test_a_draft_that_is_given_up_is_dismissed():
     near, far = line()
-    client, server = DraftClient(near, 0.1), DraftServer(far, ALONE)
+    client, server = DraftClient(link=near, patience_s=0.1), DraftServer(far, ALONE)
     client.broadcast_ints([4])
     assert client.reply() is None and client.lost == "it has not answered for 0.1 s"
     client.patience_s = 3600.0
@@ -103,7 +107,7 @@ def test_a_draft_that_is_given_up_is_dismissed():
 
 def test_a_reply_from_before_a_loss_answers_nothing_after_it():
     near, far = line()
-    client, server = DraftClient(near, 60.0), DraftServer(far, ALONE)
+    client, server = DraftClient(link=near, patience_s=60.0), DraftServer(far, ALONE)
     client.broadcast_ints([4])
     server.broadcast_ints([])
     server.send_reply([7], b"")
@@ -116,7 +120,7 @@ def test_a_reply_from_before_a_loss_answers_nothing_after_it():
 def test_a_draft_that_reads_nothing_is_given_up_at_once():
     """The link is full: there is no room for a last word, and nobody waits for it."""
     near, _far = line()
-    client, number = DraftClient(near, 60.0), near._connection.fileno()
+    client, number = DraftClient(link=near, patience_s=60.0), near._connection.fileno()
     os.set_blocking(number, False)
     with pytest.raises(BlockingIOError):
         while True:
@@ -129,7 +133,7 @@ def test_a_draft_that_reads_nothing_is_given_up_at_once():
 
 def test_a_proposal_about_another_text_is_never_used():
     near, far = line()
-    client, server = DraftClient(near, 60.0), DraftServer(far, ALONE)
+    client, server = DraftClient(link=near, patience_s=60.0), DraftServer(far, ALONE)
     client.broadcast_ints([2])
     server.broadcast_ints([])
     server.send_reply([1, 17, 2, *range(20)], b"")
@@ -140,7 +144,7 @@ def test_a_proposal_about_another_text_is_never_used():
 
 def test_a_draft_that_went_is_noticed_at_once():
     near, far = line()
-    client = DraftClient(near, 60.0)
+    client = DraftClient(link=near, patience_s=60.0)
     far.close()
     client.broadcast_ints([4])
     assert client.reply() is None and client.lost
@@ -151,10 +155,10 @@ def test_a_draft_that_went_is_noticed_at_once():
 def test_engines_of_one_pair_leave_its_connection_as_it_was_made():
     """Its settings are those of the placement that it was opened with, whatever an engine's run says."""
     near, far = line()
-    client, server = DraftClient(near, 7.0, essential=True), DraftServer(far, ALONE)
+    client, server = DraftClient(link=near, patience_s=7.0, essential=True), DraftServer(far, ALONE)
     made, known = (dict(vars(client)), dict(vars(server))), SimpleNamespace(size=5, paired=None)
-    leads = Roles(ALONE, ALONE, None, client=client, apart=(1,))
-    helps = Roles(ALONE, None, ALONE, server=server, apart=(1,))
+    leads = Roles(everyone=ALONE, target=ALONE, draft=None, client=client, apart=(1,))
+    helps = Roles(everyone=ALONE, target=None, draft=ALONE, server=server, apart=(1,))
     for lost, seconds in ((OnDraftLoss.stop, 1.0), (OnDraftLoss["continue"], 2.0)):
         placement = PlacementConf(on_draft_loss=lost, draft_timeout_s=seconds)
         run = RunConf(draft=ModelConf(), placement=placement)

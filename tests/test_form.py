@@ -16,15 +16,9 @@ from tests.test_layers import MODULES, PACKAGE, Module
 # Folders (without those inside them) and loose files where some rule does not hold yet. It can only shrink:
 # a place that keeps all rules must leave it, and no place may be added.
 ROOMS_TO_DO = {
-    "cli.py",
-    "config",
-    "distributed",
-    "errors.py",
     "models",
-    "models/formats",
     "models/heads",
     "models/kernels",
-    "pair",
     "planner",
     "report",
     "tasks",

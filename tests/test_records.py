@@ -304,8 +304,10 @@ def test_corrections_that_are_killed_anywhere_are_made_once(tmp_path: Path):
 
 WRITTEN = TextSoFar(lambda _: "", (), ())
 WRITTEN.text = "text"
-ASKED = TokenRequest(0, Prompt("0", (1, 2, 3)), SamplingConfig(), 2, ())
-REPLY = Reply(ASKED, WRITTEN, [5, 6], "eos")
+ASKED = TokenRequest(
+    index=0, prompt=Prompt("0", (1, 2, 3)), sampling=SamplingConfig(), max_new_tokens=2, stop=()
+)
+REPLY = Reply(request=ASKED, written=WRITTEN, token_ids=[5, 6], finish_reason="eos")
 
 
 def spell(token: int) -> tuple[str, bytes | None]:

@@ -58,7 +58,9 @@ def run_jobs(arguments: Sequence[str], run: Callable[[ComposedJob], int]) -> int
     """
     register()
     GlobalHydra.instance().clear()
-    codes, errors, before = [OK], list[Exception](), sys.argv
+    codes = [OK]
+    errors = list[Exception]()
+    before = sys.argv
     try:
         if {"--shell-completion", "-sc"} & {*arguments} and "COMP_LINE" in os.environ:
             os.environ["COMP_LINE"] = completable(os.environ["COMP_LINE"])
@@ -117,7 +119,7 @@ def to_run(cfg: DictConfig) -> RunConf:
     except OmegaConfBaseException as error:
         raise _translated(error) from error
     if not isinstance(run, RunConf):
-        raise UsageError("the configuration does not start from the schema", "conf/run.yaml")
+        raise UsageError("the configuration does not start from the schema", where="conf/run.yaml")
     check(run)
     return run
 
@@ -152,7 +154,7 @@ def _translated(error: Exception) -> UsageError:
     """Returns the error in one line."""
     if override := getattr(error, "override", ""):  # a word that is not in Hydra's grammar
         fix = 'write KEY=VALUE; quote a text in a list: KEY=["a b"]'
-        return UsageError("an override cannot be read", shortened(override, 80), fix=fix)
+        return UsageError("an override cannot be read", where=shortened(override, 80), fix=fix)
     text = f"{error}\n{error.__cause__ or ''}"
     key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
     if match := NO_OPTION.search(text):
@@ -160,14 +162,15 @@ def _translated(error: Exception) -> UsageError:
     if match := NO_KEY.search(text):
         given = NOT_THERE.search(text)  # has the whole key even if its group is unknown
         return unknown_key(given["key"] if given else key, match["schema"])
-    batch_hint = "; task=batch writes its answers to task.output=FILE" * (key == "output")
+    batch_hint = "; task=batch writes its answers to task.output=FILE" if key == "output" else ""
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
     said = "; ".join(line for line in lines if not HYDRA_NOISE.match(line)) or type(error).__name__
-    return UsageError(shortened(said, 400), key, fix=f"see --help for keys and values{batch_hint}")
+    return UsageError(shortened(said, 400), where=key, fix=f"see --help for keys and values{batch_hint}")
 
 
 def _no_option(group: str, option: str) -> UsageError:
     known = options(group) if group in GROUPS else []
-    near, allowed = nearest(option, known), NAMES_OF_A_MODEL if group in ROLES else ", ".join(known)
+    near = nearest(option, known)
+    allowed = NAMES_OF_A_MODEL if group in ROLES else ", ".join(known)
     fix = f"did you mean {group}={near}?" if near else "see --help; a text is prompt='...'"
     return UsageError(f"there is no {group}={option}", allowed=allowed, fix=fix)

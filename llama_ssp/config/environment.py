@@ -107,7 +107,13 @@ def number_of(name: str, least: int, most: int, default: int | None = None) -> i
         return default
     if not NUMBER.fullmatch(text) or not least <= int(text) <= most:
         allowed = f"{least}..{most}" if least < most else str(least)
-        error = DistributedError(f"{name} is not a usable number", "environment", repr(text), allowed, START)
+        error = DistributedError(
+            f"{name} is not a usable number",
+            where="environment",
+            found=repr(text),
+            allowed=allowed,
+            fix=START,
+        )
         error.speaks = True  # each rank has an environment of its own
         raise error
     return int(text)

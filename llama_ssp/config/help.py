@@ -196,7 +196,7 @@ def _allowed(hint: Any, entry: Field[Any]) -> str:
     kind = kinds_of(hint)[0]
     if isinstance(kind, EnumType):
         return f"[{'|'.join(kind)}]"
-    if "range" in entry.metadata:
+    if entry.metadata["range"] is not None:
         low, high, above = entry.metadata["range"]
         if high >= 2**20:
             return f"[{'above' if above else 'from'} {low:g}]"

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -84,11 +84,6 @@ class RunConf:
         if self.drafts_from_text:
             return self.speculation.drafter.value
         return self.draft.name if self.draft and self.has_draft_model else None
-
-
-def llama(name: str, sizes: Sequence[int], **others: Any) -> ModelConf:
-    """Returns a model of Llama's family with these SIZES."""
-    return ModelConf(name=name, family="llama", **dict[str, Any](zip(SIZES, sizes, strict=True)), **others)
 
 
 @cache

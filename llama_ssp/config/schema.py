@@ -11,13 +11,19 @@ MAX_SEED = 2**63 - 1
 MAX_INT = 2**31 - 1
 
 
-def key(default: Any, about: str, **rules: Any) -> Any:
+def key(
+    default: Any,
+    about: str,
+    range: tuple[float, float, bool] | None = None,
+    shape: str | None = None,
+    allowed: str = "",
+) -> Any:
     """Returns a field with its description, for --help and docs/keys.md. `default` is a value or makes one.
 
-    `rules` are for validation.py: of numbers `range`; of texts `shape`, a regular expression, and what
-    is `allowed` in words.
+    The rules are for validation.py: of numbers their `range`, of which the flag leaves out the lower end;
+    of texts their `shape`, a regular expression, and what is `allowed` in words.
     """
-    metadata = {"about": about, **rules}
+    metadata = {"about": about, "range": range, "shape": shape, "allowed": allowed}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

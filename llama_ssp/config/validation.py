@@ -20,9 +20,15 @@ def check(run: RunConf) -> None:
     """Refuses values of the wrong type or out of range, and settings that contradict each other."""
     check_values(run)
     if TASKS.get(run.task.name) is not type(run.task):  # the name becomes part of a folder's name
-        fix = "choose a task with task=NAME, and leave task.name"
-        raise UsageError("task.name is not a task", "", repr(run.task.name), ", ".join(TASKS), fix)
-    spec, sampling, new = run.speculation, run.sampling, run.task.max_new_tokens
+        raise UsageError(
+            "task.name is not a task",
+            found=repr(run.task.name),
+            allowed=", ".join(TASKS),
+            fix="choose a task with task=NAME, and leave task.name",
+        )
+    spec = run.speculation
+    sampling = run.sampling
+    new = run.task.max_new_tokens
     if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
         between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
@@ -32,40 +38,70 @@ def check(run: RunConf) -> None:
     run.task.check()
     _check_drafts(run)
     if run.output is Output.jsonl and run.task.name != "generate":
-        fix = "use output=json; task=batch writes JSONL to its file"
-        raise UsageError("output=jsonl is for task=generate", "output", f"task={run.task.name}", fix=fix)
+        raise UsageError(
+            "output=jsonl is for task=generate",
+            where="output",
+            found=f"task={run.task.name}",
+            fix="use output=json; task=batch writes JSONL to its file",
+        )
     if new and sampling.min_new_tokens > new:  # without new tokens a prompt is scored
-        what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
-        raise UsageError(what, "", sampling.min_new_tokens, f"0..{new}", fix)
+        raise UsageError(
+            "sampling.min_new_tokens exceeds task.max_new_tokens",
+            found=sampling.min_new_tokens,
+            allowed=f"0..{new}",
+            fix="lower the one or raise the other",
+        )
     placement = run.placement
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
-        what = "placement.max_memory and offload_folder are for splitting by layers"
-        raise UsageError(what, found=f"splitting={placement.splitting.value}", fix="use placement=layers")
+        raise UsageError(
+            "placement.max_memory and offload_folder are for splitting by layers",
+            found=f"splitting={placement.splitting.value}",
+            fix="use placement=layers",
+        )
 
 
 def _check_drafts(run: RunConf) -> None:
     """Refuses tasks that need drafts where nothing drafts, or drafts more than they can take."""
-    task, spec, has_draft = run.task, run.speculation, run.draft is not None
-    by_model, drafter = spec.drafter is Drafting.model, f"drafter {spec.drafter.value}, k {spec.k}"
+    task = run.task
+    spec = run.speculation
+    has_draft = run.draft is not None
+    by_model = spec.drafter is Drafting.model
+    drafter = f"drafter {spec.drafter.value}, k {spec.k}"
     drafted = [name for name in task.pairs if "/" in name and not name.endswith("/none")]
     if drafted and not (by_model and spec.may_draft):
-        what = "task.pairs names a draft model, but none drafts"
-        fix = "name the target alone, or choose speculation=default"
-        raise UsageError(what, "speculation", f"{drafted[0]}, {drafter}", fix=fix)
+        raise UsageError(
+            "task.pairs names a draft model, but none drafts",
+            where="speculation",
+            found=f"{drafted[0]}, {drafter}",
+            fix="name the target alone, or choose speculation=default",
+        )
     own_k = task.own_k and getattr(task, task.own_k) and not task.pairs
     if own_k and by_model and has_draft and not spec.may_draft:
-        what = f"task={task.name} needs drafts, and nothing drafts"
-        fix = f"leave speculation.k out: task.{task.own_k} is its K"
-        raise UsageError(what, "speculation", drafter, "1 or more", fix)
+        raise UsageError(
+            f"task={task.name} needs drafts, and nothing drafts",
+            where="speculation",
+            found=drafter,
+            allowed="1 or more",
+            fix=f"leave speculation.k out: task.{task.own_k} is its K",
+        )
     if task.compares and not (run.has_draft_model or run.drafts_from_text):
-        what, model = f"task={task.name} has nothing to compare: nothing drafts", "a" if has_draft else "no"
-        fix = "name a draft model (draft=NAME), or choose speculation=ngram"
-        raise UsageError(what, "draft, speculation", f"{drafter}, {model} draft model", fix=fix)
+        what = f"task={task.name} has nothing to compare: nothing drafts"
+        model = "a" if has_draft else "no"
+        raise UsageError(
+            what,
+            where="draft, speculation",
+            found=f"{drafter}, {model} draft model",
+            fix="name a draft model (draft=NAME), or choose speculation=ngram",
+        )
     key, most = ("k_max", spec.k_max) if spec.adaptive else ("k", spec.k or 0)
     if most > task.most_drafts:
-        what, found = f"task={task.name} looks at every way to decide a round", f"up to {most} drafts a round"
-        fix = f"certify with speculation.{key}={task.most_drafts}: the rule is the same for any number"
-        raise UsageError(what, "speculation", found, f"up to {task.most_drafts}", fix)
+        raise UsageError(
+            f"task={task.name} looks at every way to decide a round",
+            where="speculation",
+            found=f"up to {most} drafts a round",
+            allowed=f"up to {task.most_drafts}",
+            fix=f"certify with speculation.{key}={task.most_drafts}: the rule is the same for any number",
+        )
 
 
 def _check_model(role: str, model: ModelConf) -> None:
@@ -78,19 +114,25 @@ def _check_model(role: str, model: ModelConf) -> None:
         between(f"{role}.expert_ffn", model.expert_ffn, 1, MAX_INT)
         between(f"{role}.dense_layers", model.dense_layers, 0, model.n_layers)
     if model.n_kv_heads and model.n_heads % model.n_kv_heads:
-        what = f"{role}.n_heads is not a multiple of {role}.n_kv_heads"
-        found, allowed = f"{model.n_heads} and {model.n_kv_heads}", "whole groups of query heads per KV head"
-        raise UsageError(what, "", found, allowed, "take the numbers from the model's config.json")
+        raise UsageError(
+            f"{role}.n_heads is not a multiple of {role}.n_kv_heads",
+            found=f"{model.n_heads} and {model.n_kv_heads}",
+            allowed="whole groups of query heads per KV head",
+            fix="take the numbers from the model's config.json",
+        )
 
 
 def check_context(run: RunConf) -> None:
     """Checks of the model's context and vocabulary, after its files have been read."""
-    model, vocab, sampling = run.model, run.model.vocab, run.sampling
+    model = run.model
+    vocab = run.model.vocab
+    sampling = run.sampling
     for key, tokens in (("logit_bias", sampling.logit_bias), ("bad_tokens", sampling.bad_tokens)):
         for token in tokens:
             between(f"sampling.{key} token", token, 0, vocab - 1, f"model {model.name} has {vocab} tokens")
     of = f"model {model.name} has a context of {model.context} tokens"
-    prompt, new = run.task.prompt_tokens or 1, run.task.max_new_tokens or 1
+    prompt = run.task.prompt_tokens or 1
+    new = run.task.max_new_tokens or 1
     between("task.prompt_tokens", prompt, 1, model.context - 1, of)
     between("task.max_new_tokens", new, 1, model.context - prompt, f"{of}, prompt included")
 
@@ -100,31 +142,42 @@ def check_sharing(run: RunConf, words: Sequence[str] = ()) -> None:
 
     Refuses settings of Slurm among the `words`, too, if nothing says which scheduler is meant.
     """
-    cluster, task = run.cluster, run.task
+    cluster = run.cluster
+    task = run.task
     for key, value, usual in (("scheduler", cluster.scheduler.value, "none"), ("groups", cluster.groups, 1)):
         if value != usual and task.name not in ("batch", "plan"):
-            what, found = f"cluster.{key} is for task=batch", f"{value}, task={task.name}"
-            preset = f" and cluster={value}" * (key == "scheduler")
-            fix = f"it would run here and now: leave cluster.{key}{preset} out if that is what you want"
-            raise UsageError(what, found=found, fix=fix)
+            what = f"cluster.{key} is for task=batch"
+            found = f"{value}, task={task.name}"
+            preset = f" and cluster={value}" if key == "scheduler" else ""
+            raise UsageError(
+                what,
+                found=found,
+                fix=f"it would run here and now: leave cluster.{key}{preset} out if that is what you want",
+            )
     keys = [word.lstrip("+").partition("=")[0] for word in words]
     unused = [key for key in keys if key.startswith("cluster.slurm.")]
     if unused and cluster.scheduler is Scheduler.none and "cluster.scheduler" not in keys:
-        fix = "write cluster=slurm, or leave it out"
-        raise UsageError(f"{unused[0]} is given, and Slurm starts nothing", fix=fix)
+        raise UsageError(
+            f"{unused[0]} is given, and Slurm starts nothing", fix="write cluster=slurm, or leave it out"
+        )
     if task.submit and cluster.scheduler is Scheduler.none:
-        what = "task.submit=true needs a scheduler"
-        raise UsageError(what, found="cluster.scheduler=none", fix="use cluster=slurm")
+        raise UsageError(
+            "task.submit=true needs a scheduler", found="cluster.scheduler=none", fix="use cluster=slurm"
+        )
     if cluster.scheduler is not Scheduler.none and cluster.gpus is None:
-        what = "cluster.gpus is missing: how many ranks a node of the job gets"
-        fix = "write cluster.gpus=N; with cluster.gpu=cpu they are N processes"
-        raise UsageError(what, f"cluster.scheduler={cluster.scheduler}", fix=fix)
+        raise UsageError(
+            "cluster.gpus is missing: how many ranks a node of the job gets",
+            where=f"cluster.scheduler={cluster.scheduler}",
+            fix="write cluster.gpus=N; with cluster.gpu=cpu they are N processes",
+        )
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
     """Returns the entries. Raises UsageError for a single text: its letters are not meant as entries."""
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise UsageError(f"{name} is of the wrong type", "", repr(given), "a list", "write [...] around it")
+        raise UsageError(
+            f"{name} is of the wrong type", found=repr(given), allowed="a list", fix="write [...] around it"
+        )
     return list(given)
 
 
@@ -139,23 +192,32 @@ def chosen(node: Any) -> Any:
 
 def check_values(node: Any, prefix: str = "") -> None:
     """Refuses keys that are not there, and values of the wrong type, out of range, or of another shape."""
-    hints, values = get_type_hints(type(node)), vars(node)
+    hints = get_type_hints(type(node))
+    values = vars(node)
     if unknown := values.keys() - hints.keys():  # +KEY=VALUE adds any key
         raise unknown_key(f"{prefix}{min(unknown)}")
     for entry in fields(node):
-        key, value, hint, rules = prefix + entry.name, values[entry.name], hints[entry.name], entry.metadata
+        key = prefix + entry.name
+        value = values[entry.name]
+        hint = hints[entry.name]
+        rules = entry.metadata
         if not _fits(value, hint):
-            allowed = ", ".join(hint) if isinstance(hint, EnumType) else entry.type
-            what, fix = f"{key} is of the wrong type", "write it as --help shows"
-            raise UsageError(what, "", repr(value), allowed, fix)
+            raise UsageError(
+                f"{key} is of the wrong type",
+                found=repr(value),
+                allowed=", ".join(hint) if isinstance(hint, EnumType) else entry.type,
+                fix="write it as --help shows",
+            )
         if is_dataclass(value):
             check_values(value, f"{key}.")
         for name, item in _items(key, value):
-            if "range" in rules:
+            if rules["range"] is not None:
                 low, high, above = rules["range"]
                 between(name, item, low, high, rules["about"], above)
-            if "shape" in rules and not re.fullmatch(rules["shape"], item, re.DOTALL):
-                raise UsageError(f"{name} cannot be used", "", repr(item), rules["allowed"], rules["about"])
+            if rules["shape"] is not None and not re.fullmatch(rules["shape"], item, re.DOTALL):
+                raise UsageError(
+                    f"{name} cannot be used", found=repr(item), allowed=rules["allowed"], fix=rules["about"]
+                )
 
 
 def _items(key: str, value: Any) -> list[tuple[str, Any]]:
@@ -168,7 +230,8 @@ def _items(key: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    kind, inside = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    inside = get_args(hint)
     if kind is UnionType:
         return any(_fits(value, option) for option in inside)
     if kind is list:
@@ -186,5 +249,9 @@ def _fits(value: object, hint: Any) -> bool:
 def between(key: str, value: float, low: float, high: float, fix: str = "", above: bool = False) -> None:
     """Refuses a value outside of [low, high], with `above` of (low, high]; NaN is always outside."""
     if not (low < value <= high if above else low <= value <= high):
-        allowed = f"{'(' if above else '['}{low}, {high}]"
-        raise UsageError(f"{key} is out of range", "", value, allowed, fix or "choose a value inside")
+        raise UsageError(
+            f"{key} is out of range",
+            found=value,
+            allowed=f"{'(' if above else '['}{low}, {high}]",
+            fix=fix or "choose a value inside",
+        )

@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -42,8 +43,12 @@ ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 CAUSE = "cause"
 CODES = frozenset({FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT, *(128 + n for n in STOPPING)})
 NOBODY = -1  # in place of a rank: the launcher says the line
-MAX_BEAT, MAX_CAUSE = 1024, 2**16  # bytes
-MAX_LINE, MAX_WORD = 4000, 200  # characters of a cause, twelve bytes each at most, and of a part of a beat
+# Bytes.
+MAX_BEAT = 1024
+MAX_CAUSE = 2**16
+# Characters of a cause, twelve bytes each at most, and of a part of a beat.
+MAX_LINE = 4000
+MAX_WORD = 200
 EARLY_S = 10.0  # for a rank that fails before all have met, to tell the others
 LEADER_S = 1.0  # for the leader to say first what all ranks would say
 LOOK_S = 0.05
@@ -183,18 +188,19 @@ class StoreBoard(Board):
         self._store = store
 
     def write(self, key: str, text: str) -> None:
-        self._call(self._store.set, key, text)
+        with _needing_torchrun():
+            self._store.set(key, text)
 
     def read(self, keys: list[str]) -> list[bytes]:
         """A call for a key that is not there would wait."""
-        if self._call(self._store.check, keys):
-            return list(self._call(self._store.multi_get, keys))
-        return [
-            self._call(self._store.get, key) if self._call(self._store.check, [key]) else b"" for key in keys
-        ]
+        with _needing_torchrun():
+            if self._store.check(keys):
+                return list(self._store.multi_get(keys))
+            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
 
     def first(self, key: str, text: str) -> bytes:
-        content: bytes = self._call(self._store.compare_set, key, "", text)
+        with _needing_torchrun():
+            content: bytes = self._store.compare_set(key, "", text)
         return content
 
     def groups_store(self, patience_s: float) -> Any:
@@ -207,11 +213,13 @@ class StoreBoard(Board):
         """Returns the board of a later meeting, over the connection of this one."""
         return StoreBoard(_stores().PrefixStore(prefix, self._store.underlying_store))
 
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except RuntimeError as error:
-            raise BoardLost("torchrun, which keeps the ranks' store, is gone") from error
+
+@contextmanager
+def _needing_torchrun() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise BoardLost("torchrun, which keeps the ranks' store, is gone") from error
 
 
 def open_board(patience_s: float) -> Board:
@@ -224,7 +232,9 @@ def open_board(patience_s: float) -> Board:
         try:
             return FolderBoard(Path(folder, place))
         except BoardLost as lost:
-            raise DistributedError(str(lost), f"{FOLDER}={folder}", fix="start the command again") from lost
+            raise DistributedError(
+                str(lost), where=f"{FOLDER}={folder}", fix="start the command again"
+            ) from lost
     prefix = f"llama_ssp/{place}"
     earlier = MEETINGS[-1] if MEETINGS else None
     return earlier.again(prefix) if isinstance(earlier, StoreBoard) else _connected(patience_s, prefix)
@@ -234,18 +244,32 @@ def _connected(patience_s: float, prefix: str) -> StoreBoard:
     """Connects to the store that torchrun keeps."""
     here = rank_environment()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        what, found = "several ranks were asked for, but not by torchrun", "no store that a launcher keeps"
-        raise DistributedError(what, "environment", found, fix=START)
-    host, port = os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT", 1, 65535)
-    where, fix = f"rank {here.rank} of {here.world}, {host}:{port}", "check MASTER_ADDR and MASTER_PORT"
-    silent = DistributedError("torchrun's store does not answer", where, fix=f"start torchrun again; {fix}")
+        raise DistributedError(
+            "several ranks were asked for, but not by torchrun",
+            where="environment",
+            found="no store that a launcher keeps",
+            fix=START,
+        )
+    host = os.environ.get("MASTER_ADDR", "")
+    port = number_of("MASTER_PORT", 1, 65535)
+    where = f"rank {here.rank} of {here.world}, {host}:{port}"
+    fix = "check MASTER_ADDR and MASTER_PORT"
+    silent = DistributedError(
+        "torchrun's store does not answer", where=where, fix=f"start torchrun again; {fix}"
+    )
 
     stores = _stores()
     # TCPStore waits without end for a process that accepts the connection and is silent.
     alarm = leave_within(2 * patience_s, silent.code, str(silent))
     try:
-        address, timeout = (host, port, here.world, False), timedelta(seconds=patience_s)
-        store = stores.TCPStore(*address, timeout, wait_for_workers=False)
+        store = stores.TCPStore(
+            host_name=host,
+            port=port,
+            world_size=here.world,
+            is_master=False,
+            timeout=timedelta(seconds=patience_s),
+            wait_for_workers=False,
+        )
     except RuntimeError as error:
         raise silent from error
     finally:
@@ -265,7 +289,8 @@ def announce(line: str, code: int) -> Cause:
 
     Raises DistributedError or BoardLost where there is nothing to tell them by.
     """
-    cause, board = Cause(line, code, rank_environment().rank), open_board(EARLY_S)
+    cause = Cause(line, code, rank_environment().rank)
+    board = open_board(EARLY_S)
     until = time.monotonic() + LEADER_S
     while cause.by != LEADER and not board.first_cause() and time.monotonic() < until:
         time.sleep(LOOK_S)
@@ -277,7 +302,9 @@ def read_cause(content: bytes) -> Cause:
     fields = _json(content, MAX_CAUSE)
     if not isinstance(fields, dict) or fields.keys() != {"line", "code", "by"}:
         return FORGED
-    line, code, by = fields["line"], fields["code"], fields["by"]
+    line = fields["line"]
+    code = fields["code"]
+    by = fields["by"]
     if not isinstance(line, str) or not line.strip() or len(line) > MAX_CAUSE:
         return FORGED
     if not _is_number(code) or code not in CODES or not _is_number(by) or not NOBODY <= by < MAX_WORLD:

@@ -70,7 +70,8 @@ class Listener:
     """The end that accepts the connection; it knows the other end by a secret."""
 
     def __init__(self) -> None:
-        self.host, self.secret = address_towards_leader(), secrets.token_hex(16)
+        self.host = address_towards_leader()
+        self.secret = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             self._socket = socket.create_server((self.host, 0), family=family)
@@ -123,6 +124,7 @@ def _reason(error: Exception) -> str:
 
 
 def _unreachable(host: str, error: Exception) -> DistributedError:
-    what, where = "the leader and the draft's first rank cannot connect", f"a connection to {host}"
+    what = "the leader and the draft's first rank cannot connect"
+    where = f"a connection to {host}"
     fix = "let ranks connect to each other on any port, or use placement=leader"
-    return DistributedError(what, where, _reason(error), fix=fix)
+    return DistributedError(what, where=where, found=_reason(error), fix=fix)

@@ -48,7 +48,7 @@ class Message:
         return Message(MessageKind(kind), number, list(values), frame[HEAD.size + 8 * count :])
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DraftClient(LeaderChannel):
     """Sends the leader's requests. When the link is lost, `lost` says why, and nothing more is sent.
 
@@ -68,7 +68,8 @@ class DraftClient(LeaderChannel):
     def broadcast_ints(self, values: list[int]) -> list[int]:
         """Sends a request; returns at once."""
         if self.lost is None:
-            self._number, self._reply = self._number + 1, None
+            self._number = self._number + 1
+            self._reply = None
             while self._take(0.0):  # replies that are no longer needed must not fill the link
                 pass
             try:
@@ -89,7 +90,8 @@ class DraftClient(LeaderChannel):
     def give_up(self, why: str) -> None:
         """Sends nothing and waits for nothing from now on."""
         if self.lost is None:
-            self.lost, self._reply = why, None
+            self.lost = why
+            self._reply = None
             self.link.close(Message(MessageKind.DISMISS, self._number, []).pack())
 
     def _wait(self, done: Callable[[], bool]) -> None:

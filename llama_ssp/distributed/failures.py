@@ -50,7 +50,8 @@ QUIET_S = 3.0  # without a beat, after a connection was lost: that rank is gone
 FIND_S = QUIET_S + 2 * BEAT_S  # for the thread to find which rank is gone
 LEAVE_S = 3.0  # for a rank to end in good order once the cause is known
 PAUSED_S = 3.0  # a beat this late: this process itself was stopped
-LOOPBACK, EXCUSED = "lo", "excused"
+LOOPBACK = "lo"
+EXCUSED = "excused"
 # Until when a rank may do something; what is said, and called before, when that is over.
 Deadline = tuple[float, str, Callable[[], None]]
 NEVER: Deadline = (math.inf, "", lambda: None)
@@ -69,18 +70,22 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
         watch.beat()
         while absent := watch.absent():
             if cause := board.first_cause():  # of a rank that does not come
-                raise JointError(cause.line, cause.code, speaks=False)
+                raise JointError(cause.line, code=cause.code, speaks=False)
             if time.monotonic() > until:
-                where = f"rank {here.rank} of {here.world}"
-                found = f"no rank {', '.join(map(str, absent))} after {patience_s:g} s"
-                fix = "look at these ranks' machines, or raise placement.timeout_s"
-                raise DistributedError("not all ranks have come", where, found, fix=fix)
+                raise DistributedError(
+                    "not all ranks have come",
+                    where=f"rank {here.rank} of {here.world}",
+                    found=f"no rank {', '.join(map(str, absent))} after {patience_s:g} s",
+                    fix="look at these ranks' machines, or raise placement.timeout_s",
+                )
             time.sleep(LOOK_S)
         MEETINGS.append(board)
         watch.start()
         return board.groups_store(patience_s), watch
     except BoardLost as lost:
-        raise DistributedError(str(lost), f"rank {here.rank} of {here.world}", fix="start again") from lost
+        raise DistributedError(
+            str(lost), where=f"rank {here.rank} of {here.world}", fix="start again"
+        ) from lost
 
 
 class Watch(threading.Thread):
@@ -92,20 +97,26 @@ class Watch(threading.Thread):
 
     def __init__(self, board: Board, rank: int, world: int, patience_s: float) -> None:
         super().__init__(name="watch", daemon=True)
-        self.rank, self.world, self.patience_s = rank, world, patience_s
+        self.rank = rank
+        self.world = world
+        self.patience_s = patience_s
         self.place = Place("start")
         self.folder: Path | None = None  # for records of errors
         self.spare: frozenset[int] = frozenset()  # the others do not end with these ranks
         self.closing = False  # from here on, ranks that go are no fault
         self.keys = [f"rank/{number}" for number in range(world)]
-        self._board, self._thread_board = board, board.another()
-        self._numbers, self._process = itertools.count(1), own_identity()  # of the beats, and this process
+        self._board = board
+        self._thread_board = board.another()
+        # Of the beats, and this process.
+        self._numbers = itertools.count(1)
+        self._process = own_identity()
         self._beats: dict[int, Beat] = {}  # the last of each rank
         self._processes: dict[int, Identity] = {}  # by each rank's first beat: none becomes another
         self._heard = dict.fromkeys(range(world), time.monotonic())  # when each rank's last beat came
         self._cause: Cause | None = None
         self._deadline = NEVER  # of what the main thread does
-        self._found, self._stopped = threading.Event(), threading.Event()
+        self._found = threading.Event()
+        self._stopped = threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
         self._wake = threading.Event()
         GUARD.on_signal.append(self._wake.set)  # the others learn of a signal at once
@@ -143,7 +154,8 @@ class Watch(threading.Thread):
     @contextmanager
     def within(self, seconds: float, what: str, on_timeout: Callable[[], None]) -> Iterator[None]:
         """Ends all ranks if this takes longer, whatever the main thread waits for."""
-        outer, until = self._deadline, time.monotonic() + seconds
+        outer = self._deadline
+        until = time.monotonic() + seconds
         self._deadline = until, f"{what}: no end after {seconds:g} s", on_timeout
         try:
             yield
@@ -153,9 +165,10 @@ class Watch(threading.Thread):
     def _lost_peer(self, error: BaseException, what: str) -> LostPeer:
         GUARD.ending = True
         self._broken.set()
-        where, found = f"rank {self.rank}, {self.place}, {what}", str(error)[-160:]
+        where = f"rank {self.rank}, {self.place}, {what}"
+        found = str(error)[-160:]
         fix = "look for the first error of the other ranks"
-        return LostPeer("another rank has gone or does not answer", where, found, fix=fix)
+        return LostPeer("another rank has gone or does not answer", where=where, found=found, fix=fix)
 
     def excuse(self, ranks: tuple[int, ...]) -> None:
         """Tells these ranks that the others go on without them: they leave with code 0."""
@@ -195,7 +208,7 @@ class Watch(threading.Thread):
                 cause = self._board.first_cause(cause) or cause
         self._keep(error, cause)
         self.stop()
-        return JointError(cause.line, cause.code, cause.by == self.rank)
+        return JointError(cause.line, code=cause.code, speaks=cause.by == self.rank)
 
     def _own(self, error: BaseException) -> Cause:
         """Returns this rank's error as a cause."""
@@ -206,11 +219,14 @@ class Watch(threading.Thread):
                 places = (f"rank {rank}: {self._place_of(rank)}" for rank in range(self.world))
                 return self._cause_here(f"rank {self.rank} gets no answer; {error}; {', '.join(places)}")
             case RunError() as known:
-                said, code = str(known), known.code
+                said = str(known)
+                code = known.code
             case OSError():
-                said, code = f"{type(error).__name__}: {error}", INPUT_OUTPUT
+                said = f"{type(error).__name__}: {error}"
+                code = INPUT_OUTPUT
             case _:
-                said, code = f"{type(error).__name__}: {error}", DISTRIBUTED
+                said = f"{type(error).__name__}: {error}"
+                code = DISTRIBUTED
         return self._cause_here(f"rank {self.rank} failed during {self.place}: {said}", code)
 
     def _signal(self, number: int) -> Cause:
@@ -241,7 +257,8 @@ class Watch(threading.Thread):
     # The thread.
 
     def run(self) -> None:
-        beat_s, before = min(BEAT_S, self.patience_s / 4), time.monotonic()
+        beat_s = min(BEAT_S, self.patience_s / 4)
+        before = time.monotonic()
         while not self._stopped.is_set():
             now = time.monotonic()
             if now - before > beat_s + PAUSED_S:  # this process was stopped: all others look late
@@ -284,7 +301,8 @@ class Watch(threading.Thread):
             beat = read_beat(content)
             if beat is None or beat == self._beats.get(rank):
                 continue
-            self._beats[rank], self._heard[rank] = beat, now
+            self._beats[rank] = beat
+            self._heard[rank] = now
             self._processes.setdefault(rank, beat.process)
 
     def _look(self) -> Cause | None:

@@ -7,9 +7,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-STATE, STARTED = 0, 19  # places in `_stat`
+# Places in `_stat`.
+STATE = 0
+STARTED = 19
 # Kubernetes sets the index; the manifest in docs/cluster.md sets the others, from the pod's metadata.
-JOB_UID, INDEX, POD_UID = "LLAMA_SSP_JOB_UID", "JOB_COMPLETION_INDEX", "LLAMA_SSP_POD_UID"
+JOB_UID = "LLAMA_SSP_JOB_UID"
+INDEX = "JOB_COMPLETION_INDEX"
+POD_UID = "LLAMA_SSP_POD_UID"
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,11 @@ def run_ranks(world: int, environment: Mapping[str, str]) -> int:
     It is 0 if the leader has done its work, else that of the cause, if a rank has found one.
     """
     if not hasattr(signal, "sigtimedwait"):
-        fix = f"start with torchrun --nproc-per-node {world} -m llama_ssp"
-        raise DistributedError("ranks= needs Linux", "", sys.platform, fix=fix)
+        raise DistributedError(
+            "ranks= needs Linux",
+            found=sys.platform,
+            fix=f"start with torchrun --nproc-per-node {world} -m llama_ssp",
+        )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     ranks: RankProcesses | None = None
     try:
@@ -95,9 +98,12 @@ def meeting_folder() -> Iterator[Path]:
             error = failed
             shutil.rmtree(made, ignore_errors=True)
     if folder is None:
-        found = error.strerror if error else None
-        fix = "TMPDIR names another folder for temporary files"
-        raise StorageError("there is no folder in which ranks can meet", ", ".join(places), found, fix=fix)
+        raise StorageError(
+            "there is no folder in which ranks can meet",
+            where=", ".join(places),
+            found=error.strerror if error else None,
+            fix="TMPDIR names another folder for temporary files",
+        )
 
     # A lock ends with its process, however that ends: another command sees that it may remove the folder.
     lock = os.open(folder, os.O_RDONLY)
@@ -197,7 +203,8 @@ class RankProcesses:
 
     def _pass_on(self, info: signal.struct_siginfo) -> None:
         """To the leader, except what a terminal has sent it already. A stop is one of all ranks."""
-        leader, others = self._processes[LEADER], self._processes[LEADER + 1 :]
+        leader = self._processes[LEADER]
+        others = self._processes[LEADER + 1 :]
         if info.si_signo in STOPPING and not (self._has_terminal and info.si_code == FROM_KERNEL):
             leader.send_signal(info.si_signo)
         if info.si_signo == signal.SIGTSTP:

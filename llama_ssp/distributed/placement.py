@@ -43,13 +43,18 @@ class Placement:
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> Placement:
         """Returns a placement that came as a message: JSON of its fields."""
-        ranks = {key: tuple(plain[key]) for key in ("target", "draft")}
-        return Placement(**{**plain, **ranks, "splitting": Splitting(plain["splitting"])})
+        return Placement(
+            splitting=Splitting(plain["splitting"]),
+            world=plain["world"],
+            target=tuple(plain["target"]),
+            draft=tuple(plain["draft"]),
+            copies=plain["copies"],
+        )
 
     def in_words(self) -> str:
         """For logs and tables: "target 0-5, draft 6-7 (own)"."""
         if self.splitting is Splitting.layers:
-            return f"target by layers{', draft on the first' * bool(self.draft)}"
+            return "target by layers, draft on the first" if self.draft else "target by layers"
         target = f"target {spans(self.target)}"
         if not self.draft:
             return target
@@ -67,20 +72,29 @@ def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
     """
     seat = DraftSeat.leader if conf.draft is DraftSeat.auto else conf.draft
     if conf.splitting is Splitting.layers and world > 1:
-        what = "placement.splitting=layers is for one process, which spreads the layers itself"
-        fix = "start it without torchrun, or use placement=auto"
-        raise DistributedError(what, "", f"{world} ranks", "1", fix)
+        raise DistributedError(
+            "placement.splitting=layers is for one process, which spreads the layers itself",
+            found=f"{world} ranks",
+            allowed="1",
+            fix="start it without torchrun, or use placement=auto",
+        )
     if conf.splitting is Splitting.deepspeed and seat not in (DraftSeat.leader, DraftSeat.replicated):
-        what = "DeepSpeed splits the target over all ranks, so the draft cannot be split or have its own"
-        found, fix = f"placement.draft={seat.value}", "use placement.splitting=tensor"
-        raise DistributedError(what, "", found, "leader, replicated", fix)
+        raise DistributedError(
+            "DeepSpeed splits the target over all ranks, so the draft cannot be split or have its own",
+            found=f"placement.draft={seat.value}",
+            allowed="leader, replicated",
+            fix="use placement.splitting=tensor",
+        )
     apart = drafts and seat is DraftSeat.own
     default = 1 if seat in (DraftSeat.leader, DraftSeat.own) else 0  # 0: all of the target's ranks
     degree = len(conf.draft_ranks or ()) or conf.draft_degree or default
     if apart and conf.draft_ranks is None and degree >= world:
-        found, fix = f"{world} ranks, {degree} of them the draft's own", f"write ranks={degree + 1}"
-        allowed = f"at least {degree + 1} ranks"
-        raise DistributedError("no rank is left for the target", "", found, allowed, fix)
+        raise DistributedError(
+            "no rank is left for the target",
+            found=f"{world} ranks, {degree} of them the draft's own",
+            allowed=f"at least {degree + 1} ranks",
+            fix=f"write ranks={degree + 1}",
+        )
     draft = _listed("draft_ranks", conf.draft_ranks, world)
     if draft is None and apart:
         draft = tuple(range(world - degree, world))
@@ -89,8 +103,12 @@ def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
         target = tuple(rank for rank in range(world) if not (apart and draft and rank in draft))
     if draft is None:  # among the target's
         if degree > len(target):
-            what, fix = "placement.draft_degree exceeds the target's ranks", "lower it, or start more ranks"
-            raise DistributedError(what, "", degree, f"1..{len(target)}", fix)
+            raise DistributedError(
+                "placement.draft_degree exceeds the target's ranks",
+                found=degree,
+                allowed=f"1..{len(target)}",
+                fix="lower it, or start more ranks",
+            )
         draft = target[:1] if seat is DraftSeat.leader else target[: degree or len(target)]
     copies = drafts and seat is DraftSeat.replicated
     placement = Placement(conf.splitting, world, target, draft if drafts else (), copies)
@@ -102,30 +120,44 @@ def _listed(key: str, ranks: list[int] | None, world: int) -> tuple[int, ...] | 
     if ranks is None:
         return None
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world)):
-        what, allowed = f"placement.{key} does not fit the ranks", f"different ones of 0..{world - 1}"
-        fix = f"correct it, or start {max(ranks, default=0) + 1} ranks with torchrun"
-        raise DistributedError(what, "", ranks, allowed, fix)
+        raise DistributedError(
+            f"placement.{key} does not fit the ranks",
+            found=ranks,
+            allowed=f"different ones of 0..{world - 1}",
+            fix=f"correct it, or start {max(ranks, default=0) + 1} ranks with torchrun",
+        )
     return tuple(ranks)
 
 
 def _check(placement: Placement, seat: DraftSeat) -> None:
-    target, draft = placement.target, placement.draft
+    target = placement.target
+    draft = placement.draft
     inside = [rank for rank in draft if rank in target]
     own = seat is DraftSeat.own
     if inside and (own or len(inside) < len(draft)):
         wrong = "placement.draft=own, but its ranks are" if own else "the draft is partly on"
-        found, allowed = f"target {list(target)}, draft {list(draft)}", f"none{' or all' * (not own)} of them"
-        raise DistributedError(f"{wrong} the target's", "", found, allowed, "change placement.*_ranks")
+        raise DistributedError(
+            f"{wrong} the target's",
+            found=f"target {list(target)}, draft {list(draft)}",
+            allowed="none of them" if own else "none or all of them",
+            fix="change placement.*_ranks",
+        )
     for role, ranks in (("target", target), ("draft", draft if inside else ())):
         if ranks and ranks[0] != LEADER:
-            what, fix = f"the {role}'s ranks do not begin with the leader", f"change placement.{role}_ranks"
-            raise DistributedError(what, "", list(ranks), "rank 0 first: it decides and writes", fix)
+            raise DistributedError(
+                f"the {role}'s ranks do not begin with the leader",
+                found=list(ranks),
+                allowed="rank 0 first: it decides and writes",
+                fix=f"change placement.{role}_ranks",
+            )
     idle = sorted(set(range(placement.world)) - set(target) - set(draft))
     if idle:
-        found = f"ranks {', '.join(map(str, idle))} of {placement.world}"
-        allowed = "every rank holds a part of the target or of the draft"
-        fix = f"start {placement.world - len(idle)} ranks, or name these in placement.*_ranks"
-        raise DistributedError("ranks would hold nothing", "", found, allowed, fix)
+        raise DistributedError(
+            "ranks would hold nothing",
+            found=f"ranks {', '.join(map(str, idle))} of {placement.world}",
+            allowed="every rank holds a part of the target or of the draft",
+            fix=f"start {placement.world - len(idle)} ranks, or name these in placement.*_ranks",
+        )
 
 
 def spans(ranks: Sequence[int]) -> str:

@@ -33,7 +33,9 @@ from llama_ssp.distributed.signals import leave_within
 from llama_ssp.errors import DistributedError, UsageError
 
 log = logging.getLogger(__name__)
-NO_GPU, MIG = "none", "MIG"  # in place of a GPU's UUID
+# In place of a GPU's UUID.
+NO_GPU = "none"
+MIG = "MIG"
 PACKET = 1024  # integers of a message's first broadcast: enough for a round; a list of prompts needs a second
 HEAD = 3  # number, length, checksum
 LOADING = timedelta(minutes=30)  # how long ranks wait for each other while they load
@@ -52,7 +54,9 @@ class Group(Ranks):
 
         `backend` exchanges the tensors of all groups; `has_gpus` says whether any rank of the run has a GPU.
         """
-        self._backend, self._watch, self.patience_s = backend, watch, watch.patience_s
+        self._backend = backend
+        self._watch = watch
+        self.patience_s = watch.patience_s
         self._has_gpus = has_gpus
         self._join(members)
         self._staying: dict[frozenset[int], Group] = {}  # by the ranks that may be lost
@@ -77,11 +81,18 @@ class Group(Ranks):
             dist.all_reduce(count, group=self._tensors)
             total = int(count)
         if total != self.world:
-            where, fix = f"rank {self._watch.rank}", "check the links between the GPUs: nvidia-smi topo -m"
-            raise DistributedError("a sum over the ranks is wrong", where, str(total), str(self.world), fix)
+            raise DistributedError(
+                "a sum over the ranks is wrong",
+                where=f"rank {self._watch.rank}",
+                found=str(total),
+                allowed=str(self.world),
+                fix="check the links between the GPUs: nvidia-smi topo -m",
+            )
 
     def _join(self, members: tuple[int, ...]) -> None:
-        self._members, self.world, self._sent = members, len(members), 0
+        self._members = members
+        self.world = len(members)
+        self._sent = 0
         self.rank = members.index(self._watch.rank) if self._watch.rank in members else -1
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
@@ -126,7 +137,8 @@ class Group(Ranks):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         if torch.compiler.is_compiling():
             if self._gathers_by_sum:
-                none, ranks = torch.zeros_like(tensor), range(self.world)
+                none = torch.zeros_like(tensor)
+                ranks = range(self.world)
                 parts = [tensor if rank == self.rank else none for rank in ranks]
                 return list(functional.all_reduce(torch.stack(parts), "sum", self._tensors).unbind())
             every = functional.all_gather_tensor(tensor, 0, self._tensors).view(self.world, *tensor.shape)
@@ -160,7 +172,8 @@ class Group(Ranks):
         if staying is not None and not self._lost:
             self._lost = tuple(self._watch.spare)
             self._join(staying._members)
-            self._messages, self._waiting = staying._messages, staying._waiting
+            self._messages = staying._messages
+            self._waiting = staying._waiting
             self._tensors = staying._tensors
             self._watch.excuse(self._lost)
 
@@ -179,11 +192,13 @@ class Group(Ranks):
             self._broadcast(rest)
             received += rest.tolist()
         if (number, sum_) != (self._sent, checksum(received)):
-            where = f"rank {self._watch.rank}, {self._watch.place}"
-            found = f"number {number}, checksum {sum_:08x}"
-            allowed = f"number {self._sent}, checksum {checksum(received):08x}"
-            fix = "report it: ranks derive all they do from the leader's messages"
-            raise DistributedError("the ranks are out of step: another message", where, found, allowed, fix)
+            raise DistributedError(
+                "the ranks are out of step: another message",
+                where=f"rank {self._watch.rank}, {self._watch.place}",
+                found=f"number {number}, checksum {sum_:08x}",
+                allowed=f"number {self._sent}, checksum {checksum(received):08x}",
+                fix="report it: ranks derive all they do from the leader's messages",
+            )
         return received
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
@@ -194,11 +209,15 @@ class Group(Ranks):
         texts = self.gather_texts(text)
         unlike = [rank for rank, own in enumerate(texts) if own != texts[LEADER]]
         if unlike:
-            numbers, leader = [self._members[rank] for rank in unlike], self._members[LEADER]
+            numbers = [self._members[rank] for rank in unlike]
+            leader = self._members[LEADER]
             named = differing(texts[unlike[0]], texts[LEADER], (numbers[0], leader))
-            found = f"ranks {', '.join(map(str, numbers))} unlike rank {leader}{named}"
-            fix = "start all ranks with the same command and files"
-            raise DistributedError(f"the ranks differ in {what}", "", found, "the same on every rank", fix)
+            raise DistributedError(
+                f"the ranks differ in {what}",
+                found=f"ranks {', '.join(map(str, numbers))} unlike rank {leader}{named}",
+                allowed="the same on every rank",
+                fix="start all ranks with the same command and files",
+            )
 
     def barrier(self) -> None:
         with self._watch.during("waiting for the others"):
@@ -239,14 +258,16 @@ class Group(Ranks):
             if free := TO_FREE.pop()():
                 free()
         gc.collect()
-        self._watch.place, self._watch.closing = Place("end"), True
+        self._watch.place = Place("end")
+        self._watch.closing = True
         self.barrier()
         self._watch.stop()
         if self.is_leader:
             self._watch.release(self._lost)
-        what, found = "the ranks cannot disconnect", f"not done in {self.patience_s:g} s"
+        what = "the ranks cannot disconnect"
+        found = f"not done in {self.patience_s:g} s"
         fix = "results are written; if the GPUs stay in use, end the processes"
-        late = DistributedError(what, f"rank {self._watch.rank}", found, fix=fix)
+        late = DistributedError(what, where=f"rank {self._watch.rank}", found=found, fix=fix)
         alarm = leave_within(self.patience_s, late.code, str(late))
         dist.destroy_process_group()
         alarm.cancel()
@@ -267,11 +288,12 @@ class Group(Ranks):
 def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
     """Returns the first keys in which two JSON objects differ, with both values; nothing of other texts."""
     with suppress(ValueError):
-        own, other = dict(flat(json.loads(text))), dict(flat(json.loads(leaders)))
+        own = dict(flat(json.loads(text)))
+        other = dict(flat(json.loads(leaders)))
         keys = [key for key in {**other, **own} if own.get(key) != other.get(key)]
         both = [(key, own.get(key, "nothing"), other.get(key, "nothing")) for key in keys]
         said = [f"{key} {one} on rank {ranks[0]}, {two} on rank {ranks[1]}" for key, one, two in both]
-        more = f"; and {len(keys) - MAX_NAMED} more" * (len(keys) > MAX_NAMED)
+        more = f"; and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else ""
         return f": {'; '.join(said[:MAX_NAMED])}{more}"
     return ""
 
@@ -284,9 +306,11 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
     if rank_environment().world == 1:
         return ALONE
     if dist.is_initialized():
-        found = "a pair that is not closed, or a process group of the script's own"
-        fix = "close it first; after an error start the script again"
-        raise UsageError("torch.distributed is in use in this process", "", found, fix=fix)
+        raise UsageError(
+            "torch.distributed is in use in this process",
+            found="a pair that is not closed, or a process group of the script's own",
+            fix="close it first; after an error start the script again",
+        )
     if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
         torch.cuda.set_device(device)
         # Registered graphs may read memory that the allocator has moved (expandable segments).

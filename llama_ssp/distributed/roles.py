@@ -7,7 +7,7 @@ from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.placement import LEADER
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Roles:
     """The groups that this rank is in, and its end of the link to a draft on ranks of its own (apart).
 
@@ -39,7 +39,7 @@ class Roles:
         return bool(self.apart)
 
 
-SOLE = Roles(ALONE, ALONE, ALONE)
+SOLE = Roles(everyone=ALONE, target=ALONE, draft=ALONE)
 
 
 def roles_of(
@@ -57,11 +57,17 @@ def roles_of(
         draft_group = ranks.among(draft) if draft else None
     if not draft or LEADER in draft:
         others = tuple(rank for rank in draft if rank != LEADER)
-        return Roles(ranks, target_group, draft_group, ranks.among((LEADER, *others)) if others else None)
-    roles = Roles(ranks, target_group, draft_group, drafting=draft_group, apart=draft)
+        return Roles(
+            everyone=ranks,
+            target=target_group,
+            draft=draft_group,
+            drafting=ranks.among((LEADER, *others)) if others else None,
+        )
+    roles = Roles(everyone=ranks, target=target_group, draft=draft_group, drafting=draft_group, apart=draft)
     link = ranks.link(LEADER, draft[0])
     if link is None:
         return roles
     if draft_group is not None:
         return replace(roles, server=DraftServer(link, draft_group))
-    return replace(roles, client=DraftClient(link, wait_s or ranks.patience_s, required))
+    client = DraftClient(link=link, patience_s=wait_s or ranks.patience_s, essential=required)
+    return replace(roles, client=client)

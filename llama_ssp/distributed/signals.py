@@ -16,7 +16,9 @@ from llama_ssp.errors import OK, one_line
 
 CODE_FILE = "LLAMA_SSP_CODE_FILE"  # names the file for `leave_code`
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-AGAIN_S, REMINDER = 0.01, signal.SIGURG  # how a signal comes again that could not interrupt
+# How a signal comes again that could not interrupt.
+AGAIN_S = 0.01
+REMINDER = signal.SIGURG
 # Code in which an exception is lost: Python drops it, or an import that it cuts short cannot be repeated.
 LOSING = {"<frozen importlib._bootstrap>", weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
@@ -91,21 +93,26 @@ class Guard:
     @contextlib.contextmanager
     def softened(self, call: Call) -> Iterator[None]:
         """Has the first Ctrl-C inside only call `call`, in the main thread; a second one ends the process."""
-        self._soft, self._spared = call, 1
+        self._soft = call
+        self._spared = 1
         try:
             yield
         finally:
             if self._soft is not None:
-                self._soft, self._spared = None, 0
+                self._soft = None
+                self._spared = 0
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Interrupts the main thread, or waits until the exception would not be lost."""
         if number == signal.SIGINT and self._soft is not None:
-            call, self._soft = self._soft, None
+            call = self._soft
+            self._soft = None
             return call()
         self._pending = 0 if self.ending else number
         if self._pending and not _is_lost(frame):
-            self.ending, self.signalled, self._pending = True, number, 0
+            self.ending = True
+            self.signalled = number
+            self._pending = 0
             raise KeyboardInterrupt(number)
         if self._pending:
             os.write(self._sending, bytes([REMINDER]))  # asks the guard's thread to send it again
@@ -129,7 +136,8 @@ class Guard:
             return
         if self._warned or self._parting:
             leave(128 + number, "" if self._warned else self._parting)
-        self._warned, self.signalled = True, self.signalled or number
+        self._warned = True
+        self.signalled = self.signalled or number
         if self._grace_s is not None:
             leave_within(self._grace_s, 128 + number)
         for call in self.on_signal:

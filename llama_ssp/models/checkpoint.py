@@ -31,7 +31,9 @@ from llama_ssp.models.sizes import Checkpoint, config_file, require_positions, s
 
 log = logging.getLogger(__name__)
 
-SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parents[1] / "shipped"  # models in this package
+# Models in this package.
+SHIPPED = "shipped:"
+SHIPPED_FOLDER = Path(__file__).parents[1] / "shipped"
 
 
 def complete(model: ModelConf, role: str, download: bool = False) -> tuple[ModelConf, Path | None]:
@@ -74,8 +76,12 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
 def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
     """The model with the shape of the folder's head; it is tied if it embeds by the target's table."""
     if role != "draft":
-        fix = "give it as the draft of its target: draft.path"
-        raise ModelError("a trained head is not a model of its own", path, kind_of(path), fix=fix)
+        raise ModelError(
+            "a trained head is not a model of its own",
+            where=path,
+            found=kind_of(path),
+            fix="give it as the draft of its target: draft.path",
+        )
     head = head_settings(path)
     shaped = with_shape(model, Checkpoint(path, head.block, {}), role)
     shaped = replace(shaped, head_inputs=head.inputs, head_vocab=head.vocab, head_block=head.drafts)
@@ -85,14 +91,19 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
 def _possible(model: ModelConf, role: str) -> ModelConf:
     """Returns the model; a ModelError if it is to keep codes, or has experts, that cannot be."""
     if model.dtype is Dtype.packed and (not model.code_bits or model.weights is Weights.synthetic):
-        what = "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep"
-        fix = f"write {role}.dtype=bf16; int8 and nf4 quantise plain weights"
-        raise ModelError(what, f"{role} {model.name}", "plain weights", fix=fix)
+        raise ModelError(
+            "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep",
+            where=f"{role} {model.name}",
+            found="plain weights",
+            fix=f"write {role}.dtype=bf16; int8 and nf4 quantise plain weights",
+        )
     if bool(family_of(model.family).names.router) != bool(model.experts):
-        what = "the family has no experts" if model.experts else "the family has experts"
-        fix = f"correct {role}.experts, {role}.experts_per_token and {role}.expert_ffn"
-        found = f"{model.family} with {model.experts} experts"
-        raise ModelError(what, f"{role} {model.name}", found, fix=fix)
+        raise ModelError(
+            "the family has no experts" if model.experts else "the family has experts",
+            where=f"{role} {model.name}",
+            found=f"{model.family} with {model.experts} experts",
+            fix=f"correct {role}.experts, {role}.experts_per_token and {role}.expert_ffn",
+        )
     return model
 
 
@@ -108,16 +119,21 @@ def find(model: ModelConf, role: str, download: bool = False) -> Path:
     if model.path is None and model.package:
         return package_copy(model, role, download)
     if model.path is None:
-        fix = f"write {role}.path=FOLDER, or {role}.weights=synthetic to try it without weights"
-        raise UsageError(f"{role} {model.name} has neither a path nor a repo", fix=fix)
+        raise UsageError(
+            f"{role} {model.name} has neither a path nor a repo",
+            fix=f"write {role}.path=FOLDER, or {role}.weights=synthetic to try it without weights",
+        )
     own = model.path.removeprefix(SHIPPED)
     path = home_expanded(model.path) if own == model.path else SHIPPED_FOLDER / Path(own).name
     if file := gguf_in(path):
         return file
     if not path.is_dir():
         hub = f"; for a hub repository write {role}={model.path}" if HUB_ID.fullmatch(model.path) else ""
-        fix = f"give the folder that holds config.json and *.safetensors, or a *.gguf file{hub}"
-        raise ModelError(f"{role}.path is not a folder", path, fix=fix)
+        raise ModelError(
+            f"{role}.path is not a folder",
+            where=path,
+            fix=f"give the folder that holds config.json and *.safetensors, or a *.gguf file{hub}",
+        )
     return path
 
 
@@ -170,7 +186,7 @@ def read_config(path: Path) -> dict[str, Any]:
     require_counts(path, config)
     require_positions(path, config)
     if not isinstance(config.get("model_type"), str):
-        raise ModelError("config.json has no model_type", path, fix=MODEL_FOLDER)
+        raise ModelError("config.json has no model_type", where=path, fix=MODEL_FOLDER)
     return config
 
 
@@ -191,6 +207,10 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
         and (claimed := getattr(model, key)) not in (0, "", None, value)
     ]
     if wrong:
-        fix = f"choose the preset that matches, or write {role}=FOLDER alone"
-        raise ModelError(f"the checkpoint is not a {model.name}", checkpoint.path, "; ".join(wrong), fix=fix)
+        raise ModelError(
+            f"the checkpoint is not a {model.name}",
+            where=checkpoint.path,
+            found="; ".join(wrong),
+            fix=f"choose the preset that matches, or write {role}=FOLDER alone",
+        )
     return replace(model, **found)

@@ -16,11 +16,15 @@ from llama_ssp.errors import ModelError
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 10 * 2**20  # of 100 000 tensors; a shard of a large model has a hundredth of it
-GGUF, SHARD = ".gguf", re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+GGUF = ".gguf"
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 POINTER = b"version https://git-lfs"  # how a Git LFS pointer begins
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SAMPLES, SAMPLE_BYTES = 32, 512  # of a weight file, for its fingerprint
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Of a weight file, for its fingerprint.
+SAMPLES = 32
+SAMPLE_BYTES = 512
 MAX_COUNT = 100_000  # of layers or labels: libraries make a list of this length, whatever the weights are
 COUNTED = re.compile("layer|label|attention_types")  # in a key of config.json
 TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
@@ -28,7 +32,8 @@ CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
 CODE_KINDS = ("", "tokenizer_", "generation_", "processor_", "preprocessor_")  # of a config.json
 ADAPTER = "adapter_config.json"
 READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
-REFETCH, COPY = "fetch the model again", "copy it into the folder"
+REFETCH = "fetch the model again"
+COPY = "copy it into the folder"
 MODEL_FOLDER = "use a Hugging Face model folder"
 
 
@@ -47,8 +52,13 @@ def gguf_in(path: Path) -> Path | None:
         return None
     models = sorted({shards(file)[0] for file in ([path] if named else path.glob(f"*{GGUF}"))})
     if len(models) > 1:
-        what, names = "the folder holds several GGUF models", ", ".join(file.name for file in models[:5])
-        raise ModelError(what, path, names, "one", f"write the path of one: path={models[0]}")
+        raise ModelError(
+            "the folder holds several GGUF models",
+            where=path,
+            found=", ".join(file.name for file in models[:5]),
+            allowed="one",
+            fix=f"write the path of one: path={models[0]}",
+        )
     for file in shards(models[0]) if models else []:
         if file != path:
             require_inside(file)
@@ -68,11 +78,12 @@ def weight_files(path: Path) -> list[Path]:
     """Returns the weight files of a model; a ModelError if one is missing, elsewhere, or pickled."""
     if is_gguf(path):
         return shards(path)
-    index, single = path / INDEX, path / SINGLE
+    index = path / INDEX
+    single = path / SINGLE
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError("the index has no weight_map", index, fix=REFETCH)
+            raise ModelError("the index has no weight_map", where=index, fix=REFETCH)
         names = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
         return [_shard(path, name, index) for name in sorted(names)]
     if single.exists() or single.is_symlink():
@@ -80,11 +91,19 @@ def weight_files(path: Path) -> list[Path]:
     pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
     if pickled:
         convert = "from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)"
-        fix = f"convert them where you trust them: AutoModelForCausalLM.{convert}"
-        what, found = "the weights are pickled, which can run code", ", ".join(pickled[:5])
-        raise ModelError(what, path, found, "*.safetensors", fix)
-    fix = "give the folder of a saved model"
-    raise ModelError("the folder holds no weights", path, allowed=f"{SINGLE}, {INDEX} or *{GGUF}", fix=fix)
+        raise ModelError(
+            "the weights are pickled, which can run code",
+            where=path,
+            found=", ".join(pickled[:5]),
+            allowed="*.safetensors",
+            fix=f"convert them where you trust them: AutoModelForCausalLM.{convert}",
+        )
+    raise ModelError(
+        "the folder holds no weights",
+        where=path,
+        allowed=f"{SINGLE}, {INDEX} or *{GGUF}",
+        fix="give the folder of a saved model",
+    )
 
 
 def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -104,8 +123,12 @@ def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             if escape := next((name for name in tensors if not name.isprintable()), None):
                 raise SafetensorError(f"a tensor by the name of {escape!r}")  # libraries would print it
         except SafetensorError as error:
-            what, found = "the weights file is damaged or cut short", str(error).rpartition("header: ")[2]
-            raise ModelError(what, file, found, fix=REFETCH) from None
+            raise ModelError(
+                "the weights file is damaged or cut short",
+                where=file,
+                found=str(error).rpartition("header: ")[2],
+                fix=REFETCH,
+            ) from None
     return tensors
 
 
@@ -141,14 +164,16 @@ def read_json(file: Path) -> dict[str, Any]:
         require_fetched(file)
         content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant)
     except FileNotFoundError:
-        what, fix = f"there is no {file.name}", MODEL_FOLDER
+        what = f"there is no {file.name}"
+        fix = MODEL_FOLDER
         if (file.parent / ADAPTER).exists():
-            what, fix = f"{what}, but an adapter (LoRA)", "merge the adapter into its model's weights"
-        raise ModelError(what, file.parent, fix=fix) from None
+            what = f"{what}, but an adapter (LoRA)"
+            fix = "merge the adapter into its model's weights"
+        raise ModelError(what, where=file.parent, fix=fix) from None
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file.name} is not JSON", file.parent, error, fix=REFETCH) from None
+        raise ModelError(f"{file.name} is not JSON", where=file.parent, found=error, fix=REFETCH) from None
     if not isinstance(content, dict):
-        raise ModelError(f"{file.name} is not a JSON object", file.parent, fix=REFETCH)
+        raise ModelError(f"{file.name} is not a JSON object", where=file.parent, fix=REFETCH)
     return content
 
 
@@ -169,14 +194,21 @@ def require_counts(path: Path, config: dict[str, Any]) -> None:
         elif isinstance(value, list):
             parts += [(name, item) for item in value]
         elif isinstance(value, int) and value > MAX_COUNT and COUNTED.search(name):
-            what = "config.json has a number of layers or labels that no model has"
-            raise ModelError(what, path, f"{name} {value}", f"at most {MAX_COUNT}", REFETCH)
+            raise ModelError(
+                "config.json has a number of layers or labels that no model has",
+                where=path,
+                found=f"{name} {value}",
+                allowed=f"at most {MAX_COUNT}",
+                fix=REFETCH,
+            )
 
 
 def require_small(file: Path) -> None:
     size = file.stat().st_size
     if size > MAX_JSON_BYTES:
-        raise ModelError("the file is too large", file, size, f"{MAX_JSON_BYTES} bytes", REFETCH)
+        raise ModelError(
+            "the file is too large", where=file, found=size, allowed=f"{MAX_JSON_BYTES} bytes", fix=REFETCH
+        )
 
 
 def require_safe(path: Path) -> None:
@@ -202,12 +234,15 @@ def require_whole(path: Path) -> None:
 def require_fetched(file: Path) -> bytes:
     """Returns the first bytes; refuses a folder, a pipe, a device or an LFS pointer in place of a file."""
     if not stat.S_ISREG(file.stat().st_mode):
-        raise ModelError("not a regular file", file, "a folder, a pipe or a device", fix=COPY)
+        raise ModelError("not a regular file", where=file, found="a folder, a pipe or a device", fix=COPY)
     with file.open("rb") as stream:
         start = stream.read(len(POINTER))
     if start == POINTER:
-        fix = "run git lfs pull in the model's folder, or fetch the model again"
-        raise ModelError(f"{file.name} is a Git LFS pointer, not the file", file, fix=fix)
+        raise ModelError(
+            f"{file.name} is a Git LFS pointer, not the file",
+            where=file,
+            fix="run git lfs pull in the model's folder, or fetch the model again",
+        )
     return start
 
 
@@ -220,16 +255,28 @@ def _require_no_code(path: Path) -> None:
         # Attention and the like that would be fetched from a hub repository, as code.
         kernels = [key for key in content if key.endswith("_implementation") and "/" in str(content[key])]
         if needs := needs + [f"{key} {content[key]}" for key in kernels]:
-            fix = f"use a model of a built-in architecture, or a copy with no {needs[0]} in its {file.name}"
-            raise ModelError("the model needs to run code of its own", file, ", ".join(needs), fix=fix)
+            raise ModelError(
+                "the model needs to run code of its own",
+                where=file,
+                found=", ".join(needs),
+                fix="use a model of a built-in architecture,"
+                f" or a copy with no {needs[0]} in its {file.name}",
+            )
         listed = content.get("fast_tokenizer_files")
         outside = [str(n) for n in listed if str(n) != Path(str(n)).name] if isinstance(listed, list) else []
         if outside:  # libraries open one of them
-            what, fix = "the model names a file outside of its folder", "do not use this model"
-            raise ModelError(what, file, ", ".join(outside), fix=fix)
+            raise ModelError(
+                "the model names a file outside of its folder",
+                where=file,
+                found=", ".join(outside),
+                fix="do not use this model",
+            )
     if (path / ADAPTER).exists():  # libraries apply it if peft is installed
-        fix = "merge it into the weights where you trust it, or use a copy of the model without it"
-        raise ModelError("there is an adapter next to the weights", path / ADAPTER, fix=fix)
+        raise ModelError(
+            "there is an adapter next to the weights",
+            where=path / ADAPTER,
+            fix="merge it into the weights where you trust it, or use a copy of the model without it",
+        )
 
 
 def require_inside(file: Path, folder: Path | None = None) -> None:
@@ -238,11 +285,12 @@ def require_inside(file: Path, folder: Path | None = None) -> None:
     Hub copies have links to a `blobs` folder two levels up; those count as inside.
     """
     require_end(file)
-    real, home = file.resolve(), (folder or file.parent).resolve()
+    real = file.resolve()
+    home = (folder or file.parent).resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
         target = file.readlink() if file.is_symlink() else real  # the same on every rank: /proc/self is not
-        raise ModelError("a file leaves the folder", file, target, fix=COPY)
+        raise ModelError("a file leaves the folder", where=file, found=target, fix=COPY)
 
 
 def require_end(file: Path) -> None:
@@ -262,11 +310,18 @@ def require_end(file: Path) -> None:
 def _shard(path: Path, name: str, source: Path) -> Path:
     """Returns the file that `source` names; a ModelError unless it is in the folder."""
     if name in ("", "..") or name != Path(name).name or not name.endswith(".safetensors"):
-        what, fix = "a shard's name leaves the folder, or is of another kind", "do not use this model"
-        raise ModelError(what, source, repr(name), "NAME.safetensors", fix)
+        raise ModelError(
+            "a shard's name leaves the folder, or is of another kind",
+            where=source,
+            found=repr(name),
+            allowed="NAME.safetensors",
+            fix="do not use this model",
+        )
     file = path / name
     require_end(file)
     if not os.path.exists(file):
-        raise ModelError("a shard is missing", f"{source}: {name}", "no such file", fix=f"put it into {path}")
+        raise ModelError(
+            "a shard is missing", where=f"{source}: {name}", found="no such file", fix=f"put it into {path}"
+        )
     require_inside(file)
     return file

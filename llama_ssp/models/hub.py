@@ -70,9 +70,13 @@ def file_of(folder: Path, model: ModelConf, role: str) -> Path:
     for file in every:
         if ends.fullmatch(file.name):
             return file
-    names = ", ".join(file.name for file in every) or "no GGUF file"
-    what, fix = f"{role} {model.name} is not at hand", "add download=true, or correct what follows the colon"
-    raise ModelError(what, f"hub repository {model.repo}", names, f"*{model.file}.gguf", fix)
+    raise ModelError(
+        f"{role} {model.name} is not at hand",
+        where=f"hub repository {model.repo}",
+        found=", ".join(file.name for file in every) or "no GGUF file",
+        allowed=f"*{model.file}.gguf",
+        fix="add download=true, or correct what follows the colon",
+    )
 
 
 def commit_of(path: Path) -> str | None:
@@ -96,20 +100,23 @@ def _explained(error: Exception, model: ModelConf, role: str, download: bool, fi
     """Says why the repository is not at hand, and what helps."""
     from huggingface_hub import constants
 
-    where, folder = f"hub repository {model.repo}", f"give a folder: {role}=PATH"
+    where = f"hub repository {model.repo}"
+    folder = f"give a folder: {role}=PATH"
     causes: list[BaseException] = [error]
     while (before := causes[-1].__cause__ or causes[-1].__context__) and before not in causes:
         causes.append(before)
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
-            what, fix = f"a download cannot be kept: {cause.strerror}", "make room, or choose another place"
-            return StorageError(what, constants.HF_HUB_CACHE, fix=f"{fix} with HF_HUB_CACHE=FOLDER")
+            what = f"a download cannot be kept: {cause.strerror}"
+            fix = "make room, or choose another place"
+            return StorageError(what, where=constants.HF_HUB_CACHE, fix=f"{fix} with HF_HUB_CACHE=FOLDER")
     if not download:
         what = f"{role} {model.name}{f': {file}' if file else ''} is not at hand"
         if model.n_layers:  # of a preset
             folder += f"; {role}.weights=synthetic tries the machine without weights"
-        found, fix = f"no whole copy in {constants.HF_HUB_CACHE}", f"add download=true, or {folder}"
-        return ModelError(what, where, found, fix=fix)
+        found = f"no whole copy in {constants.HF_HUB_CACHE}"
+        fix = f"add download=true, or {folder}"
+        return ModelError(what, where=where, found=found, fix=fix)
     reasons = {
         "GatedRepoError": ("it is gated", "ask for access on this page, and set HF_TOKEN"),
         "RevisionNotFoundError": ("there is no such revision", f"correct {role}.revision"),
@@ -122,5 +129,6 @@ def _explained(error: Exception, model: ModelConf, role: str, download: bool, fi
     other = "the hub refuses, or cannot be reached", "check the network, its proxy and HF_ENDPOINT"
     known = (reasons[kind] for cause in causes if (kind := type(cause).__name__) in reasons)
     reason, fix = next(known, (other[0], f"{other[1]}, or {folder}"))
-    what, page = f"{role} {model.name} cannot be fetched: {reason}", f"{constants.ENDPOINT}/{model.repo}"
-    return ModelError(what, page, first_line(causes[-1]), fix=fix)
+    what = f"{role} {model.name} cannot be fetched: {reason}"
+    page = f"{constants.ENDPOINT}/{model.repo}"
+    return ModelError(what, where=page, found=first_line(causes[-1]), fix=fix)

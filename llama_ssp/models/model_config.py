@@ -24,7 +24,8 @@ from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.sizes import config_file
 from llama_ssp.models.synthetic import config_for
 
-ALLOWED, ANOTHER = f"{TESTED} and other causal models", "choose another model"
+ALLOWED = f"{TESTED} and other causal models"
+ANOTHER = "choose another model"
 
 
 def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
@@ -68,15 +69,31 @@ def hub_config(path: Path) -> Any:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
             raise  # of this machine: torch makes its folder for compiled code when it is imported
         if content.get("model_type") not in CONFIG_MAPPING_NAMES:
-            what = "config.json is not one that transformers knows"
-            raise ModelError(what, path, str(error)[:160], ALLOWED, ANOTHER) from None
-        what, fix = f"{config_file(path).name} cannot be read", "correct it, or fetch the model again"
-        raise ModelError(what, path, f"{type(error).__name__}: {error}", fix=fix) from None
+            raise ModelError(
+                "config.json is not one that transformers knows",
+                where=path,
+                found=str(error)[:160],
+                allowed=ALLOWED,
+                fix=ANOTHER,
+            ) from None
+        raise ModelError(
+            f"{config_file(path).name} cannot be read",
+            where=path,
+            found=f"{type(error).__name__}: {error}",
+            fix="correct it, or fetch the model again",
+        ) from None
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        what = "the architecture is not a causal language model"
-        raise ModelError(what, path, config.model_type, ALLOWED, ANOTHER)
+        raise ModelError(
+            "the architecture is not a causal language model",
+            where=path,
+            found=config.model_type,
+            allowed=ALLOWED,
+            fix=ANOTHER,
+        )
     require_attention(config)
-    config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
+    config.return_dict = True
+    config.output_hidden_states = False
+    config.output_attentions = False
     return config
 
 
@@ -97,8 +114,12 @@ def possible(model: ModelConf, role: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
-        what, fix = "the sizes do not make a model", "take them from a model's config.json"
-        raise ModelError(what, f"{role} {model.name}", str(error)[:200], fix=fix) from None
+        raise ModelError(
+            "the sizes do not make a model",
+            where=f"{role} {model.name}",
+            found=str(error)[:200],
+            fix="take them from a model's config.json",
+        ) from None
 
 
 @contextmanager
@@ -112,6 +133,11 @@ def refusing(path: Path) -> Iterator[None]:
         if lacks_memory(error) or is_gpu_error(error):
             raise
         quantised = read_config(path).get("quantization_config")
-        fix = PLAIN_COPY if quantised else f"correct {config_file(path).name}, or {REFETCH}, or another dtype"
-        found = f"{type(error).__name__}: {error}"
-        raise ModelError("the checkpoint cannot be loaded", path, found, fix=fix) from error
+        raise ModelError(
+            "the checkpoint cannot be loaded",
+            where=path,
+            found=f"{type(error).__name__}: {error}",
+            fix=PLAIN_COPY
+            if quantised
+            else f"correct {config_file(path).name}, or {REFETCH}, or another dtype",
+        ) from error

@@ -110,11 +110,17 @@ def compile_beside(run: Callable[[str, str], None], command: str, cwd: str) -> N
 def mark(given: tuple[Any, ...]) -> None:
     """Marks the sizes that may differ in the next call: of tokens, a cache's slots, the rows of a tuple."""
     for argument in given:
-        tensors, dim, size = [argument], 0, "T"
+        tensors = [argument]
+        dim = 0
+        size = "T"
         if isinstance(argument, list):
-            tensors, dim, size = [*itertools.chain(*argument)], 1, "N"
+            tensors = [*itertools.chain(*argument)]
+            dim = 1
+            size = "N"
         elif isinstance(argument, tuple):
-            tensors, dim, size = [*argument], 0, "R"
+            tensors = [*argument]
+            dim = 0
+            size = "R"
         elif isinstance(argument, dict):
             tensors = [*itertools.chain(*argument.values())]
         for tensor in tensors:

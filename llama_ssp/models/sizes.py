@@ -49,9 +49,11 @@ def config_file(path: Path) -> Path:
 
 def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The model's sizes by the config's names; a ModelError if config.json lacks one."""
-    config, size = checkpoint.config, partial(_size, checkpoint)
+    config = checkpoint.config
+    size = partial(_size, checkpoint)
     family = family_of(config["model_type"])
-    heads, dim = size("num_attention_heads", "num_heads", "n_head"), size("hidden_size", "n_embd")
+    heads = size("num_attention_heads", "num_heads", "n_head")
+    dim = size("hidden_size", "n_embd")
     for name in PROJECTED:
         if config.get(name) not in (None, dim):
             raise _unsupported(checkpoint, f"its embeddings are projected ({name})", f"embeddings of {dim}")
@@ -79,9 +81,13 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     shape["attention_bias"], shape["mlp_bias"] = family.biases(config)
     shape |= _codes(checkpoint, shape)
     if heads % kv_heads:
-        what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"
-        allowed = "a whole number of query heads per KV head"
-        raise ModelError(what, checkpoint.path, found, allowed, REFETCH)
+        raise ModelError(
+            "query heads do not divide into groups of KV heads",
+            where=checkpoint.path,
+            found=f"{heads} and {kv_heads}",
+            allowed="a whole number of query heads per KV head",
+            fix=REFETCH,
+        )
     return shape
 
 
@@ -89,7 +95,8 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     """What a packed model keeps: of each matrix, or without headers what config.json says of all."""
     if is_gguf(checkpoint.path):
         return kept.sizes(kept.of_gguf({name: kind for name, (kind, _) in checkpoint.tensors.items()}))
-    found, family = quantised_config(checkpoint.config, checkpoint.path), family_of(shape["family"])
+    found = quantised_config(checkpoint.config, checkpoint.path)
+    family = family_of(shape["family"])
     usual = kept.of_config(found)
     if found is None or not checkpoint.tensors or not (usual.bits or found.method == "mxfp4"):
         return kept.usual(usual)
@@ -153,15 +160,24 @@ def _size(checkpoint: Checkpoint, *names: str, default: int | None = None) -> in
         return default
     if not values and checkpoint.config["model_type"] not in TESTED_FAMILIES:  # else it is damaged
         raise _unsupported(checkpoint, f"its config.json has no {names[0]}")
-    what = f"{config_file(checkpoint.path).name} has no usable {names[0]}"
-    found = repr(values[0] if values else None)
-    fix = "correct it, or fetch the model again"
-    raise ModelError(what, checkpoint.path, found, "a positive whole number", fix)
+    raise ModelError(
+        f"{config_file(checkpoint.path).name} has no usable {names[0]}",
+        where=checkpoint.path,
+        found=repr(values[0] if values else None),
+        allowed="a positive whole number",
+        fix="correct it, or fetch the model again",
+    )
 
 
 def _unsupported(checkpoint: Checkpoint, why: str, allowed: str = SUPPORTED) -> ModelError:
     what = f"the architecture is not supported: {why}"
-    return ModelError(what, checkpoint.path, checkpoint.config["model_type"], allowed, "choose another model")
+    return ModelError(
+        what,
+        where=checkpoint.path,
+        found=checkpoint.config["model_type"],
+        allowed=allowed,
+        fix="choose another model",
+    )
 
 
 def context_within(positions: int, config: dict[str, Any]) -> int:
@@ -180,7 +196,8 @@ def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> Win
     if window is None or config.get(window.key, window.default) is None:
         return None
     if window.switched:
-        kinds, first = config.get("layer_types"), config.get("max_window_layers", 28)
+        kinds = config.get("layer_types")
+        first = config.get("max_window_layers", 28)
         later = isinstance(first, int) and first < n_layers
         slides = "sliding_attention" in kinds if isinstance(kinds, list) else later
         if not config.get("use_sliding_window") or (window.partial and not slides):

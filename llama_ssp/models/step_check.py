@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from llama_ssp.config import Dtype, llama
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.assemble import decoder, wanted
@@ -91,7 +91,19 @@ class RandomWeights:
 def small_model(dtype: Dtype, device: torch.device, ranks: Ranks) -> SteppedModel:
     """This rank's part of a Llama of two layers with random weights; raises DistributedError if eager."""
     heads = 2 * max(4, ranks.world), max(4, ranks.world), 64
-    shape = llama("trial", (2, *heads, 1024, 2048, 4096, 1024))
+    n_heads, n_kv_heads, head_dim = heads
+    shape = ModelConf(
+        name="trial",
+        family="llama",
+        n_layers=2,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        dim=1024,
+        ffn=2048,
+        vocab=4096,
+        context=1024,
+    )
     if not has_kernels(shape.name, dtype, device, heads):
         raise DistributedError("there is no kernel for compiled steps", where=str(device))
     config = config_for(shape)

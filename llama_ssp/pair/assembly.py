@@ -239,7 +239,9 @@ def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, Trial | No
     if able and not all_able:
         log.warning("engine: %s runs eagerly: another rank cannot compile its steps", model.name)
     on_trial = all_able and any(is_on_trial for _, is_on_trial in facts)
-    return all_able, Trial(model.name, placed.dtype, placed.device, group) if on_trial else None
+    if not on_trial:
+        return all_able, None
+    return all_able, Trial(name=model.name, dtype=placed.dtype, device=placed.device, ranks=group)
 
 
 def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model) -> HeadModel:
@@ -325,7 +327,7 @@ def draft_alone(pair: RankModels) -> RankModels | None:
     group = pair.roles.draft
     if pair.draft is None or group is None or (group.world == 1 and not pair.roles.leads):
         return None
-    roles = Roles(pair.roles.everyone if group.world == 1 else group, group, None)
+    roles = Roles(everyone=pair.roles.everyone if group.world == 1 else group, target=group, draft=None)
     return replace(
         pair, target=pair.draft, draft=None, roles=roles, vocab=pair.draft.vocab, context=pair.draft_context
     )

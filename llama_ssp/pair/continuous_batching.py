@@ -21,7 +21,7 @@ from llama_ssp.text.detokenizer import Decode, Stop, TextSoFar
 from llama_ssp.text.logprobs import ScoredToken, are_damaged
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenRequest:
     """A request as token ids. `seed` replaces the run's."""
 
@@ -41,13 +41,22 @@ class TokenRequest:
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> TokenRequest:
         """Returns the request whose `asdict` went through JSON."""
-        biases = {int(token): bias for token, bias in plain["sampling"]["logit_bias"].items()}
-        prompt = Prompt(plain["prompt"]["id"], tuple(plain["prompt"]["token_ids"]))
-        sampling = SamplingConfig(**{**plain["sampling"], "logit_bias": biases})
-        return TokenRequest(**{**plain, "prompt": prompt, "sampling": sampling, "stop": tuple(plain["stop"])})
+        sampling = replace(SamplingConfig(), **plain["sampling"])
+        # JSON's keys are texts.
+        sampling.logit_bias = {int(token): bias for token, bias in sampling.logit_bias.items()}
+        return TokenRequest(
+            index=plain["index"],
+            prompt=Prompt(plain["prompt"]["id"], tuple(plain["prompt"]["token_ids"])),
+            sampling=sampling,
+            max_new_tokens=plain["max_new_tokens"],
+            stop=tuple(plain["stop"]),
+            seed=plain["seed"],
+            logprobs=plain["logprobs"],
+            echo=plain["echo"],
+        )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Reply:
     """The text of a request so far. `echoed` are the prompt's log-probabilities."""
 
@@ -91,7 +100,7 @@ class Supply:
 NONE = Supply()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ContinuousBatch:
     """Writes the texts of requests on one engine. `figures` is right at any moment, also after a failure.
 
@@ -120,7 +129,7 @@ class ContinuousBatch:
             scores = self.scored(batch)
             for request in batch:
                 if not request.max_new_tokens:
-                    reply = Reply(request, self._text_of(request), finish_reason="length")
+                    reply = Reply(request=request, written=self._text_of(request), finish_reason="length")
                     yield self._ended(reply, scores)
             wanted = [one for one in batch if one.max_new_tokens]
             yield from self._write(wanted, rows, Supply(supply.begin), scores)
@@ -153,7 +162,9 @@ class ContinuousBatch:
         """Yields rounds until all texts have ended; their rows have the indices of requests as numbers."""
         self._began = time.perf_counter()
         self.engine.logprobs = LogprobReader(None, self.sampled)
-        self._waiting, self._begin, self._more = deque(requests), supply.begin, supply.more
+        self._waiting = deque(requests)
+        self._begin = supply.begin
+        self._more = supply.more
         self._fill(rows)
         if not self._waiting:
             return
@@ -175,7 +186,8 @@ class ContinuousBatch:
                     self._counts.add(row)
                     reply = self._in_row[row.row]
                     reply.token_ids += row.tokens
-                    reply.finish_reason, reply.logprobs = row.finish, state.logprobs[row.row]
+                    reply.finish_reason = row.finish
+                    reply.logprobs = state.logprobs[row.row]
                     reply.drafted += len(row.drafted)
                     reply.accepted += row.accepted
                 yield Step(step.round, [replace(row, row=self._in_row[row.row].index) for row in step.rows])
@@ -227,7 +239,9 @@ class ContinuousBatch:
         if taken:
             self._begin([request.index for request in taken.values()])
         for row, request in taken.items():
-            self._in_row[row] = self.replies[request.index] = Reply(request, self._text_of(request))
+            self._in_row[row] = self.replies[request.index] = Reply(
+                request=request, written=self._text_of(request)
+            )
             self._limits.by_row[row] = request.max_new_tokens
             self.engine.transform.assign(row, request.sampling)
             self.engine.logprobs.by_row[row] = request.logprobs

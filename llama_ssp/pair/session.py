@@ -206,7 +206,14 @@ class PairSession:
         engine = self.engine(seed, run)
         lookahead = partial(lookahead_for, run, costs=self.costs)
         sampled = run.task.logprobs_of is LogprobsOf.sampled
-        return ContinuousBatch(engine, self.tokens.decode, lookahead, self.end_ids, sampled, clocked)
+        return ContinuousBatch(
+            engine=engine,
+            decode=self.tokens.decode,
+            lookahead=lookahead,
+            ends=self.end_ids,
+            sampled=sampled,
+            clocked=clocked,
+        )
 
     def requests(
         self, prompts: Sequence[Prompt], run: RunConf | None = None, stops: Sequence[str] = ()

@@ -43,15 +43,20 @@ log = logging.getLogger(__name__)
 COMMAND = [sys.executable, "-m", "llama_ssp.pair.trial"]
 TRIAL_S = 120.0  # for the small processes, which import torch, meet and compile
 CHECK_S = 120.0  # for the steps of the real model, which are compiled by then
-WIDTHS, ROWS, STEPS = (1, 2, 5), (1, 2), 8
-CHECKED, SLACK = 2, 4  # of the real model: steps of each width; more layers, and experts, are farther off
+# Of the small model.
+WIDTHS = (1, 2, 5)
+ROWS = (1, 2)
+STEPS = 8
+# Of the real model: steps of each width; more layers, and experts, are farther off.
+CHECKED = 2
+SLACK = 4
 READY = "ready"
 DRIVER = Path("/proc/driver/nvidia/version")
 # A verdict depends on these variables, too.
-SETTINGS = "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC"
+SETTINGS = ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trial:
     """The trial of one model over `ranks`, all of which call it. `verdict` is PASSED, or why it failed."""
 
@@ -83,7 +88,8 @@ class Trial:
 
     def passes(self) -> bool:
         """Whether the model's steps may be compiled, by the verdict of an earlier start, or by trying."""
-        known, is_lasting = self._read(), True
+        known = self._read()
+        is_lasting = True
         self.verdict = known or PASSED
         if json.dumps(None) in self.ranks.gather_texts(json.dumps(known)):
             log.info("engine: trying compiled steps over %d ranks, before weights are read", self.ranks.world)
@@ -124,7 +130,8 @@ class Trial:
     def _run(self) -> tuple[str, bool]:
         """Runs this rank's small process; returns why it failed, and whether it came to its first step."""
         members = self.ranks.gather_texts(os.environ.get("RANK", "0"))
-        rank, attempt = str(self.ranks.rank), os.environ.get(ATTEMPT, "0")
+        rank = str(self.ranks.rank)
+        attempt = os.environ.get(ATTEMPT, "0")
         environment = os.environ | import_path() | {"RANK": rank, "LOCAL_RANK": rank}
         environment["WORLD_SIZE"] = str(self.ranks.world)
         # The small processes have keys of their own in the store.
@@ -132,12 +139,19 @@ class Trial:
         for name in (CODE_FILE, "LOCAL_WORLD_SIZE"):
             environment.pop(name, None)
         try:
-            command = [*COMMAND, str(self.device), self.dtype.value]
-            apart: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "start_new_session": True}
-            ended = subprocess.run(command, env=environment, timeout=TRIAL_S, **apart)
-            code, outputs = ended.returncode, (ended.stdout, ended.stderr)
+            ended = subprocess.run(
+                [*COMMAND, str(self.device), self.dtype.value],
+                env=environment,
+                timeout=TRIAL_S,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                start_new_session=True,
+            )
+            code: int | None = ended.returncode
+            outputs = (ended.stdout, ended.stderr)
         except subprocess.TimeoutExpired as late:
-            code, outputs = None, (late.stdout or b"", late.stderr or b"")
+            code = None
+            outputs = (late.stdout or b"", late.stderr or b"")
         except OSError as error:
             return f"its process did not start: {error}", False
         said, errors = (output.decode(errors="replace") for output in outputs)
@@ -170,7 +184,8 @@ def _hash(text: str) -> str:
 def main() -> None:
     """Runs one rank's small process: exits with 0 if the trial passes, else with a line on standard error."""
     end_with_parent(signal.SIGKILL)
-    device, dtype = torch.device(sys.argv[1]), Dtype(sys.argv[2])
+    device = torch.device(sys.argv[1])
+    dtype = Dtype(sys.argv[2])
     ranks = open_ranks(device)
     try:
         model = small_model(dtype, device, ranks)

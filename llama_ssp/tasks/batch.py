@@ -452,12 +452,19 @@ def begin(job: Job, pair: PairSession) -> Journal:
 
 def tokenised(record: Request, pair: PairSession) -> TokenRequest:
     """Returns the request as token ids. Raises Refused where the model cannot continue it."""
-    stops = tuple(pair.tokens.stops(record.stop))
-    how = record.sampling, record.max_new_tokens, stops, record.seed, record.logprobs, record.echo
     text = TextPrompt(record.id, record.said, record.where)
     task = replace(pair.run.task_as(BatchConf), max_new_tokens=record.max_new_tokens)
     run = replace(pair.run, task=task)
     try:
-        return TokenRequest(record.index, prompt_of(text, pair.tokens, run, record.messages), *how)
+        return TokenRequest(
+            index=record.index,
+            prompt=prompt_of(text, pair.tokens, run, record.messages),
+            sampling=record.sampling,
+            max_new_tokens=record.max_new_tokens,
+            stop=tuple(pair.tokens.stops(record.stop)),
+            seed=record.seed,
+            logprobs=record.logprobs,
+            echo=record.echo,
+        )
     except DataError as error:
         raise Refused(index=record.index, id=record.id, url=record.url, error=str(error)) from None

@@ -37,7 +37,6 @@ from llama_ssp.config import (
     Verification,
     Weights,
     home_expanded,
-    llama,
 )
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
@@ -236,8 +235,20 @@ def _libraries_mib(device: torch.device, held: int) -> dict[str, Any]:
 def shape(layers: int, dim: int, vocab: int, agreement: float = 0.8, head_dim: int = 64) -> ModelConf:
     """Returns a Llama of these sizes with weights from a seed."""
     heads = max(dim // head_dim, 1)
-    sizes = layers, heads, heads, dim // heads, dim, 11 * dim // 4, vocab, 1024
-    return llama(f"{layers}x{dim}, vocabulary {vocab}", sizes, weights=Weights.synthetic, agreement=agreement)
+    return ModelConf(
+        name=f"{layers}x{dim}, vocabulary {vocab}",
+        family="llama",
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=dim // heads,
+        dim=dim,
+        ffn=11 * dim // 4,
+        vocab=vocab,
+        context=1024,
+        weights=Weights.synthetic,
+        agreement=agreement,
+    )
 
 
 def cases() -> list[Case]:

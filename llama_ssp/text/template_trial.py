@@ -15,7 +15,11 @@ from pathlib import Path
 TRIAL_S = 5.0
 TRIAL_BYTES = 2**30  # beyond what the process has
 MAX_LETTERS = 2**24  # of a conversation: a template adds marks, not books
-FINE, TOO_LONG, TOO_MUCH, TOO_SLOW = 0, 3, 4, 5  # how a trial ends; any other way: as `render` ends here, too
+# How a trial ends; any other way: as `render` ends here, too.
+FINE = 0
+TOO_LONG = 3
+TOO_MUCH = 4
+TOO_SLOW = 5
 LOOK_S = 0.002
 ENDED = {
     TOO_LONG: f"more than {MAX_LETTERS} characters",

@@ -122,7 +122,8 @@ class HubTokens(Tokens):
         self.end_ids = ends_with_token(path, ids, warns=True) or (
             frozenset({own}) if own is not None else frozenset()
         )
-        self.bos_id, self.size = self._tokenizer.bos_token_id, 1 + max(ids.values())
+        self.bos_id = self._tokenizer.bos_token_id
+        self.size = 1 + max(ids.values())
         self.template = str(self._tokenizer.chat_template or "")
 
     def _warn_of_twins(self, ids: dict[str, int]) -> None:
@@ -162,7 +163,8 @@ class HubTokens(Tokens):
 
     def chat(self, messages: list[Message]) -> list[int]:
         """Reads special tokens of the template as such; those in the messages are text."""
-        rendered, typed = self.rendered(messages), [message["content"] for message in messages]
+        rendered = self.rendered(messages)
+        typed = [message["content"] for message in messages]
         if self._special_in(typed) is None:
             return self.encode(rendered, special=True, begin=False)
         marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
@@ -173,9 +175,12 @@ class HubTokens(Tokens):
             if "".join(contents.get(piece, piece) for piece in pieces) == rendered:
                 parts = ((contents.get(piece, piece), piece not in contents) for piece in pieces)
                 return [i for text, special in parts for i in self.encode(text, special, begin=False)]
-        what = "the prompt names special tokens, and the chat template rewrites the prompt"
-        fix = "take the special token out of the prompt"
-        raise DataError(what, "task.chat=true", self._special_in(typed), fix=fix)
+        raise DataError(
+            "the prompt names special tokens, and the chat template rewrites the prompt",
+            where="task.chat=true",
+            found=self._special_in(typed),
+            fix="take the special token out of the prompt",
+        )
 
     def _special_in(self, texts: list[str]) -> str | None:
         """Returns a special token that is named in the texts."""
@@ -202,10 +207,12 @@ class HubTokens(Tokens):
         return result if backend is not None else replace(result, notation=notation_guessed(list(ids)))
 
     def rendered(self, messages: list[Message], goes_on: bool = False) -> str:
-        where, without = "task.chat=true", "use task.chat=false"
+        where = "task.chat=true"
+        without = "use task.chat=false"
         if not self.has_template:
-            fix = "use an instruct model, or task.chat=false"
-            raise DataError("the model has no chat template", where, fix=fix)
+            raise DataError(
+                "the model has no chat template", where=where, fix="use an instruct model, or task.chat=false"
+            )
 
         def render() -> str:
             text: str = self._tokenizer.apply_chat_template(
@@ -226,16 +233,23 @@ class HubTokens(Tokens):
         try:
             rendered = render()
         except Exception as error:  # a template may raise anything
-            what, found = "the model's chat template refuses the prompt", str(error)[:200]
-            fix = f"leave out task.system, or {without}"
-            raise DataError(what, where, found or type(error).__name__, fix=fix) from None
+            what = "the model's chat template refuses the prompt"
+            found = str(error)[:200]
+            raise DataError(
+                what,
+                where=where,
+                found=found or type(error).__name__,
+                fix=f"leave out task.system, or {without}",
+            ) from None
         if any(m["role"] == "system" and m["content"].strip() not in rendered for m in messages):
-            what, fix = "the model's chat template leaves the system prompt out", "leave out task.system"
-            raise DataError(what, "task.system", fix=f"{fix}, or begin the prompt with it")
+            what = "the model's chat template leaves the system prompt out"
+            fix = "leave out task.system"
+            raise DataError(what, where="task.system", fix=f"{fix}, or begin the prompt with it")
         changed = [m for m in messages if m["role"] == "user" and m["content"].strip() not in rendered]
         if any(m["content"].startswith(WORD) for m in changed):
-            what, fix = "the model's chat template leaves the prompt out", "correct chat_template in"
-            raise DataError(what, self._path, fix=f"{fix} tokenizer_config.json, or {without}")
+            what = "the model's chat template leaves the prompt out"
+            fix = "correct chat_template in"
+            raise DataError(what, where=self._path, fix=f"{fix} tokenizer_config.json, or {without}")
         if changed:  # a template may rewrite a message: WORD in its place shows whether it is rendered
             self.rendered(
                 [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]
@@ -275,6 +289,8 @@ def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], how: Bridging
     if target.vocabulary is not None and draft.vocabulary is not None:
         return pair(target.vocabulary, draft.vocabulary, widths, how)
     if target.vocabulary is not draft.vocabulary:
-        fix = "give both by path, or both weights=synthetic"
-        raise ModelError("one model has a tokenizer and the other has none", fix=fix)
+        raise ModelError(
+            "one model has a tokenizer and the other has none",
+            fix="give both by path, or both weights=synthetic",
+        )
     return None

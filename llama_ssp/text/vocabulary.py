@@ -24,7 +24,8 @@ Encode = Callable[[str], list[int]]
 log = logging.getLogger(__name__)
 
 PANIC = "PanicException"
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+FILE = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 ENDS_IN = ("generation_config.json", "config.json")  # the first that names a possible id counts
 NUMBERED = re.compile(r"<0x([0-9A-F]{2})>")
 OWN_LETTERS = (range(33, 127), range(161, 173), range(174, 256))  # bytes written as their own letters
@@ -69,7 +70,7 @@ def byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in sorted(own)} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Vocabulary:
     """The meaning of a tokenizer's ids.
 
@@ -129,7 +130,8 @@ class Vocabulary:
 
     def cut(self, text: bytes) -> list[int]:
         """Returns tokens for any bytes, the longest first; up to where no token fits."""
-        ids, at = [], 0
+        ids = []
+        at = 0
         while at < len(text):
             sizes = range(min(self.longest, len(text) - at), 0, -1)
             size = next((n for n in sizes if text[at : at + n] in self.by_surface), 0)
@@ -149,7 +151,8 @@ class Vocabulary:
             except UnicodeDecodeError as error:  # half a character, usually at the end
                 ids += self._encoded(text[: error.start].decode("utf-8"), inside)
                 ids += self.cut(text[error.start : error.end])
-                text, inside = text[error.end :], True
+                text = text[error.end :]
+                inside = True
 
     def _encoded(self, text: str, inside: bool) -> list[int]:
         """Tokenizes a text; one that is `inside`, after other bytes, gets no space before it."""
@@ -158,7 +161,9 @@ class Vocabulary:
         bare = text.removeprefix(" ")  # the tokenizer adds it again
         if bare and (bare != text or not inside):
             return self.encode(bare)
-        line, whole = self.encode("\n"), self.encode("\n" + text)  # the space goes before the newline
+        # The space goes before the newline.
+        line = self.encode("\n")
+        whole = self.encode("\n" + text)
         return whole[len(line) :] if bare and whole[: len(line)] == line else self.cut(text.encode())
 
 
@@ -172,14 +177,25 @@ def vocabulary_of(
     tokens = content.get("added_tokens") or []
     added = frozenset(token["id"] for token in tokens)
     special = frozenset(token["id"] for token in tokens if token["special"]) | (added & ends)
-    normaliser, template = json.dumps(content.get("normalizer"), sort_keys=True), content["chat_template"]
-    own = special, added, ends, before(begin, encode), notation_of(content.get("decoder")), encode, normaliser
-    return Vocabulary(ids, *own, template if isinstance(template, str) else "")
+    normaliser = json.dumps(content.get("normalizer"), sort_keys=True)
+    template = content["chat_template"]
+    return Vocabulary(
+        ids=ids,
+        special=special,
+        added=added,
+        ends=ends,
+        start=before(begin, encode),
+        notation=notation_of(content.get("decoder")),
+        encode=encode,
+        normaliser=normaliser,
+        template=template if isinstance(template, str) else "",
+    )
 
 
 def before(begin: Encode, encode: Encode) -> tuple[int, ...]:
     """Returns the ids that `begin` puts before a text."""
-    whole, bare = begin("a"), encode("a")
+    whole = begin("a")
+    bare = encode("a")
     at = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return tuple(whole[:at])
 
@@ -199,7 +215,8 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
     try:
         if folder is None:
             hub = HeaderTokenizer(path)
-            tokenizer, settings = hub.backend_tokenizer, {"chat_template": hub.chat_template}
+            tokenizer = hub.backend_tokenizer
+            settings = {"chat_template": hub.chat_template}
             content = json.loads(tokenizer.to_str())
         else:
             content = json.loads((folder / FILE).read_text(encoding="utf-8"))
@@ -234,16 +251,22 @@ def tokenizing(folder: Path) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != PANIC:
             raise
-        fix = "take long repetitions out of the text, or correct the pattern in tokenizer.json"
-        raise DataError("the tokenizer fails on a text", folder, str(error)[:200], fix=fix) from None
+        raise DataError(
+            "the tokenizer fails on a text",
+            where=folder,
+            found=str(error)[:200],
+            fix="take long repetitions out of the text, or correct the pattern in tokenizer.json",
+        ) from None
 
 
 def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Vocabulary | None]:
     """Reads those of two models; equal files are read once, as large ones take a second."""
-    result, files = read_vocabulary(target), [FILE, SETTINGS]
+    result = read_vocabulary(target)
+    files = [FILE, SETTINGS]
     if target == draft:
         return result, result
-    one, other = tokenizer_folder(target), tokenizer_folder(draft)
+    one = tokenizer_folder(target)
+    other = tokenizer_folder(draft)
     same = one and other and cmpfiles(one, other, files, shallow=False)[0] == files
     if same and end_ids_of(target) == end_ids_of(draft):
         return result, result
@@ -270,7 +293,8 @@ def ends_with_token(path: Path, ids: Mapping[str, int], warns: bool = False) -> 
 
     With `warns` they are named in the log.
     """
-    ends, known = end_ids_of(path), {*ids.values()}
+    ends = end_ids_of(path)
+    known = {*ids.values()}
     if warns and (lost := sorted(ends - known)):
         names = ", ".join(map(str, lost))
         log.warning("%s: no text ends by eos_token_id %s: the vocabulary has no such token", path, names)

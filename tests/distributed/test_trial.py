@@ -179,7 +179,7 @@ def test_a_kept_verdict(
     monkeypatch.setattr(trial, "COMMAND", ["echo", trial.READY])
     if kept == "unwritten":
         monkeypatch.setattr(trial, "part_of", lambda _: Path("/dev/full"))
-    first = Trial("m", Dtype.fp32, CPU, ALONE)
+    first = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
     assert first.passes()
     monkeypatch.setattr(trial, "COMMAND", [*FAILS, "echo ready; echo error: no >&2; exit 5"])
     assert first.file.exists() == (kept != "unwritten") == ("the verdict is not kept: " not in caplog.text)
@@ -188,7 +188,7 @@ def test_a_kept_verdict(
     if kept == "of another GPU":
         monkeypatch.setattr(trial, "gpu_of", lambda _: "another")
     ranks: Any = ALONE if kept != "of another world" else Pretended()
-    second = Trial("m", Dtype.fp32, CPU, ranks)
+    second = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ranks)
     assert second.passes() == (kept == "whole")
     assert second.verdict == (PASSED if kept == "whole" else "no")
 
@@ -203,10 +203,10 @@ def test_what_fails_before_the_first_step_is_not_kept(
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(trial, "TRIAL_S", 1.0)
     monkeypatch.setattr(trial, "COMMAND", command)
-    first = Trial("m", Dtype.fp32, CPU, ALONE)
+    first = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
     assert not first.passes() and first.verdict and not any(tmp_path.iterdir())
     monkeypatch.setattr(trial, "COMMAND", ["echo", trial.READY])
-    assert Trial("m", Dtype.fp32, CPU, ALONE).passes() and first.file.exists()
+    assert Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE).passes() and first.file.exists()
 
 
 def test_the_command_of_the_trial_runs_from_a_checkout_in_any_folder(
@@ -217,7 +217,7 @@ def test_the_command_of_the_trial_runs_from_a_checkout_in_any_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(trial, "COMMAND", [*trial.COMMAND, "cpu", "no such format"])
-    assert not (first := Trial("m", Dtype.fp32, CPU, ALONE)).passes()
+    assert not (first := Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)).passes()
     assert "'no such format' is not a valid Dtype" in first.verdict
 
 

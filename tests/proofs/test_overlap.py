@@ -187,12 +187,12 @@ def overlapped(
 ) -> Any:  # fmt: skip
     """Returns what `write` returns on the leader: the outcome of a batch, unless it is another function."""
     stage = Stage(schedule)
-    asker = DraftClient(StagedLink(stage, "leader"), PATIENCE_S)
+    asker = DraftClient(link=StagedLink(stage, "leader"), patience_s=PATIENCE_S)
     answerer = DraftServer(StagedLink(stage, "draft"), ALONE)
     transform = SamplingTransform(s.sampling, tuple(s.ends), target.vocab)
     remote = RemoteDrafter(asker, draft.context, transform.vocab, torch.float64)
-    leads = Roles(ALONE, ALONE, None, client=asker, apart=(1,))
-    helps = Roles(ALONE, None, ALONE, server=answerer, apart=(1,))
+    leads = Roles(everyone=ALONE, target=ALONE, draft=None, client=asker, apart=(1,))
+    helps = Roles(everyone=ALONE, target=None, draft=ALONE, server=answerer, apart=(1,))
     sampler = Sampler(transform, draws)
     sender = AheadDrafter(ModelRunner(draft, s.chunk), sampler, ALONE, answerer, Overlap.ahead)
     engine = Engine(ModelRunner(target, s.chunk), remote, sampler, RULES[s.rule], leads)

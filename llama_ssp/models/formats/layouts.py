@@ -292,7 +292,8 @@ class Gptq(ByInput):
                 found = int(order_K.min()), int(order_K.max())
                 raise order.wrong("a group", found, f"0..{self.groups - 1}")
             if not torch.equal(order_K, torch.arange(inputs) // self.group):
-                self.order_K, self.borders = order_K, (self.per, self.per)
+                self.order_K = order_K
+                self.borders = (self.per, self.per)
 
     def block(self, rows: Span, columns: Span) -> Coded | Tensor:
         per = self.per

@@ -25,7 +25,7 @@ READABLE = (
 PLAIN_COPY = "use a copy of the model in another format, or with plain weights and dtype=int8 or nf4"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantisedConfig:
     """The `quantization_config` of a folder whose weights can be read."""
 
@@ -59,15 +59,21 @@ def quantised_config(config: Mapping[str, Any], where: Path) -> QuantisedConfig 
             case "compressed-tensors":
                 return _compressed(claim)
             case "bitsandbytes" if claim.get("load_in_4bit"):
-                return QuantisedConfig(method, "bitsandbytes, 4 bits", 4, BLOCK_OF_4_BIT)
+                return QuantisedConfig(
+                    method=method, name="bitsandbytes, 4 bits", bits=4, group=BLOCK_OF_4_BIT
+                )
             case "bitsandbytes":
-                return QuantisedConfig(method, "bitsandbytes, 8 bits", 8, activations=True)
-        return QuantisedConfig(method, method)
+                return QuantisedConfig(method=method, name="bitsandbytes, 8 bits", bits=8, activations=True)
+        return QuantisedConfig(method=method, name=method)
     except Unreadable as error:
         raise unreadable(str(error), _place(where)) from None
     except (TypeError, ValueError, AttributeError) as error:  # a value of another type than the format has
-        what, fix = f"config.json has no usable values of {method}", "correct it, or fetch the model again"
-        raise ModelError(what, _place(where), error, fix=fix) from None
+        raise ModelError(
+            f"config.json has no usable values of {method}",
+            where=_place(where),
+            found=error,
+            fix="correct it, or fetch the model again",
+        ) from None
 
 
 def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str, str]) -> None:
@@ -78,17 +84,24 @@ def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str
     method, claim = _claim(config)
     if not method:
         if codes := sorted(name for name in formats if name.endswith(CODES)):
-            what, where = "the weights are quantised, but config.json does not say how", path / "config.json"
-            fix = f"add the model's quantization_config; or {PLAIN_COPY}"
-            raise ModelError(what, where, f"{codes[0]}, no quant_method", READABLE, fix)
+            raise ModelError(
+                "the weights are quantised, but config.json does not say how",
+                where=path / "config.json",
+                found=f"{codes[0]}, no quant_method",
+                allowed=READABLE,
+                fix=f"add the model's quantization_config; or {PLAIN_COPY}",
+            )
         return
     coded = any(name.endswith(SCALES) for name in formats) or not PLAIN.issuperset(formats.values())
     if coded and method not in METHODS:
         raise unreadable(_named(method, claim), _place(path))
     if method in METHODS and not coded:
-        what = f"config.json says that {method} quantised the weights, but they are plain"
-        fix = "remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights"
-        raise ModelError(what, _place(path), "no scales among the tensors", fix=fix)
+        raise ModelError(
+            f"config.json says that {method} quantised the weights, but they are plain",
+            where=_place(path),
+            found="no scales among the tensors",
+            fix="remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights",
+        )
     if any(name.endswith(".weight_g_idx") for name in formats):
         raise unreadable("compressed-tensors with act-order (weight_g_idx)", _place(path))
     quantised_config(config, path)
@@ -126,7 +139,7 @@ def _place(folder: Path) -> str:
 
 def unreadable(found: str, where: str) -> ModelError:
     what = "the weights are quantised in a format that cannot be read"
-    return ModelError(what, where, found, READABLE, PLAIN_COPY)
+    return ModelError(what, where=where, found=found, allowed=READABLE, fix=PLAIN_COPY)
 
 
 def _by_input(method: str, claim: Mapping[str, Any]) -> QuantisedConfig:
@@ -142,9 +155,16 @@ def _by_input(method: str, claim: Mapping[str, Any]) -> QuantisedConfig:
         raise Unreadable(f"{method}: group_size {group}")
     act_order = bool(claim.get("desc_act")) and not awq
     words = f"{method}, {bits} bits, " + (f"groups of {group}" if group > 0 else "a scale a row")
-    name, less_one = words + (", act-order" if act_order else ""), layout != "gptq_v2"
-    group = max(group, 0)
-    return QuantisedConfig(method, name, bits, group, True, act_order=act_order, less_one=less_one)
+    name = words + (", act-order" if act_order else "")
+    return QuantisedConfig(
+        method=method,
+        name=name,
+        bits=bits,
+        group=max(group, 0),
+        zeros=True,
+        act_order=act_order,
+        less_one=layout != "gptq_v2",
+    )
 
 
 def _first(claim: Mapping[str, Any], *keys: str, default: int) -> int:
@@ -155,12 +175,20 @@ def _fp8(claim: Mapping[str, Any]) -> QuantisedConfig:
     block = claim.get("weight_block_size", [128, 128])
     activations = claim.get("activation_scheme") is not None
     if block is None:
-        return QuantisedConfig("fp8", "fp8, a scale a matrix", 8, 0, activations=activations)
+        return QuantisedConfig(
+            method="fp8", name="fp8, a scale a matrix", bits=8, group=0, activations=activations
+        )
     rows, columns = map(int, block)
     if min(rows, columns) < 1:
         raise Unreadable(f"fp8: weight_block_size {block}")
-    name = f"fp8, blocks of {rows} x {columns}"
-    return QuantisedConfig("fp8", name, 8, columns, block=(rows, columns), activations=activations)
+    return QuantisedConfig(
+        method="fp8",
+        name=f"fp8, blocks of {rows} x {columns}",
+        bits=8,
+        group=columns,
+        block=(rows, columns),
+        activations=activations,
+    )
 
 
 def _compressed(claim: Mapping[str, Any]) -> QuantisedConfig:
@@ -180,16 +208,26 @@ def _compressed(claim: Mapping[str, Any]) -> QuantisedConfig:
     if len(blocks) > 1:
         raise Unreadable("compressed-tensors with blocks of several sizes")
     name = f"compressed-tensors, {', '.join(sorted({_kind(args) for args in weights}))}"
-    block, args = next(iter(blocks), None), next(iter(weights), dict[str, Any]())
-    activations = any(group.get(key) for group in groups for key in ACTIVATIONS)
-    every = tuple(_sizes(args, _block(args)) for args in weights)
-    said: Any = {"zeros": args.get("symmetric") is False, "block": block, "activations": activations}
-    return QuantisedConfig("compressed-tensors", name, *_sizes(args, block), every=every, **said)
+    block = next(iter(blocks), None)
+    args = next(iter(weights), dict[str, Any]())
+    bits, group = _sizes(args, block)
+    return QuantisedConfig(
+        method="compressed-tensors",
+        name=name,
+        bits=bits,
+        group=group,
+        zeros=args.get("symmetric") is False,
+        block=block,
+        activations=any(each.get(key) for each in groups for key in ACTIVATIONS),
+        every=tuple(_sizes(each, _block(each)) for each in weights),
+    )
 
 
 def _kind(args: Mapping[str, Any]) -> str:
     """Describes the codes, as in `int4 in groups of 128`. Raises Unreadable for others than are read."""
-    bits, group, type_ = args.get("num_bits", 8), args.get("group_size") or -1, args.get("type", "int")
+    bits = args.get("num_bits", 8)
+    group = args.get("group_size") or -1
+    type_ = args.get("type", "int")
     if (type_, bits) not in (("int", 4), ("int", 8), ("float", 8)) or group < -1:
         raise Unreadable(f"compressed-tensors, num_bits {bits!r}, {type_}, group_size {group}")
     table = f"{'FP' if type_ == 'float' else 'int'}{bits}"
@@ -205,5 +243,6 @@ def _block(args: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _sizes(args: Mapping[str, Any], block: tuple[int, int] | None) -> tuple[int, int]:
     """Bits of a code, and inputs with one scale."""
-    bits, group = args.get("num_bits"), block[1] if block else args.get("group_size")
+    bits = args.get("num_bits")
+    group = block[1] if block else args.get("group_size")
     return bits if bits in (4, 8) else 0, group if type(group) is int and group > 0 else 0

@@ -23,7 +23,9 @@ from llama_ssp.models.kernels.ownership import Fault, fault_inside, fault_on_the
 
 log = logging.getLogger(__name__)
 
-INDUCTOR, TRITON, TRITON_HOME = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+TRITON = "TRITON_CACHE_DIR"
+TRITON_HOME = "TRITON_HOME"
 UNUSED_S = 60 * 86400  # files of earlier versions and of other models, which nobody has read since
 MODELS = Path(__file__).parents[1]  # the code that programs are made from, with the sums over ranks below
 SUMS = MODELS.parent / "distributed" / "process_group.py"
@@ -88,13 +90,17 @@ def _safe_folder(named: str) -> Path:
             faults.append((folder, fault))
             folder = None
     except (RuntimeError, OSError) as failed:
-        error, folder = failed, None
+        error = failed
+        folder = None
 
     folder = folder or _temporary_folder(faults)
     if folder is None:
-        what = "there is no folder for compiled code that other users cannot change"
-        found = str(faults[0][1]) if faults else error
-        raise StorageError(what, where=INDUCTOR, found=found, fix=f"name one: {INDUCTOR}=FOLDER")
+        raise StorageError(
+            "there is no folder for compiled code that other users cannot change",
+            where=INDUCTOR,
+            found=str(faults[0][1]) if faults else error,
+            fix=f"name one: {INDUCTOR}=FOLDER",
+        )
     if faults:
         _warn(faults[0][0], faults[0][1], folder, INDUCTOR)
     elif error is not None:

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = 0
-GROUP_BITS, OTHERS_BITS = 0o070, 0o007
-WRITE, SEARCH = 0o022, 0o011  # of a group and of all others
+GROUP_BITS = 0o070
+OTHERS_BITS = 0o007
+# Of a group and of all others.
+WRITE = 0o022
+SEARCH = 0o011
 MAX_LINKS = 40  # on one way, as Linux has it
 ACL = "system.posix_acl_access"
 
@@ -55,7 +58,8 @@ def fault_inside(folder: Path) -> Fault | None:
     It reads the entries of every folder below, and no contents: a few microseconds a file.
     """
     owners = _owners()
-    to_look_at, seen = [folder], set[Path]()
+    to_look_at = [folder]
+    seen = set[Path]()
     while to_look_at:
         way = _follow(to_look_at.pop())
         if isinstance(way, Fault):
@@ -150,7 +154,8 @@ def _bits(path: Path | str, facts: os.stat_result) -> int:
 def _is_owners_alone(group: int, owner: int) -> bool:
     """Returns whether the group was made with the user, has the user's name, and has no other member."""
     try:
-        user, entry = pwd.getpwuid(owner), grp.getgrgid(group)
+        user = pwd.getpwuid(owner)
+        entry = grp.getgrgid(group)
     except KeyError:  # a number without a name
         return False
     return user.pw_gid == group and user.pw_name == entry.gr_name and {*entry.gr_mem} <= {user.pw_name}
