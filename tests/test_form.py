@@ -18,7 +18,6 @@ from tests.test_layers import MODULES, PACKAGE, Module
 ROOMS_TO_DO = {
     "models",
     "models/heads",
-    "models/kernels",
     "planner",
     "report",
     "tasks",
@@ -32,7 +31,7 @@ MAX_UNNAMED = 5  # fields of a class that may be given by position
 EXCEPTIONS = {
     ("models.causal_lm", "mask"): "takes the place of a function of transformers, with its arguments",
     ("models.causal_lm", "update"): "transformers gives a cache's update further arguments",
-    ("models.kernels.kept_files", "place_of"): "a file's name is made of any facts",
+    ("models.kept_files", "place_of"): "a file's name is made of any facts",
     ("pair.api", "__exit__"): "Python gives the error, its class and its traceback",
     ("report.console", "__exit__"): "Python gives the error, its class and its traceback",
     ("tasks.harness", "__init__"): "lm-eval gives what the user wrote in model_args",

@@ -24,9 +24,9 @@ from torch.nn import functional
 from llama_ssp.config import Dtype
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.formats.coded import Coded
-from llama_ssp.models.graph_sizes import SLICE
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.expert_stacks import Stacking
+from llama_ssp.models.kernels.kernel_sizes import SLICE
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable
 from llama_ssp.models.quantization import OWN, QUANTISED, coded_of, quantised

@@ -23,10 +23,10 @@ from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf, read_json
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
-from llama_ssp.models.graph_sizes import attends_on_cpu
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.kernels import attention as attention_kernel
+from llama_ssp.models.kernels.kernel_sizes import attends_on_cpu
 from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.model_config import config_of, empty, hub_config, possible, refusing
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings

@@ -18,7 +18,7 @@ from llama_ssp.models.checkpoint import read_config
 from llama_ssp.models.families import TESTED
 from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.quantised_config import PLAIN_COPY
-from llama_ssp.models.kernels.kept_files import kept
+from llama_ssp.models.kept_files import kept
 from llama_ssp.models.library_log import quiet_library
 from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.sizes import config_file

@@ -17,7 +17,7 @@ from pathlib import Path
 from llama_ssp.config import ModelConf
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, writing
-from llama_ssp.models.kernels.kept_files import user_folder
+from llama_ssp.models.kept_files import user_folder
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from llama_ssp.models.kernels import kept_files
-from llama_ssp.models.kernels.kept_files import compiler, is_ours, part_of, place_of, processor, source_text
+from llama_ssp.models import kept_files
+from llama_ssp.models.kept_files import compiler, is_ours, part_of, place_of, processor, source_text
 
 log = logging.getLogger(__name__)
 
