@@ -41,11 +41,11 @@ HEADERS_FIRST = False
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What a program is made of: `function(module, *given)`, and in words what else it depends on."""
+    """What a program is made of: `function(module, *arguments)`, and in words what else it depends on."""
 
     function: Program
     module: nn.Module
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     kinds: tuple[str, ...]  # of the blocks
 
 
@@ -64,11 +64,11 @@ def compiled(spec: ProgramSpec) -> Any:
     name = f"step_{next(NUMBERS)}"
     code = spec.function.__code__.replace(co_name=name, co_qualname=name)
     own = types.FunctionType(code, spec.function.__globals__, name)
-    options = OPTIONS | OPTIONS_BY_DEVICE[spec.given[0].device.type]
-    mark(spec.given)
+    options = OPTIONS | OPTIONS_BY_DEVICE[spec.arguments[0].device.type]
+    mark(spec.arguments)
     with quick_builds(), torch._dynamo.config.patch(enable_aot_compile=True):  # off in torch 2.11
         program: Any = torch.compile(own, fullgraph=True, dynamic=False, options=options)
-        program = program.aot_compile(((spec.module, *spec.given), {}))
+        program = program.aot_compile(((spec.module, *spec.arguments), {}))
     program.disable_guard_check()
     return program
 
