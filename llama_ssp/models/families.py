@@ -92,7 +92,8 @@ def _falcon_norms(config: Any) -> tuple[str, str]:
     """Attention and MLP have one input, after one norm or a norm each; or the MLP follows attention."""
     if not config.parallel_attn:
         return "input_layernorm", "post_attention_layernorm"
-    both = (config.num_ln_in_parallel_attn or 1 + config.new_decoder_architecture) == 2
+    usual = 2 if config.new_decoder_architecture else 1
+    both = (config.num_ln_in_parallel_attn or usual) == 2
     return ("ln_attn", "ln_mlp") if both else ("input_layernorm", "")
 
 
@@ -210,9 +211,10 @@ class Family:
         return 2 if has_both else 1
 
 
-ATTENTION_BIAS, BIASES = ("attention_bias", ""), ("attention_bias", "mlp_bias")
+ATTENTION_BIAS = ("attention_bias", "")
+BIASES = ("attention_bias", "mlp_bias")
 QWEN_WINDOW = Window(default=4096, partial=True, switched=True)
-QKV = "q_proj", "k_proj", "v_proj"
+QKV = ("q_proj", "k_proj", "v_proj")
 FAMILIES = {
     "falcon": Family(
         bias_keys=("bias", "bias"), grouped=False, multi_query=True, layer_norm=True,
@@ -233,7 +235,7 @@ FAMILIES = {
     ),
     "gpt_neo": Family(
         biased=("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
-        window=Window("window_size", 256, partial=True), layer_norm=True, position_rows=0,
+        window=Window(key="window_size", default=256, partial=True), layer_norm=True, position_rows=0,
         mlp_states=5, tied=True,  # its GELU is made of several steps
         names=GPT_NEO_NAMES, plain_scores=True,
     ),

@@ -54,7 +54,7 @@ class Shape:
 
 
 def reason_against(config: Any) -> str | None:
-    """Why decoder.py cannot run the model, as `key: found`; None if it can."""
+    """Returns why decoder.py cannot run the model, as `key: found`; None if it can."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         return f"model_type: {config.model_type}"
@@ -69,7 +69,7 @@ def reason_against(config: Any) -> str | None:
 
 
 def shape_of(config: Any) -> Shape:
-    """The shape of a model for which `reason_against` finds nothing."""
+    """Returns the shape of a model for which `reason_against` finds nothing."""
     family = FAMILIES[config.model_type]
     n_heads = int(config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
@@ -107,44 +107,59 @@ def shape_of(config: Any) -> Shape:
 
 
 def norms_of(config: Any) -> dict[str, str]:
-    """The names of a block's norms by their place; an empty name where there is none."""
+    """Returns the names of a block's norms by their place; an empty name where there is none."""
     family = FAMILIES[config.model_type]
-    found = {place: getattr(family.names, place) for place in NORMS}
+    names = {place: getattr(family.names, place) for place in NORMS}
     if family.norm_names is not None:
-        found["before_attention"], found["before_mlp"] = family.norm_names(config)
-    return found
+        before_attention, before_mlp = family.norm_names(config)
+        names["before_attention"] = before_attention
+        names["before_mlp"] = before_mlp
+    return names
 
 
 def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """The parameters of rotary positions by kind of layer; one kind, ALL, where all layers have the same."""
-    found = getattr(config, "rope_parameters", None) or {}
-    nested = {kind: parameters for kind, parameters in found.items() if isinstance(parameters, dict)}
-    return nested or ({ALL: found} if found else {})
+    """Returns the parameters of rotary positions by kind of layer; one kind, ALL, where all have the same."""
+    content = getattr(config, "rope_parameters", None) or {}
+    by_kind = {kind: parameters for kind, parameters in content.items() if isinstance(parameters, dict)}
+    if by_kind or not content:
+        return by_kind
+    return {ALL: content}
 
 
 def longrope_limit(config: Any) -> int | None:
-    """The length beyond which positions have a second scale (longrope); None where there is one scale."""
+    """Returns the length beyond which positions have a second scale (longrope); None where there is one."""
     scaled = [p for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"]
     return min((int(p[SCALED_FROM]) for p in scaled), default=None)
 
 
-def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...]:
+def _blocks(config: Any, family: Family, has_experts: bool) -> tuple[BlockShape, ...]:
+    """Returns what each block has: a window, a table of rotary positions, experts."""
     count = int(config.num_hidden_layers)
     kinds = getattr(config, "attention_layers", None) or getattr(config, "layer_types", None)
     window: int | None = getattr(config, family.window.key, None) if family.window else None
     by_kind = family.window is not None and family.window.partial
+
     rotated = getattr(config, family.rotary_layers) if family.rotary_layers else [True] * count
     tables = rotary_parameters(config) if family.position_rows is None else {}
+
     dense = getattr(config, "mlp_only_layers", None)
     step = getattr(config, "decoder_sparse_step", None)
     sparse = expert_layers(count, dense or (), step or 1)
-    found = []
+
+    blocks = []
     for layer in range(count):
         kind = kinds[layer] if kinds else ""
-        own = window if not by_kind or kind in LOCAL else None
-        table = None if not tables or not rotated[layer] else kind if kind in tables else next(iter(tables))
-        found.append(BlockShape(own, table, experts and sparse[layer]))
-    return tuple(found)
+        table = None
+        if tables and rotated[layer]:
+            table = kind if kind in tables else next(iter(tables))
+        blocks.append(
+            BlockShape(
+                window=window if not by_kind or kind in LOCAL else None,
+                rotary=table,
+                experts=has_experts and sparse[layer],
+            )
+        )
+    return tuple(blocks)
 
 
 def _kv_heads(config: Any, family: Family, n_heads: int) -> int:
