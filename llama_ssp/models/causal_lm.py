@@ -144,7 +144,8 @@ class CausalModel(Model):
         self.dtype: torch.dtype = embedding.weight.dtype
         self.caches = Tally()
         takes = inspect.signature(module.forward).parameters
-        self._cache_name = "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
+        # "past_key_values" before transformers 5.24.
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"
         _register_masks()
 
     @property

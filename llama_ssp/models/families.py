@@ -185,9 +185,10 @@ class Family:
     gguf: Gguf = NOT_READ
 
     def has_bias(self, config: Any, layer: str, part: int) -> bool:
-        """Whether a layer has a bias, by its name; `part` is 0 for attention's layers, 1 for the MLP's."""
+        """Returns whether a layer has a bias; `part`: 0 for attention's layers, 1 for the MLP's."""
         usual = layer.rpartition(".")[2] in self.biased
-        return bool(getattr(config, self.bias_keys[part], usual)) if self.bias_keys[part] else usual
+        key = self.bias_keys[part]
+        return bool(getattr(config, key, usual)) if key else usual
 
     def biases(self, config: Mapping[str, Any]) -> tuple[bool | None, bool | None]:
         """What config.json says of attention's and the MLP's biases, where that is not as usual."""
@@ -195,7 +196,8 @@ class Family:
         return self._said(config, 0, names[0]), self._said(config, 1, names[1])
 
     def _said(self, config: Mapping[str, Any], part: int, names: Iterable[str]) -> bool | None:
-        said = config.get(self.bias_keys[part]) if self.bias_keys[part] else None
+        key = self.bias_keys[part]
+        said = config.get(key) if key else None
         usual = {name.rpartition(".")[2] in self.biased for name in names if name}
         return None if said is None or usual == {bool(said)} else bool(said)
 

@@ -188,4 +188,6 @@ class LayerFormat:
                 return coded.CodedLinear(weight_NK, bias_N, self.device, self._memory)
             return coded.DecodedLinear(weight_NK.to(self.device), bias_N)
         layer = dense(weight_NK.to(self.device), bias_N)
-        return PackedLinear(layer, self._memory) if self._memory and packable(layer) else layer
+        if self._memory and packable(layer):
+            return PackedLinear(layer, self._memory)
+        return layer

@@ -251,13 +251,13 @@ def require_deepspeed(model: ModelConf, world: int) -> None:
             fix="use placement.splitting=tensor, or one process",
         )
     if model.code_bits or model.dtype in (Dtype.int8, Dtype.nf4, *OWN_CODES):
-        found = model.dtype.value
+        number_format = model.dtype.value
         if model.code_bits:
-            found = f"a checkpoint in codes of {model.code_bits} bits"
+            number_format = f"a checkpoint in codes of {model.code_bits} bits"
         raise DistributedError(
             "DeepSpeed would lose the scales of quantised layers",
             where=where,
-            found=found,
+            found=number_format,
             allowed="plain weights in fp32, bf16, fp16",
             fix="use placement.splitting=tensor",
         )

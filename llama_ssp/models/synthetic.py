@@ -220,13 +220,13 @@ def fill_module(module: Any, source: SyntheticSource, dtype: Dtype, device: torc
     tied = bool(getattr(module.config, "tie_word_embeddings", False))
     for name, layer in list(module.named_modules()):
         shrinks = dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head
+        place = torch.device("cpu") if shrinks else device  # quantising begins on the CPU
         values: dict[str, Tensor] = {}
         for leaf, parameter in layer._parameters.items():
             key = f"{name}.{leaf}" if name else leaf
             if parameter is None or (layer is head and tied):
                 continue
-            # Quantising begins on the CPU, and ends on the device.
-            values[leaf] = source.read(key, None).to(torch.device("cpu") if shrinks else device, held)
+            values[leaf] = source.read(key, None).to(place, held)
         if shrinks:
             module.set_submodule(name, quantised(dtype, values["weight"], values.get("bias"), device))
             continue

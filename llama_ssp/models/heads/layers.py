@@ -82,7 +82,9 @@ class Eagle3(nn.Module):
 
     def logits(self, z_RH: Tensor) -> Tensor:
         """Returns logits of the head's own tokens, (R, E)."""
-        return in_fp32(self.head, z_RH if self.normed_output else self.norms["output"](z_RH))
+        if not self.normed_output:
+            z_RH = self.norms["output"](z_RH)
+        return in_fp32(self.head, z_RH)
 
 
 class DFlash(nn.Module):

@@ -134,7 +134,8 @@ def load_head(
     config = block_config(path, settings)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     fast = fast and not settings.drafts and has_kernels(name, dtype, device, heads)
-    form = LayerFormat(dtype=dtype, device=device, kernels=Kernels.all if fast else Kernels.none)
+    kernels = Kernels.all if fast else Kernels.none
+    form = LayerFormat(dtype=dtype, device=device, kernels=kernels)
     names = wanted(config, settings)
     taps = settings.taps_of(layers)
     _require_taps(path, settings, taps, layers)
@@ -146,10 +147,10 @@ def load_head(
         has_table = settings.heads if output else settings.embeds
         if has_table:
             continue
-        given, is_shared = tables(output)
-        table = given.to(device, form.numbers)
+        target_table, is_shared = tables(output)
+        table = target_table.to(device, form.numbers)
         lent[output] = table
-        if is_shared and table.data_ptr() == given.data_ptr():
+        if is_shared and table.data_ptr() == target_table.data_ptr():
             shared.append(table)
 
     source = FileSource(path, {*names, *MAPS}, "model")
@@ -256,5 +257,8 @@ def wanted(config: Any, settings: HeadSettings) -> dict[str, Sizes]:
     """Returns the tensors that the head has on disk, by name, without the maps of its vocabulary."""
     assembly = assembly_of(config, settings, Outline({}), LayerFormat(device=META))
     table_VH = torch.empty(assembly.shape.vocab, assembly.shape.dim, device=META)
-    assembly.made(None if settings.embeds else table_VH, None if settings.heads else table_VH)
+    assembly.made(
+        embedding_VH=None if settings.embeds else table_VH,
+        output_EH=None if settings.heads else table_VH,
+    )
     return assembly.wanted

@@ -102,10 +102,12 @@ def kind_of(path: Path) -> str | None:
     if kind := content.get("speculators_model_type"):
         return str(kind)
     names = content.get("architectures")
-    named = [str(name) for name in names if OTHERS.search(str(name))] if isinstance(names, list) else []
-    if not named:
+    if not isinstance(names, list):
         return None
-    return next((kind for kind, words in CLASSES.items() if words.search(named[0])), named[0])
+    drafters = [str(name) for name in names if OTHERS.search(str(name))]
+    if not drafters:
+        return None
+    return next((kind for kind, words in CLASSES.items() if words.search(drafters[0])), drafters[0])
 
 
 def head_settings(path: Path) -> HeadSettings:

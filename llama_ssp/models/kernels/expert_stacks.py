@@ -145,8 +145,10 @@ def outputs_of(up: Stack, down: Stack) -> int:
     """Returns how many outputs an expert's first layer has."""
     if up.how != NUMBERS:
         return StackCodes.read(up.how).outputs
-    weight = down.parts[0]  # (E, H, F), or packed
-    return 2 * (weight.shape[-1] if weight.ndim == 3 else weight.shape[2] * weight.shape[4])
+    weight = down.parts[0]  # (E, H, F), or packed: (E, blocks, words, BLOCK, numbers in a word)
+    if weight.ndim == 3:
+        return 2 * weight.shape[-1]
+    return 2 * weight.shape[2] * weight.shape[4]
 
 
 def product(x: Tensor, stack: Stack, bias_EN: Tensor | None, expert: int, outputs: int) -> Tensor:

@@ -25,7 +25,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor, wide: bool = False) -> Tensor:
         """`wide`: the sums as they are, in fp32."""
-        operator = torch.ops.llama_ssp.linear_wide if wide else torch.ops.llama_ssp.linear
+        operator = torch.ops.llama_ssp.linear
+        if wide:
+            operator = torch.ops.llama_ssp.linear_wide
         product: Tensor = operator(x, self.packed, self.bias, self.out_features)
         return product
 
