@@ -60,7 +60,7 @@ def attend(
 ) -> Tensor:
     """Computes the operator of attention.py, (T, H, D); T is not 0; a `window` or `softcap` of 0 is none."""
     if len(query_THD) > MOST:  # of a prompt: the memory of sums is bounded
-        chunks = zip(query_THD.split(MOST), first_T.split(MOST), position_T.split(MOST), strict=True)
+        chunks = zip(*(torch.split(tensor, MOST) for tensor in (query_THD, first_T, position_T)), strict=True)
         return torch.cat(
             [
                 attend(query, keys_GND, values_GND, first, position, scale, window, softcap, sink_H)
