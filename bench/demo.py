@@ -34,7 +34,7 @@ from llama_ssp.config.arguments import in_full  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.errors import ModelError  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
-from llama_ssp.models.kernels.kept_files import compiler  # noqa: E402
+from llama_ssp.models.kept_files import compiler  # noqa: E402
 from llama_ssp.models.packages import package_copy  # noqa: E402
 from llama_ssp.report.console import Console  # noqa: E402
 from llama_ssp.report.tables import Column, Table, text_of  # noqa: E402

@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     from llama_ssp.models import programs
-    from llama_ssp.models.kernels.kept_files import compiler
+    from llama_ssp.models.kept_files import compiler
 
     torch.set_num_threads(1)
     programs.HEADERS_FIRST = bool(shutil.which("openssl"))  # torch's way to tell headers apart

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
-from llama_ssp.models import programs, steps
+from llama_ssp.models import kept_files, programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.kernels import attention, coded, kept_files, probe
+from llama_ssp.models.kernels import attention, coded, probe
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.linear import PackedLinear, operators
 from llama_ssp.models.linear import Kernels

@@ -22,8 +22,9 @@ from llama_ssp.errors import DistributedError
 from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Pass, Scores, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel
-from llama_ssp.models.graph_sizes import MOST, MOST_PAIRS, padded
+from llama_ssp.models.graph_sizes import MOST, padded
 from llama_ssp.models.interface import log_slow
+from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 from llama_ssp.pair.assembly import prepare
 from llama_ssp.planner.memory import rank_work
 from llama_ssp.planner.search import placements

@@ -18,11 +18,11 @@ from torch import Tensor
 from llama_ssp import plan
 from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, SamplingConfig, Splitting
 from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.models import kept_files
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.heads import settings
 from llama_ssp.models.heads.model import HeadModel
-from llama_ssp.models.kernels import kept_files
 from llama_ssp.planner.resolve import require_head
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.speculative.draft_length import Costs, FixedDraftLength

@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import StorageError
-from llama_ssp.models.kernels import build, kept_files, ownership
-from llama_ssp.models.kernels.kept_files import INDUCTOR, TRITON, TRITON_HOME, cache_folder, is_ours
+from llama_ssp.models import kept_files, ownership
+from llama_ssp.models.kept_files import INDUCTOR, TRITON, TRITON_HOME, cache_folder, is_ours
+from llama_ssp.models.kernels import build
 from tests.warm import ROOT
 
 STRANGER = 65534
@@ -273,7 +274,7 @@ def test_the_users_own_folder_counts_as_any_other(
 
 
 IN_A_NEW_PROCESS = """
-from llama_ssp.models.kernels import kept_files
+from llama_ssp.models import kept_files
 kept_files.OTHER_PLACES = ()
 print(kept_files.cache_folder().parent)
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.models.kernels.kept_files import compiler
+from llama_ssp.models.kept_files import compiler
 from tests.test_real import file_of
 from tests.warm import LAUNCH, ROOT, python
 

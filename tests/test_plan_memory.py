@@ -15,7 +15,8 @@ from llama_ssp.models.device_map import spread_of
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
-from llama_ssp.models.graph_sizes import BUCKET, DECODED
+from llama_ssp.models.graph_sizes import BUCKET
+from llama_ssp.models.kernels.kernel_sizes import DECODED
 from llama_ssp.models.model_config import empty
 from llama_ssp.models.sizes import LAYER
 from llama_ssp.planner import fit

@@ -22,10 +22,10 @@ from llama_ssp.models.experts import Experts, apply_on_gpu
 from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
-from llama_ssp.models.graph_sizes import DECODED
 from llama_ssp.models.kernels import expert_stacks
 from llama_ssp.models.kernels.coded import DecodedLinear, operators
 from llama_ssp.models.kernels.expert_stacks import Stack
+from llama_ssp.models.kernels.kernel_sizes import DECODED
 from llama_ssp.models.linear import Concatenated, Kernels, LayerFormat
 from llama_ssp.models.loader import differences, load, read
 from llama_ssp.models.model_config import config_of

@@ -57,7 +57,7 @@ class DecoderModel(Model):
 
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
-        """Logits, (B, W, V); or of each row's last column, (B, 1, V), for a pass fed for its keys."""
+        """Returns logits, (B, W, V); or of each row's last column, (B, 1, V), for a pass fed for its keys."""
         rows, width = token_BW.shape
         # Padding is left out: the place of every token among the (B, W) columns.
         place_T = None
@@ -66,6 +66,7 @@ class DecoderModel(Model):
             place_T = feed.token_places()
             token_T = token_T[place_T]
         tokens = self._feed(feed, cache, place_T)
+
         wanted_R = None
         if last_only:
             ends = accumulate(count for _, _, count in tokens.rows)
@@ -75,8 +76,9 @@ class DecoderModel(Model):
             stepped = self.decoder(token_T, tokens, cache.layers, wanted_R, self.taps)
         elif wanted_R is not None:
             stepped = stepped[0][wanted_R], stepped[1]
-        logit_RV, kept = stepped
-        self.tapped_TX = torch.cat(kept, -1) if kept else None
+        logit_RV, tapped = stepped
+        self.tapped_TX = torch.cat(tapped, -1) if tapped else None
+
         if last_only:
             width = 1
             place_T = None
@@ -107,10 +109,10 @@ class DecoderModel(Model):
     def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Pass:
         starts = zip(feed.start, feed.count, strict=True)
         rows = [(cache.first_of(row), start, count) for row, (start, count) in enumerate(starts)]
-        made = cache.feed(rows, self.attend)
+        tokens = cache.feed(rows, self.attend)
         # A token's position alone says its scale, but while a long text is first read.
         limit = self._limit
         if limit is not None and any(g > limit > s for g, s in zip(feed.given, feed.start, strict=False)):
             long_T = feed.beyond(limit).flatten()
-            made.long_T = long_T if place_T is None else long_T[place_T]
-        return made
+            tokens.long_T = long_T if place_T is None else long_T[place_T]
+        return tokens

@@ -67,7 +67,8 @@ class SteppedModel(DecoderModel):
         cache = self.new_cache(1, 8)
         for start, count in ((0, 1), (1, 2)):
             token_BW = torch.zeros(1, count, dtype=torch.int64, device=self.device)
-            self._try(token_BW, Feed((start,), (count,), 8, self.device), cache)
+            feed = Feed(start=(start,), count=(count,), capacity=8, device=self.device)
+            self._try(token_BW, feed, cache)
 
     def _try(self, token_BW: Tensor, feed: Feed, cache: SlotCache) -> None:
         """Runs a step, and waits for the device."""
@@ -78,13 +79,15 @@ class SteppedModel(DecoderModel):
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Inside, steps are not compiled, and attention is torch's own."""
-        before = self.is_compiled, self.attend
+        was_compiled = self.is_compiled
+        attend = self.attend
         self.is_compiled = False
         self.attend = attention.attend_rows
         try:
             yield
         finally:
-            self.is_compiled, self.attend = before
+            self.is_compiled = was_compiled
+            self.attend = attend
 
     def give_up(self) -> None:
         """From now on steps run eagerly, by torch's own attention."""
@@ -110,7 +113,7 @@ class SteppedModel(DecoderModel):
             return None
         if is_prompt and len(token_T) > self.longest_prompt:
             return None
-        arguments = token_T, feed.position_T, feed.first_T, cache.layers
+        arguments = (token_T, feed.position_T, feed.first_T, cache.layers)
         if self._step is None and not self._made(arguments):
             return None
         logit_TV, *kept = self._call(arguments, is_prompt)
@@ -134,19 +137,28 @@ class SteppedModel(DecoderModel):
         return self.is_compiled
 
     def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
-        """Which of the facts hold on every rank."""
+        """Returns which of the facts hold on every rank."""
         every = self.ranks.gather_ints(list(map(int, facts))) if facts else []
         return [all(column) for column in zip(*every, strict=True)]
 
     def _programs(self, arguments: Arguments) -> Step:
+        """Loads or compiles the programs of all sections; sections that are alike share one."""
         began = time.perf_counter()
-        x, *where, caches = arguments
+        x, position_T, first_T, caches = arguments
         loaded: dict[Path, Program] = {}
         calls = list[Call]()
         kinds = kinds_of(self.decoder, self.config)
         for section, blocks in sections_of(self.decoder, kinds, tapped=bool(self.taps)):
-            spec = ProgramSpec(run_section, section, (x, *where, caches[blocks]), kinds[blocks])
-            calls.append((load_or_compile(self, spec, loaded), section, blocks))
+            spec = ProgramSpec(
+                function=run_section,
+                module=section,
+                arguments=(x, position_T, first_T, caches[blocks]),
+                kinds=kinds[blocks],
+            )
+            program = load_or_compile(self, spec, loaded)
+            calls.append((program, section, blocks))
+
+            # Of the next section: what a block gives, (T, H). Programs are made by shapes, not by values.
             table_VH = self.decoder.embedding.weight
             x = table_VH.new_empty(len(x), table_VH.shape[1], dtype=self.decoder.stream)
         log.debug("engine: the step of %s is ready in %.1f s", self.name, time.perf_counter() - began)
@@ -192,7 +204,8 @@ def run_section(
     for tensor in (x, *(keys_GND[0] for keys_GND, _ in caches)):
         check(tensor.shape[0] >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
     feed = attention.Pass(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
-    return section(x, feed, caches)  # type: ignore[no-any-return]
+    states: list[Tensor] = section(x, feed, caches)
+    return states
 
 
 Call = tuple[Program, Section, slice]
@@ -211,19 +224,23 @@ def run_programs(
 
 
 def kinds_of(decoder: Decoder, config: Any) -> tuple[str, ...]:
-    """What may differ from block to block, in words."""
+    """Returns what may differ from block to block, in words."""
     pairs = zip(shape_of(config).blocks, decoder.blocks, strict=True)
     return tuple(f"{shape} {block} {sizes(block)}" for shape, block in pairs)
 
 
 def sections_of(decoder: Decoder, kinds: tuple[str, ...], tapped: bool) -> list[tuple[Section, slice]]:
-    """A small decoder is one section; a larger one is the embedding, groups of blocks, and the head."""
-    groups = groups_of(kinds)
-    count = len(kinds)
-    spans = groups if len(groups) == 1 else [slice(0, 0), *groups, slice(count, count)]
+    """Returns the sections, each with its blocks.
+
+    A small decoder is one section; a larger one is the embedding, groups of blocks, and the head.
+    """
+    spans = groups_of(kinds)
+    if len(spans) > 1:
+        count = len(kinds)
+        spans = [slice(0, 0), *spans, slice(count, count)]
     last = len(spans) - 1
     return [
-        (Section(decoder, span, number == 0, number == last, tapped), span)
+        (Section(decoder, span, first=number == 0, last=number == last, tapped=tapped), span)
         for number, span in enumerate(spans)
     ]
 
@@ -241,7 +258,7 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
 
 
 def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int, int, int]) -> bool:
-    """Whether steps can be compiled here: their kernels may have to be built. If not, the log says why.
+    """Returns whether steps can be compiled here: kernels may have to be built. If not, the log says why.
 
     `heads`: how many of queries, how many of keys, and their size. On a GPU the kernels are tried, too.
     """
@@ -250,8 +267,11 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int,
         return False
     in_codes = dtype in (*QUANTISED, Dtype.packed) and coded.available(device)
     wanted: list[Callable[[], None]] = [partial(attention_kernel.operators, device.type)]
-    wanted += [linear.operators] if on_cpu else []
-    wanted += [partial(coded.operators, device.type)] if in_codes else []
+    if on_cpu:
+        wanted.append(linear.operators)
+    if in_codes:
+        wanted.append(partial(coded.operators, device.type))
+
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda make: make(), wanted))

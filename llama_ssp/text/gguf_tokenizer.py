@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.kernels.kept_files import kept
+from llama_ssp.models.kept_files import kept
 
 # Kinds of tokens.
 CONTROL = 3
