@@ -184,7 +184,13 @@ def sampler(pair: Any, name: str, run: Any = None, rule: Any = None) -> Any:
 
     run = regular(run or pair.run) if name == REGULAR else run or pair.run
     engine = pair.engine(1, run, rule=rule)
-    return EngineSampler(name, engine, partial(lookahead_for, run), pair.end_ids, pair.rows)
+    return EngineSampler(
+        name=name,
+        engine=engine,
+        lookahead=partial(lookahead_for, run),
+        ends=pair.end_ids,
+        batch_size=pair.rows,
+    )
 
 
 def says_the_same(
