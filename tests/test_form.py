@@ -20,7 +20,6 @@ ROOMS_TO_DO = {
     "models/heads",
     "models/kernels",
     "planner",
-    "tasks",
     "text",
 }
 
