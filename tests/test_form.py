@@ -20,7 +20,6 @@ ROOMS_TO_DO = {
     "models/heads",
     "models/kernels",
     "planner",
-    "text",
 }
 
 MAX_UNNAMED = 5  # fields of a class that may be given by position
