@@ -91,11 +91,11 @@ from llama_ssp.tasks.common import Task
 
 class CountTask(Task[CountConf]):
     def run(self) -> str:
-        self._found.append(len(self._open().tokens.encode(self._task.text)))
+        self._results.append(len(self._open().tokens.encode(self._task.text)))
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        return {"tokens": self._found[0]}
+        return {"tokens": self._results[0]}
 '''
 SCHEMA, NGRAM = "llama_ssp/config/schema.py", "llama_ssp/speculative/drafters/ngram.py"
 RULES, TASKS = "llama_ssp/speculative/verification.py", "llama_ssp/config/tasks.py"

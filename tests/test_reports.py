@@ -60,8 +60,8 @@ def test_tables_fit_the_terminal_and_break_no_number(width: int) -> None:
 
 
 def test_a_table_writes_every_form() -> None:
-    columns = [Column("name", is_text=True), Column("ms", digits=1)]
-    columns.append(Column("ms", "interval", is_interval=True))
+    columns = [Column(key="name", is_text=True), Column(key="ms", digits=1)]
+    columns.append(Column(key="ms", title="interval", is_interval=True))
     rows = [{"name": HOSTILE, "ms": 1.25, "ms_low": 1.0, "ms_high": 2.0}, {"name": "b", "ms": None}]
     table = Table("times", columns, rows, "Times")
     assert text_of([table])[2].split() == ["name", "ms", "interval"]

@@ -357,7 +357,7 @@ DOORS: dict[str, Callable[[], object]] = {
     "coloured-line": lambda: report.Console().show([Text(HOSTILE, style="red")]),
     "panel": lambda: report.Console().show([Panel(Text(HOSTILE), title=Text(HOSTILE), subtitle=HOSTILE)]),
     "table": lambda: report.Console().show(
-        [Table("t", [Column("a", HOSTILE, is_text=True)], [{"a": HOSTILE}], title=HOSTILE)]
+        [Table("t", [Column(key="a", title=HOSTILE, is_text=True)], [{"a": HOSTILE}], title=HOSTILE)]
     ),
     "bar": move_a_bar,
     "above-a-bar": draw_above_a_bar,
