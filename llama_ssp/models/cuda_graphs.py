@@ -26,7 +26,9 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, first_line
-from llama_ssp.models.decoder import Decoder, KeysValues
+from llama_ssp.models.attention import Pass
+from llama_ssp.models.decoder import Caches, Decoder, KeysValues
+from llama_ssp.models.decoder_model import Step
 from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.graph_sizes import (
     BUCKET,
@@ -41,7 +43,7 @@ from llama_ssp.models.graph_sizes import (
 from llama_ssp.models.interface import log_slow
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
-from llama_ssp.models.steps import Arguments, SteppedModel
+from llama_ssp.models.steps import SteppedModel
 
 log = logging.getLogger(__name__)
 
@@ -122,18 +124,22 @@ class GraphedModel(SteppedModel):
         if not self._functions and not any(memory.graphs for memory in self._memories):
             self._pool = None
 
-    def _call(self, arguments: Arguments, is_prompt: bool = False) -> list[Tensor]:
-        """By a graph; a step captures it where there is none, a prompt does not: it would be in no plan."""
-        *given, layers = arguments
-        memory = next(memory for memory in self._memories if memory.layers is layers)
-        size = padded(len(given[0]))
-        if size > self.most_tokens or not self.has_graphs:
-            return super()._call(arguments)
+    def _step_for(self, token_T: Tensor, feed: Pass, cache: SlotCache, is_prompt: bool) -> Step | None:
+        """Returns a graph, or where there is none the compiled step.
+
+        A step captures the graph that it lacks. A prompt does not: no plan counts such a graph.
+        """
+        step = super()._step_for(token_T, feed, cache, is_prompt)
+        size = padded(len(token_T))
+        if step is None or size > self.most_tokens or not self.has_graphs:
+            return step
+
+        memory = next(memory for memory in self._memories if memory.layers is cache.layers)
         if is_prompt:
             size = min((each for each in memory.graphs if each >= size), default=0)
         elif size not in memory.graphs:
-            self._capture(size, memory)
-        return memory.graphs[size](*given) if size in memory.graphs else super()._call(arguments)
+            self._capture(size, memory, step)
+        return memory.graphs.get(size, step)
 
     def replay(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """Calls a function of these tensors by a graph for each set of shapes.
@@ -159,31 +165,33 @@ class GraphedModel(SteppedModel):
     def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Callable[..., Tensor]:
         """Captures it, or if that fails takes it as it is, and the log says why."""
         buffers = tuple(tensor.clone() for tensor in given)
-        replay: Call = partial(function, *buffers)
-        self._warm(replay)
+        compute: Call = partial(function, *buffers)
+        self._warm(compute)
         try:
-            replay = self._captured(replay)
+            launch, result = self._captured(compute)
         except Exception as error:  # whatever CUDA raises
             log.warning("engine: rounds are decided without graphs: %s", first_line(error)[:200])
+            return function
 
         def run(*given: Tensor) -> Tensor:
             for buffer, tensor in zip(buffers, given, strict=True):
                 buffer.copy_(tensor)
-            return replay()  # type: ignore[no-any-return]
+            launch()
+            return result  # type: ignore[no-any-return]
 
         return run
 
-    def _capture(self, size: int, memory: Memory) -> None:
+    def _capture(self, size: int, memory: Memory, step: Step) -> None:
         """Adds a graph; if that fails, steps stay compiled, and the log says why.
 
         On several ranks it is an error: what connects them may be broken by half a capture.
         """
         graph = Graph(size, memory.slots - 1, self.device)
-        step = partial(super()._call, (*graph.buffer_3T, memory.layers))
+        compute = partial(step, *graph.buffer_3T, memory.layers)
         with self.ranks.during("a capture"):
-            self._warm(step)
+            self._warm(compute)
             try:
-                graph.replay = self._captured(step)
+                graph.launch, graph.result = self._captured(compute)
                 memory.graphs[size] = graph
             except Exception as error:  # whatever CUDA and its libraries raise
                 log.warning("engine: %s runs without graphs: %s", self.name, first_line(error)[:200])
@@ -203,8 +211,8 @@ class GraphedModel(SteppedModel):
                 step()
         torch.cuda.current_stream(self.device).wait_stream(self._side)
 
-    def _captured(self, step: Call) -> Call:
-        """The step as a graph; the next replay overwrites what it returns."""
+    def _captured(self, step: Call) -> tuple[Call, Any]:
+        """Returns what launches the step as a graph, and its result, which each launch overwrites."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.add(graph)
@@ -214,15 +222,10 @@ class GraphedModel(SteppedModel):
             current = torch.cuda.current_stream(self.device)
             try:
                 with torch.cuda.graph(graph, **how):
-                    made = step()
+                    result = step()
             finally:  # a capture that fails may leave its own stream as the current one
                 torch.cuda.set_stream(current)
-
-        def replay() -> Any:
-            graph.replay()
-            return made
-
-        return replay
+        return graph.replay, result
 
     def free(self) -> None:
         """Gives the graphs back, also those that somebody still keeps; no step may follow."""
@@ -233,7 +236,8 @@ class GraphedModel(SteppedModel):
 class Graph:
     """A captured step and its buffers: tokens, positions and first slots, (3, T)."""
 
-    replay: Call
+    launch: Call
+    result: list[Tensor]
 
     def __init__(self, size: int, spare: int, device: torch.device) -> None:
         pad_31 = sent([[0], [0], [spare]], device)
@@ -241,13 +245,15 @@ class Graph:
         # Each begins at a multiple of 16 bytes, as kernels may have been compiled for.
         self.buffer_3T = pad_31.repeat(1, size + size % 2)[:, :size]
 
-    def __call__(self, *given: Tensor) -> list[Tensor]:
-        count = len(given[0])
-        torch.stack(given, out=self.buffer_3T[:, :count])
+    def __call__(self, token_T: Tensor, position_T: Tensor, first_T: Tensor, _caches: Caches) -> list[Tensor]:
+        """Computes a step of `size` tokens or fewer, on the caches of the capture."""
+        count = len(token_T)
+        torch.stack((token_T, position_T, first_T), out=self.buffer_3T[:, :count])
         if count < self.buffer_3T.shape[1]:
             self.buffer_3T[:, count:] = self._pad_3T[:, count:]
-        # The caller may keep them beyond the next replay.
-        return [made[:count].clone() for made in self.replay()]
+        self.launch()
+        # The caller may keep them beyond the next launch.
+        return [tensor[:count].clone() for tensor in self.result]
 
 
 @dataclass(eq=False)
