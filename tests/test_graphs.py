@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bench import frames
 from llama_ssp.config import SamplingConfig, SpeculationConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import DistributedError
@@ -74,20 +75,19 @@ class Replayed(GraphedModel):
     def _warm(self, step: Call) -> None:
         step()
 
-    def _captured(self, step: Call) -> Call:
-        """Returns a call that, as a graph does, gives the same tensors each time and overwrites them."""
+    def _captured(self, step: Call) -> tuple[Call, Any]:
+        """Returns tensors, and a call that overwrites them, as the launch of a graph does."""
         memory = tree_map(torch.clone, step())
         self.captures.append(len(memory[0] if isinstance(memory, list) else memory))
 
-        def replay() -> Any:
+        def launch() -> None:
             tree_map(lambda place, result: place.copy_(result), memory, step())
-            return memory
 
-        return replay
+        return launch, memory
 
 
 class Refusing(Replayed):
-    def _captured(self, step: Call) -> Call:
+    def _captured(self, step: Call) -> tuple[Call, Any]:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
 
 
@@ -110,6 +110,17 @@ def test_texts_are_those_of_eager_steps(rows: int, k: int):
     result = speculate(graphed, PROMPTS[:rows], llama(Replayed, 0.3) if k else None, **how)
     assert result.texts == speculate(plain, PROMPTS[:rows], llama(noise=0.3) if k else None, **how).texts
     assert graphed.captures and all(size == padded(size) for size in graphed.captures)
+
+
+@pytest.mark.parametrize(
+    ("engine", "last"), [("eager", "forward"), ("compiled", "run_programs"), ("graphs", "__call__")]
+)
+def test_a_forward_is_eight_frames_from_the_loop_at_most(engine: str, last: str):
+    """Of a draft and of the target: a reader on the way from `generate` to a kernel opens few functions."""
+    paths = frames.frames_of(engine)
+    ends = {(path[1], path[-1]) for path in paths}
+    assert ends == {("draft", last), ("verify", last)}
+    assert all(len(path) <= 8 for path in paths), paths
 
 
 FILTERED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
@@ -193,9 +204,10 @@ def test_graphs_are_kept_from_text_to_text(monkeypatch):
 def test_short_prompts_are_read_by_graphs_that_are_there():
     """By the smallest that is large enough; longer ones eagerly. Texts are those of eager models."""
     prepared, plain = llama(Replayed), llama()
-    prepared.prepare(range(1, 4), rows=2, capacity=80)
-    ready, seen, step = len(prepared.captures), list[int](), prepared._step
+    seen, step = list[int](), eager_step(prepared)
     prepared._step = lambda *given: seen.append(len(given[0])) or step(*given)
+    prepared.prepare(range(1, 4), rows=2, capacity=80)
+    ready = len(prepared.captures)
     # The last token of each is fed by the first round.
     for lengths, read in ((3, 4), [5]), ((9, 12), [80]), ((20, 30), []):
         seen.clear()
@@ -286,7 +298,7 @@ def test_ranks_capture_together():
     """Also if one of them still has a cache that the others have freed; if one alone cannot, all end."""
 
     class Second(Replayed):
-        def _captured(self, step: Call) -> Call:
+        def _captured(self, step: Call) -> tuple[Call, Any]:
             if self.ranks.rank == 1 and len(self.captures) == 2:
                 raise RuntimeError("out of memory")
             return super()._captured(step)
@@ -367,25 +379,25 @@ class LoggedModel(Replayed):
         time.sleep(0.1 * self.ranks.rank)  # one rank compiles what another loads
         return eager_step(self)
 
-    def _captured(self, step: Call) -> Call:
-        replay = super()._captured(step)
+    def _captured(self, step: Call) -> tuple[Call, Any]:
+        launch, result = super()._captured(step)
         self.ranks.log.append(("capture", self.captures[-1]))
 
-        def logged() -> Any:
+        def logged() -> None:
             self.ranks.log.append(("replay", self.captures[-1]))
-            return replay()
+            launch()
 
-        return logged
+        return logged, result
 
 
-def forgetful(model: LoggedModel, arguments: Any) -> list[Tensor]:
+def forgetful(model: LoggedModel, *given: Any) -> Any:
     for memory in model._memories:
         memory.graphs.clear()
-    return GraphedModel._call(model, arguments)
+    return GraphedModel._step_for(model, *given)
 
 
 BREAKS: dict[str, dict[str, Callable[..., Any]]] = {  # what rank 1 does instead
-    "nothing": {}, "warm-ups": {"_warm": lambda *_: None}, "graphs": {"_call": forgetful},
+    "nothing": {}, "warm-ups": {"_warm": lambda *_: None}, "graphs": {"_step_for": forgetful},
     "agreement": {"_on_all_ranks": lambda _, facts: facts},
 }  # fmt: skip
 

@@ -26,14 +26,16 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, first_line
-from llama_ssp.models.decoder import Decoder, KeysValues
+from llama_ssp.models.attention import Pass
+from llama_ssp.models.decoder import Caches, Decoder, KeysValues
+from llama_ssp.models.decoder_model import Step
 from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, WIDEST, padded, sizes_up_to
 from llama_ssp.models.interface import log_slow
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
-from llama_ssp.models.steps import Arguments, SteppedModel
+from llama_ssp.models.steps import SteppedModel
 
 log = logging.getLogger(__name__)
 
@@ -122,24 +124,22 @@ class GraphedModel(SteppedModel):
         if not self._functions and not any(memory.graphs for memory in self._memories):
             self._pool = None
 
-    def _call(self, arguments: Arguments, is_prompt: bool = False) -> list[Tensor]:
-        """Computes the step by a graph.
+    def _step_for(self, token_T: Tensor, feed: Pass, cache: SlotCache, is_prompt: bool) -> Step | None:
+        """Returns a graph, or where there is none the compiled step.
 
-        A step captures it where there is none, a prompt does not: it would be in no plan.
+        A step captures the graph that it lacks. A prompt does not: no plan counts such a graph.
         """
-        token_T, position_T, first_T, layers = arguments
-        memory = next(memory for memory in self._memories if memory.layers is layers)
+        step = super()._step_for(token_T, feed, cache, is_prompt)
         size = padded(len(token_T))
-        if size > self.most_tokens or not self.has_graphs:
-            return super()._call(arguments)
+        if step is None or size > self.most_tokens or not self.has_graphs:
+            return step
 
+        memory = next(memory for memory in self._memories if memory.layers is cache.layers)
         if is_prompt:
             size = min((larger for larger in memory.graphs if larger >= size), default=0)
         elif size not in memory.graphs:
-            self._capture(size, memory)
-        if size not in memory.graphs:
-            return super()._call(arguments)
-        return memory.graphs[size](token_T, position_T, first_T)
+            self._capture(size, memory, step)
+        return memory.graphs.get(size, step)
 
     def replay(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """Calls a function of these tensors by a graph for each set of shapes.
@@ -168,32 +168,33 @@ class GraphedModel(SteppedModel):
     def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Callable[..., Tensor]:
         """Returns the function as a graph, or if that fails as it is, and the log says why."""
         buffers = tuple(tensor.clone() for tensor in given)
-        replay: Call = partial(function, *buffers)
-        self._warm(replay)
+        compute: Call = partial(function, *buffers)
+        self._warm(compute)
         try:
-            replay = self._captured(replay)
+            launch, result = self._captured(compute)
         except Exception as error:  # whatever CUDA raises
             log.warning("engine: rounds are decided without graphs: %s", first_line(error)[:200])
+            return function
 
         def run(*given: Tensor) -> Tensor:
             for buffer, tensor in zip(buffers, given, strict=True):
                 buffer.copy_(tensor)
-            result: Tensor = replay()
-            return result
+            launch()
+            return result  # type: ignore[no-any-return]
 
         return run
 
-    def _capture(self, size: int, memory: Memory) -> None:
+    def _capture(self, size: int, memory: Memory, step: Step) -> None:
         """Adds a graph; if that fails, steps stay compiled, and the log says why.
 
         On several ranks it is an error: what connects them may be broken by half a capture.
         """
         graph = Graph(size, memory.slots - 1, self.device)
-        step = partial(super()._call, (*graph.buffer_3T, memory.layers))
+        compute = partial(step, *graph.buffer_3T, memory.layers)
         with self.ranks.during("a capture"):
-            self._warm(step)
+            self._warm(compute)
             try:
-                graph.replay = self._captured(step)
+                graph.launch, graph.result = self._captured(compute)
                 memory.graphs[size] = graph
             except Exception as error:  # whatever CUDA and its libraries raise
                 log.warning("engine: %s runs without graphs: %s", self.name, first_line(error)[:200])
@@ -213,8 +214,8 @@ class GraphedModel(SteppedModel):
                 step()
         torch.cuda.current_stream(self.device).wait_stream(self._side)
 
-    def _captured(self, step: Call) -> Call:
-        """Returns the step as a graph; the next replay overwrites what that returns."""
+    def _captured(self, step: Call) -> tuple[Call, Any]:
+        """Returns what launches the step as a graph, and its result, which each launch overwrites."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.add(graph)
@@ -228,12 +229,7 @@ class GraphedModel(SteppedModel):
                     result = step()
             finally:  # a capture that fails may leave its own stream as the current one
                 torch.cuda.set_stream(current)
-
-        def replay() -> Any:
-            graph.replay()
-            return result
-
-        return replay
+        return graph.replay, result
 
     def free(self) -> None:
         """Gives the graphs back, also those that somebody still keeps; no step may follow."""
@@ -244,7 +240,8 @@ class GraphedModel(SteppedModel):
 class Graph:
     """A captured step and its buffers: tokens, positions and first slots, (3, T)."""
 
-    replay: Call
+    launch: Call
+    result: list[Tensor]
 
     def __init__(self, size: int, spare: int, device: torch.device) -> None:
         pad_31 = sent([[0], [0], [spare]], device)
@@ -252,8 +249,8 @@ class Graph:
         # Each begins at a multiple of 16 bytes, as kernels may have been compiled for.
         self.buffer_3T = pad_31.repeat(1, size + size % 2)[:, :size]
 
-    def __call__(self, token_T: Tensor, position_T: Tensor, first_T: Tensor) -> list[Tensor]:
-        """Returns what the step gives for each token, without the padding of the graph.
+    def __call__(self, token_T: Tensor, position_T: Tensor, first_T: Tensor, _caches: Caches) -> list[Tensor]:
+        """Computes a step of `size` tokens or fewer, on the caches of the capture, and returns what it gives.
 
         tokens         17 43  9   0   0 ...
         positions       8  9 10   0   0 ...
@@ -263,8 +260,9 @@ class Graph:
         torch.stack((token_T, position_T, first_T), out=self.buffer_3T[:, :count])
         if count < self.buffer_3T.shape[1]:
             self.buffer_3T[:, count:] = self._pad_3T[:, count:]
-        # The caller may keep them beyond the next replay.
-        return [result[:count].clone() for result in self.replay()]
+        self.launch()
+        # The caller may keep them beyond the next launch.
+        return [tensor[:count].clone() for tensor in self.result]
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """The decoder behind the interface of a model runner: tokens of ragged rows in, logits out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -10,13 +10,16 @@ from torch import Tensor
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.causal_lm import context_of
-from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.decoder import Caches, Decoder
 from llama_ssp.models.families import family_of
 from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.interface import Model, Tally
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
 from llama_ssp.models.slot_cache import SlotCache
+
+# Tokens, their positions and first slots, caches; gives logits, then what the model's taps are given.
+Step = Callable[[Tensor, Tensor, Tensor, Caches], list[Tensor]]
 
 
 class DecoderModel(Model):
@@ -71,14 +74,17 @@ class DecoderModel(Model):
         if last_only:
             ends = accumulate(count for _, _, count in tokens.rows)
             wanted_R = sent([end - 1 for end in ends], self.device)
-        stepped = self._stepped(token_T, tokens, cache, last_only)
-        if stepped is None:
-            stepped = self.decoder(token_T, tokens, cache.layers, wanted_R, self.taps)
-        elif wanted_R is not None:
-            stepped = stepped[0][wanted_R], stepped[1]
-        logit_RV, tapped = stepped
-        self.tapped_TX = torch.cat(tapped, -1) if tapped else None
 
+        # The step is chosen first and called here, so that few frames are between a caller and a kernel.
+        step = self._step_for(token_T, tokens, cache, last_only)
+        if step is None:
+            logit_RV, kept = self.decoder(token_T, tokens, cache.layers, wanted_R, self.taps)
+        else:
+            logit_RV, *kept = step(token_T, tokens.position_T, tokens.first_T, cache.layers)
+            if wanted_R is not None:
+                logit_RV = logit_RV[wanted_R]
+
+        self.tapped_TX = torch.cat(kept, -1) if kept else None
         if last_only:
             width = 1
             place_T = None
@@ -100,10 +106,10 @@ class DecoderModel(Model):
         for x_BWH in torch.split(x_XH.view(*token_BW.shape, -1), size, 1):
             yield self.decoder.to_logits(x_BWH.flatten(0, 1)).view(*x_BWH.shape[:2], -1)
 
-    def _stepped(
+    def _step_for(
         self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, is_prompt: bool
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """What `decoder` returns for all tokens, from a compiled step; None where there is none."""
+    ) -> Step | None:
+        """Returns the compiled step of these tokens; None where `decoder` computes them."""
         return None
 
     def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Pass:

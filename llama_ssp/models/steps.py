@@ -23,7 +23,7 @@ from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.decoder import Caches, Decoder
-from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.decoder_model import DecoderModel, Step
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.feed import Feed
@@ -38,8 +38,6 @@ from llama_ssp.models.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
 
-# A step gives logits, then what the model's taps are given.
-Step = Callable[[Tensor, Tensor, Tensor, Caches], list[Tensor]]
 # Tokens, their positions and first slots; caches.
 Arguments = tuple[Tensor, Tensor, Tensor, Caches]
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
@@ -105,9 +103,9 @@ class SteppedModel(DecoderModel):
         """The next step loads or compiles another program."""
         self._step = None
 
-    def _stepped(
+    def _step_for(
         self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, is_prompt: bool
-    ) -> tuple[Tensor, list[Tensor]] | None:
+    ) -> Step | None:
         width = max(count for _, _, count in feed.rows)
         if width > WIDEST or feed.long_T is not None or not self.is_compiled:
             return None
@@ -116,13 +114,7 @@ class SteppedModel(DecoderModel):
         arguments = (token_T, feed.position_T, feed.first_T, cache.layers)
         if self._step is None and not self._made(arguments):
             return None
-        logit_TV, *kept = self._call(arguments, is_prompt)
-        return logit_TV, kept
-
-    def _call(self, arguments: Arguments, is_prompt: bool = False) -> list[Tensor]:
-        assert self._step is not None
-        with self.ranks.during("a step"):
-            return self._step(*arguments)
+        return self._step
 
     def _made(self, arguments: Arguments) -> bool:
         """Loads or compiles the step; returns whether it could be compiled on all ranks."""
@@ -162,7 +154,7 @@ class SteppedModel(DecoderModel):
             table_VH = self.decoder.embedding.weight
             x = table_VH.new_empty(len(x), table_VH.shape[1], dtype=self.decoder.stream)
         log.debug("engine: the step of %s is ready in %.1f s", self.name, time.perf_counter() - began)
-        return partial(run_programs, calls, sorted(self.taps))
+        return partial(run_programs, calls, sorted(self.taps), self.ranks)
 
 
 class Section(nn.Module):
@@ -212,14 +204,21 @@ Call = tuple[Program, Section, slice]
 
 
 def run_programs(
-    calls: list[Call], taps: list[int], token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: Caches
+    calls: list[Call],
+    taps: list[int],
+    ranks: Ranks,
+    token_T: Tensor,
+    position_T: Tensor,
+    first_T: Tensor,
+    caches: Caches,
 ) -> list[Tensor]:
     """Returns the logits, then the states that are tapped."""
     x = token_T
     states = list[Tensor]()
-    for program, section, blocks in calls:
-        states += program(section, x, position_T, first_T, caches[blocks])
-        x = states[-1]
+    with ranks.during("a step"):
+        for program, section, blocks in calls:
+            states += program(section, x, position_T, first_T, caches[blocks])
+            x = states[-1]
     return [x, *(states[number] for number in taps)]
 
 

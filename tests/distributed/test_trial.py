@@ -22,9 +22,8 @@ from llama_ssp.config import Dtype
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DATA, DISTRIBUTED
-from llama_ssp.models import step_check
+from llama_ssp.models import step_check, steps
 from llama_ssp.models.step_check import PASSED, difference, small_model
-from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair import trial
 from llama_ssp.pair.trial import Trial
 from tests.conftest import Command
@@ -48,26 +47,26 @@ def die() -> None:
 
 def in_step(number: int, strike: Callable[[], object]) -> None:
     """Rank 1 meets its fate in this compiled step of its process."""
-    whole, calls = SteppedModel._call, []
+    whole, ranks_of_calls = steps.run_programs, []
 
-    def struck(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
-        calls.append(self.ranks.rank)
-        if calls == [1] * number:
+    def struck(calls: Any, taps: Any, ranks: Ranks, *given: Any) -> list[torch.Tensor]:
+        ranks_of_calls.append(ranks.rank)
+        if ranks_of_calls == [1] * number:
             strike()
-        return whole(self, *given)
+        return whole(calls, taps, ranks, *given)
 
-    SteppedModel._call = struck  # type: ignore[method-assign]
+    steps.run_programs = struck
 
 
 def be_wrong() -> None:
     """Compiled steps of rank 1 give logits that are a little off."""
-    whole = SteppedModel._call
+    whole = steps.run_programs
 
-    def off(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
-        logit_TV, *kept = whole(self, *given)
-        return [logit_TV * (1.01 if self.ranks.rank == 1 else 1), *kept]
+    def off(calls: Any, taps: Any, ranks: Ranks, *given: Any) -> list[torch.Tensor]:
+        logit_TV, *kept = whole(calls, taps, ranks, *given)
+        return [logit_TV * (1.01 if ranks.rank == 1 else 1), *kept]
 
-    SteppedModel._call = off  # type: ignore[method-assign]
+    steps.run_programs = off
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -234,17 +233,17 @@ def test_what_the_comparison_sees(monkeypatch: pytest.MonkeyPatch):
     """Compiled steps that ignore their tokens, and steps that are not numbers; sound ones pass."""
     model = small_model(Dtype.fp32, CPU, ALONE)
     assert difference(model, (1, 3), (1, 2), 3) == PASSED
-    whole, first = SteppedModel._call, []
+    whole, first = model._step, []
 
-    def of_the_first_token(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
-        first.append(whole(self, *given))
+    def of_the_first_token(*given: Any) -> list[torch.Tensor]:
+        first.append(whole(*given))
         return first[0]
 
-    monkeypatch.setattr(SteppedModel, "_call", of_the_first_token)
+    monkeypatch.setattr(model, "_step", of_the_first_token)
     assert "step 2 of 1 tokens in 1 rows: logits are off" in difference(model, (1,), (1,), 2)
     monkeypatch.setattr(step_check, "TOLERANCE", {torch.float32: 10.0})
     assert difference(model, (1,), (1,), 2) == "other tokens have the same logits"
-    monkeypatch.setattr(SteppedModel, "_call", lambda *_: [torch.full((1, model.vocab), torch.nan)])
+    monkeypatch.setattr(model, "_step", lambda *_: [torch.full((1, model.vocab), torch.nan)])
     assert "logits are off by nan" in difference(model, (1,), (1,), 2)
 
 
