@@ -174,22 +174,23 @@ def command(
 
 
 @pytest.fixture(scope="module")
-def kept_answers() -> dict[tuple[str, ...], Answer]:
+def kept_answers() -> dict[tuple[str | bytes, ...], Answer]:
     """The answers of a module's tests to each other: `once` keeps them."""
     return {}
 
 
 @pytest.fixture
-def once(command: Command, kept_answers: dict[tuple[str, ...], Answer]) -> Callable[..., Answer]:
+def once(command: Command, kept_answers: dict[tuple[str | bytes, ...], Answer]) -> Callable[..., Answer]:
     """Runs a command line for the first test of a module that asks: each test looks at another part.
 
     For what is said, and for files of the run's folder by an absolute path: the folder is the first test's.
     """
 
     def answer(*overrides: str, stdin: bytes = b"") -> Answer:
-        if overrides not in kept_answers:
-            kept_answers[overrides] = command(*overrides, stdin=stdin)
-        return kept_answers[overrides]
+        line = (stdin, *overrides)
+        if line not in kept_answers:
+            kept_answers[line] = command(*overrides, stdin=stdin)
+        return kept_answers[line]
 
     return answer
 

@@ -112,7 +112,7 @@ def pieces(tmp_path: Path) -> list[Path]:
     for name, content in CONTENTS.items():
         (tmp_path / name).write_bytes(content)
         files.append(tmp_path / name)
-    return list(cut(files, tmp_path / "bring", 16))
+    return cut(files, tmp_path / "bring", 16)
 
 
 def test_what_is_brought_along_is_cut_to_its_bound(pieces: list[Path]):

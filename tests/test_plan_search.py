@@ -279,6 +279,7 @@ def test_of_a_gpu_a_little_stays_free() -> None:
     assert machine_of(ClusterConf()).capacity == 30000 * 2**20 - GPU_RESERVE
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_of_a_cpu_a_tenth_stays_free() -> None:
     assert machine_of(ClusterConf(gpu="cpu"), 10 * GIB).capacity == 9 * GIB
 
