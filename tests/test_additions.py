@@ -197,7 +197,7 @@ def test_a_task_runs(checkout: Path) -> None:
     assert document(checkout, "task=count", "model=demo", "task.text=def f")["tokens"] > 1
 
 
-def test_a_family_is_split_and_planned(checkout: Path, tmp_path: Path) -> None:
+def test_an_added_family_runs_over_ranks(checkout: Path, tmp_path: Path) -> None:
     made = tokenizer()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)

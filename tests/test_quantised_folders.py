@@ -239,8 +239,8 @@ def test_chosen_experts_are_decoded_within_a_bound(monkeypatch: pytest.MonkeyPat
         live = LiveBytes()
         live.ignore([codes_ENC, scale_ENG, x_TK, expert_P])
         with Copies() as copies, live.phase():
-            assert expert_stacks.products(x_TK, expert_P, stack, None).shape == (pairs, outputs)
-        assert copies.count == 0
+            assert expert_stacks.products(x_TK, expert_P, stack, None).shape == (pairs, outputs), numbers
+        assert copies.count == 0, numbers
         peaks.append(live.peak)
     assert one < peaks[0] < 1.5 * one and peaks[1] > 16 * one
 

@@ -190,7 +190,8 @@ class GraphedModel(SteppedModel):
         On several ranks it is an error: what connects them may be broken by half a capture.
         """
         graph = Graph(size, memory.slots - 1, self.device)
-        compute = partial(step, *graph.buffer_3T, memory.layers)
+        token_T, position_T, first_T = graph.buffer_3T
+        compute = partial(step, token_T, position_T, first_T, memory.layers)
         with self.ranks.during("a capture"):
             self._warm(compute)
             try:

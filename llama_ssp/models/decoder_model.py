@@ -92,7 +92,8 @@ class DecoderModel(Model):
                 place_T = sent([row for row, n in enumerate(feed.count) if n], self.device)
         if place_T is not None:
             logit_RV = logit_RV.new_zeros(rows * width, self.vocab).index_copy_(0, place_T, logit_RV)
-        return logit_RV.view(rows, width, self.vocab)
+        logit_BWV: Tensor = logit_RV.view(rows, width, self.vocab)
+        return logit_BWV
 
     @torch.inference_mode()
     def parts(self, token_BW: Tensor, feed: Feed, cache: SlotCache, size: int) -> Iterator[Tensor]:

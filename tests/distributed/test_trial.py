@@ -129,6 +129,7 @@ def run_of(saved: Any, *more: str, engine: str = "compiled") -> tuple[str, ...]:
         ("none", 600.0, ""),
         ("hangs", 40.0, "no answer in 40 s"),
     ],
+    ids=["dies", "passes", "hangs"],
 )
 def test_a_run_is_compiled_if_the_trial_passes(
     small: str, seconds: float, line: str, command: Command, saved: Any, tmp_path: Path
@@ -156,9 +157,7 @@ def test_the_real_model_is_compared_too(command: Command, saved: Any, tmp_path: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["hangs", "hangs at once"])
-def test_real_steps_that_hang_end_all_ranks_and_the_next_start_is_eager(
-    fault: str, saved: Any, tmp_path: Path
-):
+def test_after_real_steps_that_hang_the_next_start_is_eager(fault: str, saved: Any, tmp_path: Path):
     """In the check, and in the first step while loading: not after the half hour that reading may take."""
     stuck = on_two(tmp_path / "stuck", run_of(saved, "placement.timeout_s=30"), real=fault, real_s=30.0)
     assert (stuck.code, len(stuck.errors)) == (DISTRIBUTED, 1), stuck.err
@@ -193,7 +192,9 @@ def test_a_kept_verdict(
 
 
 @pytest.mark.parametrize(
-    "command", [[*FAILS, "echo no module >&2; exit 1"], ["/no/such/program"], [*FAILS, "sleep 9"]]
+    "command",
+    [[*FAILS, "echo no module >&2; exit 1"], ["/no/such/program"], [*FAILS, "sleep 9"]],
+    ids=["an error", "no such program", "hangs"],
 )
 def test_what_fails_before_the_first_step_is_not_kept(
     command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
