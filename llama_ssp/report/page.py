@@ -57,7 +57,7 @@ def execute(words: Sequence[str], console: Console) -> int:
     summary = _read(folder / "summary.json", json.loads)
     if not isinstance(summary, dict) or not isinstance(summary.get("task"), str):
         raise DataError("this is not the summary of a run", where=folder / "summary.json", fix=FIX)
-    settings = {}
+    settings: Row = {}
     if (folder / "config.yaml").exists():
         settings = _read(folder / "config.yaml", _settings)
 

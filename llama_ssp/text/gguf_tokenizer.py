@@ -119,7 +119,7 @@ class HeaderTokenizer:
         self.get_vocab = self.backend_tokenizer.get_vocab
         self.decode = self.backend_tokenizer.decode
 
-    def _id_of(self, name: str | None) -> int | None:
+    def _id_of(self, name: str | None) -> Any:
         return self.backend_tokenizer.token_to_id(name) if name else None
 
     def encode(self, text: str, add_special_tokens: bool, split_special_tokens: bool) -> Any:
