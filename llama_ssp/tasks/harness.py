@@ -49,7 +49,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         super().__init__()
         if not str(batch_size).isdigit():
             raise UsageError("batch_size is not a number", "", repr(batch_size), "whole numbers", "write 8")
-        words = [f"{key}={value}" for key, value in overrides.items()]
+        # Scores of models are compared as they are, without the filters that their makers recommend.
+        words = ["sampling=plain", *(f"{key}={value}" for key, value in overrides.items())]
         self._pair = load_pair(
             model, draft, batch_size=int(batch_size), max_tokens=max_length or LONGEST, overrides=words
         )

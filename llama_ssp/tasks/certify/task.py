@@ -66,7 +66,8 @@ class CertifyTask(Task[CertifyConf]):
 
     def _examine(self, pair: PairSession) -> None:
         run, task, leads, count = self._run, self._task, self._ranks.is_leader, len(self._texts)
-        greedy_only, target, spec = run.sampling.temperature == 0, pair.models.target, run.speculation
+        greedy_only = run.sampling.controls.temperature == 0
+        target, spec = pair.models.target, run.speculation
         seed, level, rule = self._inputs.seed, task.false_alarm / RANDOM_CHECKS, RULES[spec.verification]
         copies = max(1, task.batch_size // count)
         long_texts = [replace(p, id=f"{p.id} law {n}") for p in self._texts for n in range(copies)]
@@ -84,7 +85,7 @@ class CertifyTask(Task[CertifyConf]):
             subject.texts(long_texts, task.law_tokens)
             watch.room = 0
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
-            heat, rows, chunk = run.sampling.temperature, task.batch_size, pair.models.prefill_chunk
+            heat, rows, chunk = run.sampling.controls.temperature, task.batch_size, pair.models.prefill_chunk
             self._add(check_law(target, rule, watch.rounds, heat, vocab, rows, chunk))
             if leads:
                 transform = SamplingTransform(run.sampling, ends, vocab)
