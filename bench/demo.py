@@ -34,7 +34,7 @@ from llama_ssp.config.arguments import in_full  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.errors import ModelError  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
-from llama_ssp.models.kernels.kept_files import compiler  # noqa: E402
+from llama_ssp.models.kept_files import compiler  # noqa: E402
 from llama_ssp.models.packages import package_copy  # noqa: E402
 from llama_ssp.report.console import Console  # noqa: E402
 from llama_ssp.report.tables import Column, Table, text_of  # noqa: E402
@@ -47,8 +47,8 @@ EDIT = (
 CODE = "    def __eq__(self, other):\n        if not isinstance(other, "
 SAMPLED_TOKENS = 4  # of a text, and drafts a round
 COLUMNS = (
-    Column("name", "", is_text=True), Column("ms_per_token", "ms/token", digits=1),
-    Column("faster", "times as fast", digits=1),
+    Column(key="name", title="", is_text=True), Column(key="ms_per_token", title="ms/token", digits=1),
+    Column(key="faster", title="times as fast", digits=1),
 )  # fmt: skip
 GREEDY = "sampling=greedy", "seed=1"
 REGULAR, DRAFTS = "ours regular", "ours with drafts"
@@ -184,7 +184,13 @@ def sampler(pair: Any, name: str, run: Any = None, rule: Any = None) -> Any:
 
     run = regular(run or pair.run) if name == REGULAR else run or pair.run
     engine = pair.engine(1, run, rule=rule)
-    return EngineSampler(name, engine, partial(lookahead_for, run), pair.end_ids, pair.rows)
+    return EngineSampler(
+        name=name,
+        engine=engine,
+        lookahead=partial(lookahead_for, run),
+        ends=pair.end_ids,
+        batch_size=pair.rows,
+    )
 
 
 def says_the_same(

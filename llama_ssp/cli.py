@@ -238,7 +238,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     from llama_ssp.batch.job import chosen_seed, continued
     from llama_ssp.config.compose import to_run
     from llama_ssp.config.validation import check_sharing
-    from llama_ssp.models.kernels.kept_files import cache_folder
+    from llama_ssp.models.kept_files import cache_folder
     from llama_ssp.planner.start import prepared
     from llama_ssp.report.plots import check_plot
     from llama_ssp.tasks.inputs import RunInputs

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     from llama_ssp.models import programs
-    from llama_ssp.models.kernels.kept_files import compiler
+    from llama_ssp.models.kept_files import compiler
 
     torch.set_num_threads(1)
     programs.HEADERS_FIRST = bool(shutil.which("openssl"))  # torch's way to tell headers apart
@@ -171,6 +171,28 @@ def command(
         yield Command(monkeypatch, capfd)
     log.setLevel(level)  # a run as another rank than the leader logs errors alone
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="module")
+def kept_answers() -> dict[tuple[str | bytes, ...], Answer]:
+    """The answers of a module's tests to each other: `once` keeps them."""
+    return {}
+
+
+@pytest.fixture
+def once(command: Command, kept_answers: dict[tuple[str | bytes, ...], Answer]) -> Callable[..., Answer]:
+    """Runs a command line for the first test of a module that asks: each test looks at another part.
+
+    For what is said, and for files of the run's folder by an absolute path: the folder is the first test's.
+    """
+
+    def answer(*overrides: str, stdin: bytes = b"") -> Answer:
+        line = (stdin, *overrides)
+        if line not in kept_answers:
+            kept_answers[line] = command(*overrides, stdin=stdin)
+        return kept_answers[line]
+
+    return answer
 
 
 @pytest.fixture

@@ -157,16 +157,24 @@ class Replayed(GraphedModel):
     def _warm(self, step: Call) -> None:
         pass
 
-    def _captured(self, step: Call) -> Call:
-        def replay() -> Tensor:
-            Watch.replays += 1
+    def _captured(self, step: Call) -> tuple[Call, Any]:
+        def computed() -> Any:
             Watch.replaying = True
             try:
-                return step()
+                return tree_map(torch.clone, step())
             finally:
                 Watch.replaying = False
 
-        return replay
+        result = computed()
+
+        def launch() -> None:
+            Watch.replays += 1
+            fresh = computed()
+            Watch.replaying = True
+            tree_map(lambda place, tensor: place.copy_(tensor), result, fresh)
+            Watch.replaying = False
+
+        return launch, result
 
 
 def attend(

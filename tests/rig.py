@@ -52,7 +52,7 @@ def eager_step(model: SteppedModel) -> Any:
     kinds = steps.kinds_of(model.decoder, model.config)
     sections = steps.sections_of(model.decoder, kinds, tapped=bool(model.taps))
     calls = [(steps.run_section, *section) for section in sections]
-    return partial(steps.run_programs, calls, sorted(model.taps))
+    return partial(steps.run_programs, calls, sorted(model.taps), model.ranks)
 
 
 @dataclass

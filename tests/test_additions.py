@@ -91,11 +91,11 @@ from llama_ssp.tasks.common import Task
 
 class CountTask(Task[CountConf]):
     def run(self) -> str:
-        self._found.append(len(self._open().tokens.encode(self._task.text)))
+        self._results.append(len(self._open().tokens.encode(self._task.text)))
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        return {"tokens": self._found[0]}
+        return {"tokens": self._results[0]}
 '''
 SCHEMA, NGRAM = "llama_ssp/config/schema.py", "llama_ssp/speculative/drafters/ngram.py"
 RULES, TASKS = "llama_ssp/speculative/verification.py", "llama_ssp/config/tasks.py"
@@ -197,7 +197,7 @@ def test_a_task_runs(checkout: Path) -> None:
     assert document(checkout, "task=count", "model=demo", "task.text=def f")["tokens"] > 1
 
 
-def test_a_family_is_split_and_planned(checkout: Path, tmp_path: Path) -> None:
+def test_an_added_family_runs_over_ranks(checkout: Path, tmp_path: Path) -> None:
     made = tokenizer()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)

@@ -72,12 +72,18 @@ def test_equals_asking_token_by_token(chunk: int) -> None:
     assert reasons == {"fork", "eos", "length"}
 
 
-def test_a_draft_that_is_the_target_never_parts_and_a_contrary_one_does_at_once() -> None:
-    target, prompts = toy(VOCAB, 3), [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]
-    state, forks = agreed(target, toy(VOCAB, 3), prompts, ends=frozenset())
+AGREED = [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]
+
+
+def test_a_draft_that_is_the_target_never_parts() -> None:
+    state, forks = agreed(toy(VOCAB, 3), toy(VOCAB, 3), AGREED, ends=frozenset())
     assert [len(state.generated(row)) for row in range(2)] == [NEW] * 2
     assert (state.finished, forks) == (["length"] * 2, [None] * 2)
-    state, forks = agreed(target, contrary(CausalModel(Toy(VOCAB, 3), "contrary")), prompts[:1])
+
+
+def test_a_contrary_draft_parts_at_once() -> None:
+    target = toy(VOCAB, 3)
+    state, forks = agreed(target, contrary(CausalModel(Toy(VOCAB, 3), "contrary")), AGREED[:1])
     best = int(logits(target, [1, 2, 3]).argmax())
     assert (state.generated(0), state.finished) == ([], ["fork"])
     assert forks == [(best, (best + 1) % VOCAB)]

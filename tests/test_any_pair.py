@@ -53,7 +53,9 @@ def refusal(answer: Any) -> str:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("overrides", [(), ("speculation=adaptive",), ("task.batch_size=1",)])
+@pytest.mark.parametrize(
+    "overrides", [(), ("speculation=adaptive",), ("task.batch_size=1",)], ids=["plain", "adaptive", "one row"]
+)
 def test_greedy_texts_are_the_target_s(
     overrides: tuple[str, ...], other: str, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +120,9 @@ def test_on_several_ranks_the_draft_of_another_tokenizer_sits_with_the_leader(ot
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("sampling", [(), ("sampling=nucleus", "sampling.repetition_penalty=1.2")])
+@pytest.mark.parametrize(
+    "sampling", [(), ("sampling=nucleus", "sampling.repetition_penalty=1.2")], ids=["plain", "nucleus"]
+)
 def test_other_ids_cost_nothing(sampling: tuple[str, ...], command: Command, tmp_path: Path) -> None:
     """The shipped draft with its ids shuffled drafts the same tokens and gives the same text."""
     shuffled = f"draft={renumber(DRAFT, tmp_path / 'other')}"

@@ -29,7 +29,7 @@ from llama_ssp.pair.batches import usable
 from llama_ssp.text.prompts import TextPrompt
 from tests import checkpoints
 from tests.conftest import Command
-from tests.warm import ROOT, Started, python
+from tests.warm import ROOT, Answer, Started, python
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
 PROMPTS = ["hello", "a longer prompt", "x"]
@@ -77,11 +77,18 @@ def test_the_target_s_own_weights_are_a_draft() -> None:
     assert shares[0] > 0.65 > shares[1]
 
 
-def test_without_a_draft_and_without_prompts() -> None:
+def test_a_pair_without_a_draft_drafts_nothing() -> None:
     with load_pair("tiny") as pair:
         (regular,) = pair.generate(["hello"], max_new_tokens=4, seed=1)
         assert (regular.drafted, len(regular.token_ids)) == (0, 4)
+
+
+def test_without_prompts_there_are_no_texts() -> None:
+    with load_pair("tiny") as pair:
         assert pair.generate([], seed=1) == []
+
+
+def test_a_pair_for_no_drafts_is_loaded_without_its_draft() -> None:
     with load_pair("tiny", draft="tiny_draft", overrides=["speculation.k=0"]) as pair:
         assert pair.generate(["hello"], max_new_tokens=2, seed=1)[0].drafted == 0
         with pytest.raises(UsageError, match="was loaded without its draft model"):
@@ -104,41 +111,41 @@ def drafting(**settings: Any) -> dict[str, Any]:
     return {"prompts": ["x"], "speculation": SpeculationConfig(**settings)}
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        ({"sampling": SamplingConfig(top_p=2.0)}, "sampling.top_p"),
-        ({"max_new_tokens": 0}, "task.max_new_tokens"),
-        ({"prompts": ["x" * 99999], "max_new_tokens": 2}, "fills the model"),
-        ({"prompts": [[3, -1]]}, "prompt 0; found id -1"),
-        ({"prompts": "ab"}, "prompts is of the wrong type; found 'ab'"),
-        ({"stop": "ab"}, "stop is of the wrong type; found 'ab'"),
-        ({"prompts": [None]}, "neither a text nor token ids; prompt 0; found None"),
-        ({"prompts": [[1.5]]}, "neither a text nor token ids; prompt 0"),
-        ({"prompts": [b"ab"]}, "neither a text nor token ids; prompt 0"),
-        ({"prompts": [[5, 6]], "chat": True}, "not put into a chat template; prompt 0"),
-        ({"prompts": ["x", "a\ud83d"]}, "surrogate pair; prompt 1; found at character 1"),
-        ({"chat": True, "system": "\ud83d"}, "surrogate pair; task.system"),
-        ({"seed": -1}, "seed is out of range; found -1"),
-        ({"seed": 1.5}, "seed is of the wrong type; found 1.5"),
-        (drafting(bridge="on"), "speculation.bridge .* found 'on', allowed auto, intersection, off"),
-        (drafting(bridge="off"), "a bridge is built when a pair is loaded"),
-        (drafting(overlap="ahead"), "ranks of its own"),
-        (lambda _: load_pair("7b"), "there is no model=7b.*did you mean model=7B?"),
-        (lambda _: load_pair("no/such/folder"), "model: there is no such folder or file"),
-        (lambda _: load_pair("tiny", overrides=["hydra.run.dir=x"]), "hydra"),
-        (lambda _: load_pair("tiny", overrides=["ranks=2"]), "a script does not start ranks"),
-        (lambda _: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),
-        (lambda _: load_pair("tiny", overrides=["measure"]), "task is among the overrides of a pair"),
-        (lambda _: load_pair("tiny", overrides=["chat=true"]), "task.chat is among .* as an argument"),
-        (lambda _: plan("7B", overrides="seed=1"), "overrides is of the wrong type"),
-        (lambda _: plan("65B", cluster="p9"), "p9"),
-        (lambda pair: pair.score([[3, -1, 4]]), "prompt 0; found id -1"),
-        (lambda pair: pair.score("ab"), "texts is of the wrong type; found 'ab'"),
-        (lambda pair: pair.score(["a\ud83d"]), "surrogate pair; prompt 0; found at character 1"),
-        (lambda pair: pair.score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
-    ],
-)
+REFUSED = [
+    ({"sampling": SamplingConfig(top_p=2.0)}, "sampling.top_p"),
+    ({"max_new_tokens": 0}, "task.max_new_tokens"),
+    ({"prompts": ["x" * 99999], "max_new_tokens": 2}, "fills the model"),
+    ({"prompts": [[3, -1]]}, "prompt 0; found id -1"),
+    ({"prompts": "ab"}, "prompts is of the wrong type; found 'ab'"),
+    ({"stop": "ab"}, "stop is of the wrong type; found 'ab'"),
+    ({"prompts": [None]}, "neither a text nor token ids; prompt 0; found None"),
+    ({"prompts": [[1.5]]}, "neither a text nor token ids; prompt 0"),
+    ({"prompts": [b"ab"]}, "neither a text nor token ids; prompt 0"),
+    ({"prompts": [[5, 6]], "chat": True}, "not put into a chat template; prompt 0"),
+    ({"prompts": ["x", "a\ud83d"]}, "surrogate pair; prompt 1; found at character 1"),
+    ({"chat": True, "system": "\ud83d"}, "surrogate pair; task.system"),
+    ({"seed": -1}, "seed is out of range; found -1"),
+    ({"seed": 1.5}, "seed is of the wrong type; found 1.5"),
+    (drafting(bridge="on"), "speculation.bridge .* found 'on', allowed auto, intersection, off"),
+    (drafting(bridge="off"), "a bridge is built when a pair is loaded"),
+    (drafting(overlap="ahead"), "ranks of its own"),
+    (lambda _: load_pair("7b"), "there is no model=7b.*did you mean model=7B?"),
+    (lambda _: load_pair("no/such/folder"), "model: there is no such folder or file"),
+    (lambda _: load_pair("tiny", overrides=["hydra.run.dir=x"]), "hydra"),
+    (lambda _: load_pair("tiny", overrides=["ranks=2"]), "a script does not start ranks"),
+    (lambda _: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),
+    (lambda _: load_pair("tiny", overrides=["measure"]), "task is among the overrides of a pair"),
+    (lambda _: load_pair("tiny", overrides=["chat=true"]), "task.chat is among .* as an argument"),
+    (lambda _: plan("7B", overrides="seed=1"), "overrides is of the wrong type"),
+    (lambda _: plan("65B", cluster="p9"), "p9"),
+    (lambda pair: pair.score([[3, -1, 4]]), "prompt 0; found id -1"),
+    (lambda pair: pair.score("ab"), "texts is of the wrong type; found 'ab'"),
+    (lambda pair: pair.score(["a\ud83d"]), "surrogate pair; prompt 0; found at character 1"),
+    (lambda pair: pair.score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), REFUSED, ids=[says for _, says in REFUSED])
 def test_what_is_refused_is_one_line(call: Any, says: str, tiny: Pair) -> None:
     """A call, or what `generate` is asked for."""
     with pytest.raises(RunError, match=says) as raised:
@@ -146,21 +153,26 @@ def test_what_is_refused_is_one_line(call: Any, says: str, tiny: Pair) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_what_a_list_and_a_choice_may_be() -> None:
-    """Any iterable of prompts; ids of NumPy and torch; choices by name; a seed of the overrides."""
-    by_name = SpeculationConfig(drafter=cast(Any, "model"), verification=cast(Any, "token"))
+BY_NAME = SpeculationConfig(drafter=cast(Any, "model"), verification=cast(Any, "token"))
+
+
+def test_what_a_list_of_prompts_may_be() -> None:
+    """Any iterable of prompts; ids of NumPy and torch. Choices are given by name, a seed by the overrides."""
     named = SpeculationConfig(verification=Verification.token)
     with load_pair("tiny", draft="tiny_draft", overrides=["seed=5"]) as pair:
         texts = [
             [one.token_ids for one in pair.generate(prompts, max_new_tokens=6, speculation=how, seed=seed)]
             for prompts, how, seed in (
                 (["a", [7, 8]], named, 5),
-                ((one for one in ["a", torch.tensor([7, 8])]), by_name, None),
-                (np.array(["a", [7, 8]], dtype=object), by_name, None),
+                ((one for one in ["a", torch.tensor([7, 8])]), BY_NAME, None),
+                (np.array(["a", [7, 8]], dtype=object), BY_NAME, None),
             )
         ]
     assert texts[0] == texts[1] == texts[2]
-    assert by_name.verification == "token" and type(by_name.verification) is str
+
+
+def test_a_choice_that_was_given_by_name_stays_a_name() -> None:
+    assert BY_NAME.verification == "token" and type(BY_NAME.verification) is str
 
 
 def test_seed_0_of_a_call_replaces_the_pair_s_own(tiny: Pair) -> None:
@@ -264,15 +276,34 @@ for _ in range(2):
 """
 
 
+@pytest.fixture(scope="module")
+def over_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    """What two ranks say that run the script."""
+    folder = tmp_path_factory.mktemp("over_ranks")
+    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+    return Started(folder, 2, program="script.py").finish()
+
+
 @pytest.mark.slow
-def test_over_ranks_the_leader_has_the_texts_and_an_error_ends_the_pair_alone(tmp_path: Path) -> None:
-    """Later calls say so; once it is closed, the next pair is loaded, with the texts of one process."""
-    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+def test_over_ranks_the_leader_has_the_texts(over_ranks: list[Answer]) -> None:
+    """Those of one process; the first pair, which an error ended, was closed before."""
     with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
         alone = [one.token_ids for one in pair.generate(PROMPTS, max_new_tokens=8, seed=3)]
-    for rank, (code, out, errors, _) in enumerate(Started(tmp_path, 2, program="script.py").finish()):
-        first, later, second, *texts = out.splitlines()
-        assert (code, texts) == (0, ["[]" if rank else str(alone)] * 2), errors
-        assert first.startswith("JointError: rank") and "the prompt is empty" in first
-        assert later.startswith("UsageError: the pair has ended with an earlier error; found rank")
-        assert "the prompt is empty" in later and "torch.distributed is in use" in second
+    for rank, (code, out, errors, _) in enumerate(over_ranks):
+        assert (code, out.splitlines()[3:]) == (0, ["[]" if rank else str(alone)] * 2), errors
+
+
+@pytest.mark.slow
+def test_over_ranks_an_error_ends_its_pair_alone(over_ranks: list[Answer]) -> None:
+    """Later calls say so."""
+    for _, out, errors, _ in over_ranks:
+        first, later = out.splitlines()[:2]
+        assert first.startswith("JointError: rank") and "the prompt is empty" in first, errors
+        assert later.startswith("UsageError: the pair has ended with an earlier error; found rank"), errors
+        assert "the prompt is empty" in later, errors
+
+
+@pytest.mark.slow
+def test_over_ranks_a_second_pair_is_refused_until_the_first_is_closed(over_ranks: list[Answer]) -> None:
+    for _, out, errors, _ in over_ranks:
+        assert "torch.distributed is in use" in out.splitlines()[2], errors

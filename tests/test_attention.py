@@ -59,34 +59,53 @@ def _inference():
         yield
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "size", "rows"), STEPS)
-def test_results_are_those_of_torch_and_a_tokens_own(heads, size, rows, kind):
-    """In bf16 they are as near to the exact ones as torch's, which rounds at the same places.
+@pytest.fixture(params=STEPS, ids="{0[0]} heads of {0[1]}".format)
+def step(request: pytest.FixtureRequest) -> tuple[tuple[int, int], int, list[Row]]:
+    """Returns the heads of queries and of keys, the size of a head, and rows."""
+    return request.param
 
-    To the bit they are those of a step of the token alone (of a prompt: of the row alone).
-    """
-    feed, given = inputs(heads, size, rows, *KINDS[kind])
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_those_of_torch(step, kind):
+    feed, given = inputs(*step, *KINDS[kind])
     expected = attend_rows(feed, *given)
     assert (kernel.attend(feed, *given) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bf16_results_are_as_exact_as_those_of_torch(step, kind):
+    """Torch rounds at the same places."""
+    feed, given = inputs(*step, *KINDS[kind])
     narrow = in_format(given, torch.bfloat16)
     exact = attend_rows(feed, *in_format(narrow, torch.float64))
     off = [float((attend(feed, *narrow) - exact).norm()) for attend in (kernel.attend, attend_rows)]
     assert off[0] <= 1.05 * off[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_are_a_tokens_own(step, kind, dtype):
+    """To the bit they are those of a step of the token alone (of a prompt: of the row alone)."""
+    rows = step[2]
+    feed, given = inputs(*step, *KINDS[kind])
+    numbers = in_format(given, dtype)
     parts = [(first, start + n, 1) for first, start, count in rows for n in range(count)]
-    for numbers in (given, narrow):
-        together, begin = kernel.attend(feed, *numbers), 0
-        for row in parts if rows is ROWS else rows:
-            own = slice(begin, begin := begin + row[2])
-            assert torch.equal(kernel.attend(Pass.of([row], CPU), *only(numbers, own)), together[own])
+    together, begin = kernel.attend(feed, *numbers), 0
+    for row in parts if rows is ROWS else rows:
+        own = slice(begin, begin := begin + row[2])
+        assert torch.equal(kernel.attend(Pass.of([row], CPU), *only(numbers, own)), together[own]), row
 
 
-def test_a_wrong_mask_and_a_wrong_value_are_noticed():
-    """The controls: a token that does not see itself, and a value, which the tokens of its row alone see."""
+def test_a_wrong_mask_is_noticed():
+    """The control: a token that does not see itself."""
     feed, given = inputs((16, 2), 128, PROMPTS, *KINDS["plain"])
     expected = kernel.attend(feed, *given)
     feed.position_T[-1] -= 1
     assert (kernel.attend(feed, *given) - expected).abs().max() > TOLERANCE * expected.abs().max()
+
+
+def test_a_wrong_value_is_noticed():
+    """The control: the tokens of its row alone see it."""
     feed, given = inputs((16, 2), 64, ROWS, *KINDS["plain"])
     expected, (first, start, count) = kernel.attend(feed, *given), ROWS[0]
     given[2][:, first + start - 20] *= 1.5

@@ -40,7 +40,7 @@ CASES = [
 
 @pytest.mark.few(40)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_line_and_its_code(
+def test_a_refusal_is_one_line_with_its_code(
     case: Case, command: Command, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command may come as far as the case says."""
@@ -162,8 +162,9 @@ def test_private_presets_are_taken(command: Command, monkeypatch: pytest.MonkeyP
         (["model=./model", "draft=./alias"], "the draft is the target itself"),
         (["model=./model", "draft=./ends"], "texts end with ['</s>'] and ['&', '</s>'], the target's hold"),
     ],
+    ids=["a larger draft", "a slow format", "the target itself", "other ends"],
 )
-def test_warned_and_done(
+def test_a_warning_does_not_end_the_run(
     overrides: list[str], warning: str, command: Command, saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("model", "alias"):
@@ -254,20 +255,28 @@ def test_transformers_own_lines_about_a_config_are_not_shown(
     assert said == []
 
 
-def test_bad_rows_are_skipped_and_counted(command: Command, caplog: pytest.LogCaptureFixture) -> None:
-    """Both what cannot be read and what the model cannot take; no id becomes the name of a file."""
-    ids = '{"id": "../../evil", "prompt": "x"}', "{", '{"id": "b", "prompt": ""}', '{"id": "b", "prompt": 1}'
-    Path("prompts.jsonl").write_text("\n".join(ids))
-    words = "task.on_bad_row=skip", "task.max_new_tokens=2", "task.trace=true", "output=json", "seed=1"
-    answer = command("task.prompt_file=prompts.jsonl", *words)
+BAD_ROWS = '{"id": "../../evil", "prompt": "x"}', "{", '{"id": "b", "prompt": ""}', '{"id": "b", "prompt": 1}'
+SKIPPING = ("task.on_bad_row=skip", "task.max_new_tokens=2", "task.trace=true", "output=json", "seed=1")
+
+
+def test_bad_rows_that_are_skipped_are_counted(command: Command, caplog: pytest.LogCaptureFixture) -> None:
+    """Both what cannot be read and what the model cannot take."""
+    Path("prompts.jsonl").write_text("\n".join(BAD_ROWS))
+    answer = command("task.prompt_file=prompts.jsonl", *SKIPPING)
     assert (answer.code, answer.errors) == (0, [])
     assert answer.document["rows_skipped"] == 3
     assert [o["id"] for o in answer.document["outputs"]] == ["../../evil"]
     assert caplog.text.count("skipped: ") == 3
+
+
+def test_no_id_becomes_the_name_of_a_file(command: Command) -> None:
+    Path("prompts.jsonl").write_text(BAD_ROWS[0])
+    answer = command("task.prompt_file=prompts.jsonl", *SKIPPING)
+    assert [o["id"] for o in answer.document["outputs"]] == ["../../evil"]
     assert not [path for path in Path.cwd().parent.rglob("*") if "evil" in path.name]
 
 
-def test_a_missing_seed_is_drawn_and_kept(command: Command, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_seed_that_was_drawn_is_kept(command: Command, caplog: pytest.LogCaptureFixture) -> None:
     answer = command("-v", PROMPT, "task.max_new_tokens=1", "output=json")
     seed = answer.document["seed"]
     assert f"seed={seed} (drawn" in caplog.text
@@ -332,7 +341,7 @@ def test_logits_without_numbers_are_said_with_the_model_s_name(
     assert said == [f"the {role} broken gave logits that are not numbers (NaN or infinite)"]
 
 
-def test_a_job_whose_draft_gives_no_numbers_says_so_and_drafts_nothing(
+def test_a_job_whose_draft_gives_no_numbers_goes_on_without_it(
     command: Command, saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The target is sound, so the texts are."""

@@ -38,6 +38,7 @@ from llama_ssp.text.prompts import MAX_LINE_BYTES, MAX_UNENDED_BYTES
 from tests.conftest import Command
 from tests.processes import wait_for
 from tests.test_journal import KILLED, Deadly, child_of, in_child
+from tests.warm import Answer
 
 RECORDS = 10
 # In fp32 the tiny pair's ties are decided by rounding, which depends on how many rows are read together.
@@ -154,8 +155,9 @@ def test_a_job_keeps_the_number_of_rows_that_it_began_with(command: Command, mon
 @pytest.mark.parametrize(
     "how",
     [["task.batch_size=1"], ["task.shard_size=100", "task.batch_size=8"], ["task.prefill_chunk=2"]],
+    ids=["one row", "one shard", "parts of prompts"],
 )
-def test_neighbours_and_shards_do_not_matter(how: list[str], command: Command, undisturbed: bytes):
+def test_how_records_are_grouped_does_not_matter(how: list[str], command: Command, undisturbed: bytes):
     changed = [o for o in SMALL if o.partition("=")[0] not in {h.partition("=")[0] for h in how}]
     assert command(*changed, *how, "task.output=out.jsonl").code == 0
     assert Path("out.jsonl").read_bytes() == undisturbed
@@ -193,7 +195,7 @@ def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyP
     assert busy[0] == 3 and busy == sorted(busy, reverse=True)
 
 
-def test_a_second_start_finds_nothing_to_do_and_loads_nothing(
+def test_a_second_start_finds_nothing_to_do(
     command: Command, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ContinuousBatch, "write", lambda *_: pytest.fail("something was written"))
@@ -229,23 +231,33 @@ def test_an_empty_input_has_an_empty_output(command: Command, caplog: pytest.Log
     assert "holds no records" in caplog.text
 
 
-def test_several_files_and_packed_ones_are_one_input(
-    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
-):
-    """A folder, a pattern, gzip, .jl, standard input. The input is read once."""
+@pytest.fixture
+def parts(undisturbed: bytes) -> Path:
+    """The input in a folder of two files, one of them packed."""
     whole, folder = Path("in.jsonl").read_bytes().splitlines(keepends=True), Path("parts")
     folder.mkdir()
     (folder / "a.jl").write_bytes(b"".join(whole[:4]))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(whole[4:])))
-    for number, name in enumerate(("parts", "parts/*", "-")):
-        job = [*SMALL, f"task.input={name}", f"task.output={number}.jsonl"]
-        assert command(*job, stdin=b"".join(whole)).code == 0
-        assert Path(f"{number}.jsonl").read_bytes() == undisturbed
-        with monkeypatch.context() as patch:
-            patch.setattr(Index, "_build", lambda *_: pytest.fail("the input was read again"))
-            assert command(*job).code == 0
-    (folder / "a.jl").write_bytes(b"".join(whole[:3]))
-    refused = command(*SMALL, "task.input=parts", "task.output=0.jsonl")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["parts", "parts/*", "-"], ids=["a folder", "a pattern", "standard input"])
+def test_files_of_any_kind_are_one_input_that_is_read_once(
+    name: str, parts: Path, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    """Among them gzip and .jl."""
+    job = [*SMALL, f"task.input={name}", "task.output=out.jsonl"]
+    assert command(*job, stdin=Path("in.jsonl").read_bytes()).code == 0
+    assert Path("out.jsonl").read_bytes() == undisturbed
+    monkeypatch.setattr(Index, "_build", lambda *_: pytest.fail("the input was read again"))
+    assert command(*job).code == 0
+
+
+def test_a_job_whose_input_has_changed_is_refused(parts: Path, command: Command):
+    job = [*SMALL, "task.input=parts", "task.output=out.jsonl"]
+    assert command(*job).code == 0
+    (parts / "a.jl").write_bytes(b"".join(Path("in.jsonl").read_bytes().splitlines(keepends=True)[:3]))
+    refused = command(*job)
     assert refused.code == 3 and "input_sha256" in refused.errors[0]
 
 
@@ -353,9 +365,7 @@ def test_a_folder_that_is_no_job_s_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_what_a_user_puts_into_a_job_s_folder_outlives_a_kill_and_the_end(
-    command: Command, undisturbed: bytes
-):
+def test_what_a_user_puts_into_a_job_s_folder_stays(command: Command, undisturbed: bytes):
     """Killed, resumed, merged, and started again."""
     job = [*SMALL, "task.output=out.jsonl", "task.work=job"]
     names = {"thesis.txt", "part.0001.csv", "notes.jsonl"}
@@ -389,7 +399,7 @@ CLONE_NEWPID = 0x20000000
 
 
 @pytest.mark.slow
-def test_two_containers_with_equal_hosts_and_process_ids_share_a_job(command: Command, undisturbed: bytes):
+def test_two_containers_with_equal_names_share_a_job(command: Command, undisturbed: bytes):
     """In two pid namespaces both processes are number 1 of one host."""
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -479,6 +489,7 @@ LONG = {"id": "b", "prompt": "y" * 2000}
         ([LONG], "fills the model's context"),
         ([{"prompt": "word " * 3_000_000}], "found more than 16384 tokens, allowed at most 1023"),
     ],
+    ids=["not a prompt", "too long", "far too long"],
 )
 def test_bad_lines_end_the_job_before_it_begins(records: list[Any], said: str, command: Command):
     write_lines({"prompt": "x"}, *records)
@@ -535,7 +546,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, index: int, act: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_record_that_kills_is_set_aside_and_no_other(
+def test_only_a_record_that_kills_is_set_aside(
     command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):
     """Where the job has run on two nodes, not for deaths on one of them."""
@@ -554,7 +565,7 @@ def test_a_record_that_kills_is_set_aside_and_no_other(
     assert [*told[:5], *told[6:]] == [*calm[:5], *calm[6:]]
 
 
-def test_a_device_that_gives_no_numbers_stops_and_its_records_stay_open(
+def test_the_records_of_a_broken_device_stay_open(
     command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):
     """Between sound texts one without numbers is an error of its record; three in a row are the device's."""
@@ -574,9 +585,7 @@ def test_a_device_that_gives_no_numbers_stops_and_its_records_stay_open(
     assert Path("out.jsonl").read_bytes() == undisturbed
 
 
-def test_a_small_job_without_one_sound_text_stops_and_stays_open(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_small_job_without_one_sound_text_stays_open(command: Command, monkeypatch: pytest.MonkeyPatch):
     """Two texts are fewer than show a broken device in a long job; here nothing shows a sound one."""
     write_input(2)
     with monkeypatch.context() as patch:
@@ -641,15 +650,23 @@ def test_scattered_records_without_numbers_do_not_stop_a_job(
     assert [line["id"] for line in lines("out.jsonl") if "error" in line] == bad
 
 
-def test_errors_are_counted_and_answered_again_when_asked(
-    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
-):
+@pytest.fixture
+def with_error(command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes) -> Answer:
+    """A job that has answered one record with an error."""
     with monkeypatch.context() as patch:
         failing(patch, "r/4")
-        assert command(*SMALL, "task.output=out.jsonl").document["records_failed"] == 1
-    found = command("task=batch", "task.status=true", "task.output=out.jsonl").document
-    assert (found["records_failed"], found["status"]) == (1, "done")
-    assert [group["failed"] for group in found["groups"]] == [1] and found["gpu_hours"] == 0  # on a CPU
+        return command(*SMALL, "task.output=out.jsonl")
+
+
+def test_errors_are_counted(command: Command, with_error: Answer):
+    assert with_error.document["records_failed"] == 1
+    status = command("task=batch", "task.status=true", "task.output=out.jsonl").document
+    assert (status["records_failed"], status["status"]) == (1, "done")
+    assert [group["failed"] for group in status["groups"]] == [1] and status["gpu_hours"] == 0  # on a CPU
+
+
+@pytest.mark.usefixtures("with_error")
+def test_errors_are_answered_again_when_asked(command: Command, undisturbed: bytes):
     assert command(*SMALL, "task.output=out.jsonl").document["records_answered_here"] == 0
     again = command(*SMALL, "task.output=out.jsonl", "task.retry_errors=true").document
     assert (again["records_failed"], again["records_answered_here"]) == (0, 1)
@@ -659,8 +676,9 @@ def test_errors_are_counted_and_answered_again_when_asked(
 @pytest.mark.parametrize(
     ("splitting", "others", "count"),
     [(Splitting.tensor, ["gpu-a", "gpu-b"], 2), (Splitting.tensor, [""], 1), (Splitting.layers, [], 3)],
+    ids=["two GPUs", "the host", "by layers"],
 )
-def test_gpus_are_counted_and_not_ranks(
+def test_gpus_are_counted_not_ranks(
     splitting: Splitting, others: list[str], count: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Two ranks may share one GPU; one rank may have several; a rank may compute on the host."""
@@ -695,7 +713,7 @@ def test_a_killed_run_keeps_the_batches_that_it_has_scored(
 
 @pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
 def test_a_signal_blames_no_record(
     number: signal.Signals, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):
@@ -718,14 +736,14 @@ def test_killed_anywhere_nothing_is_lost_or_done_twice(command: Command, undistu
             deadly = Deadly(points.randrange(length))
             before = count_finished(Path(output + ".work"))
             code = in_child(lambda d=deadly, o=output: (d.install(), launched(*SMALL, f"task.output={o}")))
-            assert code in (0, KILLED)
+            assert code in (0, KILLED), run
             kills += code == KILLED
-            assert count_finished(Path(output + ".work")) >= before
+            assert count_finished(Path(output + ".work")) >= before, run
             if code == 0:
                 break
         else:
-            assert command(*SMALL, f"task.output={output}").code == 0
-        assert Path(output).read_bytes() == undisturbed
+            assert command(*SMALL, f"task.output={output}").code == 0, run
+        assert Path(output).read_bytes() == undisturbed, run
     assert kills >= 4
 
 
@@ -746,7 +764,7 @@ def test_a_disk_that_takes_no_more_loses_nothing(command: Command, undisturbed: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lives", [True, False, None])
+@pytest.mark.parametrize("lives", [True, False, None], ids=["lives", "dead", "unknown"])
 def test_claims_from_elsewhere_are_waited_for(
     lives: bool | None, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
 ):

@@ -116,6 +116,7 @@ def models() -> tuple[CausalModel, CausalModel]:
 @pytest.mark.parametrize(
     ("drafting", "k", "adaptive"),
     [("none", 0, False), ("model", 4, False), ("model", 6, True), ("ngram", 4, False)],
+    ids=["none", "model", "adaptive", "ngram"],
 )
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sampling, models):

@@ -72,16 +72,27 @@ def test_no_constant_is_negative():
     assert non_negative(matrix, np.array([-1.0, -2.0, -3.0])) == [0.0, 0.0]
 
 
-def test_figures_are_taken_in_turn_and_the_first_is_dropped():
-    said: list[str] = []
+@pytest.fixture
+def turns() -> tuple[str, list[float]]:
+    """The calls of two pieces of work in turn, three times, and their figures: how many calls there were."""
+    calls: list[str] = []
 
     def work(name: str):
-        said.append(name)
-        return float(len(said))
+        calls.append(name)
+        return float(len(calls))
 
-    found = calibrate.in_turn([lambda: work("a"), lambda: work("b")], 3)
-    assert "".join(said) == "abababab"
-    assert found == [3.0, 4.0]
+    figures = calibrate.in_turn([lambda: work("a"), lambda: work("b")], 3)
+    return "".join(calls), figures
+
+
+def test_figures_are_taken_in_turn(turns: tuple[str, list[float]]):
+    calls, _ = turns
+    assert calls == "abababab"
+
+
+def test_the_first_figures_are_dropped(turns: tuple[str, list[float]]):
+    _, figures = turns
+    assert figures == [3.0, 4.0]
 
 
 LESS = dict(DEPTHS=(1, 2), VOCABULARIES=(300,), LOOKAHEADS=(0, 2), WIDTH=64, HEAD=8, WIDE=96, NEW=4)

@@ -88,7 +88,9 @@ def test_what_config_json_leaves_out_is_derived() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
-    "own", [{}, {"sliding_window": 24}, {"sliding_window": 24, "use_sliding_window": True}]
+    "own",
+    [{}, {"sliding_window": 24}, {"sliding_window": 24, "use_sliding_window": True}],
+    ids=["plain", "a window", "a window in use"],
 )
 def test_the_plan_has_the_windows_of_the_module(
     name: str, own: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

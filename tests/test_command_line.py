@@ -92,10 +92,18 @@ def test_any_text_is_a_prompt_or_ends_a_text_as_it_is() -> None:
     assert isinstance(task, GenerateConf) and task.stop == texts and len(texts) > 300
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if text not in ("", "null", "???", "${")], ids=repr)
-def test_a_text_and_a_path_are_taken_as_they_are(text: str) -> None:
-    run = run_of("chat=true", f"system={text}", "--out", text, "seed=3")
+ONE_WORD = [text for text in TEXTS if text not in ("", "null", "???", "${")]
+
+
+@pytest.mark.parametrize("text", ONE_WORD, ids=repr)
+def test_a_text_is_taken_as_it_is(text: str) -> None:
+    run = run_of("chat=true", f"system={text}", "seed=3")
     assert isinstance(run.task, GenerateConf) and run.task.system == text
+
+
+@pytest.mark.parametrize("text", ONE_WORD, ids=repr)
+def test_a_path_is_taken_as_it_is(text: str) -> None:
+    run = run_of("--out", text, "seed=3")
     assert run.out == {"${seed}": "3", "\\${seed}": "${seed}"}.get(text, text), "a path is resolved"
 
 
@@ -113,16 +121,28 @@ def test_a_list_of_quoted_texts_is_a_list() -> None:
     assert run_of("out=null").out is None
 
 
-def test_interpolations_and_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The home folder, in which there is a model file, and which a variable names."""
     monkeypatch.setenv("HERE", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a=b,c.gguf").touch()
-    for word in ("~/a=b,c.gguf", "${oc.env:HERE}/a=b,c.gguf", f"{tmp_path}/a=b,c.gguf"):
-        model = run_of("plan", word).model
-        assert model.path in ("~/a=b,c.gguf", f"{tmp_path}/a=b,c.gguf") and model.name == "a=b,c.gguf"
-    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("folder", ["~", "${oc.env:HERE}", "{place}"])
+def test_a_path_of_a_model_file_may_begin_with(folder: str, place: Path) -> None:
+    model = run_of("plan", f"{folder.replace('{place}', str(place))}/a=b,c.gguf").model
+    assert model.path in ("~/a=b,c.gguf", f"{place}/a=b,c.gguf") and model.name == "a=b,c.gguf"
+
+
+def test_a_model_file_of_this_folder_needs_no_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
     assert run_of("plan", "a=b,c.gguf").model.path == "a=b,c.gguf"
-    assert run_of("out=${oc.env:HERE}/${model.name}").out == f"{tmp_path}/demo"
+
+
+def test_interpolations_are_resolved(place: Path) -> None:
+    assert run_of("out=${oc.env:HERE}/${model.name}").out == f"{place}/demo"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +168,7 @@ def test_interpolations_and_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp
         ("seed=" + "9" * 5000, "4300 digits"),
         ("hydra.nope=1", "--cfg hydra shows"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_refused_with_a_hint(words: str, says: str) -> None:
     with pytest.raises(RunError) as raised:
@@ -160,30 +181,54 @@ def test_the_page_of_keys_is_made_of_the_descriptions() -> None:
     assert (ROOT / "docs" / "keys.md").read_text(encoding="utf-8") == markdown()
 
 
-def test_help_fits_a_screen_and_a_task_s_help_is_about_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_a_screen() -> None:
     lines = overview().splitlines()
     assert len(lines) < 24 and max(map(len, lines)) <= 80
+
+
+def test_help_names_every_task() -> None:
     assert all(f"  {task} " in overview() for task in TASKS)
+
+
+@pytest.mark.parametrize("words", [["measure"], ["task=measure", "model=7B"]], ids=" ".join)
+def test_a_task_s_help_is_about_the_task(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for words in (["measure"], ["task=measure", "model=7B"]):
-        said = help_for(words)
-        assert all(f"  {key.name}=" in said for key in keys_of_task("measure"))
-        assert "cluster.gpus" not in said and "require_fit" not in said
-        assert max(map(len, said.splitlines())) <= 80
+    said = help_for(words)
+    assert all(f"  {key.name}=" in said for key in keys_of_task("measure"))
+    assert "cluster.gpus" not in said and "require_fit" not in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
+def test_a_group_s_help_is_about_the_group() -> None:
     assert "7B_8bit" in help_for(["model"]) and "_schema" not in help_for(["task"])
     assert "sampling.top_k" not in help_for(["plan"])
+
+
+def test_help_for_no_word_is_the_overview() -> None:
     assert help_for(["--help", "x"]) == help_for(["a=b", "x"]) == overview()
+
+
+def test_help_for_a_slip_of_the_pen_names_what_was_meant() -> None:
     with pytest.raises(RunError, match="did you mean measure"):
         help_for(["mesure", "--help"])
 
 
-def test_version_and_help_are_printed(command: Command) -> None:
+def test_the_version_is_printed(command: Command) -> None:
     said = command("--version").out
     assert said.startswith(f"llama-ssp {__version__} (python 3.")
     assert "torch 2." in said and "transformers" in said
+
+
+def test_help_is_printed(command: Command) -> None:
     assert command("--help").out == overview() == command("--help", "--config-dir=x").out
+
+
+def test_help_may_be_asked_for_by_a_word() -> None:
     assert cli._answer(["help"]) == overview() and cli._answer(["generate", "-p", "help"]) is None
     assert cli._answer(["help", "plan"]) == cli._answer(["plan", "help"]) == help_for(["plan"])
+
+
+def test_help_tells_which_numbers_are_allowed(command: Command) -> None:
     assert "[above 0, up to 1]" in " ".join(command("sampling", "--help").out.split()), "top_p=0 is refused"
 
 
@@ -228,14 +273,24 @@ tried "llama-ssp measure task.rep"
     ]  # fmt: skip
 
 
-def test_hydra_s_own_flags_and_settings_work(command: Command) -> None:
+def test_hydra_prints_the_configuration(command: Command) -> None:
     assert "temperature: 0.0" in command("--cfg", "job", "--package", "sampling", "sampling=greedy").out
     assert command("-c", "hydra", "--package", "hydra.job.name", "hydra.job.name=x").out == "x\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["hydra.searchpath=[file://{mine}]"], ["--config-dir=mine"], ["-cd", "mine"]],
+    ids=lambda words: words[0].partition("=")[0],
+)
+def test_hydra_finds_a_user_s_presets(words: list[str], command: Command) -> None:
     Path("mine/model").mkdir(parents=True)
     Path("mine/model/my.yaml").write_text("defaults: [tiny]\nname: my")
-    path = f"hydra.searchpath=[file://{Path('mine').absolute()}]"
-    for words in (("model=my", path), ("model=my", "--config-dir=mine"), ("model=my", "-cd", "mine")):
-        assert command("--cfg", "job", "--package", "model.name", *words).out == "my\n"
+    words = [word.replace("{mine}", str(Path("mine").absolute())) for word in words]
+    assert command("--cfg", "job", "--package", "model.name", "model=my", *words).out == "my\n"
+
+
+def test_hydra_s_own_settings_work(command: Command) -> None:
     own = ("hydra.run.dir=there", "hydra.job.chdir=true", "hydra.output_subdir=.hydra")
     answer = command("-p", "a", "-n", "1", "seed=1", "out=o", *own)
     assert (answer.code, answer.errors) == (0, [])
@@ -243,26 +298,36 @@ def test_hydra_s_own_flags_and_settings_work(command: Command) -> None:
     assert Path("there", ".hydra", "overrides.yaml").is_file()
 
 
-def test_a_sweep_is_over_groups_numbers_and_lists_of_texts(command: Command) -> None:
+SWEPT = ("-n", "1", "output=json", "draft=tiny_draft", "seed=1")
+
+
+def test_a_sweep_is_over_groups_with_numbers_or_lists(command: Command) -> None:
     """Commas in a text divide nothing."""
-    small = ("-n", "1", "output=json", "draft=tiny_draft", "seed=1")
-    answer = command("-m", *small, 'prompt=["a,b","c"]', "k=1,2", "out=o,p", "sampling=greedy")
+    answer = command("-m", *SWEPT, 'prompt=["a,b","c"]', "k=1,2", "out=o,p", "sampling=greedy")
     assert (answer.code, answer.errors) == (0, [])
     said = [json.loads(line) for line in answer.out.splitlines()]
     prompts = [document["outputs"][0]["prompt"] for document in said]
     assert prompts == ["a,b", "a,b", "c", "c"]
     assert len({document["run_folder"] for document in said}) == 4
     assert all(document["run_folder"].startswith("o,p/") for document in said)
-    answer = command("-m", *small, 'out=["x","y,z"]', "prompt=a")
+
+
+def test_a_sweep_may_be_over_folders(command: Command) -> None:
+    answer = command("-m", *SWEPT, 'out=["x","y,z"]', "prompt=a")
     folders = [json.loads(line)["run_folder"].partition("/")[0] for line in answer.out.splitlines()]
     assert folders == ["x", "y,z"]
+
+
+def test_an_error_ends_a_sweep(command: Command) -> None:
     before = sorted(Path.cwd().iterdir())
-    answer = command("-m", *small, "prompt=a", "seed=-1,2", "out=null")
+    answer = command("-m", *SWEPT, "prompt=a", "seed=-1,2", "out=null")
     assert (answer.code, len(answer.errors), answer.out) == (2, 1, ""), "an error ends the sweep"
     assert sorted(Path.cwd().iterdir()) == before, "a sweep leaves nothing behind"
 
 
-@pytest.mark.parametrize("said", [b"one\n\ntwo\n", b'{"prompt": "one"}\n{"prompt": "two"}\n'])
+@pytest.mark.parametrize(
+    "said", [b"one\n\ntwo\n", b'{"prompt": "one"}\n{"prompt": "two"}\n'], ids=["lines", "records"]
+)
 @pytest.mark.parametrize("source", ["pipe", "-"])
 def test_a_prompt_file_may_be_a_pipe_or_standard_input(
     said: bytes, source: str, monkeypatch: pytest.MonkeyPatch
@@ -278,12 +343,15 @@ def test_a_prompt_file_may_be_a_pipe_or_standard_input(
         assert [prompt.text for prompt in read_prompts(task).prompts] == ["one", "two"]
 
 
-def test_without_docstrings_and_outside_of_its_environment_it_says_what_to_do() -> None:
+def test_without_docstrings_it_says_what_to_do() -> None:
     done = subprocess.run(
         [sys.executable, "-OO", str(ROOT / "launch" / "run.py"), "--help"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("\n")) == (5, 1) and "-OO or PYTHONOPTIMIZE" in done.stderr
+
+
+def test_outside_of_its_environment_it_says_what_to_do() -> None:
     alone = [sys.executable, "-S", "-E", str(ROOT / "launch" / "run.py"), "--help"]
     done = subprocess.run(alone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 5 and done.stderr.count("\n") == 1
@@ -294,7 +362,7 @@ def test_without_docstrings_and_outside_of_its_environment_it_says_what_to_do() 
     ("flag", "leader", "other"),
     [("--quiet", "WARNING", "ERROR"), ("--verbose", "DEBUG", "DEBUG"), ("--version", "INFO", "ERROR")],
 )
-def test_quiet_and_verbose_set_the_log(
+def test_flags_set_the_log(
     flag: str, leader: str, other: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY"):

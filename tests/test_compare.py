@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from llama_ssp.tasks import compare
 from llama_ssp.tasks.compare import CompareTask, Contestant
 from llama_ssp.text.prompts import Reading
 from tests.conftest import Command, Saved
+from tests.warm import Answer
 
 COMPARE = ("task=compare", "task.max_new_tokens=12", "seed=1")
 SIDE = {
@@ -23,25 +25,46 @@ SIDE = {
 }  # fmt: skip
 
 
-def test_prompts_from_a_pipe_one_a_line(command: Command) -> None:
-    answer = command(*COMPARE, stdin=b"hello\n\na fox\n")
+@pytest.fixture
+def piped(once: Callable[..., Answer]) -> Answer:
+    """What is said of two prompts from a pipe, with an empty line between them."""
+    answer = once(*COMPARE, stdin=b"hello\n\na fox\n")
     assert (answer.code, answer.errors) == (0, [])
-    assert "\x1b" not in answer.out  # plain text where there is no terminal
-    assert [line for line in answer.out.splitlines() if line.startswith("prompt: ")] == [
+    return answer
+
+
+def test_prompts_from_a_pipe_are_one_a_line(piped: Answer) -> None:
+    assert [line for line in piped.out.splitlines() if line.startswith("prompt: ")] == [
         "prompt: hello", "prompt: a fox",
     ]  # fmt: skip
-    assert answer.out.count("--- regular") == answer.out.count("--- speculative, tiny_draft, K = 4") == 2
-    assert len(re.findall(r"--- \d+\.\d\d times as fast: .* prefill excluded", answer.out)) == 2
-    found = answer.document
-    assert (found["task"], found["status"]) == ("compare", "done")
-    assert [one["id"] for one in found["comparisons"]] == ["line-1", "line-3"]
-    for one in found["comparisons"]:
+    assert [one["id"] for one in piped.document["comparisons"]] == ["line-1", "line-3"]
+
+
+def test_in_a_pipe_text_is_plain(piped: Answer) -> None:
+    assert "\x1b" not in piped.out
+
+
+def test_both_sides_of_each_prompt_are_shown(piped: Answer) -> None:
+    assert piped.out.count("--- regular") == piped.out.count("--- speculative, tiny_draft, K = 4") == 2
+    assert len(re.findall(r"--- \d+\.\d\d times as fast: .* prefill excluded", piped.out)) == 2
+    for one in piped.document["comparisons"]:
+        assert one["regular"]["text"] in piped.out or "\\x" in piped.out
+
+
+def test_both_sides_are_kept(piped: Answer) -> None:
+    document = piped.document
+    assert (document["task"], document["status"]) == ("compare", "done")
+    for one in document["comparisons"]:
+        assert one["regular"].keys() == one["speculative"].keys() >= SIDE
+
+
+def test_both_sides_write_equally_many_tokens(piped: Answer) -> None:
+    """The speculative side drafts, and has fewer rounds."""
+    for one in piped.document["comparisons"]:
         regular, speculative = one["regular"], one["speculative"]
-        assert regular.keys() == speculative.keys() >= SIDE
-        assert regular["tokens_drafted"] == 0 < speculative["tokens_drafted"]
-        assert regular["tokens_committed"] == speculative["tokens_committed"] == 12
-        assert regular["row_rounds"] == 12 > speculative["row_rounds"]
-        assert regular["text"] in answer.out or "\\x" in answer.out
+        assert regular["tokens_drafted"] == 0 < speculative["tokens_drafted"], one["id"]
+        assert regular["tokens_committed"] == speculative["tokens_committed"] == 12, one["id"]
+        assert regular["row_rounds"] == 12 > speculative["row_rounds"], one["id"]
 
 
 @pytest.mark.slow
@@ -107,7 +130,7 @@ def test_what_was_compared_remains_when_it_is_stopped(
     assert "times as fast" in Path("a.svg").read_text().replace("&#160;", " ")
 
 
-def test_a_typing_slip_is_said_and_asked_again(
+def test_a_typing_slip_does_not_end_the_session(
     command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = iter(["hello", "word " * 5000, "half \udcff", "a fox"])

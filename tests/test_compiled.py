@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
-from llama_ssp.models import programs, steps
+from llama_ssp.models import kept_files, programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.kernels import attention, coded, kept_files, probe
+from llama_ssp.models.kernels import attention, coded, probe
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.linear import PackedLinear, operators
 from llama_ssp.models.linear import Kernels
@@ -49,7 +49,7 @@ def ours(family: str, layers: int = 2, fast: bool = False, noise: float = 0.0, *
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (97, 48), (5, 2), (33, 1026)])
 def test_a_packed_layer_gives_the_product(outputs, inputs, dtype):
     """Within the rounding of the number format; and what a row gives depends on it alone, to the bit."""
@@ -59,9 +59,9 @@ def test_a_packed_layer_gives_the_product(outputs, inputs, dtype):
         linear = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
         layer, x = PackedLinear(linear), torch.randn(30, 2, inputs, dtype=dtype)
         product, exact = layer(x), deepcopy(linear).double()(x.double())
-        assert product.dtype == dtype
+        assert product.dtype == dtype, bias
         bound = torch.finfo(dtype).eps * exact.abs() + inputs * 2**-22 * exact.abs().max()
-        assert ((product.double() - exact).abs() <= bound).all()
+        assert ((product.double() - exact).abs() <= bound).all(), bias
         for rows in (*(slice(row, row + 1) for row in range(30)), slice(0, 6), slice(7, 13)):
             assert torch.equal(layer(x[rows]), product[rows])
 
@@ -76,8 +76,8 @@ def test_texts_are_those_of_eager_steps():
         how = {"k": k, "sampling": sampling, "max_new": 40}
         expected = speculate(target, PROMPTS[:rows], draft if k else None, **how)
         result = speculate(fast, PROMPTS[:rows], quick if k else None, **how)
-        assert result.texts == expected.texts
-        assert (result.drafted, result.accepted) == (expected.drafted, expected.accepted)
+        assert result.texts == expected.texts, (rows, k)
+        assert (result.drafted, result.accepted) == (expected.drafted, expected.accepted), (rows, k)
     expected, result = (
         drive_refilled(engine_of(*pair, sampling=SAMPLED), PROMPTS, 2, k=3, longest=40, max_new=20)
         for pair in ((target, draft), (fast, quick))
@@ -147,7 +147,7 @@ FEW_LAYERS = {
 
 @pytest.mark.long
 @pytest.mark.compiler
-def test_one_program_serves_all_steps_of_a_model_and_of_no_other():
+def test_one_program_serves_all_steps_of_one_model_alone():
     """Models step in turn, two of one size: windows, softcaps, biases, parallel layers, experts.
 
     One token and several, one row and several, caches of other sizes, texts beyond the window.
@@ -184,11 +184,11 @@ def test_groups_of_blocks_share_a_program(monkeypatch, tmp_path):
         runner.start(2, 20)
         token_BS = torch.arange(2 * 20).view(2, 20) % VOCAB
         runner.prefill(token_BS, [6, 3])
-        assert len(model.tapped_TX) == 9
+        assert len(model.tapped_TX) == 9, fast
         logits, states = runner.logits(token_BS, [10, 6], [4, 3]), model.tapped_TX
         model.tap(())
         results.append((logits[:, :3], states, runner.logits(token_BS, [11, 7], [1, 1])))
-        assert model.tapped_TX is None
+        assert model.tapped_TX is None, fast
     assert results[0][1].shape[0] == 7 and not torch.equal(results[0][1], results[1][1])
     for eager, fast in zip(*results, strict=True):
         assert (eager - fast).abs().max() <= 1e-5 * eager.abs().max()
@@ -239,7 +239,7 @@ def test_half_a_kernel_is_none(monkeypatch, tmp_path):
                 builder.build()
             assert place.exists() is is_left
             builder.build()
-        assert place.stat().st_size > 1000
+        assert place.stat().st_size > 1000, is_left
 
 
 def test_one_thread_compiles_at_a_time():
@@ -294,20 +294,28 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tm
     assert [*map(building.complaint, errors)] == ["a.cpp:3: error: no", "full", "OSError"]
 
 
-@pytest.mark.compiler
-def test_sound_kernels_pass_their_probe_and_wrong_ones_do_not(monkeypatch):
-    """What is asked of a GPU's kernels, here of a CPU's."""
-    asked = partial(probe.require_attention.__wrapped__, 2, 64, torch.bfloat16, CPU)
-    codes = [partial(probe.require_coded.__wrapped__, kind, CPU) for kind in (INT4, NF4, LLM_INT8)]
+@pytest.fixture(scope="module")
+def probes():
+    """What is asked of a GPU's kernels, here of a CPU's: attention, then each kind of codes."""
     attention.operators("cpu")
     coded.operators("cpu")
-    for sound in (asked, *codes):
-        sound()
+    codes = [partial(probe.require_coded.__wrapped__, kind, CPU) for kind in (INT4, NF4, LLM_INT8)]
+    return [partial(probe.require_attention.__wrapped__, 2, 64, torch.bfloat16, CPU), *codes]
+
+
+@pytest.mark.compiler
+def test_sound_kernels_pass_their_probe(probes):
+    for require in probes:
+        require()
+
+
+@pytest.mark.compiler
+def test_wrong_kernels_do_not_pass_their_probe(probes, monkeypatch):
     monkeypatch.setattr(probe, "attend", lambda _, query, *__: query)
     monkeypatch.setattr(probe.CodedLinear, "forward", lambda _, x: x[:, :128])
-    for wrong in (asked, *codes):
+    for require in probes:
         with pytest.raises(ArithmeticError, match="of the largest number"):
-            wrong()
+            require()
 
 
 def test_a_gpu_whose_kernels_fail_runs_eagerly(monkeypatch, caplog):
@@ -321,7 +329,7 @@ def test_a_gpu_whose_kernels_fail_runs_eagerly(monkeypatch, caplog):
     assert caplog.messages[0].startswith("engine: m runs eagerly: its kernels fail: out of resource: shared")
 
 
-@pytest.mark.parametrize("able", [(True, False), (True, True)])
+@pytest.mark.parametrize("able", [(True, False), (True, True)], ids=["one is not able", "both are able"])
 def test_ranks_have_compiled_steps_all_or_none(able, monkeypatch):
     """A rank that cannot build the kernels left the others waiting in the first step for half an hour."""
     answers = iter(able)

@@ -42,7 +42,7 @@ def test_replies_with_a_kept_cache_are_those_without(drafting: str, folder: Path
                 one.system = None if number < 3 else "be brief"
                 assert "".join(one.reply(text)) == one.replies[-1].text
             fresh._state = None
-            assert [reply.text for reply in kept.replies] == [reply.text for reply in fresh.replies]
+            assert [reply.text for reply in kept.replies] == [reply.text for reply in fresh.replies], number
         assert kept.history == fresh.history and [reply.kept for reply in fresh.replies] == [0] * 4
         lengths = [reply.prompt_tokens for reply in kept.replies]
         assert kept.replies[0].kept == 0 and kept.replies[3].kept < 5
@@ -100,6 +100,7 @@ def test_the_context_s_end_is_said(command: Command, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("typed", "said"),
     [(b"a\0b\nhello", "NUL"), (b"/system a\xff\nhello\n/system\nhello", "not UTF-8, .*the system message")],
+    ids=["a NUL", "half a system message"],
 )
 def test_a_message_that_is_refused_ends_nothing(
     typed: bytes, said: str, command: Command, caplog: pytest.LogCaptureFixture

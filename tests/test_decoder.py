@@ -108,6 +108,7 @@ def test_neighbours_do_not_change_a_row_by_a_bit():
         ("falcon", {"alibi": True}, "alibi: True"),
         ("llama-mha", families.rope("dynamic", factor=2.0), "rope_type: dynamic"),
     ],
+    ids=["no affine", "norm last", "no final norm", "a projection", "alibi", "dynamic rope"],
 )
 def test_what_the_decoder_does_not_run(name: str, changes: dict[str, Any], reason: str):
     assert reason_against(build(name, **changes).config) == reason

@@ -121,7 +121,7 @@ def test_a_split_draft_is_on_the_targets_gpus(
     for rank in "03":
         monkeypatch.setenv("LOCAL_RANK", rank)
         if not refused:
-            assert model_placements(spec).draft is not None
+            assert model_placements(spec).draft is not None, rank
             continue
         with pytest.raises(
             UsageError, match=r"draft over several ranks.*draft_device; found .*; leave it out"
@@ -138,6 +138,7 @@ def test_a_split_draft_is_on_the_targets_gpus(
         ("cuda:0", {"dtype": "float16"}, Dtype.bf16, Dtype.bf16),
         ("cpu", {"dtype": "float16"}, Dtype.auto, None),
     ],
+    ids=["dtype", "torch_dtype", "bfloat16", "asked for bf16", "on a CPU"],
 )
 @pytest.mark.usefixtures("synchronised")
 def test_weights_in_fp16_stay_so_on_a_gpu(
@@ -195,6 +196,7 @@ def test_ranks_say_once_how_they_exchange_tensors(
          "an illegal memory access was encountered; ", "CUDA_LAUNCH_BLOCKING=1"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), "the GPU has failed", ""),
     ],
+    ids=["memory", "illegal access", "cuBLAS"],
 )  # fmt: skip
 def test_a_gpus_error_is_no_lost_rank(error: Exception, said: str, helps: str, watch: Watch) -> None:
     """Nor is it outside of what is exchanged, where nothing takes it for another rank's."""
@@ -221,6 +223,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
         (RuntimeError("shape mismatch"), False),
         (RuntimeError("[enforce fail at /gloo/transport/tcp/device.cc:84] No address for: ib0"), False),
     ],
+    ids=["gloo", "nccl", "a shape", "no address"],
 )
 def test_a_steps_own_error_is_no_lost_rank(error: Exception, broken: bool, watch: Watch) -> None:
     """A compiled step computes and sums: which of the two failed, its error says."""
@@ -245,7 +248,11 @@ class Together(Ranks):
         return list(self.gpus)
 
 
-@pytest.mark.parametrize(("others", "part"), [((), 1), (("b", "c"), 1), (("a",), 2), (("a", "b", "a"), 3)])
+@pytest.mark.parametrize(
+    ("others", "part"),
+    [((), 1), (("b", "c"), 1), (("a",), 2), (("a", "b", "a"), 3)],
+    ids=["alone", "others' own", "one besides", "three besides"],
+)
 @pytest.mark.usefixtures("synchronised")
 def test_ranks_that_share_a_gpu_share_what_is_free(
     others: tuple[str, ...], part: int, monkeypatch: pytest.MonkeyPatch

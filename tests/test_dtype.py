@@ -92,36 +92,58 @@ def quantised(path: Path, dtype: Dtype, kind: type) -> dict[str, Any]:
     return layers
 
 
-def test_int8_loads_and_speculates(checkpoint: Path) -> None:
-    """As target and as draft. Greedy equality is not promised; what is written must be a near tie."""
+def test_int8_is_loaded_as_int8(checkpoint: Path) -> None:
     from bitsandbytes.nn import Linear8bitLt
 
     layers = quantised(checkpoint, Dtype.int8, Linear8bitLt)
     assert all(layer.weight.dtype is torch.int8 for layer in layers.values())
+
+
+def test_int8_is_near_fp32(checkpoint: Path) -> None:
     assert 0 < off(checkpoint, Dtype.int8) <= INT8_TOLERANCE
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_int8_speculates(k: int, checkpoint: Path) -> None:
+    """As target and as draft. Greedy equality is not promised; what is written must be a near tie."""
     target, wide = opened(checkpoint, Dtype.int8), opened(checkpoint, Dtype.bf16)
     plain = speculate(target, PROMPTS, None, k=0, max_new=16)
-    for k in (1, 4):
-        speculates(wide, target, k)
-        report = check_greedy(target, PROMPTS, plain.texts, speculates(target, wide, k).texts, k)
-        assert report.verdict is not Finding.unexplained
+    speculates(wide, target, k)
+    report = check_greedy(target, PROMPTS, plain.texts, speculates(target, wide, k).texts, k)
+    assert report.verdict is not Finding.unexplained
 
 
-def test_nf4_loads_and_speculates(tmp_path: Path) -> None:
-    """On sizes that make whole blocks of 64 weights; others are refused (test_quantised)."""
+@pytest.fixture(scope="module")
+def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose sizes make whole blocks of 64 weights; others are refused (test_quantised)."""
+    path = tmp_path_factory.mktemp("in_blocks")
+    build("llama-gqa", mild=True, hidden_size=128, intermediate_size=192).save_pretrained(path)
+    return path
+
+
+def test_nf4_is_loaded_as_nf4(in_blocks: Path) -> None:
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
-    build("llama-gqa", mild=True, hidden_size=128, intermediate_size=192).save_pretrained(tmp_path)
-    for name, layer in quantised(tmp_path, Dtype.nf4, Linear4bit).items():
+    for name, layer in quantised(in_blocks, Dtype.nf4, Linear4bit).items():
         state = layer.weight.quant_state
-        assert state.quant_type == "nf4" and not state.nested, "scales are not quantised"
-        exact = opened(tmp_path, Dtype.fp32).decoder.get_submodule(name).weight.detach()
+        assert state.quant_type == "nf4" and not state.nested, f"{name}: scales are not quantised"
+        exact = opened(in_blocks, Dtype.fp32).decoder.get_submodule(name).weight.detach()
         held = dequantize_4bit(layer.weight.data, state)
         assert NF4_LOSS[0] < float((held - exact).norm() / exact.norm()) < NF4_LOSS[1], name
-        kernels = coded_of(layer).decoded(held.dtype)  # what a GPU's kernel multiplies
-        assert torch.equal(kernels, held), name
-    speculates(opened(tmp_path, Dtype.nf4), opened(tmp_path, Dtype.bf16))
+
+
+def test_nf4_is_multiplied_by_a_gpus_kernel_as_it_is_held(in_blocks: Path) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    for name, layer in quantised(in_blocks, Dtype.nf4, Linear4bit).items():
+        held = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        assert torch.equal(coded_of(layer).decoded(held.dtype), held), name
+
+
+def test_nf4_speculates(in_blocks: Path) -> None:
+    speculates(opened(in_blocks, Dtype.nf4), opened(in_blocks, Dtype.bf16))
 
 
 WIDE = ModelConf(

@@ -39,11 +39,27 @@ def enter(monkeypatch: pytest.MonkeyPatch, index: int, uid: str) -> None:
         monkeypatch.setenv(item["name"], value)
 
 
-def test_the_manifest_names_index_and_pod(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_outside_of_a_job_there_is_no_element():
     assert own_element() is None
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_the_manifest_names_the_element(monkeypatch: pytest.MonkeyPatch):
+    """By the job with its index, and by the pod."""
     enter(monkeypatch, 3, "pod-1")
     assert own_element() == Element("job-7.3", "pod-1")
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_slurm_names_the_element_of_its_job(monkeypatch: pytest.MonkeyPatch):
+    """Also in a pod."""
+    enter(monkeypatch, 3, "pod-1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert own_element() == Element("7", 0)
 
@@ -102,12 +118,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], su
 @pytest.mark.parametrize(
     ("torchrun", "code"),
     [("exit 0", 0), ("exit 1", 1), (f'echo 3 >"${CODE_FILE}"; exit 1', 3), ("kill -9 $$", 137)],
+    ids=["done", "failed", "a code in the file", "killed"],
 )
 def test_a_pod_ends_with_the_code_of_its_ranks(start: Any, torchrun: str, code: int):
     assert start(torchrun).wait(60) == code
 
 
-def test_a_pod_passes_term_on_and_waits(start: Any, tmp_path: Path):
+def test_a_pod_waits_for_what_it_passed_term_on_to(start: Any, tmp_path: Path):
     left = f"trap 'sleep 0.2; echo 143 >\"${CODE_FILE}\"; exit 1' TERM"
     pod = start(f"{left}\ntouch up\nwhile :; do sleep 0.05; done")
     wait_for((tmp_path / "up").exists)

@@ -26,6 +26,7 @@ from llama_ssp.report import console as report
 from llama_ssp.tasks import arithmetic
 from llama_ssp.tasks.arithmetic import LARGEST, Question, questions
 from tests.conftest import Command
+from tests.warm import Answer
 
 ROW = {
     "pair", "target", "draft", "mode", "prompts_per_seed", "prompts", "correct", "score", "score_low",
@@ -98,27 +99,43 @@ def calculators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return loaded
 
 
-def test_quick(command: Command) -> None:
-    """The synthetic pair: two modes of the same distribution on ten prompts, a table."""
-    answer = command(*EVAL, "task.quick=true")
+@pytest.fixture
+def quick(once: Callable[..., Answer]) -> Answer:
+    """The synthetic pair: two modes of the same distribution on ten prompts."""
+    answer = once(*EVAL, "task.quick=true")
     assert (answer.code, answer.errors) == (0, [])
-    head, regular, speculative, difference = answer.out.splitlines()
+    return answer
+
+
+def test_scores_are_a_table(quick: Answer) -> None:
+    head, regular, speculative, difference = quick.out.splitlines()
     assert head.split()[:5] == ["pair", "sampling", "prompts", "right", "score"]
     assert regular.split()[:3] == ["tiny/tiny_draft", "regular", "10"]
     assert speculative.split()[:3] == ["tiny/tiny_draft", "speculative", "10"]
     assert len(head) == len(regular) == len(speculative)
     assert "less regular" in difference and "holds zero" in difference
-    found = answer.document
-    assert (found["task"], found["status"]) == ("eval", "done")
-    assert [row["mode"] for row in found["rows"]] == ["regular", "speculative"]
-    assert all(row.keys() >= ROW for row in found["rows"])
-    assert [row["draft"] for row in found["rows"]] == [None, "tiny_draft"]
-    assert [one.keys() for one in found["differences"]] == [DIFFERENCE]
-    assert found["differences"][0]["includes_zero"] is True
-    one, other = found["rows"]
-    assert one["tokens_committed"] == other["tokens_committed"] == 60  # no end token: the same limit
-    assert one["tokens_per_target_forward"] == 1 < other["tokens_per_target_forward"]
-    assert (one["draft_forwards"], one["acceptance_rate"]) == (0, None)
+
+
+def test_an_evaluation_has_a_row_for_each_mode(quick: Answer) -> None:
+    document = quick.document
+    assert (document["task"], document["status"]) == ("eval", "done")
+    assert [row["mode"] for row in document["rows"]] == ["regular", "speculative"]
+    assert all(row.keys() >= ROW for row in document["rows"])
+    assert [row["draft"] for row in document["rows"]] == [None, "tiny_draft"]
+
+
+def test_the_difference_of_one_distribution_includes_zero(quick: Answer) -> None:
+    assert [one.keys() for one in quick.document["differences"]] == [DIFFERENCE]
+    assert quick.document["differences"][0]["includes_zero"] is True
+
+
+def test_only_the_speculative_mode_drafts(quick: Answer) -> None:
+    regular, speculative = quick.document["rows"]
+    assert (
+        regular["tokens_committed"] == speculative["tokens_committed"] == 60
+    )  # no end token: the same limit
+    assert regular["tokens_per_target_forward"] == 1 < speculative["tokens_per_target_forward"]
+    assert (regular["draft_forwards"], regular["acceptance_rate"]) == (0, None)
 
 
 def test_models_that_know_multiplication(command: Command, calculators: list[str]) -> None:
@@ -140,17 +157,32 @@ def test_a_model_that_knows_the_even_products(command: Command, monkeypatch: pyt
     assert found["differences"] == []
 
 
+@pytest.fixture(scope="module")
+def several_runs() -> list[tuple[dict[str, Any], list[str]]]:
+    """The one run of `several`, once a test has asked for it."""
+    return []
+
+
+@pytest.fixture
+def several(
+    command: Command, calculators: list[str], several_runs: list[tuple[dict[str, Any], list[str]]]
+) -> tuple[dict[str, Any], list[str]]:
+    """The document of three pairs with two sizes, and the models that were loaded."""
+    if not several_runs:
+        answer = command(
+            *EVAL, "task.pairs=[tiny,tiny/tiny_draft,tiny_draft]", "task.sizes=[20,5]", "task.seeds=[0]",
+            "output=json",
+        )  # fmt: skip
+        assert (answer.code, answer.errors) == (0, [])
+        (line,) = answer.out.splitlines()
+        several_runs.append((json.loads(line), [*calculators]))
+    return several_runs[0]
+
+
 @pytest.mark.slow
-def test_several_pairs_and_sizes(command: Command, calculators: list[str]) -> None:
-    """A smaller size is the beginning of a larger one; what pairs share is neither loaded nor run twice."""
-    answer = command(
-        *EVAL, "task.pairs=[tiny,tiny/tiny_draft,tiny_draft]", "task.sizes=[20,5]", "task.seeds=[0]",
-        "output=json",
-    )  # fmt: skip
-    assert (answer.code, answer.errors) == (0, [])
-    (line,) = answer.out.splitlines()
-    found = json.loads(line)
-    rows = [(row["pair"], row["mode"], row["prompts"]) for row in found["rows"]]
+def test_each_pair_is_scored_with_each_size(several: tuple[dict[str, Any], list[str]]) -> None:
+    document, _ = several
+    rows = [(row["pair"], row["mode"], row["prompts"]) for row in document["rows"]]
     assert rows == [
         (name, mode, size)
         for name, mode in [
@@ -159,12 +191,22 @@ def test_several_pairs_and_sizes(command: Command, calculators: list[str]) -> No
         ]
         for size in (5, 20)
     ]  # fmt: skip
-    assert calculators == ["model tiny", "draft tiny_draft", "model tiny_draft"]
-    assert [row["row_rounds"] for row in found["rows"][:2]] == [
+    assert [one["prompts"] for one in document["differences"]] == [5, 20]
+    assert document["devices"].keys() == {"tiny", "tiny/tiny_draft", "tiny_draft"}
+
+
+@pytest.mark.slow
+def test_what_pairs_share_is_not_loaded_twice(several: tuple[dict[str, Any], list[str]]) -> None:
+    _, loaded = several
+    assert loaded == ["model tiny", "draft tiny_draft", "model tiny_draft"]
+
+
+@pytest.mark.slow
+def test_a_smaller_size_is_the_beginning_of_a_larger_one(several: tuple[dict[str, Any], list[str]]) -> None:
+    document, _ = several
+    assert [row["row_rounds"] for row in document["rows"][:2]] == [
         sum(len(q.answer) + 1 for q in arithmetic.questions(0, n, 4)) for n in (5, 20)
     ]
-    assert [one["prompts"] for one in found["differences"]] == [5, 20]
-    assert found["devices"].keys() == {"tiny", "tiny/tiny_draft", "tiny_draft"}
 
 
 @pytest.mark.parametrize(
@@ -289,16 +331,27 @@ def parts(question: Question) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     return [tuple(map(int, match.groups())) for match in worked if match], tuple(map(int, asked.groups()))
 
 
-def test_every_line_is_right_and_none_gives_the_answer_away() -> None:
-    seen = set()
-    for question in questions(3, 2000, 4):
+@pytest.fixture(scope="module")
+def asked() -> list[Question]:
+    return questions(3, 2000, 4)
+
+
+def test_every_line_is_right(asked: list[Question]) -> None:
+    for question in asked:
         worked, (a, b) = parts(question)
-        assert len(worked) == 4
-        assert all(x * y == product for x, y, product in worked)
-        assert all({x, y} != {a, b} for x, y, _ in worked)
+        assert len(worked) == 4, question
+        assert all(x * y == product for x, y, product in worked), question
         assert question.answer == str(a * b)
-        seen |= {a, b}
-    assert seen == set(range(1, LARGEST + 1))
+
+
+def test_no_line_gives_the_answer_away(asked: list[Question]) -> None:
+    for question in asked:
+        worked, (a, b) = parts(question)
+        assert all({x, y} != {a, b} for x, y, _ in worked), question
+
+
+def test_all_numbers_are_asked_for(asked: list[Question]) -> None:
+    assert {number for question in asked for number in parts(question)[1]} == set(range(1, LARGEST + 1))
 
 
 def test_a_seed_gives_its_questions_again() -> None:

@@ -90,6 +90,15 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
         ("qwen3_moe", {"decoder_sparse_step": 2}, 2, (4, 2, 24, 2)),
         ("gpt_oss", {}, 2, (4, 2, 48, 0)),
     ],
+    ids=[
+        "falcon",
+        "falcon-gqa",
+        "mixtral",
+        "qwen3_moe",
+        "qwen3_moe, a dense layer",
+        "qwen3_moe, every other",
+        "gpt_oss",
+    ],
 )
 def test_shapes_are_read_from_files(
     name: str, changes: dict[str, Any], kv: int, experts: tuple[int, ...], tmp_path: Path

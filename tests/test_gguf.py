@@ -198,7 +198,7 @@ def test_scores_of_the_largest_gemmas_have_another_scale(name: str, layers: int,
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "gemma3", "phi3"])
 @torch.inference_mode()
-def test_parts_and_codes_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
+def test_parts_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
     """Shares differ, and end inside the blocks of 256 numbers of attention's output, and of an MLP of 512.
 
     Each matrix is in the format of the file, also where queries, keys and values differ.

@@ -76,25 +76,56 @@ def test_calls_fit_into_their_time():
     assert figures <= {part.name for part in gpu.PARTS}
 
 
-def test_a_second_call_runs_what_is_left_and_failures_last():
-    states = dict(machine="ended", tests="stopped", logits="ended", steps="raised", products="no time")
-    records = [{"part": name, "state": state} for name, state in states.items()]
-    names = [part.name for part in gpu.due(2, records)]
-    assert names[0] == "machine" and names[-2:] == ["tests", "steps"] and "logits" not in names
-    assert names.index("products") < names.index("large") < names.index("beside")
-    assert "beside" not in [part.name for part in gpu.due(1, records)]
+STATES = dict(machine="ended", tests="stopped", logits="ended", steps="raised", products="no time")
+RECORDS = [{"part": name, "state": state} for name, state in STATES.items()]
 
 
-def test_what_is_brought_along_is_cut_and_joined(tmp_path: Path):
-    contents = {"a.whl": b"1234567", "b.gguf": bytes(range(40)), "c.txt": b"xyz"}
+def due(gpus: int) -> list[str]:
+    """The parts of a second call, in their order."""
+    return [part.name for part in gpu.due(gpus, RECORDS)]
+
+
+def test_a_second_call_runs_what_is_left():
+    """And looks at the machine again."""
+    assert due(2)[0] == "machine" and "logits" not in due(2)
+
+
+def test_a_second_call_runs_failures_last():
+    assert due(2)[-2:] == ["tests", "steps"]
+
+
+def test_a_second_call_keeps_to_the_order_of_the_parts():
+    assert due(2).index("products") < due(2).index("large") < due(2).index("beside")
+
+
+def test_a_part_for_two_gpus_is_not_run_on_one():
+    assert "beside" not in due(1)
+
+
+CONTENTS = {"a.whl": b"1234567", "b.gguf": bytes(range(40)), "c.txt": b"xyz"}
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> list[Path]:
+    """Folders of 16 bytes, to which files were cut."""
     files = []
-    for name, content in contents.items():
+    for name, content in CONTENTS.items():
         (tmp_path / name).write_bytes(content)
         files.append(tmp_path / name)
-    pieces = cut(files, tmp_path / "bring", 16)
+    return cut(files, tmp_path / "bring", 16)
+
+
+def test_what_is_brought_along_is_cut_to_its_bound(pieces: list[Path]):
     assert [sum(file.stat().st_size for file in piece.iterdir()) for piece in pieces] == [16, 16, 16, 2]
+
+
+@pytest.mark.usefixtures("pieces")
+def test_what_is_brought_along_is_joined(tmp_path: Path):
     assert join(tmp_path / "bring", tmp_path / "brought") == []
-    assert {file.name: file.read_bytes() for file in (tmp_path / "brought").iterdir()} == contents
+    assert {file.name: file.read_bytes() for file in (tmp_path / "brought").iterdir()} == CONTENTS
+
+
+def test_a_file_that_lacks_a_piece_is_not_joined(pieces: list[Path], tmp_path: Path):
     next(pieces[1].iterdir()).unlink()
     assert join(tmp_path / "bring", tmp_path / "other") == ["b.gguf: a piece is missing"]
     assert not (tmp_path / "other" / "b.gguf").exists()

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bench import frames
 from llama_ssp.config import SamplingConfig, SpeculationConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import DistributedError
 from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Pass, Scores, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel
-from llama_ssp.models.graph_sizes import MOST, MOST_PAIRS, padded
+from llama_ssp.models.graph_sizes import MOST, padded
 from llama_ssp.models.interface import log_slow
+from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 from llama_ssp.pair.assembly import prepare
 from llama_ssp.planner.memory import rank_work
 from llama_ssp.planner.search import placements
@@ -73,20 +75,19 @@ class Replayed(GraphedModel):
     def _warm(self, step: Call) -> None:
         step()
 
-    def _captured(self, step: Call) -> Call:
-        """Returns a call that, as a graph does, gives the same tensors each time and overwrites them."""
+    def _captured(self, step: Call) -> tuple[Call, Any]:
+        """Returns tensors, and a call that overwrites them, as the launch of a graph does."""
         memory = tree_map(torch.clone, step())
         self.captures.append(len(memory[0] if isinstance(memory, list) else memory))
 
-        def replay() -> Any:
+        def launch() -> None:
             tree_map(lambda place, result: place.copy_(result), memory, step())
-            return memory
 
-        return replay
+        return launch, memory
 
 
 class Refusing(Replayed):
-    def _captured(self, step: Call) -> Call:
+    def _captured(self, step: Call) -> tuple[Call, Any]:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
 
 
@@ -111,6 +112,17 @@ def test_texts_are_those_of_eager_steps(rows: int, k: int):
     assert graphed.captures and all(size == padded(size) for size in graphed.captures)
 
 
+@pytest.mark.parametrize(
+    ("engine", "last"), [("eager", "forward"), ("compiled", "run_programs"), ("graphs", "__call__")]
+)
+def test_a_forward_is_eight_frames_from_the_loop_at_most(engine: str, last: str):
+    """Of a draft and of the target: a reader on the way from `generate` to a kernel opens few functions."""
+    paths = frames.frames_of(engine)
+    ends = {(path[1], path[-1]) for path in paths}
+    assert ends == {("draft", last), ("verify", last)}
+    assert all(len(path) <= 8 for path in paths), paths
+
+
 FILTERED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
 GREEDY = SamplingConfig(temperature=0.0, bad_tokens=[3])
 
@@ -118,6 +130,7 @@ GREEDY = SamplingConfig(temperature=0.0, bad_tokens=[3])
 @pytest.mark.parametrize(  # `kinds` of graphs: that draw, decide and, but for a mere softmax, filter
     ("rule", "rows", "sampling", "kinds"),
     [("block", 3, SamplingConfig(), 2), ("token", 1, FILTERED, 3), ("block", 3, GREEDY, 3)],
+    ids=["block", "token, filtered", "block, greedy"],
 )
 def test_rounds_of_graphs_are_those_of_the_definitions(rule: str, rows: int, sampling: Any, kinds: int):
     """Rows that end early, K that differs; what is captured stays for the next engine."""
@@ -127,7 +140,7 @@ def test_rounds_of_graphs_are_those_of_the_definitions(rule: str, rows: int, sam
     for seed in (0, 1, 2):
         plain = speculate(plain_pair[0], PROMPTS[:rows], plain_pair[1], **how, seed=seed)
         draws = CounterDraws(seed, graphed.replay)
-        assert speculate(graphed, PROMPTS[:rows], draft, **how, draws=draws).texts == plain.texts
+        assert speculate(graphed, PROMPTS[:rows], draft, **how, draws=draws).texts == plain.texts, seed
     captured = len(graphed._functions)
     assert len({function for function, *_ in graphed._functions}) == kinds
     speculate(graphed, PROMPTS[:rows], draft, **how, draws=CounterDraws(0, graphed.replay))
@@ -153,28 +166,58 @@ def test_states_of_named_layers_are_those_of_eager_steps():
     assert not any(memory.graphs for memory in graphed._memories)
 
 
-def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monkeypatch, caplog):
+@pytest.fixture
+def replayed() -> Replayed:
+    """A model that says anew what it computes without graphs."""
     log_slow.cache_clear()
-    model, number = llama(Replayed), torch.arange(3.0)
+    return llama(Replayed)
+
+
+NUMBERS = torch.arange(3.0)
+
+
+def test_a_function_is_captured_once(replayed: Replayed):
     for offset in (0, 1):
-        assert torch.equal(model.replay(torch.square, number + offset), (number + offset).square())
+        assert torch.equal(replayed.replay(torch.square, NUMBERS + offset), (NUMBERS + offset).square()), (
+            offset
+        )
+    assert replayed.captures == [3]
+
+
+def test_a_function_of_large_tensors_runs_as_it_is(replayed: Replayed, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "LARGEST", 4)
-    assert model.replay(torch.square, torch.arange(5.0)).tolist() == [0, 1, 4, 9, 16]
-    assert model.captures == [3]
-    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 5 * number.nbytes)  # what is kept is bounded
-    assert torch.equal(model.replay(torch.add, number[:2], number[1:]), torch.tensor([1.0, 3.0]))
-    assert len(model._functions) == 2
-    assert torch.equal(model.replay(torch.sub, number[:2], number[1:]), torch.tensor([-1.0, -1.0]))
-    assert len(model._functions) == 2
-    transform = SamplingTransform(FILTERED, (), VOCAB, model.replay)
+    assert replayed.replay(torch.square, torch.arange(5.0)).tolist() == [0, 1, 4, 9, 16]
+    assert replayed.captures == []
+
+
+def test_what_is_kept_of_functions_is_bounded(replayed: Replayed, monkeypatch):
+    assert torch.equal(replayed.replay(torch.square, NUMBERS), NUMBERS.square())
+    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 5 * NUMBERS.nbytes)
+    assert torch.equal(replayed.replay(torch.add, NUMBERS[:2], NUMBERS[1:]), torch.tensor([1.0, 3.0]))
+    assert len(replayed._functions) == 2
+    assert torch.equal(replayed.replay(torch.sub, NUMBERS[:2], NUMBERS[1:]), torch.tensor([-1.0, -1.0]))
+    assert len(replayed._functions) == 2
+
+
+def test_what_runs_as_it_is_is_said_once_a_kind(replayed: Replayed, monkeypatch, caplog):
+    monkeypatch.setattr(cuda_graphs, "LARGEST", 4)
+    replayed.replay(torch.square, torch.arange(5.0))
+    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 5 * NUMBERS.nbytes)
+    for function in (torch.square, torch.add, torch.sub):
+        replayed.replay(function, *((NUMBERS,) if function is torch.square else (NUMBERS[:2], NUMBERS[1:])))
+    transform = SamplingTransform(FILTERED, (), VOCAB, replayed.replay)
     transform.assign(0, SamplingConfig(top_k=2))
     for _ in range(2):
         transform(torch.rand(2, 1, VOCAB), Prefix(*3 * (torch.zeros(2, 1, dtype=torch.int64),)))
     said = " ".join(caplog.messages).split(" are computed without graphs: ")
     assert [line.rpartition("engine: ")[2][:6] for line in said[:-1]] == ["drafts", "rounds", "rows w"]
+
+
+def test_a_function_that_cannot_be_captured_runs_as_it_is(caplog):
+    log_slow.cache_clear()
     refusing = llama(Refusing)
     for factor in (1, 2):
-        assert refusing.replay(torch.add, number, torch.tensor(factor)).tolist() == [*(number + factor)]
+        assert refusing.replay(torch.add, NUMBERS, torch.tensor(factor)).tolist() == [*(NUMBERS + factor)]
     assert caplog.text.count("without graphs: RuntimeError: CUDA error") == 1
 
 
@@ -192,16 +235,17 @@ def test_graphs_are_kept_from_text_to_text(monkeypatch):
 def test_short_prompts_are_read_by_graphs_that_are_there():
     """By the smallest that is large enough; longer ones eagerly. Texts are those of eager models."""
     prepared, plain = llama(Replayed), llama()
-    prepared.prepare(range(1, 4), rows=2, capacity=80)
-    ready, seen, step = len(prepared.captures), list[int](), prepared._step
+    seen, step = list[int](), eager_step(prepared)
     prepared._step = lambda *given: seen.append(len(given[0])) or step(*given)
+    prepared.prepare(range(1, 4), rows=2, capacity=80)
+    ready = len(prepared.captures)
     # The last token of each is fed by the first round.
     for lengths, read in ((3, 4), [5]), ((9, 12), [80]), ((20, 30), []):
         seen.clear()
         prompts = ragged_prompts(*lengths)
         texts = speculate(prepared, prompts, None, k=0, max_new=6).texts
         assert [size for size in seen if size > 3] == read
-        assert texts == speculate(plain, prompts, None, k=0, max_new=6).texts
+        assert texts == speculate(plain, prompts, None, k=0, max_new=6).texts, lengths
     assert len(prepared.captures) == ready
 
 
@@ -249,17 +293,30 @@ def test_sizes_of_graphs():
     assert len({size for size in sizes if 64 <= size < 128}) == 4
 
 
-@pytest.mark.parametrize(("rows", "k"), [(1, 16), (3, 4), (8, 4), (1, 0)])
-def test_graphs_are_captured_before_they_are_needed_and_are_those_that_plans_count(rows: int, k: int):
-    """Also of rows that end one after the other: the run captures no more."""
+def prepared(rows: int, k: int) -> tuple[Replayed, Replayed]:
+    """A pair whose graphs were captured before it runs."""
     models = llama(Replayed), llama(Replayed, 0.3)
     pair: Any = SimpleNamespace(loaded=dict(zip((TARGET, DRAFT), models, strict=True)), trials={})
     prepare(pair, SpeculationConfig(k=k), rows, 100)
+    return models
+
+
+RUNS = pytest.mark.parametrize(("rows", "k"), [(1, 16), (3, 4), (8, 4), (1, 0)])
+
+
+@RUNS
+def test_graphs_are_those_that_plans_count(rows: int, k: int):
     on = request("tiny", "tiny_draft", machine("p4d", gpus=1), rows=rows, k=k)
     (place,) = placements(1, True)
     planned = rank_work(on.target, on.draft, place, on.work, 0, compiled=(TARGET, DRAFT))
     counted = [planned.graphs(role) for role in planned.roles]
-    assert [tuple(sorted(model.captures)) for model in models] == counted
+    assert [tuple(sorted(model.captures)) for model in prepared(rows, k)] == counted
+
+
+@RUNS
+def test_graphs_are_captured_before_they_are_needed(rows: int, k: int):
+    """Also of rows that end one after the other: the run captures no more."""
+    models = prepared(rows, k)
     for model in models:
         model.captures.clear()
     assert all(speculate(models[0], ragged_prompts(*range(1, rows + 1)), models[1], k=k, max_new=20).texts)
@@ -285,7 +342,7 @@ def test_ranks_capture_together():
     """Also if one of them still has a cache that the others have freed; if one alone cannot, all end."""
 
     class Second(Replayed):
-        def _captured(self, step: Call) -> Call:
+        def _captured(self, step: Call) -> tuple[Call, Any]:
             if self.ranks.rank == 1 and len(self.captures) == 2:
                 raise RuntimeError("out of memory")
             return super()._captured(step)
@@ -366,25 +423,25 @@ class LoggedModel(Replayed):
         time.sleep(0.1 * self.ranks.rank)  # one rank compiles what another loads
         return eager_step(self)
 
-    def _captured(self, step: Call) -> Call:
-        replay = super()._captured(step)
+    def _captured(self, step: Call) -> tuple[Call, Any]:
+        launch, result = super()._captured(step)
         self.ranks.log.append(("capture", self.captures[-1]))
 
-        def logged() -> Any:
+        def logged() -> None:
             self.ranks.log.append(("replay", self.captures[-1]))
-            return replay()
+            launch()
 
-        return logged
+        return logged, result
 
 
-def forgetful(model: LoggedModel, arguments: Any) -> list[Tensor]:
+def forgetful(model: LoggedModel, *given: Any) -> Any:
     for memory in model._memories:
         memory.graphs.clear()
-    return GraphedModel._call(model, arguments)
+    return GraphedModel._step_for(model, *given)
 
 
 BREAKS: dict[str, dict[str, Callable[..., Any]]] = {  # what rank 1 does instead
-    "nothing": {}, "warm-ups": {"_warm": lambda *_: None}, "graphs": {"_call": forgetful},
+    "nothing": {}, "warm-ups": {"_warm": lambda *_: None}, "graphs": {"_step_for": forgetful},
     "agreement": {"_on_all_ranks": lambda _, facts: facts},
 }  # fmt: skip
 
@@ -423,17 +480,33 @@ def test_ranks_take_part_in_the_same_collectives_in_the_same_order(broken: str, 
         assert {what for what, _ in ranks[0].log} == {"sum", "gather", "integers", "capture", "replay"}
 
 
-@pytest.mark.long
-def test_a_round_has_the_host_wait_once_launches_little_and_gives_the_same_texts():
-    """On a device that is not the host: tests/far.py. Of one row and four drafts; each pass is one launch."""
+@pytest.fixture(scope="module")
+def on_far() -> list[dict[str, Any]]:
+    """What tests/far.py says of a far device: of each case, then of one row with four drafts."""
     words = [sys.executable, "-m", "tests.far"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    *cases, counted = [json.loads(line) for line in lines if line.startswith("{")]  # libraries print, too
-    assert counted["launches"] <= 60 and len(cases) == 6
+    return [json.loads(line) for line in lines if line.startswith("{")]  # libraries print, too
+
+
+@pytest.mark.long
+def test_a_round_launches_little(on_far: list[dict[str, Any]]):
+    """Each pass is one launch."""
+    assert on_far[-1]["launches"] <= 60
+
+
+@pytest.mark.long
+def test_on_a_far_device_texts_are_the_same(on_far: list[dict[str, Any]]):
+    cases = on_far[:-1]
+    assert len(cases) == 6
     for case in cases:
         assert case["same"], case
-        seen = case["seen"]
-        assert seen.pop("sent, queued") > 0
-        assert seen == {"read, waiting": case["rounds"]}, case
+
+
+@pytest.mark.long
+def test_a_round_has_the_host_wait_once(on_far: list[dict[str, Any]]):
+    for case in on_far[:-1]:
+        counts = dict(case["seen"])
+        assert counts.pop("sent, queued") > 0, case
+        assert counts == {"read, waiting": case["rounds"]}, case

@@ -252,7 +252,7 @@ def test_cached_logits_equal_plain_ones(family: str) -> None:
         fed_BS = torch.where(torch.arange(50) < torch.tensor(done)[:, None], text_BS, wrong_BS)
         runner.logits(fed_BS, ends, wanted)  # wrong drafts, which must leave no trace
         runner.roll_back([d + 1 for d in done])
-        assert runner.cached == done
+        assert runner.cached == done, wanted
         logit_BWV = runner.logits(text_BS, ends, wanted)
         for row, (d, w) in enumerate(zip(done, wanted, strict=True)):
             off = (logit_BWV[row, :w] - expected_BSV[row, d : d + w]).abs()

@@ -156,8 +156,8 @@ def test_two_groups_one_of_which_is_killed(tmp_path: Path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_groups_end_with_the_command_and_go_on_with_the_next(number: int, tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
+def test_after_a_stop_of_all_groups_the_next_command_goes_on(number: int, tmp_path: Path):
     """A killed command takes its groups with it; they have stopped in good order."""
     batches = Batches(tmp_path)
     process, ranks = started(batches)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def answers(found: Any, task: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_regular_and_speculative_score_alike(tasks: Path) -> None:
+def test_a_draft_changes_no_score(tasks: Path) -> None:
     """Greedy answers are equal; scores do not depend on the draft at all."""
     regular = evaluated(tasks, model="demo", draft=None)
     paired = evaluated(tasks, model="demo", draft="demo_draft", **{"draft.dtype": "fp32"})
@@ -133,38 +134,84 @@ def test_scores_are_those_of_a_plain_forward(tmp_path: Path) -> None:
     assert nothing == (0.0, True), "there is nothing to score"
 
 
-def test_chats_and_settings_of_requests(tmp_path: Path) -> None:
-    from llama_ssp import RunError
+@dataclass(frozen=True)
+class Chatting:
+    """A model with a template for chats, as the harness has it, and a conversation in its words."""
+
+    lm: Any
+    folder: Path
+    made: Any
+    asked: str
+
+    def generate(self, lm: Any = None, **kwargs: Any) -> list[str]:
+        asked = requests("generate_until", (self.asked, kwargs), ("def", kwargs))
+        texts: list[str] = (lm or self.lm).generate_until(asked)
+        return texts
+
+
+HISTORY = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "The"}]
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Chatting:
     from llama_ssp.tasks.harness import HarnessModel
 
     made = checkpoints.tokenizer()
     made.add_special_tokens([BEGIN, END])
-    folder = checkpoints.save(tmp_path / "model", made=made)
+    folder = checkpoints.save(tmp_path_factory.mktemp("chatting") / "model", made=made)
     checkpoints.write_tokenizer(folder, made, chat_template=PLAIN)
     lm = HarnessModel(str(folder), draft=str(folder), max_length=128)
-    history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "The"}]
-    asked = lm.apply_chat_template(history[:1])
-    assert asked == f"{BEGIN}user\nhello{END}\n{BEGIN}assistant\n" and lm.chat_template(True) == PLAIN
-    assert lm.apply_chat_template(history, add_generation_prompt=False).endswith("assistant\nThe")
-    ids = lm.tok_encode(asked)
-    assert ids[0] == made.token_to_id(BEGIN) and ids == lm._tokens.chat(history[:1])
+    return Chatting(lm=lm, folder=folder, made=made, asked=lm.apply_chat_template(HISTORY[:1]))
 
-    def generate(**kwargs: Any) -> list[str]:
-        found: list[str] = lm.generate_until(requests("generate_until", (asked, kwargs), ("def", kwargs)))
-        return found
 
-    greedy = generate(until=["q"], max_gen_toks=6)
-    assert greedy == generate(until=["q"], max_gen_toks=6, temperature=1.0, do_sample=False)
-    sampled = generate(max_gen_toks=6, do_sample=True, temperature=1.5)
-    assert sampled == generate(max_gen_toks=6, temperature=1.5) != greedy  # as the harness reads it
-    first = lm.tok_encode(greedy[0], add_special_tokens=False)[:1]
-    lm = HarnessModel(str(folder), max_length=128, **{"sampling.bad_tokens": first})
-    assert not generate(until=["q"], max_gen_toks=6)[0].startswith(lm._tokens.decode(first))
-    for wrong in ({"num_beams": 4}, {"max_gen_toks": 128}, {"guess": 1}):
-        with pytest.raises(RunError):
-            generate(**{"max_gen_toks": 6, **wrong})
+def test_a_chat_is_in_the_words_of_its_template(chatting: Chatting) -> None:
+    assert chatting.asked == f"{BEGIN}user\nhello{END}\n{BEGIN}assistant\n"
+    assert chatting.lm.chat_template(True) == PLAIN
+    text = chatting.lm.apply_chat_template(HISTORY, add_generation_prompt=False)
+    assert text.endswith("assistant\nThe")
+
+
+def test_a_chat_has_the_tokens_of_its_template(chatting: Chatting) -> None:
+    ids = chatting.lm.tok_encode(chatting.asked)
+    assert ids[0] == chatting.made.token_to_id(BEGIN) and ids == chatting.lm._tokens.chat(HISTORY[:1])
+
+
+def test_a_request_is_greedy_unless_it_says_how_to_sample(chatting: Chatting) -> None:
+    greedy = chatting.generate(until=["q"], max_gen_toks=6)
+    assert greedy == chatting.generate(until=["q"], max_gen_toks=6, temperature=1.0, do_sample=False)
+
+
+def test_a_temperature_has_a_request_sampled(chatting: Chatting) -> None:
+    """As the harness reads it."""
+    greedy = chatting.generate(until=["q"], max_gen_toks=6)
+    sampled = chatting.generate(max_gen_toks=6, do_sample=True, temperature=1.5)
+    assert sampled == chatting.generate(max_gen_toks=6, temperature=1.5) != greedy
+
+
+def test_settings_of_the_model_hold_for_its_requests(chatting: Chatting) -> None:
+    from llama_ssp.tasks.harness import HarnessModel
+
+    greedy = chatting.generate(until=["q"], max_gen_toks=6)
+    first = chatting.lm.tok_encode(greedy[0], add_special_tokens=False)[:1]
+    lm = HarnessModel(str(chatting.folder), max_length=128, **{"sampling.bad_tokens": first})
+    text = chatting.generate(lm, until=["q"], max_gen_toks=6)[0]
+    assert not text.startswith(lm._tokens.decode(first))
+
+
+@pytest.mark.parametrize("wrong", [{"num_beams": 4}, {"max_gen_toks": 128}, {"guess": 1}], ids=str)
+def test_a_setting_that_a_request_may_not_have(wrong: dict[str, int], chatting: Chatting) -> None:
+    from llama_ssp import RunError
+
+    with pytest.raises(RunError):
+        chatting.generate(**{"max_gen_toks": 6, **wrong})
+
+
+def test_a_batch_size_that_the_harness_would_measure_is_refused(chatting: Chatting) -> None:
+    from llama_ssp import RunError
+    from llama_ssp.tasks.harness import HarnessModel
+
     with pytest.raises(RunError, match="batch_size"):
-        HarnessModel(str(folder), batch_size="auto")
+        HarnessModel(str(chatting.folder), batch_size="auto")
 
 
 @pytest.mark.slow

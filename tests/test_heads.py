@@ -18,11 +18,11 @@ from torch import Tensor
 from llama_ssp import plan
 from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, SamplingConfig, Splitting
 from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.models import kept_files
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.heads import settings
 from llama_ssp.models.heads.model import HeadModel
-from llama_ssp.models.kernels import kept_files
 from llama_ssp.planner.resolve import require_head
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.speculative.draft_length import Costs, FixedDraftLength
@@ -156,7 +156,9 @@ def theirs_of(model: Any, config: Any, folder: Path, **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "flags", [(), ("norm_before_residual", "norm_before_fc"), ("fc_norm", "norm_output")]
+    "flags",
+    [(), ("norm_before_residual", "norm_before_fc"), ("fc_norm", "norm_output")],
+    ids=["no norms", "norms before", "norms of fc"],
 )
 @torch.inference_mode()
 def test_the_second_reading_is_that_of_speculators(flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -220,10 +222,10 @@ def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
         engine.admit(state, {0: Prompt(str(len(text)), tuple(text))}, reuse)
         for _ in generate(engine, state, Limits(8), FixedDraftLength(2, 1)):
             pass
-        assert watched.count >= before + 4
+        assert watched.count >= before + 4, (reuse, text)
 
 
-def test_given_texts_are_scored_and_texts_have_log_probabilities(tmp_path: Path) -> None:
+def test_a_text_has_the_log_probabilities_that_it_was_written_with(tmp_path: Path) -> None:
     """The head takes no part in scores, before it has read a text and after."""
     engine = engine_with(eagle(tmp_path))
     engine.logprobs = LogprobReader(1)

@@ -138,7 +138,7 @@ def confined(taken: float, threads: str | None = None) -> tuple[list[str], str]:
 
 
 @pytest.mark.skipif(len(host_cores.own_cores()) < 2, reason="one core cannot be given away")
-def test_a_run_gives_cores_away_and_keeps_its_number_of_threads() -> None:
+def test_a_run_that_gives_cores_away_keeps_its_number_of_threads() -> None:
     """Then its texts are, to the bit, those of a machine where nobody else computes."""
     cores = sorted(map(str, os.sched_getaffinity(0)), key=int)
     said, line = confined(taken=1.0)
@@ -171,18 +171,25 @@ def look(monkeypatch: pytest.MonkeyPatch, taken: float | None) -> None:
     monkeypatch.setattr(call_threads, "free_cores", lambda _: free)
 
 
-def test_calls_take_the_threads_that_are_free_and_give_them_back(
-    four_threads: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    threads = CallThreads(on_cpu=True)
-    seen = []
+@pytest.fixture
+def threads_taken(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads of calls, of which others take more and less; each call gives them back."""
+    threads, taken_by_calls = CallThreads(on_cpu=True), []
     for taken in (0.0, 3.0, None, 1.0, 4.0, 0.0):
         look(monkeypatch, taken)
         with threads.chosen():
-            seen.append(torch.get_num_threads())
+            taken_by_calls.append(torch.get_num_threads())
         assert torch.get_num_threads() == 4, taken
-    assert seen == [4, 1, 1, 3, 1, 4]
-    said = [record.message for record in caplog.records]
+    return taken_by_calls
+
+
+def test_calls_take_the_threads_that_are_free(threads_taken: list[int]) -> None:
+    assert threads_taken == [4, 1, 1, 3, 1, 4]
+
+
+@pytest.mark.usefixtures("threads_taken")
+def test_calls_that_take_fewer_threads_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    said = [record.message for record in caplog.get_records("setup")]
     assert len(said) == 3 and said[0].startswith("others use 3.0 of 4 cores: calls compute on 1 threads")
 
 

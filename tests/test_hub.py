@@ -93,26 +93,44 @@ def of(repo: str, revision: str | None = None) -> ModelConf:
     return ModelConf(name=repo, repo=repo, revision=revision)
 
 
-def test_a_repository_is_fetched_once_without_pickles_and_code(
-    hub: ThreadingHTTPServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its commit is said, and how to keep to it."""
-    caplog.set_level(logging.INFO)
+@pytest.mark.usefixtures("hub")
+def test_a_repository_is_not_fetched_unasked() -> None:
     with pytest.raises(ModelError, match=r"model a/b is not at hand; .*add download=true, or give a folder"):
         find(of("a/b"), "model")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_repository_is_fetched_without_what_python_would_run() -> None:
+    """Pickles, and code."""
+    path = find(of("a/b"), "model", download=True)
+    assert {file.name for file in path.iterdir()} == set(KEPT)
+    assert {name.partition(" ")[2] for name in Hub.asked} == set(KEPT)
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_commit_of_a_repository_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """And how to keep to it."""
+    caplog.set_level(logging.INFO)
     path = find(of("a/b"), "model", download=True)
     assert commit_of(path) == COMMIT and commit_of(path.parent) is None
-    assert {file.name for file in path.iterdir()} == set(KEPT)
     assert caplog.messages[-1].endswith(f"a/b at commit {COMMIT}; model.revision={COMMIT} keeps to it")
+    assert find(of("a/b", COMMIT), "model") == path and caplog.messages[-1].endswith(f"at commit {COMMIT}")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_repository_is_fetched_once() -> None:
+    path = find(of("a/b"), "model", download=True)
     fetched = Counter(Hub.asked)
     assert find(of("a/b"), "model") == path == find(of("a/b"), "model", download=True)
     assert all(Hub.asked[name] == fetched[name] for name in Hub.asked if name.startswith("GET"))
-    assert find(of("a/b", COMMIT), "model") == path and caplog.messages[-1].endswith(f"at commit {COMMIT}")
+    assert find(of("a/b", COMMIT), "model") == path
     assert {name.partition(" ")[2] for name in Hub.asked} == set(KEPT)
 
 
 @pytest.mark.parametrize(
-    ("end", "files"), [("q4_k_m", PACKED[:1]), ("Q8_0", PACKED[1:2]), ("Q4_K", PACKED[2:]), ("Q5", [])]
+    ("end", "files"),
+    [("q4_k_m", PACKED[:1]), ("Q8_0", PACKED[1:2]), ("Q4_K", PACKED[2:]), ("Q5", [])],
+    ids=["Q4_K_M", "Q8_0", "in parts", "missing"],
 )
 def test_a_gguf_file_of_a_repository_is_fetched_by_its_end(
     end: str, files: list[str], hub: ThreadingHTTPServer
@@ -177,7 +195,7 @@ def test_why_it_cannot_be_fetched(
     for file in (None, "config.json"):
         with pytest.raises(ModelError, match=f"draft {repo} cannot be fetched: {says}") as raised:
             hub_copy(of(repo, revision), "draft", True, file)
-        assert "\n" not in str(raised.value) and "add download=true" not in str(raised.value)
+        assert "\n" not in str(raised.value) and "add download=true" not in str(raised.value), file
 
 
 def test_without_a_network(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,14 +166,26 @@ def test_what_any_earlier_attempt_finished_is_not_computed_again(tmp_path: Path)
     assert (tmp_path / "out.jsonl").read_bytes() == undisturbed(tmp_path)
 
 
-def test_failures_are_counted_by_record_and_orderly_ends_are_none(tmp_path: Path):
-    for finished, orderly in (((), False), ((), True), ((1,), False)):
-        attempt = begun(tmp_path)[1]
-        attempt.begin([0, 1], 2)
-        for index in finished:
-            attempt.finish(index, answer(index))
-        if orderly:
-            attempt.excuse()
+def ended(folder: Path, finished: tuple[int, ...] = (), orderly: bool = False) -> None:
+    """An attempt at two records that ended, when it had finished some of them."""
+    attempt = begun(folder)[1]
+    attempt.begin([0, 1], 2)
+    for index in finished:
+        attempt.finish(index, answer(index))
+    if orderly:
+        attempt.excuse()
+
+
+def test_failures_are_counted_by_record(tmp_path: Path):
+    ended(tmp_path)
+    ended(tmp_path, finished=(1,))
+    assert begun(tmp_path)[1].deaths == {0: 2, 1: 1}
+
+
+def test_an_orderly_end_is_no_failure(tmp_path: Path):
+    ended(tmp_path)
+    ended(tmp_path, orderly=True)
+    ended(tmp_path, finished=(1,))
     assert begun(tmp_path)[1].deaths == {0: 2, 1: 1}
 
 
@@ -217,9 +229,7 @@ def test_a_name_whose_reply_was_lost_is_this_calls_own(tmp_path: Path, monkeypat
     assert (tmp_path / "a").read_bytes() == b"1" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_processes_of_equal_host_and_number_have_names_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_processes_of_equal_number_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two containers may have both; within a process the name stays what it is."""
     monkeypatch.setattr(os, "getpid", lambda: 7)
 
@@ -348,17 +358,19 @@ def test_a_folder_is_free_for_a_job(names: list[str], free: bool, tmp_path: Path
         ("a", "a/run.json", "a name that the job's folder needs"),
         ("a", "a/parts/out.jsonl", "a name that the job's folder needs"),
         ("a", "a/input-0", "a name that the job's folder needs"),
-        ("a", "a/out.jsonl", ""),
-        ("a", "b", ""),
     ],
+    ids=["the same", "the same by ..", "within it", "run.json", "a part", "an input"],
 )
-def test_a_job_and_its_output_are_apart(work: str, output: str, says: str, tmp_path: Path):
+def test_a_job_is_refused_in_the_place_of_its_output(work: str, output: str, says: str, tmp_path: Path):
     (tmp_path / "b").mkdir()
-    if not says:
-        Journal.require_free(tmp_path / work, tmp_path / output)
-        return
     with pytest.raises(UsageError, match=says):
         Journal.require_free(tmp_path / work, tmp_path / output)
+
+
+@pytest.mark.parametrize("output", ["a/out.jsonl", "b"])
+def test_the_output_may_have_another_name_in_the_job_s_folder(output: str, tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    Journal.require_free(tmp_path / "a", tmp_path / output)
 
 
 def test_a_file_may_have_the_longest_name(tmp_path: Path):
@@ -381,7 +393,7 @@ def test_damaged_lines_are_left_out_with_a_warning(tmp_path: Path, caplog: pytes
         caplog.clear()
         path.write_bytes(end)
         assert set(read_part(path).finished) == ({0, 1} if end in ends else {0, 2})
-        assert "damaged lines are left out" in caplog.text
+        assert "damaged lines are left out" in caplog.text, end
     path.write_bytes(lines[0] + b"\0" * 400 + lines[2])
     assert set(read_part(path).finished) == {0, 2}
 
@@ -420,17 +432,23 @@ def test_a_job_of_an_earlier_version_goes_on_unless_it_drafted_otherwise(tmp_pat
         Journal.begin(tmp_path / "trees", manifest())
 
 
-def test_a_job_stands_where_its_files_say_and_is_merged_when_it_is_whole(tmp_path: Path):
+def test_a_job_stands_where_its_files_say(tmp_path: Path):
     job, attempt = begun(tmp_path)
     attempt.begin([0], 2)
     attempt.finish(0, answer(0))
-    found = job.standing()
-    assert (found.records_finished, found.shards_done) == (1, 0) and not found.whole
+    standing = job.standing()
+    assert (standing.records_finished, standing.shards_done) == (1, 0) and not standing.whole
+    work(tmp_path, tmp_path / "out.jsonl")
+    assert job.standing().whole and job.standing().records_finished == RECORDS
+
+
+def test_only_a_whole_job_is_merged(tmp_path: Path):
+    job, attempt = begun(tmp_path)
+    attempt.begin([0], 2)
+    attempt.finish(0, answer(0))
     with pytest.raises(DataError, match="3 in all"):
         job.merge(tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
-    work(tmp_path, tmp_path / "out.jsonl")
-    assert job.standing().whole and job.standing().records_finished == RECORDS
 
 
 @pytest.mark.parametrize("says", ["No space left.*start the same command again", "part of a line only"])
@@ -462,17 +480,28 @@ def test_a_full_disk_keeps_what_was_finished(says: str, tmp_path: Path, monkeypa
     assert set(past.finished) == {0} and past.left
 
 
-def test_the_journals_thread_writes_in_order_and_passes_errors_on():
+@pytest.fixture
+def thread_with_error() -> tuple[JournalThread, list[int]]:
+    """The journal's thread, which has met an error between two calls, and what these have made."""
     thread, made, go = JournalThread(), list[int](), threading.Event()
     for call in (go.wait, partial(made.append, 1), partial(int, "x"), partial(made.append, 2)):
         thread.do(call)
     thread.wait(0.01)
-    assert not made
+    assert not made, "a call began before the one before it had ended"
     go.set()
     thread.wait()
+    return thread, made
+
+
+def test_the_journals_thread_writes_in_order(thread_with_error: tuple[JournalThread, list[int]]):
+    _, made = thread_with_error
     assert made == [1, 2]
+
+
+def test_the_journals_thread_passes_errors_on(thread_with_error: tuple[JournalThread, list[int]]):
+    thread, _ = thread_with_error
     with pytest.raises(ValueError, match="invalid literal"):
-        thread.do(go.set)
+        thread.do(lambda: None)
     thread.close(60)
     assert not thread.is_alive()
 
@@ -595,7 +624,7 @@ def test_an_element_that_slurm_starts_again_has_its_claims_at_once(
         for number in ("7", "8", "7"):
             monkeypatch.setenv("SLURM_JOB_ID", number)
             taken = job.claim()
-            assert taken is not None
+            assert taken is not None, number
             held.enter_context(taken[1])
         monkeypatch.setattr(identity, "_machine", lambda: "elsewhere")
         assert job.claim() is None
@@ -630,6 +659,7 @@ def copied(source: Path, path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "act", "lacking"),
     [("link", absent, "hard links"), ("link", copied, "hard links"), ("fsync", absent, "fsync")],
+    ids=["no links", "copies for links", "no fsync"],
 )
 def test_a_file_system_that_is_not_enough(
     name: str, act: Callable[..., None], lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -662,18 +692,27 @@ def test_it_grows_with_the_files(journal: Journal, tmp_path: Path):
     assert count_finished(journal.folder) == journal.standing().records_finished
 
 
-def test_a_record_counts_once_and_a_torn_line_when_it_is_whole(journal: Journal):
+@pytest.fixture
+def twice(journal: Journal) -> Journal:
+    """A journal of which two attempts finished the same record."""
     for name in ("a", "b"):
         attempt = journal.attempt(journal.manifest.shards[0], name)
         attempt.finish(0, {"id": "0"})
-    assert count_finished(journal.folder) == 1
+    return journal
+
+
+def test_a_record_counts_once(twice: Journal):
+    assert count_finished(twice.folder) == 1
+
+
+def test_a_torn_line_counts_when_it_is_whole(twice: Journal):
     line = sealed({"finished": 1, "record": {}})
-    with next((journal.folder / "parts").glob("*a.jsonl")).open("ab") as file:
+    with next((twice.folder / "parts").glob("*a.jsonl")).open("ab") as file:
         file.write(line[:20])
         file.flush()
-        assert count_finished(journal.folder) == 1
+        assert count_finished(twice.folder) == 1
         file.write(line[20:])
-    assert count_finished(journal.folder) == 2
+    assert count_finished(twice.folder) == 2
 
 
 def test_the_pace_is_that_of_groups_at_work(journal: Journal, monkeypatch: pytest.MonkeyPatch):
@@ -708,10 +747,9 @@ def test_the_pace_is_that_of_groups_at_work(journal: Journal, monkeypatch: pytes
     assert pace(groups, standing, now + 2 * RECENT_S)["records_per_s"] is None
 
 
-def test_done_shards_are_counted_by_their_groups_and_not_read(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-):
-    """Unless a process was killed between the two; what it had published is read then."""
+@pytest.fixture
+def done(journal: Journal) -> Journal:
+    """A whole job with one error."""
     journal.note(ranks=4, gpus=2, began=1.0)
     for shard in journal.manifest.shards:
         attempt = journal.attempt(shard)
@@ -720,18 +758,27 @@ def test_done_shards_are_counted_by_their_groups_and_not_read(
             attempt.finish(index, {"id": str(index), **error})
         attempt.publish()
     assert not list((journal.folder / "parts").iterdir())
-    (group,) = (journal.folder / "groups").iterdir()
+    return journal
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["published", "killed before the group's note"])
+def test_done_shards_are_counted_by_their_groups(lost: int, done: Journal):
+    """Where a process was killed between the two, what it had published is read."""
+    (group,) = (done.folder / "groups").iterdir()
     lines = group.read_bytes().splitlines(keepends=True)
-    for kept in (lines, lines[:-1]):
-        group.write_bytes(b"".join(kept))
-        standing, groups = journal.survey()
-        assert (standing.records_finished, standing.records_failed, standing.whole) == (COUNTED, 1, True)
-        assert sum(one.tokens for one in groups) == 3 * (COUNTED - 1)
-    assert (groups[0].ranks, groups[0].gpus, groups[0].records, groups[1].records) == (4, 2, 4, 3)
-    group.write_bytes(b"".join(lines))
-    for path in (journal.folder / "done").iterdir():
+    group.write_bytes(b"".join(lines[: len(lines) - lost]))
+    standing, groups = done.survey()
+    assert (standing.records_finished, standing.records_failed, standing.whole) == (COUNTED, 1, True)
+    assert sum(one.tokens for one in groups) == 3 * (COUNTED - 1)
+    if lost:
+        assert (groups[0].ranks, groups[0].gpus, groups[0].records, groups[1].records) == (4, 2, 4, 3)
+
+
+def test_done_shards_that_their_groups_count_are_not_read(done: Journal):
+    standing, _ = done.survey()
+    for path in (done.folder / "done").iterdir():
         path.write_bytes(b"not read")
-    assert journal.standing() == standing
+    assert done.standing() == standing
 
 
 def test_answers_of_corrected_records_are_taken_back_where_they_are_errors(journal: Journal):

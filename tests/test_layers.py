@@ -23,8 +23,8 @@ WITHOUT_TORCH = {
     "distributed.board", "distributed.launcher", "distributed.placement", "distributed.signals",
     "models.checkpoint", "models.folder", "models.families", "models.graph_sizes", "models.host_cores",
     "models.host_memory", "models.hub", "models.library_log", "models.formats.quantised_config",
-    "models.kernels.kept_files", "models.kernels.ownership", "models.sharding", "speculative.draft_length",
-    "speculative.stats",
+    "models.kept_files", "models.kernels.kernel_sizes", "models.ownership", "models.sharding",
+    "speculative.draft_length", "speculative.stats",
     "tasks.arithmetic", "tasks.inputs", "tasks.plan",
 }  # fmt: skip
 LIBRARIES = {"transformers", "accelerate", "bitsandbytes", "deepspeed"}

@@ -65,7 +65,7 @@ def test_synthetic_layers_on_disk(tmp_path: Path):
     for seed in (0, 1):
         model = replace(MADE, seed=seed)
         spread = load_layers(model, None, Dtype.fp32, LITTLE, tmp_path, "model")
-        assert on_disk(spread) and any(tmp_path.iterdir())
+        assert on_disk(spread) and any(tmp_path.iterdir()), seed
         plain = plain_of(model, None)
         for ours, theirs in zip(walked(spread), walked(plain), strict=True):
             assert torch.equal(ours, theirs)
@@ -126,12 +126,18 @@ def test_refused_before_weights_are_read(case: str, tmp_path: Path, monkeypatch:
     assert "\n" not in str(refused.value)
 
 
-def test_a_folder_that_cannot_be_written_and_quantised_layers_on_a_cpu_next_to_a_gpu(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="offload_folder cannot be written"):
         load_layers(MADE, None, Dtype.fp32, LITTLE, tmp_path / "file", "model")
+
+
+def test_quantised_layers_on_a_cpu_next_to_a_gpu_are_refused():
     with pytest.raises(DistributedError, match="int8, with layers on cpu"):
         layers._require_possible({"model": 0, "lm_head": "cpu"}, Dtype.int8, None, "model")
+
+
+def test_quantised_layers_on_two_gpus_are_possible():
     layers._require_possible({"model": 0, "lm_head": 1}, Dtype.int8, None, "model")
 
 

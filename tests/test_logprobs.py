@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def test_a_refilled_row_has_those_of_its_own_text() -> None:
     for prompt in PROMPTS[1:]:
         engine.admit(state, {0: prompt})
         list(generate(engine, state, Limits(9), FixedDraftLength(3, 1)))
-        assert len(state.logprobs[0]) == 9 and off(state, models()[0], VOCAB) < NEAR_64
+        assert len(state.logprobs[0]) == 9 and off(state, models()[0], VOCAB) < NEAR_64, prompt
 
 
 @pytest.mark.parametrize("same", [1, 5, 11])
@@ -211,41 +212,73 @@ def scored(pair: Any, found: Any, **how: Any) -> Any:
     return pair.score(texts, **how)
 
 
-def test_of_the_command_and_the_api(command: Command) -> None:
-    """A continuation's are those of the whole text when it is scored; asking for them changes no token."""
-    how: dict[str, Any] = {"max_new_tokens": 10, "seed": 3}
+HOW: dict[str, Any] = {"max_new_tokens": 10, "seed": 3}
+
+
+@dataclass(frozen=True)
+class FromPython:
+    """What the API gives for TEXTS: without and with log-probabilities, and the whole texts scored."""
+
+    bare: list[Any]
+    texts: list[Any]
+    whole: list[Any]
+    streamed: list[list[TokenLogprob]]
+    sampled: Any  # those of the distribution that was sampled from, which allows one token
+
+
+@pytest.fixture(scope="module")
+def from_python() -> FromPython:
     with load_pair("tiny", draft="tiny_draft", batch_size=2, overrides=FP32) as pair:
-        bare, found = pair.generate(TEXTS, **how), pair.generate(TEXTS, **how, logprobs=2)
-        whole = scored(pair, found, top=2)
-        streamed: dict[int, list[TokenLogprob]] = {n: [] for n in range(len(TEXTS))}
-        for rows in pair.stream(TEXTS, **how, logprobs=2):
+        bare, texts = pair.generate(TEXTS, **HOW), pair.generate(TEXTS, **HOW, logprobs=2)
+        whole = scored(pair, texts, top=2)
+        streamed: list[list[TokenLogprob]] = [[] for _ in TEXTS]
+        for rows in pair.stream(TEXTS, **HOW, logprobs=2):
             for row in rows:
                 streamed[row.index] += row.logprobs or []
         certain = {"logprobs": 0, "logprobs_of": "sampled", "sampling": SamplingConfig(top_k=1)}
-        (sampled,) = pair.generate(TEXTS[:1], **how, **certain)
-    for one, plain, score in zip(found, bare, whole, strict=True):
-        assert one.token_ids == plain.token_ids and plain.logprobs is None and one.logprobs
-        assert score.logprobs[0].logprob is None and math.isfinite(score.total)
-        alike(one.logprobs, score.logprobs[-len(one.token_ids) :])
-        assert all(len(token.top) == 2 for token in one.logprobs)
-    assert [streamed[n] for n in streamed] == [one.logprobs for one in found]
-    assert sum(one.accepted for one in found) > 0
-    assert [one.logprob for one in sampled.logprobs or []] == [0.0] * 10
+        (sampled,) = pair.generate(TEXTS[:1], **HOW, **certain)
+    return FromPython(bare=bare, texts=texts, whole=whole, streamed=streamed, sampled=sampled)
 
+
+def test_asking_for_log_probabilities_changes_no_token(from_python: FromPython) -> None:
+    for text, plain in zip(from_python.texts, from_python.bare, strict=True):
+        assert text.token_ids == plain.token_ids and plain.logprobs is None and text.logprobs
+    assert sum(text.accepted for text in from_python.texts) > 0
+
+
+def test_a_continuation_has_those_of_the_whole_text_when_it_is_scored(from_python: FromPython) -> None:
+    for text, score in zip(from_python.texts, from_python.whole, strict=True):
+        assert score.logprobs[0].logprob is None and math.isfinite(score.total)
+        alike(text.logprobs, score.logprobs[-len(text.token_ids) :])
+        assert all(len(token.top) == 2 for token in text.logprobs)
+
+
+def test_a_stream_has_those_of_the_texts(from_python: FromPython) -> None:
+    assert from_python.streamed == [text.logprobs for text in from_python.texts]
+
+
+def test_those_of_the_sampled_distribution_tell_what_it_allows(from_python: FromPython) -> None:
+    assert [token.logprob for token in from_python.sampled.logprobs or []] == [0.0] * 10
+
+
+def test_the_command_gives_those_of_the_api(command: Command, from_python: FromPython) -> None:
     prompts = f"task.prompts={json.dumps(TEXTS)}"
     asked = command(*SMALL, prompts, "output=jsonl", "task.batch_size=2", "task.logprobs=2", "task.echo=true")
     lines = {line["id"]: line for line in map(json.loads, asked.out.splitlines())}
     assert sorted(lines) == ["0", "1", "2"]
-    for n, score in enumerate(whole):
+    for n, score in enumerate(from_python.whole):
         line = lines[str(n)]
         alike([*line["prompt_logprobs"], *line["logprobs"]], score.logprobs)
-        assert all(len(one["top_logprobs"]) == 2 for one in line["logprobs"])
+        assert all(len(one["top_logprobs"]) == 2 for one in line["logprobs"]), n
+
+
+def test_the_command_scores_a_prompt_alone(command: Command) -> None:
     nothing = "prompt=hello", "task.max_new_tokens=0", "task.logprobs=0", "task.echo=true"
     only = command(*FP32, "seed=3", "out=null", *nothing)
     assert only.code == 0 and "0: 4 tokens, log-probability -" in only.out
 
 
-def test_what_generates_nothing_has_no_least_length_and_needs_no_room(command: Command) -> None:
+def test_limits_of_new_tokens_do_not_bind_what_generates_nothing(command: Command) -> None:
     """The tiny model has a context of 1024 tokens; the last token of a text is not read."""
     words = ("task.max_new_tokens=0", "task.echo=true", "task.logprobs=0", "sampling.min_new_tokens=5")
     found = command(f"prompt={'a' * 1025}", *words, "draft=none", "output=json").document

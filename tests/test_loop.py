@@ -1,5 +1,6 @@
 """What ends a row, and what is counted: of made-up rounds, and of runs."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_what_a_round_commits_and_counts(name: str):
+def test_what_a_round_commits(name: str):
     drafted, accepted, token, limited, tokens, finish, counted, origins = BLOCKS[name]
     limits = Limits(limited.get("new", 20), frozenset({9}))
     result = result_of(drafted, accepted, token)
@@ -227,19 +228,25 @@ class Submissions(Engine):
         return verdict
 
 
-@quiet
-@given(
+PLAYED = (
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=5),
     st.integers(0, 6), st.integers(1, 12), st.sampled_from(["", "eos", "stop", "both"]),
     st.sampled_from(list(RULES)), st.integers(0, 10**6),
 )  # fmt: skip
-def test_counts_add_up_exactly(
-    prompts: list[list[int]], k: int, new: int, ends: str, rule: str, seed: int
-) -> None:
-    """Committed is final lengths less prompt lengths; nothing that was drafted or verified is lost.
 
-    Nothing follows an end, and no limit is passed.
-    """
+
+@dataclass(frozen=True)
+class Played:
+    """A whole run."""
+
+    engine: Submissions
+    state: State
+    steps: list[Any]
+    end_ids: frozenset[int]
+    stops: list[str]
+
+
+def played(prompts: list[list[int]], k: int, new: int, ends: str, rule: str, seed: int) -> Played:
     end_ids = frozenset({2}) if ends in ("eos", "both") else frozenset[int]()
     stops = ["bd", "dde"] if ends in ("stop", "both") else []
     sampler = Sampler(SamplingTransform(SamplingConfig(), tuple(end_ids), 5), CounterDraws(seed))
@@ -247,30 +254,54 @@ def test_counts_add_up_exactly(
     drafter = ModelDrafter(ModelRunner(draft, 3), sampler)
     engine = Submissions(ModelRunner(target, 3), drafter, sampler, RULES[rule])
     rows = [Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)]
-    state, counts = engine.prefill(rows, new), Counts()
+    state = engine.prefill(rows, new)
     writing = Writing(lambda ids: "".join("abcde"[i] for i in ids), [p.token_ids for p in rows], stops)
-    for step in generate(engine, state, Limits(new, end_ids, writing), FixedDraftLength(k, len(rows))):
-        for row in step.rows:
-            counts.add(row)
-            assert row.accepted <= len(row.drafted) <= k and len(row.tokens) <= row.accepted + 1
-    for row, (prompt, reason) in enumerate(zip(prompts, state.finished, strict=True)):
-        text = state.generated(row)
-        assert len(text) <= new and len(prompt) + len(text) <= 14 and not end_ids & {*text[:-1]}
+    steps = list(generate(engine, state, Limits(new, end_ids, writing), FixedDraftLength(k, len(rows))))
+    return Played(engine=engine, state=state, steps=steps, end_ids=end_ids, stops=stops)
+
+
+@quiet
+@given(*PLAYED)
+def test_no_limit_is_passed(
+    prompts: list[list[int]], k: int, new: int, ends: str, rule: str, seed: int
+) -> None:
+    """Nothing follows an end."""
+    run = played(prompts, k, new, ends, rule, seed)
+    for row in [row for step in run.steps for row in step.rows]:
+        assert row.accepted <= len(row.drafted) <= k and len(row.tokens) <= row.accepted + 1
+    for row, (prompt, reason) in enumerate(zip(prompts, run.state.finished, strict=True)):
+        text = run.state.generated(row)
+        assert len(text) <= new and len(prompt) + len(text) <= 14 and not run.end_ids & {*text[:-1]}
         full = "length" if len(text) == new else "context"
-        assert reason == ("eos" if end_ids & {*text[-1:]} else full) or (stops and reason == "stop")
-    found = counts.summary()
-    assert sum(found["finish_reasons"].values()) == len(prompts)
-    assert found["tokens_committed"] == sum(state.lengths) - sum(state.prompt_lengths)
-    assert found["tokens_committed"] + found["tokens_cut_after_end"] == engine.verified
-    assert found["tokens_drafted"] + found["tokens_discarded_after_end"] == engine.submitted
-    by_origin = found["tokens_committed_by_origin"]
-    assert sum(by_origin.values()) == found["tokens_committed"]
-    assert by_origin.get("drafted", 0) == found["tokens_accepted"]
+        at_end = "eos" if run.end_ids & {*text[-1:]} else full
+        assert reason == at_end or (run.stops and reason == "stop")
+
+
+@quiet
+@given(*PLAYED)
+def test_counts_add_up_exactly(
+    prompts: list[list[int]], k: int, new: int, ends: str, rule: str, seed: int
+) -> None:
+    """Committed is final lengths less prompt lengths; nothing that was drafted or verified is lost."""
+    run, counts = played(prompts, k, new, ends, rule, seed), Counts()
+    for row in [row for step in run.steps for row in step.rows]:
+        counts.add(row)
+
+    summary = counts.summary()
+    committed = summary["tokens_committed"]
+    assert sum(summary["finish_reasons"].values()) == len(prompts)
+    assert committed == sum(run.state.lengths) - sum(run.state.prompt_lengths)
+    assert committed + summary["tokens_cut_after_end"] == run.engine.verified
+    assert summary["tokens_drafted"] + summary["tokens_discarded_after_end"] == run.engine.submitted
+
+    by_origin = summary["tokens_committed_by_origin"]
+    assert sum(by_origin.values()) == committed
+    assert by_origin.get("drafted", 0) == summary["tokens_accepted"]
     for name in ("drafted", "accepted"):
-        assert sum(found[f"{name}_by_position"]) == found[f"tokens_{name}"]
-    blocks = found["blocks_by_accepted"]
-    assert sum(accepted * count for accepted, count in enumerate(blocks)) == found["tokens_accepted"]
-    assert sum(blocks) + by_origin.get("sampled", 0) == found["row_rounds"]
+        assert sum(summary[f"{name}_by_position"]) == summary[f"tokens_{name}"], name
+    blocks = summary["blocks_by_accepted"]
+    assert sum(accepted * count for accepted, count in enumerate(blocks)) == summary["tokens_accepted"]
+    assert sum(blocks) + by_origin.get("sampled", 0) == summary["row_rounds"]
 
 
 VOCAB, NEW, K = 8, 150, 4

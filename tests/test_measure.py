@@ -1,6 +1,7 @@
 """task=measure: its document, files and turns; where the time goes. How fast anything is, no test says."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from llama_ssp.tasks.profiling import COMMUNICATE, DECIDE, DRAFT, HOST, PARTS, V
 from tests.conftest import Command
 from tests.proofs.toy import toy
 from tests.rig import engine_of
+from tests.warm import Answer
 
 QUICK = ("task=measure", "task.max_new_tokens=6", "task.repeats=2", "seed=1", 'task.prompts=["a","b"]')
 SPEED = {
@@ -33,28 +35,69 @@ SPEED = {
 PAIR = SPEED | {"k", "speedup", "speedup_low", "speedup_high", "predicted_speedup"}
 
 
-def test_the_document_and_the_files(command: Command) -> None:
-    answer = command(*QUICK, "task.ks=[1,3]")
+@pytest.fixture
+def measured(once: Callable[..., Answer]) -> dict[str, Any]:
+    """The document of a measurement with two lengths of drafts."""
+    answer = once(*QUICK, "task.ks=[1,3]")
     assert (answer.code, answer.errors) == (0, [])
-    found = answer.document
-    assert (found["task"], found["status"]) == ("measure", "done")
-    assert found["target_alone"].keys() >= SPEED and found["draft_alone"].keys() >= SPEED
-    assert [row["k"] for row in found["pair"]] == [1, 3] and all(row.keys() >= PAIR for row in found["pair"])
-    for row in (found["target_alone"], found["draft_alone"], *found["pair"]):
-        assert row["tokens_committed"] == 2 * 2 * 6  # repeats, prompts, tokens: the same for everyone
+    return answer.document
+
+
+@pytest.fixture
+def rows(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    return [measured["target_alone"], measured["draft_alone"], *measured["pair"]]
+
+
+def test_a_measurement_is_done(measured: dict[str, Any]) -> None:
+    assert (measured["task"], measured["status"]) == ("measure", "done")
+
+
+def test_each_model_is_measured_alone(measured: dict[str, Any]) -> None:
+    assert measured["target_alone"].keys() >= SPEED and measured["draft_alone"].keys() >= SPEED
+    assert measured["cost_ratio"] > 0
+
+
+def test_the_pair_is_measured_with_each_k(measured: dict[str, Any]) -> None:
+    assert [row["k"] for row in measured["pair"]] == [1, 3]
+    assert all(row.keys() >= PAIR for row in measured["pair"])
+    assert len(measured["pair"][1]["acceptance_by_position"]) == 3
+
+
+def test_all_write_the_same_tokens_as_often(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["tokens_committed"] == 2 * 2 * 6  # repeats, prompts, tokens
         assert row["repeats"] == 2
+
+
+def test_only_the_pair_drafts(measured: dict[str, Any]) -> None:
+    assert measured["target_alone"]["tokens_drafted"] == 0 < measured["pair"][0]["tokens_drafted"]
+
+
+def test_a_time_lies_within_its_interval(measured: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    for row in rows:
         assert row["ms_per_token_low"] <= row["ms_per_token"] <= row["ms_per_token_high"]
+    assert measured["interval_coverage"] == 0.5
+    assert len(measured["pair"][1]["ms_per_token_by_repeat"]) == 2
+
+
+def test_the_time_of_a_token_is_split(measured: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    for row in rows:
         assert set(row["time_split_ms_per_token"]) == set(PARTS)
-    assert found["target_alone"]["tokens_drafted"] == 0 < found["pair"][0]["tokens_drafted"]
-    assert len(found["pair"][1]["acceptance_by_position"]) == 3
-    assert found["pair"][0]["time_split_ms_per_token"]["draft"] > 0
-    assert found["pair"][0]["time_split_ms_per_token"]["communicate"] == 0
-    assert found["cost_ratio"] > 0 and found["interval_coverage"] == 0.5
-    folder = Path(found["run_folder"])
-    assert "<svg" in (folder / "plot.svg").read_text() and found["plot"] == str(folder / "plot.svg")
-    assert len(found["pair"][1]["ms_per_token_by_repeat"]) == 2
-    assert json.loads((folder / "summary.json").read_text())["pair"] == found["pair"]
-    assert "where the time goes" in answer.out and "pair, K = 3" in answer.out
+    split = measured["pair"][0]["time_split_ms_per_token"]
+    assert split["draft"] > 0
+    assert split["communicate"] == 0
+
+
+def test_a_measurement_leaves_its_files(command: Command) -> None:
+    measured = command(*QUICK, "task.ks=[1]", "task.repeats=1").document
+    folder = Path(measured["run_folder"])
+    assert "<svg" in (folder / "plot.svg").read_text() and measured["plot"] == str(folder / "plot.svg")
+    assert json.loads((folder / "summary.json").read_text())["pair"] == measured["pair"]
+
+
+def test_a_measurement_is_shown(once: Callable[..., Answer]) -> None:
+    said = once(*QUICK, "task.ks=[1,3]").out
+    assert "where the time goes" in said and "pair, K = 3" in said
 
 
 def test_the_memory_of_a_process_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +147,11 @@ def test_who_takes_part(overrides: str, pairs: list[int | None], has_draft: bool
 
 
 @pytest.mark.slow
-def test_a_grid_of_lengths_and_batches(command: Command) -> None:
+@pytest.mark.parametrize("more", [[], ["task.batch_size=2"]], ids=["one row", "two rows"])
+def test_a_grid_of_lengths(more: list[str], command: Command) -> None:
     grid = (*QUICK, "task.lengths=[5,40,17]", "task.prompts=null", "task.ks=[2]", "task.repeats=1")
-    for more in ([], ["task.batch_size=2"]):
-        found = command(*grid, *more).document
-        assert found["prompt_tokens"] == [5, 40, 17] and found["pair"][0]["tokens_committed"] == 3 * 6
+    document = command(*grid, *more).document
+    assert document["prompt_tokens"] == [5, 40, 17] and document["pair"][0]["tokens_committed"] == 3 * 6
 
 
 @pytest.mark.slow
@@ -176,19 +219,30 @@ def engine() -> Engine:
 PROMPTS = [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]
 
 
-def test_a_timed_engine_gives_the_same_texts_and_its_parts_add_up() -> None:
+@pytest.fixture(scope="module")
+def timed() -> tuple[TimedRun, Stopwatch]:
+    """A run whose parts were timed."""
+    watch, measured = Stopwatch(), engine()
+    measured.observer = watch
+    run = TimedRun(measured, PROMPTS, 20)
+    with watch.running(lambda: None):
+        list(run.rounds(Limits(20), FixedDraftLength(3, 2)))
+    return run, watch
+
+
+def test_a_timed_engine_gives_the_same_texts(timed: tuple[TimedRun, Stopwatch]) -> None:
+    run, _ = timed
     plain = engine()
     state = plain.prefill(PROMPTS, 20)
     list(generate(plain, state, Limits(20), FixedDraftLength(3, 2)))
-    watch, measured = Stopwatch(), engine()
-    measured.observer = watch
-    timed = TimedRun(measured, PROMPTS, 20)
-    with watch.running(lambda: None):
-        list(timed.rounds(Limits(20), FixedDraftLength(3, 2)))
-    assert [timed.state.generated(row) for row in range(2)] == [state.generated(row) for row in range(2)]
+    assert [run.state.generated(row) for row in range(2)] == [state.generated(row) for row in range(2)]
+
+
+def test_the_parts_of_a_timed_run_add_up(timed: tuple[TimedRun, Stopwatch]) -> None:
+    run, watch = timed
     assert set(watch.spent) == {DRAFT, VERIFY, DECIDE, HOST}
     assert all(spent > 0 for spent in watch.spent.values())
-    assert sum(watch.spent.values()) >= timed.counts.decode_s
+    assert sum(watch.spent.values()) >= run.counts.decode_s
 
 
 def test_ranks_on_a_stopwatch_say_the_same() -> None:
@@ -202,18 +256,28 @@ def test_ranks_on_a_stopwatch_say_the_same() -> None:
     assert (ranks.rank, ranks.world, ranks.is_leader) == (0, 1, True)
 
 
-def test_a_run_counts_prefill_apart_and_the_caller_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prefill takes 5 s, each verification 2 s, and the caller a minute a round."""
+@pytest.fixture
+def slow_run(monkeypatch: pytest.MonkeyPatch) -> tuple[TimedRun, list[float]]:
+    """A run whose prefills take 5 s, verifications 2 s, and whose caller a minute a round; its rounds."""
     clock, slow = Clock(monkeypatch), engine()
     prefill, verify = slow.prefill, slow.verify
     monkeypatch.setattr(slow, "prefill", lambda *given: (clock.work(5), prefill(*given))[1])
     monkeypatch.setattr(slow, "verify", lambda *given: (clock.work(2), verify(*given))[1])
-    timed, spent = TimedRun(slow, PROMPTS, 20), []
-    for _, seconds in timed.rounds(Limits(20), FixedDraftLength(3, 2)):
+    run, spent = TimedRun(slow, PROMPTS, 20), []
+    for _, seconds in run.rounds(Limits(20), FixedDraftLength(3, 2)):
         spent.append(seconds)
         clock.work(60)
+    return run, spent
+
+
+def test_a_run_counts_prefill_apart(slow_run: tuple[TimedRun, list[float]]) -> None:
+    figures = slow_run[0].figures()
+    assert (figures["prefill_ms"], figures["time_to_first_token_ms"]) == (5000, 7000)
+
+
+def test_a_run_does_not_count_its_caller(slow_run: tuple[TimedRun, list[float]]) -> None:
+    run, spent = slow_run
     assert spent == [2.0] * len(spent)
-    found = timed.figures()
-    assert (found["prefill_ms"], found["time_to_first_token_ms"]) == (5000, 7000)
-    assert found["decode_ms"] == 2000 * len(spent) and timed.seconds == 5 + 2 * len(spent)
-    assert found["tokens_committed"] == 40 and found["ms_per_token"] == found["decode_ms"] / 40
+    figures = run.figures()
+    assert figures["decode_ms"] == 2000 * len(spent) and run.seconds == 5 + 2 * len(spent)
+    assert figures["tokens_committed"] == 40 and figures["ms_per_token"] == figures["decode_ms"] / 40

@@ -56,7 +56,8 @@ def test_a_text_that_repeats_is_drafted_past_its_end():
     assert index.drafts(6) == [7, 5, 6, 7, 5, 6]
 
 
-def test_rows_have_an_index_each_and_a_refilled_row_a_new_one():
+def test_rows_have_an_index_each():
+    """A row that is refilled has a new one."""
     drafter, cpu = NgramDrafter(1, 4, 9, torch.float32), torch.device("cpu")
     state = State([Prompt("a", (1, 2, 1)), Prompt("b", (3, 4, 5, 3))], 20, cpu)
     proposal = drafter.propose(state, (2, 0))
@@ -68,7 +69,10 @@ def test_rows_have_an_index_each_and_a_refilled_row_a_new_one():
     proposal = drafter.propose(state, (2, 2))
     assert proposal.drafted_BK.tolist() == [[8, 7], [4, 5]]
     assert proposal.draft_BKV is not None and proposal.draft_BKV.max(-1).values.eq(1).all()
-    # A model may have more rows than its tokenizer has tokens, and a prompt may name them.
+
+
+def test_a_token_beyond_the_vocabulary_is_not_drafted():
+    """A model may have more rows than its tokenizer has tokens, and a prompt may name them."""
     state = State([Prompt("0", (1, 2, 7, 1, 2))], 10, torch.device("cpu"))
     proposal = NgramDrafter(1, 4, 5, torch.float32).propose(state, (3,))
     assert proposal.count == (0,)

@@ -127,6 +127,18 @@ def test_the_numbers_are_what_they_say() -> None:
         (torch.nan, PLAIN, PLAIN),
         (torch.inf, PLAIN, PLAIN),
     ],
+    ids=[
+        "no rounding",
+        "too little",
+        "wrong behind a fork",
+        "too short",
+        "too long",
+        "no text",
+        "no plain text",
+        "both wrong",
+        "nan",
+        "inf",
+    ],
 )
 def test_what_is_unexplained(moved: float, plain: list[int], speculative: list[int]) -> None:
     """The control: the same fork where rounding just reaches it."""

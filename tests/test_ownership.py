@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import StorageError
-from llama_ssp.models.kernels import build, kept_files, ownership
-from llama_ssp.models.kernels.kept_files import INDUCTOR, TRITON, TRITON_HOME, cache_folder, is_ours
+from llama_ssp.models import kept_files, ownership
+from llama_ssp.models.kept_files import INDUCTOR, TRITON, TRITON_HOME, cache_folder, is_ours
+from llama_ssp.models.kernels import build
 from tests.warm import ROOT
 
 STRANGER = 65534
@@ -151,24 +152,36 @@ OPEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+TAMPERED = pytest.mark.parametrize(
     "tamper",
     [*(pytest.param(case, marks=as_root) for case in GIVEN_AWAY), *OPEN],
     ids=lambda case: case.__name__,
 )
-def test_a_folder_that_another_user_can_change_is_not_used_and_is_named(
-    tamper: Callable[[Path], Path], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """The user's own folder is used in its place, also by torch; one line says which, and what to do."""
-    folder = named(place, monkeypatch)
-    culprit = tamper(folder)
+
+
+@TAMPERED
+def test_a_folder_that_another_user_can_change_is_not_used(
+    tamper: Callable[[Path], Path], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's own folder is used in its place, also by torch."""
+    tamper(named(place, monkeypatch))
     used = {cache_folder().parent for _ in range(2)}
     assert used == {tmp_path / "cache" / "llama-ssp" / "compiled"}
 
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     assert {Path(cache_dir())} == used
+
+
+@TAMPERED
+def test_a_folder_that_another_user_can_change_is_named(
+    tamper: Callable[[Path], Path], place: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One line says which, and what to do."""
+    folder = named(place, monkeypatch)
+    culprit = tamper(folder)
+    used = {cache_folder().parent for _ in range(2)}
     (line,) = caplog.messages
     mode = f"{stat.S_IMODE(culprit.lstat().st_mode):04o}"
     for part in (str(folder), f"{culprit} ", mode, str(*used), f"{INDUCTOR} names another"):
@@ -273,14 +286,14 @@ def test_the_users_own_folder_counts_as_any_other(
 
 
 IN_A_NEW_PROCESS = """
-from llama_ssp.models.kernels import kept_files
+from llama_ssp.models import kept_files
 kept_files.OTHER_PLACES = ()
 print(kept_files.cache_folder().parent)
 """
 
 
 @as_root
-def test_where_another_has_the_name_a_new_folder_is_made_and_removed(place: Path) -> None:
+def test_where_another_has_the_name_a_new_folder_is_used(place: Path) -> None:
     """The name under the folder for temporary files is known; somebody may have made it before."""
     squatted = filled(place / f"llama-ssp-{os.geteuid()}")
     give_away(squatted)

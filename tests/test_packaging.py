@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.models.kernels.kept_files import compiler
+from llama_ssp.models.kept_files import compiler
 from tests.test_real import file_of
 from tests.warm import LAUNCH, ROOT, python
 
@@ -62,14 +62,24 @@ def test_the_wheel_holds_the_configuration(built: Path) -> None:
     assert not [name for name in names if name.startswith(("tests", "launch", "bench"))]
 
 
-def test_the_sdist_holds_the_tree_and_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree that the sdist holds."""
+    folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         # Python 3.11.2, as Debian 12 has it, knows no filters; the archive is our own.
-        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    (unpacked,) = tmp_path.iterdir()
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (tree,) = folder.iterdir()
+    return tree
+
+
+def test_the_sdist_holds_the_tree(unpacked: Path) -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
     ours = [name for name in tracked if not name.startswith(".") and (ROOT / name).exists()]
     assert [name for name in ours if not (unpacked / name).exists()] == []
+
+
+def test_the_sdist_builds_the_same_wheel(built: Path, unpacked: Path) -> None:
     ran([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "again"], unpacked)
     wheels = (next(built.glob("*.whl")), next((unpacked / "again").glob("*.whl")))
     names = [sorted(zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
@@ -105,6 +115,7 @@ HEAVY = ("torch", "transformers", "accelerate", "bitsandbytes", "safetensors")
         (HEAVY, "task=plan model=65B draft=7B cluster=p4d"),
         (("bitsandbytes",), "task.max_new_tokens=2 task.prompts=[a] seed=1"),
     ],
+    ids=["plan without heavy libraries", "generate without bitsandbytes"],
 )
 def test_it_imports_no_more_than_it_needs(missing: tuple[str, ...], words: str, tmp_path: Path) -> None:
     """A plan needs no torch; a run none of the extras."""

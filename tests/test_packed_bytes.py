@@ -64,7 +64,11 @@ def test_sizes_that_do_not_fill_blocks(name: str, fast: bool, folders: Path) -> 
     same(quantised(name, folders / f"{name}-odd", **ODD), fast)
 
 
-@pytest.mark.parametrize("said", [{}, {"attention_bias": True}, {"mlp_bias": True}])
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"attention_bias": True}, {"mlp_bias": True}],
+    ids=["no biases", "biases of attention", "biases of MLPs"],
+)
 def test_biases_by_config(said: dict[str, bool], tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path / "model", **said)
     model, folder = complete(ModelConf(name="x", path=str(path)), "model")
@@ -173,4 +177,4 @@ def test_loading_takes_at_most_a_layer_more(
         layer = sum(groups.get(group, 0) for group in IN_LAYERS) // model.n_layers
         assert share < live.peak <= share + layer, (rank.world, rank.rank)
         if dtype is Dtype.packed:
-            assert loading_bytes(RolePart.of(Role(TARGET, model, dtype), part, 0)) == layer
+            assert loading_bytes(RolePart.of(Role(TARGET, model, dtype), part, 0)) == layer, rank.world

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.models.graph_sizes import WIDEST, WIDEST_HEAD
+from llama_ssp.models.graph_sizes import WIDEST
 from llama_ssp.models.kernels import coded, linear
+from llama_ssp.models.kernels.kernel_sizes import WIDEST_HEAD
 from llama_ssp.planner import storage
 from tests.plan_bytes import CASES, rows_of
 

@@ -15,7 +15,8 @@ from llama_ssp.models.device_map import spread_of
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
-from llama_ssp.models.graph_sizes import BUCKET, DECODED
+from llama_ssp.models.graph_sizes import BUCKET
+from llama_ssp.models.kernels.kernel_sizes import DECODED
 from llama_ssp.models.model_config import empty
 from llama_ssp.models.sizes import LAYER
 from llama_ssp.planner import fit
@@ -24,7 +25,7 @@ from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, SCRATCH, FitVerdict, RankM
 from llama_ssp.planner.layers import layers_lines, stages
 from llama_ssp.planner.memory import peaks, rank_work, segments, tensor_lines
 from llama_ssp.planner.run_plan import HOST_BYTES, Prediction, require_host
-from llama_ssp.planner.search import option
+from llama_ssp.planner.search import PlanRequest, option
 from llama_ssp.planner.storage import HEAD, LAYERS, WEIGHTS
 from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
@@ -131,7 +132,7 @@ def test_eight_bit_has_a_workspace() -> None:
     assert narrow["prefill"] > wide["prefill"] + 1023 * 11008 * 4
 
 
-def test_weights_and_caches_are_refused_without_a_plan() -> None:
+def test_what_is_too_large_is_refused_without_a_plan() -> None:
     """What is checked where nothing else can be planned: weights and caches of the whole models."""
     roles = [(role(TARGET, "7B"), 1), (SMALL, 1)]
     whole = weight_bytes(ModelPart.of(SMALL.model), Dtype.fp16) + 2 * 32 * 4096 * 2 * WORK.slots
@@ -221,18 +222,26 @@ def test_a_preset_has_the_bytes_of_its_repositorys_headers(name: str) -> None:
     assert found["code_mix"].count(f":{known.n_layers}:") == 4
 
 
-def test_pages_of_segments_and_communicators_are_counted() -> None:
-    """And a share of what passes through. nccl issue 864: every communicator takes its own."""
+def test_pages_of_segments_are_counted() -> None:
+    """And a share of what passes through."""
     work = rank_work(LARGE, None, placed(8), REGULAR, 0)
     line, passing = segments(work), max(sum(parts.values()) for parts in peaks(work).values())
     assert line.kind == BOUND and line.bytes == 22 * MIB + int(1.4 * passing) - passing
-    for words, world, counts in (
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "counts"),
+    [
         ("target 0, draft 0 (whole)", 1, [0]),
         ("target 0-3, draft 0-3 (split)", 4, [1] * 4),
         ("target 0-3, draft 0,1 (split)", 4, [2, 2, 1, 1]),
         ("target 0-2, draft 3,4 (own)", 5, [2] * 5),
-    ):
-        assert [fit.communicators(named(words, world), rank) for rank in range(world)] == counts
+    ],
+    ids=["whole", "split", "split over two", "own"],
+)
+def test_communicators_are_counted(words: str, world: int, counts: list[int]) -> None:
+    """Every communicator takes its own: nccl issue 864."""
+    assert [fit.communicators(named(words, world), rank) for rank in range(world)] == counts
 
 
 def test_verdict() -> None:
@@ -263,6 +272,7 @@ def graphs_of(memory: RankMemory) -> tuple[float, dict[str, int]]:
         (18, 190, 166, {"k": 4, "target_caches": 2, "draft_caches": 2}),
         (36 + 36, 3360, 3360, {"k": 64, "rows": 1000}),  # no graph has more than 512 tokens
     ],
+    ids=["one cache", "two caches", "many rows"],
 )
 def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, work: dict[str, int]) -> None:
     """One for each size of a step in each cache, and one of prompts, with its logits (test_graphs.py)."""
@@ -274,7 +284,7 @@ def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, w
         assert graphs_of(none.memories(WHOLE, on.work)[0]) == (0, {})
 
 
-def test_a_head_has_no_graphs_and_the_target_keeps_what_it_reads() -> None:
+def test_graphs_next_to_a_head_are_the_targets() -> None:
     on = request("7B", "7B", ONE)
     head = role(DRAFT, "7B", Dtype.bf16, head_inputs=3 * 4096, head_vocab=32000)
     (memory,) = replace(on, draft=head).memories(WHOLE, on.work)
@@ -320,14 +330,25 @@ def test_together_the_gpus_hold_the_model(name: str, dtype: Dtype) -> None:
     assert {**sums, "buffers": 0} == {**whole, "buffers": 0}  # which every GPU has
 
 
-def test_by_layers_the_draft_and_its_graphs_are_on_the_first_gpu() -> None:
+@pytest.fixture(scope="module")
+def over_two() -> tuple[PlanRequest, Placement, RankMemory, RankMemory]:
+    """A pair by layers over two GPUs: what is asked for, the placement, and the memory of both GPUs."""
     on = request("13B", "7B", machine("p4d", gpus=2))
     place = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=True)
     first, second = option(on, place).ranks
+    return on, place, first, second
+
+
+def test_by_layers_the_draft_is_on_the_first_gpu(over_two: Any) -> None:
+    _, _, first, second = over_two
     assert {line.role for line in second.lines} == {"model", "libraries"}
     assert any(line.role == "draft" for line in first.lines)
     assert not any(line.name.startswith("laws") for line in second.lines)
     assert first.total - second.total > 13 * 10**9
+
+
+def test_by_layers_the_draft_alone_has_graphs(over_two: Any) -> None:
+    on, place, first, second = over_two
     assert on.draft is not None and on.why_eager(on.draft, place) is None
     assert on.why_eager(on.target, place) == "placement.splitting=layers"
     assert graphs_of(first) == (3, {"draft": 83 * 32000 * 4}) and graphs_of(second) == (0, {})
@@ -381,7 +402,7 @@ def test_caches_of_graphs_are_of_whole_buckets(rows: int, prompt: int) -> None:
         slots = rows * (prompt + 128)
         if compiled:
             slots = -(-(slots + 1) // BUCKET) * BUCKET
-        assert own is not None and own.keys_bytes(rows) == slots * 4096 * 2
+        assert own is not None and own.keys_bytes(rows) == slots * 4096 * 2, compiled
 
 
 @pytest.mark.parametrize(("rows", "mib"), [(1, 4), (8, 31), (64, 250)])

@@ -19,7 +19,7 @@ from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.hardware import GPU_RESERVE, Machine, known, machine_of, matching
 from llama_ssp.planner.plan import make_plan, worlds_of
 from llama_ssp.planner.run_plan import LEAST_GAIN, Prediction
-from llama_ssp.planner.search import option, placements, regular_ms, search
+from llama_ssp.planner.search import Option, PlanRequest, option, placements, regular_ms, search
 from llama_ssp.planner.workload import GIB
 from tests.plans import CPU, H100, P4D, alone, cluster, machine, model, named, request
 
@@ -126,28 +126,46 @@ def test_narrower_formats_are_advised_where_they_help() -> None:
         chosen = search(what, [1])[0]
         said = advice(what, chosen, [1])
         formats = [words for words in said if "dtype" in words]
-        assert chosen.verdict is FitVerdict.does_not_fit
+        assert chosen.verdict is FitVerdict.does_not_fit, (target, dtype)
         assert formats == [f"model.dtype={dtype} (target 0)"] if dtype else said == []
 
 
-def test_a_shorter_context_and_fewer_rows_are_advised() -> None:
+@pytest.fixture(scope="module")
+def too_long() -> tuple[PlanRequest, Option, list[str]]:
+    """A model that does not fit with its rows and its context: what is asked for, the plan, the advice."""
     on = request("13B", None, ONE, rows=32, prompt_tokens=1900)
     chosen = search(on, [1])[0]
-    said, room = advice(on, chosen, [1]), largest(on, chosen)
-    assert f"{room.rows} rows instead of 32 (task.batch_size)" in said
-    assert f"context {room.context_tokens} instead of 2028 (prompt and new tokens)" in said
+    return on, chosen, advice(on, chosen, [1])
 
 
-def test_more_ranks_are_advised_and_changes_are_combined_where_none_is_enough() -> None:
-    """70B on one GPU of 24 GB, of a node with four: each in nf4, over more of them."""
+def test_fewer_rows_are_advised(too_long: tuple[PlanRequest, Option, list[str]]) -> None:
+    on, chosen, said = too_long
+    assert f"{largest(on, chosen).rows} rows instead of 32 (task.batch_size)" in said
+
+
+def test_a_shorter_context_is_advised(too_long: tuple[PlanRequest, Option, list[str]]) -> None:
+    on, chosen, said = too_long
+    tokens = largest(on, chosen).context_tokens
+    assert f"context {tokens} instead of 2028 (prompt and new tokens)" in said
+
+
+def test_a_split_draft_is_advised() -> None:
+    """And none at all; where it fits nothing is advised."""
     pair = request("65B", "7B", machine("p4d", gpus=4), prompt_tokens=1536)
     said = advice(pair, option(pair, named("target 0-3, draft 0 (whole)", 4)), [1, 2, 3, 4])
     assert said[0] == "draft split over 4 (placement=sharded ranks=4)"
     assert "draft=none: the target alone fits" in said
     assert not advice(pair, search(pair, [4])[0], [4])
+
+
+def test_more_ranks_are_advised() -> None:
     target = request("65B", None, P4D)
     said = advice(target, option(target, alone(2)), list(range(1, 9)))
     assert said[0].startswith("target over 8 ranks instead of 2")
+
+
+def test_changes_are_combined_where_none_is_enough() -> None:
+    """70B on one GPU of 24 GB, of a node with four: each in nf4, over more of them."""
     small = request("llama3.1-70b", "llama3.1-8b", machine("l4x4", gpus=1))
     said = advice(small, search(small, [1])[0], [1])
     assert "dtype=nf4" in said[0] and "cluster.gpus=" in said[0] and "cluster.nodes" in said[-1], said
@@ -180,12 +198,17 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_a_drivers_name_is_understood_and_every_preset_is_whole() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drivers_name_is_understood(name: str) -> None:
     gpus = [str(preset["gpu"]) for preset in known().values()]
-    assert {name: matching(name, gpus) for name in NAMES} == NAMES
-    for on in map(machine, sorted(known())):
-        assert on.capacity > 0 and on.world >= 1 and on.times.bytes_per_s > 0 and on.times.flops_per_s > 0
-        assert on.times.source and on.taken["context"] > 0, on.name
+    assert matching(name, gpus) == NAMES[name]
+
+
+@pytest.mark.parametrize("name", sorted(known()))
+def test_every_preset_is_whole(name: str) -> None:
+    on = machine(name)
+    assert on.capacity > 0 and on.world >= 1 and on.times.bytes_per_s > 0 and on.times.flops_per_s > 0
+    assert on.times.source and on.taken["context"] > 0
 
 
 @pytest.fixture
@@ -226,8 +249,9 @@ WHOLE = 39000 * 2**20 / 1e9
         ("MIG-4444,MIG-3333", 5, 5 / 42.3, 1 / 7),
         ("0,GPU-99,1", WHOLE, 1, 1),
     ],
+    ids=["by number", "by UUID", "a part", "two parts", "before an unknown"],
 )
-def test_gpus_and_parts_of_them_are_found_by_number_and_uuid(
+def test_what_cuda_shows_is_what_is_planned_for(
     shown: str | None, gigabytes: float, reads: float, computes: float, driver: Driver
 ) -> None:
     """As CUDA shows them: one part in all, and nothing behind a name that is none. Never as a CPU."""
@@ -239,30 +263,59 @@ def test_gpus_and_parts_of_them_are_found_by_number_and_uuid(
     assert on.times.flops_per_s == pytest.approx(computes * P4D.times.flops_per_s)
 
 
-def test_the_gpu_with_least_memory_decides_and_what_is_not_said_is_the_presets(driver: Driver) -> None:
-    """What was measured goes before what the driver said; cluster.gib is a limit of either.
-
-    A process that measures has its context, and perhaps a communicator: the plan counts them, so they are
-    added. Of a GPU a little stays free, of a CPU a tenth.
-    """
+@pytest.fixture
+def two_gpus(driver: Driver) -> None:
     driver("NVIDIA A100-SXM4-40GB, 40000\nNVIDIA A100-SXM4-40GB, 30000")
-    on, here = machine_of(ClusterConf(reserve=0.0)), ClusterConf(reserve=0.0, gib=2.0)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_gpu_with_least_memory_decides() -> None:
+    on = machine_of(ClusterConf(reserve=0.0))
     assert (on.world, on.capacity) == (2, 30000 * 2**20)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_of_a_gpu_a_little_stays_free() -> None:
     assert machine_of(ClusterConf()).capacity == 30000 * 2**20 - GPU_RESERVE
-    for connected in (False, True):
-        own = 20 * GIB - GPU_RESERVE + P4D.taken["context"] + P4D.taken["nccl"] * connected
-        for conf in (ClusterConf(), cluster("p4d")):
-            assert machine_of(conf, 20 * GIB, connected).capacity == own
-        assert machine_of(here, 20 * GIB, connected).capacity == 2 * GIB
-    assert machine_of(cluster("p4d"), 80 * GIB).capacity == P4D.capacity
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_of_a_cpu_a_tenth_stays_free() -> None:
     assert machine_of(ClusterConf(gpu="cpu"), 10 * GIB).capacity == 9 * GIB
-    for mode in ("Disabled", "[N/A]"):
-        driver(f"NVIDIA H200, [N/A], GPU-1, {mode}")
-        assert machine_of(ClusterConf(reserve=0.0)).capacity == machine("h200x8").capacity
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("connected", [False, True], ids=["alone", "with a communicator"])
+@pytest.mark.parametrize("conf", [ClusterConf(), cluster("p4d")], ids=["local", "p4d"])
+def test_what_was_measured_goes_before_what_the_driver_said(conf: ClusterConf, connected: bool) -> None:
+    """A process that measures has its context, and perhaps a communicator: the plan counts them, so they
+    are added."""
+    own = 20 * GIB - GPU_RESERVE + P4D.taken["context"] + P4D.taken["nccl"] * connected
+    assert machine_of(conf, 20 * GIB, connected).capacity == own
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("connected", [False, True], ids=["alone", "with a communicator"])
+def test_a_limit_in_gib_holds_for_what_was_measured(connected: bool) -> None:
+    here = ClusterConf(reserve=0.0, gib=2.0)
+    assert machine_of(here, 20 * GIB, connected).capacity == 2 * GIB
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_size_of_a_preset_is_a_limit_of_what_was_measured() -> None:
+    assert machine_of(cluster("p4d"), 80 * GIB).capacity == P4D.capacity
+
+
+@pytest.mark.parametrize("mode", ["Disabled", "[N/A]"])
+def test_what_a_driver_does_not_say_is_the_presets(mode: str, driver: Driver) -> None:
+    driver(f"NVIDIA H200, [N/A], GPU-1, {mode}")
+    assert machine_of(ClusterConf(reserve=0.0)).capacity == machine("h200x8").capacity
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"), [("", None), (None, None), (TWO, ""), (TWO, "-1"), (TWO, "GPU-99"), (TWO, "MIG-99")]
+    ("said", "shown"),
+    [("", None), (None, None), (TWO, ""), (TWO, "-1"), (TWO, "GPU-99"), (TWO, "MIG-99")],
+    ids=["no driver's word", "no driver", "none shown", "minus one", "an unknown GPU", "an unknown part"],
 )
 def test_without_gpus_the_cpu_is_planned(said: str | None, shown: str | None, driver: Driver) -> None:
     """Its ranks share its memory, and its constants are another machine's."""
@@ -273,10 +326,13 @@ def test_without_gpus_the_cpu_is_planned(said: str | None, shown: str | None, dr
     assert on.capacity_of(4) == on.capacity // 4 and P4D.capacity_of(4) == P4D.capacity
 
 
-def test_figures_can_be_edited_and_auto_is_what_the_gpu_computes_in() -> None:
+def test_figures_can_be_edited() -> None:
     on = machine("p4d", gpus=4, nodes=2, gib=70.0, gb_s=3110.0)
     assert (on.world, on.capacity) == (8, 70 * GIB)
     assert on.times.bytes_per_s == pytest.approx(2 * P4D.times.bytes_per_s)
+
+
+def test_the_format_auto_is_what_the_machine_computes_in() -> None:
     assert P4D.dtype(Dtype.auto) is Dtype.bf16 and P4D.dtype(Dtype.int8) is Dtype.int8
     assert machine("v100x8").dtype(Dtype.auto) is Dtype.fp16
     assert machine("cpu", bf16=False).dtype(Dtype.auto) is Dtype.fp32
@@ -296,7 +352,7 @@ V1 = "9:cpu:/\n4:memory:/pods/own\n", "memory", "total_", "memory.limit_in_bytes
 V2 = "0::/pods/own\n", "", "", "memory.max", "memory.current"
 
 
-@pytest.mark.parametrize("version", [V1, V2])
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
 @pytest.mark.parametrize("place", ["pods/own", "pods", "."])
 def test_a_container_has_less_memory_than_its_machine(version, place, monkeypatch, tmp_path):
     """The limit may be of its own group, of one above, or shown as the root's; cached files count as free."""
@@ -336,21 +392,32 @@ def test_prompts_are_read_in_smaller_chunks_where_larger_ones_do_not_fit() -> No
     assert make_plan(tight, place).prefill_ms > 1.5 * make_plan(asked, place).prefill_ms
 
 
-def test_rows_are_doubled_while_they_fit_and_pay() -> None:
-    """Up to what memory, the texts or the machine's arithmetic allow; on a CPU up to 32."""
-    place = named("target 0, draft 0 (whole)", 1)
+def planned(on: Machine, rows: int = 1, **work: int) -> Prediction:
+    """The plan of a pair on one rank."""
+    asked = request("llama3.1-8b", "llama3.2-1b", on, rows=rows, **work)
+    return Prediction(asked, option(asked, named("target 0, draft 0 (whole)", 1), 4))
 
-    def planned(on: Machine, rows: int = 1, **work: int) -> Prediction:
-        asked = request("llama3.1-8b", "llama3.2-1b", on, rows=rows, **work)
-        return Prediction(asked, option(asked, place, 4))
 
+def test_rows_are_doubled_while_that_pays() -> None:
+    """Up to what memory, the texts or the machine's arithmetic allow."""
     rows = planned(H100).rows_that_pay(4096)
-    assert rows >= 64 and planned(H100).rows_that_pay(rows - 1) == rows - 1
+    assert rows >= 64
     _, best, more = plans = [planned(H100, rows=n) for n in (rows // 2, rows, 2 * rows)]
     less_ms, best_ms, more_ms = (one.ms_per_token(one.request.work.rows, None, None)[1] for one in plans)
     assert best.option.verdict is FitVerdict.fits and best_ms <= less_ms / LEAST_GAIN
     assert more.option.verdict is not FitVerdict.fits or more_ms > best_ms / LEAST_GAIN
-    assert planned(H100, prompt_tokens=30_000).rows_that_pay(4096) < rows
+
+
+def test_rows_are_not_more_than_the_texts() -> None:
+    rows = planned(H100).rows_that_pay(4096)
+    assert planned(H100).rows_that_pay(rows - 1) == rows - 1
+
+
+def test_rows_with_long_prompts_are_fewer() -> None:
+    assert planned(H100, prompt_tokens=30_000).rows_that_pay(4096) < planned(H100).rows_that_pay(4096)
+
+
+def test_on_a_cpu_rows_are_at_most_32() -> None:
     quick = replace(CPU, times=replace(CPU.times, flops_per_s=1e15))
     usual, more = (planned(on).rows_that_pay(4096) for on in (CPU, quick))
     assert planned(CPU).rows_that_pay(3) == 3 < usual < more == 32

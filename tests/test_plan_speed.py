@@ -128,18 +128,28 @@ def paper(draft: float, verify: float, **changes: object) -> speed.RoundTimes:
     return speed.RoundTimes(draft, (1.0, *[verify] * 16), **{"rows": 1, **changes})
 
 
-def test_best_k_and_speed_up_are_the_papers_where_verifying_costs_a_step() -> None:
-    for ratio in (0.02, 0.1, 0.3, 0.6):
-        for acceptance in (0.3, 0.6, 0.8, 0.95):
-            k = Costs.of_ratio(ratio, 16).best(acceptance, acceptance)
-            assert paper(ratio, 1.0).best_k(acceptance) == k
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.8, 0.95], ids="acceptance {}".format)
+@pytest.mark.parametrize("ratio", [0.02, 0.1, 0.3, 0.6], ids="cost {}".format)
+def test_best_k_is_the_papers_where_verifying_costs_a_step(ratio: float, acceptance: float) -> None:
+    k = Costs.of_ratio(ratio, 16).best(acceptance, acceptance)
+    assert paper(ratio, 1.0).best_k(acceptance) == k
+
+
+def test_the_speed_up_is_the_papers_where_verifying_costs_a_step() -> None:
     times = paper(0.1, 1.03)
     speedup = 1000 / times.ms_per_token(0.8, 4)
     assert speedup == pytest.approx(tokens_per_round(0.8, 4) / (4 * 0.1 + 1.03))
     best = speed.at_acceptance(times, 0.8, 1000.0)
     assert speedup <= best["speedup"] == pytest.approx(1000 / times.ms_per_token(0.8, best["k"]))
+
+
+def test_rows_share_the_time_of_a_round() -> None:
+    times = paper(0.1, 1.03)
     assert 8 * replace(times, rows=8).ms_per_token(0.8, 4) == pytest.approx(times.ms_per_token(0.8, 4))
-    # With K = 1 drafting pays when 1 + a exceeds what a round costs.
+
+
+def test_drafting_pays_from_the_acceptance_that_a_round_costs() -> None:
+    """With K = 1 it pays when 1 + a exceeds what a round costs."""
     assert speed.break_even(paper(0.3, 1.05), 1000.0) == pytest.approx(0.35, abs=2e-3)
     assert speed.break_even(paper(20.0, 1.0), 1000.0) is None
     assert speed.break_even(speed.RoundTimes(0.0, (1.0,), 1), 1000.0) is None
@@ -183,6 +193,25 @@ ENOUGH = 10**6  # tokens for which compiling pays
         (None, Steps.compiled, {"model": model("7B", head_dim=256), "on_cpu": True}),
         ("heads of 258 numbers", Steps.compiled, {"model": model("7B", head_dim=258), "on_cpu": True}),
         (None, Steps.compiled, {"model": model("7B", head_dim=258)}),  # a GPU's kernel takes others
+    ],
+    ids=[
+        "compiled",
+        "auto",
+        "eager",
+        "layers",
+        "deepspeed",
+        "no row",
+        "a DFlash head",
+        "nf4 on a CPU",
+        "nf4",
+        "int8 on a CPU",
+        "many tokens on a CPU",
+        "fp16",
+        "fp16 on a CPU",
+        "one token on a CPU",
+        "heads of 256 on a CPU",
+        "heads of 258 on a CPU",
+        "heads of 258",
     ],
 )
 def test_why_steps_run_eagerly(reason: str | None, engine: Steps, changes: dict[str, object]) -> None:

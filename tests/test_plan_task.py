@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,29 +38,72 @@ def document(answer: Answer) -> dict[str, Any]:
     return answer.document
 
 
-def test_the_document_and_the_text(command: Command) -> None:
-    answer = command(*PAIR)
-    plan, said = document(answer), answer.out
-    assert plan["task"] == "plan" and plan["status"] == "done" and plan["verdict"] == "fits"
-    assert [gpu["rank"] for gpu in plan["per_gpu"]] == list(range(8))
-    for gpu in plan["per_gpu"]:
-        assert gpu["total_bytes"] == sum(line["bytes"] for line in gpu["lines"].values())
-        assert gpu["capacity_bytes"] - gpu["total_bytes"] == gpu["margin_bytes"] > 0
+@pytest.fixture
+def planned(once: Callable[..., Answer]) -> dict[str, Any]:
+    """The document of a plan that fits."""
+    return document(once(*PAIR))
+
+
+@pytest.fixture
+def said(once: Callable[..., Answer]) -> str:
+    """The text of a plan that fits."""
+    return once(*PAIR).out
+
+
+def test_a_plan_that_fits_says_so(planned: dict[str, Any]) -> None:
+    assert planned["task"] == "plan" and planned["status"] == "done" and planned["verdict"] == "fits"
+
+
+def test_a_plan_has_the_memory_of_each_gpu(planned: dict[str, Any]) -> None:
+    assert [gpu["rank"] for gpu in planned["per_gpu"]] == list(range(8))
+    for gpu in planned["per_gpu"]:
+        assert gpu["total_bytes"] == sum(line["bytes"] for line in gpu["lines"].values()), gpu["rank"]
+        assert gpu["capacity_bytes"] - gpu["total_bytes"] == gpu["margin_bytes"] > 0, gpu["rank"]
+
+
+def test_a_plan_says_how_it_knows_each_size(planned: dict[str, Any]) -> None:
+    for gpu in planned["per_gpu"]:
         assert {line["kind"] for line in gpu["lines"].values()} <= {"exact", "bound", "constant"}
-        assert all(line["source"] for line in gpu["lines"].values() if line["kind"] == "constant")
-    best = plan["best"]
-    assert best["placement"] == "target 0-7, draft 0-7 (split)" == plan["placements"][0]["placement"]
-    assert best["ms_per_token"] == plan["placements"][0]["ms_per_token"]
+        constants = [line for line in gpu["lines"].values() if line["kind"] == "constant"]
+        assert all(line["source"] for line in constants), gpu["rank"]
+
+
+def test_the_best_placement_comes_first(planned: dict[str, Any]) -> None:
+    best, first = planned["best"], planned["placements"][0]
+    assert best["placement"] == "target 0-7, draft 0-7 (split)" == first["placement"]
+    assert best["ms_per_token"] == first["ms_per_token"]
+    assert len(planned["placements"]) == 71
+
+
+def test_the_speed_up_is_over_regular_sampling(planned: dict[str, Any]) -> None:
+    best = planned["best"]
     assert best["speedup"] == pytest.approx(best["ms_per_token_regular"] / best["ms_per_token"])
-    assert len(plan["placements"]) == 71
-    assert [row["acceptance"] for row in plan["by_acceptance"]] == [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
-    assert 0 < plan["break_even_acceptance"] < 0.8
-    assert plan["largest"]["context_tokens"] == 2048
-    assert "\x1b[" not in said, "colours are for terminals"
+
+
+def test_a_plan_has_the_speed_by_acceptance(planned: dict[str, Any]) -> None:
+    assert [row["acceptance"] for row in planned["by_acceptance"]] == [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
+    assert 0 < planned["break_even_acceptance"] < 0.8
+
+
+def test_a_plan_has_the_largest_context(planned: dict[str, Any]) -> None:
+    assert planned["largest"]["context_tokens"] == 2048
+
+
+def test_without_a_terminal_a_plan_has_no_colours(said: str) -> None:
+    assert "\x1b[" not in said
+
+
+def test_the_text_of_a_plan_begins_with_what_is_planned(said: str) -> None:
     assert "65B bf16 (65.3B) + 7B bf16 (6.74B) on p4d: 8 x A100-40, 39.4 GiB each, NVLink3" in said
     assert "target 0-7, draft 0-7 (split)" in said and "GPU 0" in said
+
+
+def test_the_text_of_a_plan_ends_with_its_verdict(said: str) -> None:
     assert "It fits, target 0-7" in said and "drafting does not pay" in said
     assert "fewest GPUs that it fits on: 4 (target 0-3, draft 0-3 (split))" in said
+
+
+def test_a_plan_in_json_is_one_line(command: Command) -> None:
     assert len(command(*PAIR, "output=json").out.splitlines()) == 1
 
 
@@ -76,12 +120,15 @@ def test_the_text_where_it_does_not_fit(command: Command) -> None:
     assert plan["by_acceptance"] == [] and plan["break_even_acceptance"] is None
 
 
-def test_the_text_of_several_nodes_and_of_a_cpu(command: Command) -> None:
+def test_the_text_of_several_nodes(command: Command) -> None:
     """All-reduce is known within a node only."""
     said = command(*PAIR, "cluster.gpus=2", "cluster.nodes=2").out
     assert "on p4d: 4 x A100-40" in said and "on 2 nodes" in said
     assert "between nodes they are slower" in said
     assert "between nodes" not in command(*PAIR, "cluster.gpus=4").out
+
+
+def test_the_text_of_a_cpu(command: Command) -> None:
     said = command("task=plan", "cluster.gpu=cpu", "out=null").out
     assert "\nCPU 0 " in said and "GPU" not in said.partition("\n{")[0]
     assert "task=calibrate measures this machine's own" in said
@@ -101,7 +148,9 @@ def test_one_placement(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "k"), [(TARGET, 0), ((*PAIR, "speculation=none"), 0), ((*TARGET, "speculation=ngram"), 8)]
+    ("words", "k"),
+    [(TARGET, 0), ((*PAIR, "speculation=none"), 0), ((*TARGET, "speculation=ngram"), 8)],
+    ids=["draft=none", "speculation=none", "ngram"],
 )
 def test_without_a_draft_model(words: tuple[str, ...], k: int, command: Command) -> None:
     plan = document(command(*words))
@@ -156,26 +205,26 @@ def test_only_config_json_is_read(command: Command, saved: Saved, tmp_path: Path
     assert answer.code == 4 and "the checkpoint is not a 65B" in answer.errors[0]
 
 
+REFUSED = [
+    (["cluster=p5d"], 2, "there is no cluster=p5d"),
+    (["cluster=local", "cluster.gpu=H900"], 2, "the GPU's figures are not known"),
+    (["cluster.gpu=H200"], 2, "not that cluster's"),
+    (["task.prompt_tokens=2000"], 2, "context of 2048 tokens, prompt included"),
+    (["placement.target_ranks=[0,9]"], 5, "placement.target_ranks does not fit the ranks"),
+    (["placement=deepspeed"], 5, "what DeepSpeed holds is not planned"),
+    (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),
+    (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
+    (["model=nobody/nothing"], 4, "config.json is not at hand"),
+    (["nodes=[1,1]"], 2, "nodes"),
+    (["cluster.price_per_gpu_hour=-1"], 2, "price_per_gpu_hour"),
+    ([*HEAD, "placement=layers"], 2, "a head drafts only for a target that is split by tensors"),
+    ([*HEAD, "placement=own"], 2, "it is on the leader"),
+    (["speculation.overlap=ahead", "placement=leader"], 2, "ranks of its own only"),
+]
+
+
 @pytest.mark.few(8)
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["cluster=p5d"], 2, "there is no cluster=p5d"),
-        (["cluster=local", "cluster.gpu=H900"], 2, "the GPU's figures are not known"),
-        (["cluster.gpu=H200"], 2, "not that cluster's"),
-        (["task.prompt_tokens=2000"], 2, "context of 2048 tokens, prompt included"),
-        (["placement.target_ranks=[0,9]"], 5, "placement.target_ranks does not fit the ranks"),
-        (["placement=deepspeed"], 5, "what DeepSpeed holds is not planned"),
-        (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),
-        (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
-        (["model=nobody/nothing"], 4, "config.json is not at hand"),
-        (["nodes=[1,1]"], 2, "nodes"),
-        (["cluster.price_per_gpu_hour=-1"], 2, "price_per_gpu_hour"),
-        ([*HEAD, "placement=layers"], 2, "a head drafts only for a target that is split by tensors"),
-        ([*HEAD, "placement=own"], 2, "it is on the leader"),
-        (["speculation.overlap=ahead", "placement=leader"], 2, "ranks of its own only"),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "said"), REFUSED, ids=[said for _, _, said in REFUSED])
 def test_refused_in_one_line(command: Command, words: list[str], code: int, said: str) -> None:
     names = {word.partition("=")[0] for word in words}
     answer = command(*(word for word in PAIR if word.partition("=")[0] not in names), *words)
@@ -250,19 +299,27 @@ def test_the_request_is_the_runs_own() -> None:
 @pytest.mark.parametrize(
     ("words", "world", "place"),
     [
-        (["engine=compiled"], 8, "target 0-7, draft 0-7 (split)"),
+        pytest.param(["engine=compiled"], 8, "target 0-7, draft 0-7 (split)", id="compiled"),
         # Eager steps take as long on few ranks as on many, so the draft is apart.
-        (["engine=eager"], 8, "target 0-6, draft 7 (own)"),
-        (["placement=leader"], 8, "target 0-7, draft 0 (whole)"),
-        (["placement=own", "placement.draft_degree=2"], 8, "target 0-5, draft 6,7 (own)"),
-        (UNKNOWN, 4, "target 0-3, draft 0 (whole)"),
-        ([], 1, "target 0, draft 0 (whole)"),
+        pytest.param(["engine=eager"], 8, "target 0-6, draft 7 (own)", id="eager"),
+        pytest.param(UNKNOWN, 4, "target 0-3, draft 0 (whole)", id="unknown GPU"),
+        pytest.param([], 1, "target 0, draft 0 (whole)", id="one rank"),
     ],
 )
-def test_auto_is_the_fastest_that_fits_and_what_was_asked_for_stays(
-    words: list[str], world: int, place: str
-) -> None:
+def test_auto_is_the_fastest_that_fits(words: list[str], world: int, place: str) -> None:
     assert place_of(run(*words), world).in_words() == place
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["placement=leader"], "target 0-7, draft 0 (whole)"),
+        (["placement=own", "placement.draft_degree=2"], "target 0-5, draft 6,7 (own)"),
+    ],
+    ids=["leader", "own"],
+)
+def test_the_placement_that_was_asked_for_stays(words: list[str], place: str) -> None:
+    assert place_of(run(*words), 8).in_words() == place
 
 
 def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixture) -> None:
@@ -285,7 +342,9 @@ def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "lines"), [("nf4", 4, 0), ("int8", 4, 1), ("int8", 1, 0), ("bf16", 4, 0)]
+    ("dtype", "rows", "lines"),
+    [("nf4", 4, 0), ("int8", 4, 1), ("int8", 1, 0), ("bf16", 4, 0)],
+    ids=lambda value: str(value),
 )
 def test_a_run_warns_once(dtype: str, rows: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     here = ("cluster=cpu", "cluster.gib=64", "model=7B", "draft=none", "engine=eager")
@@ -307,26 +366,58 @@ def test_what_is_not_known_is_not_planned(caplog: pytest.LogCaptureFixture) -> N
     assert compare_with_plan([RunMeasurement("regular", None, 1, 0, 1.0, None)], [{}]) is None
 
 
-def test_predicted_beside_measured() -> None:
-    prediction = predicted(run(), 8)
+@pytest.fixture(scope="module")
+def fitting() -> Prediction:
+    return predicted(run(), 8)
+
+
+def halved(prediction: Prediction) -> run_plan.Bytes:
+    """Measured bytes: half of those that the plan has for the first rank."""
+    return {name: size // 2 for name, size in run_plan.counted(prediction.option.ranks[0]).items()}
+
+
+def slower(prediction: Prediction) -> RunMeasurement:
+    """A run that took twice the time that the plan has for it."""
     _, ms = prediction.ms_per_token(1, 4, 0.7)
-    said = run_plan.counted(prediction.option.ranks[0])
-    slow = RunMeasurement("speculative", prediction, 1, 4, 2 * ms, 0.7)
-    half: run_plan.Bytes = {name: size // 2 for name, size in said.items()}
-    plan = compare_with_plan([slow, replace(slow, name="regular", k=0, ms_per_token=None)], [half])
+    return RunMeasurement("speculative", prediction, 1, 4, 2 * ms, 0.7)
+
+
+@pytest.fixture
+def compared(fitting: Prediction) -> dict[str, Any]:
+    """Predicted beside measured, of a run, and of one without speculation that took no time."""
+    slow = slower(fitting)
+    regular = replace(slow, name="regular", k=0, ms_per_token=None)
+    plan = compare_with_plan([slow, regular], [halved(fitting)])
     assert plan is not None and plan["verdict"] == "fits"
-    assert plan["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
-    assert plan["ways"][1]["ms_per_token"]["measured"] is None
-    table = plan_against_actual({"plan": plan})
+    return plan
+
+
+def test_the_time_is_predicted_beside_measured(compared: dict[str, Any]) -> None:
+    assert compared["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
+    assert compared["ways"][1]["ms_per_token"]["measured"] is None
+
+
+def test_predicted_beside_measured_is_a_table(compared: dict[str, Any]) -> None:
+    table = plan_against_actual({"plan": compared})
     assert table is not None
     _, first, *rest = text_of([table])
     assert first.startswith("speculative, ms/token ") and first.endswith("0.50")
     assert rest[0].startswith("rank 0, weights and caches, MiB") and len(rest) == 4
     assert all(line.endswith("2.00") for line in rest)
-    assert 0 < said["held_bytes"] < said["tensor_bytes"] < said["reserved_bytes"] < said["device_bytes"]
-    assert said["device_bytes"] == prediction.option.ranks[0].total
-    other = predicted(run(), 4)  # of several pairs the one that needs most counts
-    plan = compare_with_plan([slow, replace(slow, prediction=other)], [half])
+
+
+def test_counted_bytes_grow_with_what_is_counted(fitting: Prediction) -> None:
+    """From what is held to what the device has taken."""
+    counted = run_plan.counted(fitting.option.ranks[0])
+    order = ("held_bytes", "tensor_bytes", "reserved_bytes", "device_bytes")
+    held, tensors, reserved, device = (counted[name] for name in order)
+    assert 0 < held < tensors < reserved < device
+    assert device == fitting.option.ranks[0].total
+
+
+def test_of_several_pairs_the_one_that_needs_most_counts(fitting: Prediction) -> None:
+    slow, other = slower(fitting), predicted(run(), 4)
+    plan = compare_with_plan([slow, replace(slow, prediction=other)], [halved(fitting)])
     assert plan is not None and plan["placement"] == other.option.placement.in_words()
     assert plan["memory"][0]["device_bytes"]["predicted"] == other.option.ranks[0].total
 
@@ -374,7 +465,9 @@ def test_every_task_keeps_predicted_beside_measured(
     assert [way["name"] for way in plan["ways"]] == ways
     for way in plan["ways"]:
         both = way["ms_per_token"]
-        assert both["predicted"] / both["measured"] == pytest.approx(both["predicted_over_measured"])
+        assert both["predicted"] / both["measured"] == pytest.approx(both["predicted_over_measured"]), way[
+            "name"
+        ]
     (memory,) = plan["memory"]
     held, everything = memory["held_bytes"], memory["device_bytes"]
     assert 0 < held["measured"] <= held["predicted"]
@@ -393,6 +486,6 @@ def test_what_would_have_fitted_counts_what_the_plan_did_not_know() -> None:
     rows = []
     for beyond in (0, 4 * GIB, 8 * GIB):
         planned, fix = run_plan.fitting(prediction, 0, worst.total - 4 * GIB, worst.total - 4 * GIB + beyond)
-        assert planned == worst.total
+        assert planned == worst.total, beyond
         rows.append(int(re.findall(r"(\d+) rows? instead of 16", fix)[0]))
     assert 16 > rows[0] > rows[2] > 0

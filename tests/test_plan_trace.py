@@ -98,8 +98,9 @@ def test_a_preset_is_bounded(name: str) -> None:
         *(("llama", {"n_kv_heads": kvs}, rows) for kvs, rows in ((1, 1), (2, 3), (4, 3))),
         *(("gemma2", {"n_kv_heads": kvs}, rows) for kvs, rows in ((1, 3), (2, 1), (4, 1))),
     ],
+    ids=lambda value: str(value),
 )
-def test_windows_rows_and_key_heads(family: str, changes: dict[str, Any], rows: int) -> None:
+def test_variants_of_attention(family: str, changes: dict[str, Any], rows: int) -> None:
     """Adds windows where others have none; one row, and one key head, are looked at, others are copied."""
     compare(model(family, **changes), Dtype.fp32, rows=rows)
 

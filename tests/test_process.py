@@ -39,6 +39,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "expected"),
     [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+    ids=["unset", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"],
 )
 def test_waiting_threads_spin_less_unless_the_user_has_said(
     given: dict[str, str], expected: str | None, command: Command
@@ -87,7 +88,9 @@ def test_answers_without_torch(arguments: list[str], code: int, said: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"]
+)
 def test_a_signal_ends_the_run_with_its_code(number: int, code: int, tmp_path: Path) -> None:
     """Row 48: what was finished is in the run folder."""
     out, err = tmp_path / "out", tmp_path / "err"
@@ -191,6 +194,7 @@ SWALLOWS = f"try:\n    {SLOW}\nexcept BaseException:\n    pass\n"  # as several 
         (["-m", "llama_ssp"], "hydra", SLOW, -signal.SIGINT, ""),
         ([*RUN[1:], PROMPT], "torch", SWALLOWS, 130, "error: stopped by a signal before the run began\n"),
     ],
+    ids=["run.py", "-m llama_ssp", "a swallowed signal"],
 )
 def test_ctrl_c_while_a_library_loads(
     words: list[str], library: str, content: str, code: int, said: str, tmp_path: Path

@@ -46,7 +46,11 @@ def test_jsonl_has_its_own_ids_or_the_line_s() -> None:
     assert found(data, jsonl=True) == [("x", "a"), ("line-2", "b"), ("7", "c")]
 
 
-@pytest.mark.parametrize("data", [b'{"prompt": "a"}', b'\n  {"prompt": "a"}', b'\xef\xbb\xbf{"prompt": "a"}'])
+@pytest.mark.parametrize(
+    "data",
+    [b'{"prompt": "a"}', b'\n  {"prompt": "a"}', b'\xef\xbb\xbf{"prompt": "a"}'],
+    ids=["plain", "behind an empty line", "behind a mark"],
+)
 def test_standard_input_shows_by_its_first_character_what_it_is(
     data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,12 +83,21 @@ def test_a_file_that_cannot_be_read_is_no_matter_of_data(tmp_path: Path) -> None
         read_prompts(GenerateConf(prompt_file=str(tmp_path / "a")))
 
 
-def test_skipping_keeps_the_good_rows_and_says_what_was_wrong() -> None:
-    rows = [b'{"prompt": "a"}', b"{", b"\xff", b'{"prompt": "\\u0000"}', b'{"id": "line-1", "prompt": "b"}']
-    kept = reading(b"\n".join([*rows, b'{"prompt": "c"}']), jsonl=True, policy=OnBadRow.skip)
-    assert [p.text for p in kept.prompts] == ["a", "c"]
+BAD_ROWS = [b'{"prompt": "a"}', b"{", b"\xff", b'{"prompt": "\\u0000"}', b'{"id": "line-1", "prompt": "b"}']
+
+
+@pytest.fixture
+def skipping() -> Reading:
+    return reading(b"\n".join([*BAD_ROWS, b'{"prompt": "c"}']), jsonl=True, policy=OnBadRow.skip)
+
+
+def test_skipping_keeps_the_good_rows(skipping: Reading) -> None:
+    assert [p.text for p in skipping.prompts] == ["a", "c"]
+
+
+def test_skipping_says_what_was_wrong(skipping: Reading) -> None:
     reasons = ["the line is not JSON", "the line is not UTF-8", "the prompt holds a NUL character"]
-    assert [reason.split(";")[0] for reason in kept.skipped] == [*reasons, "an id is used twice"]
+    assert [reason.split(";")[0] for reason in skipping.skipped] == [*reasons, "an id is used twice"]
 
 
 def test_what_is_refused_whatever_the_policy() -> None:

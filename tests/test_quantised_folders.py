@@ -22,10 +22,10 @@ from llama_ssp.models.experts import Experts, apply_on_gpu
 from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
-from llama_ssp.models.graph_sizes import DECODED
 from llama_ssp.models.kernels import expert_stacks
 from llama_ssp.models.kernels.coded import DecodedLinear, operators
 from llama_ssp.models.kernels.expert_stacks import Stack
+from llama_ssp.models.kernels.kernel_sizes import DECODED
 from llama_ssp.models.linear import Concatenated, Kernels, LayerFormat
 from llama_ssp.models.loader import differences, load, read
 from llama_ssp.models.model_config import config_of
@@ -239,8 +239,8 @@ def test_chosen_experts_are_decoded_within_a_bound(monkeypatch: pytest.MonkeyPat
         live = LiveBytes()
         live.ignore([codes_ENC, scale_ENG, x_TK, expert_P])
         with Copies() as copies, live.phase():
-            assert expert_stacks.products(x_TK, expert_P, stack, None).shape == (pairs, outputs)
-        assert copies.count == 0
+            assert expert_stacks.products(x_TK, expert_P, stack, None).shape == (pairs, outputs), numbers
+        assert copies.count == 0, numbers
         peaks.append(live.peak)
     assert one < peaks[0] < 1.5 * one and peaks[1] > 16 * one
 

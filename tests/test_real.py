@@ -83,9 +83,9 @@ def test_a_chat_is_written_as_transformers_writes_it() -> None:
     for turns in (said[1:2], said):  # without a system message the template has its own
         messages = [{"role": role, "content": content} for role, content in turns]
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert ours.chat(messages) == expected
+        assert ours.chat(messages) == expected, turns
         messages[-1]["content"] += "!"
-        assert ours.chat(messages) != expected
+        assert ours.chat(messages) != expected, turns
 
 
 def test_what_a_newcomer_asks_first_is_answered() -> None:

@@ -109,21 +109,29 @@ def test_an_openai_line(tmp_path: Path):
     assert (conversation.url, conversation.id) == (CHAT, "b")
 
 
-def test_what_clients_send_and_means_nothing_here_is_taken(tmp_path: Path):
-    """Text parts are joined, a developer is the system, a name is left out; what has a meaning is refused."""
+def test_what_has_no_meaning_here_is_taken(tmp_path: Path):
+    """Text parts are joined, a developer is the system, a name is left out."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "s"}, {"role": "user", "name": "ann", "content": parts}]
     harmless = {"store": True, "service_tier": "flex", "tools": [], "response_format": {"type": "text"}}
     (request,) = read(tmp_path, chat(messages=messages, **harmless))
     assert request.messages == ({"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"})
-    for change in (
-        {"response_format": {"type": "json_object"}}, {"tools": [{"type": "function"}]},
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         {"messages": [{"role": "tool", "content": "x"}]},
         {"messages": [{"role": ["user"], "content": "x"}]},
-    ):  # fmt: skip
-        with pytest.raises(DataError):
-            read(tmp_path, chat(**change))
+    ],
+    ids=["a format", "a tool", "an image", "a tool's reply", "a list of roles"],
+)
+def test_what_has_a_meaning_that_is_not_kept_is_refused(change: dict[str, Any], tmp_path: Path):
+    with pytest.raises(DataError):
+        read(tmp_path, chat(**change))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +168,7 @@ def test_what_clients_send_and_means_nothing_here_is_taken(tmp_path: Path):
         ('{"custom_id": "a", "url": "/v1/completions"}', "no body"),
         ('{"url": "/v1/completions", "body": {"prompt": "x"}}', "no custom_id"),
     ],
+    ids=lambda value: value[:60],
 )
 def test_a_bad_line_is_named(line: str, said: str, tmp_path: Path):
     content = '{"id": "first", "prompt": "good"}\n' + line + "\n"
@@ -208,6 +217,7 @@ BAD_COMPLETION = json.dumps({"custom_id": "dup", "url": "/v1/completions", "body
         [GOOD, BAD], [BAD, GOOD], [BAD, BAD, GOOD], [BAD_COMPLETION, GOOD], [GOOD, BAD_COMPLETION],
         ["{", GOOD.replace("dup", "line-1")],
     ],
+    ids=["good, bad", "bad, good", "bad, bad, good", "completion, good", "good, completion", "no JSON"],
 )  # fmt: skip
 def test_an_id_of_a_refused_line_is_used(lines: list[str], tmp_path: Path):
     """The error is an answer with this id. All but the first of its lines say that it is used twice."""
@@ -218,22 +228,28 @@ def test_an_id_of_a_refused_line_is_used(lines: list[str], tmp_path: Path):
         assert re.search(f"an id is used twice; .* line 1 and .* line {number};", record.error)
 
 
-def test_many_bad_lines_are_said_at_once_and_shortly(tmp_path: Path):
-    """Each line alone repeats three hundred characters of its value."""
-    line = json.dumps({"prompt": "x", "temperature": "y" * 1000})
+LONG_VALUE = json.dumps({"prompt": "x", "temperature": "y" * 1000})
+
+
+def test_many_bad_lines_are_said_at_once(tmp_path: Path):
+    """In short: each alone would repeat much of its value."""
     with pytest.raises(DataError, match=r"6 lines are bad.*line 5.*the first 5") as error:
-        read(tmp_path, f"{line}\n" * 6)
+        read(tmp_path, f"{LONG_VALUE}\n" * 6)
     assert len(str(error.value)) < 1500 and "\n" not in str(error.value)
-    (alone,) = read(tmp_path, line, on_bad_row=OnBadRow.skip)
+
+
+def test_a_bad_line_alone_repeats_three_hundred_characters_of_its_value(tmp_path: Path):
+    (alone,) = read(tmp_path, LONG_VALUE, on_bad_row=OnBadRow.skip)
     assert isinstance(alone, Refused) and len(alone.error) > 300
 
 
-def test_a_line_of_sixteen_megabytes_is_read_and_one_byte_more_is_not(tmp_path: Path):
-    empty = len('{"prompt": ""}')
-    for size, fits in ((16 * 2**20, True), (16 * 2**20 + 1, False)):
-        line = '{"prompt": "' + "a" * (size - empty) + '"}\n'
-        (record,) = read(tmp_path, line, on_bad_row=OnBadRow.skip)
-        assert isinstance(record, Request) is fits
+@pytest.mark.parametrize(
+    ("size", "fits"), [(16 * 2**20, True), (16 * 2**20 + 1, False)], ids=["16 MiB", "a byte more"]
+)
+def test_the_longest_line_that_is_read(size: int, fits: bool, tmp_path: Path):
+    line = '{"prompt": "' + "a" * (size - len('{"prompt": ""}')) + '"}\n'
+    (record,) = read(tmp_path, line, on_bad_row=OnBadRow.skip)
+    assert isinstance(record, Request) is fits
 
 
 def test_not_utf8(tmp_path: Path):
@@ -241,7 +257,7 @@ def test_not_utf8(tmp_path: Path):
         read(tmp_path, b"one\nabcd\xff\n", "in.txt")
 
 
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["no mark", "a mark"])
 def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
     lines = [b'{"id": "%d", "prompt": "p%d"}' % (i, i) for i in range(10)]
     lines[3] = b"{"
@@ -255,7 +271,7 @@ def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
     assert [job.is_new, again.is_new] == [True, False]
     for known in (job, again):
         found = [read_or_refused(known.index, i, run) for shard in shards for i in shard.indices]
-        assert [*map(str, found)] == [*map(str, whole)]
+        assert [*map(str, found)] == [*map(str, whole)], known
     assert job.journal.manifest.input_sha256 == hashlib.sha256(content).hexdigest()
 
 
@@ -292,7 +308,7 @@ def test_corrections_that_are_killed_anywhere_are_made_once(tmp_path: Path):
     for at in count(0, 30):
         deadly = Deadly(at)
         code = in_child(lambda d=deadly: (d.install(), job_of(run, {}, seed=1).reopen()))
-        assert code in (0, KILLED)
+        assert code in (0, KILLED), at
         kills += code == KILLED
         if code == 0:
             break
@@ -349,8 +365,12 @@ def test_a_chat_s_log_probabilities_have_openai_s_form(tmp_path: Path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("line", ['{"id": "OWN", "prompt": "x"}', openai({"prompt": "x"}, custom_id="OWN")])
-@pytest.mark.parametrize("own", ["\\ud800", "x" * 257, ""])
+@pytest.mark.parametrize(
+    "line",
+    ['{"id": "OWN", "prompt": "x"}', openai({"prompt": "x"}, custom_id="OWN")],
+    ids=["ours", "OpenAI's"],
+)
+@pytest.mark.parametrize("own", ["\\ud800", "x" * 257, ""], ids=["half a pair", "257 letters", "empty"])
 def test_a_refused_line_whose_id_cannot_be_written_goes_by_its_number(line: str, own: str, tmp_path: Path):
     (found,) = read(tmp_path, line.replace("OWN", own), on_bad_row=OnBadRow.skip)
     assert found.id == "line-1" and "an id is unusable" in found.error

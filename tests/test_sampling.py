@@ -110,7 +110,7 @@ def test_filters_without_a_sort_keep_what_sorting_keeps(seed, size, dtype, top_k
     assert torch.equal(shipped.filtered(probs, top_k, top_p, 0.0), filtered_by_sorting(probs, top_k, top_p))
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["steep first", "flat first"])
 def test_a_flat_distribution_keeps_its_nucleus_in_a_batch_with_a_steep_one(order):
     """The steep one's nucleus has 2 tokens, the flat one's 3,728 of 4,096."""
     logits = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
@@ -126,7 +126,7 @@ def test_a_nucleus_ends_where_its_sum_is_reached():
     assert shipped.filtered(probs, 0, 0.5, 0.0).tolist() == [[0, 1, 0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("top_p", [5e-324, 1e-50, 6e-46, 1e-30, 1e-12])
 def test_the_smallest_top_p_keeps_the_likeliest(top_p: float, dtype: torch.dtype):
     probs = torch.tensor([[0.2, 0.3, 0.3, 0.2], [0.1, 0.2, 0.3, 0.4]], dtype=dtype)
@@ -156,7 +156,7 @@ def test_temperature_zero_takes_the_first_of_tied_tokens():
     logits[..., [7, 2, 10]] = logits.amax(-1, keepdim=True) + 1
     for dtype in (torch.float64, torch.bfloat16):
         probs = SamplingTransform(SamplingConfig(temperature=0.0), (), VOCAB)(logits.to(dtype), prefix)
-        assert (probs[..., 2] == 1).all()
+        assert (probs[..., 2] == 1).all(), dtype
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -187,7 +187,7 @@ def test_each_row_of_a_batch_has_its_own_controls():
         found = transform(logits, prefix)
         for row, sampling in enumerate(asked):
             assert torch.equal(found[row], SamplingTransform(sampling, (), VOCAB)(logits, prefix)[row])
-        assert len(graphs) == 1
+        assert len(graphs) == 1, asked
 
 
 @pytest.mark.parametrize("width", [VOCAB - 3, VOCAB + 3])
@@ -214,8 +214,9 @@ def test_a_padded_vocabulary_is_cut_or_filled(width):
         SamplingConfig(min_new_tokens=9),
         SamplingConfig(repetition_penalty=1.3, frequency_penalty=0.1, presence_penalty=0.1),
     ],
+    ids=["plain", "greedy", "top_k", "nucleus", "bad tokens", "least length", "penalties"],
 )
-def test_damaged_logits_are_marked_and_only_they(sampling, bad):
+def test_only_damaged_logits_are_marked(sampling, bad):
     """Throughout their row, also where a control forbids the very token that is damaged."""
     logits, prefix = batch(4)
     logits[1, 2, 5] = bad

@@ -66,12 +66,22 @@ def test_any_text_fits_any_terminal(prompt: str, text: str, width: int, height: 
     assert not [c for c in output if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160]
 
 
-def test_eighty_columns_hold_two_panes_and_few_lines_the_end_of_the_text() -> None:
+def test_eighty_columns_hold_two_panes() -> None:
     output = drawn(scene().end(whole=True), 80, 24)
     first = next(line for line in output.splitlines() if "regular" in line)
     assert "speculative, K = 4" in first and cell_len(first) == 80
-    assert "times as fast" in output.splitlines()[-2]
-    assert r"\x1b[31mred\x07\u202e" in output
+
+
+def test_the_verdict_is_below_the_panes() -> None:
+    assert "times as fast" in drawn(scene().end(whole=True), 80, 24).splitlines()[-2]
+
+
+def test_controls_of_a_text_are_shown_by_their_numbers() -> None:
+    assert r"\x1b[31mred\x07\u202e" in drawn(scene().end(whole=True), 80, 24)
+
+
+def test_few_lines_hold_the_end_of_the_text() -> None:
+    """A whole picture has all of it."""
     long = scene(texts=("\n".join(map(str, range(100))), "short"))
     low, whole = drawn(long.end(whole=False), 80, 16), drawn(long.end(whole=True), 80, 16)
     assert "│ 99" in low and "│ 47" not in low and "│ 47" in whole
@@ -106,11 +116,17 @@ def test_without_colours_the_marks_remain() -> None:
     assert trace_line(record).plain == "0 at 9: 'yes' ~'no'~ (1 of 2), corrected 'so'"
 
 
-def test_the_bar_of_accepted_lengths_and_the_verdict_on_times() -> None:
+def test_the_bar_of_accepted_lengths() -> None:
     assert bars([8, 0, 4, 1]) == "0█8  1 0  2▄4  3▁1"
     assert bars([]) == "" and bars([0, 0]) == "0 0  1 0"
+
+
+def test_the_verdict_on_times() -> None:
     said = verdict(scene(texts=("ab" * 10, "c" * 40)).end(whole=True))
     assert said == "0.99 times as fast: 97.50 ms/token, then 98.75; prefill excluded"
+
+
+def test_without_times_there_is_no_verdict() -> None:
     assert verdict(Scene("p", Track("a"), Track("b")).end(whole=True)) == ""
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from math import prod
 
 import pytest
@@ -12,6 +13,7 @@ from llama_ssp.models.folder import tensors_of
 from llama_ssp.models.heads.settings import MAPS
 from llama_ssp.planner.weights import parameters
 from tests.conftest import Command
+from tests.warm import Answer
 
 NAMES = ("demo", "demo_draft")
 PAIR = ("model=demo", "draft=demo_draft", "out=null", "output=json", "seed=1")
@@ -27,18 +29,29 @@ def test_the_weights_are_those_that_were_recorded(name: str) -> None:
     assert parameters(model) == record["parameters"]
 
 
-def test_the_head_is_that_of_its_record_and_fits_into_6_mib_as_the_pair_into_24() -> None:
-    folder = SHIPPED_FOLDER / "demo_head"
-    record, file = json.loads((folder / "training.json").read_text()), folder / "model.safetensors"
+HEAD_FOLDER = SHIPPED_FOLDER / "demo_head"
+
+
+def test_the_head_is_that_of_its_record() -> None:
+    record, file = json.loads((HEAD_FOLDER / "training.json").read_text()), HEAD_FOLDER / "model.safetensors"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == record["weights_sha256"]
     tensors = tensors_of(file.parent)
     parts = [prod(shape) for name, (_, shape) in tensors.items() if name not in MAPS]
     assert sum(parts) == record["parameters"]
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= 6 * 2**20
+
+
+def test_the_head_fits_into_6_mib() -> None:
+    assert sum(file.stat().st_size for file in HEAD_FOLDER.iterdir()) <= 6 * 2**20
+
+
+def test_the_pair_fits_into_24_mib() -> None:
     pair = [file for name in NAMES for file in (SHIPPED_FOLDER / name).rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in pair) <= 24 * 2**20
+
+
+def test_the_head_is_found_by_its_name() -> None:
     head, path = complete(ModelConf(name="demo_head", path="shipped:demo_head"), "draft")
-    assert head.is_head and path == folder
+    assert head.is_head and path == HEAD_FOLDER
 
 
 @pytest.mark.long
@@ -56,7 +69,7 @@ def test_the_seeds_prompts_stop_properly(command: Command) -> None:
     lines = [f'{{"prompt": {text}}}' for text in texts]
     for sampling in ("sampling=greedy", "sampling.temperature=0.5"):
         answer = command(*PAIR, sampling, "task.max_new_tokens=40", stdin="\n".join(lines).encode())
-        assert answer.code == 0
+        assert answer.code == 0, sampling
         for output in json.loads(answer.out)["outputs"]:
             assert output["finish_reason"] in ("eos", "length")
             assert (output["output_tokens"] == 40) or output["token_ids"][-1] == 1
@@ -64,19 +77,26 @@ def test_the_seeds_prompts_stop_properly(command: Command) -> None:
             assert "</s>" not in output["text"]
 
 
+GREEDY = (*PAIR, "sampling=greedy", "model.dtype=fp32", "draft.dtype=fp32", "task.max_new_tokens=60")
+FOUR_PROMPTS = b"def hello\nclass Stack:\n12 * 7 = 84\nimport os\n"
+
+
 @pytest.mark.slow
-def test_greedy_is_the_same_with_and_without_the_draft(command: Command) -> None:
-    common = (*PAIR, "sampling=greedy", "model.dtype=fp32", "draft.dtype=fp32", "task.max_new_tokens=60")
-    stdin = b"def hello\nclass Stack:\n12 * 7 = 84\nimport os\n"
-    speculative = json.loads(command(*common, stdin=stdin).out)
-    regular = json.loads(command(*common, "speculation=none", stdin=stdin).out)
+def test_the_draft_changes_no_greedy_text(once: Callable[..., Answer]) -> None:
+    speculative = json.loads(once(*GREEDY, stdin=FOUR_PROMPTS).out)
+    regular = json.loads(once(*GREEDY, "speculation=none", stdin=FOUR_PROMPTS).out)
     texts = [[output["token_ids"] for output in run["outputs"]] for run in (speculative, regular)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_a_third_of_the_drafts_is_accepted(once: Callable[..., Answer]) -> None:
+    speculative = json.loads(once(*GREEDY, stdin=FOUR_PROMPTS).out)
     assert speculative["tokens_accepted"] > speculative["tokens_drafted"] / 3
 
 
 @pytest.mark.slow
-def test_it_multiplies_and_its_draft_does_not(command: Command) -> None:
+def test_only_the_target_multiplies_well(command: Command) -> None:
     """200 questions, greedy: the target at least 75 %, the draft at least 25 points below."""
     answer = command(
         "task=eval", "task.pairs=[demo,demo_draft]", "task.seeds=[5]", "task.sizes=[200]", "sampling=greedy",

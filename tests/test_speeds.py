@@ -34,35 +34,60 @@ def speeds(repeats: int = 3) -> Speeds:
     )
 
 
-def test_ratios_do_not_drift_with_the_machine_and_prefill_is_in_the_first_token_alone() -> None:
-    found = speeds().figures()
-    for row, expected in zip(found["pair"], (1.25, 2.0), strict=True):
+def test_ratios_do_not_drift_with_the_machine() -> None:
+    figures = speeds().figures()
+    for row, expected in zip(figures["pair"], (1.25, 2.0), strict=True):
         assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx((expected,) * 3)
-    assert found["cost_ratio"] == pytest.approx(0.2)
-    target = found["target_alone"]
+    assert figures["cost_ratio"] == pytest.approx(0.2)
+    assert figures["best"] == {"k": 4, "speedup": pytest.approx(2.0)}
+
+
+def test_times_are_the_median_of_the_repeats() -> None:
+    """With an interval."""
+    figures = speeds().figures()
+    target = figures["target_alone"]
     assert target["ms_per_token"] == pytest.approx(15)
     assert target["ms_per_token_by_repeat"] == pytest.approx([10, 15, 22.5])
     assert (target["ms_per_token_low"], target["ms_per_token_high"]) == pytest.approx((10, 22.5))
-    assert found["best"] == {"k": 4, "speedup": pytest.approx(2.0)}
-    assert found["interval_coverage"] == pytest.approx(0.75)
+    assert figures["interval_coverage"] == pytest.approx(0.75)
+
+
+def test_one_repeat_has_no_interval() -> None:
+    assert speeds(1).figures()["target_alone"]["ms_per_token_low"] is None
+
+
+def test_prefill_is_in_the_first_token_alone() -> None:
     single = speeds(1).figures()["target_alone"]
     assert single["tokens_per_s"] == pytest.approx(100)
     assert single["time_to_first_token_ms"] == pytest.approx(5010)
-    assert single["ms_per_token_low"] is None  # one repeat has no interval
+
+
+def test_the_times_between_tokens_have_percentiles() -> None:
+    single = speeds(1).figures()["target_alone"]
     assert single["inter_token_ms_p50"] == single["inter_token_ms_p90"] == pytest.approx(10)
     assert 10 < single["inter_token_ms_p99"] < 100
 
 
-def test_the_prediction_is_leviathans_and_counters_are_those_of_all_repeats() -> None:
-    found = speeds().figures()
+def test_the_prediction_is_leviathans() -> None:
+    figures = speeds().figures()
     alpha = 80 / 120
-    assert found["alpha"] == pytest.approx(alpha)
-    for row in found["pair"]:
+    assert figures["alpha"] == pytest.approx(alpha)
+    for row in figures["pair"]:
         k = row["k"]
         closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (k * 0.2 + 1))
-        assert row["predicted_speedup"] == pytest.approx(closed)
+        assert row["predicted_speedup"] == pytest.approx(closed), k
+
+
+def test_a_draft_that_always_stands_at_no_cost_gives_k_more_tokens() -> None:
     assert predicted(1.0, 0.0, 4) == 5  # where the closed form divides by zero
+
+
+def test_there_is_no_prediction_of_what_is_not_known() -> None:
     assert predicted(None, 0.2, 4) is predicted(0.5, None, 4) is predicted(0.5, 0.2, None) is None
+
+
+def test_counters_are_those_of_all_repeats() -> None:
+    row = speeds().figures()["pair"][-1]
     assert (row["tokens_committed"], row["tokens_accepted"], row["tokens_drafted"]) == (300, 150, 240)
     assert row["acceptance_rate"] == pytest.approx(50 / 80) and row["repeats"] == 3
 
@@ -141,14 +166,20 @@ def test_the_difference_as_published(
     assert (round(found.low, digits), round(found.high, digits)) == (low, high)
 
 
-def test_the_difference_turns_with_its_runs_and_is_never_certain() -> None:
+def test_the_difference_turns_with_its_runs() -> None:
     one, other = paired_difference(3, 9, 50), paired_difference(9, 3, 50)
     assert (one.value, one.low, one.high) == pytest.approx((-other.value, -other.high, -other.low))
+
+
+def test_the_difference_is_never_certain() -> None:
     same = paired_difference(0, 0, 1000)
     assert same.value == 0 and same.low == -same.high and 0.002 < same.high < 0.004
-    for n in (1, 2):
-        every = paired_difference(n, 0, n)
-        assert -1 <= every.low <= every.high <= 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_difference_of_few_runs_is_a_share(n: int) -> None:
+    every = paired_difference(n, 0, n)
+    assert -1 <= every.low <= every.high <= 1
 
 
 @pytest.mark.parametrize(("n", "coverage"), [(1, 0.0), (2, 0.5), (5, 0.9375), (6, 0.96875), (9, 0.9609375)])
@@ -165,6 +196,6 @@ def test_the_medians_interval_is_the_narrowest_that_covers() -> None:
     for n in range(6, 60):
         left_out = int(median_of([float(i) for i in range(n)]).low)
         covers, narrower = (1 - 2 * stats.binom.cdf(left_out + more, n, 0.5) for more in (0, 1))
-        assert covers >= 0.95 > narrower
+        assert covers >= 0.95 > narrower, n
     assert percentiles([float(i) for i in range(101)], (50, 90, 99)) == [50, 90, 99]
     assert percentiles([3.0], (50, 99)) == [3, 3] and percentiles([], (50,)) == [None]

@@ -54,31 +54,52 @@ def test_one_rank_where_all_fits_one_gpu_else_what_is_fastest(started: Any) -> N
     assert alone.notes[0].startswith("7 more GPUs are idle: ranks=8 is planned ")
     for pair in (("model=30B", "draft=llama2-13b"), ("model=65B", "draft=7B")):
         both = started(*pair)
-        assert both.ranks == 8 and shown(both) == list(range(8)) and not both.notes
+        assert both.ranks == 8 and shown(both) == list(range(8)) and not both.notes, pair
 
 
-def test_a_gpu_that_others_hold_is_left_out_and_named(started: Any) -> None:
-    """Unless as many ranks are asked for."""
-    pair = ("model=65B", "draft=7B")
-    six = started(*pair, held=(2, 5))
-    assert six.ranks == 6 and shown(six) == [0, 1, 3, 4, 6, 7] and six.notes[-1].startswith("GPU 2,5: held ")
-    assert shown(started(*pair, "ranks=8", held=(2, 5))) == [0, 1, 3, 4, 6, 7, 2, 5]
+def test_a_gpu_that_others_hold_is_left_out(started: Any) -> None:
+    six = started("model=65B", "draft=7B", held=(2, 5))
+    assert six.ranks == 6 and shown(six) == [0, 1, 3, 4, 6, 7]
     assert shown(started("model=7B", "draft=none", held=(0,))) == [1]
 
 
-def test_what_is_configured_counts(started: Any) -> None:
+def test_a_gpu_that_others_hold_is_named(started: Any) -> None:
+    assert started("model=65B", "draft=7B", held=(2, 5)).notes[-1].startswith("GPU 2,5: held ")
+
+
+def test_as_many_ranks_as_are_asked_for_take_gpus_that_others_hold(started: Any) -> None:
+    """As the last ones."""
+    eight = started("model=65B", "draft=7B", "ranks=8", held=(2, 5))
+    assert shown(eight) == [0, 1, 3, 4, 6, 7, 2, 5]
+
+
+def test_the_ranks_that_are_asked_for_are_started(started: Any) -> None:
     assert started("model=30B", "draft=7B", "ranks=4").ranks == 4
     with pytest.raises(DistributedError, match=r"ranks; found 9, allowed 1\.\.8"):
         started("model=30B", "draft=7B", "ranks=9")
+
+
+def test_a_placement_that_is_asked_for_counts(started: Any) -> None:
     assert started("model=30B", "draft=7B", "placement=layers").ranks == 1
     assert started("model=7B", "draft=none", "placement=cpu") == Start(1)
+    assert started("model=65B", "draft=7B", "placement=own", "placement.draft_degree=2").ranks == 8
+
+
+def test_without_gpus_only_ranks_that_are_asked_for_are_started(started: Any) -> None:
     assert started("model=7B", "draft=none", here=[]) == Start(1)
     assert started("model=7B", "draft=none", "ranks=3", here=[]) == Start(3)
+
+
+def test_on_a_gpu_whose_figures_are_not_known_one_rank_is_started(started: Any) -> None:
     assert started("model=65B", "draft=7B", here=gpus(name="Unheard-of 9000")).ranks == 1
-    named = started("model=65B", "draft=7B", "placement=own", "placement.draft_degree=2")
-    assert named.ranks == 8 and started("model=65B", "draft=7B", "cluster=p4d", here=[]).ranks == 8
+
+
+def test_a_cluster_that_is_configured_counts(started: Any) -> None:
+    assert started("model=65B", "draft=7B", "cluster=p4d", here=[]).ranks == 8
     assert started("model=65B", "draft=7B", "cluster=p4d", "cluster.nodes=2", here=[]).ranks == 16
-    # Ranks that would only cost time are not started.
+
+
+def test_ranks_that_would_only_cost_time_are_not_started(started: Any) -> None:
     few = started("model=demo", "draft=demo_draft", "ranks=8")
     assert few.ranks < 8 and f"ranks={few.ranks} is as fast" in few.notes[-1]
 
@@ -172,21 +193,29 @@ def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
             "--rdzv-endpoint=FIRST_NODE:29500 -m llama_ssp generate 65B",
         ),
     ],
+    ids=["plan", "batch", "task=plan", "no task", "two nodes"],
 )  # fmt: skip
 def test_the_command_to_paste(words: list[str], ranks: int, said: str) -> None:
     assert to_paste(command_line(words, ranks, 8)) == said
 
 
-def test_a_dry_run_says_what_starts_and_loads_nothing(command: Command) -> None:
-    """Exit code 5 where it does not fit."""
-    words = ("model=65B", "draft=7B", "cluster=p4d")
-    answer = command("task=generate", *words, "--dry-run")
+LARGE = ("model=65B", "draft=7B", "cluster=p4d")
+
+
+def test_a_dry_run_says_what_starts(command: Command) -> None:
+    answer = command("task=generate", *LARGE, "--dry-run")
     said = "run it: llama-ssp generate model=65B draft=7B ranks=8"
     assert answer.code == 0 and answer.out.splitlines()[-1] == said
     assert "target 0-7, draft 0-7 (split)" in answer.out and "GPU 0" in answer.out
-    planned = command("task=plan", *words, "output=json", "out=null").document["command"]
+
+
+def test_a_plan_says_what_to_run(command: Command) -> None:
+    planned = command("task=plan", *LARGE, "output=json", "out=null").document["command"]
     assert planned == "llama-ssp generate model=65B draft=7B output=json out=null ranks=8"
-    lacking = command("task=generate", *words, "cluster.gpus=1", "--dry-run")
+
+
+def test_a_dry_run_of_what_does_not_fit_ends_with_5(command: Command) -> None:
+    lacking = command("task=generate", *LARGE, "cluster.gpus=1", "--dry-run")
     assert lacking.code == 5 and "It does not fit: " in lacking.out and "run it" not in lacking.out
 
 

@@ -49,7 +49,9 @@ def test_each_format_is_told_by_its_keys(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "line", [{"text": "hello"}, {"turns": []}, {"turns": ["a", 3], "question_id": 1}, {"task_id": "a"}]
+    "line",
+    [{"text": "hello"}, {"turns": []}, {"turns": ["a", 3], "question_id": 1}, {"task_id": "a"}],
+    ids=["no turns", "no turn", "a number", "no text"],
 )
 def test_another_file_is_one_error(line: dict[str, Any], tmp_path: Path):
     with pytest.raises(DataError, match="question"):

@@ -126,7 +126,7 @@ def lines(shown: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_path: Path) -> None:
+def test_a_whole_session(open_terminal: Any, tmp_path: Path) -> None:
     # Long enough for several pictures of each side on a fast processor.
     terminal = open_terminal("task.plot=session.svg", "task.max_new_tokens=120", columns=80)
     terminal.until("prompt> ")
@@ -251,7 +251,7 @@ def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
         terminal.until("<")  # the reply has begun
         terminal.type(INTERRUPT)
         shown = terminal.until(stopped)
-        assert "ms/token, " in shown and " of 1024, " in shown
+        assert "ms/token, " in shown and " of 1024, " in shown, typed
     terminal.until("> ")
     terminal.type(INTERRUPT)
     assert terminal.leave() == 130
@@ -357,7 +357,7 @@ DOORS: dict[str, Callable[[], object]] = {
     "coloured-line": lambda: report.Console().show([Text(HOSTILE, style="red")]),
     "panel": lambda: report.Console().show([Panel(Text(HOSTILE), title=Text(HOSTILE), subtitle=HOSTILE)]),
     "table": lambda: report.Console().show(
-        [Table("t", [Column("a", HOSTILE, is_text=True)], [{"a": HOSTILE}], title=HOSTILE)]
+        [Table("t", [Column(key="a", title=HOSTILE, is_text=True)], [{"a": HOSTILE}], title=HOSTILE)]
     ),
     "bar": move_a_bar,
     "above-a-bar": draw_above_a_bar,
@@ -365,7 +365,7 @@ DOORS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_terminal_shows_text_and_obeys_none(door: str) -> None:
+def test_no_text_steers_a_terminal(door: str) -> None:
     """By whatever door it comes, as long as it ends on a terminal."""
     with screened() as screen:
         DOORS[door]()
@@ -402,7 +402,7 @@ def test_a_file_gets_the_text_as_it_is(name: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["generate", "chat"])
-def test_what_a_model_and_its_name_say_is_shown(task: str, open_terminal: Any, tmp_path: Path) -> None:
+def test_no_text_of_a_model_steers_a_terminal(task: str, open_terminal: Any, tmp_path: Path) -> None:
     """The model writes ESC alone; its folder's name, its path and the prompt would steer the terminal."""
     made = checkpoints.tokenizer()
     escape = made.token_to_id(chr(256 + 27))  # GPT-2's letter for the byte

@@ -57,7 +57,7 @@ def test_what_a_head_cannot_be_trained_on(tmp_path: Path) -> None:
     for key in ("target", "start", "data"):
         with pytest.raises(SystemExit, match=f"^error: {key} cannot be read; found {tmp_path / 'absent'}, "):
             train_demo.main(["head", f"out={tmp_path / 'head'}", f"{key}={tmp_path / 'absent'}"])
-        assert not (tmp_path / "head").exists()
+        assert not (tmp_path / "head").exists(), key
     (file := tmp_path / "data.jsonl").write_text('{"text": "a\u2028b"}\r\n \n{"prompt": "c"}\n', newline="")
     assert head_data.file_lines(file) == [{"text": "a\u2028b"}, {"prompt": "c"}]
     file.write_text('{"text": "a"}\n{"txet": "a"}')
@@ -65,17 +65,41 @@ def test_what_a_head_cannot_be_trained_on(tmp_path: Path) -> None:
         head_data.file_lines(file)
 
 
-def test_a_head_is_trained_goes_on_after_kills_and_drafts(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed while the target writes texts and while the head learns: the same data, the same weights."""
+@pytest.fixture
+def kept_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are written two at a time, and each step is kept."""
     monkeypatch.setattr(head_data, "ROWS", 2)
     monkeypatch.setattr("demo.train.SAVE_EVERY", 0.0)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir(), broken.mkdir()
-    train_demo.main(head_words(target, whole))
-    first, rest = (whole / "head.jsonl").read_bytes().split(b"\n", 1)
-    (broken / "head.jsonl").write_bytes(first + b"\n" + rest[: len(rest) // 2])
+
+
+@pytest.fixture(scope="module")
+def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a head, and the data that it was trained on."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(head_data, "ROWS", 2)
+        patched.setattr("demo.train.SAVE_EVERY", 0.0)
+        train_demo.main(head_words(target, folder))
+    return folder
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = load_file(folder / "head" / "model.safetensors")
+    return tensors
+
+
+def test_a_head_learns(trained: Path) -> None:
+    curve = json.loads((trained / "head" / "training.json").read_text())["curve"]
+    assert curve[-1]["loss"] < curve[0]["loss"]
+
+
+@pytest.mark.usefixtures("kept_often")
+def test_a_head_whose_training_was_killed_is_the_same(
+    target: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while the target writes texts and while the head learns: the same data, the same weights."""
+    first, rest = (trained / "head.jsonl").read_bytes().split(b"\n", 1)
+    (tmp_path / "head.jsonl").write_bytes(first + b"\n" + rest[: len(rest) // 2])
     step, steps = train_demo.train.__globals__["one_step"], list[int]()
 
     def killed(*given: Any) -> dict[str, float]:
@@ -86,25 +110,33 @@ def test_a_head_is_trained_goes_on_after_kills_and_drafts(
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("demo.train.one_step", killed)
-        train_demo.main(head_words(target, broken))
-    train_demo.main(head_words(target, broken))
-    assert (broken / "head.jsonl").read_bytes() == (whole / "head.jsonl").read_bytes()
-    tensors, again = (load_file(folder / "head" / "model.safetensors") for folder in (whole, broken))
-    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
-    curve = json.loads((whole / "head" / "training.json").read_text())["curve"]
-    assert curve[-1]["loss"] < curve[0]["loss"]
+        train_demo.main(head_words(target, tmp_path))
+    train_demo.main(head_words(target, tmp_path))
+
+    assert (tmp_path / "head.jsonl").read_bytes() == (trained / "head.jsonl").read_bytes()
+    whole, again = weights(trained), weights(tmp_path)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_trained_head_drafts(target: Path, trained: Path) -> None:
+    """And changes no text."""
     texts = []
-    for draft in (whole / "head", None):
+    for draft in (trained / "head", None):
         with load_pair(target, draft, max_tokens=64, overrides=["model.dtype=fp32"]) as pair:
             (made,) = pair.generate(["def f"], max_new_tokens=20, sampling=SamplingConfig(temperature=0))
             texts.append(made.token_ids)
-            assert bool(made.drafted) == (draft is not None)
+            assert bool(made.drafted) == (draft is not None), draft
     assert texts[0] == texts[1]
-    (later := tmp_path / "later").mkdir()
-    words = [word for word in head_words(target, later) if not word.startswith(("steps", "vocab"))]
-    train_demo.main([*words, "steps=1", "matrix_rate=0", "other_rate=0", f"start={whole / 'head'}"])
-    kept = load_file(later / "head" / "model.safetensors")
-    assert kept.keys() == tensors.keys() and all(torch.equal(kept[name], tensors[name]) for name in kept)
+
+
+@pytest.mark.usefixtures("kept_often")
+def test_training_may_start_from_a_head(target: Path, trained: Path, tmp_path: Path) -> None:
+    """At no rate it keeps its weights."""
+    words = [word for word in head_words(target, tmp_path) if not word.startswith(("steps", "vocab"))]
+    start = f"start={trained / 'head'}"
+    train_demo.main([*words, "steps=1", "matrix_rate=0", "other_rate=0", start])
+    before, kept = weights(trained), weights(tmp_path)
+    assert kept.keys() == before.keys() and all(torch.equal(kept[name], before[name]) for name in kept)
 
 
 @torch.inference_mode()

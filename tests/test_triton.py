@@ -277,9 +277,9 @@ def require_experts() -> None:
     for seed, (sizes, kind) in enumerate(cases):
         torch.manual_seed(seed)
         given, layers, exact = mixture(sizes, kind, clamped=seed % 2 == 1)
-        assert off([experts.apply_on_gpu(*given, *layers)], [exact]) < 1e-6
+        assert off([experts.apply_on_gpu(*given, *layers)], [exact]) < 1e-6, kind
         given[2][-1] = given[2][-1].roll(1)
-        assert off([experts.apply_on_gpu(*given, *layers)[-1:]], [exact[-1:]]) > 1e-2
+        assert off([experts.apply_on_gpu(*given, *layers)[-1:]], [exact[-1:]]) > 1e-2, kind
 
 
 @pytest.mark.parametrize("clamped", [False, True])

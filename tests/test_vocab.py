@@ -125,18 +125,32 @@ def shuffled(ids: Mapping[str, int], seed: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_matches_mean_the_same_and_do_not_hang_on_order(name: str) -> None:
-    """get_vocab() comes in any order."""
+def test_matches_mean_the_same(name: str) -> None:
     target, draft = PAIRS[name]
     result = match(target, draft)
     for i, t in enumerate(result.target_of):
-        assert t == NONE or i in draft.special or target.surfaces[t] == draft.surfaces[i]
+        assert t == NONE or i in draft.special or target.surfaces[t] == draft.surfaces[i], i
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_matches_are_found_from_both_sides(name: str) -> None:
+    result = match(*PAIRS[name])
     for t, i in enumerate(result.draft_of):
         assert i == NONE or result.target_of[i] == t
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_matches_do_not_hang_on_order(name: str) -> None:
+    """get_vocab() comes in any order."""
+    result = match(*PAIRS[name])
     for seed in range(5):
-        assert match(*(replace(v, ids=shuffled(v.ids, seed)) for v in PAIRS[name])) == result
-    if name == "ends of texts":  # several ends are one
-        assert [result.target_of[draft.ids[end]] for end in ("<end>", "<stop>")] == [target.ids["</s>"]] * 2
+        assert match(*(replace(v, ids=shuffled(v.ids, seed)) for v in PAIRS[name])) == result, seed
+
+
+def test_several_ends_are_one() -> None:
+    target, draft = PAIRS["ends of texts"]
+    result = match(target, draft)
+    assert [result.target_of[draft.ids[end]] for end in ("<end>", "<stop>")] == [target.ids["</s>"]] * 2
 
 
 WIDTHS = [(300, 300), (32000, 32016), (32064, 32000), (151936, 152064), (320, 320)]
@@ -152,20 +166,27 @@ def test_padding_is_no_difference(tmp_path: Path) -> None:
     for widths in WIDTHS:
         result = pair(base, base, widths, Bridging.auto)
         expected = VocabularyMatch.same if widths == (300, 300) else VocabularyMatch.padded
-        assert (result.verdict, result.bridge) == (expected, None)
+        assert (result.verdict, result.bridge) == (expected, None), widths
     for target, draft in ((base, chat), (chat, base)):
         result = pair(target, draft, (target.size, draft.size), Bridging.auto)
-        assert (result.verdict, result.bridge) == (VocabularyMatch.padded, None)
+        assert (result.verdict, result.bridge) == (VocabularyMatch.padded, None), result.in_words()
         assert "<pad>" in result.in_words()
 
 
-def test_a_pair_of_other_tokens_drafts_those_of_both_and_says_so(fewer: Vocabulary) -> None:
+def test_a_pair_of_other_tokens_drafts_those_of_both(fewer: Vocabulary) -> None:
     result = pair(WORDS, fewer, (4096, 600), Bridging.auto)
     assert result.verdict is VocabularyMatch.different
     assert result.match.shared == 600 and isinstance(result.bridge, Intersection)
     assert 0.5 < result.ceiling < 1 < result.expansion
+
+
+def test_a_pair_of_other_tokens_says_so(fewer: Vocabulary) -> None:
+    result = pair(WORDS, fewer, (4096, 600), Bridging.auto)
     assert "600 of the target's 4096 tokens" in result.in_words() and "tokens of both" in result.in_words()
     assert result.record()["bridge"] == "intersection" and result.record()["verdict"] == "different"
+
+
+def test_a_pair_of_other_tokens_is_refused_without_a_bridge(fewer: Vocabulary) -> None:
     with pytest.raises(ModelError, match=r"different tokenizers;.*speculation\.bridge"):
         pair(WORDS, fewer, (4096, 600), Bridging.off)
 
@@ -223,7 +244,9 @@ def bridge_of(target: Vocabulary, draft: Vocabulary) -> Intersection:
 
 
 @pytest.mark.parametrize(
-    "text", ["def hello(name):\n    return name", "naïve café", "  7 * 8 = 56", "日本 🙂"]
+    "text",
+    ["def hello(name):\n    return name", "naïve café", "  7 * 8 = 56", "日本 🙂"],
+    ids=["code", "accents", "a sum", "Japanese"],
 )
 def test_the_draft_reads_the_same_text(text: str, fewer: Vocabulary) -> None:
     for target, draft in ((WORDS, fewer), (fewer, WORDS)):
@@ -265,14 +288,18 @@ def test_generation_config_says_which_tokens_end_a_text_before_config(
     assert end_ids_of(tmp_path) == ends
 
 
-def test_the_file_and_the_library_say_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["demo", "demo_draft"])
+def test_the_file_says_what_the_library_says(name: str) -> None:
     """task=plan reads tokenizer.json itself, if it can; a run asks transformers."""
-    for name in ("demo", "demo_draft"):
-        folder = SHIPPED_FOLDER / name
-        light, loaded = read(folder), HubTokens(folder).vocabulary
-        words = diagnose(light, loaded, (light.size, loaded.size)).in_words()
-        assert words == f"vocabularies: same, {light.size} tokens"
-        assert (light.special, light.start, light.ends) == (loaded.special, loaded.start, loaded.ends)
+    folder = SHIPPED_FOLDER / name
+    light, loaded = read(folder), HubTokens(folder).vocabulary
+    words = diagnose(light, loaded, (light.size, loaded.size)).in_words()
+    assert words == f"vocabularies: same, {light.size} tokens"
+    assert (light.special, light.start, light.ends) == (loaded.special, loaded.start, loaded.ends)
+
+
+def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    """Nor does one that is missing."""
     assert read_vocabulary(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text("{")
     assert read_vocabulary(tmp_path) is None

@@ -149,8 +149,11 @@ def continued(run: RunConf) -> RunConf:
     given = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": spec.k}
     kept = {name: held.settings.get(f"speculation.{name}") for name in given if given[name] is None}
     known = {name: value for name, value in kept.items() if value is not None}
-    acting = {name: held.settings.get(f"sampling.{name}") for name in vars(run.sampling)}
-    if acting["logit_bias"]:  # JSON has texts for keys
+    settings = held.settings
+    acting: dict[str, Any] = {
+        name: settings[f"sampling.{name}"] for name in vars(run.sampling) if f"sampling.{name}" in settings
+    }
+    if acting.get("logit_bias"):  # JSON has texts for keys
         acting["logit_bias"] = {int(token): bias for token, bias in acting["logit_bias"].items()}
     sampling = run.sampling.over(replace(SamplingConfig(), **acting))
     return replace(run, speculation=replace(spec, **known), sampling=sampling)

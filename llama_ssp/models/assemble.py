@@ -38,7 +38,9 @@ Sizes = tuple[int, ...]  # of a tensor
 Pair = tuple[Tensor | Coded, Tensor | Coded]  # an expert's gate and up as one matrix (2F, H); down (H, F)
 ReadExperts = Callable[[str, Span, bool], Iterator[Pair]]
 META = torch.device("meta")  # of a model whose sizes alone are wanted
-ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
+# Parts of a block, in the order of Family.bias_keys.
+ATTENTION = 0
+MLP = 1
 
 
 def decoder(
@@ -74,8 +76,12 @@ class Assembly:
     """What all weights of a model are read with."""
 
     def __init__(self, config: Any, source: Source, ranks: Ranks, form: LayerFormat, drafts: bool) -> None:
-        self.config, self.source, self.ranks, self.form = config, source, ranks, form
-        self.device, self.drafts = form.device, drafts
+        self.config = config
+        self.source = source
+        self.ranks = ranks
+        self.form = form
+        self.device = form.device
+        self.drafts = drafts
         self.shape: Shape = shape_of(config)
         self.names = self.shape.family.names
         self.heads = head_ranges(self.shape.n_heads, self.shape.n_kv, ranks.world, ranks.rank)
@@ -87,32 +93,61 @@ class Assembly:
         self.attention_inputs = self.shape.dim
 
     def whole(self) -> Decoder:
-        shape, names, world = self.shape, self.names, self.ranks.world
-        shares = [vocab_share(shape.vocab, world, rank) for rank in range(world)]
+        shape = self.shape
+        names = self.names
+        shares = [vocab_share(shape.vocab, self.ranks.world, rank) for rank in range(self.ranks.world)]
         embedding, head_VH = self.tables(shares[self.ranks.rank])
-        gather = self.ranks.all_gather if self.split else None
         offset = shape.family.position_rows
-        positions, rotaries = self.positions(), {} if offset is not None else self.rotaries()
+        positions = self.positions()
+        rotaries = {} if offset is not None else self.rotaries()
         blocks = [self.block(f"{names.blocks}.{n}.", block) for n, block in enumerate(shape.blocks)]
-        norm, head = self.norm(names.norm), Head(self.form.head(head_VH), list(map(length, shares)), gather)
-        logits = shape.logit_divisor, shape.logit_softcap
-        return Decoder(embedding, positions, offset or 0, rotaries, blocks, norm, head, *logits).eval()
+
+        gather = self.ranks.all_gather if self.split else None
+        result = Decoder(
+            embedding=embedding,
+            position_table=positions,
+            position_offset=offset or 0,
+            rotaries=rotaries,
+            blocks=blocks,
+            norm=self.norm(names.norm),
+            head=Head(self.form.head(head_VH), list(map(length, shares)), gather),
+            logit_divisor=shape.logit_divisor,
+            logit_softcap=shape.logit_softcap,
+        )
+        return result.eval()
 
     def tables(self, own: Span) -> tuple[Embedding, Tensor]:
-        """The embedding, and the head's weight: of a tied model, rows of the same table if they are here."""
-        names, held, first, whole = self.names, own, own[0], (self.shape.vocab, self.shape.dim)
-        if self.drafts and self.split:
-            held, first = ((0, whole[0]), 0) if self.ranks.rank == 0 else ((0, 1), whole[0])  # no token's row
+        """Returns the embedding, and the head's weight.
+
+        Of a tied model that is rows of the same table, if they are here.
+        """
+        names = self.names
+        vocab = self.shape.vocab
+        whole = (vocab, self.shape.dim)
+        held = own
+        first = own[0]  # the token of the first row
+        if self.drafts and self.split and self.ranks.rank == 0:
+            held = (0, vocab)
+            first = 0
+        elif self.drafts and self.split:
+            held = (0, 1)
+            first = vocab  # no token's row
         table_VH = self.read(f"{names.embedding}.weight", whole, self._vocab_cut(held))
-        here = held[0] <= own[0] and own[1] <= held[1]
-        same_VH = table_VH[own[0] - held[0] : own[1] - held[0]] if here else None
-        cut, head = self._vocab_cut(own), f"{names.head}.weight"
+
+        same_VH = None  # this rank's rows of the head, if it is tied and they are here
+        if held[0] <= own[0] and own[1] <= held[1]:
+            same_VH = table_VH[own[0] - held[0] : own[1] - held[0]]
+        cut = self._vocab_cut(own)
+        head = f"{names.head}.weight"
         if self.shape.tied and head not in self.source.shapes:
-            head_VH = self.read(f"{names.embedding}.weight", whole, cut) if same_VH is None else same_VH
+            head_VH = same_VH
+            if head_VH is None:
+                head_VH = self.read(f"{names.embedding}.weight", whole, cut)
         else:
             head_VH = self.read(head, whole, cut)
-            if self.shape.tied and same_VH is not None and not same_VH.is_meta:
-                head_VH = same_VH if torch.equal(head_VH, same_VH) else head_VH
+            can_share = self.shape.tied and not head_VH.is_meta
+            if can_share and same_VH is not None and torch.equal(head_VH, same_VH):
+                head_VH = same_VH
         return Embedding(table_VH, self.shape.embedding_scale, first, self.reduce), head_VH
 
     def positions(self) -> Tensor | None:
@@ -139,69 +174,108 @@ class Assembly:
         return Block(attention, mlp, norms, self.shape.residual_scale, self.shape.parallel)
 
     def attention(self, prefix: str, own: BlockShape) -> Attention:
-        shape, names, heads = self.shape, self.names, self.heads
-        sizes = [count * shape.head_dim for count in (heads.queries, heads.kvs, heads.kvs)]
+        shape = self.shape
+        names = self.names
+        heads = self.heads
         sinks = None
         if names.sinks:
             sinks = self.read(prefix + names.sinks, (shape.n_heads,), Cut(ROWS, (heads.query,)))
         qkv = [(prefix + name, *rows) for name, rows in zip(names.qkv, qkv_rows(shape, heads), strict=True)]
-        inputs, span = shape.n_heads * shape.head_dim, times(heads.query, shape.head_dim)
-        own_heads = HeadLayout(
-            sizes, shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary
+        inputs = shape.n_heads * shape.head_dim
+        span = times(heads.query, shape.head_dim)
+        layout = HeadLayout(
+            sizes=[count * shape.head_dim for count in (heads.queries, heads.kvs, heads.kvs)],
+            head_dim=shape.head_dim,
+            scores=Scores(scale=shape.scale, window=own.window, softcap=shape.softcap),
+            rotary=own.rotary,
         )
-        first = self.columns(qkv, ATTENTION, self.attention_inputs)
-        last = self.rows(prefix + names.output, inputs, [span], ATTENTION)
-        return Attention(first, last, own_heads, self.qk_norms(prefix), sinks)
+        return Attention(
+            qkv=self.columns(qkv, ATTENTION, self.attention_inputs),
+            output=self.rows(prefix + names.output, inputs, [span], ATTENTION),
+            heads=layout,
+            norms=self.qk_norms(prefix),
+            sink_H=sinks,
+        )
 
     def qk_norms(self, prefix: str) -> nn.Module | None:
-        shape, heads, names = self.shape, self.heads, [prefix + name for name in self.names.qk_norm]
-        if not names:
+        shape = self.shape
+        size = shape.head_dim
+        if not self.names.qk_norm:
             return None
+        query_name, key_name = (prefix + name for name in self.names.qk_norm)
         if not shape.family.whole_qk_norm:
-            return HeadNorms(*(self.norm(name, shape.head_dim) for name in names))
-        size, weights = shape.head_dim, list[Tensor]()
-        parts = (heads.query, shape.n_heads), (heads.kv, shape.n_kv)
-        for name, (span, count) in zip(names, parts, strict=True):
-            weight = self.read(f"{name}.weight", (count * size,), Cut(ROWS, (times(span, size),)))
-            weights.append(weight.view(-1, size))
+            return HeadNorms(query=self.norm(query_name, size), key=self.norm(key_name, size))
+
         copies = max(1, self.ranks.world // shape.n_kv)  # of a key, over the ranks
-        sizes = shape.n_heads * size, copies * shape.n_kv * size
-        return WholeNorms((weights[0], weights[1]), sizes, shape.epsilon, self.reduce)
+        return WholeNorms(
+            weights=(
+                self._norm_of_heads(query_name, self.heads.query, shape.n_heads),
+                self._norm_of_heads(key_name, self.heads.kv, shape.n_kv),
+            ),
+            sizes=(shape.n_heads * size, copies * shape.n_kv * size),
+            epsilon=shape.epsilon,
+            reduce=self.reduce,
+        )
+
+    def _norm_of_heads(self, name: str, heads: Span, count: int) -> Tensor:
+        """Returns the weights of some of `count` heads, (heads, D)."""
+        size = self.shape.head_dim
+        weight = self.read(f"{name}.weight", (count * size,), Cut(ROWS, (times(heads, size),)))
+        return weight.view(-1, size)
 
     def dense_mlp(self, prefix: str) -> Mlp:
-        names, width = self.names, self.shape.ffn
-        fused, gated = self.shape.family.fused_mlp, self.shape.family.gated
-        spans = [self.mlp, shifted(self.mlp, width)] if fused else [self.mlp]
-        parts = [(prefix + name, width * (1 + fused), spans) for name in names.up]
-        up = self.columns(parts, MLP, self.shape.dim)
-        down = self.rows(prefix + names.down, width, [self.mlp], MLP)
-        return Mlp(up, down, activation_of(self.shape.activation), gated)
+        family = self.shape.family
+        width = self.shape.ffn
+        outputs = width
+        spans = [self.mlp]
+        if family.fused_mlp:  # gate and up in one: their columns stand one after the other
+            outputs = 2 * width
+            spans = [self.mlp, shifted(self.mlp, width)]
+        parts = [(prefix + name, outputs, spans) for name in self.names.up]
+        return Mlp(
+            up=self.columns(parts, MLP, self.shape.dim),
+            down=self.rows(prefix + self.names.down, width, [self.mlp], MLP),
+            activation=activation_of(self.shape.activation),
+            gated=family.gated,
+        )
 
     def experts(self, prefix: str) -> Experts:
-        """Every rank has the router, and its columns of all experts."""
-        shape, name, clamped = self.shape, prefix + self.names.router, self.shape.family.clamped
+        """Returns the router, which every rank has, and this rank's columns of all experts."""
+        shape = self.shape
+        name = prefix + self.names.router
+        clamped = shape.family.clamped
         bias = self.read(f"{name}.bias", (shape.experts,)) if clamped else None
         router = dense(self.read(f"{name}.weight", (shape.experts, shape.dim)), bias)
-        routing = Routing(shape.top_k, shape.normed_top, after=clamped)
-        gate = Gate(shape.activation, shape.gate_alpha, shape.gate_limit)
+
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
-        up_bias, down_bias = self._expert_biases(prefix, share) if clamped else (None, None)
-        stacks = self._stacks(self._stacked if clamped else self._one_by_one, prefix, share)
-        return Experts(router, Layers(*stacks, up_bias, down_bias, gate), routing, self.reduce)
+        up_bias: Tensor | None = None
+        down_bias: Tensor | None = None
+        if clamped:
+            up_bias, down_bias = self._expert_biases(prefix, share)
+        up, down = self._stacks(self._stacked if clamped else self._one_by_one, prefix, share)
+        gate = Gate(activation=shape.activation, alpha=shape.gate_alpha, limit=shape.gate_limit)
+        return Experts(
+            router=router,
+            layers=Layers(up=up, down=down, up_bias=up_bias, down_bias=down_bias, gate=gate),
+            routing=Routing(top_k=shape.top_k, normed=shape.normed_top, after=clamped),
+            reduce=self.reduce,
+        )
 
     def _stacks(self, read: ReadExperts, prefix: str, share: Span) -> tuple[Stack, Stack]:
         """Falls back to plain numbers unless all experts share one code format."""
         for keeps in (self.form.keeps_codes, False):
-            up, down = (self.form.stacking(self.shape.experts) for _ in range(2))
-            each = enumerate(read(prefix, share, keeps))
-            alike = all(up.put(number, own[0]) and down.put(number, own[1]) for number, own in each)
+            up = self.form.stacking(self.shape.experts)
+            down = self.form.stacking(self.shape.experts)
+            pairs = enumerate(read(prefix, share, keeps))
+            alike = all(up.put(number, pair[0]) and down.put(number, pair[1]) for number, pair in pairs)
             if alike and bool(up.how) == bool(down.how):
                 break
         return up.made(), down.made()
 
     def _one_by_one(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
         """Stacks experts that have tensors of their own."""
-        rows, columns = Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
+        rows = Cut(ROWS, (share,))
+        columns = Cut(COLUMNS, (share,))
         whole = self.shape.expert_ffn, self.shape.dim
         for number in range(self.shape.experts):
             names = [f"{prefix}{name.format(number)}.weight" for name in self.names.expert_up]
@@ -214,8 +288,11 @@ class Assembly:
 
     def _stacked(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
         """Reads all experts from one tensor: inputs first; an output has a gate, then what it multiplies."""
-        up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
-        experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
+        up_name = prefix + self.names.expert_up[0]
+        down_name = prefix + self.names.expert_down
+        experts = self.shape.experts
+        dim = self.shape.dim
+        width = self.shape.expert_ffn
         for number in range(experts):
             up = self._part(up_name, (experts, dim, 2 * width), Cut(2, (times(share, 2),), number))
             down = self._part(down_name, (experts, width, dim), Cut(1, (share,), number))
@@ -226,23 +303,28 @@ class Assembly:
             yield up, self._kept(down, keeps) if isinstance(down, Coded) else self._numbers(down).T
 
     def _expert_biases(self, prefix: str, share: Span) -> tuple[Tensor, Tensor | None]:
-        up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
-        experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
+        up_name = prefix + self.names.expert_up[0]
+        down_name = prefix + self.names.expert_down
+        experts = self.shape.experts
+        dim = self.shape.dim
+        width = self.shape.expert_ffn
         up = self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, (times(share, 2),)))
         down = self.read(f"{down_name}_bias", (experts, dim)) if self.ranks.rank == 0 else None
         return _apart(up, 1), down
 
     def columns(self, parts: list[tuple[str, int, list[Span]]], part: int, inputs: int) -> nn.Module:
-        """One layer that is split by its outputs, of the given rows of one or several on disk.
+        """Returns one layer that is split by its outputs, of the given rows of one or several on disk.
 
         Of each its name, the number of its outputs, and the rows.
         """
-        weights, biases = [], []
+        weights: list[Tensor | Coded] = []
+        biases: list[Tensor] = []
         for name, outputs, spans in parts:
             cut = Cut(ROWS, tuple(spans))
             weights.append(self._read_for_product(f"{name}.weight", (outputs, inputs), cut))
             if self.shape.family.has_bias(self.config, name, part):
                 biases.append(self.read(f"{name}.bias", (outputs,), cut))
+
         coded = [weight for weight in weights if isinstance(weight, Coded)]
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         bias = _joined(biases) if biases else None
@@ -259,21 +341,28 @@ class Assembly:
         return Concatenated(list(map(self.form.linear, weights, each)))
 
     def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
-        """A layer that is split by its inputs; the first rank has the bias."""
-        cut, dim = Cut(COLUMNS, tuple(spans)) if self.split else None, self.shape.dim
+        """Returns a layer that is split by its inputs; the first rank has the bias."""
+        dim = self.shape.dim
+        cut = Cut(COLUMNS, tuple(spans)) if self.split else None
         weight = self._read_for_product(f"{name}.weight", (dim, inputs), cut)
         has_bias = self.ranks.rank == 0 and self.shape.family.has_bias(self.config, name, part)
-        made = self.form.linear(weight, self.read(f"{name}.bias", (dim,)) if has_bias else None)
-        return Summed(made, self.ranks.all_reduce) if self.split else made
+        bias = self.read(f"{name}.bias", (dim,)) if has_bias else None
+        product = self.form.linear(weight, bias)
+        return Summed(product, self.ranks.all_reduce) if self.split else product
 
     def norm(self, name: str, size: int | None = None) -> Norm:
-        size, family = size or self.shape.dim, self.shape.family
-        weight = self.read(f"{name}.weight", (size,))
-        bias = self.read(f"{name}.bias", (size,)) if family.layer_norm else None
-        return Norm(weight, bias, self.shape.epsilon, family.layer_norm, family.norm_offset)
+        size = size or self.shape.dim
+        family = self.shape.family
+        return Norm(
+            weight=self.read(f"{name}.weight", (size,)),
+            bias=self.read(f"{name}.bias", (size,)) if family.layer_norm else None,
+            epsilon=self.shape.epsilon,
+            centred=family.layer_norm,
+            offset=family.norm_offset,
+        )
 
     def read(self, name: str, shape: Sizes, cut: Cut | None = None) -> Tensor:
-        """The tensor of this shape, or the cut part."""
+        """Returns the tensor of this shape, or the cut part."""
         return self._numbers(self._part(name, shape, cut)).to(self.device)
 
     def _read_for_product(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
@@ -295,7 +384,7 @@ class Assembly:
 
 
 def _apart(part: Tensor, dim: int) -> Tensor:
-    """Every second number of this dimension, then the others."""
+    """Returns every second number of this dimension, then the others."""
     return torch.cat([part[(slice(None),) * dim + (slice(first, None, 2),)] for first in (0, 1)], dim)
 
 

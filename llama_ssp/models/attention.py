@@ -75,13 +75,13 @@ class Pass:
 def attend_rows(
     feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
-    """(T, H, D) of the rows of `feed.rows`, one after the other.
+    """Returns attention, (T, H, D), of the rows of `feed.rows`, one after the other.
 
     Of a prompt torch's kernels know which slots a token does not see. Else there is a mask, and keys are not
     repeated: the queries of a group of heads are further queries of its KV head. Slots before the window of
     the row's first token are not read.
     """
-    found = []
+    parts = []
     begin = 0
     plain = scores.softcap is None and sink_H is None
     has_groups = _kernel_has_groups(query_THD)
@@ -92,32 +92,32 @@ def attend_rows(
         values_GSD = values_GND[:, slots]
         sees_all = scores.window is None or scores.window >= start + count
         if plain and sees_all and count > 1 and (has_groups or start == 0):
-            found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale, has_groups))
+            parts.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale, has_groups))
         else:
             mask_WS = _mask(feed, start, count, scores.window)
-            found.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_WS, scores, sink_H))
+            parts.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_WS, scores, sink_H))
         begin += count
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def attend_blocks(
     feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
     """Attends as `attend_rows` does, but each token also sees the later ones of its row."""
-    found = []
+    parts = []
     begin = 0
     for first, start, count in feed.rows:
         keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
         query_WHD = query_THD[begin : begin + count]
-        found.append(_attend_row(query_WHD, keys_GSD, values_GSD, None, scores, sink_H))
+        parts.append(_attend_row(query_WHD, keys_GSD, values_GSD, None, scores, sink_H))
         begin += count
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def _attend_text(
     query_WHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, scale: float, has_groups: bool
 ) -> Tensor:
-    """Attention of the last W tokens of S, each to those up to itself.
+    """Returns attention of the last W tokens of S, each to those up to itself, (W, H, D).
 
     On a GPU there is no mask of W x S cells, which would grow with each chunk of a prompt.
     """
@@ -133,14 +133,24 @@ def _attend_text(
         seen = cast(Tensor, causal_lower_right(width, slots))  # names the mask, and does not make it
     elif width < slots:
         seen = query_WHD.new_ones(width, slots, dtype=torch.bool).tril(slots - width)
-    tensors = query_WHD.transpose(0, 1)[None], keys_GSD[None], values_GSD[None]
-    how: Any = {"is_causal": seen is None, "scale": scale, "enable_gqa": has_groups}
-    y_1HWD = functional.scaled_dot_product_attention(*tensors, seen, **how)
+
+    y_1HWD = functional.scaled_dot_product_attention(
+        query_WHD.transpose(0, 1)[None],
+        keys_GSD[None],
+        values_GSD[None],
+        seen,
+        is_causal=seen is None,
+        scale=scale,
+        enable_gqa=has_groups,
+    )
     return y_1HWD[0].transpose(0, 1)
 
 
 def _kernel_has_groups(query_THD: Tensor) -> bool:
-    """Whether torch's causal kernel reads the keys of a group of heads once; on GPUs that of 16 bit does."""
+    """Returns whether torch's causal kernel reads the keys of a group of heads once.
+
+    On GPUs that of 16 bit does.
+    """
     if query_THD.device.type != "cuda":
         return True
     return query_THD.element_size() == 2 and torch.cuda.get_device_capability(query_THD.device) >= (8, 0)
@@ -154,6 +164,10 @@ def _attend_row(
     scores: Scores,
     sink_H: Tensor | None,
 ) -> Tensor:
+    """Returns attention of a row's W tokens to its S slots, (W, H, D); a mask of None hides nothing.
+
+    The queries of a group of heads are Q = heads / groups * W queries of its KV head.
+    """
     width, heads, size = query_WHD.shape
     groups = keys_GSD.shape[0]
     folded_GQD = query_WHD.view(width, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
@@ -179,7 +193,7 @@ def _attend_row(
 
 
 def _mask(feed: Pass, start: int, count: int, window: int | None) -> Tensor | None:
-    """Which slots each of a row's tokens sees; None: all of them. Made once a pass."""
+    """Returns which slots each of a row's tokens sees, (W, S); None: all of them. Made once a pass."""
     key = start, count, window
     if key not in feed.masks:
         feed.masks[key] = None
@@ -215,35 +229,40 @@ class Rotary(nn.Module):
         self.limit = limit
 
     def forward(self, feed: Pass) -> tuple[Tensor, Tensor]:
-        """(T, 1, R) each, for pairs of numbers of all heads."""
+        """Returns cosines and sines, (T, 1, R) each, for pairs of numbers of all heads."""
         position_T11 = feed.position_T[:, None, None]
         frequency = self.frequency
         if self.long_frequency is not None:
-            long_T = feed.position_T >= self.limit if feed.long_T is None else feed.long_T
+            long_T = feed.long_T
+            if long_T is None:
+                long_T = feed.position_T >= self.limit
             frequency = torch.where(long_T[:, None, None], self.long_frequency, frequency)
         angle_T1R = position_T11.float() * frequency
         return angle_T1R.cos() * self.factor, angle_T1R.sin() * self.factor
 
     @staticmethod
     def of(config: Any, kind: str) -> Rotary:
-        """The table of one kind of layer."""
+        """Returns the table of one kind of layer."""
         parameters = rotary_parameters(config)[kind]
-        how = parameters.get("rope_type", "default")
-        if how == "default":
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type == "default":
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
             if size % 2 and size == head_dim:
                 raise ValueError(f"rotary positions need an even head size, and it is {head_dim}")
-            return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0)
+            exponent_R = torch.arange(0, size, 2).float() / size
+            return Rotary(frequency_R=1.0 / parameters["rope_theta"] ** exponent_R, factor=1.0)
+
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        own = {} if kind == ALL else {"layer_type": kind}
-        frequency_R, factor = ROPE_INIT_FUNCTIONS[how](config, torch.device("cpu"), **own)
-        if how != "longrope":
-            return Rotary(frequency_R, factor)
+        init = ROPE_INIT_FUNCTIONS[rope_type]
+        layer = {} if kind == ALL else {"layer_type": kind}
+        frequency_R, factor = init(config, torch.device("cpu"), **layer)
+        if rope_type != "longrope":
+            return Rotary(frequency_R=frequency_R, factor=factor)
         limit = int(parameters["original_max_position_embeddings"])
-        long_R, _ = ROPE_INIT_FUNCTIONS[how](config, torch.device("cpu"), seq_len=limit + 1, **own)
-        return Rotary(frequency_R, factor, long_R, limit)
+        long_R, _ = init(config, torch.device("cpu"), seq_len=limit + 1, **layer)
+        return Rotary(frequency_R=frequency_R, factor=factor, long_R=long_R, limit=limit)
 
 
 def rotate(x_THD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -253,5 +272,6 @@ def rotate(x_THD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     first = x_THD[..., :size]
     second = x_THD[..., size : 2 * size]
     rest = x_THD[..., 2 * size :]
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.cat([*(part.to(x_THD.dtype) for part in turned), rest], -1)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    return torch.cat([turned_first.to(x_THD.dtype), turned_second.to(x_THD.dtype), rest], -1)

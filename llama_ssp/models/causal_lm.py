@@ -41,8 +41,11 @@ class RaggedCache:
     is_compileable = False
 
     def __init__(self, rows: int, capacity: int, tally: Tally) -> None:
-        self.rows, self.capacity = rows, capacity
-        self._first, self._shape, self._tally = 0, (rows, capacity + 1), tally
+        self.rows = rows
+        self.capacity = capacity
+        self._first = 0  # of a row that is used alone, its number
+        self._shape = (rows, capacity + 1)
+        self._tally = tally
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._feed: Feed | None = None
 
@@ -53,16 +56,19 @@ class RaggedCache:
     def update(
         self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Stores the pass's keys and values; returns all that it may look at."""
+        """Stores the pass's keys and values; returns all that it may look at, (B, H, S, D) each."""
         assert self._feed is not None, "expect() comes before a forward pass"
         if layer_idx not in self._layers:
             self._layers[layer_idx] = self._empty(key_BHWD), self._empty(value_BHWD)
-        slot_BW, rows = self._feed.slots().to(key_BHWD.device), slice(self._first, self._first + self.rows)
+
+        rows = slice(self._first, self._first + self.rows)
+        keys_BHND, values_BHND = (layer[rows] for layer in self._layers[layer_idx])
+        slot_BW = self._feed.slots().to(key_BHWD.device)
         row_B1 = torch.arange(self.rows, device=slot_BW.device)[:, None]
-        keys, values = (layer[rows] for layer in self._layers[layer_idx])
-        keys[row_B1, :, slot_BW] = key_BHWD.transpose(1, 2)
-        values[row_B1, :, slot_BW] = value_BHWD.transpose(1, 2)
-        return keys[:, :, : self._feed.span], values[:, :, : self._feed.span]
+        keys_BHND[row_B1, :, slot_BW] = key_BHWD.transpose(1, 2)
+        values_BHND[row_B1, :, slot_BW] = value_BHWD.transpose(1, 2)
+        span = self._feed.span
+        return keys_BHND[:, :, :span], values_BHND[:, :, :span]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask only to guess positions, and positions are given."""
@@ -77,7 +83,8 @@ class RaggedCache:
     def row(self, index: int) -> RaggedCache:
         """Returns one row as a cache in the same memory, to fill it without the others."""
         row = copy.copy(self)
-        row._first, row.rows = index, 1
+        row._first = index
+        row.rows = 1
         return row
 
     def clear(self, row: int) -> None:
@@ -88,10 +95,11 @@ class RaggedCache:
 
     def _empty(self, like_BHWD: Tensor) -> Tensor:
         rows, slots = self._shape
+        _, heads, _, size = like_BHWD.shape
         # Zeros, not garbage: a masked slot is multiplied by a weight of 0, and 0 * NaN is NaN.
-        empty = like_BHWD.new_zeros(rows, like_BHWD.shape[1], slots, like_BHWD.shape[3])
-        self._tally.add(empty)
-        return empty
+        empty_BHND = like_BHWD.new_zeros(rows, heads, slots, size)
+        self._tally.add(empty_BHND)
+        return empty_BHND
 
 
 class CausalModel(Model):
@@ -109,22 +117,35 @@ class CausalModel(Model):
         self.module = module.eval()
         self.name = name
         config = module.config
-        head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+        head = module.get_output_embeddings()
+        embedding = module.get_input_embeddings()
         if head is None:
-            what = "the model has no output layer that this program can find"
-            raise ModelError(what, name, config.model_type, TESTED, OTHER)
+            raise ModelError(
+                "the model has no output layer that this program can find",
+                where=name,
+                found=config.model_type,
+                allowed=TESTED,
+                fix=OTHER,
+            )
         self.vocab = vocab or int(head.weight.shape[0])
         # transformers gives all rows of a pass one scale of positions, by the longest text.
         self.context = min(context_of(config), longrope_limit(config) or context_of(config))
         require_attention(config)
         if family_of(config.model_type).masks_inside:
-            what, fix = "attention makes its own masks, from slot numbers", "run it on the decoder"
-            raise ModelError(what, name, config.model_type, "placement.splitting=tensor, or one process", fix)
+            raise ModelError(
+                "attention makes its own masks, from slot numbers",
+                where=name,
+                found=config.model_type,
+                allowed="placement.splitting=tensor, or one process",
+                fix="run it on the decoder",
+            )
+
         self.device: torch.device = device or embedding.weight.device
         self.dtype: torch.dtype = embedding.weight.dtype
         self.caches = Tally()
         takes = inspect.signature(module.forward).parameters
-        self._cache_name = "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
+        # "past_key_values" before transformers 5.24.
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"
         _register_masks()
 
     @property
@@ -144,30 +165,43 @@ class CausalModel(Model):
         """
         layers = int(self.module.config.num_hidden_layers)
         if blocks and max(blocks) >= layers:
-            what, allowed = "the head reads layers that the target cannot give", f"0..{layers - 1}"
-            raise ModelError(what, self.name, max(blocks), allowed, "use a head of this target")
+            raise ModelError(
+                "the head reads layers that the target cannot give",
+                where=self.name,
+                found=max(blocks),
+                allowed=f"0..{layers - 1}",
+                fix="use a head of this target",
+            )
         super().tap(blocks)
 
     def table(self, output: bool) -> Tensor | None:
         module: Any = self.module
         layer = module.get_output_embeddings() if output else module.get_input_embeddings()
-        return layer.weight  # type: ignore[no-any-return]
+        weight_VH: Tensor = layer.weight
+        return weight_VH
 
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
         return RaggedCache(rows, capacity, self.caches)
 
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
-        """Logits, (B, W, V); of the last column only, (B, 1, V), for a pass that is fed for its keys."""
+        """Returns logits, (B, W, V); of the last column only, (B, 1, V), for a pass fed for its keys."""
         cache.expect(feed)
         # As an index: a slice of several rows' last columns is no plain matrix, and the head's product would
         # be batched, with a copy of its weights for every row (bf16 on a CPU).
         last = sent([feed.width - 1], self.device) if last_only else 0
-        inputs: dict[str, Any] = {"position_ids": feed.positions(), "attention_mask": None}
-        inputs |= {self._cache_name: cache, "logits_to_keep": last, "output_hidden_states": bool(self.taps)}
+        inputs: dict[str, Any] = {
+            "input_ids": token_BW,
+            "position_ids": feed.positions(),
+            "attention_mask": None,
+            "use_cache": True,
+            self._cache_name: cache,
+            "logits_to_keep": last,
+            "output_hidden_states": bool(self.taps),
+        }
         token = RUNNING.set(feed)
         try:
-            output = self.module(input_ids=token_BW, use_cache=True, **inputs)
+            output = self.module(**inputs)
         finally:
             RUNNING.reset(token)
         if self.taps:
@@ -213,34 +247,43 @@ def require_attention(config: Any) -> None:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    where, fix = f"layer_types of {config.model_type}", "choose a model with attention layers only"
+    where = f"layer_types of {config.model_type}"
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
     if not kinds and config.model_type not in FAMILIES:
         module = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if getattr(module, "_is_stateful", False):
-            where, kinds = config.model_type, {"a recurrent state"}
+            where = config.model_type
+            kinds = {"a recurrent state"}
     if kinds:
-        what, allowed = "the model has layers that this program cannot roll back", ", ".join(LAYER_KINDS)
-        raise ModelError(what, where, ", ".join(sorted(kinds)), allowed, fix)
+        raise ModelError(
+            "the model has layers that this program cannot roll back",
+            where=where,
+            found=", ".join(sorted(kinds)),
+            allowed=", ".join(LAYER_KINDS),
+            fix="choose a model with attention layers only",
+        )
 
 
 def context_of(config: Any) -> int:
-    """The longest text that the model may see, in tokens."""
+    """Returns the longest text that the model may see, in tokens."""
     if getattr(config, "max_position_embeddings", None) is None:
-        what = "the model's config names no context (max_position_embeddings)"
-        allowed = "models with explicit positions, such as " + TESTED
-        raise ModelError(what, config.model_type, allowed=allowed, fix=OTHER)
+        raise ModelError(
+            "the model's config names no context (max_position_embeddings)",
+            where=config.model_type,
+            allowed=f"models with explicit positions, such as {TESTED}",
+            fix=OTHER,
+        )
     return int(config.max_position_embeddings)
 
 
 def kernels_of(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """transformers' implementations to use; only the plain one of experts computes in fp64."""
+    """Returns transformers' implementations to use; only the plain one of experts computes in fp64."""
     experts = {"experts_implementation": "eager"} if dtype is torch.float64 else {}
     return {"attn_implementation": attention_of(config), **experts}
 
 
 def attention_of(config: Any) -> str:
-    """The attention implementation that is exact for this model with explicit masks."""
+    """Returns the attention implementation that is exact for this model with explicit masks."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     softcapped = getattr(config, "attn_logit_softcapping", None) is not None

@@ -37,7 +37,10 @@ SHIPPED_FOLDER = Path(__file__).parents[1] / "shipped"
 
 
 def complete(model: ModelConf, role: str, download: bool = False) -> tuple[ModelConf, Path | None]:
-    """The model with the shape that its checked folder says, and the folder; None for a synthetic model."""
+    """Returns the model with the shape that its checked folder says, and the folder.
+
+    The folder is None for a synthetic model.
+    """
     if model.weights is Weights.synthetic:
         return _possible(model, role), None
     path = find(model, role, download)
@@ -55,7 +58,7 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
 
 
 def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
-    """The model with its shape from config.json; a preset that has the shape needs no files.
+    """Returns the model with its shape from config.json; a preset that has the shape needs no files.
 
     Of a quantised folder that is here the headers of the weights are read, too.
     """
@@ -63,18 +66,25 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
         return _possible(model, role)
     local = model.path is not None or model.repo is None or bool(model.file or cached_gguf(model))
-    path = find(model, role, download) if local else hub_copy(model, role, download, "config.json").parent
+    if local:
+        path = find(model, role, download)
+    else:
+        config_json = hub_copy(model, role, download, "config.json")
+        path = config_json.parent
     if kind_of(path):
         return _with_head(model, path if local else find(model, role, download), role)
+
     config = read_config(path)
     coded = is_gguf(path) or (config.get("quantization_config") and any(path.glob("*.safetensors")))
-    checkpoint = inspect(path) if local and coded else Checkpoint(path, config, {})  # sizes of codes
+    checkpoint = Checkpoint(path=path, config=config, tensors={})
+    if local and coded:
+        checkpoint = inspect(path)  # with the sizes of codes
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
     return _possible(replace(with_shape(model, checkpoint, role), tied=bool(tied)), role)
 
 
 def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
-    """The model with the shape of the folder's head; it is tied if it embeds by the target's table."""
+    """Returns the model with the shape of the folder's head; tied if it embeds by the target's table."""
     if role != "draft":
         raise ModelError(
             "a trained head is not a model of its own",
@@ -83,13 +93,18 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
             fix="give it as the draft of its target: draft.path",
         )
     head = head_settings(path)
-    shaped = with_shape(model, Checkpoint(path, head.block, {}), role)
-    shaped = replace(shaped, head_inputs=head.inputs, head_vocab=head.vocab, head_block=head.drafts)
-    return replace(shaped, tied=not head.embeds)
+    shaped = with_shape(model, Checkpoint(path=path, config=head.block, tensors={}), role)
+    return replace(
+        shaped,
+        head_inputs=head.inputs,
+        head_vocab=head.vocab,
+        head_block=head.drafts,
+        tied=not head.embeds,
+    )
 
 
 def _possible(model: ModelConf, role: str) -> ModelConf:
-    """Returns the model; a ModelError if it is to keep codes, or has experts, that cannot be."""
+    """Returns the model; raises ModelError if it is to keep codes, or has experts, that cannot be."""
     if model.dtype is Dtype.packed and (not model.code_bits or model.weights is Weights.synthetic):
         raise ModelError(
             "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep",
@@ -108,12 +123,14 @@ def _possible(model: ModelConf, role: str) -> ModelConf:
 
 
 def find(model: ModelConf, role: str, download: bool = False) -> Path:
-    """The folder of a model, or its GGUF file: its `path`, or the local copy of its hub repository."""
+    """Returns a model's folder, or its GGUF file: its `path`, or the local copy of its hub repository."""
     if model.path is None and model.repo is not None:
         copied = None if model.file or download else cached_gguf(model)
         path = copied or hub_copy(model, role, download)
         commit = commit_of(path)
-        pinned = "" if model.revision == commit else f"; {role}.revision={commit} keeps to it"
+        pinned = ""
+        if model.revision != commit:
+            pinned = f"; {role}.revision={commit} keeps to it"
         log.info("%s %s: %s at commit %s%s", role, model.name, model.repo, commit, pinned)
         return gguf_in(file_of(path, model, role) if model.file else path) or path
     if model.path is None and model.package:
@@ -123,12 +140,16 @@ def find(model: ModelConf, role: str, download: bool = False) -> Path:
             f"{role} {model.name} has neither a path nor a repo",
             fix=f"write {role}.path=FOLDER, or {role}.weights=synthetic to try it without weights",
         )
-    own = model.path.removeprefix(SHIPPED)
-    path = home_expanded(model.path) if own == model.path else SHIPPED_FOLDER / Path(own).name
+
+    path = home_expanded(model.path)
+    if model.path.startswith(SHIPPED):
+        path = SHIPPED_FOLDER / Path(model.path.removeprefix(SHIPPED)).name
     if file := gguf_in(path):
         return file
     if not path.is_dir():
-        hub = f"; for a hub repository write {role}={model.path}" if HUB_ID.fullmatch(model.path) else ""
+        hub = ""
+        if HUB_ID.fullmatch(model.path):
+            hub = f"; for a hub repository write {role}={model.path}"
         raise ModelError(
             f"{role}.path is not a folder",
             where=path,
@@ -138,7 +159,7 @@ def find(model: ModelConf, role: str, download: bool = False) -> Path:
 
 
 def folder_at_hand(model: ModelConf) -> Path | None:
-    """A local folder with a tokenizer of the model; None if there is none. Nothing is fetched."""
+    """Returns a local folder with a tokenizer of the model; None if there is none. Nothing is fetched."""
     if model.weights is Weights.synthetic:
         return None
     if model.path is not None or model.package or model.repo is None:
@@ -167,16 +188,18 @@ def inspect(path: Path) -> Checkpoint:
         stored = read_header(path)
         if (path.parent / "tokenizer.json").exists():  # then it is used
             require_safe(path.parent)
-        shapes = stored.shapes.items()
-        return Checkpoint(path, config, {n: (stored.tensors[n].tensor_type.name, s) for n, s in shapes})
+        tensors = {
+            name: (stored.tensors[name].tensor_type.name, shape) for name, shape in stored.shapes.items()
+        }
+        return Checkpoint(path=path, config=config, tensors=tensors)
     require_safe(path)
     tensors = tensors_of(path)
     require_readable(path, config, {name: kind for name, (kind, _) in tensors.items()})
-    return Checkpoint(path, config, tensors)
+    return Checkpoint(path=path, config=config, tensors=tensors)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of config.json, or what it would be for a GGUF file."""
+    """Returns the content of config.json, or what it would be for a GGUF file."""
     if is_gguf(path):
         from llama_ssp.models.formats.gguf_header import read_header
 
@@ -191,18 +214,18 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def is_fp16(path: Path) -> bool:
-    """Whether config.json says that the weights are fp16."""
+    """Returns whether config.json says that the weights are fp16."""
     config = {} if is_gguf(path) else read_json(path / "config.json")
     return config.get("dtype", config.get("torch_dtype")) == "float16"
 
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
-    """The model with the checkpoint's shape; a ModelError if a preset says another one."""
-    found = sizes_of(checkpoint)
+    """Returns the model with the checkpoint's shape; raises ModelError if a preset says another one."""
+    sizes = sizes_of(checkpoint)
     # A tied head may be saved, too, and versions of a model differ in windows.
     wrong = [
         f"{key} {claimed} in the config, {value} in {config_file(checkpoint.path).name}"
-        for key, value in found.items()
+        for key, value in sizes.items()
         if key not in ("tied", "sliding_window", "code_bytes", "code_mix")
         and (claimed := getattr(model, key)) not in (0, "", None, value)
     ]
@@ -213,4 +236,4 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
             found="; ".join(wrong),
             fix=f"choose the preset that matches, or write {role}=FOLDER alone",
         )
-    return replace(model, **found)
+    return replace(model, **sizes)

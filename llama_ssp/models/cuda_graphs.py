@@ -26,22 +26,16 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, first_line
-from llama_ssp.models.decoder import Decoder, KeysValues
+from llama_ssp.models.attention import Pass
+from llama_ssp.models.decoder import Caches, Decoder, KeysValues
+from llama_ssp.models.decoder_model import Step
 from llama_ssp.models.feed import Feed, sent
-from llama_ssp.models.graph_sizes import (
-    BUCKET,
-    KEPT_BYTES,
-    LARGEST,
-    MOST,
-    MOST_PAIRS,
-    WIDEST,
-    padded,
-    sizes_up_to,
-)
+from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, WIDEST, padded, sizes_up_to
 from llama_ssp.models.interface import log_slow
+from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
-from llama_ssp.models.steps import Arguments, SteppedModel
+from llama_ssp.models.steps import SteppedModel
 
 log = logging.getLogger(__name__)
 
@@ -83,26 +77,34 @@ class GraphedModel(SteppedModel):
         tokens = min(rows * widest, self.most_tokens)
         self.longest_prompt = max(self.longest_prompt, tokens)
         super().prepare()
+
         cache = self.new_cache(rows, capacity)
-        for size in reversed(sizes_up_to(tokens, prompt)) if widest else ():
-            width = prompt if size > padded(tokens) else widest  # of one row, or of all
+        sizes = sizes_up_to(tokens, prompt) if widest else ()
+        for size in reversed(sizes):
+            # The tokens of a prompt are of one row; those of a step fill one row after the other.
+            width = prompt if size > padded(tokens) else widest
             counts = tuple(min(max(size - row * width, 0), width) for row in range(rows))
             token_BW = torch.zeros(rows, max(counts), dtype=torch.int64, device=self.device)
-            self._try(token_BW, Feed((0,) * rows, counts, capacity, self.device), cache)
+            feed = Feed(start=(0,) * rows, count=counts, capacity=capacity, device=self.device)
+            self._try(token_BW, feed, cache)
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
-        """In memory that no cache uses any more and that is large enough; smaller unused memory is freed."""
+        """Returns a cache in memory that no other uses any more and that is large enough.
+
+        Smaller unused memory is freed before other memory is made.
+        """
         slots = -(-(rows * capacity + 1) // BUCKET) * BUCKET
         unused = self._on_all_ranks([memory.user() is None for memory in self._memories])
         pairs = list(zip(self._memories, unused, strict=True))
-        self._memories = [memory for memory, free in pairs if not free or memory.slots >= slots]
+        self._memories = [memory for memory, is_unused in pairs if not is_unused or memory.slots >= slots]
+        memory = next((each for each, is_unused in pairs if is_unused and each.slots >= slots), None)
+        del pairs  # else it would keep what is to be freed
         self._drop_unused_pool()
-        memory = next((memory for memory, free in pairs if free and memory.slots >= slots), None)
         if memory is None:
-            del pairs
-            memory = Memory(slots, super().new_cache(1, slots).layers)
+            memory = Memory(slots=slots, layers=super().new_cache(1, slots).layers)
             self._memories.append(memory)
-        cache = SlotCache(rows, capacity, memory.layers, tally=self.caches)
+
+        cache = SlotCache(rows=rows, capacity=capacity, layers=memory.layers, tally=self.caches)
         memory.user = weakref.ref(cache)
         return cache
 
@@ -122,68 +124,78 @@ class GraphedModel(SteppedModel):
         if not self._functions and not any(memory.graphs for memory in self._memories):
             self._pool = None
 
-    def _call(self, arguments: Arguments, is_prompt: bool = False) -> list[Tensor]:
-        """By a graph; a step captures it where there is none, a prompt does not: it would be in no plan."""
-        *given, layers = arguments
-        memory = next(memory for memory in self._memories if memory.layers is layers)
-        size = padded(len(given[0]))
-        if size > self.most_tokens or not self.has_graphs:
-            return super()._call(arguments)
+    def _step_for(self, token_T: Tensor, feed: Pass, cache: SlotCache, is_prompt: bool) -> Step | None:
+        """Returns a graph, or where there is none the compiled step.
+
+        A step captures the graph that it lacks. A prompt does not: no plan counts such a graph.
+        """
+        step = super()._step_for(token_T, feed, cache, is_prompt)
+        size = padded(len(token_T))
+        if step is None or size > self.most_tokens or not self.has_graphs:
+            return step
+
+        memory = next(memory for memory in self._memories if memory.layers is cache.layers)
         if is_prompt:
-            size = min((each for each in memory.graphs if each >= size), default=0)
+            size = min((larger for larger in memory.graphs if larger >= size), default=0)
         elif size not in memory.graphs:
-            self._capture(size, memory)
-        return memory.graphs[size](*given) if size in memory.graphs else super()._call(arguments)
+            self._capture(size, memory, step)
+        return memory.graphs.get(size, step)
 
     def replay(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """Calls a function of these tensors by a graph for each set of shapes.
 
         The function must not have the host wait. Its result is valid until the next graph of the model runs.
         """
-        key = function, *((each.shape, each.dtype) for each in given)
-        if (is_large := sum(each.numel() for each in given) > LARGEST) or self._refused:
-            if is_large:
-                log_slow("drafts and decisions of so many rows", FEWER)
+        is_large = sum(tensor.numel() for tensor in given) > LARGEST
+        if is_large:
+            log_slow("drafts and decisions of so many rows", FEWER)
+        if is_large or self._refused:
             return function(*given)
-        if key not in self._functions:
-            size = sum(each.nbytes for each in given)
-            if self._kept + size > KEPT_BYTES:
-                log_slow("rounds of further numbers of rows and drafts", FEWER)
-                return function(*given)
-            self._functions[key] = self._function(function, given)
-            result = self._functions[key](*given)
-            self._kept += size + result.nbytes
-            return result
-        return self._functions[key](*given)
+
+        key = (function, *((tensor.shape, tensor.dtype) for tensor in given))
+        if key in self._functions:
+            return self._functions[key](*given)
+        size = sum(tensor.nbytes for tensor in given)
+        if self._kept + size > KEPT_BYTES:
+            log_slow("rounds of further numbers of rows and drafts", FEWER)
+            return function(*given)
+
+        self._functions[key] = self._function(function, given)
+        result = self._functions[key](*given)
+        self._kept += size + result.nbytes
+        return result
 
     def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Callable[..., Tensor]:
-        """Captures it, or if that fails takes it as it is, and the log says why."""
+        """Returns the function as a graph, or if that fails as it is, and the log says why."""
         buffers = tuple(tensor.clone() for tensor in given)
-        replay: Call = partial(function, *buffers)
-        self._warm(replay)
+        compute: Call = partial(function, *buffers)
+        self._warm(compute)
         try:
-            replay = self._captured(replay)
+            launch, result = self._captured(compute)
         except Exception as error:  # whatever CUDA raises
             log.warning("engine: rounds are decided without graphs: %s", first_line(error)[:200])
+            return function
 
         def run(*given: Tensor) -> Tensor:
             for buffer, tensor in zip(buffers, given, strict=True):
                 buffer.copy_(tensor)
-            return replay()  # type: ignore[no-any-return]
+            launch()
+            return result  # type: ignore[no-any-return]
 
         return run
 
-    def _capture(self, size: int, memory: Memory) -> None:
+    def _capture(self, size: int, memory: Memory, step: Step) -> None:
         """Adds a graph; if that fails, steps stay compiled, and the log says why.
 
         On several ranks it is an error: what connects them may be broken by half a capture.
         """
         graph = Graph(size, memory.slots - 1, self.device)
-        step = partial(super()._call, (*graph.buffer_3T, memory.layers))
+        token_T, position_T, first_T = graph.buffer_3T
+        compute = partial(step, token_T, position_T, first_T, memory.layers)
         with self.ranks.during("a capture"):
-            self._warm(step)
+            self._warm(compute)
             try:
-                graph.replay = self._captured(step)
+                graph.launch, graph.result = self._captured(compute)
                 memory.graphs[size] = graph
             except Exception as error:  # whatever CUDA and its libraries raise
                 log.warning("engine: %s runs without graphs: %s", self.name, first_line(error)[:200])
@@ -203,26 +215,22 @@ class GraphedModel(SteppedModel):
                 step()
         torch.cuda.current_stream(self.device).wait_stream(self._side)
 
-    def _captured(self, step: Call) -> Call:
-        """The step as a graph; the next replay overwrites what it returns."""
+    def _captured(self, step: Call) -> tuple[Call, Any]:
+        """Returns what launches the step as a graph, and its result, which each launch overwrites."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.add(graph)
         # Other threads, such as NCCL's, may query the device during a capture: theirs are not errors.
-        how = {"pool": self._pool, "stream": self._side, "capture_error_mode": "thread_local"}
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream(self.device)
             try:
-                with torch.cuda.graph(graph, **how):
-                    made = step()
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+                ):
+                    result = step()
             finally:  # a capture that fails may leave its own stream as the current one
                 torch.cuda.set_stream(current)
-
-        def replay() -> Any:
-            graph.replay()
-            return made
-
-        return replay
+        return graph.replay, result
 
     def free(self) -> None:
         """Gives the graphs back, also those that somebody still keeps; no step may follow."""
@@ -233,7 +241,8 @@ class GraphedModel(SteppedModel):
 class Graph:
     """A captured step and its buffers: tokens, positions and first slots, (3, T)."""
 
-    replay: Call
+    launch: Call
+    result: list[Tensor]
 
     def __init__(self, size: int, spare: int, device: torch.device) -> None:
         pad_31 = sent([[0], [0], [spare]], device)
@@ -241,13 +250,20 @@ class Graph:
         # Each begins at a multiple of 16 bytes, as kernels may have been compiled for.
         self.buffer_3T = pad_31.repeat(1, size + size % 2)[:, :size]
 
-    def __call__(self, *given: Tensor) -> list[Tensor]:
-        count = len(given[0])
-        torch.stack(given, out=self.buffer_3T[:, :count])
+    def __call__(self, token_T: Tensor, position_T: Tensor, first_T: Tensor, _caches: Caches) -> list[Tensor]:
+        """Computes a step of `size` tokens or fewer, on the caches of the capture, and returns what it gives.
+
+        tokens         17 43  9   0   0 ...
+        positions       8  9 10   0   0 ...
+        first slots     0  0  0   s   s ...     pads write into the spare slot s
+        """
+        count = len(token_T)
+        torch.stack((token_T, position_T, first_T), out=self.buffer_3T[:, :count])
         if count < self.buffer_3T.shape[1]:
             self.buffer_3T[:, count:] = self._pad_3T[:, count:]
-        # The caller may keep them beyond the next replay.
-        return [made[:count].clone() for made in self.replay()]
+        self.launch()
+        # The caller may keep them beyond the next launch.
+        return [tensor[:count].clone() for tensor in self.result]
 
 
 @dataclass(eq=False)

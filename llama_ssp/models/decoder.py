@@ -113,14 +113,17 @@ class Attention(nn.Module):
         self.qkv = qkv
         self.output = output
         self.norms = norms
-        self.sizes, self.head_dim, self.scores, self.rotary = heads
+        self.sizes = heads.sizes
+        self.head_dim = heads.head_dim
+        self.scores = heads.scores
+        self.rotary = heads.rotary
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
         query = self.remember(x_TH, turns, cache, feed)
         y_THD = feed.attend(feed, query, *cache, self.scores, self.sinks)
-        found: Tensor = self.output(y_THD.flatten(1))
-        return found
+        y_TH: Tensor = self.output(y_THD.flatten(1))
+        return y_TH
 
     def remember(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
         """Writes the tokens' keys and values into the cache; returns their queries, (T, H, D)."""
@@ -154,8 +157,8 @@ class Mlp(nn.Module):
             wide = self.activation(gate) * wide
         else:
             wide = self.activation(wide)
-        found: Tensor = self.down(wide)
-        return found
+        y_TH: Tensor = self.down(wide)
+        return y_TH
 
 
 class Block(nn.Module):
@@ -182,23 +185,34 @@ class Block(nn.Module):
         normed_TH = norms["before_attention"](x_TH).to(narrow)
         attended_TH = norms["after_attention"](self.attention(normed_TH, turns, cache, feed))
         if self.parallel:
-            normed_TH = normed_TH if self.shared_norm else norms["before_mlp"](x_TH).to(narrow)
+            if not self.shared_norm:
+                normed_TH = norms["before_mlp"](x_TH).to(narrow)
             return x_TH + attended_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
         x_TH = self._added(x_TH, attended_TH)
         return self._added(x_TH, norms["after_mlp"](self.mlp(norms["before_mlp"](x_TH).to(narrow))))
 
     def _added(self, x_TH: Tensor, change_TH: Tensor) -> Tensor:
-        return x_TH + (change_TH if self.residual_scale == 1.0 else change_TH * self.residual_scale)
+        if self.residual_scale != 1.0:
+            change_TH = change_TH * self.residual_scale
+        return x_TH + change_TH
 
 
 class Decoder(nn.Module):
     """A whole model, or one rank's part; every rank gets all logits."""
 
     def __init__(
-        self, embedding: Embedding, position_table: Tensor | None, position_offset: int,
-        rotaries: dict[str, Rotary], blocks: list[Block], norm: nn.Module, head: Head,
-        logit_divisor: float = 1.0, logit_softcap: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        embedding: Embedding,
+        position_table: Tensor | None,
+        position_offset: int,
+        rotaries: dict[str, Rotary],
+        blocks: list[Block],
+        norm: nn.Module,
+        head: Head,
+        logit_divisor: float = 1.0,
+        logit_softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self.embedding = embedding
         self.norm = norm
@@ -211,25 +225,28 @@ class Decoder(nn.Module):
         self.logit_softcap = logit_softcap
         # Of the residual stream: rounded to 16 bit at the end of each layer, it changes best tokens.
         self.stream = torch.promote_types(embedding.weight.dtype, torch.float32)
-        attentions = [block.attention for block in blocks]
-        self.cache_shapes = [(each.sizes[1] // each.head_dim, each.head_dim) for each in attentions]
+        layers = [block.attention for block in blocks]
+        self.cache_shapes = [(layer.sizes[1] // layer.head_dim, layer.head_dim) for layer in layers]
 
     def forward(
         self, token_T: Tensor, feed: Pass, caches: Caches, wanted_R: Tensor | None = None, taps: Taps = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits (R, V) of the tokens `wanted_R`, or of all; and what the blocks `taps` are given, (T, H)
-        each, in the order of the blocks. The number of blocks names what the last one gives.
+        """Returns logits (R, V) of the tokens `wanted_R`, or of all, and the states that are tapped.
+
+        These are what the blocks `taps` are given, (T, H) each, in the order of the blocks. The number of
+        blocks names what the last one gives.
 
         Keys and values of the tokens are written into the caches.
         """
         x_TH = self.embed(token_T, feed)
         turns = {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
-        kept = [x_TH] if 0 in taps else []
+        tapped = [x_TH] if 0 in taps else []
         for number, (block, cache) in enumerate(zip(self.blocks, caches, strict=True), start=1):
             x_TH = block(x_TH, turns, cache, feed)
             if number in taps:
-                kept.append(x_TH)
-        return self.to_logits(x_TH if wanted_R is None else x_TH[wanted_R]), kept
+                tapped.append(x_TH)
+        x_RH = x_TH if wanted_R is None else x_TH[wanted_R]
+        return self.to_logits(x_RH), tapped
 
     def embed(self, token_T: Tensor, feed: Pass) -> Tensor:
         """Returns what the first block is given, (T, H)."""

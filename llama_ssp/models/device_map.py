@@ -32,25 +32,32 @@ Limits = dict[str, str] | Room  # what each device may hold, or what is left fre
 def load_layers(
     model: ModelConf, path: Path | None, dtype: Dtype, limits: Limits, offload: Path | None, role: str
 ) -> CausalModel:
-    """The model on all devices, or on those of `limits`; what does not fit goes to folder `offload`."""
+    """Loads the model on all devices, or on those of `limits`; what does not fit goes to folder `offload`."""
     require_quantised(model)
     require_transformers(model.name, dtype)
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # our own log line says it
     empty = shaped(model, path, dtype, role)
-    sizes, room = (limits, (0, 0, 0)) if isinstance(limits, dict) else ({}, limits)
+    sizes: dict[str, str] = {}
+    room: Room = (0, 0, 0)
+    if isinstance(limits, dict):
+        sizes = limits
+    else:
+        room = limits
     spread = spread_with_room(empty, dtype, _limits(sizes), room)
     _require_possible(spread, dtype, offload, f"{role} {model.name}")
+
     folder = _folder(offload) if offload and DISK in spread.values() else None
+    spilled = Path(folder.name) if folder else None
     if path is not None:
-        module = read(path, dtype, spread, Path(folder.name) if folder else None)
+        module = read(path, dtype, spread, spilled)
     else:
         from accelerate import dispatch_model
 
         module = made(empty, model, dtype, torch.device(CPU), role)
-        spilled = folder.name if folder else None
         skipped = module._skip_keys_device_placement
         module = dispatch_model(module, spread, offload_dir=spilled, skip_keys=skipped)
     module.offload_folder = folder  # is deleted with the module
+
     hook = getattr(module, "_hf_hook", None)
     device = torch.device(hook.execution_device) if hook else None  # where tokens go in and logits come out
     causal = tried(CausalModel(module, model.name, device=device))
@@ -61,20 +68,24 @@ def load_layers(
 
 
 def spread_of(module: Any, dtype: Dtype, limits: dict[int | str, int]) -> Spread:
-    """The device of each module: GPUs evenly, then the CPU, then the disk."""
+    """Returns the device of each module: GPUs evenly, then the CPU, then the disk."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import CustomDtype, get_balanced_memory
 
-    held = {Dtype.int8: torch.int8, Dtype.nf4: CustomDtype.INT4}.get(dtype, TORCH_DTYPES[dtype])
-    kept = {
-        name: TORCH_DTYPES[dtype]
+    plain = TORCH_DTYPES[dtype]
+    not_quantised = {
+        name: plain
         for name, parameter in module.named_parameters()
         if dtype in QUANTISED and (parameter.ndim == 1 or "embed" in name or "lm_head" in name)
     }
-    whole = {"no_split_module_classes": module._no_split_modules, "dtype": held, "special_dtypes": kept}
+    how_held = {
+        "no_split_module_classes": module._no_split_modules,
+        "dtype": {Dtype.int8: torch.int8, Dtype.nf4: CustomDtype.INT4}.get(dtype, plain),
+        "special_dtypes": not_quantised,
+    }
     module.tie_weights()
-    balanced = get_balanced_memory(module, max_memory=limits, **whole)
-    spread: Spread = dict(infer_auto_device_map(module, max_memory=balanced, **whole))
+    balanced = get_balanced_memory(module, max_memory=limits, **how_held)
+    spread: Spread = dict(infer_auto_device_map(module, max_memory=balanced, **how_held))
     if spread == {"": DISK}:  # accelerate finds no weights under the empty name
         spread = {name: DISK for name, _ in module.named_children()}
     return spread
@@ -88,19 +99,25 @@ def spread_with_room(module: Any, dtype: Dtype, limits: dict[int | str, int], ro
     # Of each device; the first GPU, if any.
     layers = Counter[int | str]()
     first = min(limits, key=str)
+    on_first, on_another, for_layer = room
     while True:
-        taken = {gpu: room[gpu != first] + room[2] * layers[gpu] for gpu in limits if gpu != CPU}
+        taken = {
+            gpu: (on_first if gpu == first else on_another) + for_layer * layers[gpu]
+            for gpu in limits
+            if gpu != CPU
+        }
         left = {device: max(0, size - taken.get(device, 0)) for device, size in limits.items()}
         spread = spread_of(module, dtype, left)
-        found = Counter(spread[name] for name in spread if name.rpartition(".")[2].isdecimal())
-        found[first] += sum(found.pop(device, 0) for device in (CPU, DISK))
-        if found <= layers or first == CPU:
+
+        placed = Counter(spread[name] for name in spread if name.rpartition(".")[2].isdecimal())
+        placed[first] += sum(placed.pop(device, 0) for device in (CPU, DISK))
+        if placed <= layers or first == CPU:
             return spread
-        layers |= found  # the most of each, so that it ends
+        layers |= placed  # the most of each, so that it ends
 
 
 def _limits(max_memory: dict[str, str]) -> dict[int | str, int]:
-    """Bytes for each device: by the config, or else what is free."""
+    """Returns the bytes for each device: by the config, or else what is free."""
     from accelerate.utils import get_max_memory
 
     devices = [*map(str, range(torch.cuda.device_count())), CPU]
@@ -147,7 +164,7 @@ def _require_possible(spread: Spread, dtype: Dtype, offload: Path | None, where:
 
 
 def _folder(offload: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder of this run: accelerate would use files that an older model left."""
+    """Makes a folder of this run: accelerate would use files that an older model left."""
     try:
         offload.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix="layers-", dir=offload)

@@ -21,11 +21,12 @@ ALLOWED = "auto, cpu, cuda:N"
 
 
 def device_of(name: str, key: str) -> torch.device:
-    """The device that config value `key` names; `auto` is this rank's GPU, or else the CPU."""
+    """Returns the device that config value `key` names; `auto` is this rank's GPU, or else the CPU."""
     rank = number_of("LOCAL_RANK", 0, MAX_WORLD, default=0)  # each rank of a machine takes the next GPU
     if name == "auto":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return torch.device(f"cuda:{rank % count}" if count else "cpu")
+
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -34,6 +35,7 @@ def device_of(name: str, key: str) -> torch.device:
         raise UsageError(
             f"{key} names a device this program does not use", found=name, allowed=ALLOWED, fix="choose one"
         )
+
     count = torch.cuda.device_count()
     if device.type == "cuda" and device.index is None:
         # By its number: one name a device, or two roles would each count it as theirs.
@@ -49,7 +51,7 @@ def device_of(name: str, key: str) -> torch.device:
 
 
 def dtype_of(dtype: Dtype, device: torch.device, key: str, in_fp16: bool = False) -> Dtype:
-    """`auto` is bf16 if the device computes in it, else fp16 on a GPU and fp32 on a CPU.
+    """Returns the format; `auto` is bf16 if the device computes in it, else fp16 on a GPU and fp32 on a CPU.
 
     `in_fp16`: the weights are fp16 on disk, which has more digits than bf16. A GPU keeps them so.
     """
@@ -75,12 +77,15 @@ def dtype_of(dtype: Dtype, device: torch.device, key: str, in_fp16: bool = False
 
 def memory_of(device: torch.device, ranks: Ranks = ALONE) -> int:
     """Returns the bytes that are free on the device; ranks that share a GPU, each its part of them."""
-    own = ""
+    name = ""  # of this rank's GPU
     if device.type == "cuda":
         torch.cuda.mem_get_info(device)  # makes this rank's context: it is there when any rank measures
-        own = str(torch.cuda.get_device_properties(device).uuid)
-    sharing = ranks.gather_texts(own).count(own)
-    return int(torch.cuda.mem_get_info(device)[0]) // sharing if own else memory_here()
+        name = str(torch.cuda.get_device_properties(device).uuid)
+    sharing = ranks.gather_texts(name).count(name)
+    if not name:
+        return memory_here()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) // sharing
 
 
 def usage_of(device: torch.device) -> dict[str, int]:
@@ -93,12 +98,12 @@ def usage_of(device: torch.device) -> dict[str, int]:
 
 
 def every_device() -> list[torch.device]:
-    """The host, and the GPUs it has."""
+    """Returns the host, and the GPUs it has."""
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
 
 
 def describe(device: torch.device) -> str:
-    """The device in words, for records."""
+    """Returns the device in words, for records."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads"

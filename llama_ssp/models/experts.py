@@ -5,25 +5,30 @@ Which experts run depends on the tokens, so for torch.compile all of them togeth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llama_ssp.models.graph_sizes import MOST_PAIRS
 from llama_ssp.models.kernels.build import triton_runs
 from llama_ssp.models.kernels.expert_stacks import DTYPES, Stack, outputs_of, product, products
+from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 from llama_ssp.models.linear import Reduce
 
 ARGUMENTS = (
     "Tensor x_TH, Tensor weight_TK, Tensor expert_TK, Tensor[] up, Tensor[] down, str up_how, "
     "str down_how, Tensor? up_bias, Tensor? down_bias, str activation, float alpha, float limit"
 )
-ACTIVATIONS: dict[str, Any] = {"silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu}
-ACTIVATIONS["gelu_pytorch_tanh"] = partial(functional.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,14 @@ class Routing:
     after: bool = False  # weights are a softmax over the chosen alone
 
 
-def activation_of(name: str) -> Any:
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
     """Returns the function between an MLP's layers: torch's own, or one that transformers is imported for."""
     if name in ACTIVATIONS:
         return ACTIVATIONS[name]
     from transformers.activations import ACT2FN
 
-    return ACT2FN[name]
+    activation: Callable[[Tensor], Tensor] = ACT2FN[name]
+    return activation
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Gate:
 
     def __call__(self, gate: Tensor, wide: Tensor) -> Tensor:
         if not self.limit:
-            return activation_of(self.activation)(gate) * wide  # type: ignore[no-any-return]
+            return activation_of(self.activation)(gate) * wide
         gate = gate.clamp(max=self.limit)
         wide = wide.clamp(-self.limit, self.limit)
         return (wide + 1) * gate * torch.sigmoid(gate * self.alpha)
@@ -95,20 +101,44 @@ class Layers(NamedTuple):
 
 
 @torch.library.custom_op("llama_ssp::experts", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
-def apply(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, *layers: Any) -> Tensor:
-    """The weighted sum of each token's experts; weights as of `Stack`."""
-    return _one_by_one(x_TH, weight_TK, expert_TK, Layers.of(*layers))
+def apply(
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    up: list[Tensor],
+    down: list[Tensor],
+    up_how: str,
+    down_how: str,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """Returns the weighted sum of each token's experts, (T, H); weights as of `Stack`."""
+    layers = Layers.of(
+        up=up,
+        down=down,
+        up_how=up_how,
+        down_how=down_how,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+    )
+    return _one_by_one(x_TH, weight_TK, expert_TK, layers)
 
 
 def _one_by_one(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) -> Tensor:
-    """Expert after expert, of those that are chosen."""
-    up, down, up_bias, down_bias, gated = layers
+    """Computes expert after expert, of those that are chosen, each for its C tokens."""
     y_TH = torch.zeros_like(x_TH)
-    wide = outputs_of(up, down)
+    outputs = outputs_of(layers.up, layers.down)  # 2F
     for expert in torch.unique(expert_TK).tolist():
         token_C, place_C = torch.where(expert_TK == expert)
-        wide_CF = product(x_TH[token_C], up, up_bias, expert, wide)
-        y_CH = product(gated(*wide_CF.chunk(2, -1)), down, down_bias, expert, x_TH.shape[-1])
+        wide_CF = product(x_TH[token_C], layers.up, layers.up_bias, expert, outputs)
+        gate_CF, other_CF = wide_CF.chunk(2, -1)  # (C, F) each
+        y_CH = product(layers.gate(gate_CF, other_CF), layers.down, layers.down_bias, expert, x_TH.shape[-1])
         y_TH.index_add_(0, token_C, (y_CH * weight_TK[token_C, place_C, None]).to(y_TH.dtype))
     return y_TH
 
@@ -119,23 +149,27 @@ def grouped(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) 
     pair      (0,2) (0,5) (1,2) (1,0)      of tokens 0 and 1, two experts each
     sorted    (1,0) (0,2) (1,2) (0,5)      experts end at 1, 1, 3, 3, 3, 4: the host does not wait for it
     """
-    up, down, up_bias, down_bias, gated = layers
-    up_EFH = up.parts[0]
-    down_EHF = down.parts[0]
+    up_EFH = layers.up.parts[0]
+    down_EHF = layers.down.parts[0]
     expert_P, order_P = expert_TK.flatten().sort(stable=True)
     numbers_E = torch.arange(len(up_EFH), device=expert_P.device)
     ends_E = torch.searchsorted(expert_P, numbers_E, right=True).int()
+
     x_PH = x_TH[order_P // expert_TK.shape[1]]
     wide_PF = functional.grouped_mm(x_PH, up_EFH.transpose(1, 2), offs=ends_E)
-    wide_PF = wide_PF if up_bias is None else wide_PF + up_bias[expert_P]
-    y_PH = functional.grouped_mm(gated(*wide_PF.chunk(2, -1)), down_EHF.transpose(1, 2), offs=ends_E)
-    y_PH = y_PH if down_bias is None else y_PH + down_bias[expert_P]
-    y_TKH = y_PH[order_P.argsort()].view(*expert_TK.shape, -1)
+    if layers.up_bias is not None:
+        wide_PF = wide_PF + layers.up_bias[expert_P]
+    gate_PF, other_PF = wide_PF.chunk(2, -1)
+    y_PH = functional.grouped_mm(layers.gate(gate_PF, other_PF), down_EHF.transpose(1, 2), offs=ends_E)
+    if layers.down_bias is not None:
+        y_PH = y_PH + layers.down_bias[expert_P]
+
+    y_TKH = y_PH[order_P.argsort()].view(*expert_TK.shape, -1)  # in the order of the tokens again
     return (y_TKH * weight_TK[..., None]).sum(1)
 
 
 def can_group(x_TH: Tensor, up: Stack, down: Stack) -> bool:
-    """Whether torch has a kernel for such products on this GPU: of bf16, in rows of 16 bytes."""
+    """Returns whether torch has a kernel for such products on this GPU: of bf16, in rows of 16 bytes."""
     if x_TH.dtype is not torch.bfloat16 or up.how or down.how:
         return False
     in_rows = all(size % 8 == 0 for stack in (up, down) for size in stack.parts[0].shape[1:])
@@ -143,25 +177,64 @@ def can_group(x_TH: Tensor, up: Stack, down: Stack) -> bool:
 
 
 @apply.register_kernel("cuda")
-def apply_on_gpu(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, *arguments: Any) -> Tensor:
+def apply_on_gpu(
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    up: list[Tensor],
+    down: list[Tensor],
+    up_how: str,
+    down_how: str,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> Tensor:
     """Does not wait for the choice of experts, so that a step can be part of a graph.
 
     Only of many tokens, if weights are neither bf16 nor codes of the kernel, one expert runs after the other.
     """
-    layers = Layers.of(*arguments)
-    if expert_TK.numel() > MOST_PAIRS and can_group(x_TH, layers.up, layers.down):
+    layers = Layers.of(
+        up=up,
+        down=down,
+        up_how=up_how,
+        down_how=down_how,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+    )
+    many = expert_TK.numel() > MOST_PAIRS
+    if many and can_group(x_TH, layers.up, layers.down):
         return grouped(x_TH, weight_TK, expert_TK, layers)
-    waits = expert_TK.numel() > MOST_PAIRS and not (layers.up.by_kernel and layers.down.by_kernel)
+    waits = many and not (layers.up.by_kernel and layers.down.by_kernel)
     if waits or not triton_runs() or x_TH.dtype not in DTYPES:
         return _one_by_one(x_TH, weight_TK, expert_TK, layers)
+
     expert_P = expert_TK.flatten()
-    gate, wide = products(x_TH, expert_P, layers.up, layers.up_bias).chunk(2, -1)
-    y_PH = products(layers.gate(gate, wide), expert_P, layers.down, layers.down_bias)
-    return (y_PH.view(*expert_TK.shape, -1) * weight_TK[..., None]).sum(1)
+    gate_PF, other_PF = products(x_TH, expert_P, layers.up, layers.up_bias).chunk(2, -1)
+    y_PH = products(layers.gate(gate_PF, other_PF), expert_P, layers.down, layers.down_bias)
+    y_TKH = y_PH.view(*expert_TK.shape, -1)
+    return (y_TKH * weight_TK[..., None]).sum(1)
 
 
 @apply.register_fake
-def _(x_TH: Tensor, *_: object) -> Tensor:
+def _(
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    up: list[Tensor],
+    down: list[Tensor],
+    up_how: str,
+    down_how: str,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> Tensor:
     return torch.empty_like(x_TH)
 
 
@@ -174,17 +247,14 @@ class Experts(nn.Module):
 
     def __init__(self, router: nn.Module, layers: Layers, routing: Routing, reduce: Reduce | None) -> None:
         super().__init__()
-        up, down, up_bias_EF, down_bias_EH, gate = layers
         self.router = router
-        self.gate = gate
+        self.gate = layers.gate
         self.routing = routing
         self.reduce = reduce
-        self.hows = up.how, down.how
-        self.up, self.down = (
-            nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in stack.parts)
-            for stack in (up, down)
-        )
-        for name, part in {"up_bias": up_bias_EF, "down_bias": down_bias_EH}.items():
+        self.hows = layers.up.how, layers.down.how
+        self.up = _parameters(layers.up)
+        self.down = _parameters(layers.down)
+        for name, part in {"up_bias": layers.up_bias, "down_bias": layers.down_bias}.items():
             self.register_parameter(name, None if part is None else nn.Parameter(part, requires_grad=False))
 
     def extra_repr(self) -> str:
@@ -192,13 +262,26 @@ class Experts(nn.Module):
         return f"{self.hows}"
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        gate = self.gate.activation, self.gate.alpha, self.gate.limit
-        weights = list(self.up), list(self.down), *self.hows
-        y_TH: Tensor = apply(x_TH, *self._chosen(x_TH), *weights, self.up_bias, self.down_bias, *gate)
+        weight_TK, expert_TK = self._chosen(x_TH)
+        up_how, down_how = self.hows
+        y_TH: Tensor = apply(
+            x_TH,
+            weight_TK,
+            expert_TK,
+            list(self.up),
+            list(self.down),
+            up_how,
+            down_how,
+            self.up_bias,
+            self.down_bias,
+            self.gate.activation,
+            self.gate.alpha,
+            self.gate.limit,
+        )
         return y_TH if self.reduce is None else self.reduce(y_TH)
 
     def _chosen(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and the numbers of each token's experts."""
+        """Returns the weights and the numbers of each token's experts, (T, K) each."""
         logit_TE = self.router(x_TH)
         if self.routing.after:
             logit_TK, expert_TK = logit_TE.topk(self.routing.top_k, -1)
@@ -207,3 +290,7 @@ class Experts(nn.Module):
         if self.routing.normed:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
         return weight_TK.to(x_TH.dtype), expert_TK
+
+
+def _parameters(stack: Stack) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in stack.parts)

@@ -92,7 +92,8 @@ def _falcon_norms(config: Any) -> tuple[str, str]:
     """Attention and MLP have one input, after one norm or a norm each; or the MLP follows attention."""
     if not config.parallel_attn:
         return "input_layernorm", "post_attention_layernorm"
-    both = (config.num_ln_in_parallel_attn or 1 + config.new_decoder_architecture) == 2
+    usual = 2 if config.new_decoder_architecture else 1
+    both = (config.num_ln_in_parallel_attn or usual) == 2
     return ("ln_attn", "ln_mlp") if both else ("input_layernorm", "")
 
 
@@ -184,9 +185,10 @@ class Family:
     gguf: Gguf = NOT_READ
 
     def has_bias(self, config: Any, layer: str, part: int) -> bool:
-        """Whether a layer has a bias, by its name; `part` is 0 for attention's layers, 1 for the MLP's."""
+        """Returns whether a layer has a bias; `part`: 0 for attention's layers, 1 for the MLP's."""
         usual = layer.rpartition(".")[2] in self.biased
-        return bool(getattr(config, self.bias_keys[part], usual)) if self.bias_keys[part] else usual
+        key = self.bias_keys[part]
+        return bool(getattr(config, key, usual)) if key else usual
 
     def biases(self, config: Mapping[str, Any]) -> tuple[bool | None, bool | None]:
         """What config.json says of attention's and the MLP's biases, where that is not as usual."""
@@ -194,7 +196,8 @@ class Family:
         return self._said(config, 0, names[0]), self._said(config, 1, names[1])
 
     def _said(self, config: Mapping[str, Any], part: int, names: Iterable[str]) -> bool | None:
-        said = config.get(self.bias_keys[part]) if self.bias_keys[part] else None
+        key = self.bias_keys[part]
+        said = config.get(key) if key else None
         usual = {name.rpartition(".")[2] in self.biased for name in names if name}
         return None if said is None or usual == {bool(said)} else bool(said)
 
@@ -210,9 +213,10 @@ class Family:
         return 2 if has_both else 1
 
 
-ATTENTION_BIAS, BIASES = ("attention_bias", ""), ("attention_bias", "mlp_bias")
+ATTENTION_BIAS = ("attention_bias", "")
+BIASES = ("attention_bias", "mlp_bias")
 QWEN_WINDOW = Window(default=4096, partial=True, switched=True)
-QKV = "q_proj", "k_proj", "v_proj"
+QKV = ("q_proj", "k_proj", "v_proj")
 FAMILIES = {
     "falcon": Family(
         bias_keys=("bias", "bias"), grouped=False, multi_query=True, layer_norm=True,
@@ -233,7 +237,7 @@ FAMILIES = {
     ),
     "gpt_neo": Family(
         biased=("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
-        window=Window("window_size", 256, partial=True), layer_norm=True, position_rows=0,
+        window=Window(key="window_size", default=256, partial=True), layer_norm=True, position_rows=0,
         mlp_states=5, tied=True,  # its GELU is made of several steps
         names=GPT_NEO_NAMES, plain_scores=True,
     ),

@@ -36,7 +36,7 @@ class Feed:
 
     @property
     def span(self) -> int:
-        """How many slots the pass may look at."""
+        """Returns how many slots the pass may look at."""
         return max(s + c for s, c in zip(self.start, self.count, strict=True))
 
     def token_places(self) -> Tensor:
@@ -55,6 +55,7 @@ class Feed:
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
         rows = [range(start, start + count) for start, count in zip(self.start, self.count, strict=True)]
+        # Padding has position 0, and the slot behind the last one.
         padded = [
             [[*row, *[filler] * (self.width - len(row))] for row in rows] for filler in (0, self.capacity)
         ]
@@ -64,7 +65,10 @@ class Feed:
     def beyond(self, length: int) -> Tensor:
         """Returns whether each column belongs to a text longer than this, as given or by now."""
         beyond_BW = self.positions() >= length
-        return beyond_BW | (sent(self.given, self.device) > length)[:, None] if self.given else beyond_BW
+        if not self.given:
+            return beyond_BW
+        given_B = sent(self.given, self.device)
+        return beyond_BW | (given_B > length)[:, None]
 
     def visible(self, rule: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns which slots each column sees, (B, 1, W, S), by an architecture's rule of its position."""

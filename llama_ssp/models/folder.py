@@ -50,7 +50,8 @@ def gguf_in(path: Path) -> Path | None:
     named = is_gguf(path) and path.is_file()
     if not named and (not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))):
         return None
-    models = sorted({shards(file)[0] for file in ([path] if named else path.glob(f"*{GGUF}"))})
+    files = [path] if named else path.glob(f"*{GGUF}")
+    models = sorted({shards(file)[0] for file in files})
     if len(models) > 1:
         raise ModelError(
             "the folder holds several GGUF models",
@@ -88,6 +89,7 @@ def weight_files(path: Path) -> list[Path]:
         return [_shard(path, name, index) for name in sorted(names)]
     if single.exists() or single.is_symlink():
         return [_shard(path, SINGLE, path)]
+
     pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
     if pickled:
         convert = "from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)"
@@ -140,8 +142,8 @@ def fingerprint(path: Path) -> str:
     """
     digest = hashlib.sha256()
     weights = weight_files(path)
-    others = path.parent.glob("tokenizer*") if is_gguf(path) else path.iterdir()
-    small = [p for p in others if p.suffix in READ_BY_LIBRARIES and p not in weights and p.is_file()]
+    entries = path.parent.glob("tokenizer*") if is_gguf(path) else path.iterdir()
+    small = [p for p in entries if p.suffix in READ_BY_LIBRARIES and p not in weights and p.is_file()]
     for file in sorted(small):
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
     for file in sorted(weights):
@@ -254,7 +256,8 @@ def _require_no_code(path: Path) -> None:
         needs = [key for key in CODE_KEYS if content.get(key)]
         # Attention and the like that would be fetched from a hub repository, as code.
         kernels = [key for key in content if key.endswith("_implementation") and "/" in str(content[key])]
-        if needs := needs + [f"{key} {content[key]}" for key in kernels]:
+        needs += [f"{key} {content[key]}" for key in kernels]
+        if needs:
             raise ModelError(
                 "the model needs to run code of its own",
                 where=file,
@@ -262,8 +265,10 @@ def _require_no_code(path: Path) -> None:
                 fix="use a model of a built-in architecture,"
                 f" or a copy with no {needs[0]} in its {file.name}",
             )
+
         listed = content.get("fast_tokenizer_files")
-        outside = [str(n) for n in listed if str(n) != Path(str(n)).name] if isinstance(listed, list) else []
+        names = [str(name) for name in listed] if isinstance(listed, list) else []
+        outside = [name for name in names if name != Path(name).name]
         if outside:  # libraries open one of them
             raise ModelError(
                 "the model names a file outside of its folder",
@@ -271,6 +276,7 @@ def _require_no_code(path: Path) -> None:
                 found=", ".join(outside),
                 fix="do not use this model",
             )
+
     if (path / ADAPTER).exists():  # libraries apply it if peft is installed
         raise ModelError(
             "there is an adapter next to the weights",

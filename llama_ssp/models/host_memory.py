@@ -20,26 +20,33 @@ NAMES = {
 
 
 def memory_here() -> int:
-    """Bytes that are available: of the system, and of the container or the job that this process is in."""
+    """Returns the bytes that are available to this process.
+
+    They are those of the system, of its container and of its job, whichever are fewest.
+    """
     return min([_of_system(), *_of_groups()])
 
 
 def _of_groups() -> Iterator[int]:
-    """What is left to each control group of this process that has a limit."""
+    """Yields what is left to each control group of this process that has a limit."""
     with suppress(OSError):
         for line in GROUPS_TABLE.read_text(encoding="utf-8").splitlines():
-            _, kind, own = line.split(":", 2)
-            if kind in NAMES:
-                own = own.strip("/")
-                for name in (own, *map(str, Path(own).parents)):  # a container may show its own as the root
-                    with suppress(OSError, ValueError, KeyError):  # "max" is no number
-                        yield _left(GROUPS / kind / name, *NAMES[kind])
+            _, kind, place = line.split(":", 2)
+            if kind not in NAMES:
+                continue
+            place = place.strip("/")
+            for name in (place, *map(str, Path(place).parents)):  # a container may show its own as the root
+                with suppress(OSError, ValueError, KeyError):  # "max" is no number
+                    yield _left(GROUPS / kind / name, *NAMES[kind])
 
 
 def _left(folder: Path, limit: str, used: str, cache: str) -> int:
-    allowed, taken = (int((folder / file).read_text(encoding="ascii")) for file in (limit, used))
+    """Returns the bytes that a group may still take: its cache of files is given up for them."""
+    allowed = int((folder / limit).read_text(encoding="ascii"))
+    taken = int((folder / used).read_text(encoding="ascii"))
     stat = dict(map(str.split, (folder / "memory.stat").read_text(encoding="ascii").splitlines()))
-    return max(0, allowed - taken + sum(int(stat[cache.format(part)]) for part in ("", "in")))
+    cached = sum(int(stat[cache.format(part)]) for part in ("", "in"))
+    return max(0, allowed - taken + cached)
 
 
 def _of_system() -> int:
@@ -51,7 +58,10 @@ def _of_system() -> int:
 
 
 def process_bytes() -> int:
-    """The most of this process that was resident. A child's `ru_maxrss` begins with its parent's."""
+    """Returns the most bytes of this process that were resident.
+
+    A child's `ru_maxrss` begins with its parent's.
+    """
     try:
         lines = STATUS.read_text(encoding="utf-8").splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024

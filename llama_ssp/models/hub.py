@@ -17,7 +17,7 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 
 
 def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = None) -> Path:
-    """The repository's folder in the local store, or one file; fetched if `download` is true.
+    """Returns the repository's folder in the local store, or one file; fetched if `download` is true.
 
     A download that was interrupted continues with the files that are missing. Ranks of one machine share it:
     the library locks each file, and the leader alone shows progress. Raises ModelError or StorageError.
@@ -28,14 +28,21 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
 
     if not rank_environment().is_leader:
         disable_progress_bars()
-    how: dict[str, Any] = {"revision": model.revision, "local_files_only": not download}
-    how["tqdm_class"] = _bars()
+    settings: dict[str, Any] = {
+        "revision": model.revision,
+        "local_files_only": not download,
+        "tqdm_class": _bars(),
+    }
+    wanted = WANTED
+    if model.file:
+        either_case = "".join(f"[{letter.lower()}{letter.upper()}]" for letter in model.file)
+        wanted = [f"*{either_case}.gguf", f"*{either_case}-0*-of-*.gguf"]
     try:
         if file is not None:
-            return Path(hf_hub_download(model.repo, file, **how))
-        either = "".join(f"[{letter.lower()}{letter.upper()}]" for letter in model.file)
-        wanted = [f"*{either}.gguf", f"*{either}-0*-of-*.gguf"] if model.file else WANTED
-        return Path(snapshot_download(model.repo, allow_patterns=wanted, ignore_patterns=UNWANTED, **how))
+            return Path(hf_hub_download(model.repo, file, **settings))
+        return Path(
+            snapshot_download(model.repo, allow_patterns=wanted, ignore_patterns=UNWANTED, **settings)
+        )
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         raise _explained(error, model, role, download, file) from None
 
@@ -55,7 +62,10 @@ def _bars() -> type:
 
 
 def cached_gguf(model: ModelConf) -> Path | None:
-    """The folder of the local copy of a repository of GGUF files; None without one. Nothing is fetched."""
+    """Returns the folder of the local copy of a repository of GGUF files; else None.
+
+    Nothing is fetched.
+    """
     from huggingface_hub import constants
 
     place = Path(constants.HF_HUB_CACHE, f"models--{(model.repo or '').replace('/', '--')}", "snapshots")
@@ -64,59 +74,69 @@ def cached_gguf(model: ModelConf) -> Path | None:
 
 
 def file_of(folder: Path, model: ModelConf, role: str) -> Path:
-    """The repository's GGUF file that the model names by its end; of one in several parts the first."""
+    """Returns the repository's GGUF file that the model names by its end; of several parts the first.
+
+    Raises ModelError if there is none.
+    """
     ends = re.compile(rf"(.*[.-])?{re.escape(model.file)}(-0*1-of-\d+)?\.gguf", re.IGNORECASE)
-    every = sorted(folder.glob("*.gguf"))
-    for file in every:
+    files = sorted(folder.glob("*.gguf"))
+    for file in files:
         if ends.fullmatch(file.name):
             return file
     raise ModelError(
         f"{role} {model.name} is not at hand",
         where=f"hub repository {model.repo}",
-        found=", ".join(file.name for file in every) or "no GGUF file",
+        found=", ".join(file.name for file in files) or "no GGUF file",
         allowed=f"*{model.file}.gguf",
         fix="add download=true, or correct what follows the colon",
     )
 
 
 def commit_of(path: Path) -> str | None:
-    """The commit of the hub repository that the folder is a copy of; None for another folder."""
+    """Returns the commit of the hub repository that the folder is a copy of; None for another folder."""
     return path.name if path.parent.name == "snapshots" else None
 
 
 def cached_tokenizer(repo: str, revision: str | None) -> Path | None:
-    """The folder of the local copy's tokenizer.json; None without one. Nothing is fetched."""
+    """Returns the folder of the local copy's tokenizer.json; None without one. Nothing is fetched."""
     from huggingface_hub import constants
 
     if not Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").is_dir():
         return None  # without the import of the rest of the library, which is slow
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, "tokenizer.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    file = try_to_load_from_cache(repo, "tokenizer.json", revision=revision)
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def _explained(error: Exception, model: ModelConf, role: str, download: bool, file: str | None) -> RunError:
     """Says why the repository is not at hand, and what helps."""
     from huggingface_hub import constants
 
-    where = f"hub repository {model.repo}"
     folder = f"give a folder: {role}=PATH"
     causes: list[BaseException] = [error]
     while (before := causes[-1].__cause__ or causes[-1].__context__) and before not in causes:
         causes.append(before)
+
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
-            what = f"a download cannot be kept: {cause.strerror}"
-            fix = "make room, or choose another place"
-            return StorageError(what, where=constants.HF_HUB_CACHE, fix=f"{fix} with HF_HUB_CACHE=FOLDER")
+            return StorageError(
+                f"a download cannot be kept: {cause.strerror}",
+                where=constants.HF_HUB_CACHE,
+                fix="make room, or choose another place with HF_HUB_CACHE=FOLDER",
+            )
+
     if not download:
-        what = f"{role} {model.name}{f': {file}' if file else ''} is not at hand"
+        missing = f": {file}" if file else ""
         if model.n_layers:  # of a preset
             folder += f"; {role}.weights=synthetic tries the machine without weights"
-        found = f"no whole copy in {constants.HF_HUB_CACHE}"
-        fix = f"add download=true, or {folder}"
-        return ModelError(what, where=where, found=found, fix=fix)
+        return ModelError(
+            f"{role} {model.name}{missing} is not at hand",
+            where=f"hub repository {model.repo}",
+            found=f"no whole copy in {constants.HF_HUB_CACHE}",
+            fix=f"add download=true, or {folder}",
+        )
+
     reasons = {
         "GatedRepoError": ("it is gated", "ask for access on this page, and set HF_TOKEN"),
         "RevisionNotFoundError": ("there is no such revision", f"correct {role}.revision"),
@@ -126,9 +146,15 @@ def _explained(error: Exception, model: ModelConf, role: str, download: bool, fi
         ),
         "OfflineModeIsEnabled": ("HF_HUB_OFFLINE is set", f"unset it, or {folder}"),
     }
-    other = "the hub refuses, or cannot be reached", "check the network, its proxy and HF_ENDPOINT"
-    known = (reasons[kind] for cause in causes if (kind := type(cause).__name__) in reasons)
-    reason, fix = next(known, (other[0], f"{other[1]}, or {folder}"))
-    what = f"{role} {model.name} cannot be fetched: {reason}"
-    page = f"{constants.ENDPOINT}/{model.repo}"
-    return ModelError(what, where=page, found=first_line(causes[-1]), fix=fix)
+    unknown = (
+        "the hub refuses, or cannot be reached",
+        f"check the network, its proxy and HF_ENDPOINT, or {folder}",
+    )
+    kinds = [type(cause).__name__ for cause in causes]
+    reason, fix = next((reasons[kind] for kind in kinds if kind in reasons), unknown)
+    return ModelError(
+        f"{role} {model.name} cannot be fetched: {reason}",
+        where=f"{constants.ENDPOINT}/{model.repo}",
+        found=first_line(causes[-1]),
+        fix=fix,
+    )

@@ -24,9 +24,9 @@ from torch.nn import functional
 from llama_ssp.config import Dtype
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.formats.coded import Coded
-from llama_ssp.models.graph_sizes import SLICE
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.expert_stacks import Stacking
+from llama_ssp.models.kernels.kernel_sizes import SLICE
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable
 from llama_ssp.models.quantization import OWN, QUANTISED, coded_of, quantised
@@ -188,4 +188,6 @@ class LayerFormat:
                 return coded.CodedLinear(weight_NK, bias_N, self.device, self._memory)
             return coded.DecodedLinear(weight_NK.to(self.device), bias_N)
         layer = dense(weight_NK.to(self.device), bias_N)
-        return PackedLinear(layer, self._memory) if self._memory and packable(layer) else layer
+        if self._memory and packable(layer):
+            return PackedLinear(layer, self._memory)
+        return layer

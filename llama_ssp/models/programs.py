@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from llama_ssp.models.kernels import kept_files
-from llama_ssp.models.kernels.kept_files import compiler, is_ours, part_of, place_of, processor, source_text
+from llama_ssp.models import kept_files
+from llama_ssp.models.kept_files import compiler, is_ours, part_of, place_of, processor, source_text
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ HEADERS_FIRST = False
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What a program is made of: `function(module, *given)`, and in words what else it depends on."""
+    """What a program is made of: `function(module, *arguments)`, and in words what else it depends on."""
 
     function: Program
     module: nn.Module
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     kinds: tuple[str, ...]  # of the blocks
 
 
@@ -63,12 +63,12 @@ def compiled(spec: ProgramSpec) -> Any:
     """
     name = f"step_{next(NUMBERS)}"
     code = spec.function.__code__.replace(co_name=name, co_qualname=name)
-    own = types.FunctionType(code, spec.function.__globals__, name)
-    options = OPTIONS | OPTIONS_BY_DEVICE[spec.given[0].device.type]
-    mark(spec.given)
+    function = types.FunctionType(code, spec.function.__globals__, name)
+    options = OPTIONS | OPTIONS_BY_DEVICE[spec.arguments[0].device.type]
+    mark(spec.arguments)
     with quick_builds(), torch._dynamo.config.patch(enable_aot_compile=True):  # off in torch 2.11
-        program: Any = torch.compile(own, fullgraph=True, dynamic=False, options=options)
-        program = program.aot_compile(((spec.module, *spec.given), {}))
+        program: Any = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+        program = program.aot_compile(((spec.module, *spec.arguments), {}))
     program.disable_guard_check()
     return program
 
@@ -83,9 +83,12 @@ def quick_builds() -> Iterator[None]:
     import torch._inductor.config as inductor  # a second; eager runs do without
     import torch._inductor.cpp_builder as builder
 
-    own: dict[str, Any] = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": HEADERS_FIRST}
-    own["cpp.cxx"] = None, compiler()  # torch itself looks for g++ alone
-    with ONE_PROGRAM, inductor.patch(own):
+    settings: dict[str, Any] = {
+        "cpp.vec_isa_ok": True,
+        "cpp_cache_precompile_headers": HEADERS_FIRST,
+        "cpp.cxx": (None, compiler()),  # torch itself looks for g++ alone
+    }
+    with ONE_PROGRAM, inductor.patch(settings):
         run = builder.run_compile_cmd
         builder.run_compile_cmd = partial(compile_beside, run)
         try:
@@ -102,14 +105,15 @@ def compile_beside(run: Callable[[str, str], None], command: str, cwd: str) -> N
     words = shlex.split(command)
     at = words.index("-o") + 1
     place = Path(words[at])
-    words[at] = str(part := part_of(place))
+    part = part_of(place)
+    words[at] = str(part)
     run(shlex.join(words), cwd)
     part.replace(place)
 
 
-def mark(given: tuple[Any, ...]) -> None:
+def mark(arguments: tuple[Any, ...]) -> None:
     """Marks the sizes that may differ in the next call: of tokens, a cache's slots, the rows of a tuple."""
-    for argument in given:
+    for argument in arguments:
         tensors = [argument]
         dim = 0
         size = "T"
@@ -145,11 +149,22 @@ def program_path(model: Any, spec: ProgramSpec) -> Path:
     # A GPU's program is for any host with such a GPU: machines with others may share a home.
     # A CPU's program is for any number of threads: its own code runs on one, operators ask when they run.
     host = processor() if on_cpu else torch.cuda.get_device_name(model.device)
-    versions = torch.__version__, version("transformers"), host
-    module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
-    options = OPTIONS_BY_DEVICE[model.device.type]  # a benchmark compares some
-    words = *versions, model.config, *module, model.device, model.ranks.label, options, source_text()
-    return place_of("step", *words, suffix=".bin")
+    return place_of(
+        "step",
+        torch.__version__,
+        version("transformers"),
+        host,
+        model.config,
+        spec.module,
+        sizes(spec.module),
+        spec.kinds,
+        spec.function.__name__,
+        model.device,
+        model.ranks.label,
+        OPTIONS_BY_DEVICE[model.device.type],  # a benchmark compares some
+        source_text(),
+        suffix=".bin",
+    )
 
 
 def load(path: Path) -> Program | None:
@@ -166,7 +181,8 @@ def load(path: Path) -> Program | None:
     except Exception as error:  # whatever torch raises for a file that is not whole
         log.debug("engine: %s: %s: %s", path, type(error).__name__, error)
         return None
-    return program  # type: ignore[no-any-return]
+    loaded: Program = program
+    return loaded
 
 
 def save(program: Any, path: Path) -> None:

@@ -26,41 +26,57 @@ QUANTISED = {Dtype.int8: LLM_INT8, Dtype.int4: INT4, Dtype.nf4: NF4}
 
 
 def settings(dtype: Dtype) -> dict[str, Any]:
-    """Arguments with which transformers quantises as the functions here do."""
+    """Returns arguments with which transformers quantises as the functions here do."""
     from transformers import BitsAndBytesConfig
 
     _quiet()
-    how: dict[str, Any]
     if dtype is Dtype.int8:
-        how = {"load_in_8bit": True, "llm_int8_threshold": LLM_INT8_THRESHOLD}
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=LLM_INT8_THRESHOLD)
     elif dtype is Dtype.nf4:
-        how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
     else:
         return {}
-    return {"quantization_config": BitsAndBytesConfig(**how)}
+    return {"quantization_config": config}
 
 
 def quantised(dtype: Dtype, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Linear:
-    """The layer with this weight, which is on the CPU: its move to the device quantises it."""
+    """Returns the layer with this weight, which is on the CPU: its move to the device quantises it."""
     _quiet()
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
     layer: Any
-    kind: dict[str, Any]
     outputs, inputs = weight.shape
     if dtype is Dtype.int8:
-        kind = {"has_fp16_weights": False}
-        layer = Linear8bitLt(inputs, outputs, bias=False, threshold=LLM_INT8_THRESHOLD, device="meta", **kind)
-        layer.weight = Int8Params(weight, requires_grad=False, **kind)
+        layer = Linear8bitLt(
+            inputs,
+            outputs,
+            bias=False,
+            has_fp16_weights=False,
+            threshold=LLM_INT8_THRESHOLD,
+            device="meta",
+        )
+        layer.weight = Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     else:
-        kind = {"compress_statistics": False, "quant_type": "nf4"}
-        layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16, device="meta", **kind)
-        layer.weight = Params4bit(weight, requires_grad=False, module=layer, **kind)
+        layer = Linear4bit(
+            inputs,
+            outputs,
+            bias=False,
+            compute_dtype=torch.bfloat16,
+            compress_statistics=False,
+            quant_type="nf4",
+            device="meta",
+        )
+        layer.weight = Params4bit(
+            weight, requires_grad=False, module=layer, compress_statistics=False, quant_type="nf4"
+        )
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
-    made: nn.Linear = layer.to(device)
-    choose_kernels(made)
-    return made
+
+    quantised_layer: nn.Linear = layer.to(device)
+    choose_kernels(quantised_layer)
+    return quantised_layer
 
 
 def choose_kernels(module: nn.Module) -> None:
@@ -83,19 +99,22 @@ def choose_kernels(module: nn.Module) -> None:
 
 
 def scales_of(module: nn.Module) -> Iterator[Tensor]:
-    """The scales of quantised weights, which are neither parameters nor buffers."""
+    """Yields the scales of quantised weights, which are neither parameters nor buffers."""
     for layer in module.modules():
         weight: Any = getattr(layer, "weight", None)
         state = getattr(weight, "quant_state", None)
         scales = getattr(weight, "SCB", None)
         if scales is None:  # after the first pass the layer has them
             scales = getattr(getattr(layer, "state", None), "SCB", None)
-        yield from () if state is None else (state.absmax, state.code)
-        yield from () if scales is None else (scales,)
+        if state is not None:
+            yield state.absmax
+            yield state.code
+        if scales is not None:
+            yield scales
 
 
 def coded_of(layer: nn.Linear) -> Coded:
-    """The codes and scales of a layer of bitsandbytes, in int8 or nf4."""
+    """Returns the codes and scales of a layer of bitsandbytes, in int8 or nf4."""
     scales = next(scales_of(layer))
     codes = layer.weight.data.view(torch.uint8)
     if codes.shape == (layer.out_features, layer.in_features):
@@ -108,7 +127,7 @@ def coded_of(layer: nn.Linear) -> Coded:
 
 
 def in_groups(weight_NK: Tensor) -> Coded:
-    """The weight in int4: of each group the number of the largest magnitude is -8 times the scale.
+    """Returns the weight in int4: of each group the number of the largest magnitude is -8 times the scale.
 
     So all sixteen codes are used, and a scale may be negative. Scales are rounded to bf16, and codes are the
     nearest ones for them.
@@ -118,6 +137,7 @@ def in_groups(weight_NK: Tensor) -> Coded:
 
 
 def _in_groups(weight_NK: Tensor) -> Coded:
+    """Does as `in_groups`, for a few rows. A row of K inputs is G groups of 32."""
     inputs = weight_NK.shape[1]
     padded_NK = functional.pad(weight_NK.float(), (0, -inputs % INT4.group))
     number_NGK = padded_NK.view(len(padded_NK), -1, INT4.group)

@@ -54,7 +54,7 @@ class Shape:
 
 
 def reason_against(config: Any) -> str | None:
-    """Why decoder.py cannot run the model, as `key: found`; None if it can."""
+    """Returns why decoder.py cannot run the model, as `key: found`; None if it can."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         return f"model_type: {config.model_type}"
@@ -69,14 +69,33 @@ def reason_against(config: Any) -> str | None:
 
 
 def shape_of(config: Any) -> Shape:
-    """The shape of a model for which `reason_against` finds nothing."""
+    """Returns the shape of a model for which `reason_against` finds nothing."""
     family = FAMILIES[config.model_type]
     n_heads = int(config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
-    many = family.multipliers
     experts = int(_first(config, EXPERTS) or 0) if family.names.router else 0
     ffn = int(getattr(config, family.mlp_key) or 4 * config.hidden_size)
-    scaled = config.hidden_size**0.5 if family.scaled_embedding else 1.0
+
+    embedding_scale = 1.0
+    residual_scale = 1.0
+    logit_divisor = 1.0
+    if family.multipliers:
+        embedding_scale = float(config.embedding_multiplier)
+        residual_scale = float(config.residual_multiplier)
+        logit_divisor = float(config.logits_scaling)
+    elif family.scaled_embedding:
+        embedding_scale = config.hidden_size**0.5
+
+    softcap = None
+    if family.softcap:
+        softcap = getattr(config, "attn_logit_softcapping", None)
+
+    gate_alpha = 0.0
+    gate_limit = 0.0
+    if family.clamped:  # gpt-oss; transformers 5.17 has these numbers in its code, and not in the config
+        gate_alpha = float(getattr(config, "swiglu_alpha", 1.702))
+        gate_limit = float(getattr(config, "swiglu_limit", 7.0))
+
     return Shape(
         family=family,
         dim=int(config.hidden_size),
@@ -90,61 +109,80 @@ def shape_of(config: Any) -> Shape:
         activation=str(_first(config, ACTIVATIONS)),
         blocks=_blocks(config, family, bool(experts)),
         scale=_score_scale(config, family, head_dim),
-        softcap=getattr(config, "attn_logit_softcapping", None) if family.softcap else None,
+        softcap=softcap,
         logit_softcap=_first(config, ("final_logit_softcapping",)),
-        embedding_scale=float(config.embedding_multiplier) if many else scaled,
-        residual_scale=float(config.residual_multiplier) if many else 1.0,
-        logit_divisor=float(config.logits_scaling) if many else 1.0,
+        embedding_scale=embedding_scale,
+        residual_scale=residual_scale,
+        logit_divisor=logit_divisor,
         parallel=any(getattr(config, key) for key in family.parallel),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         experts=experts,
         top_k=int(getattr(config, "num_experts_per_tok", 0) or 0),
         normed_top=family.normed_top is None or bool(getattr(config, family.normed_top)),
-        # Of gpt-oss; transformers 5.17 has these two numbers in its code, and not in the config.
-        gate_alpha=float(getattr(config, "swiglu_alpha", 1.702)) if family.clamped else 0.0,
-        gate_limit=float(getattr(config, "swiglu_limit", 7.0)) if family.clamped else 0.0,
+        gate_alpha=gate_alpha,
+        gate_limit=gate_limit,
     )
 
 
 def norms_of(config: Any) -> dict[str, str]:
-    """The names of a block's norms by their place; an empty name where there is none."""
+    """Returns the names of a block's norms by their place; an empty name where there is none."""
     family = FAMILIES[config.model_type]
-    found = {place: getattr(family.names, place) for place in NORMS}
+    names = {place: getattr(family.names, place) for place in NORMS}
     if family.norm_names is not None:
-        found["before_attention"], found["before_mlp"] = family.norm_names(config)
-    return found
+        before_attention, before_mlp = family.norm_names(config)
+        names["before_attention"] = before_attention
+        names["before_mlp"] = before_mlp
+    return names
 
 
 def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """The parameters of rotary positions by kind of layer; one kind, ALL, where all layers have the same."""
-    found = getattr(config, "rope_parameters", None) or {}
-    nested = {kind: parameters for kind, parameters in found.items() if isinstance(parameters, dict)}
-    return nested or ({ALL: found} if found else {})
+    """Returns the parameters of rotary positions by kind of layer; one kind, ALL, where all have the same."""
+    content = getattr(config, "rope_parameters", None) or {}
+    by_kind = {kind: parameters for kind, parameters in content.items() if isinstance(parameters, dict)}
+    if by_kind or not content:
+        return by_kind
+    return {ALL: content}
 
 
 def longrope_limit(config: Any) -> int | None:
-    """The length beyond which positions have a second scale (longrope); None where there is one scale."""
+    """Returns the length beyond which positions have a second scale (longrope); None where there is one."""
     scaled = [p for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"]
     return min((int(p[SCALED_FROM]) for p in scaled), default=None)
 
 
-def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...]:
+def _blocks(config: Any, family: Family, has_experts: bool) -> tuple[BlockShape, ...]:
+    """Returns what each block has: a window, a table of rotary positions, experts."""
     count = int(config.num_hidden_layers)
     kinds = getattr(config, "attention_layers", None) or getattr(config, "layer_types", None)
-    window: int | None = getattr(config, family.window.key, None) if family.window else None
-    by_kind = family.window is not None and family.window.partial
-    rotated = getattr(config, family.rotary_layers) if family.rotary_layers else [True] * count
+    window: int | None = None
+    by_kind = False  # some layers see the whole text
+    if family.window is not None:
+        window = getattr(config, family.window.key, None)
+        by_kind = family.window.partial
+
+    rotated = [True] * count
+    if family.rotary_layers:
+        rotated = getattr(config, family.rotary_layers)
     tables = rotary_parameters(config) if family.position_rows is None else {}
+
     dense = getattr(config, "mlp_only_layers", None)
     step = getattr(config, "decoder_sparse_step", None)
     sparse = expert_layers(count, dense or (), step or 1)
-    found = []
+
+    blocks = []
     for layer in range(count):
         kind = kinds[layer] if kinds else ""
-        own = window if not by_kind or kind in LOCAL else None
-        table = None if not tables or not rotated[layer] else kind if kind in tables else next(iter(tables))
-        found.append(BlockShape(own, table, experts and sparse[layer]))
-    return tuple(found)
+        table = None
+        if tables and rotated[layer]:
+            table = kind if kind in tables else next(iter(tables))
+        blocks.append(
+            BlockShape(
+                window=window if not by_kind or kind in LOCAL else None,
+                rotary=table,
+                experts=has_experts and sparse[layer],
+            )
+        )
+    return tuple(blocks)
 
 
 def _kv_heads(config: Any, family: Family, n_heads: int) -> int:
@@ -159,7 +197,9 @@ def _score_scale(config: Any, family: Family, head_dim: int) -> float:
         return float(config.attention_multiplier)
     if family.plain_scores:
         return 1.0
-    divisor = float(getattr(config, family.scale_key)) if family.scale_key else float(head_dim)
+    divisor = float(head_dim)
+    if family.scale_key:
+        divisor = float(getattr(config, family.scale_key))
     return float(divisor**-0.5)
 
 

@@ -58,10 +58,12 @@ def qkv_rows(shape: Shape, heads: Heads) -> list[tuple[int, list[Span]]]:
     keys = shape.n_kv * size
     query = times(heads.query, size)
     kv = times(heads.kv, size)
+
     if len(family.names.qkv) == 3:
         return [(queries, [query]), (keys, [kv]), (keys, [kv])]
     if not family.qkv_by_group:
         return [(queries + 2 * keys, [query, shifted(kv, queries), shifted(kv, queries + keys)])]
+
     # Falcon's one matrix, by group of queries (here 2 a group), in units of `size` outputs:
     #     q0 q1 k0 v0 | q2 q3 k1 v1 | ...
     # A rank with queries 2..3 and keys 1..1 reads places 4 5, 6 and 7: its queries, its keys, its values.
@@ -73,26 +75,27 @@ def qkv_rows(shape: Shape, heads: Heads) -> list[tuple[int, list[Span]]]:
 
 
 def _runs(order: list[int]) -> list[Span]:
-    """The numbers as runs: 3, 4, 5, 9 is (3, 6), (9, 10)."""
+    """Returns the numbers as runs: 3, 4, 5, 9 is (3, 6), (9, 10)."""
     breaks = [0, *(i for i, (a, b) in enumerate(pairwise(order), start=1) if b != a + 1), len(order)]
     return [(order[a], order[b - 1] + 1) for a, b in pairwise(breaks)]
 
 
 def share(total: int, world: int, rank: int, unit: int = 1) -> Span:
-    """The rank's part of `total` in whole units; the last unit may be short."""
+    """Returns the rank's part of `total` in whole units; the last unit may be short."""
     base, extra = divmod(-(-total // unit), world)
     first = rank * base + min(rank, extra)
-    last = first + base + (rank < extra)
+    last = first + base
+    if rank < extra:
+        last += 1
     return min(first * unit, total), min(last * unit, total)
 
 
 def filled_share(what: str, total: int, world: int, rank: int, unit: int = 1) -> Span:
-    """`share`; a DistributedError if some rank's part would be empty."""
+    """Returns `share`; raises DistributedError if some rank's part would be empty."""
     most = -(-total // unit)
     if most < world:
-        what = f"the model has too little {what} for the ranks"
         raise DistributedError(
-            what,
+            f"the model has too little {what} for the ranks",
             found=f"{total} over {world} ranks",
             allowed=f"at most {most} ranks",
             fix="start fewer ranks",
@@ -101,7 +104,7 @@ def filled_share(what: str, total: int, world: int, rank: int, unit: int = 1) ->
 
 
 def mlp_share(width: int, world: int, rank: int) -> Span:
-    """The rank's columns of the MLP, in the widest unit, up to 64, that leaves no rank empty."""
+    """Returns the rank's columns of the MLP, in the widest unit, up to 64, that leaves no rank empty."""
     unit = WIDEST_UNIT
     while unit > 1 and -(-width // unit) < world:
         unit //= 2
@@ -113,32 +116,31 @@ def vocab_share(vocab: int, world: int, rank: int) -> Span:
 
 
 def head_ranges(n_heads: int, n_kv: int, world: int, rank: int, where: str = "") -> Heads:
-    """Whole KV groups; where there are fewer KV heads than ranks, several ranks share a group's queries.
+    """Returns whole KV groups; with fewer KV heads than ranks, several ranks share a group's queries.
 
     Each of these ranks holds the group's KV head.
     """
     group = n_heads // n_kv
     if world <= n_kv:
         first, last = share(n_kv, world, rank)
-        return Heads((first * group, last * group), (first, last))
+        return Heads(query=(first * group, last * group), kv=(first, last))
     copies = world // n_kv
     if world % n_kv or copies > group:
-        found = f"{n_heads} heads, {n_kv} KV heads, {world} ranks"
         fitting = [n for n in range(1, n_heads + 1) if n <= n_kv or n % n_kv == 0]
         raise DistributedError(
             "the model's heads cannot be split over the ranks",
             where=where,
-            found=found,
+            found=f"{n_heads} heads, {n_kv} KV heads, {world} ranks",
             allowed=f"{_in_words(fitting)} ranks",
             fix=OTHER_RANKS,
         )
     kv = rank // copies
     first, last = share(group, copies, rank % copies)
-    return Heads((kv * group + first, kv * group + last), (kv, kv + 1))
+    return Heads(query=(kv * group + first, kv * group + last), kv=(kv, kv + 1))
 
 
 def _in_words(counts: list[int]) -> str:
-    """1..4, 8 for 1, 2, 3, 4, 8."""
+    """Returns 1..4, 8 for 1, 2, 3, 4, 8."""
     run = next((i for i, n in enumerate(counts, start=1) if n != i), len(counts) + 1) - 1
     if run <= 2:
         return ", ".join(map(str, counts))
@@ -162,7 +164,7 @@ def is_planned(model: ModelConf) -> bool:
 
 
 def require_planned(model: ModelConf, role: str) -> None:
-    """A ModelError if the planner does not know the model's layers."""
+    """Raises ModelError if the planner does not know the model's layers."""
     if not is_planned(model):
         raise ModelError(
             "the architecture cannot be planned",
@@ -179,15 +181,18 @@ def require_split(model: ModelConf, world: int, role: str = "model") -> None:
     if not is_planned(model):
         raise unsplit(where, model.family, "run it in one process, a draft with placement=leader")
     head_ranges(model.n_heads, model.n_kv_heads, world, 0, where)
-    for width in (*_dense_widths(model), *([model.expert_ffn] if model.experts else [])):
+    for width in _dense_widths(model):
         mlp_share(width, world, 0)
+    if model.experts:
+        mlp_share(model.expert_ffn, world, 0)
     vocab_share(model.vocab, world, 0)
     require_quantised(model, world)
 
 
 def unsplit(where: str, family: str, fix: str = "run it in one process") -> ModelError:
-    what = "the architecture cannot be split over ranks"
-    return ModelError(what, where=where, found=family, allowed=TESTED, fix=fix)
+    return ModelError(
+        "the architecture cannot be split over ranks", where=where, found=family, allowed=TESTED, fix=fix
+    )
 
 
 def _dense_widths(model: ModelConf) -> list[int]:
@@ -210,11 +215,16 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
     for what, sizes in inputs.items():
         odd = sorted(size for size in sizes if size % NF4_BLOCK)
         if odd:
-            fix = "use dtype=int8 or bf16" + (", or other ranks" if "rank" in what and world > 1 else "")
-            where = f"model {model.name}, {what}"
-            allowed = f"multiples of {NF4_BLOCK}"
-            what = "nf4 needs inputs in whole blocks"
-            raise DistributedError(what, where=where, found=odd[0], allowed=allowed, fix=fix)
+            fix = "use dtype=int8 or bf16"
+            if "rank" in what and world > 1:
+                fix += ", or other ranks"
+            raise DistributedError(
+                "nf4 needs inputs in whole blocks",
+                where=f"model {model.name}, {what}",
+                found=odd[0],
+                allowed=f"multiples of {NF4_BLOCK}",
+                fix=fix,
+            )
 
 
 def require_transformers(name: str, dtype: Dtype) -> None:
@@ -241,12 +251,13 @@ def require_deepspeed(model: ModelConf, world: int) -> None:
             fix="use placement.splitting=tensor, or one process",
         )
     if model.code_bits or model.dtype in (Dtype.int8, Dtype.nf4, *OWN_CODES):
+        number_format = model.dtype.value
+        if model.code_bits:
+            number_format = f"a checkpoint in codes of {model.code_bits} bits"
         raise DistributedError(
             "DeepSpeed would lose the scales of quantised layers",
             where=where,
-            found=f"a checkpoint in codes of {model.code_bits} bits"
-            if model.code_bits
-            else model.dtype.value,
+            found=number_format,
             allowed="plain weights in fp32, bf16, fp16",
             fix="use placement.splitting=tensor",
         )

@@ -43,12 +43,12 @@ class Checkpoint:
 
 
 def config_file(path: Path) -> Path:
-    """The file that says what the model is."""
+    """Returns the file that says what the model is."""
     return path if is_gguf(path) else path / "config.json"
 
 
 def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's sizes by the config's names; a ModelError if config.json lacks one."""
+    """Returns the model's sizes by the config's names; raises ModelError if config.json lacks one."""
     config = checkpoint.config
     size = partial(_size, checkpoint)
     family = family_of(config["model_type"])
@@ -57,6 +57,7 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     for name in PROJECTED:
         if config.get(name) not in (None, dim):
             raise _unsupported(checkpoint, f"its embeddings are projected ({name})", f"embeddings of {dim}")
+
     layers = size("num_hidden_layers", "num_layers", "n_layer")
     # Falcon's config.json has a number of KV heads for its newer kind only.
     newer = config.get("new_decoder_architecture") or not config.get("multi_query", True)
@@ -64,6 +65,8 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     kv_heads = 1 if one_kv else size("num_key_value_heads", "num_kv_heads", default=heads)
     window = _window(config, family.window, layers)
     ffn = size(family.mlp_key, "intermediate_size", "ffn_dim", "n_inner", default=4 * dim)
+
+    attention_bias, mlp_bias = family.biases(config)
     shape = {
         "family": config["model_type"],
         "n_layers": layers,
@@ -77,8 +80,9 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "context": context_within(size(*POSITIONS, default=family.context), config),
         "tied": not any(name.startswith(HEADS) for name in checkpoint.tensors),
         "sliding_window": size(window.key, default=window.default) if window else None,
+        "attention_bias": attention_bias,
+        "mlp_bias": mlp_bias,
     }
-    shape["attention_bias"], shape["mlp_bias"] = family.biases(config)
     shape |= _codes(checkpoint, shape)
     if heads % kv_heads:
         raise ModelError(
@@ -92,34 +96,36 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
-    """What a packed model keeps: of each matrix, or without headers what config.json says of all."""
+    """Returns what a packed model keeps: of each matrix, or without headers what config.json says of all."""
     if is_gguf(checkpoint.path):
         return kept.sizes(kept.of_gguf({name: kind for name, (kind, _) in checkpoint.tensors.items()}))
-    found = quantised_config(checkpoint.config, checkpoint.path)
+    claimed = quantised_config(checkpoint.config, checkpoint.path)
     family = family_of(shape["family"])
-    usual = kept.of_config(found)
-    if found is None or not checkpoint.tensors or not (usual.bits or found.method == "mxfp4"):
+    usual = kept.of_config(claimed)
+    if claimed is None or not checkpoint.tensors or not (usual.bits or claimed.method == "mxfp4"):
         return kept.usual(usual)
+
     names = kept.names_of(family.names)
     experts = *family.names.expert_up, family.names.expert_down  # of each expert, or of all
     leaves = zip(experts, kept.EXPERT[-len(experts) :], strict=True)
     names |= {name.format(0): leaf for name, leaf in leaves if name}
     inputs = dict.fromkeys(kept.MATRICES, shape["dim"]) | {"expert_down": shape["expert_ffn"]}
     inputs |= {"attn_output": shape["n_heads"] * shape["head_dim"], "ffn_down": shape["ffn"]}
-    return kept.sizes(kept.of_folder(checkpoint.tensors, found, names, inputs, LAYER))
+    return kept.sizes(kept.of_folder(checkpoint.tensors, claimed, names, inputs, LAYER))
 
 
 def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:
-    """The sizes of experts; zeros for a family that has none, or that this program does not know."""
+    """Returns the sizes of experts; zeros for a family that has none, or that is not known here."""
     if not family.names.router:
         return dict.fromkeys(("experts", "experts_per_token", "expert_ffn", "dense_layers"), 0)
     dense = checkpoint.config.get("mlp_only_layers")
     step = _size(checkpoint, "decoder_sparse_step", default=1)
+    have_experts = expert_layers(layers, dense if isinstance(dense, list) else (), step)
     return {
         "experts": _size(checkpoint, *EXPERTS),
         "experts_per_token": _size(checkpoint, "num_experts_per_tok"),
         "expert_ffn": _size(checkpoint, "moe_intermediate_size", default=ffn),
-        "dense_layers": expert_layers(layers, dense if isinstance(dense, list) else (), step).count(False),
+        "dense_layers": have_experts.count(False),
     }
 
 
@@ -151,7 +157,7 @@ def require_positions(path: Path, config: dict[str, Any]) -> None:
 
 
 def _size(checkpoint: Checkpoint, *names: str, default: int | None = None) -> int:
-    """The value of the first of these keys that config.json has with a usable one, or else the default."""
+    """Returns the value of the first of these keys that has a usable one, or else the default."""
     values = [value for name in names if (value := checkpoint.config.get(name)) is not None]
     for value in values:
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
@@ -170,9 +176,8 @@ def _size(checkpoint: Checkpoint, *names: str, default: int | None = None) -> in
 
 
 def _unsupported(checkpoint: Checkpoint, why: str, allowed: str = SUPPORTED) -> ModelError:
-    what = f"the architecture is not supported: {why}"
     return ModelError(
-        what,
+        f"the architecture is not supported: {why}",
         where=checkpoint.path,
         found=checkpoint.config["model_type"],
         allowed=allowed,
@@ -181,7 +186,7 @@ def _unsupported(checkpoint: Checkpoint, why: str, allowed: str = SUPPORTED) -> 
 
 
 def context_within(positions: int, config: dict[str, Any]) -> int:
-    """How many of these positions can be used: all, or those that transformers gives one scale."""
+    """Returns how many of these positions can be used: all, or those that transformers gives one scale."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config["model_type"] in TESTED_FAMILIES or not isinstance(rope, dict):
         return positions
@@ -192,7 +197,7 @@ def context_within(positions: int, config: dict[str, Any]) -> int:
 
 
 def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> Window | None:
-    """The family's window, if config.json switches it on."""
+    """Returns the family's window, if config.json switches it on."""
     if window is None or config.get(window.key, window.default) is None:
         return None
     if window.switched:

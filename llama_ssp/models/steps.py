@@ -23,7 +23,7 @@ from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.decoder import Caches, Decoder
-from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.decoder_model import DecoderModel, Step
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.feed import Feed
@@ -38,8 +38,6 @@ from llama_ssp.models.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
 
-# A step gives logits, then what the model's taps are given.
-Step = Callable[[Tensor, Tensor, Tensor, Caches], list[Tensor]]
 # Tokens, their positions and first slots; caches.
 Arguments = tuple[Tensor, Tensor, Tensor, Caches]
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
@@ -67,7 +65,8 @@ class SteppedModel(DecoderModel):
         cache = self.new_cache(1, 8)
         for start, count in ((0, 1), (1, 2)):
             token_BW = torch.zeros(1, count, dtype=torch.int64, device=self.device)
-            self._try(token_BW, Feed((start,), (count,), 8, self.device), cache)
+            feed = Feed(start=(start,), count=(count,), capacity=8, device=self.device)
+            self._try(token_BW, feed, cache)
 
     def _try(self, token_BW: Tensor, feed: Feed, cache: SlotCache) -> None:
         """Runs a step, and waits for the device."""
@@ -78,13 +77,15 @@ class SteppedModel(DecoderModel):
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Inside, steps are not compiled, and attention is torch's own."""
-        before = self.is_compiled, self.attend
+        was_compiled = self.is_compiled
+        attend = self.attend
         self.is_compiled = False
         self.attend = attention.attend_rows
         try:
             yield
         finally:
-            self.is_compiled, self.attend = before
+            self.is_compiled = was_compiled
+            self.attend = attend
 
     def give_up(self) -> None:
         """From now on steps run eagerly, by torch's own attention."""
@@ -102,24 +103,18 @@ class SteppedModel(DecoderModel):
         """The next step loads or compiles another program."""
         self._step = None
 
-    def _stepped(
+    def _step_for(
         self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, is_prompt: bool
-    ) -> tuple[Tensor, list[Tensor]] | None:
+    ) -> Step | None:
         width = max(count for _, _, count in feed.rows)
         if width > WIDEST or feed.long_T is not None or not self.is_compiled:
             return None
         if is_prompt and len(token_T) > self.longest_prompt:
             return None
-        arguments = token_T, feed.position_T, feed.first_T, cache.layers
+        arguments = (token_T, feed.position_T, feed.first_T, cache.layers)
         if self._step is None and not self._made(arguments):
             return None
-        logit_TV, *kept = self._call(arguments, is_prompt)
-        return logit_TV, kept
-
-    def _call(self, arguments: Arguments, is_prompt: bool = False) -> list[Tensor]:
-        assert self._step is not None
-        with self.ranks.during("a step"):
-            return self._step(*arguments)
+        return self._step
 
     def _made(self, arguments: Arguments) -> bool:
         """Loads or compiles the step; returns whether it could be compiled on all ranks."""
@@ -134,23 +129,32 @@ class SteppedModel(DecoderModel):
         return self.is_compiled
 
     def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
-        """Which of the facts hold on every rank."""
+        """Returns which of the facts hold on every rank."""
         every = self.ranks.gather_ints(list(map(int, facts))) if facts else []
         return [all(column) for column in zip(*every, strict=True)]
 
     def _programs(self, arguments: Arguments) -> Step:
+        """Loads or compiles the programs of all sections; sections that are alike share one."""
         began = time.perf_counter()
-        x, *where, caches = arguments
+        x, position_T, first_T, caches = arguments
         loaded: dict[Path, Program] = {}
         calls = list[Call]()
         kinds = kinds_of(self.decoder, self.config)
         for section, blocks in sections_of(self.decoder, kinds, tapped=bool(self.taps)):
-            spec = ProgramSpec(run_section, section, (x, *where, caches[blocks]), kinds[blocks])
-            calls.append((load_or_compile(self, spec, loaded), section, blocks))
+            spec = ProgramSpec(
+                function=run_section,
+                module=section,
+                arguments=(x, position_T, first_T, caches[blocks]),
+                kinds=kinds[blocks],
+            )
+            program = load_or_compile(self, spec, loaded)
+            calls.append((program, section, blocks))
+
+            # Of the next section: what a block gives, (T, H). Programs are made by shapes, not by values.
             table_VH = self.decoder.embedding.weight
             x = table_VH.new_empty(len(x), table_VH.shape[1], dtype=self.decoder.stream)
         log.debug("engine: the step of %s is ready in %.1f s", self.name, time.perf_counter() - began)
-        return partial(run_programs, calls, sorted(self.taps))
+        return partial(run_programs, calls, sorted(self.taps), self.ranks)
 
 
 class Section(nn.Module):
@@ -192,38 +196,50 @@ def run_section(
     for tensor in (x, *(keys_GND[0] for keys_GND, _ in caches)):
         check(tensor.shape[0] >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
     feed = attention.Pass(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
-    return section(x, feed, caches)  # type: ignore[no-any-return]
+    states: list[Tensor] = section(x, feed, caches)
+    return states
 
 
 Call = tuple[Program, Section, slice]
 
 
 def run_programs(
-    calls: list[Call], taps: list[int], token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: Caches
+    calls: list[Call],
+    taps: list[int],
+    ranks: Ranks,
+    token_T: Tensor,
+    position_T: Tensor,
+    first_T: Tensor,
+    caches: Caches,
 ) -> list[Tensor]:
     """Returns the logits, then the states that are tapped."""
     x = token_T
     states = list[Tensor]()
-    for program, section, blocks in calls:
-        states += program(section, x, position_T, first_T, caches[blocks])
-        x = states[-1]
+    with ranks.during("a step"):
+        for program, section, blocks in calls:
+            states += program(section, x, position_T, first_T, caches[blocks])
+            x = states[-1]
     return [x, *(states[number] for number in taps)]
 
 
 def kinds_of(decoder: Decoder, config: Any) -> tuple[str, ...]:
-    """What may differ from block to block, in words."""
+    """Returns what may differ from block to block, in words."""
     pairs = zip(shape_of(config).blocks, decoder.blocks, strict=True)
     return tuple(f"{shape} {block} {sizes(block)}" for shape, block in pairs)
 
 
 def sections_of(decoder: Decoder, kinds: tuple[str, ...], tapped: bool) -> list[tuple[Section, slice]]:
-    """A small decoder is one section; a larger one is the embedding, groups of blocks, and the head."""
-    groups = groups_of(kinds)
-    count = len(kinds)
-    spans = groups if len(groups) == 1 else [slice(0, 0), *groups, slice(count, count)]
+    """Returns the sections, each with its blocks.
+
+    A small decoder is one section; a larger one is the embedding, groups of blocks, and the head.
+    """
+    spans = groups_of(kinds)
+    if len(spans) > 1:
+        count = len(kinds)
+        spans = [slice(0, 0), *spans, slice(count, count)]
     last = len(spans) - 1
     return [
-        (Section(decoder, span, number == 0, number == last, tapped), span)
+        (Section(decoder, span, first=number == 0, last=number == last, tapped=tapped), span)
         for number, span in enumerate(spans)
     ]
 
@@ -241,7 +257,7 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
 
 
 def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int, int, int]) -> bool:
-    """Whether steps can be compiled here: their kernels may have to be built. If not, the log says why.
+    """Returns whether steps can be compiled here: kernels may have to be built. If not, the log says why.
 
     `heads`: how many of queries, how many of keys, and their size. On a GPU the kernels are tried, too.
     """
@@ -250,8 +266,11 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int,
         return False
     in_codes = dtype in (*QUANTISED, Dtype.packed) and coded.available(device)
     wanted: list[Callable[[], None]] = [partial(attention_kernel.operators, device.type)]
-    wanted += [linear.operators] if on_cpu else []
-    wanted += [partial(coded.operators, device.type)] if in_codes else []
+    if on_cpu:
+        wanted.append(linear.operators)
+    if in_codes:
+        wanted.append(partial(coded.operators, device.type))
+
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda make: make(), wanted))

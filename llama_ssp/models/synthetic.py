@@ -39,7 +39,7 @@ WRITERS = {
 
 
 def config_for(model: ModelConf) -> Any:
-    """transformers' config of the model's shape."""
+    """Returns transformers' config of the model's shape."""
     from transformers import AutoConfig
 
     family = family_of(model.family)
@@ -58,29 +58,34 @@ def config_for(model: ModelConf) -> Any:
         family.mlp_key: model.ffn,
         "max_position_embeddings": model.context,
         "tie_word_embeddings": model.tied,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
+
     if family.grouped:
-        shape |= {"num_key_value_heads": model.n_kv_heads, "head_dim": model.head_dim}
+        shape["num_key_value_heads"] = model.n_kv_heads
+        shape["head_dim"] = model.head_dim
     if family.window and model.sliding_window:
         shape[family.window.key] = model.sliding_window
         if family.window.switched:
-            shape |= {"use_sliding_window": True, "max_window_layers": model.n_layers // 2}
+            shape["use_sliding_window"] = True
+            shape["max_window_layers"] = model.n_layers // 2
     for key, said in zip(family.bias_keys, (model.attention_bias, model.mlp_bias), strict=True):
         if key and said is not None:
             shape[key] = said
     if family.multi_query:
-        shape |= {"new_decoder_architecture": model.n_kv_heads > 1, "num_kv_heads": model.n_kv_heads}
+        shape["new_decoder_architecture"] = model.n_kv_heads > 1
+        shape["num_kv_heads"] = model.n_kv_heads
     if model.experts:
-        dense = list(range(model.dense_layers))
-        shape |= {
-            "num_local_experts": model.experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "moe_intermediate_size": model.expert_ffn,
-            **({"mlp_only_layers": dense} if dense else {}),
-        }
+        shape["num_local_experts"] = model.experts
+        shape["num_experts_per_tok"] = model.experts_per_token
+        shape["moe_intermediate_size"] = model.expert_ffn
+        if model.dense_layers:
+            shape["mlp_only_layers"] = list(range(model.dense_layers))
     if family.masks_inside:
         shape["attention_types"] = [[["global", "local"], model.n_layers // 2]]
+
     try:
         config = AutoConfig.for_model(model.family, **shape)
     except ValueError:
@@ -97,9 +102,16 @@ class SyntheticSource:
     """Weights from the seed, made when they are read; a part is made alone and equals that part of all."""
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], tables: set[str], final_norm: str, model: ModelConf,
-        dtype: torch.dtype, device: torch.device, drafts: bool,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        shapes: dict[str, tuple[int, ...]],
+        tables: set[str],
+        final_norm: str,
+        model: ModelConf,
+        dtype: torch.dtype,
+        device: torch.device,
+        drafts: bool,
+    ) -> None:
         """`shapes` by name; the names of the embedding and the head, and of the norm before the head."""
         if model.dim < 2 * HALF:
             raise ModelError(
@@ -125,24 +137,40 @@ class SyntheticSource:
 
     @staticmethod
     def of_module(module: Any, model: ModelConf, device: torch.device, drafts: bool) -> SyntheticSource:
-        """The weights of a module of transformers."""
+        """Returns the weights of a module of transformers."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         both = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
         tables = {name for name, parameter in parameters.items() if any(parameter is t for t in both)}
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        return SyntheticSource(shapes, tables, _final_norm(module), model, module.dtype, device, drafts)
+        return SyntheticSource(
+            shapes=shapes,
+            tables=tables,
+            final_norm=_final_norm(module),
+            model=model,
+            dtype=module.dtype,
+            device=device,
+            drafts=drafts,
+        )
 
     @staticmethod
     def of_config(
         config: Any, model: ModelConf, dtype: torch.dtype, device: torch.device, drafts: bool
     ) -> SyntheticSource:
-        """The weights of a decoder of our own."""
+        """Returns the weights of a decoder of our own."""
         names = family_of(config.model_type).names
         shapes = wanted(config)
         tables = {f"{name}.weight" for name in (names.embedding, names.head)}
         if config.tie_word_embeddings:
             del shapes[f"{names.head}.weight"]
-        return SyntheticSource(shapes, tables, f"{names.norm}.weight", model, dtype, device, drafts)
+        return SyntheticSource(
+            shapes=shapes,
+            tables=tables,
+            final_norm=f"{names.norm}.weight",
+            model=model,
+            dtype=dtype,
+            device=device,
+            drafts=drafts,
+        )
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
         shape = self.shapes[name]
@@ -152,8 +180,8 @@ class SyntheticSource:
         if cut is None:
             return self._part(name, rows, None).view(shape)
         if cut.number is not None:  # of stacked experts a part is made by way of the whole one
-            own = cut.number * shape[1], (cut.number + 1) * shape[1]
-            return taken(self._part(name, own, None), Cut(cut.dim - 1, cut.spans))
+            rows = (cut.number * shape[1], (cut.number + 1) * shape[1])
+            return taken(self._part(name, rows, None), Cut(dim=cut.dim - 1, spans=cut.spans))
         if len(shape) > 2:
             return taken(self._part(name, rows, None).view(shape), cut)
         if cut.dim == COLUMNS:
@@ -164,7 +192,7 @@ class SyntheticSource:
         """Fills a matrix; a tensor of more dimensions counts as one with its last dimension as columns."""
         width = self.shapes[name][-1]
         count = rows[1] - rows[0]
-        (first, last) = columns or (0, width)
+        first, last = columns or (0, width)
         if name in self._tables:
             part = torch.zeros(count, width, dtype=self._dtype, device=self._device)
             part[:, : 2 * HALF] = self._codes[rows[0] : rows[1]].to(part)
@@ -192,13 +220,13 @@ def fill_module(module: Any, source: SyntheticSource, dtype: Dtype, device: torc
     tied = bool(getattr(module.config, "tie_word_embeddings", False))
     for name, layer in list(module.named_modules()):
         shrinks = dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head
+        place = torch.device("cpu") if shrinks else device  # quantising begins on the CPU
         values: dict[str, Tensor] = {}
         for leaf, parameter in layer._parameters.items():
             key = f"{name}.{leaf}" if name else leaf
             if parameter is None or (layer is head and tied):
                 continue
-            # Quantising begins on the CPU, and ends on the device.
-            values[leaf] = source.read(key, None).to(torch.device("cpu") if shrinks else device, held)
+            values[leaf] = source.read(key, None).to(place, held)
         if shrinks:
             module.set_submodule(name, quantised(dtype, values["weight"], values.get("bias"), device))
             continue
@@ -222,29 +250,32 @@ def require_filled(module: nn.Module) -> None:
 
 
 def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> float:
-    """The mean overlap of the shared distribution with that of a draft that flips this share of signs."""
+    """Returns how much a draft that flips this share of signs overlaps with the target, on average."""
     signs_VH = _signs(vocab, seed)
     draft_VH = _flipped(signs_VH, flipped, seed)
     chosen = torch.arange(0, vocab, max(1, vocab // tokens))[:tokens]
     weight_H = SPREAD / HALF**0.5 * _norm_signs()
-    target, draft = (
+    target_TV, draft_TV = (
         torch.softmax((codes[chosen] * weight_H) @ codes.T, -1) for codes in (signs_VH, draft_VH)
     )
-    return float(torch.minimum(target, draft).sum(-1).mean())
+    return float(torch.minimum(target_TV, draft_TV).sum(-1).mean())
 
 
 def flips_for(agreement: float, vocab: int, seed: int) -> float:
-    """The share of signs to flip for this agreement, at most a half."""
+    """Returns the share of signs to flip for this agreement, at most a half."""
     low = 0.0
     high = 0.5
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if agreement_at(middle, vocab, seed) > agreement else (low, middle)
+        if agreement_at(middle, vocab, seed) > agreement:
+            low = middle
+        else:
+            high = middle
     return low if agreement < 1 else 0.0
 
 
 def _codes(model: ModelConf, drafts: bool) -> Tensor:
-    """A token's vector of signs, each standing twice, once negated; (vocab, 2 HALF)."""
+    """Returns each token's vector of signs, each standing twice, once negated; (vocab, 2 HALF)."""
     signs_VH = _signs(model.vocab, model.seed)
     if drafts and model.agreement < 1:
         flipped = flips_for(model.agreement, model.vocab, model.seed)
@@ -253,7 +284,7 @@ def _codes(model: ModelConf, drafts: bool) -> Tensor:
 
 
 def _final_norm(module: Any) -> str:
-    """The name of the weight of the norm before the head: the last norm outside of all layers."""
+    """Returns the name of the weight of the norm before the head: the last norm outside of all layers."""
     norms: list[str] = [
         name
         for name, m in module.named_modules()

@@ -18,7 +18,7 @@ from llama_ssp.models.checkpoint import is_fp16
 from llama_ssp.models.device_map import Room
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.host_memory import memory_here
-from llama_ssp.models.kernels.kept_files import compiler
+from llama_ssp.models.kept_files import compiler
 from llama_ssp.models.loader import DRAFT
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned

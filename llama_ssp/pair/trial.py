@@ -34,7 +34,7 @@ from llama_ssp.distributed.launcher import import_path
 from llama_ssp.distributed.process_group import gpu_of, open_ranks
 from llama_ssp.distributed.signals import CODE_FILE, end_with_parent, leave
 from llama_ssp.errors import DISTRIBUTED, DistributedError, LostPeer, first_line
-from llama_ssp.models.kernels.kept_files import cache_folder, part_of, source_text
+from llama_ssp.models.kept_files import cache_folder, part_of, source_text
 from llama_ssp.models.step_check import PASSED, difference, small_model
 from llama_ssp.models.steps import SteppedModel
 

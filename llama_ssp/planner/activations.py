@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models import graph_sizes
-from llama_ssp.models.graph_sizes import DECODED, FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, SLICE, sizes_up_to
+from llama_ssp.models.graph_sizes import FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, sizes_up_to
+from llama_ssp.models.kernels.kernel_sizes import DECODED, SLICE, attended_parts
 from llama_ssp.planner.storage import EXPERTS, width
 from llama_ssp.planner.weights import ModelPart, RolePart, weights
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
@@ -120,7 +121,7 @@ class Forward:
         cells = self.columns * self.span * (part.queries // part.kvs)
         row = self.columns * (3 * w * part.query_width + FP32 * part.queries)
         if self._by_kernel:  # sums of parts, of all rows at once
-            parts = graph_sizes.attended_parts(self.tokens, part.kvs)
+            parts = attended_parts(self.tokens, part.kvs)
             sums = FP32 * parts * (part.query_width + 2 * part.queries)
             row = 2 * w * self.tokens * part.query_width + sums
         elif part.family.softcap or part.family.names.sinks:  # scores in fp32: a step, the next and a third

@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from llama_ssp.config import OWN_CODES, Dtype, ModelConf, RunConf, Splitting, Steps
-from llama_ssp.models.graph_sizes import WIDEST_HEAD, attends_on_cpu
-from llama_ssp.models.kernels.kept_files import mark_of
+from llama_ssp.models.kept_files import mark_of
+from llama_ssp.models.kernels.kernel_sizes import WIDEST_HEAD, attends_on_cpu
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.weights import parameters

@@ -25,7 +25,7 @@ from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError, UsageError
 from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
-from llama_ssp.models.kernels.kept_files import compiler
+from llama_ssp.models.kept_files import compiler
 from llama_ssp.models.own_sampling import OwnSampling, left_open
 from llama_ssp.models.sharding import is_planned, require_deepspeed, require_split
 from llama_ssp.planner.gpus import gpus_here

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
 from llama_ssp.models.formats.kept import PLAIN, Kept
-from llama_ssp.models.graph_sizes import BLOCK
+from llama_ssp.models.kernels.kernel_sizes import BLOCK
 from llama_ssp.models.sharding import NF4_BLOCK
 
 # Codes that are made while loading.

@@ -26,7 +26,9 @@ from llama_ssp.report.terminal import rich_console, undrawn
 
 log = logging.getLogger(__name__)
 
-DIM, USUAL = "\x1b[2m", "\x1b[0m"  # how a terminal writes what follows
+# Tell a terminal how to write what follows.
+DIM = "\x1b[2m"
+USUAL = "\x1b[0m"
 
 Item = Table | RenderableType
 """What a task shows: tables, lines of text, and what else rich can draw."""
@@ -36,7 +38,8 @@ class Console:
     """Standard output, `silent` on every rank but the leader. Raises StorageError where writing fails."""
 
     def __init__(self, silent: bool = False) -> None:
-        self._silent, self.is_terminal = silent, sys.stdout.isatty()
+        self._silent = silent
+        self.is_terminal = sys.stdout.isatty()
 
     def write(self, text: str, is_dim: bool = False) -> None:
         """Writes a text as it is; on a terminal it is shown, and dim where `is_dim` is set."""
@@ -67,6 +70,7 @@ class Console:
         if not self.is_terminal:
             self.write("".join(f"{line}\n" for line in text_of(items)))
             return
+
         screen = rich_console()
         with screen.capture() as drawn:
             for item in items:
@@ -90,25 +94,27 @@ class Progress:
 
     LOG_EVERY_S = 15.0
     DRAW_EVERY_S = 0.1
-    FORESEEN, FORESEEN_S = 0.05, 2.0  # what is done, and spent, before the time left is shown
+    # The share that is done, and the seconds spent, before the time left is shown.
+    FORESEEN = 0.05
+    FORESEEN_S = 2.0
 
     def __init__(
         self, what: str, total: int, units: str, ends_in_log: bool = True, ticks: bool = False
     ) -> None:
-        self._what, self._total, self._units, self._ends_in_log = what, total, units, ends_in_log
-        self._done = self._before = 0
+        self._what = what
+        self._total = total
+        self._units = units
+        self._ends_in_log = ends_in_log
         self._ticks = ticks
+        self._done = 0
+        self._before = 0  # of these, by earlier processes
         self._bars: Bars | None = None
 
     def __enter__(self) -> Progress:
         self._began = self._told = time.perf_counter()
-        moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")  # its cursor can
-        if _is_terminal() and moves and log.isEnabledFor(logging.INFO) and not _SHOWN:
-            words = TextColumn("{task.fields[words]}", table_column=Cell(no_wrap=True))
-            columns = [TextColumn("{task.description}"), BarColumn(20), words]
-            how: Any = dict.fromkeys(("redirect_stdout", "redirect_stderr"), False)
-            how |= {"console": rich_console(is_error=True), "transient": True, "auto_refresh": self._ticks}
-            self._bars = Bars(*columns, *[TimeElapsedColumn()] * self._ticks, **how)
+        cursor_moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+        if _is_terminal() and cursor_moves and log.isEnabledFor(logging.INFO) and not _SHOWN:
+            self._bars = _new_bars(self._ticks)
             # Made visible here, too: the bar's place is found by the width of its words.
             self._bar = self._bars.add_task(visible(self._what), total=self._total or None, words="")
             self._bars.start()
@@ -139,13 +145,32 @@ class Progress:
 
     def _words(self, now: float) -> str:
         """Returns how much is done, how fast, and the time that is left once it can be foreseen."""
-        done, left, spent = self._done - self._before, self._total - self._done, now - self._began
+        done = self._done - self._before
+        left = self._total - self._done
+        spent = now - self._began
         rate = done / max(spent, 1e-9)
         is_foreseen = left and done >= self.FORESEEN * self._total and spent >= self.FORESEEN_S
-        rest = f"{left / rate:.0f} s left" if is_foreseen else f"{spent:.1f} s"
+        seconds = f"{left / rate:.0f} s left" if is_foreseen else f"{spent:.1f} s"
         if self._units == "bytes":
-            return f"{decimal(self._done)} of {decimal(self._total)}, {decimal(int(rate))}/s, {rest}"
-        return f"{self._done} of {self._total} {self._units}, {rate:.1f}/s, {rest}"
+            return f"{decimal(self._done)} of {decimal(self._total)}, {decimal(int(rate))}/s, {seconds}"
+        return f"{self._done} of {self._total} {self._units}, {rate:.1f}/s, {seconds}"
+
+
+def _new_bars(ticks: bool) -> Bars:
+    """Returns rich's display of bars, none in it yet; with `ticks` it shows the time, and draws itself."""
+    bars = Bars(
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        TextColumn("{task.fields[words]}", table_column=Cell(no_wrap=True)),
+        console=rich_console(is_error=True),
+        transient=True,
+        auto_refresh=ticks,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    if ticks:
+        bars.columns = (*bars.columns, TimeElapsedColumn())
+    return bars
 
 
 class LogHandler(logging.StreamHandler[Any]):

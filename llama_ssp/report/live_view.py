@@ -38,7 +38,6 @@ TRACE_LEGEND = (
 ONE_PROMPT = "one prompt, one seed: task=measure gives an interval"
 BARS = " ▁▂▃▄▅▆▇█"
 
-
 Piece = tuple[str, str]
 """Text, and where its token came from: a key of STYLES."""
 
@@ -68,10 +67,12 @@ class Track:
 
     def pieces(self) -> list[Piece]:
         """Returns the pieces up to the text's end; neighbours of one origin are one piece."""
-        pieces, left = list[Piece](), self.length
+        pieces = list[Piece]()
+        left = self.length  # characters; without an end all
         for origin, group in groupby(self.arrived, key=lambda piece: piece[1]):
             text = "".join(text for text, _ in group)[:left]
-            left = None if left is None else left - len(text)
+            if left is not None:
+                left -= len(text)
             pieces.append((text, origin))
         return pieces
 
@@ -91,24 +92,29 @@ class Scene:
         return replace(self, note=verdict(self), whole=whole)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, tracks = options.max_width, (self.regular, self.speculative)
+        width = options.max_width
         widths = width // 2, width - width // 2
-        bodies = []
-        for track, pane_width in zip(tracks, widths, strict=True):
-            pieces = ((visible(text), STYLES[origin][console.no_color]) for text, origin in track.pieces())
-            bodies.append(Text.assemble(*pieces).wrap(console, max(pane_width - FRAME, 2), overflow="fold"))
+        tracks = self.regular, self.speculative
+        bodies = [
+            _wrapped(track, console, max(pane_width - FRAME, 2))
+            for track, pane_width in zip(tracks, widths, strict=True)
+        ]
         prompt = list(Text(visible(self.prompt), style="dim").wrap(console, width, overflow="fold"))
+
         height = max(map(len, bodies))
         if not self.whole:  # the ends of prompt and texts that fit with legend, note and borders
-            left = (options.height or console.height) - 4 - FIGURE_LINES
-            prompt = prompt[len(prompt) - min(PROMPT_LINES, len(prompt), max(left - 1, 0)) :]
-            height = max(left - len(prompt), 1)
+            room = (options.height or console.height) - 4 - FIGURE_LINES
+            prompt_lines = min(PROMPT_LINES, len(prompt), max(room - 1, 0))
+            prompt = prompt[len(prompt) - prompt_lines :]
+            height = max(room - prompt_lines, 1)
+
         grid = Table.grid(*(Column(width=pane_width) for pane_width in widths), padding=0)
         panes = [
             _pane(track, Text("\n").join(body[-height:]), height, pane_width)
             for track, body, pane_width in zip(tracks, bodies, widths, strict=True)
         ]
         grid.add_row(*panes)
+
         note = Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
         yield Group(_legend(console.no_color), *prompt, grid, note)
         if self.whole and self.note:
@@ -126,9 +132,15 @@ class Screen:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Uses the terminal's alternate screen while inside: a resized terminal wraps what was printed."""
-        how: Any = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
-        with Live(console=self._console, screen=True, **how) as live:
-            self._live, self._drawn = live, 0.0
+        with Live(
+            console=self._console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as live:
+            self._live = live
+            self._drawn = 0.0
             try:
                 yield
             finally:
@@ -147,18 +159,29 @@ class Screen:
 
 def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
     """Writes how the comparisons ended, as .svg or .html. Raises StorageError where it cannot."""
-    kind: dict[str, Any] = {"force_terminal": True, "color_system": "256", "legacy_windows": False}
-    console = Console(record=True, width=width, file=io.StringIO(), highlight=False, _environ={}, **kind)
+    console = Console(
+        record=True,
+        width=width,
+        file=io.StringIO(),
+        highlight=False,
+        force_terminal=True,
+        color_system="256",
+        legacy_windows=False,
+        _environ={},
+    )
     for scene in scenes:
         console.print(scene.end(whole=True))
-    content = console.export_svg(title=title) if path.suffix == ".svg" else console.export_html()
+
+    as_svg = path.suffix == ".svg"
+    content = console.export_svg(title=title) if as_svg else console.export_html()
     with writing("picture", path, fix="choose another place with task.plot"):
         path.write_text(content, encoding="utf-8")
 
 
 def verdict(scene: Scene) -> str:
     """Returns how the comparison ended, in a line."""
-    before, after = scene.regular.ms_per_token, scene.speculative.ms_per_token
+    before = scene.regular.ms_per_token
+    after = scene.speculative.ms_per_token
     if not before or not after:
         return ""
     return f"{before / after:.2f} times as fast: {before:.2f} ms/token, then {after:.2f}; prefill excluded"
@@ -166,16 +189,21 @@ def verdict(scene: Scene) -> str:
 
 def figures(track: Track) -> list[str]:
     """Returns the lines under a text: before the first token none, without drafts one."""
-    counts, counted = track.counts, track.counts.summary()
-    if not counted["tokens_committed"]:
+    counts = track.counts
+    summary = counts.summary()
+    if not summary["tokens_committed"]:
         return []
-    seconds, rate = counts.prefill_s + counts.decode_s, counts.tokens_per_s or 0
-    speed = f"{counted['tokens_committed']} tokens  {rate:.0f} tokens/s  {seconds:.2f} s"
-    if not counted["tokens_drafted"]:
+
+    seconds = counts.prefill_s + counts.decode_s
+    rate = counts.tokens_per_s or 0
+    speed = f"{summary['tokens_committed']} tokens  {rate:.0f} tokens/s  {seconds:.2f} s"
+    if not summary["tokens_drafted"]:
         return [speed]
-    accepted, a_round = counted["acceptance_rate"], counted["tokens_per_target_forward"]
+
+    accepted = summary["acceptance_rate"]
+    a_round = summary["tokens_per_target_forward"]
     shares = f"{accepted:.0%} accepted  {a_round:.2f} tokens a round"
-    return [speed, shares, "rounds by accepted drafts:", bars(counted["blocks_by_accepted"])]
+    return [speed, shares, "rounds by accepted drafts:", bars(summary["blocks_by_accepted"])]
 
 
 def bars(lengths: list[int]) -> str:
@@ -185,14 +213,25 @@ def bars(lengths: list[int]) -> str:
     return "  ".join(f"{n}{BARS[height]}{lengths[n]}" for n, height in enumerate(heights))
 
 
+def _wrapped(track: Track, console: Console, width: int) -> list[Text]:
+    """Returns the lines of a track's text, each token in the style of its origin."""
+    pieces = [(visible(text), STYLES[origin][console.no_color]) for text, origin in track.pieces()]
+    return list(Text.assemble(*pieces).wrap(console, width, overflow="fold"))
+
+
 def _pane(track: Track, body: Text, height: int, width: int) -> Panel:
     """Returns a text of `height` lines in a frame, with its figures below."""
-    missing = height - len(body.plain.split("\n"))
     lines = [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in figures(track)]
-    content = Group(body, *[Text("")] * missing, *lines, *[Text("")] * (FIGURE_LINES - len(lines)))
-    title = Text(track.title, style="bold", no_wrap=True, overflow="ellipsis")
-    ended = None if track.finish is None else f"ended by: {track.finish}"
-    return Panel(content, title=title, title_align="left", subtitle=ended, subtitle_align="left", width=width)
+    below_text = [Text("")] * (height - len(body.plain.split("\n")))
+    below_figures = [Text("")] * (FIGURE_LINES - len(lines))
+    return Panel(
+        Group(body, *below_text, *lines, *below_figures),
+        title=Text(track.title, style="bold", no_wrap=True, overflow="ellipsis"),
+        title_align="left",
+        subtitle=None if track.finish is None else f"ended by: {track.finish}",
+        subtitle_align="left",
+        width=width,
+    )
 
 
 def _legend(is_plain: bool) -> Text:
@@ -201,17 +240,26 @@ def _legend(is_plain: bool) -> Text:
     for origin, styles in STYLES.items():
         meaning = "drafted and accepted" if origin == "drafted" else origin
         style = styles[is_plain]
-        marks.append(Text(meaning, style) if is_plain else Text("■ ", style).append(meaning, "dim"))
+        if is_plain:
+            marks.append(Text(meaning, style))
+        else:
+            marks.append(Text("■ ", style).append(meaning, "dim"))
     return Text("  ", no_wrap=True, overflow="ellipsis").join(marks)
 
 
 def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
     """Returns a round of rounds.jsonl as a line; `is_plain` marks without colours."""
     line = Text(f"{record['id']} at {record['position']}: ")
-    accepted, origin = record["accepted"], record["last_origin"]
+    accepted = record["accepted"]
     for number, text in enumerate(record["drafted_text"]):
-        is_kept = number < accepted
-        word, style = (f"{text!r}", STYLES["drafted"][is_plain]) if is_kept else (f"~{text!r}~", "red strike")
-        line.append(word, style).append(" ")
-    line.append(f"({accepted} of {len(record['drafted'])}), " if record["drafted"] else "")
-    return line.append(f"{origin} ").append(repr(record["last_text"]), STYLES.get(origin, ("", ""))[is_plain])
+        if number < accepted:
+            line.append(repr(text), STYLES["drafted"][is_plain])
+        else:
+            line.append(f"~{text!r}~", "red strike")
+        line.append(" ")
+    if record["drafted"]:
+        line.append(f"({accepted} of {len(record['drafted'])}), ")
+
+    origin = record["last_origin"]
+    style = STYLES.get(origin, ("", ""))[is_plain]
+    return line.append(f"{origin} ").append(repr(record["last_text"]), style)

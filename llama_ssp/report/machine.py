@@ -12,9 +12,16 @@ from llama_ssp.distributed.launcher import SOURCES
 @cache
 def host() -> dict[str, str | int | None]:
     """Returns the machine's name, system, processor and the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    system = f"{platform.system()} {platform.release()}"
-    return {"name": platform.node(), "system": system, "processor": processor_name(), "cores": cores}
+    if hasattr(os, "sched_getaffinity"):
+        cores: int | None = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count()
+    return {
+        "name": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": processor_name(),
+        "cores": cores,
+    }
 
 
 @cache

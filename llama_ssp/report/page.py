@@ -51,17 +51,26 @@ def execute(words: Sequence[str], console: Console) -> int:
         return OK
     if len(words) != 1 or words[0].startswith("-"):
         raise UsageError("name one run", found=" ".join(words) or "nothing", allowed=USAGE)
+
     place = home_expanded(words[0])
     folder = (place.parent if place.name == "summary.json" else place).resolve()
     summary = _read(folder / "summary.json", json.loads)
     if not isinstance(summary, dict) or not isinstance(summary.get("task"), str):
-        raise DataError("this is not the summary of a run", folder / "summary.json", fix=FIX)
-    settings = _read(folder / "config.yaml", _settings) if (folder / "config.yaml").exists() else {}
+        raise DataError("this is not the summary of a run", where=folder / "summary.json", fix=FIX)
+    settings = {}
+    if (folder / "config.yaml").exists():
+        settings = _read(folder / "config.yaml", _settings)
+
     try:
         text = page(folder, summary, settings)
     except (LookupError, TypeError, AttributeError) as error:  # another program's summary, or version's
-        what, fix = "the summary lacks figures of its task", "read it with the program that wrote it"
-        raise DataError(what, folder / "summary.json", found=first_line(error), fix=fix) from error
+        raise DataError(
+            "the summary lacks figures of its task",
+            where=folder / "summary.json",
+            found=first_line(error),
+            fix="read it with the program that wrote it",
+        ) from error
+
     file = folder / "report.html"
     with writing("report", file, fix="copy the folder to where you may write"):
         file.write_text(text, encoding="utf-8")
@@ -80,33 +89,49 @@ def _read(file: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError("this is not the folder of a run", file.parent, error.strerror, fix=FIX) from None
+        raise DataError(
+            "this is not the folder of a run", where=file.parent, found=error.strerror, fix=FIX
+        ) from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        found = shortened(str(error), 100)
-        raise DataError("the file of a run cannot be read", file, found=found, fix=FIX) from None
+        raise DataError(
+            "the file of a run cannot be read", where=file, found=shortened(str(error), 100), fix=FIX
+        ) from None
 
 
 def page(folder: Path, summary: Row, settings: Row) -> str:
     """Returns the page: settings that are not the defaults, where it ran, picture, tables, all settings."""
-    pair = " with ".join(str(summary[key]) for key in ("target", "drafter") if summary.get(key))
-    title = f"llama-ssp: {summary['task']}{', ' * bool(pair)}{pair}"
+    title = f"llama-ssp: {summary['task']}"
+    pair = [str(summary[key]) for key in ("target", "drafter") if summary.get(key)]
+    if pair:
+        title += f", {' with '.join(pair)}"
+
     defaults = dict(flat(resolved(composed([f"task={summary['task']}"]))))
-    given = {key: value for key, value in flat(settings) if key not in WHERE_IT_RAN}
-    key, value, default = (Column(name, is_text=True) for name in ("key", "value", "default"))
-    rows: list[Row] = [{"key": name, "value": given[name], "default": defaults.get(name)} for name in given]
-    changed = [row for row in rows if row["value"] != row["default"]]
-    others = [row for row in rows if row["value"] == row["default"]]
+    deciding = {name: value for name, value in flat(settings) if name not in WHERE_IT_RAN}
+    changed: list[Row] = []
+    unchanged: list[Row] = []
+    for name, value in deciding.items():
+        default = defaults.get(name)
+        row = {"key": name, "value": value, "default": default}
+        if value != default:
+            changed.append(row)
+        else:
+            unchanged.append(row)
     facts = [{"key": name, "value": fact} for name, fact in _facts(folder, summary) if fact]
-    drawn, compared = svg(summary), plan_against_actual(summary)
+
+    keys = Column(key="key", is_text=True)
+    values = Column(key="value", is_text=True)
+    usual = Column(key="default", is_text=True)
+    picture = svg(summary)
+    compared = plan_against_actual(summary)
     sections = [
-        _html(Table("changed", [key, value, default], changed, CHANGED, "(none)")),
-        _html(Table("run", [key, value], facts, "Run")),
+        _html(Table("changed", [keys, values, usual], changed, CHANGED, "(none)")),
+        _html(Table("run", [keys, values], facts, "Run")),
         f"<h2>{escape(folder.name)}</h2>",
-        f"<figure>{drawn}</figure>" if drawn else "",
+        f"<figure>{picture}</figure>" if picture else "",
         *map(_html, items_of(summary)),
         _html(compared) if compared else "",
         "<h2>Other settings</h2>",
-        _html(Table("settings", [key, value], others)),
+        _html(Table("settings", [keys, values], unchanged)),
     ]
     return PAGE.substitute(title=escape(title), body="\n".join(filter(None, sections)))
 
@@ -121,11 +146,15 @@ def _html(item: Table | str) -> str:
 
 def _facts(folder: Path, summary: Row) -> Iterator[tuple[str, str]]:
     """Yields where and with what it ran, as far as the summary has it."""
-    host, versions, devices = (summary.get(key) or {} for key in ("host", "versions", "devices"))
     yield "folder", str(folder)
     for key in ("status", "began", "seed", "commit"):
-        yield key, "" if (value := summary.get(key)) is None else str(value)
+        value = summary.get(key)
+        yield key, "" if value is None else str(value)
     yield "wall_s", f"{summary['wall_s']:.1f}" if summary.get("wall_s") else ""
+
+    host = summary.get("host") or {}
+    devices = summary.get("devices") or {}
+    versions = summary.get("versions") or {}
     yield "processor", ", ".join(str(host[key]) for key in ("name", "processor", "system") if key in host)
     yield "GPUs", ", ".join(summary.get("gpus") or [])
     yield "devices", "; ".join(f"{role}: {device}" for role, device in devices.items())

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENDS = "_low", "_high"  # of an interval
-GREY, BLUE = "#8a8f98", "#1f77b4"
+GREY = "#8a8f98"
+BLUE = "#1f77b4"
 PARTS = {"draft": "#2ca02c", "verify": BLUE, "decide": "#9467bd", "communicate": "#d62728", "host": GREY}
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
 STYLE: dict[str, Any] = {
@@ -50,15 +50,18 @@ def check_plot(name: str | None) -> None:
     if find_spec("matplotlib") is None:
         raise UsageError("task.plot needs matplotlib", fix="pip install matplotlib, or leave out task.plot")
     if not home_expanded(name).parent.is_dir():
-        fix = "make the folder, or correct the path"
-        raise UsageError("task.plot is in no folder", found=name, fix=fix)
+        raise UsageError("task.plot is in no folder", found=name, fix="make the folder, or correct the path")
 
 
 def plot(summary: dict[str, Any], name: str | None, folder: Path | None) -> str | None:
     """Draws a run's picture, if it has one, in the file `name` or the folder; returns its path."""
-    path = home_expanded(name) if name is not None else folder and folder / "plot.svg"
-    if path is None:
+    if name is not None:
+        path = home_expanded(name)
+    elif folder is not None:
+        path = folder / "plot.svg"
+    else:
         return None
+
     if find_spec("matplotlib") is None:
         log.info("no plot: matplotlib is not installed (pip install matplotlib)")
         return None
@@ -71,12 +74,14 @@ def plot(summary: dict[str, Any], name: str | None, folder: Path | None) -> str 
 
 def svg(summary: dict[str, Any]) -> str | None:
     """Returns the picture of a run as SVG; None where it has none, or matplotlib is not installed."""
-    text, figure = io.StringIO(), picture(summary) if find_spec("matplotlib") else None
+    figure = picture(summary) if find_spec("matplotlib") else None
     if figure is None:
         return None
+    file = io.StringIO()
     with styled():
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :]  # without what precedes it in a file of its own
 
 
 @contextmanager
@@ -96,16 +101,19 @@ def save(figure: Figure, path: Path) -> None:
 
 def picture(summary: dict[str, Any]) -> Figure | None:
     """Returns the figure of a run, titled by what was measured where; None if there is nothing to draw."""
-    task, host = summary["task"], summary.get("host")
+    task = summary["task"]
     draw, key = PICTURES.get(task, (None, ""))
     if draw is None or not summary.get(key):
         return None
     from matplotlib.figure import Figure
 
     pair = [summary[role] for role in ("target", "drafter") if summary.get(role)]
+    host = summary.get("host")
     machine = f"{host['processor']}, {host['cores']} cores" if host and task != "plan" else None
-    began = (summary.get("began") or "")[:10]
-    titles = [" with ".join(pair), machine, *summary.get("gpus", [])[:1], began, summary.get("commit")]
+    gpus = summary.get("gpus", [])[:1]
+    began = (summary.get("began") or "")[:10]  # the date
+    titles = [" with ".join(pair), machine, *gpus, began, summary.get("commit")]
+
     with styled():
         figure = Figure()
         titles.append(draw(figure, summary))
@@ -120,7 +128,10 @@ def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
     """Draws the share of prompts on which both models still agree after n tokens."""
     prompts = summary["prompts"]
     lengths = [prompt["agreed_tokens"] for prompt in prompts]
-    share = [100 * sum(length >= n for length in lengths) / len(prompts) for n in range(max(lengths) + 2)]
+    share = list[float]()  # after n tokens, up to where none agrees
+    for n in range(max(lengths) + 2):
+        share.append(100 * sum(length >= n for length in lengths) / len(prompts))
+
     figure.set_size_inches(7, 4)
     axes = figure.subplots()
     axes.step(range(len(share)), share, where="post", color=BLUE)
@@ -132,36 +143,55 @@ def _agreements(figure: Figure, summary: dict[str, Any]) -> str:
 
 def _speeds(figure: Figure, summary: dict[str, Any]) -> str:
     """Draws what task=measure measured: speed-up over K, acceptance by position, time by parts."""
-    target, pair = summary["target_alone"], summary["pair"]
+    target = summary["target_alone"]
     rows = {"target": target, "draft": summary["draft_alone"] or {}}
-    rows |= {"adaptive" if row["k"] is None else f"K = {row['k']}": row for row in pair}
+    for row in summary["pair"]:
+        rows["adaptive" if row["k"] is None else f"K = {row['k']}"] = row
     split = {name: parts for name, row in rows.items() if (parts := row.get("time_split_ms_per_token"))}
+
     figure.set_size_inches(12.9 if split else 8.6, 4.6)
     speed, acceptance, *times = figure.subplots(1, 3 if split else 2)
-    speed.set(title="times as fast as the target alone", xlabel="K, drafts a round")
-    speed.axhline(1, color="black", linewidth=0.8)
-    if timed := [row for row in pair if row["k"] and row.get("speedup") is not None]:
-        ks, speedups = [row["k"] for row in timed], [row["speedup"] for row in timed]
-        # How far each interval reaches below and above; one repeat has none.
-        reach = [[abs((r[f"speedup{end}"] or r["speedup"]) - r["speedup"]) for r in timed] for end in ENDS]
-        speed.errorbar(ks, speedups, reach, marker="o", capsize=4, color=BLUE, label="measured")
-        if timed[0]["predicted_speedup"] is not None:
-            label = f"predicted: acceptance {summary['alpha']:.2f}, cost {summary['cost_ratio']:.2f}"
-            speed.plot(ks, [row["predicted_speedup"] for row in timed], "--", color=GREY, label=label)
+    _draw_speedups(speed, summary)
     acceptance.set(title="share of drafts accepted", xlabel="position in the block", ylim=(0, 1.02))
     for name, row in rows.items():
         if rates := row.get("acceptance_by_position"):
             acceptance.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=name)
     for axes in (speed, acceptance):
         axes.locator_params("x", integer=True)
+
     for axes in times:
         axes.set_title("where the time goes, ms/token")
         bottom = [0.0] * len(split)
         for part, colour in PARTS.items():
             heights = [parts[part] for parts in split.values()]
             axes.bar(list(split), heights, 0.6, bottom, color=colour, label=part)
-            bottom = [sum(both) for both in zip(bottom, heights, strict=True)]
-    return f"n = {target['repeats']} repeat{'s' * (target['repeats'] != 1)} of {summary['prompts']} prompts"
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+
+    repeats = "1 repeat" if target["repeats"] == 1 else f"{target['repeats']} repeats"
+    return f"n = {repeats} of {summary['prompts']} prompts"
+
+
+def _draw_speedups(axes: Any, summary: dict[str, Any]) -> None:
+    """Draws speed-up over K with its intervals, and what theory predicts."""
+    axes.set(title="times as fast as the target alone", xlabel="K, drafts a round")
+    axes.axhline(1, color="black", linewidth=0.8)
+    timed = [row for row in summary["pair"] if row["k"] and row.get("speedup") is not None]
+    if not timed:
+        return
+
+    ks = [row["k"] for row in timed]
+    speedups = [row["speedup"] for row in timed]
+    # How far each interval reaches below and above; one repeat has none.
+    reach = [_reaches(timed, "speedup_low"), _reaches(timed, "speedup_high")]
+    axes.errorbar(ks, speedups, reach, marker="o", capsize=4, color=BLUE, label="measured")
+    if timed[0]["predicted_speedup"] is not None:
+        label = f"predicted: acceptance {summary['alpha']:.2f}, cost {summary['cost_ratio']:.2f}"
+        axes.plot(ks, [row["predicted_speedup"] for row in timed], "--", color=GREY, label=label)
+
+
+def _reaches(rows: list[dict[str, Any]], end: str) -> list[float]:
+    """Returns how far this end of each row's interval is from the speed-up; 0 where there is no interval."""
+    return [abs((row[end] or row["speedup"]) - row["speedup"]) for row in rows]
 
 
 def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
@@ -175,13 +205,15 @@ def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
         "price_per_million_tokens": "price of a million tokens",
     }
     panels = {key: title for key, title in panels.items() if job["nodes"][0][key] is not None}
+    nodes = [row["nodes"] for row in job["nodes"]]
+
     figure.set_size_inches(10, 3.6)
     for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         axes.set_xscale("log", base=2)
         for gpus in sorted({row["gpus_per_group"] for row in job["nodes"]}):
-            points = [(row["nodes"], row[key]) for row in job["nodes"] if row["gpus_per_group"] == gpus]
-            axes.plot(*zip(*points, strict=True), "o", label=f"{gpus} GPU{'s' * (gpus > 1)} a group")
-        nodes = [row["nodes"] for row in job["nodes"]]
+            rows = [row for row in job["nodes"] if row["gpus_per_group"] == gpus]
+            label = f"{gpus} GPUs a group" if gpus > 1 else f"{gpus} GPU a group"
+            axes.plot([row["nodes"] for row in rows], [row[key] for row in rows], "o", label=label)
         axes.set(title=title, xlabel="nodes", ylim=(0, None))
         axes.set_xticks(nodes, map(str, nodes))
         axes.minorticks_off()

@@ -35,16 +35,18 @@ def config_sha256(run: RunConf) -> str:
 
 def deciding(run: RunConf) -> dict[str, Any]:
     """Returns the settings that decide the output: not where results go, nor what only the plan uses."""
-    others = ("out", "output", "download", "plan", "ranks")
-    return {key: value for key, value in resolved(run).items() if key not in others}
+    undeciding = ("out", "output", "download", "plan", "ranks")
+    return {key: value for key, value in resolved(run).items() if key not in undeciding}
 
 
 def versions() -> dict[str, str]:
-    found = {"llama_ssp": __version__, "python": platform.python_version(), **dict.fromkeys(PACKAGES, "none")}
+    """Returns the versions of this package, of Python and of the PACKAGES that are installed."""
+    result = {"llama_ssp": __version__, "python": platform.python_version()}
     for package in PACKAGES:
+        result[package] = "none"
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            result[package] = version(package)
+    return result
 
 
 class RunFolder:
@@ -55,15 +57,16 @@ class RunFolder:
     """
 
     def __init__(self, run: RunConf, seed: int | None, place: Path | None = None) -> None:
-        self._run, self._seed = run, seed
+        self._run = run
+        self._seed = seed
         self.path: Path | None = None
         self._rounds: IO[str] | None = None
         now = datetime.now()
         self._began = now.isoformat(timespec="seconds")
         if run.out is None:
             return
-        named = f"{now:%Y-%m-%d}/{now:%H-%M-%S}-{run.task.name}"
-        place = place or home_expanded(run.out) / named
+
+        place = place or home_expanded(run.out) / f"{now:%Y-%m-%d}/{now:%H-%M-%S}-{run.task.name}"
         with writing("run folder", run.out, FIX):
             place.parent.mkdir(parents=True, exist_ok=True)
             self.path = _new_folder(place.parent, place.name)
@@ -96,16 +99,17 @@ class RunFolder:
 
     def close(self, summary: dict[str, Any]) -> None:
         """Writes the summary whole or not at all, then its tables."""
-        if self.path is not None:
-            with writing("run folder", self.path, FIX):
-                if self._rounds is not None:
-                    self._rounds.close()
-                part = self.path / "summary.json.part"
-                part.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-                part.replace(self.path / "summary.json")
-                for item in items_of(summary):
-                    if isinstance(item, Table):
-                        (self.path / f"{item.name}.csv").write_text(item.csv(), encoding="utf-8")
+        if self.path is None:
+            return
+        with writing("run folder", self.path, FIX):
+            if self._rounds is not None:
+                self._rounds.close()
+            part = self.path / "summary.json.part"
+            part.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            part.replace(self.path / "summary.json")
+            for item in items_of(summary):
+                if isinstance(item, Table):
+                    (self.path / f"{item.name}.csv").write_text(item.csv(), encoding="utf-8")
 
 
 def sweep_folder(number: int, varied: Sequence[str], out: str | None, began: datetime) -> Path | None:
@@ -116,8 +120,8 @@ def sweep_folder(number: int, varied: Sequence[str], out: str | None, began: dat
         label = re.sub(r"[^\w.=,+-]", "_", whole)[:MAX_NAME]
         name = label if label and label == whole else f"{label}-job{number}"
         place = home_expanded(out) / f"{began:%Y-%m-%d/%H-%M-%S}-sweep" / name
-    said = f"job {number + 1}: {' '.join(varied)}"
-    log.info("%s", said if place is None else f"{said}; {place}")
+    job = f"job {number + 1}: {' '.join(varied)}"
+    log.info("%s", job if place is None else f"{job}; {place}")
     return place
 
 
@@ -128,4 +132,6 @@ def _new_folder(base: Path, name: str) -> Path:
         with suppress(FileExistsError):
             path.mkdir()
             return path
-    raise StorageError("a thousand runs began in one second", base, fix="give each a place with out=FOLDER")
+    raise StorageError(
+        "a thousand runs began in one second", where=base, fix="give each a place with out=FOLDER"
+    )

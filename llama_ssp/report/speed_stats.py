@@ -58,18 +58,20 @@ class Record:
         """Returns the figures under the names of the JSON interface; none before the first turn has ended."""
         if not self.samples:
             return {}
+
         by_repeat = [sample.ms_per_token for sample in self.samples]
-        waits = [ms for sample in self.samples for ms in sample.inter_token_ms]
-        inter_token = percentiles(waits, PERCENTILES)
         firsts = [median(sample.first_token_ms) for sample in self.samples]
+        waits = [ms for sample in self.samples for ms in sample.inter_token_ms]
+        levels = zip(PERCENTILES, percentiles(waits, PERCENTILES), strict=True)
+        overlaps = [batch for sample in self.samples for batch in sample.overlaps]
         return {
             **interval("ms_per_token", by_repeat),
             **interval("tokens_per_s", [1000 / ms for ms in by_repeat]),
             "ms_per_token_by_repeat": by_repeat,
             **interval("time_to_first_token_ms", firsts),
-            **{f"inter_token_ms_p{n}": value for n, value in zip(PERCENTILES, inter_token, strict=True)},
+            **{f"inter_token_ms_p{level}": wait for level, wait in levels},
             "time_split_ms_per_token": self.split,
-            "overlap": overlap_of([batch for sample in self.samples for batch in sample.overlaps]),
+            "overlap": overlap_of(overlaps),
             "repeats": len(self.samples),
             **Counts.sum(sample.counts for sample in self.samples).summary(),
         }
@@ -85,12 +87,13 @@ class Speeds:
 
     def figures(self) -> dict[str, Any]:
         """Returns the figures of all, right at any moment."""
-        cost = self._within(self.draft, self.target) if self.draft else []
-        cost_ratio = median(cost) if cost else None
+        costs = self._within(self.draft, self.target) if self.draft else []
+        cost_ratio = median(costs) if costs else None
         counts = [sample.counts for record in self.pair for sample in record.samples]
-        accepted = sum(each.accepted.total() for each in counts)
+        accepted = sum(turn.accepted.total() for turn in counts)
         # The likeliest acceptance of a draft, if they were independent.
-        alpha = ratio(accepted, sum(each.decided for each in counts))
+        alpha = ratio(accepted, sum(turn.decided for turn in counts))
+
         pair = [
             {
                 "k": record.k,
@@ -100,30 +103,38 @@ class Speeds:
             }
             for record in self.pair
         ]
-        best = max(pair, key=lambda row: row["speedup"] or 0.0, default=None)
+        fastest = max(pair, key=lambda row: row["speedup"] or 0.0, default=None)
+        best = None
+        if fastest and fastest["speedup"]:
+            best = {"k": fastest["k"], "speedup": fastest["speedup"]}
+
         repeats = len(self.target.samples)
-        several = f"medians of {repeats} interleaved repeats, intervals by order statistics"
+        kind_of_interval = "one repeat: there are no intervals"
+        if repeats > 1:
+            kind_of_interval = f"medians of {repeats} interleaved repeats, intervals by order statistics"
         return {
             "target_alone": self.target.figures(),
             "draft_alone": self.draft.figures() if self.draft else None,
             "pair": pair,
-            **interval("cost_ratio", cost),
+            **interval("cost_ratio", costs),
             "alpha": alpha,
-            "best": {name: best[name] for name in ("k", "speedup")} if best and best["speedup"] else None,
-            "interval": several if repeats > 1 else "one repeat: there are no intervals",
+            "best": best,
+            "interval": kind_of_interval,
             "interval_coverage": median_coverage(repeats) if repeats else None,
         }
 
     @staticmethod
     def _within(over: Record, under: Record) -> list[float]:
         """Returns ratios of ms/token, repeat by repeat."""
-        return [a.ms_per_token / b.ms_per_token for a, b in zip(over.samples, under.samples, strict=False)]
+        repeats = zip(over.samples, under.samples, strict=False)  # one may have had a turn more
+        return [upper.ms_per_token / lower.ms_per_token for upper, lower in repeats]
 
 
 def interval(name: str, values: list[float]) -> dict[str, float | None]:
     """Returns a median and its interval as three figures; one value has no interval."""
     if len(values) < 2:
-        return Estimate(values[0] if values else nan, nan, nan).figures(name)
+        value = values[0] if values else nan
+        return Estimate(value, low=nan, high=nan).figures(name)
     return median_of(values).figures(name)
 
 
@@ -151,27 +162,40 @@ def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers
     categories as one; a file of MT-bench alone keeps them apart.
     """
     answered = [question for question in questions if question.id in regular and question.id in pair]
-    joins = not {question.category for question in questions} <= {*MT_BENCH}
-    groups: dict[str, list[str]] = {}
+    joins_mt_bench = not {question.category for question in questions} <= {*MT_BENCH}
+    groups: dict[str, list[str]] = {}  # ids by category
     for question in answered:
-        name = "mt_bench" if joins and question.category in MT_BENCH else question.category
-        groups.setdefault(name, []).append(question.id)
+        category = question.category
+        if joins_mt_bench and category in MT_BENCH:
+            category = "mt_bench"
+        groups.setdefault(category, []).append(question.id)
     if len(groups) > 1:
         groups["overall"] = [question.id for question in answered]
-    return [_row(name, [(regular[key], pair[key]) for key in keys]) for name, keys in groups.items()]
+
+    rows = []
+    for category, members in groups.items():
+        plain = [Counts.sum(regular[question]) for question in members]
+        fast = [Counts.sum(pair[question]) for question in members]
+        rows.append(_row(category, plain, fast))
+    return rows
 
 
-def _row(category: str, answers: list[tuple[list[Counts], list[Counts]]]) -> dict[str, Any]:
-    plain, fast = (list(map(Counts.sum, side)) for side in zip(*answers, strict=True))
-    (before_s, before), (after_s, after) = (
-        ([counts.decode_s for counts in side], [counts.committed for counts in side])
-        for side in (plain, fast)
-    )
+def _row(category: str, plain: list[Counts], fast: list[Counts]) -> dict[str, Any]:
+    """Returns a category's figures; `plain` and `fast` have what each question took, of all its repeats."""
+    plain_s = [counts.decode_s for counts in plain]
+    plain_tokens = [counts.committed for counts in plain]
+    fast_s = [counts.decode_s for counts in fast]
+    fast_tokens = [counts.committed for counts in fast]
+    rounds = [counts.row_rounds for counts in fast]
+
+    # Seconds a token of the one over those of the other, each of sums over the questions.
+    speedup = ratio_of_sums([plain_s, fast_tokens], [fast_s, plain_tokens])
+    counted = Counts.sum(fast).figures()
     kept = ("acceptance_rate", "acceptance_by_position", "tokens_committed", "ms_per_token")
     return {
         "category": category,
-        "questions": len(answers),
-        **ratio_of_sums([after], [[counts.row_rounds for counts in fast]]).figures("tokens_per_round"),
-        **ratio_of_sums([before_s, after], [after_s, before]).figures("speedup"),
-        **{name: value for name, value in Counts.sum(fast).figures().items() if name in kept},
+        "questions": len(plain),
+        **ratio_of_sums([fast_tokens], [rounds]).figures("tokens_per_round"),
+        **speedup.figures("speedup"),
+        **{name: figure for name, figure in counted.items() if name in kept},
     }

@@ -31,7 +31,8 @@ def wilson(right: int, n: int) -> Estimate:
 
     The Wald interval has no width at a score of 0 or 100 %, which a few prompts often reach.
     """
-    share, z = right / n, QUANTILE
+    share = right / n
+    z = QUANTILE
     whole = 1 + z * z / n
     middle = (share + z * z / (2 * n)) / whole
     reach = z / whole * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -47,10 +48,12 @@ def paired_difference(gained: int, lost: int, n: int) -> Estimate:
     of Bonett and Price (2012): a Wald interval after one more pair of each kind. Two runs that never
     differ get an interval of about 2.8 / n to both sides, where Wald's own would claim certainty.
     """
-    more, less, whole = (gained + 1) / (n + 2), (lost + 1) / (n + 2), n + 2
+    whole = n + 2  # with one more pair of each kind
+    more = (gained + 1) / whole
+    less = (lost + 1) / whole
     middle = more - less
     reach = QUANTILE * sqrt((more + less - middle**2) / whole)
-    return Estimate((gained - lost) / n, max(-1.0, middle - reach), min(1.0, middle + reach))
+    return Estimate((gained - lost) / n, low=max(-1.0, middle - reach), high=min(1.0, middle + reach))
 
 
 def ratio_of_sums(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Estimate:
@@ -60,19 +63,22 @@ def ratio_of_sums(over: Sequence[Sequence[float]], under: Sequence[Sequence[floa
     and where a sum is 0, nothing is known: the interval has no end.
     """
     n = len(over[0])
-    sums = [[sum(figures) for figures in side] for side in (over, under)]
-    if not all(map(prod, sums)):
-        return Estimate(nan, 0.0, inf)
-    value = prod(sums[0]) / prod(sums[1])
+    over_sums = [sum(figures) for figures in over]
+    under_sums = [sum(figures) for figures in under]
+    if not (prod(over_sums) and prod(under_sums)):
+        return Estimate(nan, low=0.0, high=inf)
+    value = prod(over_sums) / prod(under_sums)
     if n < 2:
-        return Estimate(value, 0.0, inf)
-    slopes = [
-        sum(figures[i] / total for figures, total in zip(over, sums[0], strict=True))
-        - sum(figures[i] / total for figures, total in zip(under, sums[1], strict=True))
-        for i in range(n)
-    ]
+        return Estimate(value, low=0.0, high=inf)
+
+    # What each item adds to the logarithm of the ratio, to first order.
+    slopes = []
+    for item in range(n):
+        upper = sum(figures[item] / total for figures, total in zip(over, over_sums, strict=True))
+        lower = sum(figures[item] / total for figures, total in zip(under, under_sums, strict=True))
+        slopes.append(upper - lower)
     reach = QUANTILE * sqrt(n / (n - 1) * sum(slope**2 for slope in slopes))
-    return Estimate(value, value * exp(-reach), value * exp(reach))
+    return Estimate(value, low=value * exp(-reach), high=value * exp(reach))
 
 
 def median_of(values: list[float]) -> Estimate:
@@ -81,8 +87,9 @@ def median_of(values: list[float]) -> Estimate:
     With fewer than 6 values no such interval reaches 95 %: it is then from the least to the greatest,
     and `median_coverage` says what it reaches.
     """
-    ranked, outer = sorted(values), _outer_rank(len(values))
-    return Estimate(median(ranked), ranked[outer], ranked[-1 - outer])
+    ranked = sorted(values)
+    outer = _outer_rank(len(values))
+    return Estimate(median(ranked), low=ranked[outer], high=ranked[-1 - outer])
 
 
 def median_coverage(n: int) -> float:

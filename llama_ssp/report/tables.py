@@ -18,7 +18,7 @@ NONE = "-"  # a cell without a value
 GAP = 2  # columns between two columns of a table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Column:
     """A column: its key in the rows, its title, and how its cells are written.
 
@@ -48,7 +48,8 @@ class Column:
             return NONE
         if self.is_percent:
             return "..".join(figure(100 * value, self.digits) for value in values) + " %"
-        return "..".join(figure(v, self.digits) if isinstance(v, float) else str(v) for v in values)
+        texts = [figure(value, self.digits) if isinstance(value, float) else str(value) for value in values]
+        return "..".join(texts)
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,15 @@ class Table:
         if not self.rows:
             yield Text(self.empty)
             return
+
         shown = self.fitting(options.max_width)
+        heads = [column.head for column in shown]
         cells = [[column.cell(row) for column in shown] for row in self.rows]
         words = [number for number, column in enumerate(shown) if column.is_text]
-        yield _rich_table([column.head for column in shown], cells, words, wraps=True)
-        if missing := [column.head for column in self._filled() if column not in shown]:
+        yield _rich_table(heads, cells, words, wraps=True)
+
+        missing = [column.head for column in self._filled() if column not in shown]
+        if missing:
             yield Text(f"too narrow for: {', '.join(missing)} ({self.name}.csv has them)", style="dim")
 
     def fitting(self, width: int) -> list[Column]:
@@ -103,18 +108,21 @@ class Table:
 
     def html(self) -> str:
         heads = "".join(f"<th{_kind(column)}>{escape(column.head)}</th>" for column in self.columns)
-        rows = [
-            "".join(f"<td{_kind(column)}>{escape(column.cell(row))}</td>" for column in self.columns)
-            for row in self.rows
-        ]
+        rows = list[str]()
+        for row in self.rows:
+            cells = [f"<td{_kind(column)}>{escape(column.cell(row))}</td>" for column in self.columns]
+            rows.append("".join(cells))
         title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         body = "".join(f"<tr>{row}</tr>\n" for row in rows)
+
         return f"<table>{title}<thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>\n"
 
     def _width(self, column: Column) -> int:
         """Returns the width of a column; text is taken to fit one of twelve."""
-        widest = max(cell_len(word) for word in [column.head, *(column.cell(row) for row in self.rows)])
-        return min(widest, 12) if column.is_text and column is not self.columns[0] else widest
+        words = [column.head, *(column.cell(row) for row in self.rows)]
+        widest = max(map(cell_len, words))
+        may_break = column.is_text and column is not self.columns[0]
+        return min(widest, 12) if may_break else widest
 
 
 Items = list[Table | str]

@@ -2,42 +2,48 @@
 
 from collections.abc import Callable, Iterator
 
-from llama_ssp.report.tables import MIB, Column, Items, Row, Table
+from llama_ssp.report.tables import MIB, NONE, Column, Items, Row, Table
 
 SCORES = (
-    Column("pair", is_text=True),
-    Column("mode", "sampling", is_text=True),
-    Column("prompts"),
-    Column("correct", "right"),
-    Column("score", digits=1, is_percent=True),
-    Column("score", "95 % interval", digits=1, is_interval=True, is_percent=True),
-    Column("ms_per_token", "ms/token"),
-    Column("tokens_per_target_forward", "tokens/forward", optional=1),
-    Column("acceptance_rate", "acceptance", optional=2),
+    Column(key="pair", is_text=True),
+    Column(key="mode", title="sampling", is_text=True),
+    Column(key="prompts"),
+    Column(key="correct", title="right"),
+    Column(key="score", digits=1, is_percent=True),
+    Column(key="score", title="95 % interval", digits=1, is_interval=True, is_percent=True),
+    Column(key="ms_per_token", title="ms/token"),
+    Column(key="tokens_per_target_forward", title="tokens/forward", optional=1),
+    Column(key="acceptance_rate", title="acceptance", optional=2),
 )
-REGULAR, SPECULATIVE = "regular", "speculative"  # the two ways of sampling, as JSON documents name them
+# The two ways of sampling, as JSON documents name them.
+REGULAR = "regular"
+SPECULATIVE = "speculative"
 AGREEMENTS = (
-    Column("id", "prompt", is_text=True),
-    Column("agreed_tokens", "agreed"),
-    Column("finish_reason", "ended by", is_text=True),
-    Column("target", "target takes", is_text=True),
-    Column("draft", "draft takes", is_text=True),
+    Column(key="id", title="prompt", is_text=True),
+    Column(key="agreed_tokens", title="agreed"),
+    Column(key="finish_reason", title="ended by", is_text=True),
+    Column(key="target", title="target takes", is_text=True),
+    Column(key="draft", title="draft takes", is_text=True),
 )
-CHECKS = Column("name", "check", is_text=True), Column("outcome", is_text=True), Column("says", is_text=True)
+CHECKS = (
+    Column(key="name", title="check", is_text=True),
+    Column(key="outcome", is_text=True),
+    Column(key="says", is_text=True),
+)
 STYLES = {"passed": "green", "failed": "bold red", "blind": "yellow"}  # of an outcome
 OUTPUTS = (
-    Column("id", is_text=True),
-    Column("prompt_tokens"),
-    Column("output_tokens"),
-    Column("finish_reason", "ended by", is_text=True),
-    Column("prompt", is_text=True),
-    Column("text", is_text=True),
+    Column(key="id", is_text=True),
+    Column(key="prompt_tokens"),
+    Column(key="output_tokens"),
+    Column(key="finish_reason", title="ended by", is_text=True),
+    Column(key="prompt", is_text=True),
+    Column(key="text", is_text=True),
 )
 PLANNED = (
-    Column("what", "plan against actual", is_text=True),
-    Column("predicted"),
-    Column("measured"),
-    Column("predicted_over_measured", "predicted / measured"),
+    Column(key="what", title="plan against actual", is_text=True),
+    Column(key="predicted"),
+    Column(key="measured"),
+    Column(key="predicted_over_measured", title="predicted / measured"),
 )
 MEMORY = {
     "held_bytes": "weights and caches",
@@ -45,29 +51,31 @@ MEMORY = {
     "reserved_bytes": "reserved",
     "device_bytes": "in all",
 }
-FIRST = Column("contender", "", is_text=True)
+FIRST = Column(key="contender", title="", is_text=True)
 SPEEDS = (
     FIRST,
-    Column("ms_per_token", "ms/token"),
-    Column("ms_per_token", "interval", is_interval=True, optional=2),
-    Column("tokens_per_s", "tokens/s", digits=1),
-    Column("time_to_first_token_ms", "first token", optional=3),
-    *(Column(f"inter_token_ms_p{one}", f"p{one}", optional=4) for one in (50, 90, 99)),
-    Column("speedup", "faster"),
-    Column("speedup", "interval", is_interval=True),
-    Column("predicted_speedup", "predicted", optional=1),
-    Column("acceptance_rate", "accepted"),
-    Column("tokens_per_target_forward", "tokens/forward"),
+    Column(key="ms_per_token", title="ms/token"),
+    Column(key="ms_per_token", title="interval", is_interval=True, optional=2),
+    Column(key="tokens_per_s", title="tokens/s", digits=1),
+    Column(key="time_to_first_token_ms", title="first token", optional=3),
+    Column(key="inter_token_ms_p50", title="p50", optional=4),
+    Column(key="inter_token_ms_p90", title="p90", optional=4),
+    Column(key="inter_token_ms_p99", title="p99", optional=4),
+    Column(key="speedup", title="faster"),
+    Column(key="speedup", title="interval", is_interval=True),
+    Column(key="predicted_speedup", title="predicted", optional=1),
+    Column(key="acceptance_rate", title="accepted"),
+    Column(key="tokens_per_target_forward", title="tokens/forward"),
 )
 CATEGORIES = (
     FIRST,
-    Column("category", is_text=True),
-    Column("questions"),
-    Column("tokens_per_round", "tokens/round"),
-    Column("tokens_per_round", "interval", is_interval=True, optional=1),
-    Column("speedup", "faster"),
-    Column("speedup", "interval", is_interval=True),
-    Column("acceptance_rate", "accepted", optional=2),
+    Column(key="category", is_text=True),
+    Column(key="questions"),
+    Column(key="tokens_per_round", title="tokens/round"),
+    Column(key="tokens_per_round", title="interval", is_interval=True, optional=1),
+    Column(key="speedup", title="faster"),
+    Column(key="speedup", title="interval", is_interval=True),
+    Column(key="acceptance_rate", title="accepted", optional=2),
 )
 
 
@@ -81,11 +89,13 @@ def scores(summary: Row) -> Items:
     """Returns task=eval's row for each pair, mode and size, then a sentence for each difference."""
     items: Items = [Table("scores", SCORES, summary["rows"])]
     for row in summary["differences"]:
-        value, low, high = (100 * row[f"difference{end}"] for end in ("", "_low", "_high"))
+        value = 100 * row["difference"]
+        low = 100 * row["difference_low"]
+        high = 100 * row["difference_high"]
+        holds = "holds" if row["includes_zero"] else "does not hold"
         items.append(
             f"{row['pair']}: speculative less regular {value:+.1f} points on {row['prompts']} prompts, "
-            f"95 % interval {low:+.1f} .. {high:+.1f}, "
-            f"which {'holds' if row['includes_zero'] else 'does not hold'} zero"
+            f"95 % interval {low:+.1f} .. {high:+.1f}, which {holds} zero"
         )
     return items
 
@@ -95,10 +105,11 @@ def agreements(summary: Row) -> Items:
     prompts = summary["prompts"]
     if not prompts:
         return []
-    rows = [
-        {**prompt, **{side: repr(token["text"]) for side, token in (prompt["fork"] or {}).items()}}
-        for prompt in prompts
-    ]
+
+    rows: list[Row] = []
+    for prompt in prompts:
+        fork = prompt["fork"] or {}  # what each side takes where they part
+        rows.append({**prompt, **{side: repr(token["text"]) for side, token in fork.items()}})
     return [
         Table("agreements", AGREEMENTS, rows),
         f"{summary['tokens_agreed']} tokens agreed on in {len(prompts)} prompts, "
@@ -111,19 +122,26 @@ def speeds(summary: Row) -> Items:
     """Returns task=measure's tables: speeds of a pair or several, categories, where the time goes, notes."""
     if "pairs" in summary:
         return _speeds_of_pairs(summary["pairs"])
-    rows = _contenders(summary)
-    if not rows:
+    contenders = _contenders(summary)
+    if not contenders:
         return []
-    items: Items = [Table("speeds", SPEEDS, [{"contender": name, **row} for name, row in rows])]
+    items: Items = [Table("speeds", SPEEDS, [{"contender": name, **row} for name, row in contenders])]
+
     if summary.get("suite"):
         items += _categories([("", summary)])
     else:
-        split = [(name, parts) for name, row in rows if (parts := row["time_split_ms_per_token"])]
-        body = [{"contender": name, **parts, "sum": sum(parts.values())} for name, parts in split]
-        items.append(_wide("time_split", "where the time goes, ms/token", body, "(not measured)"))
-    accepted = [(name, rates) for name, row in rows if (rates := row["acceptance_by_position"])]
-    if body := [{"contender": name, **_by_position(rates)} for name, rates in accepted]:
-        items.append(_wide("acceptance_by_position", "accepted of the drafts at each position", body))
+        split: list[Row] = []
+        for name, row in contenders:
+            if parts := row["time_split_ms_per_token"]:
+                split.append({"contender": name, **parts, "sum": sum(parts.values())})
+        items.append(_wide("time_split", "where the time goes, ms/token", split, "(not measured)"))
+
+    accepted: list[Row] = []
+    for name, row in contenders:
+        if rates := row["acceptance_by_position"]:
+            accepted.append({"contender": name, **_by_position(rates)})
+    if accepted:
+        items.append(_wide("acceptance_by_position", "accepted of the drafts at each position", accepted))
     return [*items, "", *_notes(summary)]
 
 
@@ -145,6 +163,7 @@ def _speeds_of_pairs(pairs: list[Row]) -> Items:
                 rows[f"{pair['name']}{name.removeprefix('pair')}"] = row
     if not rows:
         return []
+
     table = Table("speeds", SPEEDS, [{"contender": name, **row} for name, row in rows.items()])
     categories = _categories([(pair["name"], pair) for pair in pairs])
     return [table, *categories, "", pairs[0]["interval"]]
@@ -152,20 +171,19 @@ def _speeds_of_pairs(pairs: list[Row]) -> Items:
 
 def _categories(pairs: list[tuple[str, Row]]) -> Items:
     """Returns a table with a row for each pair, K and category of a suite, and a sentence about it."""
-    rows = [
-        {
-            "contender": f"{name}{', ' * bool(name)}K = {_k(row)}",
-            **category,
-            **_by_position(category["acceptance_by_position"], "at_"),
-        }
-        for name, summary in pairs
-        for row in summary.get("pair", ())
-        for category in row.get("by_category", ())
-    ]
+    rows: list[Row] = []
+    for name, summary in pairs:
+        prefix = f"{name}, " if name else ""
+        for row in summary.get("pair", ()):
+            contender = {"contender": f"{prefix}K = {_k(row)}"}
+            for category in row.get("by_category", ()):
+                by_position = _by_position(category["acceptance_by_position"], "at_")
+                rows.append({**contender, **category, **by_position})
     if not rows:
         return []
+
     longest = max(len(row["acceptance_by_position"]) for row in rows)
-    places = [Column(f"at_{n}", f"at {n}", optional=n + 2) for n in range(1, longest + 1)]
+    places = [Column(key=f"at_{n}", title=f"at {n}", optional=n + 2) for n in range(1, longest + 1)]
     explained = "intervals of 95 % over questions; at n: drafts of position n that were accepted"
     return [Table("categories", [*CATEGORIES, *places], rows, "by category"), explained]
 
@@ -180,33 +198,55 @@ def _by_position(rates: list[float], prefix: str = "") -> Row:
 
 def _wide(name: str, title: str, rows: list[Row], empty: str = "") -> Table:
     """Returns a table with a column for each key of the rows; those of late positions are optional."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))[1:]
-    columns = [Column(key, optional=int(key) - 1 if key.isdecimal() else 0) for key in keys]
+    keys = list(dict.fromkeys(key for row in rows for key in row))[1:]  # the first is FIRST's
+    columns = [Column(key=key, optional=int(key) - 1 if key.isdecimal() else 0) for key in keys]
     return Table(name, [FIRST, *columns], rows, title, empty)
 
 
-def _notes(found: Row) -> Iterator[str]:
-    best, coverage = found["best"], found["interval_coverage"]
+def _notes(summary: Row) -> Iterator[str]:
+    """Yields the sentences below the tables of one pair."""
+    best = summary["best"]
     if best is not None:
         gain = "" if best["speedup"] > 1 else "; speculation does not pay here"
         yield f"fastest: K = {_k(best)}, {best['speedup']:.2f} times as fast as the target alone{gain}"
-    if found["cost_ratio"] is not None and found["alpha"] is not None:
-        held = Column("cost_ratio", is_interval=True).cell(found)
+
+    if summary["cost_ratio"] is not None and summary["alpha"] is not None:
+        interval = Column(key="cost_ratio", is_interval=True).cell(summary)
+        ends = "" if interval == NONE else f" ({interval})"
         yield (
-            f"draft step over target step {found['cost_ratio']:.2f}{f' ({held})' * (held != '-')}, "
-            f"acceptance of a decided draft {found['alpha']:.2f}; `predicted` is made of both"
+            f"draft step over target step {summary['cost_ratio']:.2f}{ends}, "
+            f"acceptance of a decided draft {summary['alpha']:.2f}; `predicted` is made of both"
         )
+
+    coverage = summary["interval_coverage"]
     covered = f" (coverage {coverage:.3f})" if coverage else ""
-    yield f"{found['interval']}{covered}; ms and tokens/s without prefill, first token with it"
+    yield f"{summary['interval']}{covered}; ms and tokens/s without prefill, first token with it"
+
+
+def outputs(summary: Row) -> Items:
+    """Returns task=generate's row for each text."""
+    rows = summary["outputs"]
+    return [Table("outputs", OUTPUTS, rows)] if rows else []
+
+
+def checks(summary: Row) -> Items:
+    """Returns task=certify's row for each check, and its sentence once there is a verdict."""
+    table = Table("checks", CHECKS, summary["checks"])
+    return [table, summary["says"]] if summary["says"] else [table]
+
+
+def advice(summary: Row) -> Items:
+    """Returns task=plan's sentences; the JSON has the plan itself."""
+    return [summary["sentence"], *summary["advice"]]
 
 
 ITEMS: dict[str, Callable[[Row], Items]] = {
-    "generate": lambda summary: [Table("outputs", OUTPUTS, rows)] if (rows := summary["outputs"]) else [],
+    "generate": outputs,
     "measure": speeds,
     "eval": scores,
     "agree": agreements,
-    "certify": lambda summary: [Table("checks", CHECKS, summary["checks"]), *filter(None, [summary["says"]])],
-    "plan": lambda summary: [summary["sentence"], *summary["advice"]],  # the JSON has the plan itself
+    "certify": checks,
+    "plan": advice,
 }
 
 
@@ -215,10 +255,13 @@ def plan_against_actual(summary: Row) -> Table | None:
     plan = summary.get("plan")
     if not plan:
         return None
-    rows = [{"what": f"{way['name']}, ms/token", **way["ms_per_token"]} for way in plan["ways"]]
+
+    rows: list[Row] = [{"what": f"{way['name']}, ms/token", **way["ms_per_token"]} for way in plan["ways"]]
     for rank in plan["memory"]:
         for key, name in MEMORY.items():
-            mib = {part: rank[key][part] and rank[key][part] / MIB for part in ("predicted", "measured")}
-            rows.append({"what": f"rank {rank['rank']}, {name}, MiB", **rank[key], **mib})
+            bytes_of = rank[key]
+            mib = {part: bytes_of[part] and bytes_of[part] / MIB for part in ("predicted", "measured")}
+            rows.append({"what": f"rank {rank['rank']}, {name}, MiB", **bytes_of, **mib})
+
     rows = [row for row in rows if row["measured"] is not None]
     return Table("plan_against_actual", PLANNED, rows) if rows else None

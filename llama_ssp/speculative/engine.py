@@ -194,8 +194,8 @@ class RankEngine(ABC):
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """Drafts at most `wanted` tokens a row, fewer where the drafter cannot reach further.
 
-        What the leader proposes is verified; other ranks get its drafts, mostly without their probabilities,
-        which only who decides needs.
+        What the leader proposes is verified. Only it reads `wanted`: the other ranks get by message how many
+        tokens each row drafts, and the drafts. They need no probabilities of drafts, as they decide nothing.
         """
 
     @abstractmethod
@@ -255,6 +255,9 @@ class Engine(RankEngine):
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """Returns K >= 0 drafts a row, each with the distribution q that it was drawn from.
 
+        The drafts are (B, K), their distributions (B, K, V), over the target's vocabulary: a token that the
+        draft model lacks has probability 0. Each q depends on the row's text and on the drafts before it.
+
         Whatever drafts, the rules need no more of it than that q is the one that was really drawn from:
 
         * a draft model's q is a softmax of its logits under the run's sampling controls, one forward a draft;
@@ -298,9 +301,10 @@ class Engine(RankEngine):
         draft_BKV = probs_BWV[:, :0] if proposal.draft_BKV is None else proposal.draft_BKV
         count_B = sent(proposal.count, probs_BWV.device)
 
-        # The slot names the round's random numbers, the coins of its drafts and the draw of the token after
-        # them: by seed, prompt and length of text, never by a counter. So no two rounds share a number, and
-        # a row's text does not depend on the rows next to it.
+        # The slot names the round's random numbers: a uniform in [0, 1) for each draft's coin, (B, K), and
+        # others for the draw of the token after them. It names them by seed, prompt and length of text, never
+        # by a counter. So no two rounds share a number, and a row's text does not depend on the rows next to
+        # it. `round` returns `decide` of these draws and of the tensors; a model may run it as a CUDA graph.
         slot = state.slot(Purpose.ACCEPT)
         packed_BN = self.draws.round(
             decide, self._rule, slot, probs_BWV, draft_BKV, proposal.drafted_BK, count_B
@@ -332,11 +336,12 @@ def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> 
     """Returns the target's logits over each row's drafts and the position after them, (B, K+1, V).
 
     text      0 1 2 3 4 | 5 6      a row of 5 tokens and 2 drafts, in a batch where K = 3
-    fed               4 5 6        every token that the cache lacks, up to the last draft
-    columns             0 1 2 -    column i: the logits after i drafts; the last is undefined in this row
+    fed               4   5 6      every token that the cache lacks, up to the last draft
+    columns           0   1 2 -    column i: the logits after i drafts; the last is undefined in this row
 
-    It is one forward for all rows and drafts. Without drafts (K = 0) each row is fed its last token alone. A
-    row that has ended is fed nothing: it ends where its cache does.
+    Tokens are read from `state.token_BS`, (B, S), in which each row's drafts stand after its text. It is one
+    forward for all rows and drafts. Without drafts (K = 0) each row is fed its last token alone. A row that
+    has ended is fed nothing: it ends where its cache does.
     """
     rows = zip(target.cached, state.ended, state.lengths, count, strict=True)
     ends = [cached if ended else length + drafted for cached, ended, length, drafted in rows]

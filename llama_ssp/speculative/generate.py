@@ -112,7 +112,8 @@ def generate(
     To stop earlier, every rank must stop after the same round and call `engine.flush`.
 
     Every rank runs this loop, and all take the same way through it: only the leader's engine decides, and
-    `verify` returns the leader's decision on every rank.
+    `verify` returns the leader's decision on every rank. Every rank's `lookahead` chooses K, but only the
+    leader's choice is read.
     """
     number = 0
     while True:

@@ -102,10 +102,10 @@ class RoundDraws(Protocol):
     """Makes the draws of one round: by random numbers (rng.py), or in tests by walking every branch."""
 
     def bernoulli(self, chance_BK: Array) -> Array:
-        """Tosses a coin for each draft, independent of the others: True with the given chance."""
+        """Tosses a coin for each draft, independent of the others: (B, K), True with the given chance."""
 
     def categorical(self, probs_BV: Array) -> Array:
-        """Draws one token a row from its distribution: the one after those that stand."""
+        """Draws one token a row from its distribution, (B,): the one after those that stand."""
 
 
 class Rule(ABC):
@@ -247,7 +247,8 @@ def _residual_probs(block: DraftBlock, accepted_B: Array, weight_B: Array) -> Ar
 def _probs_after(block: DraftBlock, accepted_B: Array) -> tuple[Array, Array]:
     """Returns the target's and the draft's probabilities after `accepted` drafts, (B, V) each.
 
-    After all K there is no draft's distribution: the last one fills its place and is not used.
+    They stand in column `accepted` of the K+1 positions of the target, and of the K of the draft. After all K
+    there is no draft's distribution: the last one fills its place and is not used.
     """
     last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
     return row_by_row(block.target_BWV, accepted_B), row_by_row(block.draft_BKV, last_B)
@@ -256,7 +257,9 @@ def _probs_after(block: DraftBlock, accepted_B: Array) -> tuple[Array, Array]:
 def _probs_of(rest_BV: Array, target_BV: Array, block: DraftBlock, accepted_B: Array) -> Array:
     """Returns what remains, normalised; the target's own probabilities where the whole block is accepted.
 
-    Then no draft was rejected, and nothing has to be made up for: the token after the last draft is free.
+    Then no draft was rejected, and nothing has to be made up for: the token after the last draft is free. A
+    row without drafts is such a block: 0 of 0 are accepted.
+
     Also where nothing remains: both distributions are then equal up to rounding, and only rounding can have
     made the draft's draw fail.
     """

@@ -31,34 +31,40 @@ class AgreeTask(Task[AgreeConf]):
     _engine: RankEngine | None = None
 
     def run(self) -> str:
-        task, run = self._task, self._inputs.pairs[0].run
+        task = self._task
+        run = self._inputs.pairs[0].run
         if run.draft is None or run.speculation.drafter is not Drafting.model:
-            found = f"drafter {run.speculation.drafter.value}" if run.draft else "no draft"
-            what = "task=agree compares two models, but there is one"
-            raise UsageError(what, "draft", found=found, fix="name the draft with draft=NAME")
+            raise UsageError(
+                "task=agree compares two models, but there is one",
+                where="draft",
+                found=f"drafter {run.speculation.drafter.value}" if run.draft else "no draft",
+                fix="name the draft with draft=NAME",
+            )
+
         speculation = replace(run.speculation, k=task.chunk, adaptive=False, verification=Verification.token)
         run = replace(run, speculation=speculation, sampling=replace(run.sampling, temperature=0.0))
         pair = self._open(replace(self._inputs.pairs[0], run=run))
         prompts = self._prompts(pair)
-        rows, length = min(task.batch_size, len(prompts)), longest(prompt for _, prompt in prompts)
-        pair.load(rows, length + task.max_new_tokens)
+        length = longest(prompt for _, prompt in prompts)
+        pair.load(min(task.batch_size, len(prompts)), length + task.max_new_tokens)
         self._engine = pair.engine(self._inputs.seed)
+
         try:
             with Progress("agree", len(prompts), "prompts") as progress:
                 for first in range(0, len(prompts), task.batch_size):
-                    part = prompts[first : first + task.batch_size]
-                    self._batch(pair, self._engine, part)
-                    progress.advance(len(part))
+                    batch = prompts[first : first + task.batch_size]
+                    self._batch(pair, self._engine, batch)
+                    progress.advance(len(batch))
         finally:
             self._print(agreements_shown(self.figures()))
         self._draw(task.plot)
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        agreed = [row["agreed_tokens"] for row in self._found]
-        forks = sum(row["fork"] is not None for row in self._found)
+        agreed = [row["agreed_tokens"] for row in self._results]
+        forks = sum(row["fork"] is not None for row in self._results)
         return {
-            "prompts": self._found,
+            "prompts": self._results,
             "tokens_agreed": sum(agreed),
             "tokens_agreed_mean": mean(agreed) if agreed else None,
             "tokens_agreed_median": median(agreed) if agreed else None,
@@ -70,15 +76,22 @@ class AgreeTask(Task[AgreeConf]):
             **self._pair_figures(),
         }
 
-    def _batch(self, pair: PairSession, engine: RankEngine, part: list[tuple[TextPrompt, Prompt]]) -> None:
-        task, tokens = self._task, pair.tokens
-        prompts = [prompt for _, prompt in part]
+    def _batch(self, pair: PairSession, engine: RankEngine, batch: list[tuple[TextPrompt, Prompt]]) -> None:
+        """Follows a batch of prompts, and adds what came of each to the results."""
+        task = self._task
+        tokens = pair.tokens
+        prompts = [prompt for _, prompt in batch]
         state, forks = agreements(engine, prompts, task.chunk, task.max_new_tokens, pair.end_ids)
-        for row, (text, prompt) in enumerate(part):
+
+        for row, (text, prompt) in enumerate(batch):
             agreed = state.generated(row)
-            sides = zip(("target", "draft"), forks[row] or (), strict=False)
-            fork = {side: {"token_id": token, "text": tokens.decode([token])} for side, token in sides}
-            self._found.append(
+            fork = None
+            if (parted := forks[row]) is not None:
+                fork = {
+                    side: {"token_id": token, "text": tokens.decode([token])}
+                    for side, token in zip(("target", "draft"), parted, strict=True)
+                }
+            self._results.append(
                 {
                     "id": text.id,
                     "prompt": text.text,
@@ -87,7 +100,7 @@ class AgreeTask(Task[AgreeConf]):
                     "agreed_text": tokens.decode(agreed),
                     "token_ids": agreed,
                     "finish_reason": state.finished[row],
-                    "fork": fork or None,
+                    "fork": fork,
                 }
             )
 
@@ -110,6 +123,7 @@ def agreements(
         for row, count in enumerate(proposal.count):
             if not count and state.finished[row] is None:
                 state.finished[row] = "context"  # the draft's own, which may be shorter
+
         result = engine.verify(state, proposal)
         for row, count in enumerate(proposal.count):
             if not count:
@@ -125,6 +139,7 @@ def agreements(
                 forks[row] = result.token[row], result.drafted[row][len(accepted)]
             state.finished[row] = reason
         engine.roll_back(state)
+
     engine.flush()
     require_numbers(*texts_of(state))
     return state, forks

@@ -40,14 +40,14 @@ def worked(a: int, b: int) -> str:
 
 
 def _question(rng: random.Random, seed: int, number: int, shots: int) -> Question:
-    question = _pair(rng)
+    a, b = _pair(rng)
     lines: list[str] = []
     while len(lines) < shots:
         shown = _pair(rng)
-        if set(shown) != set(question):  # in either order it would give the answer away
+        if set(shown) != {a, b}:  # in either order it would give the answer away
             lines.append(worked(*shown))
-    a, b = question
-    return Question(seed, number, "\n".join([*lines, f"{a} * {b} = "]), str(a * b))
+    text = "\n".join([*lines, f"{a} * {b} = "])
+    return Question(seed, number, text, answer=str(a * b))
 
 
 def _pair(rng: random.Random) -> tuple[int, int]:

@@ -33,10 +33,12 @@ from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
 from llama_ssp.pair.continuous_batching import ContinuousBatch, Reply, Supply, TokenRequest
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.console import Progress
+from llama_ssp.report.console import Console, Progress
+from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import figure
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.common import Task
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.interactive import while_others_wait
 from llama_ssp.text.prompts import TextPrompt
 
@@ -45,7 +47,9 @@ log = logging.getLogger(__name__)
 LOOK_S = 2.0  # between looks at claims that may lapse
 BEGUN_S = 5.0  # that the disk may take for the line about texts that begin
 LAST_S = 10.0  # and for the last lines of a task that ends
-MANY, FEW = 1000, 16  # prompts tokenised before a job begins: the longest; the shortest, the first ones
+# Prompts that are tokenised before a job begins: the longest; the shortest, and the first ones.
+MANY = 1000
+FEW = 16
 DAMAGED_IN_ROW = 3  # texts one after another without numbers show a broken device, not broken records
 
 
@@ -56,20 +60,26 @@ def fix_k(pair: PairSession, kept: dict[str, Any]) -> None:
 
 
 class BatchTask(Task[BatchConf]):
-    """One process's part in a job: shards until none is left to take."""
+    """One process's part in a job: shards until none is left to take.
+
+    A text goes through these states, on the leader: open (`_texts`), handed out (`_left`), in a row
+    (`_under_way`), answered. Some are written by themselves (`_apart`), some are held back (`_damaged`).
+    """
 
     _job: Job  # the leader's
     _journal: Journal | None = None
     _rows: ContinuousBatch | None = None
-    _answered = _refused = _set_aside = 0
+    _answered = 0
+    _refused = 0
+    _set_aside = 0
     _max_rows = 1  # rows at a time; fewer than at first where the GPU's memory was full
     _thread: JournalThread  # the leader's
     _taken: tuple[Shard, AbstractContextManager[None]] | None = None  # claimed by `_await_claims`, not begun
     _goes_on = False  # whether rows that become free take texts of further shards
     _damaged_in_row = 0
 
-    def __init__(self, *of_task: Any) -> None:
-        super().__init__(*of_task)
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        super().__init__(inputs, console, folder, ranks)
         self._claims: dict[Attempt, ExitStack] = {}  # by shard in work; closing it gives the claim back
         self._texts: dict[int, tuple[Attempt, Request]] = {}  # open requests of these shards, by record
         self._left: dict[int, TokenRequest] = {}  # of these, handed out to be written, not committed
@@ -78,17 +88,24 @@ class BatchTask(Task[BatchConf]):
         self._damaged: list[int] = []  # records with NaN or infinite logits, not answered yet
 
     def run(self) -> str:
-        pair, ranks = self._open(), self._ranks
+        pair = self._open()
+        ranks = self._ranks
         gpus = gpus_of(pair, ranks)
         longest, missing, shards = while_others_wait(ranks, partial(self._begin, pair, gpus))
+
         if missing:
-            keep = partial(self._keep_rows, pair, pair.rows_for(missing, longest))
-            self._max_rows, texts, kept = while_others_wait(ranks, keep)
-            fix_k(pair, kept)
-            prompts = [Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(texts)]
-            pair.load(min(self._max_rows, missing), longest, prompts=prompts)
+            rows = pair.rows_for(missing, longest)
+            kept = while_others_wait(ranks, partial(self._keep_rows, pair, rows))
+            self._max_rows, prompts, costs = kept
+            fix_k(pair, costs)
+            pair.load(
+                min(self._max_rows, missing),
+                longest,
+                prompts=[Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(prompts)],
+            )
             fix_k(pair, while_others_wait(ranks, partial(self._keep, pair)))
             self._rows = pair.writer(self._inputs.seed, clocked=False)
+
         if shards:
             with self._leading() if ranks.is_leader else nullcontext():
                 while message := while_others_wait(ranks, partial(self._next_batch, pair)):
@@ -101,21 +118,28 @@ class BatchTask(Task[BatchConf]):
 
     def figures(self) -> dict[str, Any]:
         standing = self._journal.standing() if self._journal else None
-        counts = ("records", "records_finished", "records_failed", "shards", "shards_done")
+        pair = self._pair_figures()
         return {
             "output": self._task.output,
             "work": str(self._journal.folder) if self._journal else None,
-            **{name: getattr(standing, name, None) for name in counts},
+            "records": standing.records if standing else None,
+            "records_finished": standing.records_finished if standing else None,
+            "records_failed": standing.records_failed if standing else None,
+            "shards": standing.shards if standing else None,
+            "shards_done": standing.shards_done if standing else None,
             "records_answered_here": self._answered,
             "records_refused_here": self._refused,
             "records_set_aside_here": self._set_aside,
-            **{key: self._pair_figures()[key] for key in ("devices", "engines")},
+            "devices": pair["devices"],
+            "engines": pair["engines"],
             **(self._rows.figures() if self._rows else nothing_run()),
         }
 
     def measurements(self) -> list[RunMeasurement]:
-        """One; prompts are read between the rounds, so they are in its time."""
+        """Returns one; prompts are read between the rounds, so they are in its time."""
         return self._measurement(self._rows.figures(), ", with prompts") if self._rows else []
+
+    # The job's beginning. The leader runs these, and the others get what they return.
 
     def _begin(self, pair: PairSession, gpus: int) -> list[int]:
         """Opens the job; returns the tokens of its longest text, and how many records and shards are open."""
@@ -123,11 +147,13 @@ class BatchTask(Task[BatchConf]):
         self._job.reopen()
         self._journal = begin(self._job, pair)
         self._journal.note(node=socket.gethostname(), ranks=self._ranks.world, gpus=gpus, began=time.time())
+
         standing = self._journal.standing()
         log.info("job %s: %s", self._journal.folder, standing.in_words())
         if not standing.records:
             log.warning("%s holds no records", self._task.input)
-        missing, shards = standing.records - standing.records_finished, standing.shards - standing.shards_done
+        missing = standing.records - standing.records_finished
+        shards = standing.shards - standing.shards_done
         return [self._journal.manifest.longest, missing, shards]
 
     def _keep_rows(self, pair: PairSession, rows: int) -> tuple[int, list[tuple[int, ...]], dict[str, Any]]:
@@ -137,13 +163,18 @@ class BatchTask(Task[BatchConf]):
         is given, else the number that the job's first process stored.
         """
         assert self._journal is not None
-        rows = rows if self._task.batch_size else int(self._journal.kept(ROWS, rows))
+        if not self._task.batch_size:
+            rows = int(self._journal.kept(ROWS, rows))
+
         prompts = list[tuple[int, ...]]()
         for index in range(min(max(rows, FEW), self._journal.manifest.records)):
             with suppress(Refused):
-                prompts.append(tokenised(self._job.index.read(index, pair.run), pair).prompt.token_ids)
-        stored = self._journal.folder / COSTS
-        return rows, prompts, json.loads(stored.read_bytes()) if stored.exists() else {}
+                work = tokenised(self._job.index.read(index, pair.run), pair)
+                prompts.append(work.prompt.token_ids)
+
+        file = self._journal.folder / COSTS
+        costs = json.loads(file.read_bytes()) if file.exists() else {}
+        return rows, prompts, costs
 
     def _keep(self, pair: PairSession) -> dict[str, Any]:
         """Stores trials and costs if this process is the job's first; returns the costs that were stored."""
@@ -152,9 +183,16 @@ class BatchTask(Task[BatchConf]):
         self._journal.keep_trials({role: pair.engines[role] for role in tried})
         if pair.costs is None:
             return {}
-        stand, rounds, k = pair.costs.usual, pair.costs.rounds, pair.costs.k_for_all
-        costs = {"k": k, "rounds": rounds, "first": stand.first.value, "later": stand.later.value}
+        usual = pair.costs.usual
+        costs = {
+            "k": pair.costs.k_for_all,
+            "rounds": pair.costs.rounds,
+            "first": usual.first.value,
+            "later": usual.later.value,
+        }
         return dict(self._journal.kept(COSTS, costs))
+
+    # What is written next. The leader runs these.
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
@@ -195,9 +233,11 @@ class BatchTask(Task[BatchConf]):
             self._thread.wait()
             if not self._await_claims(self._journal):
                 return {}
+
         works = list(self._left.values())
-        foreseen = self._journal.manifest.longest
-        longest = max(foreseen, *(work.longest for work in works), 2) if self._goes_on else 0
+        longest = 0
+        if self._goes_on:
+            longest = max(2, self._journal.manifest.longest, *(work.longest for work in works))
         return {"works": works, "rows": self._max_rows, "longest": longest, "goes_on": self._goes_on}
 
     def _await_claims(self, journal: Journal) -> bool:
@@ -205,13 +245,14 @@ class BatchTask(Task[BatchConf]):
 
         A process on another machine counts as alive once it renews its claims; if not, they lapse.
         """
-        if silent := journal.silent():
+        silent = journal.silent()
+        if silent:
             log.info("all shards left are claimed; claims that nobody renews lapse after %.0f s", STALE_S)
         until = time.monotonic() + STALE_S + BEAT_S  # whatever the clock of the claims says
         while silent and time.monotonic() < until:
             time.sleep(LOOK_S)
-            if (taken := journal.claim()) is not None:
-                self._taken = taken
+            self._taken = journal.claim()
+            if self._taken is not None:
                 return True
             silent &= journal.silent()
         return False
@@ -222,22 +263,33 @@ class BatchTask(Task[BatchConf]):
         Rows thus pass from shard to shard without a break. Lines that make no request are answered here.
         `_apart` takes texts with `echo`, texts longer than a row, and those during which an attempt died.
         """
-        journal, rows = self._journal, self._max_rows
+        journal = self._journal
         assert journal is not None
-        while not self._apart and (taken := self._taken or journal.claim()) is not None:
-            self._taken, attempt = None, journal.attempt(taken[0])
+        while not self._apart:
+            claimed = self._taken or journal.claim()
+            self._taken = None
+            if claimed is None:
+                break
+            shard, claim = claimed
+            attempt = journal.attempt(shard)
             self._claims[attempt] = ExitStack()
-            self._claims[attempt].enter_context(taken[1])
-            usual, others, suspects = list[TokenRequest](), list[TokenRequest](), list[TokenRequest]()
+            self._claims[attempt].enter_context(claim)
+
+            usual = list[TokenRequest]()
+            unusual = list[TokenRequest]()
+            suspects = list[TokenRequest]()
             for work in self._ready(attempt, pair):
-                is_other = work.echo or min(work.longest, pair.run.model.context) > journal.manifest.longest
-                (suspects if attempt.deaths[work.index] else others if is_other else usual).append(work)
-            self._apart += [others] if others else []
-            for count in sorted({attempt.deaths[work.index] for work in suspects}):
-                size = max(1, rows >> (count - 1))  # after one death a full batch again, after two half of it
-                again = [work for work in suspects if attempt.deaths[work.index] == count]
-                self._apart += [again[start : start + size] for start in range(0, len(again), size)]
-            self._thread.do(partial(self._publish, attempt))
+                if attempt.deaths[work.index]:
+                    suspects.append(work)
+                elif work.echo or min(work.longest, pair.run.model.context) > journal.manifest.longest:
+                    unusual.append(work)
+                else:
+                    usual.append(work)
+            if unusual:
+                self._apart.append(unusual)
+            self._apart += suspect_groups(suspects, attempt, self._max_rows)
+
+            self._thread.do(partial(self._publish, attempt))  # if all its lines were answered
             if usual:
                 self._left.update({work.index: work for work in usual})
                 return usual
@@ -258,17 +310,20 @@ class BatchTask(Task[BatchConf]):
             except Refused as refused:
                 self._refuse(attempt, refused, refusal(refused, refused.error))
                 continue
-            deaths = attempt.deaths_alone[index]
+
+            deaths = attempt.deaths_alone[index]  # the nodes
             is_to_blame = len(set(deaths)) >= min(2, len(nodes)) and len(deaths) >= self._task.retries
             if is_to_blame:
                 log.warning("set aside: %s, after %d attempts died during it alone", record.id, len(deaths))
                 self._set_aside += 1
-                said = f"set aside: {len(deaths)} attempts died while they worked on this record alone"
-                self._refuse(attempt, record, refusal(record, said, BROKEN))
+                error = f"set aside: {len(deaths)} attempts died while they worked on this record alone"
+                self._refuse(attempt, record, refusal(record, error, BROKEN))
             else:
                 self._texts[index] = attempt, record
                 ready.append(work)
         return sorted(ready, key=lambda work: -work.longest)
+
+    # All ranks write.
 
     def _write(self, message: dict[str, Any], pair: PairSession) -> None:
         """Writes the message's texts, then those of further shards, on all ranks; the leader commits them.
@@ -276,19 +331,24 @@ class BatchTask(Task[BatchConf]):
         If GPU memory is full on a run of one rank, returns and leaves the rest to a call with half the rows.
         """
         assert self._rows is not None
-        rows, leads = message["rows"], self._ranks.is_leader
+        rows = message["rows"]
+        is_leader = self._ranks.is_leader
 
-        def of(told: list[Any]) -> list[TokenRequest]:  # to other ranks it went as JSON
-            return told if leads else list(map(TokenRequest.of_plain, told))
+        def requests_of(works: list[Any]) -> list[TokenRequest]:
+            """Returns the requests of a message, which went to other ranks as JSON."""
+            return works if is_leader else [TokenRequest.of_plain(work) for work in works]
 
         def further() -> list[TokenRequest]:
-            return of(while_others_wait(self._ranks, partial(self._next_texts, pair)))
+            return requests_of(while_others_wait(self._ranks, partial(self._next_texts, pair)))
 
-        more = further if message["goes_on"] else list
-        supply = Supply(self._begun if leads else lambda _: None, more, message["longest"])
+        supply = Supply(
+            begin=self._begun if is_leader else lambda _: None,
+            more=further if message["goes_on"] else list,
+            longest=message["longest"],
+        )
         try:
-            for written in self._rows.write(of(message["works"]), rows, supply):
-                if leads:
+            for written in self._rows.write(requests_of(message["works"]), rows, supply):
+                if is_leader:
                     self._commit(written)
                     del self._left[written.index]
         except RuntimeError as error:
@@ -296,9 +356,11 @@ class BatchTask(Task[BatchConf]):
             if self._ranks.world > 1 or rows == 1 or not lacks_gpu_memory(error):
                 raise
             self._max_rows = rows // 2
-            said = self.full_gpu(error) or first_line(error)
-            log.warning("%d rows at a time from here on, as with %d: %s", self._max_rows, rows, said)
+            reason = self.full_gpu(error) or first_line(error)
+            log.warning("%d rows at a time from here on, as with %d: %s", self._max_rows, rows, reason)
             self._under_way.clear()
+
+    # What becomes of a text. The leader runs these.
 
     def _begun(self, indices: list[int]) -> None:
         """Notes in each shard's journal which texts are about to begin, and how many are under way in all.
@@ -306,24 +368,35 @@ class BatchTask(Task[BatchConf]):
         Waits at most BEGUN_S for the disk: a disk that stalls must not stop a rank.
         """
         self._under_way.update(indices)
-        for attempt in {self._texts[index][0]: None for index in indices}:
-            ours = [index for index in indices if self._texts[index][0] is attempt]
-            self._thread.do(partial(attempt.begin, ours, len(self._under_way)))
+        by_attempt: dict[Attempt, list[int]] = {}
+        for index in indices:
+            attempt, _ = self._texts[index]
+            by_attempt.setdefault(attempt, []).append(index)
+        for attempt, members in by_attempt.items():
+            self._thread.do(partial(attempt.begin, members, len(self._under_way)))
         self._thread.wait(BEGUN_S)
         self._thread.check()
 
     def _commit(self, written: Reply) -> None:
+        """Answers a request with its text, unless its logits were not numbers."""
+        assert self._pair is not None
         attempt, request = self._texts[written.index]
         self._under_way.discard(written.index)
         if written.finish_reason == "error":
             self._keep_damaged(attempt, request)
             return
+
         self._damaged_in_row = 0
-        self._refuse_damaged()
-        assert self._pair is not None
-        model, spell = self._inputs.pairs[0].target, self._pair.tokens.spell
+        self._refuse_damaged()  # this text shows that the device is sound
         self._answered += 1
-        self._finish(attempt, request.index, answer(request, written, model, spell, self._task.fields))
+        line = answer(
+            request,
+            written,
+            model=self._inputs.pairs[0].target,
+            spell=self._pair.tokens.spell,
+            fields=self._task.fields,
+        )
+        self._finish(attempt, request.index, line)
 
     def _keep_damaged(self, attempt: Attempt, request: Request) -> None:
         """Holds back a text whose logits were not numbers, until it is known whether the device is sound.
@@ -347,7 +420,7 @@ class BatchTask(Task[BatchConf]):
             self._thread.do(partial(self._texts[index][0].keep_damaged, [index]))
         self._excuse()
 
-        last = self._texts[self._damaged[-1]][1]
+        _, last = self._texts[self._damaged[-1]]
         devices = ", ".join(sorted(set(map(str, self._pair_figures()["devices"].values()))))
         return DistributedError(
             what,
@@ -373,7 +446,8 @@ class BatchTask(Task[BatchConf]):
 
     def _refuse_damaged(self) -> None:
         """Answers kept texts with their errors: the device has proved sound, or nothing else is left."""
-        damaged, self._damaged = self._damaged, []
+        damaged = self._damaged
+        self._damaged = []
         for index in damaged:
             attempt, request = self._texts[index]
             self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))
@@ -397,24 +471,33 @@ class BatchTask(Task[BatchConf]):
 
     def _end(self) -> bool:
         """Writes the output if all processes together have done the whole job; returns whether they have."""
-        journal, job = self._journal, self._job
+        journal = self._journal
         assert journal is not None
         figures = self.figures()
         journal.note(drafted=figures["tokens_drafted"], accepted=figures["tokens_accepted"])
-        standing, accepted = journal.standing(), figures["acceptance_rate"]
-        told = f"{figures['tokens_committed']} tokens, {figure(figures['tokens_per_s'], 1)} tokens/s"
-        told += "" if accepted is None else f", {accepted:.0%} accepted"
-        counts = self._answered, self._refused, self._set_aside
-        log.info("%s; here: %d answered, %d refused, %d set aside, %s", standing.in_words(), *counts, told)
+        standing = journal.standing()
+        speed = f"{figures['tokens_committed']} tokens, {figure(figures['tokens_per_s'], 1)} tokens/s"
+        if figures["acceptance_rate"] is not None:
+            speed += f", {figures['acceptance_rate']:.0%} accepted"
+        log.info(
+            "%s; here: %d answered, %d refused, %d set aside, %s",
+            standing.in_words(),
+            self._answered,
+            self._refused,
+            self._set_aside,
+            speed,
+        )
+
+        output = self._job.output
         if not standing.whole:
-            log.info("others are at work on the rest; the last to end writes %s", job.output)
+            log.info("others are at work on the rest; the last to end writes %s", output)
             return False
-        journal.merge(job.output)
-        log.info("output: %s", job.output)
+        journal.merge(output)
+        log.info("output: %s", output)
         if standing.records and standing.records_failed == standing.records:
             raise DataError(
                 "every record was answered with an error",
-                where=job.output,
+                where=output,
                 found=f"{standing.records_failed} errors",
                 fix="read them there; task.retry_errors=true tries them again",
             )
@@ -422,11 +505,26 @@ class BatchTask(Task[BatchConf]):
 
 
 def gpus_of(pair: PairSession, ranks: Ranks) -> int:
-    """How many GPUs the ranks use: they may share one, or have several each. All ranks call it."""
+    """Returns how many GPUs the ranks use: they may share one, or have several each. All ranks call it."""
     here = [placed for placed in pair.placements if ranks.rank in placed.ranks]
-    spread = any(placed.splitting is Splitting.layers for placed in here)
-    own = {gpu_of(device) for device in (every_device() if spread else [placed.device for placed in here])}
-    return len({*" ".join(ranks.gather_texts(" ".join(own - {NO_GPU}))).split()})
+    devices = [placed.device for placed in here]
+    if any(placed.splitting is Splitting.layers for placed in here):
+        devices = every_device()
+    gpus = {gpu_of(device) for device in devices} - {NO_GPU}
+    gpus_of_ranks = ranks.gather_texts(" ".join(gpus))
+    return len({*" ".join(gpus_of_ranks).split()})
+
+
+def suspect_groups(suspects: list[TokenRequest], attempt: Attempt, rows: int) -> Iterator[list[TokenRequest]]:
+    """Yields groups of texts during which attempts have died: with each death half as many at once.
+
+    After one death a group fills a batch of `rows` again, after two half of it: the text to blame is found.
+    """
+    for deaths in sorted({attempt.deaths[work.index] for work in suspects}):
+        members = [work for work in suspects if attempt.deaths[work.index] == deaths]
+        size = max(1, rows >> (deaths - 1))
+        for start in range(0, len(members), size):
+            yield members[start : start + size]
 
 
 def begin(job: Job, pair: PairSession) -> Journal:
@@ -434,15 +532,19 @@ def begin(job: Job, pair: PairSession) -> Journal:
 
     These are the MANY longest by bytes, the FEW shortest, and all that may fill the model's context.
     """
-    longest, refused, rows = 2, list[Refused](), job.index.rows
+    context = pair.run.model.context
+    rows = job.index.rows
     by_size = np.argsort(rows["bytes"].astype(np.int64) + rows["new"], kind="stable")
-    long = np.flatnonzero(rows["bytes"] > BYTES_PER_TOKEN * pair.run.model.context)
-    chosen = sorted({*by_size[:FEW], *by_size[-MANY:], *long}) if job.is_new else []
+    may_be_too_long = np.flatnonzero(rows["bytes"] > BYTES_PER_TOKEN * context)
+    chosen = sorted({*by_size[:FEW], *by_size[-MANY:], *may_be_too_long}) if job.is_new else []
+
+    longest = 2
+    refused = list[Refused]()
     with Progress("tokenising prompts", len(chosen), "prompts") as progress:
         for number in map(int, chosen):
             try:
                 work = tokenised(job.index.read(number, pair.run), pair)
-                longest = max(longest, min(work.longest, pair.run.model.context))
+                longest = max(longest, min(work.longest, context))
             except Refused as bad:
                 refused.append(bad)
             progress.advance(1)

@@ -65,15 +65,27 @@ log = logging.getLogger(__name__)
 NAME = "calibrated"  # the cluster's name, and its file's
 now: Callable[[], float] = timer  # the clock: it waits for the GPU's work
 STARTING = "groups", "scheduler", "slurm"  # how jobs are started is not measured
-PROMPT, NEW = tuple(range(4, 36)), 28
-DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 8), (512, 16384), (0, 2, 6)
-WIDTH, HEAD = 320, 40  # a layer costs less where it is narrower still; heads enough for several ranks
-WIDE, WIDE_LAYERS, WIDE_VOCABULARY = 960, 3, 2048  # so wide that bytes count most
+# Of every text: its prompt, and how many tokens are written.
+PROMPT = tuple(range(4, 36))
+NEW = 28
+# The models: all of these depths and vocabularies, each at these K. A layer costs less where it is narrower
+# still than WIDTH; a HEAD's width gives heads enough for several ranks.
+DEPTHS = (2, 8)
+VOCABULARIES = (512, 16384)
+LOOKAHEADS = (0, 2, 6)
+WIDTH = 320
+HEAD = 40
+# One more model, so wide that bytes count most.
+WIDE = 960
+WIDE_LAYERS = 3
+WIDE_VOCABULARY = 2048
 # Sides of the matrices that are streamed. On a GPU each has to take several times as long as its launch:
 # 128 MiB of bf16 take 16 us at 8 TB/s, a launch about 5.
 SIDE = {"cpu": 2048, "cuda": 8192}
 STREAMED = {"cpu": 2**28, "cuda": 2**32}  # bytes: more than any cache holds
-GEMM_ROWS, LONG_PART = 512, 8  # one matrix in LONG_PART is multiplied with the rows of a long prompt's chunk
+# One matrix in LONG_PART is multiplied with GEMM_ROWS rows, those of a long prompt's chunk.
+GEMM_ROWS = 512
+LONG_PART = 8
 RESIDUAL = 2048  # numbers of a token's residual, which ranks sum
 CALLS = 50  # sums and messages that are timed together
 FAR = 17  # tokens of a pass at which the cost of more of them is noted
@@ -87,6 +99,17 @@ FITTED = {
     "law_ns": 1e-9,
     "accept_ns": 1e-9,
 }
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """What libraries take on a GPU, in MiB, and the GPU's memory in GiB; on a CPU only a context is known."""
+
+    context_mib: float
+    cublas_mib: float = 0.0
+    nccl_mib: float = 0.0
+    graph_mib: float = 0.0
+    gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,13 +134,13 @@ class CalibrateTask(Task[CalibrateConf]):
             with writing("cluster", file, fix="choose another task.folder"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
-        self._found = [{"cluster_file": str(file), "cluster": plain(cluster)}]
+        self._results = [{"cluster_file": str(file), "cluster": plain(cluster)}]
         use = f"use it with --config-dir {shlex.quote(self._task.folder)} cluster={cluster.name}"
         log.info("wrote %s (%.1f GB/s, %.2f TFLOP/s): %s", file, cluster.gb_s, cluster.tflops, use)
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        return dict(*self._found)
+        return dict(*self._results)
 
 
 def measured(
@@ -128,21 +151,31 @@ def measured(
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
     player = Player(run, ranks, NEW)
     player.play(cases()[0])  # a first model brings libraries with it
-    libraries, side = _libraries_mib(device, player.held_bytes), SIDE[device.type]
+    libraries = _libraries(device, player.held_bytes)
+
+    side = SIDE[device.type]
     new = partial(torch.ones, dtype=TORCH_DTYPES[dtype], device=device)
     count = max(STREAMED[device.type] // (side * side * TORCH_DTYPES[dtype].itemsize), 2)
     weights = [new(side, side) for _ in range(count)]
-    long, residual = weights[: max(count // LONG_PART, 1)], new(RESIDUAL).zero_()
-    row, rows = new(1, side), new(GEMM_ROWS, side)
-    read = [partial(functional.linear, row, weight) for weight in weights]
-    multiply = [partial(functional.linear, rows, weight) for weight in long]
-    messages = [partial(ranks.all_reduce, residual)] * CALLS, [partial(ranks.broadcast_ints, [1] * 8)] * CALLS
+    multiplied = weights[: max(count // LONG_PART, 1)]
+    residual = new(RESIDUAL).zero_()
+    row = new(1, side)
+    rows = new(GEMM_ROWS, side)
+    calls_by_kind: list[list[Callable[[], Any]]] = [
+        [partial(functional.linear, row, weight) for weight in weights],
+        [partial(functional.linear, rows, weight) for weight in multiplied],
+        [partial(ranks.all_reduce, residual)] * CALLS,
+        [partial(ranks.broadcast_ints, [1] * 8)] * CALLS,
+    ]
     works: list[Callable[[], float]] = [
-        *(partial(elapsed_s, calls, ranks) for calls in (read, multiply, *messages)),
-        *(partial(lambda case: median(player.play(case)[0]), case) for case in cases()),
+        *(partial(elapsed_s, calls, ranks) for calls in calls_by_kind),
+        *(partial(player.median_round_s, case) for case in cases()),
     ]
     read_s, multiply_s, all_reduce_s, broadcast_s, *spent = in_turn([*works, *others], repeats)
-    where = f"{processor_name()}, " * (device.type == "cpu") + describe(device)
+
+    where = describe(device)
+    if device.type == "cpu":
+        where = f"{processor_name()}, {where}"
     source = f"task=calibrate, {where}, torch {versions()['torch']}, {time.strftime('%Y-%m-%d')}"
     times = TimesConf(source=source, bandwidth_share=1.0, flops_share=1.0)
     if ranks.world > 1:
@@ -155,19 +188,26 @@ def measured(
         reserve=0.1 if device.type == "cpu" else 0.0,
         bf16=dtype is Dtype.bf16,
         gb_s=_short(sum(weight.nbytes for weight in weights) / read_s / 1e9),
-        tflops=_short(2 * GEMM_ROWS * sum(weight.numel() for weight in long) / multiply_s / 1e12),
+        tflops=_short(2 * GEMM_ROWS * sum(weight.numel() for weight in multiplied) / multiply_s / 1e12),
         times=times,
-        **libraries,
+        context_mib=libraries.context_mib,
+        cublas_mib=libraries.cublas_mib,
+        nccl_mib=libraries.nccl_mib,
+        graph_mib=libraries.graph_mib,
+        gib=libraries.gib,
     )
-    fit, rest = spent[: len(cases())], spent[len(cases()) :]
-    cluster.times = fitted(cluster, fit, dtype, ranks.world)
-    return cluster, rest
+    rounds_s = spent[: len(cases())]
+    others_s = spent[len(cases()) :]
+    cluster.times = fitted(cluster, rounds_s, dtype, ranks.world)
+    return cluster, others_s
 
 
 def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
     """Returns each work's least figure, as disturbances only add; the first of each does not count."""
-    taken = [[work() for work in works] for _ in range(repeats + 1)]
-    return [min(figures) for figures in zip(*taken[1:], strict=True)]
+    turns = list[list[float]]()
+    for _ in range(repeats + 1):
+        turns.append([work() for work in works])
+    return [min(figures) for figures in zip(*turns[1:], strict=True)]
 
 
 def elapsed_s(works: Sequence[Callable[[], Any]], ranks: Ranks) -> float:
@@ -185,7 +225,9 @@ class Player:
 
     def __init__(self, run: RunConf, ranks: Ranks, new: int) -> None:
         self._device = device_of(run.placement.target_device, "placement.target_device")
-        self._run, self._ranks, self._new = run, ranks, new
+        self._run = run
+        self._ranks = ranks
+        self._new = new
         self._pairs: dict[str, PairSession] = {}
 
     @property
@@ -193,13 +235,22 @@ class Player:
         """Weights and caches of the models that are loaded."""
         return sum(pair.models.held_bytes for pair in self._pairs.values())
 
+    def median_round_s(self, case: Case) -> float:
+        spent, _ = self.play(case)
+        return median(spent)
+
     def play(self, case: Case) -> tuple[list[float], Counts]:
         """Writes texts by the token rule, as plans assume; returns seconds of their rounds, and counters."""
-        drafter = Drafting.model if case.draft else Drafting.none
-        spec = replace(self._run.speculation, drafter=drafter, k=case.k, adaptive=False)
-        spec.verification = Verification.token
+        spec = replace(
+            self._run.speculation,
+            drafter=Drafting.model if case.draft else Drafting.none,
+            k=case.k,
+            adaptive=False,
+            verification=Verification.token,
+        )
         steps = case.engine or of_constants(self._device.type == "cpu")
         run = replace(self._run, model=case.target, draft=case.draft, speculation=spec, engine=steps)
+
         engine = self._pair(run, case).engine(0, run, frozenset())
         timed = TimedRun(engine, [Prompt(str(row), PROMPT) for row in range(case.rows)], self._new)
         spent = [seconds for _, seconds in timed.rounds(Limits(self._new), lookahead_for(run, case.rows))]
@@ -214,22 +265,31 @@ class Player:
             self._pairs[key] = pair.load(case.rows, len(PROMPT) + self._new)
             has_graphs = all(model.has_graphs for model in pair.models.loaded.values())
             if case.engine is None and run.engine is Steps.compiled and not has_graphs:
-                what = "a GPU is calibrated with CUDA graphs, and steps run without them here"
-                fix = "the warning above says why; plans of eager steps need no calibration"
-                raise ModelError(what, describe(self._device), fix=fix)
+                raise ModelError(
+                    "a GPU is calibrated with CUDA graphs, and steps run without them here",
+                    where=describe(self._device),
+                    fix="the warning above says why; plans of eager steps need no calibration",
+                )
         return self._pairs[key]
 
 
-def _libraries_mib(device: torch.device, held: int) -> dict[str, Any]:
+def _libraries(device: torch.device, held: int) -> Libraries:
     """Returns what libraries take: the context measured, without `held` tensors; the rest by preset."""
-    keys = "cublas_mib", "nccl_mib", "graph_mib"
     if device.type == "cpu":
-        return {**dict.fromkeys(keys, 0.0), "context_mib": _short(max(0, process_bytes() - held) / MIB)}
+        return Libraries(_short(max(0, process_bytes() - held) / MIB))
+
     free, total = torch.cuda.mem_get_info(device)
-    context, name = total - free - torch.cuda.memory_reserved(device), torch.cuda.get_device_name(device)
-    presets = [preset for preset in known().values() if matching(name, [str(preset["gpu"])])]
-    libraries = {key: float(presets[0][key]) if presets else 0.0 for key in keys}
-    return {**libraries, "context_mib": _short(context / MIB), "gib": _short(total / GIB)}
+    context = total - free - torch.cuda.memory_reserved(device)
+    name = torch.cuda.get_device_name(device)
+    presets = (preset for preset in known().values() if matching(name, [str(preset["gpu"])]))
+    preset = next(presets, {"cublas_mib": 0.0, "nccl_mib": 0.0, "graph_mib": 0.0})
+    return Libraries(
+        context_mib=_short(context / MIB),
+        cublas_mib=float(preset["cublas_mib"]),
+        nccl_mib=float(preset["nccl_mib"]),
+        graph_mib=float(preset["graph_mib"]),
+        gib=_short(total / GIB),
+    )
 
 
 def shape(layers: int, dim: int, vocab: int, agreement: float = 0.8, head_dim: int = 64) -> ModelConf:
@@ -257,8 +317,9 @@ def cases() -> list[Case]:
     sizes.append((WIDE_LAYERS, WIDE, WIDE_VOCABULARY, WIDE // 12))
     result = []
     for (layers, dim, vocab, head), k in product(sizes, LOOKAHEADS):
-        target, draft = (shape(depth, dim, vocab, head_dim=head) for depth in (layers, DEPTHS[0]))
-        result.append(Case(target, draft if k else None, k))
+        target = shape(layers, dim, vocab, head_dim=head)
+        draft = shape(DEPTHS[0], dim, vocab, head_dim=head) if k else None
+        result.append(Case(target, draft, k))
     return result
 
 
@@ -266,19 +327,29 @@ def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -
     """Returns the constants that explain the cases' rounds best; relative errors count."""
     no_cost = {**dict.fromkeys(FITTED, 0.0), "bandwidth_share": 1.0, "rows_cost": {1: 1.0, FAR: 1.0}}
 
-    def rounds(cost: dict[str, Any], **others: Any) -> Any:
-        times = replace(cluster.times, **{**no_cost, **cost})
-        machine = machine_of(replace(cluster, times=times, **others))
+    def rounds(cost: dict[str, Any], conf: ClusterConf = cluster) -> Any:
+        """Returns the cases' rounds, in seconds, if nothing but this constant has a cost besides bytes."""
+        times = replace(conf.times, **{**no_cost, **cost})
+        machine = machine_of(replace(conf, times=times))
         return np.array([predicted(case, machine, dtype, world).round_s(case.k, 1.0) for case in cases()])
 
-    measured_s, bytes_s = np.array(spent), rounds({})
-    known_s = rounds({}, gb_s=FREE, tflops=FREE)  # sums and messages
-    units: list[dict[str, Any]] = [{"rows_cost": {1: 1.0, FAR: 2.0}}]
-    units += [{key: 1 / unit} for key, unit in FITTED.items()]
+    # measured = known + reading * (bytes - known) + the sum over constants of value * (what one unit adds)
+    measured_s = np.array(spent)
+    bytes_s = rounds({})
+    known_s = rounds({}, replace(cluster, gb_s=FREE, tflops=FREE))  # sums and messages
+    units: list[dict[str, Any]] = [
+        {"rows_cost": {1: 1.0, FAR: 2.0}},
+        *({key: 1 / unit} for key, unit in FITTED.items()),
+    ]
     columns = [bytes_s - known_s, *(rounds(unit) - bytes_s for unit in units)]
     matrix = np.array(columns).T / measured_s[:, None]
-    reading, more, *values = non_negative(matrix, 1 - known_s / measured_s)
-    share, rows_cost = (1 / reading, 1 + more / reading) if reading else (1.0, 1.0)
+    reading, more_rows, *values = non_negative(matrix, 1 - known_s / measured_s)
+
+    share = 1.0
+    rows_cost = 1.0
+    if reading:
+        share = 1 / reading
+        rows_cost = 1 + more_rows / reading
     constants: dict[str, Any] = {
         "bandwidth_share": _short(min(share, MAX_SHARE)),
         "rows_cost": {1: 1.0, FAR: _short(rows_cost)},
@@ -289,7 +360,8 @@ def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -
 
 def non_negative(matrix: Any, wanted: Any) -> list[float]:
     """Solves by least squares; a constant that would be negative is left out, the worst first."""
-    kept, values = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
+    kept = list(range(matrix.shape[1]))
+    values = np.zeros(matrix.shape[1])
     while kept:
         solution = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)[0]
         if solution.min() >= 0:
@@ -302,8 +374,14 @@ def non_negative(matrix: Any, wanted: Any) -> list[float]:
 def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTimes:
     """Plans a case: the draft on the leader, the target over all ranks."""
     draft = Role(DRAFT, case.draft, dtype) if case.draft else None
-    work, engine = Workload(case.rows, len(PROMPT), NEW, case.k), case.engine or of_constants(machine.is_cpu)
-    request = PlanRequest(machine, Role(TARGET, case.target, dtype), draft, work, 0.0, engine=engine)
+    request = PlanRequest(
+        machine=machine,
+        target=Role(TARGET, case.target, dtype),
+        draft=draft,
+        work=Workload(rows=case.rows, prompt_tokens=len(PROMPT), new_tokens=NEW, k=case.k),
+        acceptance=0.0,
+        engine=case.engine or of_constants(machine.is_cpu),
+    )
     placement = resolve(PlacementConf(draft=DraftSeat.leader), world, drafts=draft is not None)
     return round_times(request, placement)
 

@@ -41,12 +41,15 @@ class ChatTask(Task[ChatConf]):
     _talk: Conversation | None = None
 
     def run(self) -> str:
-        task, pair = self._task, self._open()
-        terminal = Terminal("> ", has_blocks=True) if self._ranks.is_leader else None
+        task = self._task
+        pair = self._open()
         limit = min(task.context, self._run.model.context)
         if not pair.tokens.has_template:
             log.warning("%s", NO_TEMPLATE)
-        lines, load = typed_lines(self._ranks, terminal), partial(pair.load, 1, limit)
+        terminal = Terminal("> ", has_blocks=True) if self._ranks.is_leader else None
+        lines = typed_lines(self._ranks, terminal)
+        load = partial(pair.load, 1, limit)
+
         on_cpu = self._ranks.world == 1 and pair.placements.target.device.type == "cpu"
         loads_while_typing = self._console.is_terminal and on_cpu
         if self._console.is_terminal:
@@ -59,6 +62,7 @@ class ChatTask(Task[ChatConf]):
             lines = chain(first, lines)
         else:
             load()
+
         talk = Conversation(pair, self._inputs.seed, limit, task.max_new_tokens, task.stop)
         talk.system = task.system
         self._talk = talk
@@ -109,14 +113,18 @@ class ChatTask(Task[ChatConf]):
         finally:
             if begun:
                 self._write("\n")
+
         reply = talk.replies[-1]
-        counted, ending = reply.counts.figures(), ENDINGS.get(reply.finish_reason)
-        told = f"{pace_in_words(counted)}, context {reply.prompt_tokens + counted['tokens_committed']}"
-        told += f" of {talk.limit}" + (f", {ending}" if ending else "")
+        figures = reply.counts.figures()
+        context = reply.prompt_tokens + figures["tokens_committed"]
+        words = f"{pace_in_words(figures)}, context {context} of {talk.limit}"
+        if ending := ENDINGS.get(reply.finish_reason):
+            words += f", {ending}"
         if self._console.is_terminal:
-            self._console.show([Text(f"[{told}]", style="dim")])
+            self._console.show([Text(f"[{words}]", style="dim")])
         else:
-            log.log(logging.WARNING if reply.finish_reason == "context" else logging.INFO, "%s", told)
+            level = logging.WARNING if reply.finish_reason == "context" else logging.INFO
+            log.log(level, "%s", words)
 
     def _write(self, text: str) -> None:
         if self._run.output is Output.text:

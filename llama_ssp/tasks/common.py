@@ -27,13 +27,16 @@ class Task(Generic[Conf]):
     """Runs a task once, on every rank. Its results can be read at any time, even after an interrupt."""
 
     def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
-        self._inputs, self._run = inputs, inputs.run
+        self._inputs = inputs
+        self._run = inputs.run
         self._task = cast(Conf, inputs.run.task)
-        self._console, self._folder, self._ranks = console, folder, ranks
+        self._console = console
+        self._folder = folder
+        self._ranks = ranks
         self._skipped = list(inputs.reading.skipped)
         self._pair: PairSession | None = None
         self._plot: str | None = None
-        self._found: list[Any] = []  # what the run has found so far
+        self._results: list[Any] = []  # so far, one for each prompt or check
         self._measured: list[RunMeasurement] = []
 
     def run(self) -> str:
@@ -42,7 +45,7 @@ class Task(Generic[Conf]):
 
     def has_output(self) -> bool:
         """Whether there is anything to report, should the run be stopped now."""
-        return bool(self._found)
+        return bool(self._results)
 
     def figures(self) -> dict[str, Any]:
         """Returns the task's part of the summary."""
@@ -65,17 +68,19 @@ class Task(Generic[Conf]):
         """Returns the run's prompts as token ids; bad ones end the run or are skipped, as configured."""
         return pair.prompts(self._inputs.reading.prompts, self._task.on_bad_row, self._skipped)
 
-    def _measurement(self, figures: dict[str, Any], how: str = "") -> list[RunMeasurement]:
-        """Returns the pair's speed, from the run's figures; `how` is appended to the measurement's name."""
+    def _measurement(self, figures: dict[str, Any], suffix: str = "") -> list[RunMeasurement]:
+        """Returns the pair's speed, from the run's figures; the measurement's name ends with `suffix`."""
         if self._pair is None:
             return []
         name = "regular" if self._pair.spec.drafter is None else "speculative"
-        return [self._pair.measurement(name + how, figures)]
+        return [self._pair.measurement(name + suffix, figures)]
 
     def _pair_figures(self) -> dict[str, Any]:
         """Returns what the summary says of the pair and of its prompts."""
-        pair = self._pair.figures() if self._pair else {"devices": {}, "engines": {}, "vocabulary": None}
-        return {"rows_skipped": len(self._skipped), **pair}
+        skipped = len(self._skipped)
+        if self._pair is None:
+            return {"rows_skipped": skipped, "devices": {}, "engines": {}, "vocabulary": None}
+        return {"rows_skipped": skipped, **self._pair.figures()}
 
     def _print(self, items: Iterable[Item]) -> None:
         """Prints tables and lines for people, but not with output=json."""
@@ -91,15 +96,19 @@ class Task(Generic[Conf]):
 
 def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes]:
     """Returns the most that each rank has held; `held` are its weights and caches. All ranks call it."""
-    own: Bytes = {HELD_BYTES: held, TENSORS: None, RESERVED: None, DEVICE: process_bytes()}
+    here: Bytes = {HELD_BYTES: held, TENSORS: None, RESERVED: None, DEVICE: process_bytes()}
     if device.type == "cuda":  # on a CPU torch does not count what tensors take
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)  # other processes' memory, too
-        own[TENSORS] = torch.cuda.max_memory_allocated(device)
-        own[RESERVED] = reserved = torch.cuda.max_memory_reserved(device)
-        own[DEVICE] = outside + reserved
-    every = ranks.gather_ints([own[name] or 0 for name in COUNTED])
-    return [{name: size or None for name, size in zip(COUNTED, sizes, strict=True)} for sizes in every]
+        reserved = torch.cuda.max_memory_reserved(device)
+        here[TENSORS] = torch.cuda.max_memory_allocated(device)
+        here[RESERVED] = reserved
+        here[DEVICE] = outside + reserved
+
+    memory = list[Bytes]()
+    for sizes in ranks.gather_ints([here[name] or 0 for name in COUNTED]):
+        memory.append({name: size or None for name, size in zip(COUNTED, sizes, strict=True)})
+    return memory
 
 
 def output_of(text: str, token_ids: list[int], finish: str | None, prompt_tokens: int) -> dict[str, Any]:

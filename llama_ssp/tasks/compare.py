@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import CompareConf, Output, RunConf, home_expanded
@@ -12,7 +13,8 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.live_view import ONE_PROMPT, SIDE_BY_SIDE, Scene, Screen, Track, figures, save, verdict
+from llama_ssp.report.live_view import ONE_PROMPT, SIDE_BY_SIDE, Scene, Screen, Track, save, verdict
+from llama_ssp.report.live_view import figures as track_lines
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
 from llama_ssp.report.terminal import rich_console
@@ -36,14 +38,18 @@ class Contestant:
     """One of the two samplings: its engine, its clock, and what arrived when."""
 
     def __init__(self, title: str, pair: PairSession, run: RunConf, seed: int) -> None:
-        self.title, self._pair, self.run = title, pair, run
+        self.title = title
+        self.run = run
+        self._pair = pair
         self._engine = pair.engine(seed, run)
         self._runs: list[TimedRun] = []
 
     def begin(self, prompt: Prompt, track: Track, max_new_tokens: int, stops: list[str]) -> None:
         """Prefills a prompt; what arrives is noted on the `track`."""
-        self.track, tokens = track, self._pair.tokens
-        self._runs.append(timed := TimedRun(self._engine, [prompt], max_new_tokens, track.counts))
+        self.track = track
+        tokens = self._pair.tokens
+        timed = TimedRun(self._engine, [prompt], max_new_tokens, track.counts)
+        self._runs.append(timed)
         self._writing = Writing(tokens.decode, [prompt.token_ids], tokens.stops(stops))
         self._detokenizer = Detokenizer(tokens.decode, list(prompt.token_ids))
         limits = Limits(max_new_tokens, self._pair.end_ids, self._writing)
@@ -55,16 +61,20 @@ class Contestant:
 
     def advance(self) -> bool:
         """Runs a round; False if the text had ended."""
-        found = next(self._rounds, None)
-        if found is None:
+        timed_step = next(self._rounds, None)
+        if timed_step is None:
             return False
-        row = found[0].rows[0]
+        step, _ = timed_step
+        (row,) = step.rows
         for position, token in enumerate(row.tokens):
-            last = row.finish is not None and position == len(row.tokens) - 1
-            if text := self._detokenizer.push(token) + (self._detokenizer.end() if last else ""):
+            text = self._detokenizer.push(token)
+            if row.finish is not None and position == len(row.tokens) - 1:
+                text += self._detokenizer.end()
+            if text:
                 self.track.arrived.append((text, row.origin(position)))
         if row.finish is not None:
-            self.track.finish, self.track.length = row.finish, len(self._writing.text(0))
+            self.track.finish = row.finish
+            self.track.length = len(self._writing.text(0))
         return True
 
     def warm_up(self, prompt: Prompt, new_tokens: int) -> None:
@@ -80,8 +90,13 @@ class Contestant:
 
     def figures(self) -> dict[str, Any]:
         """Returns the text, its times and its counters, under the names of the JSON interface."""
-        state, text = self.state, self._writing.text(0)
-        output = output_of(text, state.generated(0), state.finished[0], state.prompt_lengths[0])
+        state = self.state
+        output = output_of(
+            self._writing.text(0),
+            state.generated(0),
+            finish=state.finished[0],
+            prompt_tokens=state.prompt_lengths[0],
+        )
         return {**output, **self._runs[-1].figures()}
 
 
@@ -93,41 +108,54 @@ class CompareTask(Task[CompareConf]):
     _saved: str | None = None
 
     def run(self) -> str:
-        task, pair = self._task, self._open()
+        task = self._task
+        pair = self._open()
         self._scenes: list[Scene] = []
         if self._ranks.is_leader and self._console.is_terminal and self._run.output is Output.text:
             screen = rich_console()
             if screen.is_terminal and not screen.is_dumb_terminal and screen.width >= SIDE_BY_SIDE:
                 self._screen = Screen(screen)
-        given = self._prompts(pair)
-        length = longest(prompt for _, prompt in given) if given else TYPED_TOKENS
+        prompts = self._prompts(pair)  # none: they are typed
+        length = longest(prompt for _, prompt in prompts) if prompts else TYPED_TOKENS
         # Two engines hold a KV cache of the target, and one of them the draft's.
         pair.load(1, length + task.max_new_tokens, caches=(2, 1))
-        spec, seed = self._run.speculation, self._inputs.seed
-        title = f"speculative, {pair.spec.drafter}, K {'adaptive' if spec.adaptive else f'= {spec.k}'}"
-        runs = ("regular", regular(self._run)), (title, self._run)
-        self._sides = tuple(Contestant(name, pair, run, seed) for name, run in runs)
+
+        spec = self._run.speculation
+        seed = self._inputs.seed
+        k = "K adaptive" if spec.adaptive else f"K = {spec.k}"
+        title = f"speculative, {pair.spec.drafter}, {k}"
+        plain_side = Contestant("regular", pair, regular(self._run), seed)
+        speculative_side = Contestant(title, pair, self._run, seed)
+        self._sides = (plain_side, speculative_side)
         warm_up = Prompt("warm-up", tuple(pair.tokens.encode("warm up") or [0]))
         for side in self._sides:
             side.warm_up(warm_up, min(WARM_UP_TOKENS, task.max_new_tokens))
+
         try:
-            for text, prompt in given or self._typed_prompts(pair):
+            for text, prompt in prompts or self._typed_prompts(pair):
                 self._compare(text, prompt)
         finally:
             if task.plot is not None and self._scenes and self._ranks.is_leader:
-                path = home_expanded(task.plot)
-                width = rich_console().width if self._screen is not None else RECORDED
-                title = f"{pair.spec.target} with {pair.spec.drafter}; {processor_name()}; {date.today()}"
-                save(self._scenes, path, width, title)
-                self._saved = str(path)
+                self._save(home_expanded(task.plot), pair)
         return "done"
+
+    def _save(self, path: Path, pair: PairSession) -> None:
+        """Writes the comparisons so far as a picture."""
+        width = rich_console().width if self._screen is not None else RECORDED
+        title = f"{pair.spec.target} with {pair.spec.drafter}; {processor_name()}; {date.today()}"
+        save(self._scenes, path, width, title)
+        self._saved = str(path)
 
     def figures(self) -> dict[str, Any]:
         """Returns the comparisons, and the speed-up over all prompts, without prefill."""
         paces = [side.pace()["ms_per_token"] for side in self._sides]
+        speedup = None
+        if paces and None not in paces:
+            regular_ms, speculative_ms = paces
+            speedup = ratio(regular_ms, speculative_ms)
         return {
-            "comparisons": self._found,
-            "speedup": ratio(*paces) if paces and None not in paces else None,
+            "comparisons": self._results,
+            "speedup": speedup,
             "plot": self._saved,
             **self._pair_figures(),
         }
@@ -144,21 +172,30 @@ class CompareTask(Task[CompareConf]):
         """Yields prompts as they are typed, on every rank, until the input ends."""
         log.info("type a prompt; Ctrl-D ends")
         terminal = Terminal() if self._ranks.is_leader else None
+
         for number, typed in enumerate(typed_lines(self._ranks, terminal), start=1):
             text = TextPrompt(str(number), typed, f"prompt {number}")
             try:
                 require_usable(text)  # what is read from a file was checked before
-                prompt, allowed = pair.prompt(text), f"at most {TYPED_TOKENS}"
-                if (count := len(prompt.token_ids)) > TYPED_TOKENS:
-                    what, fix = "a typed prompt is longer than memory was planned for", "use task.prompt_file"
-                    raise DataError(what, text.where, found=f"{count} tokens", allowed=allowed, fix=fix)
+                prompt = pair.prompt(text)
+                count = len(prompt.token_ids)
+                if count > TYPED_TOKENS:
+                    raise DataError(
+                        "a typed prompt is longer than memory was planned for",
+                        where=text.where,
+                        found=f"{count} tokens",
+                        allowed=f"at most {TYPED_TOKENS}",
+                        fix="use task.prompt_file",
+                    )
                 yield text, prompt
             except DataError as problem:  # a typing mistake does not end the run
                 log.warning("%s", problem)
 
     def _compare(self, text: TextPrompt, prompt: Prompt) -> None:
-        tracks = before, after = Track(self._sides[0].title), Track(self._sides[1].title)
-        scene = Scene(text.text, before, after)
+        """Continues a prompt in both ways; draws while it is written, and keeps what came of it."""
+        tracks = [Track(side.title) for side in self._sides]
+        regular_track, speculative_track = tracks
+        scene = Scene(text.text, regular_track, speculative_track)
         draw = self._screen.draw if self._screen else lambda *_: None
         with self._screen.moving() if self._screen else nullcontext():
             # One after the other: each is alone on the machine.
@@ -167,10 +204,11 @@ class CompareTask(Task[CompareConf]):
                 side.begin(prompt, track, self._task.max_new_tokens, self._task.stop)
                 while side.advance():
                     draw(scene, f"{name} sampling: running")
+
         for side in self._sides:
             require_numbers(*texts_of(side.state))
-        found = {name: side.figures() for name, side in zip(SIDES, self._sides, strict=True)}
-        self._found.append({"id": text.id, "prompt": text.text, **found})
+        figures = {name: side.figures() for name, side in zip(SIDES, self._sides, strict=True)}
+        self._results.append({"id": text.id, "prompt": text.text, **figures})
         if self._task.plot is not None:
             self._scenes.append(scene)
         if self._screen is not None:
@@ -184,6 +222,9 @@ def in_words(scene: Scene) -> list[str]:
     lines = [f"prompt: {scene.prompt}"]
     for track in (scene.regular, scene.speculative):
         lines += [f"--- {track.title}", track.text]
-        lines += [f"({line})" for line in figures(track) if line]
-    said = verdict(scene)
-    return [*lines, f"--- {said}", *[ONE_PROMPT] * bool(said), ""]
+        lines += [f"({line})" for line in track_lines(track) if line]
+    conclusion = verdict(scene)
+    lines.append(f"--- {conclusion}")
+    if conclusion:
+        lines.append(ONE_PROMPT)
+    return [*lines, ""]

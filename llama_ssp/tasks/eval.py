@@ -6,19 +6,23 @@ chance alone.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from llama_ssp.config import EvalConf
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.batches import require_numbers, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.report.console import Progress
+from llama_ssp.report.console import Console, Progress
+from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.statistics import paired_difference, wilson
 from llama_ssp.report.task_tables import REGULAR, SPECULATIVE, scores
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.arithmetic import STOP, Question, questions
 from llama_ssp.tasks.common import Task, longest
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import TextPrompt
 
 QUICK = 10  # prompts of a quick run
@@ -44,8 +48,8 @@ class ScoredPair:
 class EvalTask(Task[EvalConf]):
     """Checks every pair, then answers all prompts with each."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        super().__init__(inputs, console, folder, ranks)
         task = self._task
         self._seeds = task.seeds[:1] if task.quick else task.seeds
         self._sizes = [QUICK] if task.quick else sorted(task.sizes)
@@ -56,8 +60,10 @@ class EvalTask(Task[EvalConf]):
         # A block for each size: the questions that the size before it lacks. Within a block the seeds take
         # turns, so that a run that was stopped has answered each equally far.
         by_seed = [questions(seed, self._sizes[-1], self._task.shots) for seed in self._seeds]
-        bounds = zip([0, *self._sizes], self._sizes, strict=False)
-        blocks = [[seed[n] for n in range(first, last) for seed in by_seed] for first, last in bounds]
+        blocks = list[list[Question]]()
+        for first, last in pairwise([0, *self._sizes]):
+            blocks.append([of_seed[number] for number in range(first, last) for of_seed in by_seed])
+
         checked = [self._checked(spec, blocks) for spec in self._inputs.pairs]
         cache = ModelCache(self._ranks, self._run.placement)
         try:
@@ -72,23 +78,27 @@ class EvalTask(Task[EvalConf]):
         return any(answers.right for scored in self._scored for answers in scored.answers.values())
 
     def figures(self) -> dict[str, Any]:
-        scored = self._scored
-        modes = [(item, mode, answers) for item in scored for mode, answers in item.answers.items()]
-        return {
-            "rows": [row for item in modes for row in self._rows(*item)],
-            "differences": [row for item in scored for row in self._differences(item)],
-            "devices": self._devices,
-        }
+        rows = list[dict[str, Any]]()
+        differences = list[dict[str, Any]]()
+        for scored in self._scored:
+            for mode, answers in scored.answers.items():
+                rows += self._rows(scored, mode, answers)
+            differences += self._differences(scored)
+        return {"rows": rows, "differences": differences, "devices": self._devices}
 
-    def _checked(self, spec: PairSpec, questions: list[list[Question]]) -> ScoredPair:
+    def _checked(self, spec: PairSpec, question_blocks: list[list[Question]]) -> ScoredPair:
+        """Returns the pair with the questions as token ids. Raises DistributedError if it does not fit."""
         pair = PairSession(spec, self._ranks)
-        blocks = []
-        for block in questions:
-            texts = [TextPrompt(q.id, q.text, f"task.shots, seed {q.seed}") for q in block]
-            ids = [pair.tokens.encode(text.text) for text in texts]
-            prompts = [usable(*given, pair.tokens, pair.run) for given in zip(texts, ids, strict=True)]
-            blocks.append(list(zip(block, prompts, strict=True)))
-        length = max(longest(prompt for _, prompt in block) for block in blocks)
+        blocks = list[list[tuple[Question, Prompt]]]()
+        for question_block in question_blocks:
+            block = list[tuple[Question, Prompt]]()
+            for question in question_block:
+                text = TextPrompt(question.id, question.text, f"task.shots, seed {question.seed}")
+                prompt = usable(text, pair.tokens.encode(text.text), pair.tokens, pair.run)
+                block.append((question, prompt))
+            blocks.append(block)
+
+        length = longest(prompt for block in blocks for _, prompt in block)
         rows = min(self._task.batch_size, max(map(len, blocks)))
         pair.check(rows, length + self._task.max_new_tokens)
         return ScoredPair(pair, blocks)
@@ -96,35 +106,40 @@ class EvalTask(Task[EvalConf]):
     def _answer_all(self, scored: ScoredPair, cache: ModelCache) -> None:
         """Answers the prompts in every mode of the pair; takes regular answers of an earlier same target."""
         pair = scored.pair
-        earlier = [other for other in self._scored if other.pair.placements.target == pair.placements.target]
+        target = pair.placements.target
+        earlier = next((item for item in self._scored if item.pair.placements.target == target), None)
         self._scored.append(scored)
-        if earlier:
-            scored.answers[REGULAR] = earlier[0].answers[REGULAR]
+        if earlier is not None:
+            scored.answers[REGULAR] = earlier.answers[REGULAR]
+
         modes = [REGULAR] if pair.spec.drafter is None else [REGULAR, SPECULATIVE]
         missing = [mode for mode in modes if mode not in scored.answers]
         if missing:
-            self._devices[scored.pair.spec.name] = pair.open(cache).models.devices
+            self._devices[pair.spec.name] = pair.open(cache).models.devices
         for mode in missing:
             scored.answers[mode] = Answers()
             self._answer(scored, mode, scored.answers[mode])
         pair.close()
 
     def _answer(self, scored: ScoredPair, mode: str, answers: Answers) -> None:
-        task, pair = self._task, scored.pair
+        """Answers all prompts in one mode; an answer counts as soon as it is there."""
+        pair = scored.pair
         run = regular(pair.run) if mode == REGULAR else pair.run
         writer = pair.writer(self._inputs.seed, run)
-        name = f"{scored.pair.spec.name}, {mode}"
+        name = f"{pair.spec.name}, {mode}"
+
         with Progress(name, sum(map(len, scored.blocks)), "prompts") as progress:
             for size, block in zip(self._sizes, scored.blocks, strict=True):
                 # The two modes draw from random streams of their own: with shared ones their texts would
                 # agree more often than the distributions do, and the interval would claim too much.
                 prompts = [Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in block]
+                requests = pair.requests(prompts, run, [STOP])
                 ends = []
-                for reply in writer.write(pair.requests(prompts, run, [STOP]), task.batch_size):
+                for reply in writer.write(requests, self._task.batch_size):
                     ends.append(reply.end)
                     if reply.finish_reason == "error":
                         continue
-                    question = block[reply.index][0]
+                    question, _ = block[reply.index]
                     answers.right[question.id] = question.is_answered_by(reply.text)
                     answers.figures[size] = writer.figures()
                     progress.advance(1)
@@ -135,11 +150,11 @@ class EvalTask(Task[EvalConf]):
         """Yields each size that all these have worked on, and the prompts that all have answered."""
         smaller = 0
         for size in self._sizes:
-            every = [f"{seed}-{number}" for seed in self._seeds for number in range(size)]
-            names = [name for name in every if all(name in answers.right for answers in modes)]
-            if len(names) > smaller:
-                yield size, names
-            smaller = len(every)
+            prompts = [f"{seed}-{number}" for seed in self._seeds for number in range(size)]
+            answered = set(prompts).intersection(*(answers.right for answers in modes))
+            if len(answered) > smaller:
+                yield size, [name for name in prompts if name in answered]
+            smaller = len(prompts)
 
     def _rows(self, scored: ScoredPair, mode: str, answers: Answers) -> Iterator[dict[str, Any]]:
         """Yields a mode's scores at each size."""
@@ -161,10 +176,11 @@ class EvalTask(Task[EvalConf]):
         """Yields speculative less regular at each size, over the prompts that both have answered."""
         if len(scored.answers) < 2:
             return
-        before, after = scored.answers[REGULAR], scored.answers[SPECULATIVE]
-        for size, names in self._reached(before, after):
-            gained = sum(after.right[name] and not before.right[name] for name in names)
-            lost = sum(before.right[name] and not after.right[name] for name in names)
+        plain = scored.answers[REGULAR]
+        drafted = scored.answers[SPECULATIVE]
+        for size, names in self._reached(plain, drafted):
+            gained = sum(drafted.right[name] and not plain.right[name] for name in names)
+            lost = sum(plain.right[name] and not drafted.right[name] for name in names)
             estimate = paired_difference(gained, lost, len(names))
             yield {
                 "pair": scored.pair.spec.name,

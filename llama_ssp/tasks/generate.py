@@ -31,25 +31,30 @@ class GenerateTask(Task[GenerateConf]):
     _explained = False  # the marks of a trace
 
     def run(self) -> str:
-        task, pair = self._task, self._open()
+        task = self._task
+        pair = self._open()
         prompts = self._prompts(pair)
-        most = longest(prompt for _, prompt in prompts) + task.max_new_tokens
-        pair.load(min(task.batch_size, len(prompts)), most)
+        max_tokens = longest(prompt for _, prompt in prompts) + task.max_new_tokens
+        pair.load(min(task.batch_size, len(prompts)), max_tokens)
         self._writer = pair.writer(self._inputs.seed)
+
         texts = [text for text, _ in prompts]
         requests = pair.requests([prompt for _, prompt in prompts], stops=task.stop)
         rows = task.batch_size if task.echo else len(prompts)  # a pass of its own scores as many as fit
         for first in range(0, len(prompts), rows):
             self._write(self._writer, texts, requests[first : first + rows], pair.tokens)
-        require_numbers(
-            *((o["id"], o["prompt_tokens"] + o["output_tokens"], o["finish_reason"]) for o in self._found)
-        )
+
+        ends = []
+        for output in self._results:
+            length = output["prompt_tokens"] + output["output_tokens"]
+            ends.append((output["id"], length, output["finish_reason"]))
+        require_numbers(*ends)
         log.info("%s", pace_in_words(self.figures()))
         return "done"
 
     def figures(self) -> dict[str, Any]:
         counted = self._writer.figures() if self._writer else nothing_run()
-        return {"outputs": self._found, **self._pair_figures(), **counted}
+        return {"outputs": self._results, **self._pair_figures(), **counted}
 
     def measurements(self) -> list[RunMeasurement]:
         return self._measurement(self._writer.figures()) if self._writer else []
@@ -59,14 +64,16 @@ class GenerateTask(Task[GenerateConf]):
     ) -> None:
         """Continues prompts; what it has written is kept also if it is interrupted."""
         echoed = writer.scored(requests) if self._task.echo else {}
-        if not self._task.max_new_tokens:
+        if not self._task.max_new_tokens:  # prompts are scored, and nothing is written
             for request in requests:
-                text, scores = texts[request.index], echoed.get(request.index, [])
+                text = texts[request.index]
                 unwritten = output_of("", [], "length", len(request.prompt.token_ids))
-                self._found.append(self._output(text, unwritten, [], scores))
-                self._print([f"{text.id}: {scores_in_words(self._found[-1]['prompt_logprobs'])}"])
-                self._lines(self._found[-1:])
+                scored = self._output(text, unwritten, [], echoed.get(request.index, []))
+                self._results.append(scored)
+                self._print([f"{text.id}: {scores_in_words(scored['prompt_logprobs'])}"])
+                self._lines([scored])
             return
+
         stream = _Stream(self._console, texts, writer.replies, requests[0].index, self._task.chat)
 
         def output(index: int) -> dict[str, Any]:
@@ -83,7 +90,8 @@ class GenerateTask(Task[GenerateConf]):
                     stream.show()
         finally:
             stream.end()
-            self._found += [output(one.index) for one in requests if one.index in writer.replies]
+            begun = [request.index for request in requests if request.index in writer.replies]
+            self._results += [output(index) for index in begun]
 
     def _lines(self, outputs: Iterable[dict[str, Any]]) -> None:
         """With output=jsonl, prints a line of JSON for each text that has ended."""
@@ -111,10 +119,12 @@ class GenerateTask(Task[GenerateConf]):
             position = len(reply.token_ids) - len(row.tokens)
             record = traced(step.round, reply.request.prompt.id, position, row, tokens, reply.text)
             self._folder.round(record)
-            if not silent:
-                self._console.show([TRACE_LEGEND] * (not self._explained))
-                self._console.show([trace_line(record, rich_console().no_color)])
+            if silent:
+                continue
+            if not self._explained:
+                self._console.show([TRACE_LEGEND])
                 self._explained = True
+            self._console.show([trace_line(record, rich_console().no_color)])
 
 
 class _Stream:
@@ -126,11 +136,15 @@ class _Stream:
     def __init__(
         self, console: Console, prompts: list[TextPrompt], replies: dict[int, Reply], first: int, chat: bool
     ) -> None:
-        self._console, self._prompts, self._replies, self._chat = console, prompts, replies, chat
+        self._console = console
+        self._prompts = prompts
+        self._replies = replies
+        self._chat = chat
         self._next = first
         self._begun = False
 
     def show(self) -> None:
+        """Prints what is new of the first unfinished text, and of those after it as it ends."""
         while reply := self._replies.get(self._next):
             ended = reply.finish_reason is not None
             piece = reply.written.printable(ended)
@@ -161,15 +175,22 @@ def scores_in_words(scores: list[dict[str, Any]]) -> str:
     known = [score["logprob"] for score in scores if score["logprob"] is not None]
     if not known:
         return "no token to score"
-    total, nats = sum(known), -sum(known) / len(known)
+    total = sum(known)
+    nats = -total / len(known)
     return f"{len(known)} tokens, log-probability {total:.4f}, {nats:.4f} nats a token"
 
 
 def traced(number: int, name: str, position: int, row: RowStep, tokens: Tokens, text: str) -> dict[str, Any]:
-    """One row's round, for people and for rounds.jsonl."""
+    """Returns one row's round, for people and for rounds.jsonl."""
     origins = [row.origin(i) for i in range(len(row.tokens))]
-    record = {"round": number, "id": name, "position": position}
-    record |= {key: value for key, value in asdict(row).items() if key != "row"}
-    record["drafted_text"] = [tokens.decode([token]) for token in row.drafted]
-    record |= {"origins": origins, "last_origin": origins[-1] if origins else None}
-    return record | {"last_text": tokens.decode(row.tokens[-1:]), "text": text}
+    return {
+        "round": number,
+        "id": name,
+        "position": position,
+        **{key: value for key, value in asdict(row).items() if key != "row"},
+        "drafted_text": [tokens.decode([token]) for token in row.drafted],
+        "origins": origins,
+        "last_origin": origins[-1] if origins else None,
+        "last_text": tokens.decode(row.tokens[-1:]),
+        "text": text,
+    }

@@ -48,7 +48,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """
         super().__init__()
         if not str(batch_size).isdigit():
-            raise UsageError("batch_size is not a number", "", repr(batch_size), "whole numbers", "write 8")
+            raise UsageError(
+                "batch_size is not a number",
+                found=repr(batch_size),
+                allowed="whole numbers",
+                fix="write 8",
+            )
+
         # Scores of models are compared as they are, without the filters that their makers recommend.
         words = ["sampling=plain", *(f"{key}={value}" for key, value in overrides.items())]
         self._pair = load_pair(
@@ -56,9 +62,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         )
         self._session = self._pair.session
         self._tokens = self._session.tokens
-        self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks
+        self._add_bos = add_bos_token
+        self._seed = seed
+        # The harness reads these.
+        self.batch_size = int(batch_size)
+        self.max_gen_toks = max_gen_toks
         self.max_length = min(max_length or LONGEST, self._session.run.model.context)
-        self._add_bos, self._seed = add_bos_token, seed
 
     @property
     def eot_token_id(self) -> int:
@@ -91,19 +100,28 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return result
 
     def _generate(self, requests: list[Any], indices: list[int], answers: list[str], bar: Any) -> None:
-        kwargs = dict(normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks))
-        stops, new_tokens = kwargs.pop("until"), kwargs.pop("max_gen_toks")
+        """Answers the requests at these indices, which have the same settings."""
+        settings = dict(normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks))
+        stops = settings.pop("until")
+        new_tokens = settings.pop("max_gen_toks")
         room = self.max_length - new_tokens
         if room < 1:
-            what, found = "the answer fills the context", f"max_gen_toks {new_tokens}"
             raise UsageError(
-                what, found=found, allowed=f"fewer than {self.max_length}", fix="raise max_length"
+                "the answer fills the context",
+                found=f"max_gen_toks {new_tokens}",
+                allowed=f"fewer than {self.max_length}",
+                fix="raise max_length",
             )
+
+        # Of a prompt that is too long the end is continued.
         prompts = {index: self.tok_encode(requests[index].args[0])[-room:] for index in indices}
         order = sorted(indices, key=lambda index: -len(prompts[index]))
-        sampling, texts = _sampling(kwargs, self._session.run.sampling), [prompts[index] for index in order]
         stream = self._pair.stream(
-            texts, max_new_tokens=new_tokens, sampling=sampling, stop=[*filter(None, stops)], seed=self._seed
+            [prompts[index] for index in order],
+            max_new_tokens=new_tokens,
+            sampling=_sampling(settings, self._session.run.sampling),
+            stop=[stop for stop in stops if stop],
+            seed=self._seed,
         )
         for rows in stream:
             for row in rows:
@@ -114,35 +132,42 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, requests: list[Any], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Returns the log-probability of each continuation, and whether it is the greedy one."""
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         # Of a text that is too long the end is scored, as the harness's own models do.
         texts = [(context + after)[-self.max_length - 1 :] for _, context, after in requests]
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         step = SCORED_AT_ONCE * self.batch_size
+
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm or _is_follower()) as bar:
             for first in range(0, len(order), step):
                 part = order[first : first + step]
                 scored = self._pair.score([texts[index] for index in part], top=1)
                 for index, text in zip(part, scored, strict=False):
-                    count = min(len(requests[index][2]), len(texts[index]) - 1)  # the first token has none
+                    _, _, continuation = requests[index]
+                    count = min(len(continuation), len(texts[index]) - 1)  # the first token has none
                     last = text.logprobs[len(text.logprobs) - count :]
-                    total = sum(one.logprob or 0.0 for one in last)
-                    found[index] = total, all(one.token_id == one.top[0].token_id for one in last)
+                    total = sum(token.logprob or 0.0 for token in last)
+                    is_greedy = all(token.token_id == token.top[0].token_id for token in last)
+                    answers[index] = total, is_greedy
                 bar.update(len(part))
-        return [(total, is_greedy) for total, is_greedy in broadcast_json(found, self._session.ranks)]
+        return [(total, is_greedy) for total, is_greedy in broadcast_json(answers, self._session.ranks)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-probability of whole texts, in windows of the context where they are longer."""
-        windows = [
-            (index, (None, *make_disjoint_window(window)))
-            for index, request in enumerate(requests)
-            for window in get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+        owners = list[int]()  # the request of each window
+        windows = list[Any]()
+        for index, request in enumerate(requests):
+            token_ids = self.tok_encode(request.args[0])
+            rolling = get_rolling_token_windows(
+                token_ids, self.prefix_token_id, self.max_length, context_len=1
             )
-        ]
+            for window in rolling:
+                owners.append(index)
+                windows.append((None, *make_disjoint_window(window)))
+
         totals = [0.0] * len(requests)
-        scores = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm)
-        for (index, _), (total, _) in zip(windows, scores, strict=True):
+        scores = self._loglikelihood_tokens(windows, disable_tqdm)
+        for index, (total, _) in zip(owners, scores, strict=True):
             totals[index] += total
         return totals
 
@@ -155,7 +180,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Returns the template, for the harness's record. Raises UsageError for another than the model's."""
         if isinstance(chat_template, str):
-            raise UsageError("the model has one chat template", "", repr(chat_template), fix="write no name")
+            raise UsageError(
+                "the model has one chat template", found=repr(chat_template), fix="write no name"
+            )
         return self._templated().template if chat_template else ""
 
     @property
@@ -174,9 +201,16 @@ def _sampling(kwargs: dict[str, Any], base: SamplingConfig) -> SamplingConfig:
     controls = {key: kwargs.pop(key) for key in CONTROLS if kwargs.get(key) is not None}
     for key, value in kwargs.items():
         if value is not None and value not in WITHOUT_EFFECT.get(key, ()):
-            allowed = ", ".join(("until", "max_gen_toks", "do_sample", *CONTROLS))
-            raise UsageError(f"the task asks for {key}", "gen_kwargs", repr(value), allowed, "leave it out")
-    return replace(base, **controls if samples else {**controls, "temperature": 0.0})
+            raise UsageError(
+                f"the task asks for {key}",
+                where="gen_kwargs",
+                found=repr(value),
+                allowed=", ".join(("until", "max_gen_toks", "do_sample", *CONTROLS)),
+                fix="leave it out",
+            )
+    if not samples:
+        controls["temperature"] = 0.0
+    return replace(base, **controls)
 
 
 def _is_follower() -> bool:
@@ -190,7 +224,8 @@ def main() -> None:
     try:
         cli_evaluate()
     except RunError as error:
-        sys.stderr.write(f"error: {error}\n" * (not _is_follower()))
+        if not _is_follower():
+            sys.stderr.write(f"error: {error}\n")
         sys.exit(error.code)
 
 

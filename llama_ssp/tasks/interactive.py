@@ -21,9 +21,12 @@ from llama_ssp.distributed.signals import GUARD, UNWAITED
 from llama_ssp.errors import RunError
 from llama_ssp.report.console import waiting
 
-ASK, MORE = "prompt> ", "... "
+ASK = "prompt> "
+MORE = "... "
 FENCE = '"""'  # around a text of several lines
-STILL_BUSY, DONE = 0, 1
+# What the leader's messages begin with, while it works and once it has done so.
+STILL_BUSY = 0
+DONE = 1
 WAKE_S = 0.1
 EVERY_S = 10.0  # well below the time that ranks wait for a message
 
@@ -39,7 +42,9 @@ def while_others_wait(ranks: Ranks, work: Callable[[], Any]) -> Any:
         while (message := ranks.broadcast_ints([]))[0] == STILL_BUSY:
             pass
         return json.loads(bytes(message[1:]))
-    done, lost = threading.Event(), list[RunError]()
+
+    done = threading.Event()
+    lost = list[RunError]()
 
     def send() -> None:
         try:
@@ -70,7 +75,8 @@ def _awake() -> Iterator[None]:
     readline acts on a Ctrl-C just before it listens only at the next key. So after a first signal this sends
     SIGURG, which does nothing else, until the wait ends.
     """
-    main, done = threading.get_ident(), threading.Event()
+    main = threading.get_ident()
+    done = threading.Event()
 
     def wake() -> None:
         while not done.wait(WAKE_S):
@@ -141,7 +147,8 @@ class Terminal:
             import readline  # noqa: F401
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
-        self._ask, self._has_blocks = ask, has_blocks
+        self._ask = ask
+        self._has_blocks = has_blocks
 
     def ask(self) -> str | None:
         """Returns the next text that is not empty; None at the end of the input."""

@@ -19,14 +19,16 @@ from llama_ssp.pair.batches import TimedRun, prompt_of, require_numbers, texts_o
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.console import Progress
+from llama_ssp.report.console import Console, Progress
+from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, by_category
-from llama_ssp.report.task_tables import speeds
+from llama_ssp.report.task_tables import speeds as speeds_shown
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.profiling import PARTS, Stopwatch, timed_ranks
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Message
@@ -42,7 +44,7 @@ class Contender:
     record: Record
     run: RunConf
     models: RankModels | None
-    is_pairs: bool = True
+    has_target: bool = True
     answers: dict[str, list[Counts]] = field(default_factory=dict)  # to a suite's questions, a repeat each
 
 
@@ -53,14 +55,17 @@ class MeasuredPair:
         self, pair: PairSession, prompts: PromptBatch, seed: int, ranks: Ranks, watch: Stopwatch
     ) -> None:
         """Checks that the pair fits. Raises DistributedError otherwise."""
-        self.pair, self._task, self._seed = pair, pair.run.task_as(MeasureConf), seed
-        self._ranks, self._watch = ranks, watch
+        self.pair = pair
+        self._task = pair.run.task_as(MeasureConf)
+        self._seed = seed
+        self._ranks = ranks
+        self._watch = watch
         self.contenders: list[Contender] = []
-        self._about = pair.figures()
+        self._pair_figures = pair.figures()
         rows = min(self._task.batch_size, len(prompts))
         self.batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
-        self._most = max(self._whole_length(*one) for one in prompts)
-        pair.check(rows, self._most)
+        self._longest = max(self._whole_length(text, prompt) for text, prompt in prompts)
+        pair.check(rows, self._longest)
 
     @property
     def name(self) -> str:
@@ -68,20 +73,23 @@ class MeasuredPair:
 
     def measure(self, cache: ModelCache) -> None:
         """Loads the models and takes all turns; the models are the cache's afterwards."""
-        task, pair = self._task, self.pair
+        task = self._task
+        pair = self.pair
         models = pair.open(cache).models
         pair.measure_costs()
-        self._about = pair.figures()
-        alone = pair.placements.drafter is not None and self._most <= models.draft_context
+        self._pair_figures = pair.figures()
+        drafts_alone = pair.placements.drafter is not None and self._longest <= models.draft_context
         ks = task.ks if pair.spec.drafter else []
-        self.contenders = contenders_of(models, pair.run, ks, alone)
-        passes = task.repeats + (task.suite is None)
-        with Progress(
-            f"measure {self.name}", (1 + passes * len(self.batches)) * len(self.contenders), "turns"
-        ) as progress:
-            self._repeat(self.batches[:1], [Sample() for _ in self.contenders], 0, progress)  # a warm-up
+        self.contenders = contenders_of(models, pair.run, ks, drafts_alone)
+
+        # A warm-up on one batch, then all batches: the repeats and, but for suites, once with the stopwatch.
+        passes = task.repeats if task.suite is not None else task.repeats + 1
+        turns = (1 + passes * len(self.batches)) * len(self.contenders)
+        with Progress(f"measure {self.name}", turns, "turns") as progress:
+            self._repeat(self.batches[:1], [Sample() for _ in self.contenders], 0, progress)
             for contender in self.contenders:
                 contender.answers.clear()
+
             for repeat in range(task.repeats):
                 samples = [Sample() for _ in self.contenders]
                 try:
@@ -91,9 +99,11 @@ class MeasuredPair:
                         self._keep(samples)
                     raise
                 self._keep(samples)
-            for contender in self.contenders if task.suite is None else ():
-                self._split(contender)
-                progress.advance(len(self.batches))
+
+            if task.suite is None:
+                for contender in self.contenders:
+                    self._split(contender)
+                    progress.advance(len(self.batches))
 
     def close(self) -> None:
         """Frees the models, except those in a cache; figures remain."""
@@ -102,31 +112,35 @@ class MeasuredPair:
 
     def figures(self) -> dict[str, Any]:
         """Returns the figures so far."""
-        found: dict[str, Any] = {}
-        if self.contenders:
-            target, *others = [contender.record for contender in self.contenders]
-            draft = next((record for record in others if record.name == "draft alone"), None)
-            found = Speeds(target, draft, [record for record in others if record is not draft]).figures()
-        if self._task.suite is not None and found:
+        lengths = [len(prompt.token_ids) for batch in self.batches for _, prompt in batch]
+        about = {"prompts": len(lengths), "prompt_tokens": lengths, **self._pair_figures}
+        if not self.contenders:
+            return about
+
+        target, *rest = self.contenders
+        draft = next((contender.record for contender in rest if not contender.has_target), None)
+        pairs = [contender for contender in rest if contender.has_target]
+        speeds = Speeds(target.record, draft, [contender.record for contender in pairs]).figures()
+        if self._task.suite is not None:
             questions = [text for batch in self.batches for text, _ in batch]
-            pairs = [one for one in self.contenders if one.is_pairs][1:]
-            for row, contender in zip(found["pair"], pairs, strict=True):
-                row["by_category"] = by_category(questions, self.contenders[0].answers, contender.answers)
-        counts = [len(prompt.token_ids) for batch in self.batches for _, prompt in batch]
-        return {**found, "prompts": len(counts), "prompt_tokens": counts, **self._about}
+            for row, contender in zip(speeds["pair"], pairs, strict=True):
+                row["by_category"] = by_category(questions, target.answers, contender.answers)
+        return {**speeds, **about}
 
     def measurements(self, prefix: str) -> list[RunMeasurement]:
         """Returns what every contender with the target took: the draft alone writes other texts."""
         return [
-            self.pair.measurement(prefix + one.record.name, one.record.figures(), one.run)
-            for one in self.contenders
-            if one.models and one.is_pairs and one.record.samples
+            self.pair.measurement(prefix + contender.record.name, contender.record.figures(), contender.run)
+            for contender in self.contenders
+            if contender.models and contender.has_target and contender.record.samples
         ]
 
     def _whole_length(self, text: TextPrompt, prompt: Prompt) -> int:
         """Returns the most tokens of prompt and answers; a turn's frame is at most as long as the first."""
-        new, first = self._task.max_new_tokens, len(prompt.token_ids)
-        return first + new + sum(len(self.pair.tokens.encode(turn)) + first + new for turn in text.later)
+        new = self._task.max_new_tokens
+        first = len(prompt.token_ids)
+        turns = [len(self.pair.tokens.encode(turn)) + first + new for turn in text.later]
+        return first + new + sum(turns)
 
     def _repeat(
         self, batches: list[PromptBatch], samples: list[Sample], repeat: int, progress: Progress
@@ -142,22 +156,28 @@ class MeasuredPair:
         if contender.models is not None and self._task.suite is None:
             self._write(contender, [prompt for _, prompt in batch], repeat, sample)
         elif contender.models is not None:
-            counts = self._answer(contender, *batch[0], repeat, sample)
-            contender.answers.setdefault(batch[0][0].id, []).append(counts)
+            question, prompt = batch[0]  # a suite's batches have one
+            counts = self._answer(contender, question, prompt, repeat, sample)
+            contender.answers.setdefault(question.id, []).append(counts)
         self._ranks.barrier()  # ranks without a part in it wait here: a barrier waits longer than a message
 
     def _keep(self, samples: list[Sample]) -> None:
         """Counts a repeat if every contender has had a turn."""
-        taken = [(one, sample) for one, sample in zip(self.contenders, samples, strict=True) if one.models]
-        if all(sample.tokens for _, sample in taken):
-            for contender, sample in taken:
+        turns = [
+            (contender, sample)
+            for contender, sample in zip(self.contenders, samples, strict=True)
+            if contender.models
+        ]
+        if all(sample.tokens for _, sample in turns):
+            for contender, sample in turns:
                 contender.record.samples.append(sample)
 
     def _answer(
         self, contender: Contender, question: TextPrompt, prompt: Prompt, repeat: int, sample: Sample
     ) -> Counts:
         """Answers all turns of a question; each follows what this contender has answered before."""
-        counts, answers = Counts(), list[str]()
+        counts = Counts()
+        answers = list[str]()
         for number, text in enumerate([question.text, *question.later]):
             if number:
                 try:
@@ -165,19 +185,25 @@ class MeasuredPair:
                 except DataError as problem:
                     log.warning("skipped: %s", problem)
                     continue
+
             timed = self._write(contender, [prompt], repeat, sample)
-            ids = timed.state.generated(0)
-            answers.append(self.pair.tokens.decode(ids[:-1] if timed.state.finished[0] == "eos" else ids))
             counts.merge(timed.counts)
+            token_ids = timed.state.generated(0)
+            if timed.state.finished[0] == "eos":
+                token_ids = token_ids[:-1]
+            answers.append(self.pair.tokens.decode(token_ids))
             del timed  # with its KV caches: the next turn has its own, and the plan counts those of one
         return counts
 
     def _follow_up(self, question: TextPrompt, text: str, number: int, answers: list[str]) -> Prompt:
         """Returns the prompt of a later turn. Raises DataError where it does not fit the model's context."""
-        asked, messages = [question.text, *question.later[: number - 1]], list[Message]()
-        for earlier, answer in zip(asked, answers, strict=False):
-            messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": answer}]
+        earlier_turns = [question.text, *question.later[: number - 1]]
+        messages = list[Message]()
+        for turn, answer in zip(earlier_turns, answers, strict=False):
+            messages.append({"role": "user", "content": turn})
+            messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": text})
+
         whole = "\n\n".join(message["content"] for message in messages)
         following = replace(question, id=f"{question.id} turn {number + 1}", text=whole)
         return prompt_of(following, self.pair.tokens, self.pair.run, messages if self._task.chat else ())
@@ -186,10 +212,11 @@ class MeasuredPair:
         """Writes the batch's texts on the clock."""
         engine = self._engine(contender, repeat)
         timed = TimedRun(engine, prompts, self._task.max_new_tokens)
-        for step, spent in self._rounds(contender, timed):
-            if step.round:
+        for step, spent_s in self._rounds(contender, timed):
+            if step.round:  # before the first one's tokens there is the prefill
                 for row in step.rows:
-                    sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
+                    sample.inter_token_ms += [1000 * spent_s / len(row.tokens)] * len(row.tokens)
+
         require_numbers(*texts_of(timed.state))
         sample.take(timed.first_token_s or 0.0, timed.counts)
         if engine.overlap is not None and contender.record.k != 0:
@@ -197,9 +224,10 @@ class MeasuredPair:
         return timed
 
     def _engine(self, contender: Contender, repeat: int) -> RankEngine:
+        """Returns an engine for one turn; each repeat has draws of its own."""
         assert contender.models is not None
-        pair, seed = self.pair, self._seed + repeat
-        return engine_for(contender.models, contender.run, pair.tokens, pair.end_ids, seed)
+        pair = self.pair
+        return engine_for(contender.models, contender.run, pair.tokens, pair.end_ids, self._seed + repeat)
 
     def _rounds(self, contender: Contender, timed: TimedRun) -> Iterator[tuple[Step, float]]:
         limits = Limits(self._task.max_new_tokens, self.pair.end_ids)
@@ -208,89 +236,98 @@ class MeasuredPair:
     def _split(self, contender: Contender) -> None:
         """Has a turn with the stopwatch on, which counts for no other figure."""
         if contender.models is not None:
-            engine, made = self._engine(contender, 0), 0
+            engine = self._engine(contender, 0)
             if self._ranks.is_leader:  # whose clocks are shown
                 engine.observer = self._watch
             self._watch.spent.clear()
+            tokens = 0
             for batch in self.batches:
                 timed = TimedRun(engine, [prompt for _, prompt in batch], self._task.max_new_tokens)
                 with self._watch.running(engine.synchronize):
                     for _ in self._rounds(contender, timed):
                         pass
-                made += timed.counts.committed
-            contender.record.split = {part: 1000 * self._watch.spent[part] / made for part in PARTS}
+                tokens += timed.counts.committed
+            contender.record.split = {part: 1000 * self._watch.spent[part] / tokens for part in PARTS}
         self._ranks.barrier()
 
 
 def contenders_of(models: RankModels, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
     """Returns the contenders in their order: the target alone, the draft alone, the pair at each K."""
     plain = regular(run)
-    found = [Contender(Record("target alone", 0), plain, models)]
+    result = [Contender(Record("target alone", 0), plain, models)]
     if ks and drafts_alone and not models.roles.drafts_apart:  # apart, the leader has no part in it
-        found.append(Contender(Record("draft alone", 0), plain, draft_alone(models), is_pairs=False))
+        result.append(Contender(Record("draft alone", 0), plain, draft_alone(models), has_target=False))
     for k in ks:
         spec = replace(run.speculation, k=k, adaptive=False)
-        found.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), models))
+        result.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), models))
     if ks and run.speculation.adaptive:
-        found.append(Contender(Record("pair, adaptive", None), run, models))
-    return found
+        result.append(Contender(Record("pair, adaptive", None), run, models))
+    return result
 
 
 class MeasureTask(Task[MeasureConf]):
     """Checks every pair, then measures one after the other."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         self._watch = Stopwatch()
-        self._ranks = timed_ranks(self._ranks, self._watch)
+        super().__init__(inputs, console, folder, timed_ranks(ranks, self._watch))
         self._measured_pairs: list[MeasuredPair] = []
 
     def run(self) -> str:
         self._measured_pairs = [self._checked(spec) for spec in self._inputs.pairs]
         cache = ModelCache(self._ranks, self._run.placement)
         try:
-            for one in self._measured_pairs:
-                self._pair = one.pair
+            for measured in self._measured_pairs:
+                self._pair = measured.pair
+                prefix = f"{measured.name}, " if self._task.pairs else ""
                 try:
-                    one.measure(cache)
+                    measured.measure(cache)
                 finally:
-                    self._measured += one.measurements(f"{one.name}, " if self._task.pairs else "")
-                one.close()
+                    self._measured += measured.measurements(prefix)
+                measured.close()
         finally:
             if self.has_output() and self._ranks.is_leader:
-                self._print(speeds(self.figures()))
+                self._print(speeds_shown(self.figures()))
                 if not self._task.pairs:
                     self._draw(self._task.plot)
         return "done"
 
     def has_output(self) -> bool:
         pairs = self._measured_pairs
-        return any(contender.record.samples for one in pairs for contender in one.contenders)
+        return any(contender.record.samples for measured in pairs for contender in measured.contenders)
 
     def figures(self) -> dict[str, Any]:
         pairs = self._measured_pairs
-        found = {"pairs": [{"name": one.name, **one.figures()} for one in pairs if one.contenders]}
+        speeds: dict[str, Any] = {}
+        if self._task.pairs:
+            begun = [measured for measured in pairs if measured.contenders]
+            speeds["pairs"] = [{"name": measured.name, **measured.figures()} for measured in begun]
+        elif pairs:
+            speeds = pairs[0].figures()
         return {
-            **(found if self._task.pairs else pairs[0].figures() if pairs else {}),
+            **speeds,
             "suite": self._task.suite,
             "plot": self._plot,
             "rows_skipped": len(self._skipped),
         }
 
     def _checked(self, spec: PairSpec) -> MeasuredPair:
+        """Returns the pair, which is checked with the largest K of all."""
         speculation = spec.run.speculation
-        most_k = replace(speculation, k=max([speculation.k or 0, *self._task.ks]))
-        pair = PairSession(replace(spec, run=replace(spec.run, speculation=most_k)), self._ranks)
-        return MeasuredPair(pair, self._asked(pair), self._inputs.seed, self._ranks, self._watch)
+        largest_k = replace(speculation, k=max([speculation.k or 0, *self._task.ks]))
+        pair = PairSession(replace(spec, run=replace(spec.run, speculation=largest_k)), self._ranks)
+        return MeasuredPair(pair, self._prompts_of(pair), self._inputs.seed, self._ranks, self._watch)
 
-    def _asked(self, pair: PairSession) -> PromptBatch:
+    def _prompts_of(self, pair: PairSession) -> PromptBatch:
         """Returns the prompts that are given, or those of `task.lengths` random tokens."""
         if not self._task.lengths:
             return self._prompts(pair)
-        found = []
+
+        prompts = []
+        vocab = min(pair.run.model.vocab, pair.tokens.size)
         for length in self._task.lengths:
             draw = random.Random(f"{self._inputs.seed} {length}")
-            ids = draw.choices(range(min(pair.run.model.vocab, pair.tokens.size)), k=length)
+            token_ids = draw.choices(range(vocab), k=length)
             text = TextPrompt(f"length-{length}", "", f"task.lengths, {length}")
-            found.append((text, usable(text, ids, pair.tokens, pair.run)))
-        return found
+            prompts.append((text, usable(text, token_ids, pair.tokens, pair.run)))
+        return prompts

@@ -56,13 +56,15 @@ def plan(
 def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     """Returns the run with its models' shapes, and its plan."""
     (files,) = pair_files(run, [], dry=True)
-    run, request = files.run, request_for(files)
+    run = files.run
+    request = request_for(files)
     for role in request.roles:
         require_planned(role.model, role.role)
     require_world(request.machine, ranks)
     world = 1 if run.placement.splitting is Splitting.layers else request.machine.world
     if run.draft is not None and run.draft.is_head:
         require_head(run.draft, run.model, run.placement, world)
+
     if is_free(run.placement):
         return run, make_plan(request)
     placement = resolve(run.placement, world, drafts=request.draft is not None)
@@ -74,7 +76,9 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
 
 def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Sequence[str]) -> int:
     """Prints what a run would start, pair by pair; exit code 5 if it does not fit."""
-    console, fits, gpus = Console(silent=not is_leader), True, 1
+    console = Console(silent=not is_leader)
+    fits = True
+    gpus = 1
     for spec in pairs:
         request = request_for(PairFiles(spec.run, spec.target_path, spec.draft_path))
         gpus = -(-start.ranks // request.machine.nodes)
@@ -82,10 +86,15 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
             request = replace(request, machine=replace(request.machine, gpus=gpus))
         plan = make_plan(request, spec.placement)
         fits = fits and plan.runs
-        console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
+        _show(plan, console)
     if fits:
         console.line(to_paste(command_line(words, start.ranks, gpus)))
     return OK if fits else DISTRIBUTED
+
+
+def _show(plan: Plan, console: Console) -> None:
+    """Prints the plan: on a terminal fitted to its width."""
+    console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
 
 
 def execute(
@@ -96,11 +105,19 @@ def execute(
     run, plan = planned(run, ranks)
     vocabulary, matching = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed, place)
-    size, price = JobSize(task.records, task.shard_size), run.cluster.price_per_gpu_hour
-    job = plan_job(plan.request, size, task.nodes, price) if task.nodes else None
+    job = None
+    if task.nodes:
+        size = JobSize(task.records, task.shard_size)
+        job = plan_job(plan.request, size, task.nodes, run.cluster.price_per_gpu_hour)
     command = command_line(words, plan.chosen.placement.world, plan.request.machine.gpus)
-    own = {"vocabulary": vocabulary, "job": job and job.document(), "command": command if plan.runs else None}
-    summary = folder.summary("done", {**plan.document(), **own})
+    figures = {
+        **plan.document(),
+        "vocabulary": vocabulary,
+        "job": job.document() if job is not None else None,
+        "command": command if plan.runs else None,
+    }
+    summary = folder.summary("done", figures)
+
     console = Console(silent=not is_leader)
     try:
         folder.close(summary)
@@ -110,7 +127,7 @@ def execute(
         if run.output is not Output.json:
             if matching:
                 console.line(matching)
-            console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
+            _show(plan, console)
             if job is not None:
                 console.show(job_drawing(job))
             if plan.runs:
@@ -124,16 +141,19 @@ def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
     """Returns how the pair's tokenizers match, for JSON and for people, if both are on this machine."""
     if run.draft is None:
         return None, ""
-    folders = folder_at_hand(run.model), folder_at_hand(run.draft)
+    target_folder = folder_at_hand(run.model)
+    draft_folder = folder_at_hand(run.draft)
     target = draft = None
-    if folders[0] is not None and folders[1] is not None:
-        target, draft = read_vocabularies(folders[0], folders[1])
+    if target_folder is not None and draft_folder is not None:
+        target, draft = read_vocabularies(target_folder, draft_folder)
     if target is None or draft is None:
         return None, "vocabularies: not at hand"
+
     widths = run.model.vocab, run.draft.vocab
     try:
-        found = pair(target, draft, widths, run.speculation.bridge)
+        match = pair(target, draft, widths, run.speculation.bridge)
     except (ModelError, UsageError) as refusal:
-        found = diagnose(target, draft, widths)
-        return {**found.record(), "refused": str(refusal)}, f"{found.in_words()}; a run is refused: {refusal}"
-    return {**found.record(), "refused": None}, found.in_words()
+        match = diagnose(target, draft, widths)
+        words = f"{match.in_words()}; a run is refused: {refusal}"
+        return {**match.record(), "refused": str(refusal)}, words
+    return {**match.record(), "refused": None}, match.in_words()

@@ -9,7 +9,8 @@ from typing import Any, cast
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.speculative.engine import DECIDE, DRAFT, VERIFY, Observer
 
-COMMUNICATE, HOST = "communicate", "host"
+COMMUNICATE = "communicate"
+HOST = "host"
 MESSAGES = ("all_reduce", "all_gather", "broadcast_ints")
 # Drawing the draft's tokens; the target's forwards; distributions, acceptance and the correction after them;
 # calls between ranks, waiting for slower ranks included; the loop: choosing K, cutting at ends, committing.
@@ -30,12 +31,14 @@ class Stopwatch(Observer):
         """Runs while inside. `wait` is called before every reading: until the device has done its work."""
         self._wait = wait
         wait()
-        self._doing, self._since = [HOST], time.perf_counter()
+        self._doing = [HOST]
+        self._since = time.perf_counter()
         try:
             yield
         finally:
             self._turn()
-            self._doing, self._wait = [], lambda: None  # what waits is an engine's, which holds caches
+            self._doing = []
+            self._wait = lambda: None  # what waits is an engine's, which holds caches
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -65,12 +68,13 @@ def timed_ranks(ranks: Ranks, watch: Stopwatch) -> Ranks:
 
 class _TimedRanks:
     def __init__(self, ranks: Ranks, watch: Stopwatch) -> None:
-        self._ranks, self._watch = ranks, watch
+        self._ranks = ranks
+        self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._ranks, name)
-        return self._watch.part(COMMUNICATE)(found) if name in MESSAGES else found
+        attribute = getattr(self._ranks, name)
+        return self._watch.part(COMMUNICATE)(attribute) if name in MESSAGES else attribute
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
-        some = self._ranks.among(members)
-        return timed_ranks(some, self._watch) if some is not None else None
+        group = self._ranks.among(members)
+        return timed_ranks(group, self._watch) if group is not None else None

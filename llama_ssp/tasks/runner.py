@@ -42,9 +42,9 @@ WRITING: list[type[Task[Any]]] = [GenerateTask, ChatTask, BatchTask, EvalTask]
 TRYING: list[type[Task[Any]]] = [CompareTask, MeasureTask, CertifyTask, AgreeTask, CalibrateTask]
 TASKS = {task.__name__.removesuffix("Task").lower(): task for task in WRITING + TRYING}
 
-
 # A run of more than BUSY_S seconds warns if its main thread waited this share of the time for a core.
-BUSY, BUSY_S = 0.25, 10.0
+BUSY = 0.25
+BUSY_S = 10.0
 OF_PLAN = ("k", "cost_ratio")  # of speculation: what the leader's plan chose, if the user did not
 
 
@@ -59,10 +59,12 @@ def execute(inputs: RunInputs) -> int:
             ranks.close()
             if is_idle:
                 return OK
+
     if used < ranks.world:  # the others meet again, without those that have nothing to do
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         os.environ |= {"WORLD_SIZE": str(used), "LOCAL_WORLD_SIZE": str(min(int(local), used))}
         ranks = ranks_of(inputs.run)
+
     with first_cause(ranks):
         code = _run(inputs, ranks)
         ranks.close()
@@ -73,20 +75,43 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     """Returns the inputs with the leader's seed, prompts and placements. Raises if configs differ."""
     if ranks.world == 1:
         return inputs
-    drafts = [{key: getattr(pair.run.speculation, key) for key in OF_PLAN} for pair in inputs.pairs]
-    compared = {**deciding(_with(inputs.run, dict.fromkeys(OF_PLAN))), "versions": versions()}
+    without_plan = _with(inputs.run, dict.fromkeys(OF_PLAN))
+    compared = {**deciding(without_plan), "versions": versions()}
     ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
-    placements = [asdict(pair.placement) for pair in inputs.pairs]
-    own = {"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements}
-    sent = broadcast_json({**own, "drafts": drafts}, ranks)
-    prompts = [TextPrompt(**prompt) for prompt in sent["reading"]["prompts"]]
+
+    here = {
+        "seed": inputs.seed,
+        "reading": asdict(inputs.reading),
+        "placements": [asdict(pair.placement) for pair in inputs.pairs],
+        "drafts": [_chosen_by_plan(pair.run) for pair in inputs.pairs],
+    }
+    leaders = broadcast_json(here, ranks)
+    prompts = [
+        TextPrompt(
+            id=prompt["id"],
+            text=prompt["text"],
+            where=prompt["where"],
+            category=prompt["category"],
+            later=prompt["later"],
+        )
+        for prompt in leaders["reading"]["prompts"]
+    ]
+    placements = map(Placement.of_plain, leaders["placements"])
     pairs = tuple(
-        replace(pair, placement=Placement.of_plain(plain), run=_with(pair.run, chosen))
-        for pair, plain, chosen in zip(inputs.pairs, sent["placements"], sent["drafts"], strict=True)
+        replace(pair, placement=placement, run=_with(pair.run, chosen))
+        for pair, placement, chosen in zip(inputs.pairs, placements, leaders["drafts"], strict=True)
     )
-    reading = Reading(prompts, sent["reading"]["skipped"])
-    run = inputs.run if inputs.run.task.pairs else pairs[0].run
-    return replace(inputs, run=run, seed=sent["seed"], pairs=pairs, reading=reading)
+    return replace(
+        inputs,
+        run=inputs.run if inputs.run.task.pairs else pairs[0].run,
+        seed=leaders["seed"],
+        pairs=pairs,
+        reading=Reading(prompts, leaders["reading"]["skipped"]),
+    )
+
+
+def _chosen_by_plan(run: RunConf) -> dict[str, Any]:
+    return {key: getattr(run.speculation, key) for key in OF_PLAN}
 
 
 def _waited_s() -> float:
@@ -110,17 +135,16 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     began = time.perf_counter()
     task = TASKS[run.task.name](inputs, console, folder, ranks)
     device = device_of(run.placement.target_device, "placement.target_device")
-    status, memory = "error", list[Bytes]()
-    started_s, waited_s = time.perf_counter(), _waited_s()
+
+    status = "error"
+    memory = list[Bytes]()
+    started_s = time.perf_counter()
+    waited_before_s = _waited_s()
     try:
         status = task.run()
-        ran_s, waited_s = time.perf_counter() - started_s, _waited_s() - waited_s
-        if device.type == "cpu" and ran_s > BUSY_S and waited_s > BUSY * ran_s:
-            message = "others use the cores: this run waited for one %.0f %% of its time"
-            if 1 < torch.get_num_threads() <= len(own_cores()):  # it has not given cores away
-                message += "; started again it leaves theirs to them"
-            log.warning(message, 100 * waited_s / ran_s)
-        held = max((one.held_bytes for one in task.measurements()), default=0)
+        if device.type == "cpu":
+            _warn_if_busy(time.perf_counter() - started_s, _waited_s() - waited_before_s)
+        held = max((measurement.held_bytes for measurement in task.measurements()), default=0)
         memory = memory_of_ranks(held, device, ranks)
     except Exception as error:
         raise task.full_gpu(error) or error from error.__cause__
@@ -130,9 +154,11 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
             stop.add_note(f"what was finished is in {folder.path}")
         raise
     finally:
-        plan = compare_with_plan(task.measurements(), memory)
-        wall_s = time.perf_counter() - began
-        run_figures = {"plan": plan, "wall_s": wall_s, "gpus": [gpu.name for gpu in gpus_here()]}
+        run_figures = {
+            "plan": compare_with_plan(task.measurements(), memory),
+            "wall_s": time.perf_counter() - began,
+            "gpus": [gpu.name for gpu in gpus_here()],
+        }
         summary = folder.summary(status, {**task.figures(), **run_figures})
         try:
             folder.close(summary)
@@ -143,3 +169,13 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
             if status in ("done", "failed", "partial") or task.has_output():
                 console.document(summary, run.output)
     return FAILED_CHECK if status == "failed" else OK
+
+
+def _warn_if_busy(ran_s: float, waited_s: float) -> None:
+    """Warns of a run of `ran_s` seconds that waited long for a core."""
+    if ran_s <= BUSY_S or waited_s <= BUSY * ran_s:
+        return
+    message = "others use the cores: this run waited for one %.0f %% of its time"
+    if 1 < torch.get_num_threads() <= len(own_cores()):  # it has not given cores away
+        message += "; started again it leaves theirs to them"
+    log.warning(message, 100 * waited_s / ran_s)

@@ -104,46 +104,49 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
     """Compares two vocabularies; `widths` are the logits of each model, which may include padding."""
     differing = sorted(t for t in {*target.ids, *draft.ids} if target.ids.get(t) != draft.ids.get(t))
     counts = (len(target.ids), len(draft.ids))
-    notes = _other_settings(target, draft)
     wide, narrow = (target, draft) if counts[0] > counts[1] else (draft, target)
     if all(t not in narrow.ids and wide.ids[t] in wide.added for t in differing):  # extra tokens, or none
-        if differing:
-            owner = "target" if wide is target else "draft"
-            notes = (f"{len(differing)} added tokens only in the {owner} ({_shown(differing)})", *notes)
-        unpadded = not differing and widths == (target.size, draft.size)
-        verdict = VocabularyMatch.same if unpadded else VocabularyMatch.padded
-        cut = next((text for text in PROBES if target.encode(text) != draft.encode(text)), None)
-        wider = [t for t, i in target.ids.items() if min(widths) <= i < max(widths) and not differing]
-        both = tuple(range(min(target.size, draft.size)))  # each id is the other's
-        same = Match(both, both)
-        return Diagnosis(
-            verdict=verdict,
-            tokens=counts,
-            widths=widths,
-            match=same,
-            notes=notes,
-            cut=cut,
-            beyond=tuple(sorted(wider)),
-        )
+        return _of_equal_ids(target, draft, widths, differing)
+
     known = match(target, draft)
     sample = target.encode(SAMPLE)
     # Tokens of both come first: they show best that ids stand for other tokens.
     first = sorted(differing, key=lambda t: (t not in target.ids or t not in draft.ids, t))[:3]
-    examples = tuple(f"{_shown([t])}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in first)
-    misleading = counts[0] == counts[1] or widths[0] == widths[1]
-    verdict = VocabularyMatch.misleading if misleading else VocabularyMatch.different
-    ceiling = sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1)
-    expansion = len(draft.encode(SAMPLE)) / max(len(sample), 1)
+    is_misleading = counts[0] == counts[1] or widths[0] == widths[1]
     return Diagnosis(
-        verdict=verdict,
+        verdict=VocabularyMatch.misleading if is_misleading else VocabularyMatch.different,
         tokens=counts,
         widths=widths,
         match=known,
-        notes=notes,
+        notes=_other_settings(target, draft),
         differing=len(differing),
-        examples=examples,
-        ceiling=ceiling,
-        expansion=expansion,
+        examples=tuple(f"{_shown([t])}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in first),
+        ceiling=sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1),
+        expansion=len(draft.encode(SAMPLE)) / max(len(sample), 1),
+    )
+
+
+def _of_equal_ids(
+    target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], extra: list[str]
+) -> Diagnosis:
+    """Returns the diagnosis where all shared tokens have equal ids; the larger has `extra` added tokens."""
+    notes = _other_settings(target, draft)
+    if extra:
+        owner = "target" if len(target.ids) > len(draft.ids) else "draft"
+        notes = (f"{len(extra)} added tokens only in the {owner} ({_shown(extra)})", *notes)
+    is_unpadded = not extra and widths == (target.size, draft.size)
+    beyond = list[str]()
+    if not extra:
+        beyond = [t for t, i in target.ids.items() if min(widths) <= i < max(widths)]
+    shared = tuple(range(min(target.size, draft.size)))  # each id is the other's
+    return Diagnosis(
+        verdict=VocabularyMatch.same if is_unpadded else VocabularyMatch.padded,
+        tokens=(len(target.ids), len(draft.ids)),
+        widths=widths,
+        match=Match(shared, shared),
+        notes=notes,
+        cut=next((text for text in PROBES if target.encode(text) != draft.encode(text)), None),
+        beyond=tuple(sorted(beyond)),
     )
 
 
@@ -152,12 +155,15 @@ def _other_settings(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:
     notes = []
     if target.normaliser != draft.normaliser:
         notes.append("other normalisers")
-    begins = [[v.names.get(i, str(i)) for i in v.start] for v in (target, draft)]
-    if begins[0] != begins[1]:
-        notes.append(f"texts begin with {begins[0] or 'nothing'} and {begins[1] or 'nothing'}")
-    ends = [sorted(v.names.get(i, str(i)) for i in v.ends) for v in (target, draft)]
-    if ends[0] != ends[1]:
-        notes.append(f"texts end with {ends[0] or 'nothing'} and {ends[1] or 'nothing'}, the target's hold")
+    target_begin = [target.names.get(i, str(i)) for i in target.start]
+    draft_begin = [draft.names.get(i, str(i)) for i in draft.start]
+    if target_begin != draft_begin:
+        notes.append(f"texts begin with {target_begin or 'nothing'} and {draft_begin or 'nothing'}")
+    target_ends = sorted(target.names.get(i, str(i)) for i in target.ends)
+    draft_ends = sorted(draft.names.get(i, str(i)) for i in draft.ends)
+    if target_ends != draft_ends:
+        ends = f"{target_ends or 'nothing'} and {draft_ends or 'nothing'}"
+        notes.append(f"texts end with {ends}, the target's hold")
     if target.template != draft.template:
         notes.append("other chat templates, the target's holds")
     return tuple(notes)
@@ -168,44 +174,46 @@ def _shown(tokens: list[str]) -> str:
     return ", ".join(repr(token if len(token) <= 40 else token[:40] + "...") for token in tokens[:3])
 
 
-def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], how: Bridging) -> Diagnosis:
+def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], bridging: Bridging) -> Diagnosis:
     """Returns how the two are used; `widths` are the logits of each. Raises ModelError if they cannot be."""
-    found = diagnose(target, draft, widths)
+    result = diagnose(target, draft, widths)
     family = "choose a draft of the same family"
-    misleading = found.verdict is VocabularyMatch.misleading
-    if (misleading and how is Bridging.auto) or (found.bridged and how is Bridging.off):
-        what = "target and draft have different tokenizers"
-        if misleading:
-            what += " of the same size"
-        counts = f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ"
+    is_misleading = result.verdict is VocabularyMatch.misleading
+    if (is_misleading and bridging is Bridging.auto) or (result.bridged and bridging is Bridging.off):
+        of_same_size = " of the same size" if is_misleading else ""
+        counts = f"{result.tokens[0]} and {result.tokens[1]} tokens, {result.differing} differ"
         raise ModelError(
-            what,
-            found=f"{counts} ({', '.join(found.examples)})",
+            f"target and draft have different tokenizers{of_same_size}",
+            found=f"{counts} ({', '.join(result.examples)})",
             allowed="the same tokens with the same ids",
             fix=f"{family}, or pair what tokens stand for: speculation.bridge=intersection",
         )
-    if found.bridged and how is Bridging.auto and found.ceiling < LEAST_SHARED:
-        what = "the vocabularies of target and draft share too little"
-        share = f"the draft has {found.ceiling:.0%} of a sample text's tokens"
-        fix = f"{family}, draft with n-grams (speculation=ngram draft=none), "
-        fix += "or draft by the shared tokens all the same: speculation.bridge=intersection"
-        raise ModelError(what, found=share, allowed=f"{LEAST_SHARED:.0%} or more", fix=fix)
-    if found.cut is not None:
+    if result.bridged and bridging is Bridging.auto and result.ceiling < LEAST_SHARED:
+        raise ModelError(
+            "the vocabularies of target and draft share too little",
+            found=f"the draft has {result.ceiling:.0%} of a sample text's tokens",
+            allowed=f"{LEAST_SHARED:.0%} or more",
+            fix=f"{family}, draft with n-grams (speculation=ngram draft=none), "
+            "or draft by the shared tokens all the same: speculation.bridge=intersection",
+        )
+
+    if result.cut is not None:
         raise ModelError(
             "target and draft have the same tokens but cut text differently",
-            found=repr(found.cut),
+            found=repr(result.cut),
             allowed="the same merges and special tokens",
             fix=family,
         )
-    if found.beyond:
-        what = "target and draft have the same tokens but not the same vocabulary sizes"
-        only = f"{len(found.beyond)} tokens only in the larger ({', '.join(map(repr, found.beyond[:3]))})"
+    if result.beyond:
+        examples = ", ".join(map(repr, result.beyond[:3]))
+        beyond = f"{len(result.beyond)} tokens only in the larger ({examples})"
         raise ModelError(
-            what,
-            found=f"{found.widths[0]} and {found.widths[1]} logits, {only}",
+            "target and draft have the same tokens but not the same vocabulary sizes",
+            found=f"{result.widths[0]} and {result.widths[1]} logits, {beyond}",
             allowed="sizes that differ by padding only",
             fix=family,
         )
-    if not found.bridged:
-        return found
-    return replace(found, bridge=Intersection(target, draft, found.match, found.expansion))
+
+    if not result.bridged:
+        return result
+    return replace(result, bridge=Intersection(target, draft, result.match, result.expansion))

@@ -86,10 +86,10 @@ class TextSoFar:
         old = len(self.text)
         self.text += piece
         since = max(0, old - self._longest + 1)
-        found = [at for stop in self._stops if (at := self.text.find(stop, since)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
+        places = [at for stop in self._stops if (at := self.text.find(stop, since)) >= 0]
+        if places:
+            self.text = self.text[: min(places)]
+        return bool(places)
 
     def printable(self, ended: bool) -> str:
         """Returns the text to print now: a possible beginning of a stop string is held back."""

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.kernels.kept_files import kept
+from llama_ssp.models.kept_files import kept
 
 # Kinds of tokens.
+NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
-ROLES = ("bos", "unknown", "eos", "eot", "eom")  # the last three end a text
+ENDS = ("eos", "eot", "eom")  # tokens that end a text
+ROLES = ("bos", "unknown", *ENDS)
 SPACE_MARK = "\u2581"
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the space after them
 # Tokens that end a turn; a header names one of them, where config files list all.
@@ -50,15 +52,22 @@ class HeaderTokens:
         self.row = header.family.gguf
         self.said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
         names = self.said.get("tokens")
-        kinds = self.said.get("token_type")
         self.names = [str(name) for name in names] if isinstance(names, list) else []
         self.marked = self.said.get("model") == "llama"  # SentencePiece, whatever the architecture
         if self.marked:  # Gemma's tokens of several spaces are written with spaces
             self.names = [name if name.strip(" ") else SPACE_MARK * len(name) for name in self.names]
-        said = isinstance(kinds, list) and len(kinds) == len(self.names)
-        self.kinds: list[Any] = kinds if said else [1] * len(self.names)  # type: ignore[assignment]
-        self.ids = {key: self.said[at] for key in ROLES if (at := f"{key}_token_id") in self.said}
-        if any(i not in range(len(self.names) or 2**31) for i in self.ids.values()):
+
+        self.kinds: list[Any] = [NORMAL] * len(self.names)
+        kinds = self.said.get("token_type")
+        if isinstance(kinds, list) and len(kinds) == len(self.names):
+            self.kinds = kinds
+
+        self.ids: dict[str, Any] = {}
+        for role in ROLES:
+            if f"{role}_token_id" in self.said:
+                self.ids[role] = self.said[f"{role}_token_id"]
+        known_ids = range(len(self.names) or 2**31)
+        if any(token_id not in known_ids for token_id in self.ids.values()):
             raise ModelError(
                 "the header names a token that is not in its vocabulary",
                 where=path,
@@ -71,23 +80,23 @@ class HeaderTokens:
 def require_same_tokens(path: Path, ids: Mapping[str, int]) -> None:
     """Refuses a tokenizer.json next to a GGUF file with the ids of another model."""
     names = HeaderTokens(path).names
-    same = sum(i < len(names) and names[i] == name for name, i in ids.items())
+    same = sum(token_id < len(names) and names[token_id] == name for name, token_id in ids.items())
     if names and same < len(ids) // 2:  # a few may be written otherwise
-        what = "the tokenizer.json next to the GGUF file is that of another model"
-        fix = "move it elsewhere"
         raise ModelError(
-            what,
+            "the tokenizer.json next to the GGUF file is that of another model",
             where=path.parent / "tokenizer.json",
             found=f"{same} of {len(ids)} tokens as in its header",
-            fix=f"{fix}, or the GGUF file",
+            fix="move it elsewhere, or the GGUF file",
         )
 
 
 def end_ids(path: Path) -> frozenset[int]:
     """Returns all tokens that end a text."""
     tokens = HeaderTokens(path)
-    turns = (i for i, name in enumerate(tokens.names) if name in TURN_ENDS and tokens.kinds[i] == CONTROL)
-    return frozenset([*(i for key, i in tokens.ids.items() if key in ROLES[2:]), *turns])
+    named = {token_id for role, token_id in tokens.ids.items() if role in ENDS}
+    kinds = zip(tokens.names, tokens.kinds, strict=True)
+    turns = {i for i, (name, kind) in enumerate(kinds) if name in TURN_ENDS and kind == CONTROL}
+    return frozenset(named | turns)
 
 
 class HeaderTokenizer:
@@ -103,12 +112,15 @@ class HeaderTokenizer:
         content, self._settings = kept("tokenizer", facts, partial(_made, path))
         self.backend_tokenizer: Any = Tokenizer.from_str(content)
         self.chat_template = self._settings["chat_template"]
-        roles = (self._settings.get(name) for name in ("bos_token", "eos_token"))
-        self.all_special_ids = [role and self.backend_tokenizer.token_to_id(role) for role in roles]
-        self.bos_token_id, self.eos_token_id = self.all_special_ids
+        self.bos_token_id = self._id_of(self._settings["bos_token"])
+        self.eos_token_id = self._id_of(self._settings["eos_token"])
+        self.all_special_ids = [self.bos_token_id, self.eos_token_id]
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
         self.get_vocab = self.backend_tokenizer.get_vocab
         self.decode = self.backend_tokenizer.decode
+
+    def _id_of(self, name: str | None) -> int | None:
+        return self.backend_tokenizer.token_to_id(name) if name else None
 
     def encode(self, text: str, add_special_tokens: bool, split_special_tokens: bool) -> Any:
         """Returns the text's ids."""
@@ -120,8 +132,13 @@ class HeaderTokenizer:
         """transformers' way to write a conversation as a text."""
         from transformers import PreTrainedTokenizerFast
 
-        hub = PreTrainedTokenizerFast(tokenizer_object=self.backend_tokenizer, **self._settings)
-        return hub.apply_chat_template
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=self.backend_tokenizer,
+            chat_template=self.chat_template,
+            bos_token=self._settings["bos_token"],
+            eos_token=self._settings["eos_token"],
+        )
+        return tokenizer.apply_chat_template
 
 
 def _made(path: Path) -> tuple[str, dict[str, Any]]:
@@ -133,45 +150,74 @@ def _made(path: Path) -> tuple[str, dict[str, Any]]:
     tokens = HeaderTokens(path)
     said = tokens.said
     names = tokens.names
-    row = tokens.row
     marked = tokens.marked
-    kind = said.get("model")
-    pre = said.get("pre")
-    known = (*GPT_2, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
-    if not marked and (kind != "gpt2" or pre not in known):
+    algorithm = said.get("model")
+    splits = said.get("pre")
+    known_splits = (*GPT_2, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
+    if not marked and (algorithm != "gpt2" or splits not in known_splits):
         raise ModelError(
             "the GGUF file's tokenizer is not known",
             where=path,
-            found=f"{kind} by {pre!r}",
-            allowed=f"llama, or gpt2 by {', '.join(known)}",
+            found=f"{algorithm} by {splits!r}",
+            allowed=f"llama, or gpt2 by {', '.join(known_splits)}",
             fix=BESIDE,
         )
     if not names or sum(len(name) ** 2 for name in names) > MAX_PIECES:
         raise ModelError("the GGUF file has no tokens, or some that are too long", where=path, fix=BESIDE)
+
     # Merges that are not listed follow from scores, or for Gemma from the tokens' places.
-    scores = said.get("scores", ()) if row.scored else range(0, -len(names), -1)
+    scores = said.get("scores", ()) if tokens.row.scored else range(0, -len(names), -1)
     merges = mapping.get_merges(said | {"tokens": names}, dict(zip(names, scores, strict=marked)))
-    roles = {f"{key}_token": names[i] for key, i in tokens.ids.items() if key in ("bos", "eos")}
+    vocabulary = {
+        name: token_id
+        for token_id, (name, kind) in enumerate(zip(names, tokens.kinds, strict=True))
+        if kind != UNUSED or name != f"[PAD{token_id}]"  # a name of a row that only fills the embedding
+    }
     unknown = names[tokens.ids["unknown"]] if marked and "unknown" in tokens.ids else None
-    # Without the names of rows that only fill the embedding.
-    ids = {name: i for i, name in enumerate(names) if tokens.kinds[i] != UNUSED or name != f"[PAD{i}]"}
-    how = {"byte_fallback": marked, "fuse_unk": marked, "unk_token": unknown, "ignore_merges": pre in WHOLE}
-    tokenizer = Tokenizer(models.BPE(ids, merges, **how))
-    style = "phi3" if said.get("add_space_prefix", row.space_before) else "gemma3"  # of SentencePiece
-    empty: dict[str, Any] = {"tokenizer_type": kind, "pre_tokenizer_type": pre, "tokens": [], "merges": []}
-    frame, _ = mapping.convert_gguf_tokenizer(style, empty)
-    tokenizer.normalizer = normalizers.NFC() if pre in COMPOSED else frame.normalizer
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, *filter(None, [frame.pre_tokenizer])])
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            merges,
+            unk_token=unknown,
+            fuse_unk=marked,
+            byte_fallback=marked,
+            ignore_merges=splits in WHOLE,
+        )
+    )
+
+    # How texts are split, and tokens joined, as in transformers' conversion of a header without tokens.
+    style = "phi3" if said.get("add_space_prefix", tokens.row.space_before) else "gemma3"  # of SentencePiece
+    frame, _ = mapping.convert_gguf_tokenizer(
+        style,
+        {"tokenizer_type": algorithm, "pre_tokenizer_type": splits, "tokens": [], "merges": []},
+    )
+    tokenizer.normalizer = normalizers.NFC() if splits in COMPOSED else frame.normalizer
+    steps = []
+    if splits == "smollm":
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if frame.pre_tokenizer is not None:
+        steps.append(frame.pre_tokenizer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = frame.decoder
-    strips = row.stripped and marked
+
+    strips = marked and tokens.row.stripped
     added = [
-        AddedToken(name, rstrip=strips and name not in UNSTRIPPED, normalized=False, special=each == CONTROL)
-        for name, each in zip(names, tokens.kinds, strict=True)
-        if name.strip(SPACE_MARK) and each in (CONTROL, USER_DEFINED)
+        AddedToken(name, rstrip=strips and name not in UNSTRIPPED, normalized=False, special=kind == CONTROL)
+        for name, kind in zip(names, tokens.kinds, strict=True)
+        if name.strip(SPACE_MARK) and kind in (CONTROL, USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
-    begins = "bos_token" in roles and bool(said.get("add_bos_token", marked or pre in WHOLE))
-    settings = {"chat_template": said.get("tokenizer.chat_template"), **roles}
-    hub = PreTrainedTokenizerFast(tokenizer_object=tokenizer, add_bos_token=begins, **settings)
+
+    chat_template = said.get("tokenizer.chat_template")
+    begin = names[tokens.ids["bos"]] if "bos" in tokens.ids else None
+    end = names[tokens.ids["eos"]] if "eos" in tokens.ids else None
+    begins = begin is not None and bool(said.get("add_bos_token", marked or splits in WHOLE))
+    hub = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        add_bos_token=begins,
+        chat_template=chat_template,
+        bos_token=begin,
+        eos_token=end,
+    )
+    settings = {"chat_template": chat_template, "bos_token": begin, "eos_token": end}
     return hub.backend_tokenizer.to_str(), settings

@@ -38,54 +38,62 @@ class TokenLogprob:
     top: tuple[TokenLogprob, ...] = ()
 
 
-def spelled(found: Iterable[ScoredToken], spell: Spell) -> list[TokenLogprob]:
+def spelled(scored: Iterable[ScoredToken], spell: Spell) -> list[TokenLogprob]:
     """Returns the tokens with their text."""
 
-    def one(token_id: int, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    def with_text(token_id: int, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         token, added = spell(token_id)
         return TokenLogprob(token_id=token_id, token=token, bytes=added, logprob=logprob, top=top)
 
-    return [one(each.token_id, each.logprob, tuple(one(*pair) for pair in each.top)) for each in found]
+    result = []
+    for item in scored:
+        top = tuple(with_text(token_id, logprob) for token_id, logprob in item.top)
+        result.append(with_text(item.token_id, item.logprob, top))
+    return result
 
 
-def plain(found: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+def plain(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Returns an object a token: `token_id`, `token`, `logprob`; `top_logprobs` has the likeliest."""
-    return [{**_named(one), "top_logprobs": [_named(other) for other in one.top]} for one in found]
+    return [{**_named(token), "top_logprobs": list(map(_named, token.top))} for token in tokens]
 
 
-def _named(one: TokenLogprob) -> dict[str, Any]:
-    return {"token_id": one.token_id, "token": one.token, "logprob": number(one.logprob)}
+def _named(token: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": token.token_id, "token": token.token, "logprob": number(token.logprob)}
 
 
-def chat(found: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Returns them in the form of OpenAI's chat completions."""
 
-    def item(one: TokenLogprob) -> dict[str, Any]:
-        letters = None if one.bytes is None else list(one.bytes)
-        return {"token": one.token, "logprob": number(one.logprob), "bytes": letters}
+    def item(token: TokenLogprob) -> dict[str, Any]:
+        letters = None if token.bytes is None else list(token.bytes)
+        return {"token": token.token, "logprob": number(token.logprob), "bytes": letters}
 
-    return {"content": [{**item(one), "top_logprobs": list(map(item, one.top))} for one in found]}
+    return {"content": [{**item(token), "top_logprobs": list(map(item, token.top))} for token in tokens]}
 
 
-def completions(found: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
+def completions(tokens: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
     """Returns them in the form of OpenAI's completions, for the tokens of `text`.
 
     Of alternatives with the same text the likeliest is listed.
     """
     letters = b""
     offsets = []
-    for one in found:
+    for token in tokens:
         offsets.append(min(len(text), len(letters.decode("utf-8", "ignore"))))
-        letters += one.bytes or b""
+        letters += token.bytes or b""
         if letters[:1] == b" " and not text.startswith(" "):
             letters = letters[1:]  # some tokenizers put a space before a text
+
+    alternatives = list[dict[str, float | None] | None]()
+    for token in tokens:
+        if token.logprob is None:
+            alternatives.append(None)
+        else:  # the likeliest last: it stays
+            alternatives.append({other.token: number(other.logprob) for other in token.top[::-1]})
     return {
-        "tokens": [one.token for one in found],
-        "token_logprobs": [number(one.logprob) for one in found],
-        "top_logprobs": [
-            None if one.logprob is None else {other.token: number(other.logprob) for other in one.top[::-1]}
-            for one in found
-        ],
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [number(token.logprob) for token in tokens],
+        "top_logprobs": alternatives,
         "text_offset": offsets,
     }
 
@@ -95,6 +103,6 @@ def number(logprob: float | None) -> float | None:
     return None if logprob is None or isnan(logprob) else round(max(logprob, LEAST), DIGITS)
 
 
-def are_damaged(found: Iterable[ScoredToken]) -> bool:
+def are_damaged(scored: Iterable[ScoredToken]) -> bool:
     """Returns whether some are not numbers, because logits were not."""
-    return any(one.logprob is not None and isnan(one.logprob) for one in found)
+    return any(item.logprob is not None and isnan(item.logprob) for item in scored)

@@ -129,17 +129,18 @@ def read_prompts(task: PromptedConf) -> Reading:
     """
     policy = task.on_bad_row
     if task.prompts is not None:
-        given = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
-        return checked(given, lambda prompt: prompt, policy)
+        prompts = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
+        return checked(prompts, lambda prompt: prompt, policy)
     if task.prompt_file == STDIN and sys.stdin is not None:
         return _from_stdin(policy)
     if task.prompt_file is not None:
         with _opened("task.prompt_file", task.prompt_file) as file:
-            made = _record if has_objects(task.prompt_file, file) else _text
-            return checked(lines_of(file, task.prompt_file), made, policy)
+            read = _record if has_objects(task.prompt_file, file) else _text
+            return checked(lines_of(file, task.prompt_file), read, policy)
     if task.suite is not None:
         with _opened("task.suite", task.suite) as file:
             return checked(lines_of(file, task.suite), _question, policy)
+
     if task.usual_prompts == "sentences":
         return _samples([] if task.lengths else SENTENCES, "sentences")
     if task.usual_prompts == "short":
@@ -320,6 +321,7 @@ def _question(line: Line) -> TextPrompt:
                 allowed=FORMATS,
                 fix="other prompts go into task.prompt_file",
             )
+
     if not all(isinstance(text, str) for text in [category, *turns]):
         raise DataError(
             "a question's turns or category are not text", where=where, fix="use the published file as it is"
@@ -400,6 +402,7 @@ def checked(items: Iterable[Item], made: Callable[[Item], TextPrompt], policy: O
         else:
             seen[prompt.id] = prompt.where
             reading.prompts.append(prompt)
+
     if reading.skipped and not reading.prompts:
         raise DataError(
             "no usable prompt is left",
@@ -439,6 +442,7 @@ def require_usable(prompt: TextPrompt, seen: Mapping[str, str] = {}) -> None:
             allowed=f"1 to {MAX_ID_LENGTH} printable characters",
             fix="shorten or clean it",
         )
+
     if "\0" in prompt.text:
         raise DataError(
             "the prompt holds a NUL character",

@@ -102,6 +102,7 @@ class HubTokens(Tokens):
         self._warned = False
         self._tried = False  # whether the template has rendered a conversation within its bounds
         self._lock = threading.Lock()  # a tokenizer keeps a call's split_special_tokens for the next one
+
         folder = tokenizer_folder(path)
         try:
             self._tokenizer: Any = HeaderTokenizer(path) if folder is None else _of_folder(folder)
@@ -112,16 +113,17 @@ class HubTokens(Tokens):
         limit = getattr(self._tokenizer, "model_max_length", 0)
         if not isinstance(limit, int | float):  # transformers compares each text's length with it
             raise _unreadable(path, f"model_max_length {limit!r}, which is not a number")
+
         ids = self._tokenizer.get_vocab()
         if is_gguf(path) and folder is not None:
             require_same_tokens(path, ids)
         if not {*ids.values()}.difference(self._tokenizer.all_special_ids):
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
         self._warn_of_twins(ids)
-        own = self._tokenizer.eos_token_id
-        self.end_ids = ends_with_token(path, ids, warns=True) or (
-            frozenset({own}) if own is not None else frozenset()
-        )
+
+        self.end_ids = ends_with_token(path, ids, warns=True)
+        if not self.end_ids and self._tokenizer.eos_token_id is not None:
+            self.end_ids = frozenset({self._tokenizer.eos_token_id})
         self.bos_id = self._tokenizer.bos_token_id
         self.size = 1 + max(ids.values())
         self.template = str(self._tokenizer.chat_template or "")
@@ -167,14 +169,20 @@ class HubTokens(Tokens):
         typed = [message["content"] for message in messages]
         if self._special_in(typed) is None:
             return self.encode(rendered, special=True, begin=False)
+
+        # Rendered once more with a mark in each message's place, which shows where the messages stand.
         marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
         frame = self.rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
         pieces = re.split(f"({'|'.join(marks)})", frame)
         for trim in (str, str.strip):  # templates insert a message unchanged, or stripped
             contents = {mark: trim(content) for mark, content in zip(marks, typed, strict=True)}
             if "".join(contents.get(piece, piece) for piece in pieces) == rendered:
-                parts = ((contents.get(piece, piece), piece not in contents) for piece in pieces)
-                return [i for text, special in parts for i in self.encode(text, special, begin=False)]
+                token_ids = list[int]()
+                for piece in pieces:
+                    is_frame = piece not in contents
+                    token_ids += self.encode(contents.get(piece, piece), special=is_frame, begin=False)
+                return token_ids
+
         raise DataError(
             "the prompt names special tokens, and the chat template rewrites the prompt",
             where="task.chat=true",
@@ -233,23 +241,26 @@ class HubTokens(Tokens):
         try:
             rendered = render()
         except Exception as error:  # a template may raise anything
-            what = "the model's chat template refuses the prompt"
-            found = str(error)[:200]
             raise DataError(
-                what,
+                "the model's chat template refuses the prompt",
                 where=where,
-                found=found or type(error).__name__,
+                found=str(error)[:200] or type(error).__name__,
                 fix=f"leave out task.system, or {without}",
             ) from None
+
         if any(m["role"] == "system" and m["content"].strip() not in rendered for m in messages):
-            what = "the model's chat template leaves the system prompt out"
-            fix = "leave out task.system"
-            raise DataError(what, where="task.system", fix=f"{fix}, or begin the prompt with it")
+            raise DataError(
+                "the model's chat template leaves the system prompt out",
+                where="task.system",
+                fix="leave out task.system, or begin the prompt with it",
+            )
         changed = [m for m in messages if m["role"] == "user" and m["content"].strip() not in rendered]
         if any(m["content"].startswith(WORD) for m in changed):
-            what = "the model's chat template leaves the prompt out"
-            fix = "correct chat_template in"
-            raise DataError(what, where=self._path, fix=f"{fix} tokenizer_config.json, or {without}")
+            raise DataError(
+                "the model's chat template leaves the prompt out",
+                where=self._path,
+                fix=f"correct chat_template in tokenizer_config.json, or {without}",
+            )
         if changed:  # a template may rewrite a message: WORD in its place shows whether it is rendered
             self.rendered(
                 [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]

@@ -36,18 +36,20 @@ Notation = Enum("Notation", ["letters", "marks", "plain"])  # how token strings 
 
 def notation_of(decoder: Any) -> Notation:
     """Returns the notation that the decoder of a tokenizer.json says."""
-    said = json.dumps(decoder, ensure_ascii=False)  # its steps are nested
-    if '"ByteLevel"' in said:
+    text = json.dumps(decoder, ensure_ascii=False)  # its steps are nested
+    if '"ByteLevel"' in text:
         return Notation.letters
-    marks = any(f'"{word}"' in said for word in ("Metaspace", "ByteFallback", SPACE_MARK))
-    return Notation.marks if marks else Notation.plain
+    has_marks = any(f'"{word}"' in text for word in ("Metaspace", "ByteFallback", SPACE_MARK))
+    return Notation.marks if has_marks else Notation.plain
 
 
 def notation_guessed(tokens: list[str]) -> Notation:
     """Guesses by the tokens alone, for tokenizers without a tokenizer.json."""
     if any(token.startswith(SPACE_MARK) for token in tokens):
         return Notation.marks
-    return Notation.letters if any(token.startswith("\u0120") for token in tokens) else Notation.plain
+    if any(token.startswith("\u0120") for token in tokens):
+        return Notation.letters
+    return Notation.plain
 
 
 def surface(token: str, notation: Notation) -> bytes:
@@ -65,9 +67,10 @@ def surface(token: str, notation: Notation) -> bytes:
 @cache
 def byte_letters() -> dict[str, int]:
     """GPT-2's letters: printable bytes are their own letters, the others have letters from 256 on."""
-    own = {byte for span in OWN_LETTERS for byte in span}
-    others = (byte for byte in range(256) if byte not in own)
-    return {chr(byte): byte for byte in sorted(own)} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    printable = {byte for span in OWN_LETTERS for byte in span}
+    rest = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in sorted(printable)}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(rest)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +112,11 @@ class Vocabulary:
     @cached_property
     def by_surface(self) -> dict[bytes, int]:
         """Maps bytes to their token: the lowest id of several, and <0xNN> only if there is no other."""
-        found: dict[bytes, int] = {}
+        result: dict[bytes, int] = {}
         for i in sorted(self.names, key=lambda i: (NUMBERED.fullmatch(self.names[i]) is not None, i)):
             if text := self.surfaces[i]:
-                found.setdefault(text, i)
-        return found
+                result.setdefault(text, i)
+        return result
 
     @cached_property
     def longest(self) -> int:
@@ -177,8 +180,8 @@ def vocabulary_of(
     tokens = content.get("added_tokens") or []
     added = frozenset(token["id"] for token in tokens)
     special = frozenset(token["id"] for token in tokens if token["special"]) | (added & ends)
-    normaliser = json.dumps(content.get("normalizer"), sort_keys=True)
     template = content["chat_template"]
+
     return Vocabulary(
         ids=ids,
         special=special,
@@ -187,7 +190,7 @@ def vocabulary_of(
         start=before(begin, encode),
         notation=notation_of(content.get("decoder")),
         encode=encode,
-        normaliser=normaliser,
+        normaliser=json.dumps(content.get("normalizer"), sort_keys=True),
         template=template if isinstance(template, str) else "",
     )
 
@@ -265,11 +268,12 @@ def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Voc
     files = [FILE, SETTINGS]
     if target == draft:
         return result, result
-    one = tokenizer_folder(target)
-    other = tokenizer_folder(draft)
-    same = one and other and cmpfiles(one, other, files, shallow=False)[0] == files
-    if same and end_ids_of(target) == end_ids_of(draft):
-        return result, result
+    target_folder = tokenizer_folder(target)
+    draft_folder = tokenizer_folder(draft)
+    if target_folder and draft_folder:
+        equal, _, _ = cmpfiles(target_folder, draft_folder, files, shallow=False)
+        if equal == files and end_ids_of(target) == end_ids_of(draft):
+            return result, result
     return result, read_vocabulary(draft)
 
 
@@ -303,17 +307,17 @@ def ends_with_token(path: Path, ids: Mapping[str, int], warns: bool = False) -> 
 
 def _ends_named_in(file: Path) -> list[int]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        entry = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError, RecursionError):
         return []
-    if found is None:
+    if entry is None:
         return []
-    ids = found if isinstance(found, list) else [found]
+    ids = entry if isinstance(entry, list) else [entry]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise ModelError(
             f"{file.name} does not say which tokens end a text",
             where=file.parent,
-            found=f"eos_token_id {found!r}",
+            found=f"eos_token_id {entry!r}",
             allowed="a whole number, or a list of them",
             fix="correct it, or fetch the model again",
         )

@@ -227,12 +227,18 @@ def test_a_run_of_torchrun_ends_with_a_code_that_is_not_zero(tmp_path: Path) -> 
     assert [line for answer in answers for line in answer.errors] == [f"error: {FORGED}"]
 
 
-def test_what_is_written_is_read_and_the_first_stays(board: Board) -> None:
+def test_nothing_is_read_before_it_is_written(board: Board) -> None:
     assert board.read(["rank/0", "rank/1"]) == [b"", b""]
+    assert board.first_cause() is None
+
+
+def test_of_what_is_written_the_last_is_read(board: Board) -> None:
     board.write("rank/1", "a")
     board.write("rank/1", "b")
     assert board.read(["rank/0", "rank/1"]) == [b"", b"b"]
-    assert board.first_cause() is None
+
+
+def test_the_first_cause_stays(board: Board) -> None:
     first, second = Cause("one", MODEL, 1), Cause("two", DISTRIBUTED, 0)
     assert [board.first_cause(new) for new in (None, first, second, None)] == [None, first, first, first]
 
@@ -249,7 +255,7 @@ def test_of_ranks_that_fail_together_one_is_the_first(board: Board) -> None:
         assert len(set(pool.map(fail, range(8)))) == 1
 
 
-def test_a_line_of_any_length_and_content_is_a_cause(board: Board) -> None:
+def test_any_line_is_a_cause(board: Board) -> None:
     """Such as one with a path that is no text, or what a compiler said."""
     found = board.first_cause(Cause("a\udcff\nb\x1b[2J " + "\N{GRINNING FACE}" * 50000, DISTRIBUTED, 0))
     assert found is not None and found.line.startswith(

@@ -48,7 +48,7 @@ def cut(ranks: Ranks, folders: dict[str, Path]) -> dict[str, Any]:
         layers = part.module.config.num_hidden_layers
         summed = [m for m in part.module.modules() if isinstance(m, RowParallel)]
         assert len(summed) == 2 * layers + 1, "two a layer, and the head"
-        assert all(m.inner.mp_group is None for m in summed)
+        assert all(m.inner.mp_group is None for m in summed), name
     made = load_deepspeed(MADE, None, Dtype.fp32, CPU, "model", ranks)
     found["synthetic"] = [logits.tolist() for logits in walked(made)]
     found["parameters"] = sum(weight.numel() for weight in made.module.parameters())
@@ -90,6 +90,7 @@ def test_real_ranks_give_the_whole_models_logits(
         ({"code_bits": 4}, 2, DistributedError, "lose the scales.*in codes of 4 bits"),
         ({}, 8, DistributedError, "too little attention heads for the ranks; found 7 over 8 ranks"),
     ],
+    ids=["phi3", "gpt2", "int8", "nf4", "4 bits", "8 ranks"],
 )
 def test_refused_before_anything_is_read(
     changes: dict[str, Any], world: int, kind: type[Exception], message: str
@@ -116,6 +117,7 @@ class Failing:
     ("module", "said"),
     [(None, "DeepSpeed is not installed.*pip install 'llama-ssp\\[deepspeed\\]'"),
      (Failing, "DeepSpeed cannot cut the model; model made; found AutoTP")],
+    ids=["not installed", "cannot cut"],
 )  # fmt: skip
 def test_a_package_that_is_not_there_or_fails_is_one_line(
     module: Any, said: str, monkeypatch: pytest.MonkeyPatch

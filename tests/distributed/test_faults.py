@@ -225,8 +225,9 @@ def endless(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [("SIGKILL,verify", "error: rank 1 is gone"), (f"{K},start", f"error: rank 1: {OUT_OF_RANGE}")],
+    ids=["killed", "refused"],
 )
-def test_torchrun_leaves_nobody_behind_and_hides_no_cause(fault: str, said: str, tmp_path: Path):
+def test_torchrun_ends_all_ranks_with_the_first_cause(fault: str, said: str, tmp_path: Path):
     """It stops the other rank, which then has no cause of its own."""
     code, (line,) = ended(launched(tmp_path, 2, f"{fault},other rank", *RUN), tmp_path)
     assert code == 1 and line.startswith(said)

@@ -41,4 +41,4 @@ def test_a_rank_never_holds_more_than_its_share():
     for cells in rows:
         share, before, most, after, allowed = (float(cell) for cell in cells[2:7])
         bound = before + 1.15 * share + BESIDES
-        assert after <= most <= min(bound, allowed) < before + whole
+        assert after <= most <= min(bound, allowed) < before + whole, cells

@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_its_own_code(mistake: str, tmp_path: Path):
+def test_a_mistake_is_one_line_with_its_own_code(mistake: str, tmp_path: Path):
     words, code, said = MISTAKES[mistake]
     given = [word for word in TINY if not (word == "prompt=hello" and any("prompt" in w for w in words))]
     answer = run(tmp_path, *given, *(() if any("ranks" in w for w in words) else ("ranks=2",)), *words)
@@ -99,6 +99,13 @@ def test_a_mistake_is_one_line_and_its_own_code(mistake: str, tmp_path: Path):
         (True, None, signal.SIGTERM, 143, "stopped by SIGTERM"),
         (True, 0, signal.SIGKILL, DISTRIBUTED, "rank 0 is gone"),
         (True, None, signal.SIGKILL, -9, ""),
+    ],
+    ids=[
+        "a rank is killed at start",
+        "Ctrl-C at start",
+        "TERM",
+        "the leader is killed",
+        "the parent is killed",
     ],
 )
 def test_whoever_is_stopped_all_end(
@@ -163,7 +170,7 @@ if rank == "0":
     ],
     ids=", ".join,
 )
-def test_all_end_with_one_that_names_the_rank_and_its_phase(cell: Cell, tmp_path: Path):
+def test_all_end_with_one_cause_that_names_the_rank_in_its_phase(cell: Cell, tmp_path: Path):
     """Before torch is imported, while models are loaded, while text is written; of ranks of the command."""
     _, _, wrong = by_command(cell, tmp_path / "run")
     assert [each for each in wrong if each != "too late"] == []
@@ -229,7 +236,7 @@ def test_ranks_take_the_folder_for_compiled_code_that_the_command_has_chosen(tmp
     assert f"{unsafe} may be written by everybody" in line and f"{used} is used" in line
 
 
-def test_a_job_of_the_shell_stops_and_goes_on_whole(command: Command, tmp_path: Path):
+def test_a_job_of_the_shell_is_whole_after_a_stop(command: Command, tmp_path: Path):
     """Ctrl-Z, and fg: texts are those of one process, of prompts from a pipe; one rank writes, one line."""
     words = (*(word for word in TINY[:-1] if word != "prompt=hello"), "max_new_tokens=200", "ignore_eos=true")
     parent = Parent(tmp_path, *words, "ranks=2", "-v", stdin="hello\na b c\n")
@@ -245,7 +252,7 @@ def test_a_job_of_the_shell_stops_and_goes_on_whole(command: Command, tmp_path: 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("message_us", "used"), [(0, 2), (10**6, 1)])
-def test_ranks_of_torchrun_without_work_leave_and_the_others_meet_again(
+def test_ranks_of_torchrun_without_work_leave_the_others_to_it(
     message_us: int, used: int, command: Command, tmp_path: Path
 ):
     """By a plan in which sums, or messages too, are dear."""
@@ -272,21 +279,27 @@ def test_the_text_is_whole_where_the_drafts_rank_is_killed(command: Command, tmp
 
 
 @pytest.mark.long
-def test_a_sweep_and_a_batch_job(command: Command, tmp_path: Path):
-    """Gives each job of a sweep its folder; a job that is killed goes on, and its answers are whole."""
+def test_each_job_of_a_sweep_over_ranks_has_its_folder(tmp_path: Path):
     sweep = [word for word in TINY[:-1] if word not in ("out=null", "seed=5", "output=json")]
     answer = run(tmp_path, *sweep, "max_new_tokens=8", "ranks=2", "--multirun", "seed=1,2", "out=runs")
     assert answer.code == 0 and len(list((tmp_path / "runs").rglob("summary.json"))) == 2, answer.err
+
+
+@pytest.mark.long
+def test_a_batch_job_over_ranks_that_was_killed_is_completed(command: Command, tmp_path: Path):
+    """Its answers are those of a whole job of one process."""
     (tmp_path / "prompts.txt").write_text("".join(f"question {n}\n" for n in range(30)))
     pair = ("model=tiny", "draft=tiny_draft", *FP32, "seed=5", "speculation.k=4", "ignore_eos=true")
     batch = ("batch", *pair, "max_new_tokens=40", "task.batch_size=2", "shard_size=10")
     files = [
         f"task.{name}={tmp_path / file}" for name, file in (("input", "prompts.txt"), ("output", "answers"))
     ]
+
     parent = Parent(tmp_path, *batch, *files, "ranks=2")
     wait_for(lambda: count_finished(tmp_path / "answers.work") >= 8)
     kill(parent.pid)
     assert parent.finish().code != 0
+
     assert run(tmp_path, *batch, *files, "ranks=2").code == 0
     assert command.line(*batch, files[0], "task.output=whole").code == 0
     assert (tmp_path / "answers").read_bytes() == Path("whole").read_bytes()

@@ -1,6 +1,6 @@
 """8 and 4 bit over ranks: each quantises its own slices, and no accuracy is lost by it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,34 +85,70 @@ def rows_of(config: Any, world: int, rank: int) -> dict[str, Cut]:
     return {"attention.qkv": Cut(ROWS, qkv), "mlp.up": Cut(ROWS, up)}
 
 
+@dataclass(frozen=True)
+class Split:
+    """A model in fp32, the same quantised, and its quantised parts with the ranks that hold them."""
+
+    world: int
+    plain: Any
+    whole: Any
+    parts: list[Any]
+    ranks: list[Any]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
+    return folders[request.param]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def split(folder: Path, world: int, request: pytest.FixtureRequest) -> Split:
+    plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, request.param))
+    parts, ranks = parts_of(folder, world, request.param)
+    return Split(world, plain, whole, parts, ranks)
+
+
 @pytest.mark.few(6)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_parts_hold_the_whole_layers_numbers_and_lose_no_accuracy(
-    name: str, world: int, dtype: Dtype, folders: dict[str, Path]
-):
-    folder = folders[name]
-    plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, dtype))
-    parts, ranks = parts_of(folder, world, dtype)
-    for rank, part in enumerate(parts):
-        for block, full in zip(part.decoder.blocks, whole.decoder.blocks, strict=True):
-            for layer, cut in rows_of(plain.config, world, rank).items():
+def test_parts_hold_the_whole_layers_numbers(split: Split):
+    for rank, part in enumerate(split.parts):
+        for block, full in zip(part.decoder.blocks, split.whole.decoder.blocks, strict=True):
+            for layer, cut in rows_of(split.plain.config, split.world, rank).items():
                 both = numbers(block.get_submodule(layer)), numbers(full.get_submodule(layer))
                 for held, all_rows in zip(*both, strict=True):
-                    assert torch.equal(held, taken(all_rows, cut)), layer
+                    assert torch.equal(held, taken(all_rows, cut)), (rank, layer)
+
+
+@pytest.mark.few(6)
+def test_parts_are_quantised_where_inputs_are_cut(split: Split):
+    """The first rank alone adds the bias."""
+    for rank, part in enumerate(split.parts):
+        for block in part.decoder.blocks:
             for layer in (block.attention.output, block.mlp.down):
-                assert isinstance(layer, Summed) and isinstance(layer.product, kinds())
-                assert rank == 0 or layer.product.bias is None
-        assert type(part.decoder.head.product) is nn.Linear
-        assert part.decoder.head.product.weight.dtype is torch.bfloat16
-    exact = walked(plain)
-    single = off(walked(whole), exact)
-    found = on_all(parts, ranks)
+                assert isinstance(layer, Summed) and isinstance(layer.product, kinds()), rank
+                assert rank == 0 or layer.product.bias is None, rank
+
+
+@pytest.mark.few(6)
+def test_the_head_of_a_part_is_not_quantised(split: Split):
+    for rank, part in enumerate(split.parts):
+        assert type(part.decoder.head.product) is nn.Linear, rank
+        assert part.decoder.head.product.weight.dtype is torch.bfloat16, rank
+
+
+@pytest.mark.few(6)
+def test_parts_lose_no_accuracy(split: Split):
+    exact = walked(split.plain)
+    single = off(walked(split.whole), exact)
+    by_rank = on_all(split.parts, split.ranks)
     assert 0 < single < 1
-    for logits in found:
-        assert off(logits, exact) <= NO_WORSE * single
-        assert all(torch.equal(one, other) for one, other in zip(logits, found[0], strict=True))
+    for rank, logits in enumerate(by_rank):
+        assert off(logits, exact) <= NO_WORSE * single, rank
+        assert all(torch.equal(one, other) for one, other in zip(logits, by_rank[0], strict=True)), rank
 
 
 MADE = ModelConf(
@@ -134,18 +170,19 @@ def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
 
 
 @pytest.mark.compiler
-def test_parts_multiply_with_our_kernel_and_lose_no_accuracy(folders: dict[str, Path]):
+@pytest.mark.parametrize("name", ["replicated-kv", "opt"])
+def test_parts_with_our_kernel_lose_no_accuracy(name: str, folders: dict[str, Path]):
     """Cut outputs and cut inputs, with biases and without; every rank has the same logits."""
-    for name in ("replicated-kv", "opt"):
-        folder, ranks = folders[name], ranks_of(2)
-        plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, Dtype.int8))
-        parts = [load(MODEL, folder, Dtype.int8, CPU, "model", rank, fast=True) for rank in ranks]
-        inner = [layer.product for layer in parts[0].decoder.modules() if isinstance(layer, Summed)]
-        assert inner and all(isinstance(layer, CodedLinear) for layer in inner)
-        exact = walked(plain)
-        found = on_all(parts, ranks)
-        assert off(found[0], exact) <= NO_WORSE * off(walked(whole), exact)
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    folder, ranks = folders[name], ranks_of(2)
+    plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, Dtype.int8))
+    parts = [load(MODEL, folder, Dtype.int8, CPU, "model", rank, fast=True) for rank in ranks]
+    inner = [layer.product for layer in parts[0].decoder.modules() if isinstance(layer, Summed)]
+    assert inner and all(isinstance(layer, CodedLinear) for layer in inner)
+
+    exact = walked(plain)
+    by_rank = on_all(parts, ranks)
+    assert off(by_rank[0], exact) <= NO_WORSE * off(walked(whole), exact)
+    assert all(torch.equal(one, other) for one, other in zip(*by_rank, strict=True))
 
 
 def test_parts_of_blocks_are_refused_before_anything_is_read():

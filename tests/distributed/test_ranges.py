@@ -15,13 +15,29 @@ def sizes(spans: list[tuple[int, int]]) -> list[int]:
     return [last - first for first, last in spans]
 
 
-@pytest.mark.parametrize("total", [1, 7, 52, 687, 1001, 11008, 17920, 32000])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("unit", [1, 16, 64])
-def test_shares_follow_one_another_and_differ_by_one_unit(total: int, world: int, unit: int):
+@pytest.fixture(params=[1, 7, 52, 687, 1001, 11008, 17920, 32000], ids="{} rows".format)
+def total(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(params=[1, 2, 3, 4, 8], ids="{} ranks".format)
+def world(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(params=[1, 16, 64], ids="units of {}".format)
+def unit(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def test_shares_follow_one_another(total: int, world: int, unit: int):
     spans = [share(total, world, rank, unit) for rank in range(world)]
     assert spans[0][0] == 0 and spans[-1][1] == total
     assert all(a[1] == b[0] for a, b in pairwise(spans))
+
+
+def test_shares_differ_by_one_unit_at_most(total: int, world: int, unit: int):
+    spans = [share(total, world, rank, unit) for rank in range(world)]
     units = [-(-size // unit) for size in sizes(spans)]
     assert max(units) - min(units) <= 1
 
@@ -43,7 +59,7 @@ def test_query_heads_stay_with_their_kv_heads(n_heads: int, n_kv: int):
         except DistributedError:
             assert world > n_kv
             continue
-        assert [h for part in held for h in range(*part.query)] == list(range(n_heads))
+        assert [h for part in held for h in range(*part.query)] == list(range(n_heads)), world
         group = n_heads // n_kv
         for part in held:
             assert part.queries > 0 and part.queries % part.kvs == 0
@@ -100,6 +116,20 @@ OWN, SHARDED, COPIES = DraftSeat.own, DraftSeat.sharded, DraftSeat.replicated
         (PlacementConf(splitting=Splitting.deepspeed), 2, (0, 1), (0,), False),
         (PlacementConf(splitting=Splitting.layers), 1, (0,), (0,), False),
     ],
+    ids=[
+        "alone",
+        "leader",
+        "copies",
+        "copies on two",
+        "sharded",
+        "sharded over two",
+        "own",
+        "own over two",
+        "own listed",
+        "both listed",
+        "deepspeed",
+        "layers",
+    ],
 )
 def test_table(conf, world, target, draft, copies):
     placement = resolve(conf, world, drafts=True)
@@ -113,23 +143,23 @@ def test_without_a_draft_every_rank_is_the_targets():
     assert resolve(PlacementConf(draft=COPIES), 2, drafts=False).draft == ()
 
 
-@pytest.mark.parametrize(
-    ("conf", "world", "says"),
-    [
-        (PlacementConf(draft=OWN), 1, "no rank is left for the target"),
-        (PlacementConf(draft=OWN, draft_degree=4), 4, "at least 5 ranks"),
-        (PlacementConf(draft=SHARDED, draft_degree=3), 2, "1..2"),
-        (PlacementConf(draft=OWN, draft_ranks=[7]), 4, "start 8 ranks"),
-        (PlacementConf(target_ranks=[1, 2]), 3, "target's ranks do not begin with the leader"),
-        (PlacementConf(target_ranks=[0, 0]), 2, "different ones of 0..1"),
-        (PlacementConf(target_ranks=[0, 1]), 3, "ranks 2 of 3"),
-        (PlacementConf(draft=SHARDED, target_ranks=[0, 1], draft_ranks=[1, 2]), 3, "partly"),
-        (PlacementConf(draft=SHARDED, draft_ranks=[1, 0]), 2, "draft's ranks do not begin with the leader"),
-        (PlacementConf(draft=OWN, target_ranks=[0, 1], draft_ranks=[1]), 2, "its ranks are the target's"),
-        (PlacementConf(splitting=Splitting.layers), 2, "one process"),
-        (PlacementConf(splitting=Splitting.deepspeed, draft=OWN), 2, "DeepSpeed"),
-    ],
-)
+REFUSED = [
+    (PlacementConf(draft=OWN), 1, "no rank is left for the target"),
+    (PlacementConf(draft=OWN, draft_degree=4), 4, "at least 5 ranks"),
+    (PlacementConf(draft=SHARDED, draft_degree=3), 2, "1..2"),
+    (PlacementConf(draft=OWN, draft_ranks=[7]), 4, "start 8 ranks"),
+    (PlacementConf(target_ranks=[1, 2]), 3, "target's ranks do not begin with the leader"),
+    (PlacementConf(target_ranks=[0, 0]), 2, "different ones of 0..1"),
+    (PlacementConf(target_ranks=[0, 1]), 3, "ranks 2 of 3"),
+    (PlacementConf(draft=SHARDED, target_ranks=[0, 1], draft_ranks=[1, 2]), 3, "partly"),
+    (PlacementConf(draft=SHARDED, draft_ranks=[1, 0]), 2, "draft's ranks do not begin with the leader"),
+    (PlacementConf(draft=OWN, target_ranks=[0, 1], draft_ranks=[1]), 2, "its ranks are the target's"),
+    (PlacementConf(splitting=Splitting.layers), 2, "one process"),
+    (PlacementConf(splitting=Splitting.deepspeed, draft=OWN), 2, "DeepSpeed"),
+]
+
+
+@pytest.mark.parametrize(("conf", "world", "says"), REFUSED, ids=[says for _, _, says in REFUSED])
 def test_refused(conf, world, says):
     with pytest.raises(DistributedError, match=says):
         resolve(conf, world, drafts=True)

@@ -20,11 +20,20 @@ LONG = list(range(-PACKET, 3 * PACKET))
 MESSAGES = [[], [5], [-1, 2**62], LONG]
 
 
-def test_alone_there_is_nothing_to_say_and_to_open(monkeypatch: pytest.MonkeyPatch):
-    ranks, tensor = ALONE, torch.ones(2)
-    assert ranks.is_leader and ranks.world == 1
-    assert ranks.broadcast_ints([1, 2]) == [1, 2]
-    assert ranks.all_reduce(tensor) is tensor and ranks.all_gather(tensor) == [tensor]
+def test_a_rank_alone_leads():
+    assert ALONE.is_leader and ALONE.world == 1
+
+
+def test_a_rank_alone_hears_what_it_says():
+    assert ALONE.broadcast_ints([1, 2]) == [1, 2]
+
+
+def test_a_rank_alone_has_the_sum():
+    tensor = torch.ones(2)
+    assert ALONE.all_reduce(tensor) is tensor and ALONE.all_gather(tensor) == [tensor]
+
+
+def test_a_rank_alone_opens_no_group(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert open_ranks(torch.device("cpu")) is ALONE
 
@@ -39,6 +48,7 @@ def test_alone_there_is_nothing_to_say_and_to_open(monkeypatch: pytest.MonkeyPat
         ('{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1}', '{"a": 1, "b": 2, "c": 2, "d": 2, "e": 2}',
          ": b 1 on rank 3, 2 on rank 0; c 1 on rank 3, 2 on rank 0; d 1 on rank 3, 2 on rank 0; and 1 more"),
     ],
+    ids=["a text", "no object", "in another", "more than three"],
 )  # fmt: skip
 def test_what_differs_is_named(text: str, leaders: str, said: str):
     assert differing(text, leaders, (3, 0)) == said

@@ -22,9 +22,8 @@ from llama_ssp.config import Dtype
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DATA, DISTRIBUTED
-from llama_ssp.models import step_check
+from llama_ssp.models import step_check, steps
 from llama_ssp.models.step_check import PASSED, difference, small_model
-from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair import trial
 from llama_ssp.pair.trial import Trial
 from tests.conftest import Command
@@ -48,26 +47,26 @@ def die() -> None:
 
 def in_step(number: int, strike: Callable[[], object]) -> None:
     """Rank 1 meets its fate in this compiled step of its process."""
-    whole, calls = SteppedModel._call, []
+    whole, ranks_of_calls = steps.run_programs, []
 
-    def struck(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
-        calls.append(self.ranks.rank)
-        if calls == [1] * number:
+    def struck(calls: Any, taps: Any, ranks: Ranks, *given: Any) -> list[torch.Tensor]:
+        ranks_of_calls.append(ranks.rank)
+        if ranks_of_calls == [1] * number:
             strike()
-        return whole(self, *given)
+        return whole(calls, taps, ranks, *given)
 
-    SteppedModel._call = struck  # type: ignore[method-assign]
+    steps.run_programs = struck
 
 
 def be_wrong() -> None:
     """Compiled steps of rank 1 give logits that are a little off."""
-    whole = SteppedModel._call
+    whole = steps.run_programs
 
-    def off(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
-        logit_TV, *kept = whole(self, *given)
-        return [logit_TV * (1.01 if self.ranks.rank == 1 else 1), *kept]
+    def off(calls: Any, taps: Any, ranks: Ranks, *given: Any) -> list[torch.Tensor]:
+        logit_TV, *kept = whole(calls, taps, ranks, *given)
+        return [logit_TV * (1.01 if ranks.rank == 1 else 1), *kept]
 
-    SteppedModel._call = off  # type: ignore[method-assign]
+    steps.run_programs = off
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -130,6 +129,7 @@ def run_of(saved: Any, *more: str, engine: str = "compiled") -> tuple[str, ...]:
         ("none", 600.0, ""),
         ("hangs", 40.0, "no answer in 40 s"),
     ],
+    ids=["dies", "passes", "hangs"],
 )
 def test_a_run_is_compiled_if_the_trial_passes(
     small: str, seconds: float, line: str, command: Command, saved: Any, tmp_path: Path
@@ -157,9 +157,7 @@ def test_the_real_model_is_compared_too(command: Command, saved: Any, tmp_path: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["hangs", "hangs at once"])
-def test_real_steps_that_hang_end_all_ranks_and_the_next_start_is_eager(
-    fault: str, saved: Any, tmp_path: Path
-):
+def test_after_real_steps_that_hang_the_next_start_is_eager(fault: str, saved: Any, tmp_path: Path):
     """In the check, and in the first step while loading: not after the half hour that reading may take."""
     stuck = on_two(tmp_path / "stuck", run_of(saved, "placement.timeout_s=30"), real=fault, real_s=30.0)
     assert (stuck.code, len(stuck.errors)) == (DISTRIBUTED, 1), stuck.err
@@ -194,7 +192,9 @@ def test_a_kept_verdict(
 
 
 @pytest.mark.parametrize(
-    "command", [[*FAILS, "echo no module >&2; exit 1"], ["/no/such/program"], [*FAILS, "sleep 9"]]
+    "command",
+    [[*FAILS, "echo no module >&2; exit 1"], ["/no/such/program"], [*FAILS, "sleep 9"]],
+    ids=["an error", "no such program", "hangs"],
 )
 def test_what_fails_before_the_first_step_is_not_kept(
     command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -234,17 +234,17 @@ def test_what_the_comparison_sees(monkeypatch: pytest.MonkeyPatch):
     """Compiled steps that ignore their tokens, and steps that are not numbers; sound ones pass."""
     model = small_model(Dtype.fp32, CPU, ALONE)
     assert difference(model, (1, 3), (1, 2), 3) == PASSED
-    whole, first = SteppedModel._call, []
+    whole, first = model._step, []
 
-    def of_the_first_token(self: SteppedModel, *given: Any) -> list[torch.Tensor]:
-        first.append(whole(self, *given))
+    def of_the_first_token(*given: Any) -> list[torch.Tensor]:
+        first.append(whole(*given))
         return first[0]
 
-    monkeypatch.setattr(SteppedModel, "_call", of_the_first_token)
+    monkeypatch.setattr(model, "_step", of_the_first_token)
     assert "step 2 of 1 tokens in 1 rows: logits are off" in difference(model, (1,), (1,), 2)
     monkeypatch.setattr(step_check, "TOLERANCE", {torch.float32: 10.0})
     assert difference(model, (1,), (1,), 2) == "other tokens have the same logits"
-    monkeypatch.setattr(SteppedModel, "_call", lambda *_: [torch.full((1, model.vocab), torch.nan)])
+    monkeypatch.setattr(model, "_step", lambda *_: [torch.full((1, model.vocab), torch.nan)])
     assert "logits are off by nan" in difference(model, (1,), (1,), 2)
 
 

@@ -43,34 +43,66 @@ def watch(board: FolderBoard, monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(board, 0, 2, PATIENCE_S)
 
 
-@pytest.mark.parametrize("closing", [False, True])
-@pytest.mark.parametrize("gone", [False, True])
-def test_who_stands_still_is_ended_and_named(
-    closing: bool, gone: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On its way out, too, while this rank waits for it; one that has gone in good order is no fault."""
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The processes that a watch would kill, with the signal."""
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    return killed
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has rank 1 end."""
+    return lambda: monkeypatch.setattr(identity, "_stat", lambda _: ["Z", *["0"] * 30])
+
+
+@pytest.mark.parametrize("closing", [False, True], ids=["running", "closing"])
+def test_a_rank_that_stands_still_is_killed(
+    closing: bool, watch: Watch, killed: list[tuple[int, int]]
+) -> None:
+    """On its way out, too, while this rank waits for it."""
     watch.closing = closing
     assert watch._look() is None
-    if gone:
-        monkeypatch.setattr(identity, "_stat", lambda _: ["Z", *["0"] * 30])
     time.sleep(2 * PATIENCE_S)
     cause = watch._look()
-    if gone and closing:
-        assert cause is None and killed == []
-        return
     assert cause and "last heard of in verify, round 3" in cause.line and cause.by == 0
-    assert cause.line.startswith("rank 1 is gone" if gone else "rank 1 has not answered for 0.")
-    assert killed == ([] if gone else [(os.getpid(), signal.SIGKILL)])
+    assert cause.line.startswith("rank 1 has not answered for 0.")
+    assert killed == [(os.getpid(), signal.SIGKILL)]
     assert watch._look() == cause
 
 
-def test_who_is_excused_and_a_script_s_own_interrupt(watch: Watch) -> None:
+def test_a_rank_that_is_gone_is_the_cause(
+    watch: Watch, gone: Callable[[], None], killed: list[tuple[int, int]]
+) -> None:
+    assert watch._look() is None
+    gone()
+    time.sleep(2 * PATIENCE_S)
+    cause = watch._look()
+    assert cause and "last heard of in verify, round 3" in cause.line and cause.by == 0
+    assert cause.line.startswith("rank 1 is gone")
+    assert killed == []
+    assert watch._look() == cause
+
+
+def test_a_rank_that_left_in_good_order_is_no_fault(
+    watch: Watch, gone: Callable[[], None], killed: list[tuple[int, int]]
+) -> None:
+    watch.closing = True
+    assert watch._look() is None
+    gone()
+    time.sleep(2 * PATIENCE_S)
+    assert watch._look() is None and killed == []
+
+
+def test_a_rank_that_is_excused_may_be_late(watch: Watch) -> None:
     watch.spare = frozenset({1})
     time.sleep(2 * PATIENCE_S)
     assert watch._look() is None, "rank 1 is late, and may be"
-    # A script's own interrupt: without the guard, which the command line starts, it has no number.
+
+
+def test_a_script_s_own_interrupt_is_named(watch: Watch) -> None:
+    """Without the guard, which the command line starts, it has no number."""
     watch.place = Place("verify", 2)
     cause = watch._own(KeyboardInterrupt())
     assert cause.code == 130 and cause.line == "rank 0 was stopped by SIGINT during verify, round 2"

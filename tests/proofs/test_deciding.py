@@ -186,8 +186,8 @@ def test_a_small_weight_is_carried_as_it_is():
         target[0, 0, 1:] *= (1 - target[0, 0, 0]) / target[0, 0, 1:].sum()
         case.target, case.draft, case.drafted = target, draft[:, :2].contiguous(), torch.tensor([[0, 1]])
         coin_BK = torch.tensor([[0.0, NEVER]], dtype=torch.float64)
-        assert case.decided(Told(coin_BK, case.clocks())).accepted == [1]
-        assert tokens_behind(case, coin_BK) >= 5
+        assert case.decided(Told(coin_BK, case.clocks())).accepted == [1], weight
+        assert tokens_behind(case, coin_BK) >= 5, weight
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -208,7 +208,7 @@ def test_broken_distributions_are_told():
             (row == last and case.count[row] == case.k) or (row == 0 and case.count[0] == case.k > 0)
             for row in range(last + 1)
         ]
-        assert result.damaged == due
-        assert all(0 <= token < 40 for token in result.token)
+        assert result.damaged == due, case
+        assert all(0 <= token < 40 for token in result.token), case
         found += due
     assert {False, True} == set(found)

@@ -322,7 +322,7 @@ def test_rows_of_two_memos_are_merged_whole():
             assert torch.equal(getattr(found, part)[row], getattr(wanted, part)[row])
 
 
-def test_drafts_are_ready_when_there_is_time_and_the_guess_is_right():
+def test_as_many_drafts_are_ready_as_there_was_time_for():
     scenario, used = WALKS["every guess is right"][0], []
     for looks in (0, 1, 2, 3):
         seen = Seen()
@@ -378,7 +378,7 @@ def test_a_refilled_row_uses_nothing_that_was_drafted_for_the_text_before():
     assert seen.used == sum(row.accepted for row in rows) - drafts_of_first_rounds
 
 
-def test_drafts_that_are_ready_and_not_wanted_leave_no_trace():
+def test_ready_drafts_that_are_not_wanted_leave_no_trace():
     """The first row's K falls from 3 to 1, again and again; each guess is right all the same."""
     seen = Seen()
 
@@ -399,7 +399,7 @@ def test_drafts_that_are_ready_and_not_wanted_leave_no_trace():
 
 
 @pytest.mark.parametrize("zeros", [0, 5, 11, 12])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_probabilities_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
     probs = torch.rand(12, dtype=dtype)
     probs[:zeros] = 0

@@ -160,12 +160,21 @@ def srun(lab: Lab, batches: Batches, *words: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.long
-def test_one_task_is_a_run_and_two_are_refused_but_for_a_batch(lab: Lab, batches: Batches, expected: bytes):
-    one = srun(lab, batches, "1", *GENERATE, "ranks=2")
-    assert one.returncode == 0, one.stderr
-    assert "over 2 ranks" in json.loads(one.stdout)["devices"]["model"]
-    two = srun(lab, batches, "2", *GENERATE)
-    assert two.returncode == USAGE and two.stdout == ""
-    assert two.stderr.count("error: ") == 1 + two.stderr.count("srun: error: ") and "ranks=2" in two.stderr
-    job = srun(lab, batches, "2", *COMMAND)
-    assert job.returncode == 0 and batches.output.read_bytes() == expected, job.stderr
+def test_one_task_of_srun_starts_its_ranks(lab: Lab, batches: Batches):
+    done = srun(lab, batches, "1", *GENERATE, "ranks=2")
+    assert done.returncode == 0, done.stderr
+    assert "over 2 ranks" in json.loads(done.stdout)["devices"]["model"]
+
+
+@pytest.mark.long
+def test_two_tasks_of_srun_are_refused(lab: Lab, batches: Batches):
+    done = srun(lab, batches, "2", *GENERATE)
+    assert done.returncode == USAGE and done.stdout == ""
+    assert done.stderr.count("error: ") == 1 + done.stderr.count("srun: error: "), done.stderr
+    assert "ranks=2" in done.stderr
+
+
+@pytest.mark.long
+def test_two_tasks_of_srun_share_a_batch_job(lab: Lab, batches: Batches, expected: bytes):
+    done = srun(lab, batches, "2", *COMMAND)
+    assert done.returncode == 0 and batches.output.read_bytes() == expected, done.stderr

@@ -72,6 +72,7 @@ def test_what_is_asked_of_slurm():
         ("JobDefaults = (null)", "1", 1),
         ("JobDefaults = DefCpuPerGPU=16", "128", 0),
     ],
+    ids=["many cores", "the smallest node", "one core", "a default"],
 )
 def test_cores_are_the_clusters_own_or_eight(
     told: str, sizes: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,12 +89,16 @@ def test_cores_are_the_clusters_own_or_eight(
     assert with_cores(ClusterConf(gpus=2)).slurm.cpus_per_rank == 8
 
 
-def test_a_script_without_a_time_limit_says_so_and_has_each_option_once():
+def test_only_a_script_without_a_time_limit_says_so():
     assert "# No --time" in script(ON_CPU)
-    slurm = SlurmConf(partition="gpu", options=["--partition=other", "--time=5"])
-    with_time = script(replace(ON_CPU, slurm=slurm))
+    with_time = script(replace(ON_CPU, slurm=SlurmConf(options=["--time=5"])))
     assert "# No --time" not in with_time
-    assert "partition=other" in options(with_time) and "partition=gpu" not in options(with_time)
+
+
+def test_an_option_that_is_given_twice_is_asked_for_once():
+    slurm = SlurmConf(partition="gpu", options=["--partition=other", "--time=5"])
+    asked = options(script(replace(ON_CPU, slurm=slurm)))
+    assert "partition=other" in asked and "partition=gpu" not in asked
 
 
 def test_groups_meet_as_their_size_wants():
@@ -142,7 +147,11 @@ def run_script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("cluster", [ON_CPU, ClusterConf(gpus=2), ClusterConf(nodes=2, gpus=2)])
+@pytest.mark.parametrize(
+    "cluster",
+    [ON_CPU, ClusterConf(gpus=2), ClusterConf(nodes=2, gpus=2)],
+    ids=["a CPU", "two GPUs", "two nodes"],
+)
 @pytest.mark.parametrize("named", ["work", "50%d done", "it's \\", "a\n#SBATCH --nodes=9\ntouch broken"])
 def test_words_reach_the_command_as_they_were_given(
     cluster: ClusterConf, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

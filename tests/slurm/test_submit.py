@@ -59,21 +59,32 @@ def test_what_the_cluster_could_never_start(at_lab: Lab, command: Command, here:
     assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
 
 
-def test_the_script_is_printed_and_nothing_happens(
-    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Also where there is no Slurm."""
+@pytest.fixture
+def without_slurm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(here / "nothing"))
-    printed = [*JOB, *ON_SLURM[:-1], "cluster.groups=2"]
-    answer = command(*printed)
+
+
+PRINTED = [*JOB, *ON_SLURM[:-1], "cluster.groups=2"]
+
+
+@pytest.mark.usefixtures("without_slurm")
+def test_the_script_is_printed(command: Command, here: Path):
+    """Nothing happens."""
+    answer = command(*PRINTED)
     assert answer.code == 0 and answer.out.startswith("#!/bin/bash\n")
-    found = command(*printed, "output=json").document
-    assert found["script"].replace("    output=json\n", "") == answer.out
-    assert found["status"] == "printed" and found["verdict"] == "fits" and found["shards_missing"] == 4
     listed = answer.out.partition("words=(\n")[2].partition("\n)")[0].splitlines()
     keys = [line.strip().partition("=")[0] for line in listed]
     assert len(keys) == len(set(keys)) and not any(key.startswith("cluster.slurm") for key in keys)
     assert not (here / "answers.jsonl.work").exists()
+
+
+@pytest.mark.usefixtures("without_slurm")
+def test_the_document_holds_the_script_that_is_printed(command: Command):
+    answer = command(*PRINTED)
+    document = command(*PRINTED, "output=json").document
+    assert document["script"].replace("    output=json\n", "") == answer.out
+    assert document["status"] == "printed" and document["verdict"] == "fits"
+    assert document["shards_missing"] == 4
 
 
 @pytest.mark.parametrize(
@@ -82,6 +93,7 @@ def test_the_script_is_printed_and_nothing_happens(
         (9, 5, "an array of 4, not of cluster.groups=9: so many shards are missing"),
         (2, 20, "an array of 1, not of cluster.groups=2: so many shards are missing"),
     ],
+    ids=["small shards", "large shards"],
 )
 def test_no_more_elements_than_shards_are_missing(
     command: Command, here: Path, caplog: pytest.LogCaptureFixture, groups: int, size: int, said: str
@@ -92,10 +104,8 @@ def test_no_more_elements_than_shards_are_missing(
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_a_job_is_in_the_queue_once_and_never_when_nothing_is_missing(
-    at_lab: Lab, command: Command, here: Path, expected: bytes
-):
-    """And between the two its state is told. The queue is held, so that the test and not Slurm goes first."""
+def test_a_job_is_in_the_queue_once(at_lab: Lab, command: Command, here: Path):
+    """And its state is told. The queue is held, so that the test and not Slurm goes first."""
     at_lab.run("scontrol", "update", "partition=lab", "state=down")
     try:
         urgent = (*JOB, *ASKED, "cluster.slurm.partition=urgent")
@@ -106,12 +116,19 @@ def test_a_job_is_in_the_queue_once_and_never_when_nothing_is_missing(
         assert second.code == 2 and f"in the queue already; {here.name}" not in second.err
         assert f"found job {job}_0, PENDING" in second.errors[0]
         status = command(*STATUS)
-        found = status.document
-        assert found["status"] == "running" and found["queue"][0]["state"] == "PENDING"
-        assert found["jobs"] == [job] and f"{job}_0" in status.out.splitlines()[-1]
+        told = status.document
+        assert told["status"] == "running" and told["queue"][0]["state"] == "PENDING"
+        assert told["jobs"] == [job] and f"{job}_0" in status.out.splitlines()[-1]
     finally:
         at_lab.run("scontrol", "update", "partition=lab", "state=up")
         at_lab.empty()
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_job_is_not_submitted_when_nothing_is_missing(
+    at_lab: Lab, command: Command, here: Path, expected: bytes
+):
     assert command(*JOB, "placement.target_device=cpu").code == 0
     assert (here / "answers.jsonl").read_bytes() == expected
     whole = command(*JOB, *ON_SLURM)

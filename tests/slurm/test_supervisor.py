@@ -107,8 +107,9 @@ def leaves(code: int) -> str:
         *((leaves(code), 0, code, code, [], "not started again") for code in (2, 3, 4)),
         ("exit 1", 1, 1, 0, ASKED[:1], "superseded"),
     ],
+    ids=["done", "5: again", "6: held", "2: kept", "3: kept", "4: kept", "superseded"],
 )
-def test_an_end_is_kept_and_what_may_help_is_started_again(
+def test_what_follows_an_end(
     node: Node, command: str, restarts: int, ended: int, code: int, asked: list[str], said: str
 ):
     node.restarts(restarts)
@@ -127,7 +128,7 @@ def test_a_broken_installation_is_not_requeued_for_ever(node: Node):
     assert excluded == [f"scontrol update JobId=7_1 ExcNodeList={socket.gethostname()}"]
 
 
-def test_near_the_time_limit_ranks_stop_and_the_job_is_requeued(node: Node):
+def test_near_the_time_limit_a_stopped_job_is_requeued(node: Node):
     process = node.start_patient()
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == -signal.SIGTERM

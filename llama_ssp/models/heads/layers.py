@@ -24,9 +24,18 @@ class Eagle3(nn.Module):
     """The layers of an EAGLE-3 head."""
 
     def __init__(
-        self, settings: Eagle3Settings, embedding_VH: Tensor, fc: nn.Module, state_norms: list[Norm],
-        norms: dict[str, Norm], attention: Attention, mlp: Mlp, rotary: Rotary, head: nn.Module,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        settings: Eagle3Settings,
+        embedding_VH: Tensor,
+        fc: nn.Module,
+        state_norms: list[Norm],
+        norms: dict[str, Norm],
+        attention: Attention,
+        mlp: Mlp,
+        rotary: Rotary,
+        head: nn.Module,
+    ) -> None:
         """`state_norms`: of all hidden states at once, or of each layer's, or none."""
         super().__init__()
         self.embedding = nn.Parameter(embedding_VH, requires_grad=False)
@@ -44,20 +53,22 @@ class Eagle3(nn.Module):
     def fused(self, state_TX: Tensor) -> Tensor:
         """Returns g, (T, H), of the target's hidden states."""
         if self.state_norms:
-            parts = state_TX.chunk(len(self.state_norms), -1)
-            state_TX = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], -1)
-        found: Tensor = self.fc(state_TX)
-        return found
+            parts = state_TX.chunk(len(self.state_norms), -1)  # of one layer of the target each
+            normed = [norm(part) for norm, part in zip(self.state_norms, parts, strict=True)]
+            state_TX = torch.cat(normed, -1)
+        g_TH: Tensor = self.fc(state_TX)
+        return g_TH
 
     def forward(self, token_T: Tensor, g_TH: Tensor, feed: Pass, cache: KeysValues) -> Tensor:
         """Returns z, (T, H); keys and values are written into the cache."""
         norms = self.norms
         normed_TH = norms["states"](g_TH)
         token_TH = self.embedding[token_T.clamp(max=len(self.embedding) - 1)]
-        both_TH = torch.cat([norms["token"](token_TH), normed_TH], -1)
+        both_T2H = torch.cat([norms["token"](token_TH), normed_TH], -1)  # what attention reads, (T, 2H)
+
         turns = {self.attention.rotary or "": self.rotary(feed)}
         x_TH = normed_TH if self.normed_residual else g_TH
-        x_TH = x_TH + self.attention(both_TH, turns, cache, feed)
+        x_TH = x_TH + self.attention(both_T2H, turns, cache, feed)
         x_TH = x_TH + self.mlp(norms["before_mlp"](x_TH))
         z_TH: Tensor = norms["output"](x_TH) if self.normed_output else x_TH
         return z_TH
@@ -65,13 +76,15 @@ class Eagle3(nn.Module):
     def step(
         self, token_T: Tensor, g_TH: Tensor, last_R: Tensor, feed: Pass, cache: KeysValues
     ) -> tuple[Tensor, Tensor]:
-        """Logits (R, E) and z (R, H) of the tokens at places `last_R`; writes the cache as `forward`."""
+        """Returns logits (R, E) and z (R, H) of the tokens at places `last_R`; writes the cache, too."""
         z_RH = self(token_T, g_TH, feed, cache)[last_R]
         return self.logits(z_RH), z_RH
 
     def logits(self, z_RH: Tensor) -> Tensor:
         """Returns logits of the head's own tokens, (R, E)."""
-        return in_fp32(self.head, z_RH if self.normed_output else self.norms["output"](z_RH))
+        if not self.normed_output:
+            z_RH = self.norms["output"](z_RH)
+        return in_fp32(self.head, z_RH)
 
 
 class DFlash(nn.Module):
@@ -79,6 +92,7 @@ class DFlash(nn.Module):
 
     def __init__(
         self,
+        *,
         embedding_VH: Tensor,
         fc: nn.Module,
         norms: tuple[Norm, Norm],
@@ -104,7 +118,10 @@ class DFlash(nn.Module):
             attention.remember(g_TH, turns, cache, feed)
 
     def forward(self, token_T: Tensor, feed: Pass, caches: list[KeysValues]) -> Tensor:
-        """Logits of the head's own tokens, (T, E). What the pass writes into the caches never counts."""
+        """Returns logits of the head's own tokens, (T, E).
+
+        What the pass writes into the caches never counts.
+        """
         x_TH = self.embedding[token_T]
         turns = self._turns(feed)
         for block, cache in zip(self.blocks, caches, strict=True):

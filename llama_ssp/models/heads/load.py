@@ -34,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class HeadAssembly(Assembly):
-    """Reads a head's tensors; `config` is transformers' of its blocks alone. `model` runs what is `made`."""
+    """Reads a head's tensors; `config` is transformers' of its blocks alone.
+
+    `model` is the class that runs what is `made`.
+    """
 
     model: Callable[..., HeadModel]
 
@@ -44,13 +47,12 @@ class HeadAssembly(Assembly):
 
     def made(self, embedding_VH: Tensor | None, output_EH: Tensor | None) -> Eagle3 | DFlash:
         """Returns the head; embedding and output matrix are the target's, if the head has none."""
-        settings = self.settings
         dim = self.shape.dim
         if embedding_VH is None:
             embedding_VH = self.read(EMBEDDING, (self.shape.vocab, dim))
         if output_EH is None:
-            output_EH = self.read(OUTPUT, (settings.vocab, dim))
-        fc = self.form.head(self.read("fc.weight", (dim, settings.inputs)))
+            output_EH = self.read(OUTPUT, (self.settings.vocab, dim))
+        fc = self.form.head(self.read("fc.weight", (dim, self.settings.inputs)))
         return self._joined(embedding_VH, fc, self.form.head(output_EH))
 
     def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Eagle3 | DFlash:
@@ -72,9 +74,15 @@ class DFlashAssembly(HeadAssembly):
 
     def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> DFlash:
         blocks = [self.block(f"layers.{n}.", block) for n, block in enumerate(self.shape.blocks)]
-        rotary = self.rotaries()[self.shape.blocks[0].rotary or ""]
-        norms = self.norm("hidden_norm"), self.norm("norm")
-        return DFlash(embedding_VH, fc, norms, blocks, rotary, output).eval()
+        head = DFlash(
+            embedding_VH=embedding_VH,
+            fc=fc,
+            norms=(self.norm("hidden_norm"), self.norm("norm")),
+            blocks=blocks,
+            rotary=self.rotaries()[self.shape.blocks[0].rotary or ""],
+            head=output,
+        )
+        return head.eval()
 
 
 class Eagle3Assembly(HeadAssembly):
@@ -124,13 +132,50 @@ def load_head(
     """
     settings = head_settings(path)
     config = block_config(path, settings)
-    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     fast = fast and not settings.drafts and has_kernels(name, dtype, device, heads)
-    form = LayerFormat(dtype=dtype, device=device, kernels=Kernels.all if fast else Kernels.none)
+    kernels = Kernels.all if fast else Kernels.none
+    form = LayerFormat(dtype=dtype, device=device, kernels=kernels)
     names = wanted(config, settings)
     taps = settings.taps_of(layers)
-    last = layers - bool(settings.drafts)  # what is there is normed for some
-    if wrong := [tap for tap in taps if not 0 <= tap <= last or taps.count(tap) > 1]:
+    _require_taps(path, settings, taps, layers)
+
+    # The target's own memory, where it lends a table on the same device in the same format.
+    lent: list[Tensor | None] = [None, None]
+    shared = []
+    for output in (False, True):
+        has_table = settings.heads if output else settings.embeds
+        if has_table:
+            continue
+        target_table, is_shared = tables(output)
+        table = target_table.to(device, form.numbers)
+        lent[output] = table
+        if is_shared and table.data_ptr() == target_table.data_ptr():
+            shared.append(table)
+
+    source = FileSource(path, {*names, *MAPS}, "model")
+    with closing(source):
+        shapes = {name: shape for name, shape in source.shapes.items() if name not in MAPS}
+        require_complete(path, differences(names, shapes, config))
+        assembly = assembly_of(config, settings, source, form)
+        head = assembly.made(*lent)
+        ids_E = assembly.ids()
+        _require_ids(path, settings, ids_E, source)
+    log.debug("draft %s: %s head, %s on %s", name, settings.kind, dtype.value, device)
+
+    model = assembly.model(head, config, settings, taps=taps, name=name, fast=fast)
+    model.ids_E = None if ids_E is None else ids_E.to(model.device)
+    model.shared = {tensor.data_ptr() for tensor in shared}
+    return model
+
+
+def _require_taps(path: Path, settings: HeadSettings, taps: tuple[int, ...], layers: int) -> None:
+    """Refuses taps that a target of `layers` blocks does not have."""
+    last = layers
+    if settings.drafts:
+        last = layers - 1  # what the last block gives is normed for some
+    wrong = [tap for tap in taps if not 0 <= tap <= last or taps.count(tap) > 1]
+    if wrong:
         raise ModelError(
             "the head reads layers that the target cannot give",
             where=path,
@@ -138,26 +183,6 @@ def load_head(
             allowed=f"0..{last}, each once",
             fix="use a head of this target",
         )
-    lent: list[Tensor | None] = [None, None]
-    shared = []
-    for output in (False, True):
-        if not (settings.heads if output else settings.embeds):
-            given, is_shared = tables(output)
-            lent[output] = table = given.to(device, form.numbers)
-            shared += [table] if is_shared and table.data_ptr() == given.data_ptr() else []
-    source = FileSource(path, {*names, *MAPS}, "model")
-    with closing(source):
-        shapes = {name: shape for name, shape in source.shapes.items() if name not in MAPS}
-        require_complete(path, differences(names, shapes, config))
-        assembly = assembly_of(config, settings, source, form)
-        layers_of_head = assembly.made(*lent)
-        ids_E = assembly.ids()
-        _require_ids(path, settings, ids_E, source)
-    log.debug("draft %s: %s head, %s on %s", name, settings.kind, dtype.value, device)
-    model = assembly.model(layers_of_head, config, settings, taps, name, fast)
-    model.ids_E = None if ids_E is None else ids_E.to(model.device)
-    model.shared = {tensor.data_ptr() for tensor in shared}
-    return model
 
 
 def block_config(path: Path, settings: HeadSettings) -> Any:
@@ -184,16 +209,17 @@ def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, sourc
     """Refuses a reduced vocabulary whose two maps do not agree."""
     whole = int(settings.block["vocab_size"])
     count = settings.vocab
-    inside = torch.zeros(whole, dtype=torch.bool)
-    fits = settings.vocab == whole
+    fits = count == whole
     if ids_E is not None:
         fits = ids_E.shape == (count,) and int(ids_E.min()) >= 0 and int(ids_E.max()) < whole
-        if fits:
-            inside[ids_E] = True
-            fits = int(inside.sum()) == count
-    if fits and MAPS[1] in source.shapes and ids_E is not None:
-        listed_V = source.read(MAPS[1], None)
-        fits = isinstance(listed_V, Tensor) and torch.equal(listed_V.bool(), inside)
+    if fits and ids_E is not None:
+        drafted_V = torch.zeros(whole, dtype=torch.bool)
+        drafted_V[ids_E] = True
+        fits = int(drafted_V.sum()) == count  # each token once
+        if fits and MAPS[1] in source.shapes:
+            listed_V = source.read(MAPS[1], None)
+            fits = isinstance(listed_V, Tensor) and torch.equal(listed_V.bool(), drafted_V)
+
     if not fits:
         raise ModelError(
             "the maps of the head's vocabulary do not agree",
@@ -214,7 +240,8 @@ def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
             fix="use a head with embed_tokens",
         )
     names = family_of(model.family).names
-    name = f"{names.head if output and not model.tied else names.embedding}.weight"
+    layer = names.head if output and not model.tied else names.embedding
+    name = f"{layer}.weight"
     with closing(opened(path, require_supported(path), {name: ()})) as source:
         table_VH = source.read(name, None)
     return table_VH if isinstance(table_VH, Tensor) else table_VH.decoded(torch.float32)
@@ -230,5 +257,8 @@ def wanted(config: Any, settings: HeadSettings) -> dict[str, Sizes]:
     """Returns the tensors that the head has on disk, by name, without the maps of its vocabulary."""
     assembly = assembly_of(config, settings, Outline({}), LayerFormat(device=META))
     table_VH = torch.empty(assembly.shape.vocab, assembly.shape.dim, device=META)
-    assembly.made(None if settings.embeds else table_VH, None if settings.heads else table_VH)
+    assembly.made(
+        embedding_VH=None if settings.embeds else table_VH,
+        output_EH=None if settings.heads else table_VH,
+    )
     return assembly.wanted

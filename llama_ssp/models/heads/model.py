@@ -35,7 +35,7 @@ class HeadModel(Loaded):
     shared: Collection[int] = ()  # addresses of tensors of the target's, which count there
 
     def __init__(
-        self, head: Eagle3 | DFlash, config: Any, taps: tuple[int, ...], name: str, fast: bool
+        self, head: Eagle3 | DFlash, config: Any, *, taps: tuple[int, ...], name: str, fast: bool
     ) -> None:
         """`fast`: with compiled steps."""
         self.config = config
@@ -44,14 +44,13 @@ class HeadModel(Loaded):
         self.is_compiled = fast
         self.vocab = int(config.vocab_size)
         self.context = int(config.max_position_embeddings)
-        weight = head.embedding
         self.dim = int(config.hidden_size)
-        self.device = weight.device
-        self.dtype = weight.dtype
+        self.device = head.embedding.device
+        self.dtype = head.embedding.dtype
         self.attend: attention.Attend = attention.attend_rows
         self.caches = Tally()
         self._layers = head
-        self._cache_shapes = [(item.sizes[1] // item.head_dim, item.head_dim) for item in head.attentions]
+        self._cache_shapes = [(layer.sizes[1] // layer.head_dim, layer.head_dim) for layer in head.attentions]
 
     @property
     def weights_bytes(self) -> int:
@@ -71,8 +70,17 @@ class HeadModel(Loaded):
 class DFlashModel(HeadModel):
     """A head that gives all drafts in one pass. It runs eagerly: there is one pass a round."""
 
-    def __init__(self, head: DFlash, config: Any, settings: DFlashSettings, *how: Any) -> None:
-        super().__init__(head, config, *how)
+    def __init__(
+        self,
+        head: DFlash,
+        config: Any,
+        settings: DFlashSettings,
+        *,
+        taps: tuple[int, ...],
+        name: str,
+        fast: bool,
+    ) -> None:
+        super().__init__(head, config, taps=taps, name=name, fast=fast)
         self.attend = attention.attend_blocks
         self.head = head
         self.width = settings.width
@@ -86,20 +94,36 @@ class DFlashModel(HeadModel):
 
     @torch.inference_mode()
     def logits(self, token_R: Tensor, position: list[int], rows: list[int], cache: SlotCache) -> Tensor:
-        """Logits of all drafts of these rows, (R, drafts, E); of each its last token, and the position."""
+        """Returns logits of all drafts of these rows, (R, drafts, E).
+
+        `token_R` has each row's last token, and `position` where it stands. A row's pass reads (W = 4)
+
+            last token    mask    mask    mask
+        """
         token_RW = torch.full((len(rows), self.width), self.mask_token, device=self.device)
         token_RW[:, 0] = token_R.to(self.device).clamp(max=self.vocab - 1)
         spans = [(row, start, self.width) for row, start in zip(rows, position, strict=True)]
         logit_TE = self.head(token_RW.flatten(), self._feed(spans, cache), cache.layers)
-        found: Tensor = logit_TE.view(len(rows), self.width, -1)[:, self.width - self.drafts :]
-        return found
+
+        # All places give a draft, or all but that of the last token.
+        logit_RWE: Tensor = logit_TE.view(len(rows), self.width, -1)
+        return logit_RWE[:, self.width - self.drafts :]
 
 
 class Eagle3Model(HeadModel):
     """A head that drafts one token after the other; z is what it makes of g and a token, and the next g."""
 
-    def __init__(self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any) -> None:
-        super().__init__(head, config, *how)
+    def __init__(
+        self,
+        head: Eagle3,
+        config: Any,
+        settings: HeadSettings,
+        *,
+        taps: tuple[int, ...],
+        name: str,
+        fast: bool,
+    ) -> None:
+        super().__init__(head, config, taps=taps, name=name, fast=fast)
         self.head = head
         self.settings = settings
         if self.is_compiled and self.device.type == "cpu":
@@ -120,12 +144,13 @@ class Eagle3Model(HeadModel):
     @torch.inference_mode()
     def states(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> Tensor:
         """Returns z, (T, H), of tokens and their g; `rows` has a row's number, start and count."""
-        found: Tensor = self.head(token_T.to(self.device), g_TH, self._feed(rows, cache), *cache.layers)
-        return found
+        (layer,) = cache.layers
+        z_TH: Tensor = self.head(token_T.to(self.device), g_TH, self._feed(rows, cache), layer)
+        return z_TH
 
     @torch.inference_mode()
     def step(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> tuple[Tensor, Tensor]:
-        """Logits (R, E) and z (R, H) of each row's last position; what goes in is as of `states`."""
+        """Returns logits (R, E) and z (R, H) of each row's last position; takes what `states` takes."""
         feed = self._feed(rows, cache)
         token_T = token_T.to(self.device)
         if len(rows) == 1:
@@ -133,13 +158,16 @@ class Eagle3Model(HeadModel):
         else:
             ends = accumulate(count for _, _, count in rows)  # each row's last token is before its end
             last_R = sent([end - 1 for end in ends], self.device)
+
         if self.is_compiled and max(count for _, _, count in rows) <= WIDEST:
-            given = token_T, g_TH, feed.position_T, feed.first_T, (last_R,), cache.layers
-            program = self._program or self._compile(*given)
+            arguments = (token_T, g_TH, feed.position_T, feed.first_T, (last_R,), cache.layers)
+            program = self._program or self._compile(arguments)
             if program is not None:
-                logit_RE, z_RH = program(self.head, *given)
+                logit_RE, z_RH = program(self.head, *arguments)
                 return logit_RE, z_RH
-        return self.head.step(token_T, g_TH, last_R, feed, *cache.layers)
+
+        (layer,) = cache.layers
+        return self.head.step(token_T, g_TH, last_R, feed, layer)
 
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
         """Loads or compiles the step before it is needed; one serves all widths."""
@@ -148,10 +176,12 @@ class Eagle3Model(HeadModel):
             g_TH = torch.zeros(2, self.dim, dtype=self.dtype, device=self.device)
             self.step(zero_T, g_TH, [(0, 0, 2)], self.new_cache(1, 8))
 
-    def _compile(self, *given: Any) -> Program | None:
+    def _compile(self, arguments: tuple[Any, ...]) -> Program | None:
         """Loads or compiles the step; None if the head cannot be compiled."""
         try:
-            spec = ProgramSpec(draft_step, self.head, given, (repr(self.settings),))
+            spec = ProgramSpec(
+                function=draft_step, module=self.head, arguments=arguments, kinds=(repr(self.settings),)
+            )
             self._program = load_or_compile(self, spec, {})
         except torch.OutOfMemoryError:
             raise
@@ -162,9 +192,14 @@ class Eagle3Model(HeadModel):
 
 
 def draft_step(
-    head: Eagle3, token_T: Tensor, g_TH: Tensor, position_T: Tensor, first_T: Tensor,
-    last: tuple[Tensor], caches: list[KeysValues],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    head: Eagle3,
+    token_T: Tensor,
+    g_TH: Tensor,
+    position_T: Tensor,
+    first_T: Tensor,
+    last: tuple[Tensor],
+    caches: list[KeysValues],
+) -> tuple[Tensor, Tensor]:
     """Calls `Eagle3.step`; the function that torch traces."""
     check: Callable[..., None] = torch._check
     for tensor in (token_T, *last, caches[0][0][0]):

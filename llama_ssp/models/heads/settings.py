@@ -102,10 +102,12 @@ def kind_of(path: Path) -> str | None:
     if kind := content.get("speculators_model_type"):
         return str(kind)
     names = content.get("architectures")
-    named = [str(name) for name in names if OTHERS.search(str(name))] if isinstance(names, list) else []
-    if not named:
+    if not isinstance(names, list):
         return None
-    return next((kind for kind, words in CLASSES.items() if words.search(named[0])), named[0])
+    drafters = [str(name) for name in names if OTHERS.search(str(name))]
+    if not drafters:
+        return None
+    return next((kind for kind, words in CLASSES.items() if words.search(drafters[0])), drafters[0])
 
 
 def head_settings(path: Path) -> HeadSettings:
@@ -128,6 +130,7 @@ def head_settings(path: Path) -> HeadSettings:
 
 
 def _eagle3(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: Shapes) -> Eagle3Settings:
+    """Reads an EAGLE-3 head; completes `block`. Raises ModelError."""
     block.setdefault("model_type", "llama")
     if block["model_type"] not in BLOCKS or block.get("num_hidden_layers", 1) != 1:
         raise ModelError(
@@ -137,8 +140,10 @@ def _eagle3(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: 
             allowed=f"1 of {' or '.join(BLOCKS)}",
             fix="use another head",
         )
-    wide = [shapes[name] for name in ("fc.weight", "lm_head.weight") if len(shapes.get(name, ())) == 2]
-    if len(wide) < 2:
+
+    fc_shape = shapes.get("fc.weight", ())
+    output_shape = shapes.get("lm_head.weight", ())
+    if len(fc_shape) != 2 or len(output_shape) != 2:
         raise ModelError(
             "the head lacks tensors",
             where=path,
@@ -146,8 +151,10 @@ def _eagle3(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: 
             allowed="fc.weight and lm_head.weight, two dimensions each",
             fix=REFETCH,
         )
+
     flags = {key: content.get(key, False) for key in FLAGS}
-    if not all(isinstance(flag, bool) for flag in flags.values()) or (flags[FLAGS[1]] and flags[FLAGS[2]]):
+    are_flags = all(isinstance(flag, bool) for flag in flags.values())
+    if not are_flags or (flags["norm_before_fc"] and flags["fc_norm"]):
         raise ModelError(
             "config.json has flags that contradict each other",
             where=path,
@@ -155,35 +162,29 @@ def _eagle3(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: 
             allowed="true or false, one of the two",
             fix=REFETCH,
         )
-    prefix = next((name for name in PREFIXES if f"{name}.hidden_norm.weight" in shapes), PREFIXES[0])
-    (_, inputs), (vocab, _) = wide
+
     block.update(num_hidden_layers=1, tie_word_embeddings=False)
     return Eagle3Settings(
         block=block,
-        vocab=vocab,
+        vocab=output_shape[0],
         taps=_taps(path, content),
-        inputs=inputs,
+        inputs=fc_shape[1],
         embeds="embed_tokens.weight" in shapes,
         heads=True,
-        prefix=prefix,
-        **flags,
+        prefix=next((name for name in PREFIXES if f"{name}.hidden_norm.weight" in shapes), PREFIXES[0]),
+        norm_before_residual=flags["norm_before_residual"],
+        norm_before_fc=flags["norm_before_fc"],
+        fc_norm=flags["fc_norm"],
+        norm_output=flags["norm_output"],
     )
 
 
 def _dflash(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: Shapes) -> DFlashSettings:
-    nested = content.get("dflash_config")
-    nested = nested if isinstance(nested, dict) else {}
-    keys: dict[str, Any] = {**nested, **{key: value for key, value in content.items() if value is not None}}
-    taps = keys.get(BLOCK_TAPS)
-    if taps is None and isinstance(keys.get("target_layer_ids"), list):  # the raw layout counts outputs
-        taps = [n + 1 if type(n) is int else n for n in keys["target_layer_ids"]]
-    names = "block_size", "mask_token_id", "sample_from_anchor"
-    sizes: list[Any] = [*(keys.get(name) for name in names), block.get("vocab_size")]
-    width, mask, anchor, whole = sizes
+    """Reads a DFlash head; completes `block`. Raises ModelError."""
+    fc_shape = shapes.get("fc.weight", ())
     kinds = block.get("layer_types") or []
     slides = not isinstance(kinds, list) or "sliding_attention" in kinds or block.get("use_sliding_window")
-    wide = shapes.get("fc.weight", ())
-    if slides or "layers.0.self_attn.q_norm.weight" not in shapes or len(wide) != 2:
+    if slides or "layers.0.self_attn.q_norm.weight" not in shapes or len(fc_shape) != 2:
         raise ModelError(
             "the head's blocks are of another kind",
             where=path,
@@ -191,44 +192,66 @@ def _dflash(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: 
             allowed="fc, and blocks as of Qwen3 without windows",
             fix="use another head",
         )
-    usable = type(width) is int and type(mask) is int and type(whole) is int and 0 <= mask < whole
-    if not (usable and 2 <= width <= MOST_WIDTH and anchor in (None, False, True)):
+
+    # What config.json says at its top counts before what `dflash_config` says.
+    said = {key: value for key, value in content.items() if value is not None}
+    keys: dict[str, Any] = {**_object(content, "dflash_config"), **said}
+    width: Any = keys.get("block_size")
+    mask: Any = keys.get("mask_token_id")
+    anchor: Any = keys.get("sample_from_anchor")
+    vocab: Any = block.get("vocab_size")  # the target's
+    is_width = type(width) is int and 2 <= width <= MOST_WIDTH
+    is_token = type(mask) is int and type(vocab) is int and 0 <= mask < vocab
+    if not (is_width and is_token and anchor in (None, False, True)):
         raise ModelError(
             "config.json describes no usable block",
-            where=f"{path}: {', '.join(names)}",
+            where=f"{path}: block_size, mask_token_id, sample_from_anchor",
             found=f"{width}, {mask}, {anchor}",
             allowed=f"2..{MOST_WIDTH}, a token of the target, true or false",
             fix=REFETCH,
         )
-    if (found_taps := _layers(path, BLOCK_TAPS, taps)) is None or wide[1] != len(found_taps) * wide[0]:
+
+    taps = _layers(path, BLOCK_TAPS, _block_taps(keys))
+    if taps is None or fc_shape[1] != len(taps) * fc_shape[0]:
         raise ModelError(
             "the head's fc does not fit the layers that it reads",
             where=path,
-            found=f"{wide}, layers {found_taps}",
+            found=f"{fc_shape}, layers {taps}",
             allowed="as many inputs as these layers give",
             fix=REFETCH,
         )
-    heads = len(output := shapes.get("lm_head.weight", ())) == 2
+
+    output_shape = shapes.get("lm_head.weight", ())
+    has_output = len(output_shape) == 2
     block.update(model_type="qwen3", tie_word_embeddings=False)
-    vocab = output[0] if heads else whole
-    embeds = "embed_tokens.weight" in shapes
     return DFlashSettings(
         block=block,
-        vocab=vocab,
-        taps=found_taps,
-        inputs=wide[1],
-        embeds=embeds,
-        heads=heads,
+        vocab=output_shape[0] if has_output else vocab,
+        taps=taps,
+        inputs=fc_shape[1],
+        embeds="embed_tokens.weight" in shapes,
+        heads=has_output,
         width=width,
         mask_token=mask,
         from_anchor=bool(anchor),
     )
 
 
+def _block_taps(keys: dict[str, Any]) -> Any:
+    """Returns the blocks whose inputs a DFlash head reads, unchecked.
+
+    The raw layout counts outputs: the output of block n is the input of block n + 1.
+    """
+    taps = keys.get(BLOCK_TAPS)
+    outputs = keys.get("target_layer_ids")
+    if taps is not None or not isinstance(outputs, list):
+        return taps
+    return [number + 1 if type(number) is int else number for number in outputs]
+
+
 def _taps(path: Path, content: dict[str, Any]) -> tuple[int, ...] | None:
-    nested = content.get("eagle_config")
-    nested = nested if isinstance(nested, dict) else {}
-    found = content.get(TAPS, nested.get(TAPS))
+    """Returns the blocks whose inputs an EAGLE-3 head reads; None where config.json does not say."""
+    nested = _object(content, "eagle_config")
     if nested.get("use_aux_hidden_state") is False:
         raise ModelError(
             "the head reads the target's last hidden state alone",
@@ -237,21 +260,28 @@ def _taps(path: Path, content: dict[str, Any]) -> tuple[int, ...] | None:
             allowed="three named layers (EAGLE-3)",
             fix="use another head",
         )
-    return _layers(path, TAPS, found)
+    return _layers(path, TAPS, content.get(TAPS, nested.get(TAPS)))
 
 
-def _layers(path: Path, key: str, found: Any) -> tuple[int, ...] | None:
-    if found is None:
+def _object(content: dict[str, Any], key: str) -> dict[str, Any]:
+    """Returns the object at the key; an empty one if there is none."""
+    value = content.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _layers(path: Path, key: str, numbers: Any) -> tuple[int, ...] | None:
+    """Returns the numbers of layers; None for None. Raises ModelError for what are no such numbers."""
+    if numbers is None:
         return None
-    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 2**16 for n in found):
+    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**16 for n in numbers):
         raise ModelError(
             "config.json names no usable layers",
             where=f"{path}: {key}",
-            found=found,
+            found=numbers,
             allowed="numbers",
             fix=REFETCH,
         )
-    return tuple(found)
+    return tuple(numbers)
 
 
 def _shapes(path: Path) -> Shapes:

@@ -21,9 +21,17 @@ def attend(
     feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
     """Computes `models.attention.attend_rows`; a row's tokens stand together, at rising positions."""
-    numbers = scores.scale, scores.window or 0, scores.softcap or 0.0
-    given = feed.first_T, feed.position_T, *numbers, None if sink_H is None else sink_H.float()
-    y_THD: Tensor = torch.ops.llama_ssp.attend(query_THD, keys_GND, values_GND, *given)
+    y_THD: Tensor = torch.ops.llama_ssp.attend(
+        query_THD,
+        keys_GND,
+        values_GND,
+        feed.first_T,
+        feed.position_T,
+        scores.scale,
+        scores.window or 0,
+        scores.softcap or 0.0,
+        None if sink_H is None else sink_H.float(),
+    )
     return y_THD
 
 
@@ -44,4 +52,19 @@ def _define() -> None:
     tensors = "Tensor query, Tensor keys, Tensor values, Tensor first, Tensor position"
     numbers = "float scale, int window, float softcap"
     torch.library.define(OPERATOR, f"({tensors}, {numbers}, Tensor? sinks) -> Tensor")
-    torch.library.register_fake(OPERATOR, lambda query, *_: query.new_empty(query.shape))
+    torch.library.register_fake(OPERATOR, _shaped)
+
+
+def _shaped(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Returns a tensor of the shape that the operator gives: that of the queries."""
+    return query.new_empty(query.shape)

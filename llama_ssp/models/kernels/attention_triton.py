@@ -32,43 +32,91 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.models.graph_sizes import FEW, LEAST_PARTS, MOST, MOST_PARTS, PROGRAMS
+from llama_ssp.models.graph_sizes import MOST
+from llama_ssp.models.kernels.kernel_sizes import FEW, LEAST_PARTS, MOST_PARTS, PROGRAMS
 
 UNIT = 128  # slots: a part has whole units
 TILE_BYTES = 16384  # of keys, and of values, that a program reads at a time
-LEAST_ROWS, ROWS = 16, 64  # of a product: tokens and heads; tensor cores need 16
+# Rows of a product, which are tokens and heads; tensor cores need 16.
+LEAST_ROWS = 16
+ROWS = 64
 QUERY_BYTES = 32768  # of the queries of a product, unless one token has more
 CHUNK = tl.constexpr(64)  # numbers of a head; each program merges this many
-WARPS, STAGES = 4, 2
+WARPS = 4
+STAGES = 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def attend(query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, *others: Any) -> Tensor:
+def attend(
+    query_THD: Tensor,
+    keys_GND: Tensor,
+    values_GND: Tensor,
+    first_T: Tensor,
+    position_T: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sink_H: Tensor | None,
+) -> Tensor:
     """Computes the operator of attention.py, (T, H, D); T is not 0; a `window` or `softcap` of 0 is none."""
     if len(query_THD) > MOST:  # of a prompt: the memory of sums is bounded
-        chunks = zip(*(tensor.split(MOST) for tensor in (query_THD, *others[:2])), strict=True)
-        return torch.cat([attend(c, keys_GND, values_GND, *place, *others[2:]) for c, *place in chunks])
-    first_T, position_T, scale, window, softcap, sink_H = others
+        chunks = zip(*(torch.split(tensor, MOST) for tensor in (query_THD, first_T, position_T)), strict=True)
+        return torch.cat(
+            [
+                attend(query, keys_GND, values_GND, first, position, scale, window, softcap, sink_H)
+                for query, first, position in chunks
+            ]
+        )
+
     query_THD = query_THD.contiguous()
-    (tokens, heads, size), (groups, slots, _) = query_THD.shape, keys_GND.shape
-    y_THD, parts = torch.empty_like(query_THD), parts_of(tokens, groups)
-    shapes = (tokens, heads, parts, size), (tokens, heads, parts), (tokens, heads, parts)
-    found = [query_THD.new_empty(shape, dtype=torch.float32) for shape in shapes]  # sums, and of what
+    tokens, heads, size = query_THD.shape
+    groups, slots, _ = keys_GND.shape
+    parts = parts_of(tokens, groups)
+    y_THD = torch.empty_like(query_THD)
+
+    # Of each part of a token's context: the weighted sum of values, the largest score, the sum of weights.
+    sum_THPD = query_THD.new_empty((tokens, heads, parts, size), dtype=torch.float32)
+    top_THP = query_THD.new_empty((tokens, heads, parts), dtype=torch.float32)
+    total_THP = query_THD.new_empty((tokens, heads, parts), dtype=torch.float32)
+
     sizes = constants(tokens, heads // groups, size, query_THD.element_size())
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which may be another
     with device_of(query_THD):
-        tensors = query_THD, keys_GND, values_GND, first_T, position_T
-        how = {"SCALE": scale, "WINDOW": window, "SOFTCAP": softcap, "num_stages": STAGES}
-        how |= {**sizes, "PARTS": parts, "num_warps": max(WARPS, sizes["ROWS"] // LEAST_ROWS)}
-        attend_part[(tokens, groups, parts)](*tensors, *found, tokens, slots, **how)
+        attend_part[(tokens, groups, parts)](
+            query_ptr=query_THD,
+            key_ptr=keys_GND,
+            value_ptr=values_GND,
+            first_ptr=first_T,
+            position_ptr=position_T,
+            sum_ptr=sum_THPD,
+            top_ptr=top_THP,
+            total_ptr=total_THP,
+            tokens=tokens,
+            slots=slots,
+            SCALE=scale,
+            WINDOW=window,
+            SOFTCAP=softcap,
+            PARTS=parts,
+            num_warps=max(WARPS, sizes["ROWS"] // LEAST_ROWS),
+            num_stages=STAGES,
+            **sizes,
+        )
         merge_parts[(tokens * heads, triton.cdiv(size, CHUNK.value))](
-            *found, sink_H, y_THD, heads, SIZE=size, PARTS=parts, num_warps=WARPS
+            sum_ptr=sum_THPD,
+            top_ptr=top_THP,
+            total_ptr=total_THP,
+            sink_ptr=sink_H,
+            y_ptr=y_THD,
+            heads=heads,
+            SIZE=size,
+            PARTS=parts,
+            num_warps=WARPS,
         )
     return y_THD
 
 
 def parts_of(tokens: int, groups: int) -> int:
-    """Parts at most of each token's context: a power of two."""
+    """Returns how many parts each token's context has at most: a power of two."""
     wanted = max(PROGRAMS * FEW // (groups * max(tokens, FEW)), LEAST_PARTS)
     return min(1 << wanted.bit_length() - 1, MOST_PARTS)
 
@@ -78,9 +126,15 @@ def constants(tokens: int, group: int, size: int, bytes_: int) -> dict[str, int]
     padded = max(triton.next_power_of_2(size), 16)
     limit = min(ROWS, QUERY_BYTES // (padded * bytes_))
     rows = max(LEAST_ROWS, min(triton.next_power_of_2(tokens * group), limit), triton.next_power_of_2(group))
-    tile = min(max(TILE_BYTES // (padded * bytes_), 16), UNIT)
-    sizes = {"TOKENS": triton.next_power_of_2(tokens), "GROUP": group, "SIZE": size}
-    return {**sizes, "PADDED": padded, "ROWS": rows, "TILE": tile, "UNIT": UNIT}
+    return {
+        "TOKENS": triton.next_power_of_2(tokens),
+        "GROUP": group,
+        "SIZE": size,
+        "PADDED": padded,
+        "ROWS": rows,
+        "TILE": min(max(TILE_BYTES // (padded * bytes_), 16), UNIT),
+        "UNIT": UNIT,
+    }
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
@@ -90,7 +144,11 @@ def _attend_part(
     TOKENS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    token, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Computes attention of tokens and heads (M) over a part of their context, TILE slots (N) at a time."""
+    token = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+
     # Tokens of one row of the batch have the same first slot and stand together. The program of a row's first
     # token serves `SERVED` tokens, that of the token behind these the next, and so on; others have no work.
     SERVED: tl.constexpr = ROWS // GROUP
@@ -101,15 +159,19 @@ def _attend_part(
     end = begin + tl.sum(same_T.to(tl.int32))
     if (token - begin) % SERVED != 0:
         return
-    row_M, size_D = tl.arange(0, ROWS), tl.arange(0, PADDED)
+
+    row_M = tl.arange(0, ROWS)
+    size_D = tl.arange(0, PADDED)
     token_M = token + row_M // GROUP
     head_M = kv_head * GROUP + row_M % GROUP
-    real_M, real_D = (row_M < SERVED * GROUP) & (token_M < end), size_D < SIZE
+    real_M = (row_M < SERVED * GROUP) & (token_M < end)
+    real_D = size_D < SIZE
     heads = tl.num_programs(1) * GROUP
     place_M = (token_M * heads + head_M).to(tl.int64)
     query_ptr_MD = query_ptr + place_M[:, None] * SIZE + size_D[None, :]
     query_MD = tl.load(query_ptr_MD, mask=real_M[:, None] & real_D[None, :], other=0.0)
     position_M = tl.load(position_ptr + token_M, mask=real_M, other=-1).to(tl.int32)
+
     # Each slot from `lowest` to `highest` is seen by one of these tokens. Parts begin with whole tiles: what
     # a tile adds to a token does not depend on the tokens that are served with it.
     highest = tl.max(position_M)
@@ -121,6 +183,9 @@ def _attend_part(
     start = lowest + part * length
     stop = tl.minimum(start + length, highest + 1)
     base = (kv_head.to(tl.int64) * slots + first) * SIZE
+
+    # The softmax while it is read: with the largest score so far, m, in base 2, sums of 2^(score - m) and of
+    # these times the values. Where a tile has a larger score, what was summed is scaled down to it.
     top_M = tl.full((ROWS,), float("-inf"), tl.float32)
     total_M = tl.zeros((ROWS,), tl.float32)
     sum_MD = tl.zeros((ROWS, PADDED), tl.float32)
@@ -129,6 +194,7 @@ def _attend_part(
         written_N = slot_N < stop  # behind it nothing is read: 0 times NaN is NaN
         offset_ND = slot_N[:, None] * SIZE + size_D[None, :]
         inside_ND = written_N[:, None] & real_D[None, :]
+
         key_ND = tl.load(key_ptr + base + offset_ND, mask=inside_ND, other=0.0)
         score_MN = tl.dot(query_MD, tl.trans(key_ND), input_precision="ieee") * SCALE
         if SOFTCAP > 0:
@@ -137,6 +203,7 @@ def _attend_part(
         if WINDOW > 0:
             seen_MN &= slot_N[None, :] > position_M[:, None] - WINDOW
         score_MN = tl.where(seen_MN, score_MN * LOG2_E, float("-inf"))
+
         higher_M = tl.maximum(top_M, tl.max(score_MN, 1))
         shift_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)  # of a token that sees nothing here
         weight_MN = tl.exp2(score_MN - shift_M[:, None])
@@ -146,6 +213,7 @@ def _attend_part(
         sum_MD = sum_MD * kept_M[:, None]
         sum_MD = tl.dot(weight_MN.to(value_ND.dtype), value_ND, sum_MD, input_precision="ieee")
         top_M = higher_M
+
     part_M = place_M * PARTS + part
     tl.store(top_ptr + part_M, top_M, mask=real_M)
     tl.store(total_ptr + part_M, total_M, mask=real_M)
@@ -157,6 +225,7 @@ def _attend_part(
 def _merge_parts(
     sum_ptr, top_ptr, total_ptr, sink_ptr, y_ptr, heads, SIZE: tl.constexpr, PARTS: tl.constexpr
 ):
+    """Adds up the parts (P) of a token's head, each scaled to the largest score of all; CHUNK numbers (D)."""
     place = tl.program_id(0).to(tl.int64)
     size_D = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     part_P = place * PARTS + tl.arange(0, PARTS)
@@ -165,6 +234,7 @@ def _merge_parts(
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + place % heads).to(tl.float32) * LOG2_E
         top = tl.maximum(top, sink)
+
     factor_P = tl.exp2(top_P - top)
     total = tl.sum(factor_P * tl.load(total_ptr + part_P))
     if sink_ptr is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llama_ssp.models.kernels.kept_files import (
+from llama_ssp.models.kept_files import (
     compiler,
     is_ours,
     part_of,
@@ -30,26 +30,38 @@ FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared")
 def load_library(source: Path) -> None:
     """Registers the operators of a C++ file in torch; raises OSError or CalledProcessError."""
     folder = Path(torch.__file__).parent
-    flags = f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu"
+    flags = (f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu")
     torch_operators: Any = torch.ops
     torch_operators.load_library(library(source, *flags))
 
 
 def library(source: Path, *flags: str) -> Path:
-    """The C++ file as a library, compiled with FLAGS and `flags` unless it has been."""
+    """Returns the C++ file as a library, compiled with FLAGS and `flags` unless it has been.
+
+    Raises PermissionError if other users may write it.
+    """
     command = compiler()
     if command is None:
         raise FileNotFoundError("no C++ compiler")
-    made = Path(command).resolve().stat()  # by its file, not by what it says: a start needs no process
-    text = source.read_text(encoding="utf-8")
-    parts = text, torch.__version__, f"{made.st_size} {made.st_mtime_ns}", *FLAGS, *flags, processor()
-    place = place_of(source.stem, *parts, suffix=".so")
+
+    facts = Path(command).resolve().stat()  # by its file, not by what it says: a start needs no process
+    place = place_of(
+        source.stem,
+        source.read_text(encoding="utf-8"),
+        torch.__version__,
+        f"{facts.st_size} {facts.st_mtime_ns}",
+        *FLAGS,
+        *flags,
+        processor(),
+        suffix=".so",
+    )
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with place.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of a machine start together: one of them compiles
             if not place.exists():
                 _compile([command, *FLAGS, str(source), *flags], place)
+
     if not is_ours(place):
         raise PermissionError(f"other users may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
     return place
@@ -57,7 +69,7 @@ def library(source: Path, *flags: str) -> Path:
 
 @functools.cache
 def triton_runs() -> bool:
-    """Whether Triton can start kernels on this machine's GPU. If not, the log says why, once.
+    """Returns whether Triton can start kernels on this machine's GPU. If not, the log says why, once.
 
     Triton compiles its driver, in C, when it is first used: so here, and not in the first step.
     """
@@ -74,7 +86,7 @@ def triton_runs() -> bool:
 
 
 def complaint(error: Exception) -> str:
-    """Why something could not be compiled, in a line."""
+    """Returns why something could not be compiled, in a line."""
     said = str(getattr(error, "stderr", None) or error).strip() or type(error).__name__
     lines = said.splitlines()  # of a compiler the first says where, not what
     return next((line for line in lines if "error:" in line), lines[0])[:200]

@@ -24,14 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.models.formats.coded import TABLES, values
-from llama_ssp.models.graph_sizes import MOST_PAIRS
 from llama_ssp.models.kernels.experts_triton import pairs_of
+from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 
 FEW = 16  # rows of a step at most
 ROWS = (16 if torch.version.hip else 8, 64)  # of a program, of a step and of a prompt; AMD multiplies 16
 OUTPUTS = (16, 128)
 PARTS = 4  # of the inputs, in a step: a warp each
-HOW = (PARTS, 3), (8, 3)  # warps, and steps under way at once
+HOW = ((PARTS, 3), (8, 3))  # warps, and steps under way at once
 INPUTS = 128  # of a warp's step, or of a step of a program, at most: some KiB of codes
 # How a code becomes a number, unless the table says it: of integers the bits that are flipped, and what is
 # then subtracted; of floating point the bits behind the point. The bits of an integer become the last ones of
@@ -68,40 +68,77 @@ FACTORS: Any = None  # what is multiplied: as x; triton's interpreter, without 1
 
 
 def linear_coded(
-    x: Tensor, codes: Tensor, table: Tensor, *others: Any, wide: bool = False, expert_P: Tensor | None = None
+    x: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    group: int,
+    table_number: int,
+    *,
+    wide: bool = False,
+    expert_P: Tensor | None = None,
 ) -> Tensor:
     """Computes the operators of coded.py: y = x W^T + bias, with sums in 32 bits.
 
     Codes, scales and offsets have a row for each output. With the experts of pairs, as in experts_triton.py,
     they and the bias are those of all experts, and the result has a row for each pair.
     """
-    scales, offsets, bias, outputs, group, table_number = others
-    dense, inputs = x.contiguous(), x.shape[-1]
+    inputs = x.shape[-1]
     shape = x.shape[:-1] if expert_P is None else expert_P.shape
     y = x.new_empty(*shape, outputs, dtype=torch.float32 if wide else x.dtype)
     rows = shape.numel()
     if rows == 0:
         return y
+
     factors = FACTORS or {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x.dtype, tl.float32)
     experts = 0 if expert_P is None else len(codes)
-    many = rows > (min(FEW * experts, MOST_PAIRS) if experts else FEW)
+    few = min(FEW * experts, MOST_PAIRS) if experts else FEW
+    many = rows > few
     sizes = constants(many, inputs, group, list(TABLES)[table_number], factors is tl.bfloat16)
-    programs = rows if experts and not many else triton.cdiv(rows, sizes["ROWS"]) + experts
-    sizes |= {"SHARE": rows * inputs // x.numel(), **found_by(expert_P, experts, rows, many)}
+    programs = triton.cdiv(rows, sizes["ROWS"]) + experts  # the last one of each expert may have few rows
+    if experts and not many:
+        programs = rows
+
     kernel = multiply if many else multiply_few
+    search = found_by(expert_P, experts, rows, many)
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
-        tensors, numbers = (dense, codes, table, scales, offsets, bias, y), (rows, outputs, inputs)
-        given = *numbers, codes.shape[-1], scales.shape[-1], group
-        kernel[triton.cdiv(outputs, sizes["OUTPUTS"]), programs](*tensors, *given, **sizes, FACTORS=factors)
+        kernel[(triton.cdiv(outputs, sizes["OUTPUTS"]), programs)](
+            x_ptr=x.contiguous(),
+            code_ptr=codes,
+            table_ptr=table,
+            scale_ptr=scales,
+            offset_ptr=offsets,
+            bias_ptr=bias,
+            y_ptr=y,
+            rows=rows,
+            outputs=outputs,
+            inputs=inputs,
+            bytes_=codes.shape[-1],
+            groups=scales.shape[-1],
+            group=group,
+            SHARE=rows * inputs // x.numel(),  # pairs with one row of x
+            FACTORS=factors,
+            **search,
+            **sizes,
+        )
     return y
 
 
 def found_by(expert_P: Tensor | None, experts: int, pairs: int, many: bool) -> dict[str, Any]:
     """Returns what a program finds its expert by: the pairs' experts, or many pairs in the order of these."""
-    span = triton.next_power_of_2(experts if many else max(pairs, FEW)) if experts else 0
-    if expert_P is None or not many:
-        return {"expert_ptr": expert_P, "start_ptr": None, "SPAN": span}
+    if expert_P is None:
+        return {"expert_ptr": None, "start_ptr": None, "SPAN": 0}
+    if not many:
+        return {
+            "expert_ptr": expert_P,
+            "start_ptr": None,
+            "SPAN": triton.next_power_of_2(max(pairs, FEW)),
+        }
+    span = triton.next_power_of_2(experts)
     sorted_P, order_P = expert_P.sort()
     start_E = torch.searchsorted(sorted_P, torch.arange(span + 1, device=order_P.device), out_int32=True)
     return {"expert_ptr": order_P, "start_ptr": start_E, "SPAN": span}
@@ -109,16 +146,26 @@ def found_by(expert_P: Tensor | None, experts: int, pairs: int, many: bool) -> d
 
 def constants(many: bool, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
     """Returns what the kernel for few or many rows is compiled with. INPUTS taken together share a scale."""
-    step = INPUTS if group >= inputs else min(group & -group, INPUTS)
-    bits, fraction = 4 if len(values(table)) == 16 else 8, FLOATS.get(table, 0 if table in INTEGERS else -1)
+    fraction = -1  # the table is read
+    if table in INTEGERS:
+        fraction = 0
+    elif table in FLOATS:
+        fraction = FLOATS[table]
     flip, lowest = INTEGERS.get(table, (0, 0))
-    codes = {"BITS": bits, "FRACTION": fraction, "FLIP": flip, "LOWEST": lowest}
-    codes["QUICK"] = in_bf16 and table in QUICK and torch.version.hip is None
     warps, stages = HOW[many]
-    stages = stages if fraction >= 0 else 1  # numbers of a table that is read would fill the memory
-    tile = {"ROWS": ROWS[many], "OUTPUTS": OUTPUTS[many], "INPUTS": step}
-    parts = {} if many else {"PARTS": PARTS}
-    return {**codes, **tile, **parts, "num_warps": warps, "num_stages": stages}
+    sizes = {
+        "BITS": 4 if len(values(table)) == 16 else 8,
+        "FRACTION": fraction,
+        "FLIP": flip,
+        "LOWEST": lowest,
+        "QUICK": in_bf16 and table in QUICK and torch.version.hip is None,
+        "ROWS": ROWS[many],
+        "OUTPUTS": OUTPUTS[many],
+        "INPUTS": INPUTS if group >= inputs else min(group & -group, INPUTS),
+        "num_warps": warps,
+        "num_stages": stages if fraction >= 0 else 1,  # numbers of a table would fill the memory
+    }
+    return sizes if many else {**sizes, "PARTS": PARTS}
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
@@ -164,14 +211,15 @@ def _portable(
             wide = (code & (15 << 4 * half) | (150 - 4 * half << 23)).to(tl.float32, bitcast=True)
         number = wide - (offset + (LARGE + LOWEST))
     else:
-        own = (code >> (4 * half)) & ((1 << BITS) - 1)
+        bits_of_half = (code >> (4 * half)) & ((1 << BITS) - 1)
         if FRACTION > 0:  # as bits of a number in 32, which is then too small by a power of two
-            bits = ((own & (SIGN - 1)) << (23 - FRACTION)) | ((own & SIGN) << (32 - BITS))
+            magnitude = (bits_of_half & (SIGN - 1)) << (23 - FRACTION)
+            bits = magnitude | ((bits_of_half & SIGN) << (32 - BITS))
             number = bits.to(tl.float32, bitcast=True) * TIMES
             if BITS == 8:
-                number = tl.where((own & 127) == 127, float("nan"), number)
+                number = tl.where((bits_of_half & 127) == 127, float("nan"), number)
         else:
-            number = tl.load(table_ptr + own)
+            number = tl.load(table_ptr + bits_of_half)
         if HAS_ZERO:
             number -= offset
     return number
@@ -183,14 +231,19 @@ def _rows_of(expert_ptr, start_ptr, rows, SPAN: tl.constexpr, ROWS: tl.constexpr
     pairs of experts 0, 1 ...   70, 0, 64, 3                              if they are sorted
     of programs 0, 1 ...        64 and 6 of expert 0, 64 of 2, 3 of 3, then none
     """
-    program, row_M = tl.program_id(1), tl.arange(0, ROWS)
+    program = tl.program_id(1)
+    row_M = tl.arange(0, ROWS)
     if expert_ptr is None:
-        expert, row_M, count = 0, program * ROWS + row_M, rows - program * ROWS
+        expert = 0
+        row_M = program * ROWS + row_M
+        count = rows - program * ROWS
     elif start_ptr is None:
         expert, row_M, count = pairs_of(expert_ptr, rows, SPAN, ROWS)
     else:
+        # An expert has a program for each ROWS of its pairs; this one is among them, or behind the last.
         expert_E = tl.arange(0, SPAN)
-        start_E, end_E = tl.load(start_ptr + expert_E), tl.load(start_ptr + expert_E + 1)
+        start_E = tl.load(start_ptr + expert_E)
+        end_E = tl.load(start_ptr + expert_E + 1)
         programs_E = tl.cdiv(end_E - start_E, ROWS)
         before_E = tl.cumsum(programs_E) - programs_E
         is_own_E = (program >= before_E) & (program < before_E + programs_E)
@@ -208,21 +261,26 @@ def _multiply_few(
     QUICK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     SHARE: tl.constexpr, SPAN: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
+    """Multiplies up to ROWS rows (M) with OUTPUTS outputs (N), for a step."""
     HALVES: tl.constexpr = 8 // BITS  # codes of a byte: inputs 0, 2, 4 ... and 1, 3, 5 ...
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
     HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
     BYTES: tl.constexpr = INPUTS // HALVES
-    output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    part_P = tl.arange(0, PARTS)
     expert, row_M, count = rows_of(expert_ptr, start_ptr, rows, SPAN, ROWS)
     if count <= 0:
         return
-    real_N, real_M = output_N < outputs, tl.arange(0, ROWS) < count
+
+    output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part_P = tl.arange(0, PARTS)
+    real_N = output_N < outputs
+    real_M = tl.arange(0, ROWS) < count
     place_N = expert * outputs + output_N.to(tl.int64)
     byte_PK = part_P[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     input_PK = part_P[:, None] * INPUTS + tl.arange(0, INPUTS)[None, :]
     code_ptr_PNK = code_ptr + (place_N * bytes_)[None, :, None] + byte_PK[:, None, :]
     x_ptr_PMK = x_ptr + ((row_M // SHARE).to(tl.int64) * inputs)[None, :, None] + input_PK[:, None, :]
+
+    # Each warp sums over a part (P) of the inputs. A step takes PARTS * INPUTS of them.
     sum_PNM = tl.zeros((PARTS, OUTPUTS, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS * PARTS):
         byte = first // HALVES
@@ -230,6 +288,7 @@ def _multiply_few(
         code_PNK = tl.load(code_ptr_PNK + byte, mask=mask_PNK, other=0)
         mask_PMK = real_M[None, :, None] & (first + input_PK < inputs)[:, None, :]
         x_PMK = tl.load(x_ptr_PMK + first, mask=mask_PMK, other=0.0).to(FACTORS)
+
         start_P = first + part_P * INPUTS
         place_PN = place_N[None, :] * groups + (start_P // group)[:, None]
         real_PN = real_N[None, :] & (start_P < inputs)[:, None]
@@ -242,10 +301,12 @@ def _multiply_few(
         first_PNK, second_PNK = numbers(
             code_PNK, zero_PN1, table_ptr, HAS_ZERO, BITS, FRACTION, FLIP, LOWEST, QUICK, FACTORS
         )
+
         part_PNM = tl.zeros((PARTS, OUTPUTS, ROWS), dtype=tl.float32)
         if HALVES == 2:
             even_PMK, odd_PMK = tl.split(tl.reshape(x_PMK, (PARTS, ROWS, BYTES, 2)))
-            x_PKM, odd_PKM = tl.permute(even_PMK, (0, 2, 1)), tl.permute(odd_PMK, (0, 2, 1))
+            x_PKM = tl.permute(even_PMK, (0, 2, 1))
+            odd_PKM = tl.permute(odd_PMK, (0, 2, 1))
             part_PNM = tl.dot(second_PNK, odd_PKM, part_PNM, input_precision="ieee")
         else:
             x_PKM = tl.permute(x_PMK, (0, 2, 1))
@@ -254,6 +315,7 @@ def _multiply_few(
         if HAS_OFFSET and not HAS_ZERO:
             x_PM = tl.sum(x_PMK.to(tl.float32), 2)
             sum_PNM -= offset_PN[:, :, None] * x_PM[:, None, :]
+
     sum_NM = tl.sum(sum_PNM, 0)
     if bias_ptr is not None:
         sum_NM += tl.load(bias_ptr + place_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
@@ -268,18 +330,22 @@ def _multiply(
     QUICK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     SHARE: tl.constexpr, SPAN: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
+    """Multiplies ROWS rows (M) with OUTPUTS outputs (N), for a prompt."""
     HALVES: tl.constexpr = 8 // BITS
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
     HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
-    output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    byte_K = tl.arange(0, INPUTS // HALVES)
     expert, row_M, count = rows_of(expert_ptr, start_ptr, rows, SPAN, ROWS)
     if count <= 0:
         return
-    real_N, real_M = output_N < outputs, tl.arange(0, ROWS) < count
+
+    output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    byte_K = tl.arange(0, INPUTS // HALVES)
+    real_N = output_N < outputs
+    real_M = tl.arange(0, ROWS) < count
     place_N = expert * outputs + output_N.to(tl.int64)
     code_ptr_NK = code_ptr + place_N[:, None] * bytes_ + byte_K[None, :]
     x_ptr_KM = x_ptr + (row_M // SHARE).to(tl.int64)[None, :] * inputs + byte_K[:, None] * HALVES
+
     sum_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS):
         byte = first // HALVES
@@ -295,6 +361,7 @@ def _multiply(
         first_NK, second_NK = numbers(
             code_NK, zero_N1, table_ptr, HAS_ZERO, BITS, FRACTION, FLIP, LOWEST, QUICK, FACTORS
         )
+
         part_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
         x_M = tl.zeros((ROWS,), dtype=tl.float32)
         for half in tl.static_range(HALVES):
@@ -308,6 +375,7 @@ def _multiply(
         sum_NM += part_NM * scale_N[:, None]
         if HAS_OFFSET and not HAS_ZERO:
             sum_NM -= offset_N[:, None] * x_M[None, :]
+
     if bias_ptr is not None:
         sum_NM += tl.load(bias_ptr + place_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
     y_ptr_NM = y_ptr + row_M[None, :].to(tl.int64) * outputs + output_N[:, None]

@@ -4,8 +4,8 @@ A pair is a token and one of its experts. A program has a few outputs of one exp
 pairs, which it finds by itself: so an expert's weights are read once for them, and the sizes of a launch
 depend only on the number of tokens: one CUDA graph serves every choice.
 
-The sizes below are estimates. It is tested in triton's interpreter, and compiled for
-every generation of GPUs (tests/test_triton.py).
+The sizes below are estimates. It is tested in triton's interpreter, and compiled for every generation of GPUs
+(tests/test_triton.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,35 +20,59 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16  # pairs of a program: the fewest of a product on tensor cores
-OUTPUTS, INPUT_BYTES = 32, 256  # of a program, and of one of its steps: 8 KiB of weights
-WARPS, STAGES = 4, 5
+# Of a program, and of one of its steps: 8 KiB of weights.
+OUTPUTS = 32
+INPUT_BYTES = 256
+WARPS = 4
+STAGES = 5
 
 
 def products(x_MK: Tensor, expert_P: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None) -> Tensor:
-    """(P, N), of each pair its expert's y = W x + b; x has a row for each pair, or for each token."""
-    pairs, (_, outputs, inputs) = len(expert_P), weight_ENK.shape
+    """Returns each pair's y = W x + b of its expert, (P, N); x has a row for each pair, or for each token."""
+    pairs = len(expert_P)
+    _, outputs, inputs = weight_ENK.shape
     y_PN = x_MK.new_empty(pairs, outputs)
     if pairs == 0:
         return y_PN
+
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x_MK):
-        tensors, sizes = (x_MK.contiguous(), expert_P, weight_ENK, bias_EN, y_PN), (pairs, outputs, inputs)
-        how = {**constants(pairs, len(x_MK), x_MK.element_size()), "num_warps": WARPS, "num_stages": STAGES}
-        multiply[triton.cdiv(outputs, OUTPUTS), pairs](*tensors, *sizes, **how)
+        multiply[(triton.cdiv(outputs, OUTPUTS), pairs)](
+            x_ptr=x_MK.contiguous(),
+            expert_ptr=expert_P,
+            weight_ptr=weight_ENK,
+            bias_ptr=bias_EN,
+            y_ptr=y_PN,
+            pairs=pairs,
+            outputs=outputs,
+            inputs=inputs,
+            num_warps=WARPS,
+            num_stages=STAGES,
+            **constants(pairs, len(x_MK), x_MK.element_size()),
+        )
     return y_PN
 
 
 def constants(pairs: int, rows: int, bytes_: int) -> dict[str, int]:
-    sizes = {"SHARE": pairs // rows, "PAIRS": max(triton.next_power_of_2(pairs), ROWS), "ROWS": ROWS}
-    return {**sizes, "OUTPUTS": OUTPUTS, "INPUTS": INPUT_BYTES // bytes_}
+    """Returns what the kernel is compiled with, for x of `rows` rows of numbers of `bytes_` bytes."""
+    return {
+        "SHARE": pairs // rows,  # pairs with one row of x
+        "PAIRS": max(triton.next_power_of_2(pairs), ROWS),
+        "ROWS": ROWS,
+        "OUTPUTS": OUTPUTS,
+        "INPUTS": INPUT_BYTES // bytes_,
+    }
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
 def _pairs_of(expert_ptr, pairs, PAIRS: tl.constexpr, ROWS: tl.constexpr):
     """Returns this program's expert, up to ROWS of its pairs, and how many: 0 if another program has them."""
-    pair, pair_P = tl.program_id(1), tl.arange(0, PAIRS)
+    pair = tl.program_id(1)
+    pair_P = tl.arange(0, PAIRS)
     expert_P = tl.load(expert_ptr + pair_P, mask=pair_P < pairs, other=-1)
     expert = tl.load(expert_ptr + pair).to(tl.int64)
+
+    # The program of every ROWS-th pair of an expert has this pair and those that follow.
     same_P = (expert_P == expert).to(tl.int32)
     before = tl.sum(tl.where(pair_P < pair, same_P, 0))
     count = tl.where(before % ROWS == 0, tl.sum(same_P) - before, 0)
@@ -63,20 +87,24 @@ def _multiply(
     x_ptr, expert_ptr, weight_ptr, bias_ptr, y_ptr, pairs, outputs, inputs, SHARE: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
+    """Computes OUTPUTS outputs (N) of an expert, for up to ROWS of its pairs (M), by INPUTS inputs (K)."""
     expert, pair_M, count = pairs_of(expert_ptr, pairs, PAIRS, ROWS)
     if count > 0:
         output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         input_K = tl.arange(0, INPUTS)
-        real_N, real_M = output_N < outputs, tl.arange(0, ROWS) < count
-        row_N = expert * outputs + output_N
+        real_N = output_N < outputs
+        real_M = tl.arange(0, ROWS) < count
+        row_N = expert * outputs + output_N  # of the experts' weights, one after the other
         weight_ptr_NK = weight_ptr + row_N[:, None] * inputs + input_K[None, :]
         x_ptr_KM = x_ptr + (pair_M // SHARE)[None, :] * inputs + input_K[:, None]
+
         sum_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
         for first in range(0, inputs, INPUTS):
             real_K = first + input_K < inputs
             weight_NK = tl.load(weight_ptr_NK + first, mask=real_N[:, None] & real_K[None, :], other=0.0)
             x_KM = tl.load(x_ptr_KM + first, mask=real_K[:, None] & real_M[None, :], other=0.0)
             sum_NM = tl.dot(weight_NK, x_KM, sum_NM, input_precision="ieee")
+
         if bias_ptr is not None:
             sum_NM += tl.load(bias_ptr + row_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
         y_ptr_NM = y_ptr + pair_M[None, :].to(tl.int64) * outputs + output_N[:, None]

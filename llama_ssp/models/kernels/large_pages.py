@@ -18,20 +18,23 @@ class LargePages:
         self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor without values; the chunk lives as long as one of its tensors."""
-        size = -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNED) * ALIGNED
+        """Returns a tensor without values; the chunk lives as long as one of its tensors."""
+        count = torch.Size(shape).numel()
+        size = -(-count * dtype.itemsize // ALIGNED) * ALIGNED
         if self._used + size > len(self._chunk):
             self._chunk = _chunk(max(CHUNK, size))
             self._used = 0
         part = self._chunk[self._used : self._used + size]
         self._used += size
-        return part.view(dtype)[: torch.Size(shape).numel()].view(shape)
+        return part.view(dtype)[:count].view(shape)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor without values, in memory of its own: compiled steps may write into it."""
+    """Returns a tensor without values, in memory of its own: compiled steps may write into it."""
     size = torch.Size(shape).numel() * dtype.itemsize
-    return _chunk(size).view(dtype).view(shape) if size >= PAGE else torch.empty(shape, dtype=dtype)
+    if size < PAGE:
+        return torch.empty(shape, dtype=dtype)
+    return _chunk(size).view(dtype).view(shape)
 
 
 def _chunk(size: int) -> Tensor:

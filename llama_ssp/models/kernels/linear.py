@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.models.graph_sizes import BLOCK
 from llama_ssp.models.kernels.build import load_library
+from llama_ssp.models.kernels.kernel_sizes import BLOCK
 from llama_ssp.models.kernels.large_pages import LargePages
 
 WORD = {torch.float32: 1, torch.bfloat16: 2}  # numbers in a word of 32 bits
@@ -25,33 +25,40 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor, wide: bool = False) -> Tensor:
         """`wide`: the sums as they are, in fp32."""
-        operator = torch.ops.llama_ssp.linear_wide if wide else torch.ops.llama_ssp.linear
+        operator = torch.ops.llama_ssp.linear
+        if wide:
+            operator = torch.ops.llama_ssp.linear_wide
         product: Tensor = operator(x, self.packed, self.bias, self.out_features)
         return product
 
 
 def packed(weight_NK: Tensor, memory: LargePages | None = None) -> Tensor:
-    """(blocks, words, BLOCK, numbers in a word); zeros behind the last output; in `memory`, if given."""
+    """Returns (blocks, words, BLOCK, numbers in a word), as linear.cpp reads it; in `memory`, if given.
+
+    There are zeros behind the last output.
+    """
     outputs, inputs = weight_NK.shape
-    word = WORD[weight_NK.dtype]
-    assert inputs % word == 0, "packable() says which weights can be packed"
-    padded = nn.functional.pad(weight_NK, (0, 0, 0, -outputs % BLOCK)).contiguous()
-    shape = (len(padded) // BLOCK, inputs // word, BLOCK, word)
     dtype = weight_NK.dtype
-    found = torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
-    words = padded.view(torch.int32).view(-1, BLOCK, inputs // word)
-    found.view(torch.int32).squeeze(-1).copy_(words.transpose(1, 2))
-    return found
+    word = WORD[dtype]
+    assert inputs % word == 0, "packable() says which weights can be packed"
+    padded_NK = nn.functional.pad(weight_NK, (0, 0, 0, -outputs % BLOCK)).contiguous()
+    shape = (len(padded_NK) // BLOCK, inputs // word, BLOCK, word)
+    result = torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
+
+    # Of each word of inputs the words of all outputs of a block stand together.
+    words = padded_NK.view(torch.int32).view(-1, BLOCK, inputs // word)
+    result.view(torch.int32).squeeze(-1).copy_(words.transpose(1, 2))
+    return result
 
 
 def product_of_expert(
     x: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, expert: int, outputs: int
 ) -> Tensor:
-    """y = x W^T + b with an expert's weight, of a stack of packed weights, or of weights as they are."""
-    bias = None if bias_EN is None else bias_EN[expert]
+    """Returns y = x W^T + b with an expert's weight, of a stack of packed weights or of plain ones."""
+    bias_N = None if bias_EN is None else bias_EN[expert]
     if weight_ENK.ndim == 3:
-        return nn.functional.linear(x, weight_ENK[expert], bias)
-    product: Tensor = torch.ops.llama_ssp.linear(x, weight_ENK[expert], bias, outputs)
+        return nn.functional.linear(x, weight_ENK[expert], bias_N)
+    product: Tensor = torch.ops.llama_ssp.linear(x, weight_ENK[expert], bias_N, outputs)
     return product
 
 
@@ -67,5 +74,8 @@ def operators() -> None:
         torch.library.register_fake(f"llama_ssp::{name}", functools.partial(_shaped, dtype=dtype))
 
 
-def _shaped(x: Tensor, _: Tensor, __: Tensor | None, width: int, dtype: torch.dtype | None) -> Tensor:
+def _shaped(
+    x: Tensor, packed: Tensor, bias: Tensor | None, width: int, *, dtype: torch.dtype | None
+) -> Tensor:
+    """Returns a tensor of the shape that the operators give; `dtype`: None for that of x."""
     return x.new_empty(*x.shape[:-1], width, dtype=dtype)

@@ -31,8 +31,10 @@ def require_attention(group: int, size: int, dtype: torch.dtype, device: torch.d
     sink_H = drawn(group)
     for rows, scores, sinks in ((ROWS, Scores(scale), None), (PROMPT, Scores(scale, 24, 5.0), sink_H)):
         feed = Pass.of([(0, 40, rows)], device)
-        tensors = drawn(rows, group, size), keys_GND, values_GND, scores, sinks
-        _compare("attention", attend(feed, *tensors), attend_rows(feed, *tensors))
+        query_THD = drawn(rows, group, size)
+        ours_THD = attend(feed, query_THD, keys_GND, values_GND, scores, sinks)
+        theirs_THD = attend_rows(feed, query_THD, keys_GND, values_GND, scores, sinks)
+        _compare("attention", ours_THD, theirs_THD)
 
 
 @functools.cache

@@ -37,8 +37,13 @@ from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 TIE = 1e-9  # a number this close to its chance may pass or not
 ROUNDING = 1e-12  # of a probability; a chance that is a quotient of small differences may move by more
 BITS = 53  # of a number
-ROUNDS, RACES = 0, 1  # streams
-DRAFT, COIN, EACH = 0, 1, 3  # a stream has three numbers a token, of which these two are used
+# Streams.
+ROUNDS = 0
+RACES = 1
+# The stream of rounds has EACH numbers a draft; of these two are used, at these places.
+EACH = 3
+DRAFT = 0
+COIN = 1
 
 UNKNOWN = torch.empty(0)
 
@@ -55,15 +60,22 @@ class RecordedDraws:
     def of(cls, seed: int, state: State, k: int, vocab: int) -> RecordedDraws:
         """Makes the numbers of a batch of K drafts."""
         texts = list(zip(state.keys, state.lengths, strict=True))
-        round_BKE = _table(seed, texts, ROUNDS, EACH * k).reshape(state.rows, k, EACH)
-        race_BN = _table(seed, texts, RACES, 2 * heat(vocab)) * 2.0 ** (BITS - 1)
+        round_BKE = _uniform(seed, texts, ROUNDS, EACH * k).reshape(state.rows, k, EACH)
+        race_BN = _uniform(seed, texts, RACES, 2 * heat(vocab)) * 2.0 ** (BITS - 1)
         clock_BN = -np.log((np.floor(race_BN) + 0.5) * 2.0 ** (1 - BITS))
-        tables = round_BKE[..., COIN], clock_BN, round_BKE[..., DRAFT]
-        return cls(*(torch.from_numpy(np.ascontiguousarray(table)).to(state.device) for table in tables))
+        return cls(
+            uniform_BK=_tensor(round_BKE[..., COIN], state.device),
+            clock_BN=_tensor(clock_BN, state.device),
+            draft_BK=_tensor(round_BKE[..., DRAFT], state.device),
+        )
 
 
-def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> NDArray[np.float64]:
-    """Returns uniform numbers of each row, (B, count)."""
+def _tensor(table: NDArray[np.float64], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(table)).to(device)
+
+
+def _uniform(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> NDArray[np.float64]:
+    """Returns uniform numbers of each row, (B, count); a text is its key and its length."""
     rows = []
     for key, length in texts:
         source = np.random.Philox(key=np.array([seed, key], dtype=np.uint64), counter=[0, 0, stream, length])
@@ -71,7 +83,7 @@ def _table(seed: int, texts: list[tuple[int, int]], stream: int, count: int) -> 
     return np.stack(rows) * 2.0**-BITS
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Decisions:
     """Counts the draws and decisions that are not those of the rule, and keeps the places of drafts."""
 
@@ -87,31 +99,38 @@ class Decisions:
     def see(self, state: State, decision: Decision, probs_BWV: Tensor, block: DraftBlock | None) -> None:
         """Looks at one round of the batch, before it is committed. Ended and damaged rows decide nothing."""
         rows = [row for row, ended in enumerate(state.ended) if not (ended or decision.damaged[row])]
-        draws = RecordedDraws.of(self.seed, state, block.k if block else 0, probs_BWV.shape[-1])
+        k = block.k if block else 0
+        draws = RecordedDraws.of(self.seed, state, k, vocab=probs_BWV.shape[-1])
         self.taken += len(rows)
-        if block is None:
+        if block is None:  # a token is drawn, and nothing else decided
             token_B = race(probs_BWV[:, 0], draws.clock_BN).tolist()
             self.tokens_wrong += sum(token_B[row] != decision.token[row] for row in rows)
-            return
-        self._see_drafts(block, draws, rows)
-        self._see_decision(block, draws, rows, decision)
+        else:
+            self._see_drafts(block, draws, rows)
+            self._see_decision(block, draws, rows, decision)
 
     def _see_drafts(self, block: DraftBlock, draws: RecordedDraws, rows: list[int]) -> None:
         """Checks that a draft is the token in whose part of the cumulated distribution its number lies."""
-        probs_BKV, token_BK1, number_BK = block.draft_BKV, block.drafted_BK[..., None], draws.draft_BK
-        drawn_BK = torch.arange(block.k, device=number_BK.device) < block.count_B[:, None]
+        probs_BKV = block.draft_BKV
+        token_BK1 = block.drafted_BK[..., None]
+        number_BK = draws.draft_BK
+        is_drawn_BK = torch.arange(block.k, device=number_BK.device) < block.count_B[:, None]
+
+        # The token's part of the cumulated distribution: as long as its probability, up to `end`.
         end_BK = probs_BKV.cumsum(-1).gather(2, token_BK1)[..., 0]
         share_BK = probs_BKV.gather(2, token_BK1)[..., 0]
-        right_BK = (number_BK <= end_BK + TIE) & (number_BK >= end_BK - share_BK - TIE) & (share_BK > 0)
-        higher_BK, equal_BK = (
-            torch.where(which, probs_BKV, 0).sum(-1)
-            for which in (probs_BKV > share_BK[..., None], probs_BKV == share_BK[..., None])
-        )
+        is_inside_BK = (number_BK <= end_BK + TIE) & (number_BK >= end_BK - share_BK - TIE)
+        is_right_BK = is_inside_BK & (share_BK > 0)
+        self.drafted += int(is_drawn_BK[rows].sum())
+        self.drafted_wrong += int((is_drawn_BK & ~is_right_BK)[rows].sum())
+
+        # The number's place if tokens stood with the likeliest first. Equally likely ones share their part,
+        # of which it takes as much as of its own token's. A certain draft has no place.
+        higher_BK = torch.where(probs_BKV > share_BK[..., None], probs_BKV, 0).sum(-1)
+        equal_BK = torch.where(probs_BKV == share_BK[..., None], probs_BKV, 0).sum(-1)
         place_BK = higher_BK + equal_BK * (number_BK - end_BK + share_BK) / share_BK.clamp(min=TIE)
-        placed_BK = drawn_BK & right_BK & (share_BK < 1 - TIE)
-        self.places += place_BK[rows][placed_BK[rows]].clamp(0, 1).tolist()
-        self.drafted += int(drawn_BK[rows].sum())
-        self.drafted_wrong += int((drawn_BK & ~right_BK)[rows].sum())
+        has_place_BK = is_drawn_BK & is_right_BK & (share_BK < 1 - TIE)
+        self.places += place_BK[rows][has_place_BK[rows]].clamp(0, 1).tolist()
 
     def _see_decision(
         self, block: DraftBlock, draws: RecordedDraws, rows: list[int], decision: Decision
@@ -120,17 +139,22 @@ class Decisions:
         kept = list(zip(decision.accepted, decision.token, strict=True))
         decided_again = _decided(self.rule, block, draws)
         wrong = {row for row in rows if decided_again[row] != kept[row]}
-        for by, more in product((TIE, -TIE), (ROUNDING, -ROUNDING)):
-            if wrong:
-                near = replace(block, target_BWV=block.target_BWV * (1 + more))
-                others = _decided(self.rule, near, replace(draws, uniform_BK=draws.uniform_BK - by))
-                wrong -= {row for row in wrong if others[row] == kept[row]}
-        lengths = {row for row in wrong if decided_again[row][0] != kept[row][0]}
-        self.lengths_wrong += len(lengths)
-        self.tokens_wrong += len(wrong - lengths)
+
+        # With coins and probabilities a little higher or lower the outcome may be the one that was kept.
+        for shift, growth in product((TIE, -TIE), (ROUNDING, -ROUNDING)):
+            if not wrong:
+                return
+            near_block = replace(block, target_BWV=block.target_BWV * (1 + growth))
+            near_draws = replace(draws, uniform_BK=draws.uniform_BK - shift)
+            decided_near = _decided(self.rule, near_block, near_draws)
+            wrong -= {row for row in wrong if decided_near[row] == kept[row]}
+
+        wrong_lengths = {row for row in wrong if decided_again[row][0] != kept[row][0]}
+        self.lengths_wrong += len(wrong_lengths)
+        self.tokens_wrong += len(wrong - wrong_lengths)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Round:
     """One row of a round; probabilities and logits are empty where they are unknown.
 
@@ -174,22 +198,25 @@ class RoundObserver(Observer):
             block = block_of(probs_BWV, proposal.draft_BKV, proposal.drafted_BK, count_B)
         if probs_BWV is not None:
             self.decisions.see(state, decision, probs_BWV, block)
+
         for row, count in enumerate(proposal.count):
             if not count or decision.damaged[row]:
                 continue
             self._seen += 1
+            # A reservoir: once it is full, the n-th round that is seen takes a place with chance room / n.
             is_full = len(self.rounds) == self.room
             place = self._random.randrange(self._seen) if is_full else len(self.rounds)
-            if place < self.room:  # a reservoir
-                kept = Round(
-                    prompt_length=state.prompt_lengths[row],
-                    text=(*state.texts[row], *decision.drafted[row]),
-                    count=count,
-                    target_WV=_copied(block.target_BWV[row, : count + 1] if block else None),
-                    draft_KV=_copied(block.draft_BKV[row, :count] if block else None),
-                    logit_WV=_copied(None if logit_BWV is None else logit_BWV[row, : count + 1]),
-                )
-                self.rounds[place : place + 1] = [kept]
+            if place >= self.room:
+                continue
+            kept = Round(
+                prompt_length=state.prompt_lengths[row],
+                text=(*state.texts[row], *decision.drafted[row]),
+                count=count,
+                target_WV=_copied(block.target_BWV[row, : count + 1] if block else None),
+                draft_KV=_copied(block.draft_BKV[row, :count] if block else None),
+                logit_WV=_copied(None if logit_BWV is None else logit_BWV[row, : count + 1]),
+            )
+            self.rounds[place : place + 1] = [kept]
 
 
 def _copied(tensor_WV: Tensor | None) -> Tensor:
@@ -206,11 +233,14 @@ def _decided(rule: Rule, block: DraftBlock, draws: RecordedDraws) -> list[tuple[
 def check_decisions(seen: Decisions, level: float) -> Check:
     """Checks that every draft and decision is the one that its random numbers give, and that no draft was
     dropped after a look at it, which a right drafter seems to do at most at this `level`."""
-    gap, explained = 0.0, 1.0
+    gap = 0.0
+    explained = 1.0
     if seen.places and not seen.drafted_wrong:  # else the places are those of a choice
-        n, explained = len(seen.places), uniform_band(len(seen.places), level)
         # How far the places' distribution function is from the uniform one (Kolmogorov and Smirnov).
+        n = len(seen.places)
         gap = max(max((i + 1) / n - place, place - i / n) for i, place in enumerate(sorted(seen.places)))
+        explained = uniform_band(n, level)
+
     figures = {
         "decisions": seen.taken,
         "accepted_otherwise": seen.lengths_wrong,
@@ -222,12 +252,22 @@ def check_decisions(seen: Decisions, level: float) -> Check:
     }
     if not seen.drafted:
         return Check("decisions", Outcome.blind, "nothing was drafted", figures)
-    drafts = f"{seen.drafted_wrong} of {seen.drafted} drafts are not drawn from their declared distributions"
-    fault = f"of {seen.taken} decisions {seen.lengths_wrong} keep other drafts than the rule, "
-    fault += f"{seen.tokens_wrong} another token after them"
-    chosen = f"drafts were chosen after a look at them: {gap:.1%} of {len(seen.places)} lie elsewhere "
-    chosen += f"in their distributions, by chance at most {explained:.1%} would"
+
+    wrong_drafts = (
+        f"{seen.drafted_wrong} of {seen.drafted} drafts are not drawn from their declared distributions"
+    )
+    wrong_decisions = (
+        f"of {seen.taken} decisions {seen.lengths_wrong} keep other drafts than the rule, "
+        f"{seen.tokens_wrong} another token after them"
+    )
+    chosen_drafts = (
+        f"drafts were chosen after a look at them: {gap:.1%} of {len(seen.places)} lie elsewhere "
+        f"in their distributions, by chance at most {explained:.1%} would"
+    )
     right = f"{seen.drafted} drafts and {seen.taken} decisions are those of their random numbers and the rule"
-    wrong = seen.lengths_wrong or seen.tokens_wrong
-    faults = [(seen.drafted_wrong, drafts), (wrong, fault), (gap > explained, chosen)]
+    faults = [
+        (seen.drafted_wrong, wrong_drafts),
+        (seen.lengths_wrong or seen.tokens_wrong, wrong_decisions),
+        (gap > explained, chosen_drafts),
+    ]
     return judged("decisions", faults, right, figures)

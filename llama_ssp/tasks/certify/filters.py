@@ -24,55 +24,75 @@ TINY = 1e-30  # below, a probability may vanish in fp32
 
 def check_filters(rounds: Sequence[Round], transform: SamplingTransform) -> Check:
     """Checks that the controls make the recorded target probabilities of the recorded logits."""
-    distances = [
-        distance(seen.logit_WV[at], seen.target_WV[at], transform, seen, at)
-        for seen in rounds
-        if len(seen.logit_WV)
-        for at in range(seen.count + 1)
-    ]
+    distances = list[float]()
+    for seen in rounds:
+        if len(seen.logit_WV):
+            for at in range(seen.count + 1):
+                distances.append(distance(seen.logit_WV[at], seen.target_WV[at], transform, seen, at))
     if not distances:
         return Check("filters", Outcome.blind, "no logits were recorded")
-    wrong, worst = sum(not value <= SLACK for value in distances), float(np.max(distances))
-    figures = {"positions": len(distances), "positions_wrong": wrong, "largest_total_variation": worst}
-    fault = f"the sampling controls give other probabilities than a plain implementation at {wrong} of "
-    fault += f"{len(distances)} positions: total variation {worst:.2g} at worst"
-    right = f"the sampling controls are those of a plain implementation within {worst:.1g}"
-    return judged("filters", [(wrong, fault)], f"{right} at {len(distances)} positions", figures)
+
+    positions = len(distances)
+    wrong = sum(not value <= SLACK for value in distances)  # NaN is wrong, too
+    worst = float(np.max(distances))
+    figures = {"positions": positions, "positions_wrong": wrong, "largest_total_variation": worst}
+    fault = (
+        f"the sampling controls give other probabilities than a plain implementation at {wrong} of "
+        f"{positions} positions: total variation {worst:.2g} at worst"
+    )
+    right = (
+        f"the sampling controls are those of a plain implementation within {worst:.1g} "
+        f"at {positions} positions"
+    )
+    return judged("filters", [(wrong, fault)], right, figures)
 
 
 def distance(
     logit_V: torch.Tensor, used_V: torch.Tensor, transform: SamplingTransform, seen: Round, at: int
 ) -> float:
     """Returns the total variation between used and plain probabilities; 1 where another token is cut."""
-    text = seen.prefix(at)
-    logits, used = logit_V[: transform.vocab].double().cpu().numpy(), used_V.double().cpu().numpy()
+    controls = transform.controls
+    used = used_V.double().cpu().numpy()
+    logits = logit_V[: transform.vocab].double().cpu().numpy()
     logits = np.pad(logits, (0, transform.vocab - len(logits)), constant_values=-np.inf)
-    warm = controlled(logits, transform.controls, transform.end_ids, text, seen.prompt_length)
-    kept = used > 0
-    if transform.controls.temperature == 0:
+    warm = controlled(logits, controls, transform.end_ids, seen.prefix(at), seen.prompt_length)
+    is_used = used > 0
+
+    if controls.temperature == 0:
         slack = SLACK * max(1.0, float(np.abs(warm[np.isfinite(warm)]).max()))
-        best = warm >= warm.max() - slack
-        return float(kept.sum() != 1 or not best[kept].all())
-    weight = np.exp((warm - warm.max()) / transform.controls.temperature)
+        is_best = warm >= warm.max() - slack
+        return float(is_used.sum() != 1 or not is_best[is_used].all())
+
+    weight = np.exp((warm - warm.max()) / controls.temperature)
     uncut = weight / weight.sum()
-    if (kept & ~cut(uncut, transform.controls, SLACK, 1 - SLACK)).any():
+    # A token at an edge may be cut or not: what wider edges cut must be cut, what narrower ones keep be kept.
+    may_be_kept = cut(uncut, controls, SLACK, 1 - SLACK)
+    must_be_kept = cut(uncut, controls, -SLACK, 1 + SLACK) & (uncut > TINY)
+    if (is_used & ~may_be_kept).any() or (must_be_kept & ~is_used).any():
         return 1.0
-    if (cut(uncut, transform.controls, -SLACK, 1 + SLACK) & ~kept & (uncut > TINY)).any():
-        return 1.0
-    same = np.where(kept, uncut, 0)
-    return float(np.abs(used - same / same.sum()).sum()) / 2 if same.sum() > 0 else 1.0
+
+    plain = np.where(is_used, uncut, 0)
+    if plain.sum() > 0:
+        return float(np.abs(used - plain / plain.sum()).sum()) / 2
+    return 1.0
 
 
 def controlled(
     logits: Probs, controls: Controls, end_ids: Sequence[int], text: Sequence[int], prompt: int
 ) -> Probs:
     """Returns logits after bias, bans, minimum length and penalties; `prompt` counts its tokens."""
-    warm, generated, known = logits.copy(), text[prompt:], range(len(logits))
+    warm = logits.copy()
+    generated = text[prompt:]
+    known = range(len(logits))  # padding of the vocabulary has no logits
     for token, bias in controls.logit_bias.items():
         if token in known:
             warm[token] += bias
-    banned = {*controls.bad_tokens, *(end_ids if len(generated) < controls.min_new_tokens else ())}
+
+    banned = {*controls.bad_tokens}
+    if len(generated) < controls.min_new_tokens:
+        banned |= {*end_ids}
     warm[[token for token in banned if token in known]] = -np.inf
+
     for token in {token for token in text if token in known}:
         factor = controls.repetition_penalty
         warm[token] = warm[token] / factor if warm[token] > 0 else warm[token] * factor

@@ -27,7 +27,7 @@ from torch import Tensor
 from llama_ssp.config import CertifyConf
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify.law import fed
+from llama_ssp.tasks.certify.law import Text, fed
 from llama_ssp.tasks.certify.samples import Samplers
 from llama_ssp.tasks.certify.verdict import Check, control, judged
 
@@ -76,13 +76,14 @@ def check_greedy_texts(
 ) -> list[Check]:
     """Compares greedy texts with and without speculation; a wrong rule's must differ. All ranks call it."""
     subject, regular, wrong = samplers
-    order = [regular, subject, *([wrong] if wrong else [])]
-    plain, *others = [sampler.texts(prompts, task.greedy_tokens) for sampler in order]
+    plain_texts = regular.texts(prompts, task.greedy_tokens)
+    subject_texts = subject.texts(prompts, task.greedy_tokens)
+    wrong_texts = wrong.texts(prompts, task.greedy_tokens) if wrong is not None else []
     if model is None:
         return []
+
     rows = min(task.batch_size, len(prompts))
-    reports = [check_greedy(model, list(prompts), plain, texts, k, rows, chunk) for texts in others]
-    report = reports[0]
+    report = check_greedy(model, list(prompts), plain_texts, subject_texts, k, rows, chunk)
     counts = {finding: report.count(finding) for finding in Finding}
     figures = {
         "texts": len(prompts),
@@ -90,11 +91,13 @@ def check_greedy_texts(
         "rounding_band_logit": report.band,
         "positions_of_band": report.positions,
     }
-    said = ", ".join(f"{count} {finding.name.replace('_', ' ')}" for finding, count in counts.items())
-    says = f"of {len(prompts)} greedy texts: {said}"
+    findings = ", ".join(f"{count} {finding.name.replace('_', ' ')}" for finding, count in counts.items())
+    says = f"of {len(prompts)} greedy texts: {findings}"
     checks = [judged("greedy", [(report.verdict is Finding.unexplained, says)], says, figures)]
+
     if wrong is not None:
-        differs = reports[1].verdict is Finding.unexplained
+        wrong_report = check_greedy(model, list(prompts), plain_texts, wrong_texts, k, rows, chunk)
+        differs = wrong_report.verdict is Finding.unexplained
         checks.append(control(wrong.name, differs, "from greedy decoding", {}))
     return checks
 
@@ -104,36 +107,49 @@ def check_greedy(
 ) -> GreedyReport:
     """Compares plain and speculative texts, of at most `k` drafts a round, by running the model again."""
     texts = [
-        ((*prompt.token_ids, *new), len(prompt.token_ids), len(new))
-        for ours in (drafted, plain)
-        for prompt, new in zip(prompts, ours, strict=True)
+        Text((*prompt.token_ids, *new), len(prompt.token_ids), len(new))
+        for new_texts in (drafted, plain)
+        for prompt, new in zip(prompts, new_texts, strict=True)
     ]
-    singly: list[Tensor] = []  # logits of each text, fed token by token
-    moved, positions = [0.0], 0
+    singly: list[Tensor] = []  # logits of each text, fed token by token, (W, V)
+    moved = [0.0]
     for first in range(0, len(texts), rows):
-        part = texts[first : first + rows]
-        sizes = (1, rows), (k + 1, rows), (k + 1, 1)
-        ways = [fed(model, part, range(len(part)), *size, chunk) for size in sizes]
-        for singly_WV, *block_2WV in zip(*ways, strict=True):
-            moved += [float((block_WV - singly_WV).abs().max()) for block_WV in block_2WV]
-            positions += len(singly_WV)
-        singly += ways[0]
+        batch = texts[first : first + rows]
+        order = range(len(batch))
+        by_token = fed(model, batch, order, width=1, rows=rows, chunk=chunk)
+        by_block = fed(model, batch, order, width=k + 1, rows=rows, chunk=chunk)
+        alone = fed(model, batch, order, width=k + 1, rows=1, chunk=chunk)
+        for token_WV, block_WV, alone_WV in zip(by_token, by_block, alone, strict=True):
+            moved.append(float((block_WV - token_WV).abs().max()))
+            moved.append(float((alone_WV - token_WV).abs().max()))
+        singly += by_token
+
     band = float(np.max(moved))
-    reports = []
-    for row, (ours, theirs) in enumerate(zip(drafted, plain, strict=True)):
-        # The first position at which they differ, or one has ended.
-        fork = next((at for at, (a, b) in enumerate(zip_longest(theirs, ours)) if a != b), None)
-        margins = list[float]()
-        for at, token in enumerate(ours):
-            logit_V = singly[row][at]
-            tokens = [token, *(theirs[at : at + 1] if at == fork else [])]
-            margins.append(float((logit_V.max() - logit_V[tokens]).max()))
-        if fork == min(len(ours), len(theirs)):
-            margins.append(math.inf)
-        # NaN is within no band.
-        if not math.isfinite(band) or not all(margin <= 2 * band for margin in margins):
-            finding = Finding.unexplained
-        else:
-            finding = Finding.equal if fork is None else Finding.near_tie
-        reports.append(TextReport(fork, margins, finding))
-    return GreedyReport(band, positions, tuple(reports))
+    reports = [
+        _text_report(ours, theirs, logit_WV, band)
+        for ours, theirs, logit_WV in zip(drafted, plain, singly[: len(prompts)], strict=True)
+    ]
+    return GreedyReport(band, sum(map(len, singly)), tuple(reports))
+
+
+def _text_report(drafted: Sequence[int], plain: Sequence[int], logit_WV: Tensor, band: float) -> TextReport:
+    """Explains a speculative text by its own logits, fed token by token, and the band of rounding."""
+    # The first position at which they differ, or one has ended.
+    fork = next((at for at, (a, b) in enumerate(zip_longest(plain, drafted)) if a != b), None)
+    margins = list[float]()
+    for at, token in enumerate(drafted):
+        tokens = [token]
+        if at == fork:
+            tokens += plain[at : at + 1]
+        margins.append(float((logit_WV[at].max() - logit_WV[at][tokens]).max()))
+    if fork == min(len(drafted), len(plain)):
+        margins.append(math.inf)
+
+    # NaN is within no band.
+    if not math.isfinite(band) or not all(margin <= 2 * band for margin in margins):
+        finding = Finding.unexplained
+    elif fork is None:
+        finding = Finding.equal
+    else:
+        finding = Finding.near_tie
+    return TextReport(fork, margins, finding)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ from llama_ssp.tasks.certify.decisions import UNKNOWN, Round
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 Item = TypeVar("Item")
-Text = tuple[Sequence[int], int, int]
-"""Its tokens, how many are the prompt's, how many last ones are looked at."""
 REST = 1e-3  # of the draft's probability is not tried; more where MAX_TRIED tokens leave out more
 MAX_TRIED = 256
 CELLS = 2**18  # of a table of drafts by vocabulary; larger tables are split
@@ -60,13 +58,15 @@ def check_law(
         return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
     if model is None:
         return None
-    own = own_logits(model, rounds, max(seen.count for seen in rounds) + 1, rows, chunk)
+    width = max(seen.count for seen in rounds) + 1
+    logits = own_logits(model, rounds, width, rows, chunk)
     if rounds[0].logit_WV is UNKNOWN:  # this rank does not lead
         return None
-    noise, departures = compared(rounds, own, heat or 1.0, vocab)
-    places = spread([(seen, at) for seen in rounds for at in range(seen.count + 1)], 2 * len(rounds))
-    errors = [rule_error(rule, *place) for place in places]
-    return judge(noise, departures, [one for one in errors if one is not None])
+
+    noise, departures = compared(rounds, logits, heat or 1.0, vocab)
+    places = [(seen, at) for seen in rounds for at in range(seen.count + 1)]
+    errors = [rule_error(rule, seen, at) for seen, at in spread(places, 2 * len(rounds))]
+    return judge(noise, departures, [error for error in errors if error is not None])
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,14 @@ class Noise:
 
 def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) -> Check:
     """Says what differences from the target's own distributions, and errors of the rule, amount to."""
-    wrong = sum(not error <= RULE_TOLERANCE for error in errors)
+    wrong = sum(not error <= RULE_TOLERANCE for error in errors)  # NaN is wrong, too
+    largest_error = max(errors, default=0.0)
+    positions = len(departures)
     astray = sum(not difference <= noise.tolerance for difference in departures)
-    by_rule, largest = max(errors, default=0.0), float(np.max([0.0, *departures]))
+    largest = float(np.max([0.0, *departures]))
     usual = float(np.quantile(departures, QUANTILE)) if departures else 0.0
     figures = {
-        "positions": len(departures),
+        "positions": positions,
         "positions_astray": astray,
         "largest_total_variation": largest,
         "usual_total_variation": usual,
@@ -97,20 +99,29 @@ def judge(noise: Noise, departures: Sequence[float], errors: Sequence[float]) ->
         "rounding_usual_total_variation": noise.usual,
         "positions_rule": len(errors),
         "positions_rule_wrong": wrong,
-        "largest_total_variation_rule": by_rule,
+        "largest_total_variation_rule": largest_error,
     }
-    by = f"the rule commits another distribution than it is given at {wrong} of {len(errors)} positions: "
-    by += f"total variation {by_rule:.2g} at worst"
-    others = "verification used distributions other than the target's"
-    some = f"{others} at {astray} of {len(departures)} positions: total variation {largest:.2g} at worst, "
-    some += f"where rounding explains {noise.tolerance:.2g}"
-    many = f"{others}: total variation of {usual:.2g} and more at a quarter of {len(departures)} positions, "
-    many += f"where regular passes differ by {noise.usual:.2g}"
-    right = f"verification commits the distribution it is given within {by_rule:.1g}, and that is the target"
-    right += f"'s own within {largest:.2g} at {len(departures)} positions (rounding: {noise.largest:.2g})"
-    exceeds = usual > MULTIPLE * noise.usual + max(PART_OF_LARGEST * noise.largest, 1e-6)
-    faults = [(wrong, by), (astray, some), (exceeds, many)]
+
+    wrong_rule = (
+        f"the rule commits another distribution than it is given at {wrong} of {len(errors)} positions: "
+        f"total variation {largest_error:.2g} at worst"
+    )
+    some_differ = (
+        f"verification used distributions other than the target's at {astray} of {positions} positions: "
+        f"total variation {largest:.2g} at worst, where rounding explains {noise.tolerance:.2g}"
+    )
+    many_differ = (
+        f"verification used distributions other than the target's: total variation of {usual:.2g} and more "
+        f"at a quarter of {positions} positions, where regular passes differ by {noise.usual:.2g}"
+    )
+    right = (
+        f"verification commits the distribution it is given within {largest_error:.1g}, and that is the "
+        f"target's own within {largest:.2g} at {positions} positions (rounding: {noise.largest:.2g})"
+    )
+    usual_by_rounding = MULTIPLE * noise.usual + max(PART_OF_LARGEST * noise.largest, 1e-6)
+    faults = [(wrong, wrong_rule), (astray, some_differ), (usual > usual_by_rounding, many_differ)]
     check = judged("law", faults, right, figures)
+
     if check.outcome is Outcome.failed or noise.largest <= MAX_NOISE:
         return check
     says = f"the target's own distribution moves by {noise.largest:.2g} with how its text is fed"
@@ -122,6 +133,14 @@ def spread(places: Sequence[Item], count: int) -> list[Item]:
     return Random(len(places)).sample(places, min(len(places), count))
 
 
+class Text(NamedTuple):
+    """A text that is fed anew; the logits of its `last` tokens are looked at."""
+
+    token_ids: Sequence[int]
+    prompt_length: int
+    last: int
+
+
 def own_logits(
     model: Model, rounds: Sequence[Round], width: int, rows: int, chunk: int
 ) -> list[list[Tensor]]:
@@ -130,13 +149,17 @@ def own_logits(
     The others have `rows` rows, as the run's had: of fewer texts some are fed several times. A batch of few
     tokens may be multiplied by another kernel, which rounds differently.
     """
-    texts = [(seen.text, seen.prompt_length, seen.count) for seen in rounds]
+    texts = [Text(seen.text, seen.prompt_length, seen.count) for seen in rounds]
     order = sorted(range(len(rounds)), key=lambda n: len(rounds[n].text))  # texts of a batch end together
     longest = len(rounds[order[-1]].text)
     full = [order[n % len(order)] for n in range(max(rows, len(order)))]
-    other = [*full[1::2], *full[::2]]
-    ways = (full, 1, rows), (full[::-1], width, rows), (other, 0, rows), (order, longest, 1)
-    return [fed(model, texts, *way, chunk) for way in ways]
+    mixed = [*full[1::2], *full[::2]]
+    return [
+        fed(model, texts, order=full, width=1, rows=rows, chunk=chunk),
+        fed(model, texts, order=full[::-1], width=width, rows=rows, chunk=chunk),
+        fed(model, texts, order=mixed, width=0, rows=rows, chunk=chunk),
+        fed(model, texts, order=order, width=longest, rows=1, chunk=chunk),
+    ]
 
 
 def compared(
@@ -150,10 +173,10 @@ def compared(
     departures: list[float] = []
     noise: list[float] = []
     for seen, *logits in zip(rounds, *ways, strict=True):
-        own_WV, *others = map(probs, logits)
-        departures += (probs(seen.logit_WV) - own_WV).abs().sum(-1).div(2).tolist()
-        for one_WV, other_WV in combinations([own_WV, *others], 2):
-            noise += (one_WV - other_WV).abs().sum(-1).div(2).tolist()
+        probs_by_way = [probs(logit_WV) for logit_WV in logits]
+        departures += (probs(seen.logit_WV) - probs_by_way[0]).abs().sum(-1).div(2).tolist()
+        for first_WV, second_WV in combinations(probs_by_way, 2):
+            noise += (first_WV - second_WV).abs().sum(-1).div(2).tolist()
     return Noise(float(np.max(noise)), float(np.quantile(noise, QUANTILE))), departures
 
 
@@ -169,14 +192,18 @@ def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
     reach = float(_stand_chances(rule, rule.accept_chances(before))[0, at]) if at else 1.0
     if reach <= 0:
         return None
-    if at == seen.count:
+    if at == seen.count:  # after all drafts: no further one could be tried
         probs_V = rule.correction_probs(before, torch.tensor([at]))[0]
         return float((probs_V - target_V).abs().sum()) / 2
+
     draft_V = seen.draft_KV[at]
     down = draft_V.sort(descending=True)
     needed = int((down.values.cumsum(0) < 1 - REST).sum()) + 1  # tokens that leave out no more than REST
     tried = down.indices[: min(needed, int((draft_V > 0).sum()), MAX_TRIED)]
-    kept_V, corrected_V = torch.zeros_like(target_V), torch.zeros_like(target_V)
+
+    # A block for each token that is tried as the next draft (E of them): it is kept, or corrected.
+    kept_V = torch.zeros_like(target_V)
+    corrected_V = torch.zeros_like(target_V)
     for part in torch.split(tried, max(1, CELLS // len(target_V))):
         drafted_EK = torch.cat([before.drafted_BK.expand(len(part), at), part[:, None]], 1)
         block = _block(seen, drafted_EK, at + 1)
@@ -184,10 +211,13 @@ def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
         correction_EV = rule.correction_probs(block, torch.full((len(part),), at))
         kept_V[part] = draft_V[part] * chance_EN[:, at + 1]
         corrected_V += (draft_V[part] * chance_EN[:, at]) @ correction_EV
+
     # What was not tried adds to no token less than nothing, and to all at most its share of the draft's.
     lacking_V = reach * target_V - kept_V - corrected_V
-    lacking, too_much = float(lacking_V.sum()), float(-lacking_V.clamp(max=0).sum())
-    return max(too_much, lacking - float(draft_V.index_fill(0, tried, 0).sum()))
+    lacking = float(lacking_V.sum())
+    too_much = float(-lacking_V.clamp(max=0).sum())
+    untried = float(draft_V.index_fill(0, tried, 0).sum())
+    return max(too_much, lacking - untried)
 
 
 def _stand_chances(rule: Rule, chance_EK: Tensor) -> Tensor:
@@ -203,17 +233,17 @@ def _stand_chances(rule: Rule, chance_EK: Tensor) -> Tensor:
 def _block(seen: Round, drafted_EK: Tensor, count: int) -> DraftBlock:
     rows = len(drafted_EK)
     return DraftBlock(
-        seen.target_WV[: count + 1].expand(rows, -1, -1),
-        seen.draft_KV[:count].expand(rows, -1, -1),
-        drafted_EK,
-        torch.full((rows,), count),
+        target_BWV=seen.target_WV[: count + 1].expand(rows, -1, -1),
+        draft_BKV=seen.draft_KV[:count].expand(rows, -1, -1),
+        drafted_BK=drafted_EK,
+        count_B=torch.full((rows,), count),
     )
 
 
 def fed(
     model: Model, texts: Sequence[Text], order: Sequence[int], width: int, rows: int, chunk: int
 ) -> list[Tensor]:
-    """Returns each text's logits for its last `count` tokens and the one after, (count + 1, V), on the CPU.
+    """Returns each text's logits for its `last` tokens and the one after, (last + 1, V), on the CPU.
 
     Prompts are prefilled as in a run, without their last token; the rest is fed `width` tokens at a time, or,
     if that is 0, prefilled, too, as far as no logits are asked for. `rows` texts are fed at a time, in this
@@ -221,23 +251,32 @@ def fed(
     """
     logits: dict[int, Tensor] = {}
     for first in range(0, len(order), rows):
-        part = order[first : first + rows]
-        lengths = [len(texts[n][0]) for n in part]
-        starts = [length - texts[n][2] - 1 for n, length in zip(part, lengths, strict=True)]  # of the logits
-        token_BS = pad_sequence([torch.tensor(texts[n][0]) for n in part], True).to(model.device)
-        runner, kept = ModelRunner(model, chunk), [list[Tensor]() for _ in part]
-        runner.start(len(part), max(lengths))
-        runner.prefill(token_BS, [texts[n][1] - 1 for n in part] if width else starts)
-        while runner.cached != lengths:
-            cached = runner.cached
-            ends = [min(c + (width or length), length) for c, length in zip(cached, lengths, strict=True)]
-            fresh = [end - c for end, c in zip(ends, cached, strict=True)]
-            logit_BWV = runner.logits(token_BS, ends, fresh)
-            for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                if fresh[row] and end > start:
-                    skipped = max(start - cached[row], 0)
-                    kept[row].append(logit_BWV[row, skipped : fresh[row]].cpu())
-        for n, blocks in zip(part, kept, strict=True):
-            logit_WV = torch.cat(blocks)
-            logits[n] = logit_WV.to(torch.promote_types(logit_WV.dtype, torch.float32))
-    return [logits[n] for n in range(len(texts))]
+        numbers = order[first : first + rows]
+        batch = [texts[number] for number in numbers]
+        for number, logit_WV in zip(numbers, _fed_at_once(model, batch, width, chunk), strict=True):
+            logits[number] = logit_WV
+    return [logits[number] for number in range(len(texts))]
+
+
+def _fed_at_once(model: Model, texts: Sequence[Text], width: int, chunk: int) -> list[Tensor]:
+    """Feeds the texts as one batch. Arguments and result: see `fed`."""
+    lengths = [len(text.token_ids) for text in texts]
+    starts = [length - text.last - 1 for text, length in zip(texts, lengths, strict=True)]  # of the logits
+    token_BS = pad_sequence([torch.tensor(text.token_ids) for text in texts], True).to(model.device)
+    runner = ModelRunner(model, chunk)
+    runner.start(len(texts), max(lengths))
+    runner.prefill(token_BS, [text.prompt_length - 1 for text in texts] if width else starts)
+
+    blocks = [list[Tensor]() for _ in texts]
+    while runner.cached != lengths:
+        cached = runner.cached
+        ends = [min(begin + (width or length), length) for begin, length in zip(cached, lengths, strict=True)]
+        fresh = [end - begin for begin, end in zip(cached, ends, strict=True)]
+        logit_BWV = runner.logits(token_BS, ends, fresh)
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if fresh[row] and end > start:
+                skipped = max(start - cached[row], 0)
+                blocks[row].append(logit_BWV[row, skipped : fresh[row]].cpu())
+
+    logits = [torch.cat(blocks_of_row) for blocks_of_row in blocks]
+    return [logit_WV.to(torch.promote_types(logit_WV.dtype, torch.float32)) for logit_WV in logits]

@@ -47,7 +47,7 @@ class TextSampler(Protocol):
         """Returns the new tokens of each prompt, its end token included; each prompt draws for itself."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EngineSampler:
     """Samples with an engine, in timed batches of `batch_size` texts at most; `watch` sees its rounds."""
 
@@ -65,12 +65,14 @@ class EngineSampler:
         self.engine.observer = self.watch or Observer()
 
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+        """Returns the new tokens of each prompt. Raises ModelError for logits that are not numbers."""
+        limits = Limits(max_new_tokens, self.ends)
         result: list[list[int]] = []
         for first in range(0, len(prompts), self.batch_size):
             batch = list(prompts[first : first + self.batch_size])
             run = TimedRun(self.engine, batch, max_new_tokens, self.counts)
             state = run.state
-            for _ in run.rounds(Limits(max_new_tokens, self.ends), self.lookahead(state.rows)):
+            for _ in run.rounds(limits, self.lookahead(state.rows)):
                 pass
             self.rows = max(self.rows, state.rows)
             require_numbers(*texts_of(state))
@@ -104,63 +106,88 @@ def check_samples(
 
     def drawn(sampler: TextSampler, word: str) -> list[list[list[int]]]:
         """Samples each prompt's texts, with random streams of their own: two samples must not share one."""
-        names = [f"{prompt.id} {word} {number}" for prompt in prompts for number in range(task.samples)]
-        copies = [replace(prompts[n // task.samples], id=name) for n, name in enumerate(names)]
+        copies = [
+            replace(prompt, id=f"{prompt.id} {word} {number}")
+            for prompt in prompts
+            for number in range(task.samples)
+        ]
         texts = sampler.texts(copies, task.max_new_tokens)
         return [texts[first : first + task.samples] for first in range(0, len(texts), task.samples)]
 
     subject, regular, wrong = samplers
     assert wrong is not None
-    regular_texts, subject_texts = drawn(regular, "regular"), drawn(subject, "subject")
+    regular_texts = drawn(regular, "regular")
+    subject_texts = drawn(subject, "subject")
     wrong_texts = drawn(wrong, "wrong")
     if not leads:
         return []
-    length, texts = task.max_new_tokens, task.samples * len(prompts)
-    p_values, of_wrong = (compare(regular_texts, own, length, seed) for own in (subject_texts, wrong_texts))
-    least, of_a_family = min(p_values.values()), level / len(FAMILIES)
-    least_of_wrong = min(of_wrong.values())
-    figures: dict[str, Any] = {"texts_each": texts, "tokens_a_text": length}
-    figures |= {"p_values": p_values, "p_value_that_fails": of_a_family}
-    fault = f"the texts differ from regular ones: p value {least:.2g}, {texts} texts each"
+
+    length = task.max_new_tokens
+    count = task.samples * len(prompts)
+    p_values = compare(regular_texts, subject_texts, length, seed)
+    least = min(p_values.values())
+    failing = level / len(FAMILIES)  # each family has its part of the false alarms
+    figures: dict[str, Any] = {
+        "texts_each": count,
+        "tokens_a_text": length,
+        "p_values": p_values,
+        "p_value_that_fails": failing,
+    }
+    fault = f"the texts differ from regular ones: p value {least:.2g}, {count} texts each"
     # Differences of a distribution function that are smaller than this may be chance (Massart 1990).
-    detectable = min(1.0, math.sqrt(math.log(2 / level) / texts))
-    right = f"no difference from regular texts: least p value {least:.2g} of {texts} texts each; "
-    right += f"less than {detectable:.0%} would not show"
-    against = f"from regular sampling (p value {least_of_wrong:.2g})"
-    return [
-        judged("two samples", [(least <= of_a_family, fault)], right, figures),
-        control(wrong.name, least_of_wrong <= of_a_family, against, {"p_values": of_wrong}),
-    ]
+    detectable = min(1.0, math.sqrt(math.log(2 / level) / count))
+    right = (
+        f"no difference from regular texts: least p value {least:.2g} of {count} texts each; "
+        f"less than {detectable:.0%} would not show"
+    )
+    two_samples = judged("two samples", [(least <= failing, fault)], right, figures)
+
+    wrong_p_values = compare(regular_texts, wrong_texts, length, seed)
+    wrong_least = min(wrong_p_values.values())
+    against = f"from regular sampling (p value {wrong_least:.2g})"
+    negative_control = control(wrong.name, wrong_least <= failing, against, {"p_values": wrong_p_values})
+    return [two_samples, negative_control]
 
 
 def compare(
     regular: Sequence[Texts], others: Sequence[Texts], length: int, seed: int, shuffles: int = 20_000
 ) -> dict[str, float]:
-    """Compares two sets of texts by prompt, of at most `length` tokens; returns p values by family."""
-    total = {name: np.zeros(shuffles + 1) for name in FAMILIES}
+    """Compares two sets of texts by prompt, of at most `length` tokens; returns p values by family.
+
+    Shapes: L labellings, the true one and then its shuffles; T texts of both sets; F features.
+    """
+    statistics_L = {family: np.zeros(shuffles + 1) for family in FAMILIES}
     random = np.random.Generator(np.random.Philox(seed))
-    for ours, theirs in zip(regular, others, strict=True):
-        rows = [[*text, *[END] * (length - len(text))] for text in (*ours, *theirs)]
-        is_ours = np.arange(len(rows)) < len(ours)
-        labels = np.concatenate([is_ours[None], random.permuted(np.tile(is_ours, (shuffles, 1)), axis=1)])
-        for name, features in FAMILIES.items():
+    for regular_texts, other_texts in zip(regular, others, strict=True):
+        texts = [[*text, *[END] * (length - len(text))] for text in (*regular_texts, *other_texts)]
+        is_regular_T = np.arange(len(texts)) < len(regular_texts)
+        shuffled_LT = random.permuted(np.tile(is_regular_T, (shuffles, 1)), axis=1)
+        label_LT = np.concatenate([is_regular_T[None], shuffled_LT])
+        for family, features in FAMILIES.items():
             # The sum over the features of (excess over the label's share)^2 / sqrt(count). Divided by the
             # count itself, as in a chi-square test, many rare features would hide the frequent ones.
-            table = _table([features(row) for row in rows])
-            count, share = table.sum(0), labels[0].mean()
-            excess = labels.astype(np.float32) @ table - share * count
-            total[name] += excess**2 @ (1 / np.sqrt(np.maximum(count, 1)))
+            table_TF = _table([features(text) for text in texts])
+            count_F = table_TF.sum(0)
+            share = label_LT[0].mean()
+            excess_LF = label_LT.astype(np.float32) @ table_TF - share * count_F
+            statistics_L[family] += excess_LF**2 @ (1 / np.sqrt(np.maximum(count_F, 1)))
+
     # The labels are among their own shuffles; rounding must not separate equal statistics.
-    return {name: float(np.mean(t >= t[0] * (1 - 1e-6))) for name, t in total.items()}
+    return {
+        family: float(np.mean(statistic_L >= statistic_L[0] * (1 - 1e-6)))
+        for family, statistic_L in statistics_L.items()
+    }
 
 
-def _table(features: list[list[tuple[int, ...]]]) -> Table:
-    """Counts how often each text has each feature; rare features are pooled."""
-    counts = [Counter(row) for row in features]
-    total = sum(counts, Counter[tuple[int, ...]]())
-    column = {name: number for number, name in enumerate(n for n, count in total.items() if count >= RAREST)}
-    table = np.zeros((len(counts), len(column) + 1), dtype=np.float32)
+def _table(features_of_texts: list[list[tuple[int, ...]]]) -> Table:
+    """Counts how often each text has each feature, (T, F); the last column pools the rare ones."""
+    counts = [Counter(features) for features in features_of_texts]
+    totals = sum(counts, Counter[tuple[int, ...]]())
+    frequent = [feature for feature, total in totals.items() if total >= RAREST]
+    columns = {feature: column for column, feature in enumerate(frequent)}
+
+    table_TF = np.zeros((len(counts), len(columns) + 1), dtype=np.float32)
     for row, count in enumerate(counts):
-        for name, times in count.items():
-            table[row, column.get(name, len(column))] += times
-    return table
+        for feature, times in count.items():
+            table_TF[row, columns.get(feature, len(columns))] += times
+    return table_TF

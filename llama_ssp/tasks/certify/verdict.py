@@ -22,7 +22,10 @@ class Check:
         return {"name": self.name, "outcome": self.outcome.value, "says": self.says, **self.figures}
 
 
-SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"
+# Verdicts.
+SAME = "same"
+DIFFERENT = "different"
+INCONCLUSIVE = "inconclusive"
 
 
 def verdict(checks: Sequence[Check]) -> str:
@@ -43,22 +46,23 @@ def judged(name: str, faults: Sequence[tuple[object, str]], right: str, figures:
 
 def control(wrong: str, differs: bool, against: str, figures: dict[str, Any]) -> Check:
     """Returns the negative control: passed if the wrong rule differs, blind if it does not."""
-    says = f"a rule that {wrong} {'differs' if differs else 'does not differ'} {against}"
-    return Check("negative control", Outcome.passed if differs else Outcome.blind, says, figures)
+    outcome = Outcome.passed if differs else Outcome.blind
+    word = "differs" if differs else "does not differ"
+    return Check("negative control", outcome, f"a rule that {wrong} {word} {against}", figures)
 
 
 def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
     """Returns the verdict for people."""
     word = verdict(checks)
-    failed, blind = (
-        ", ".join(check.name for check in checks if check.outcome is outcome)
-        for outcome in (Outcome.failed, Outcome.blind)
-    )
-    unseen = blind or "every check"
-    says = {
-        DIFFERENT: f"{subject} does not give the target's distribution ({failed} failed).",
-        INCONCLUSIVE: f"nothing wrong was seen of {subject}, but {unseen} could not have seen it.",
-        SAME: f"{subject} gives the target's distribution, as far as {len(checks)} checks see; "
-        f"a right sampler fails one of them in at most {false_alarm:g} of runs.",
-    }
-    return f"{word}: {says[word]}"
+    if word == DIFFERENT:
+        failed = ", ".join(check.name for check in checks if check.outcome is Outcome.failed)
+        says = f"{subject} does not give the target's distribution ({failed} failed)."
+    elif word == INCONCLUSIVE:
+        blind = ", ".join(check.name for check in checks if check.outcome is Outcome.blind)
+        says = f"nothing wrong was seen of {subject}, but {blind or 'every check'} could not have seen it."
+    else:
+        says = (
+            f"{subject} gives the target's distribution, as far as {len(checks)} checks see; "
+            f"a right sampler fails one of them in at most {false_alarm:g} of runs."
+        )
+    return f"{word}: {says}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import StorageError
-from llama_ssp.models.kernels.ownership import Fault, fault_inside, fault_on_the_way
+from llama_ssp.models.ownership import Fault, fault_inside, fault_on_the_way
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 TRITON = "TRITON_CACHE_DIR"
 TRITON_HOME = "TRITON_HOME"
 UNUSED_S = 60 * 86400  # files of earlier versions and of other models, which nobody has read since
-MODELS = Path(__file__).parents[1]  # the code that programs are made from, with the sums over ranks below
+MODELS = Path(__file__).parent  # the code that programs are made from, with the sums over ranks below
 SUMS = MODELS.parent / "distributed" / "process_group.py"
 COMPILERS = ("g++", "clang++")
 OTHER_PLACES = ("/tmp", "/var/tmp")  # for temporary files, where the usual one is not safe
@@ -178,16 +178,16 @@ def drop_unused() -> None:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that CXX names, or else the first of COMPILERS that is installed."""
-    own = os.environ.get("CXX")
-    found = map(shutil.which, [own] if own else COMPILERS)
-    return next(filter(None, found), None)
+    """Returns the C++ compiler that CXX names, or else the first of COMPILERS that is installed."""
+    named = os.environ.get("CXX")
+    paths = map(shutil.which, [named] if named else COMPILERS)
+    return next(filter(None, paths), None)
 
 
 def is_ours(file: Path) -> bool:
-    """Whether only this user, and root, can write the file or exchange it: what is in the file is run.
+    """Returns whether only this user, and root, can write the file or exchange it.
 
-    Raises FileNotFoundError if there is none.
+    What is in the file is run. Raises FileNotFoundError if there is none.
     """
     return fault_on_the_way(file) is None
 
@@ -201,7 +201,7 @@ def part_of(place: Path) -> Path:
 
 
 def processor() -> str:
-    """The features of the processor that decide which instructions it has."""
+    """Returns the features of the processor that decide which instructions it has."""
     table = Path("/proc/cpuinfo")
     if not table.exists():
         return platform.platform() + platform.processor()
@@ -211,7 +211,7 @@ def processor() -> str:
 
 @functools.cache
 def source_text() -> str:
-    """The code that programs are made from."""
+    """Returns the code that programs are made from."""
     files = [SUMS, *sorted(MODELS.rglob("*.py")), *sorted(MODELS.rglob("*.cpp"))]
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
@@ -229,11 +229,13 @@ def mark_of(sizes: str) -> Path:
 
 def kept(prefix: str, facts: str, make: Callable[[], Any]) -> Any:
     """Returns what `make` gives for these facts, as JSON has it: of an earlier start, or made and kept."""
-    libraries = version("transformers"), version("tokenizers")
-    place = place_of(prefix, facts, *libraries, source_text(), suffix=".json")
+    place = place_of(
+        prefix, facts, version("transformers"), version("tokenizers"), source_text(), suffix=".json"
+    )
     with suppress(OSError, ValueError):
         if is_ours(place):
             return json.loads(place.read_text(encoding="utf-8"))
+
     content = json.dumps(make())
     with suppress(OSError):  # the next start makes it again
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -132,7 +132,8 @@ def _follow(path: Path) -> Way | Fault:
         if not hidden and not is_shared and _bits(entry, facts) & WRITE:
             return _writable(entry, facts)
         folders.append((entry, hidden or _lets_nobody_in(entry, facts)))
-    return Way(*folders[-1])
+    place, hidden = folders[-1]
+    return Way(place=place, hidden=hidden)
 
 
 def _lets_nobody_in(path: Path | str, facts: os.stat_result) -> bool:
@@ -193,14 +194,21 @@ def _owners_of_parents() -> frozenset[int]:
 
 
 def _of_stranger(path: Path, facts: os.stat_result) -> Fault:
-    fix = "delete it, or if you trust all that is there make it your own (chown)"
-    return Fault(path, f"belongs to {_name(facts.st_uid)} (mode {_mode(facts)})", fix)
+    return Fault(
+        path=path,
+        why=f"belongs to {_name(facts.st_uid)} (mode {_mode(facts)})",
+        fix="delete it, or if you trust all that is there make it your own (chown)",
+    )
 
 
 def _writable(path: Path, facts: os.stat_result) -> Fault:
     who = "everybody" if facts.st_mode & OTHERS_BITS & WRITE else "a group"
     owner = _name(facts.st_uid)
-    return Fault(path, f"may be written by {who} (mode {_mode(facts)}, of {owner})", f"chmod go-w {path}")
+    return Fault(
+        path=path,
+        why=f"may be written by {who} (mode {_mode(facts)}, of {owner})",
+        fix=f"chmod go-w {path}",
+    )
 
 
 def _mode(facts: os.stat_result) -> str:
