@@ -154,7 +154,7 @@ def pace(
 
 def by_transformers(module: Any, pair: PairSession, batches: list[list[TokenRequest]]) -> float:
     """Tokens a second of `generate` on padded batches, prefill included; each request's own tokens count."""
-    ends, heat = sorted(pair.tokens.end_ids), pair.run.sampling.temperature
+    ends, heat = sorted(pair.tokens.end_ids), pair.run.sampling.controls.temperature
     how = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {"do_sample": False}
     began, written = time.perf_counter(), 0
     for batch in batches:

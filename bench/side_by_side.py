@@ -60,7 +60,8 @@ def main() -> None:
     entry = pair_specs(run, [], 1)[0]
     run, new = entry.run, int(own["new"])
     pair = PairSession(entry).load(1, 256 + new)
-    asked = [float(heat) for heat in own["temperatures"].split(",") if heat] or [run.sampling.temperature]
+    usual = run.sampling.controls.temperature
+    asked = [float(heat) for heat in own["temperatures"].split(",") if heat] or [usual]
     runs = {heat: replace(run, sampling=replace(run.sampling, temperature=heat)) for heat in asked}
     ks = [int(k) for k in own["ks"].split(",")]
     placed = pair.placements.target
@@ -135,7 +136,7 @@ def by_transformers(
     pair: PairSession, module: Any, run: RunConf, new: int, seed: int
 ) -> tuple[float, Counts]:
     """Milliseconds a token of `generate` with the same weights and temperature."""
-    heat = run.sampling.temperature
+    heat = run.sampling.controls.temperature
     how = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {"do_sample": False}
     spent = 0.0
     for text in PROMPTS:

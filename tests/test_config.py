@@ -146,8 +146,9 @@ def test_a_config_survives_its_record(hydra: None) -> None:
 def test_every_key_has_its_type() -> None:
     types = config.key_types()
     for key, kind in {
-        "model.path": str | None, "draft.dtype": config.Dtype, "sampling.top_k": int, "task.stop": list[str],
-        "speculation.k_max": int, "cluster.slurm.setup": list[str], "seed": int | None,
+        "model.path": str | None, "draft.dtype": config.Dtype, "sampling.top_k": int | None,
+        "task.stop": list[str], "speculation.k_max": int,
+        "cluster.slurm.setup": list[str], "seed": int | None,
     }.items():  # fmt: skip
         assert types[key] == kind
 

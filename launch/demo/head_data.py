@@ -103,7 +103,7 @@ def answered(
     if len(groups) * ROWS < len(prompts):
         longest = max(map(len, prompts)) + new_tokens
         with (
-            load_pair(target, batch_size=ROWS, max_tokens=longest) as pair,
+            load_pair(target, batch_size=ROWS, max_tokens=longest, overrides=["sampling=plain"]) as pair,
             store.open("a", encoding="utf-8") as file,
         ):
             for first in range(len(groups) * ROWS, len(prompts), ROWS):

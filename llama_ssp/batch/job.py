@@ -7,14 +7,22 @@ import json
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.batch.atomic_files import drafted, replace_whole, storing
 from llama_ssp.batch.journal import MANIFEST, Journal, Manifest, shards_of
 from llama_ssp.batch.records import Refused
-from llama_ssp.config import BatchConf, OnBadRow, RunConf, Scheduler, home_expanded, resolved
+from llama_ssp.config import (
+    BatchConf,
+    OnBadRow,
+    RunConf,
+    SamplingConfig,
+    Scheduler,
+    home_expanded,
+    resolved,
+)
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.folder import fingerprint
 
@@ -134,14 +142,21 @@ def chosen_seed(run: RunConf, is_job: bool) -> int:
 
 
 def continued(run: RunConf) -> RunConf:
-    """Returns the run; where it leaves drafts to the plan, with those of the job that it continues."""
+    """Returns the run; what it leaves to the model or the plan, sampling and drafts, is as in its job."""
     spec = run.speculation
     if not (run.task_as(BatchConf).output and (held := Journal.held(folders_of(run)[0]))):
         return run
     given = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": spec.k}
     kept = {name: held.settings.get(f"speculation.{name}") for name in given if given[name] is None}
     known = {name: value for name, value in kept.items() if value is not None}
-    return replace(run, speculation=replace(spec, **known))
+    settings = held.settings
+    acting: dict[str, Any] = {
+        name: settings[f"sampling.{name}"] for name in vars(run.sampling) if f"sampling.{name}" in settings
+    }
+    if acting.get("logit_bias"):  # JSON has texts for keys
+        acting["logit_bias"] = {int(token): bias for token, bias in acting["logit_bias"].items()}
+    sampling = run.sampling.over(replace(SamplingConfig(), **acting))
+    return replace(run, speculation=replace(spec, **known), sampling=sampling)
 
 
 def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
@@ -201,8 +216,9 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
         keys = ("dtype",) if path else OF_MODEL  # files say the rest themselves, wherever they lie
         chosen |= {f"{role}.{key}": plain[role][key] for key in keys}
         chosen[f"{role}.files"] = fingerprint(path) if path else None
-    for group in ("sampling", "speculation"):
-        chosen |= {f"{group}.{key}": value for key, value in plain[group].items()}
+    acting = asdict(run.sampling.controls)
+    for group, values in (("sampling", acting), ("speculation", plain["speculation"])):
+        chosen |= {f"{group}.{key}": value for key, value in values.items()}
     chosen |= {f"task.{key}": plain["task"][key] for key in OF_TASK}
     chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}  # 0.2 had none
     return dict(json.loads(json.dumps(chosen)))  # in run.json the keys of `logit_bias` are texts

@@ -228,7 +228,7 @@ class Reader:
         seed = changes.get("seed")
         _require_whole("max_new_tokens", new, 1 - echo, MAX_SEED, where)
         _require_whole("seed", 0 if seed is None else seed, 0, MAX_SEED, where)
-        own = {key: changes[key] for key in SAMPLING if key in changes}
+        own = {key: changes[key] for key in SAMPLING if changes.get(key) is not None}
         if "logit_bias" in own:  # JSON has texts for keys
             biases = own["logit_bias"]
             if not isinstance(biases, dict) or not all(map(TOKEN_ID.fullmatch, biases)):

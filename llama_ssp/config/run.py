@@ -44,7 +44,11 @@ class RunConf:
     draft: ModelConf | None = key(None, "The draft, in the same way; none is no draft.")
     placement: PlacementConf = key(PlacementConf, "Which ranks and devices hold what.")
     cluster: ClusterConf = key(ClusterConf, "The machines, for plans and schedulers.")
-    sampling: SamplingConfig = key(SamplingConfig, "The distribution that is sampled from.")
+    sampling: SamplingConfig = key(
+        SamplingConfig,
+        "The distribution that is sampled from: model is what the target recommends, in its "
+        "generation_config.json for example; plain is its whole distribution; greedy; nucleus.",
+    )
     speculation: SpeculationConfig = key(SpeculationConfig, "How tokens are drafted and verified.")
     task: TaskConf = key(TaskConf, "What the run does.")
     plan: PlanningConf = key(PlanningConf, "The plan that the run is compared with.")

@@ -1,6 +1,6 @@
 """One dataclass for each Hydra group except the task, and the choices of their fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -9,6 +9,8 @@ from omegaconf import MISSING
 MAX_K = 64
 MAX_SEED = 2**63 - 1
 MAX_INT = 2**31 - 1
+MIN_TEMPERATURE = 1e-5  # a smaller divisor would turn logits into infinities
+MAX_TEMPERATURE = 100.0
 
 
 def key(
@@ -165,6 +167,12 @@ class ModelConf:
     sliding_window: int | None = number(None, 1, MAX_INT, "Tokens that a layer looks back at; null is all.")
     attention_bias: bool | None = key(None, "Attention's layers have biases; null is as usual in the family.")
     mlp_bias: bool | None = key(None, "The MLP's layers have biases; null is as usual in the family.")
+    sampling: dict[str, float] = number(
+        dict,
+        0.0,
+        MAX_INT,
+        "Its own temperature, top_k, top_p, min_p and repetition_penalty; files come first.",
+    )
 
     @property
     def is_head(self) -> bool:
@@ -304,20 +312,61 @@ class PlanningConf:
     acceptance: float = share(0.8, "The acceptance probability of the plan; task=plan has a key of its own.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """The sampling controls that act; without any, texts have the model's whole distribution."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_tokens: list[int] = field(default_factory=list)
+    min_new_tokens: int = 0
+
+
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """The sampling distribution. Every control acts on the target's and on the draft's distribution."""
+    """The sampling distribution. Every control acts on the target's and on the draft's distribution.
 
-    temperature: float = key(1.0, "Divides the logits; 0 is greedy.")
-    top_k: int = number(0, 0, MAX_INT, "Keep the K likeliest tokens; 0 keeps all.")
-    top_p: float = number(1.0, 0.0, 1.0, "Keep the likeliest tokens up to this share; 1 is all.", True)
-    min_p: float = share(0.0, "Drop tokens below this share of the likeliest one's probability.")
-    repetition_penalty: float = number(1.0, 0.01, 100.0, "Above 1: tokens in the text are less likely.")
-    frequency_penalty: float = number(0.0, -100.0, 100.0, "Taken off a logit for each time it was generated.")
-    presence_penalty: float = number(0.0, -100.0, 100.0, "Taken off the logit of a token that was generated.")
+    Null is the model's own value, of its generation_config.json for example; else the control does nothing.
+    """
+
+    temperature: float | None = key(None, "Divides the logits; 0 is greedy, 1 changes nothing.")
+    top_k: int | None = number(None, 0, MAX_INT, "Keep the K likeliest tokens; 0 keeps all.")
+    top_p: float | None = number(
+        None, 0.0, 1.0, "Keep the likeliest tokens up to this share; 1 is all.", True
+    )
+    min_p: float | None = share(None, "Drop tokens below this share of the likeliest one's probability.")
+    repetition_penalty: float | None = number(
+        None, 0.01, 100.0, "Above 1: tokens in the text are less likely; 1 changes nothing."
+    )
+    frequency_penalty: float | None = number(
+        None, -100.0, 100.0, "Taken off a logit for each time it was generated."
+    )
+    presence_penalty: float | None = number(
+        None, -100.0, 100.0, "Taken off the logit of a token that was generated."
+    )
     logit_bias: dict[int, float] = number(dict, -1e4, 1e4, "Added to logits, by token id, as in '{5: -2.0}'.")
     bad_tokens: list[int] = number(list, 0, MAX_INT, "Ids of tokens that are never generated.")
-    min_new_tokens: int = size("Tokens before an end token may come.")
+    min_new_tokens: int | None = number(None, 0, MAX_INT, "Tokens before an end token may come.")
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The values that are given, by key; null and empty ones are not."""
+        return {name: value for name, value in vars(self).items() if value not in (None, {}, [])}
+
+    @property
+    def controls(self) -> Controls:
+        """Returns what acts: a control that is still null does nothing."""
+        return replace(Controls(), **self.named)
+
+    def over(self, usual: "SamplingConfig") -> "SamplingConfig":
+        """Returns these settings; where they are null, the usual ones."""
+        return replace(usual, **self.named)
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,17 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from llama_ssp.config.arguments import unknown_key
 from llama_ssp.config.run import SIZES, RunConf
-from llama_ssp.config.schema import MAX_INT, Drafting, ModelConf, Output, Scheduler, Splitting, Weights
+from llama_ssp.config.schema import (
+    MAX_INT,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Drafting,
+    ModelConf,
+    Output,
+    Scheduler,
+    Splitting,
+    Weights,
+)
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import UsageError
 
@@ -27,10 +37,11 @@ def check(run: RunConf) -> None:
             fix="choose a task with task=NAME, and leave task.name",
         )
     spec = run.speculation
-    sampling = run.sampling
+    sampling = run.sampling.controls
     new = run.task.max_new_tokens
-    if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
-        between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
+    if sampling.temperature != 0:
+        temperature = sampling.temperature
+        between("sampling.temperature", temperature, MIN_TEMPERATURE, MAX_TEMPERATURE, "0 means argmax")
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
     for role, model in (("model", run.model), ("draft", run.draft)):
         if model is not None:
@@ -126,7 +137,7 @@ def check_context(run: RunConf) -> None:
     """Checks of the model's context and vocabulary, after its files have been read."""
     model = run.model
     vocab = run.model.vocab
-    sampling = run.sampling
+    sampling = run.sampling.controls
     for key, tokens in (("logit_bias", sampling.logit_bias), ("bad_tokens", sampling.bad_tokens)):
         for token in tokens:
             between(f"sampling.{key} token", token, 0, vocab - 1, f"model {model.name} has {vocab} tokens")

@@ -134,7 +134,7 @@ def load_pair(
             fix="start the script with torchrun --nproc-per-node N",
         )
     run = composed([f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens)}", *words])
-    new = max(1, min(max_tokens, USUAL_TOKENS) // 16, run.sampling.min_new_tokens)  # of a usual call
+    new = max(1, min(max_tokens, USUAL_TOKENS) // 16, run.sampling.controls.min_new_tokens)  # of a usual call
     task = replace(run.task_as(GenerateConf), max_new_tokens=new)
     run = replace(run, task=task)
     spec = pair_specs(run, [], rank_environment().world)[0]
@@ -235,7 +235,8 @@ class Pair:
         with self._call():
             texts = listed("texts", texts)
             of = "target" if sampling is None else "sampled"
-            least = max(1, (sampling or self._session.run.sampling).min_new_tokens)  # nothing is generated
+            controls = (sampling or self._session.run.sampling).controls
+            least = max(1, controls.min_new_tokens)  # nothing is generated
             settings: CallSettings = {"sampling": sampling, "logprobs": top, "logprobs_of": of}
             run = self._run({**settings, "max_new_tokens": least})
             read = self._read(texts, run, shorter=False)
@@ -277,7 +278,7 @@ class Pair:
             raise TypeError(f"no such argument: {min(unknown)}")
         given: dict[str, Any] = {"max_new_tokens": GenerateConf.max_new_tokens, "stop": (), **settings}
         run = self._session.run
-        sampling = given.pop("sampling", None) or run.sampling
+        sampling = (given.pop("sampling", None) or SamplingConfig()).over(run.sampling)
         seed = given.pop("seed", None)
         speculation = chosen(given.pop("speculation", None) or run.speculation)
         if (logprobs_of := given.get("logprobs_of", "target")) not in tuple(LogprobsOf):

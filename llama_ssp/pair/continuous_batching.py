@@ -42,8 +42,8 @@ class TokenRequest:
     def of_plain(plain: dict[str, Any]) -> TokenRequest:
         """Returns the request whose `asdict` went through JSON."""
         sampling = replace(SamplingConfig(), **plain["sampling"])
-        # JSON's keys are texts.
-        sampling.logit_bias = {int(token): bias for token, bias in sampling.logit_bias.items()}
+        if sampling.logit_bias:  # JSON's keys are texts
+            sampling.logit_bias = {int(token): bias for token, bias in sampling.logit_bias.items()}
         return TokenRequest(
             index=plain["index"],
             prompt=Prompt(plain["prompt"]["id"], tuple(plain["prompt"]["token_ids"])),

@@ -245,10 +245,10 @@ def _require_capacity(placements: Placements, run: RunConf, rows: int, slots: in
 
 def _warn(target: ModelPlacement, draft: ModelPlacement | None, run: RunConf) -> None:
     """Logs settings that are allowed, but hardly meant."""
-    k = run.sampling.top_k
+    k = run.sampling.controls.top_k
     if k > target.model.vocab:
         log.warning("sampling.top_k=%d exceeds the vocabulary of %d: off", k, target.model.vocab)
-    if target.dtype in (Dtype.int8, Dtype.nf4) and run.sampling.temperature == 0:
+    if target.dtype in (Dtype.int8, Dtype.nf4) and run.sampling.controls.temperature == 0:
         name = target.dtype.value
         log.warning("%s logits depend on the other rows of a batch: greedy equality is not promised", name)
     for placed in (target, draft) if draft else (target,):

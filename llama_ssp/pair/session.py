@@ -63,6 +63,8 @@ class PairSession:
         self._prediction: Prediction | None = None
         self.engines: dict[str, str] = {}  # how steps run, by role
         self.costs: Costs | None = None  # of rounds at each K, if they have been measured
+        if spec.sampling.source:
+            log.info("%s", spec.sampling.in_words)
 
     @property
     def models(self) -> RankModels:

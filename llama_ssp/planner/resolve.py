@@ -2,7 +2,7 @@
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError, UsageError
 from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
 from llama_ssp.models.kept_files import compiler
+from llama_ssp.models.own_sampling import OwnSampling, left_open
 from llama_ssp.models.sharding import is_planned, require_deepspeed, require_split
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.run_plan import request_of
@@ -46,6 +47,9 @@ class PairSpec:
     target_path: Path | None
     draft_path: Path | None
     placement: Placement
+    sampling: OwnSampling = field(
+        default_factory=OwnSampling
+    )  # what the target recommends of what the user has left open
 
     @property
     def files(self) -> dict[str, Path | None]:
@@ -73,6 +77,7 @@ class PairFiles(NamedTuple):
     run: RunConf
     target_path: Path | None
     draft_path: Path | None
+    sampling: OwnSampling = OwnSampling()
 
 
 def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec, ...]:
@@ -97,9 +102,11 @@ def _completed(run: RunConf, dry: bool) -> PairFiles:
             model, path = complete(conf, role, run.download)
         models[role] = _in_codes(run, model, path), path
     draft, draft_path = models.get(DRAFT, (None, None))
-    whole = replace(run, model=models[TARGET][0], draft=draft)
+    target, target_path = models[TARGET]
+    own = left_open(run.sampling, target, target_path)
+    whole = replace(run, model=target, draft=draft, sampling=run.sampling.over(own.usual))
     checks.check_context(whole)
-    return PairFiles(whole, models[TARGET][1], draft_path)
+    return PairFiles(whole, target_path, draft_path, own)
 
 
 def _in_codes(run: RunConf, model: ModelConf, path: Path | None) -> ModelConf:
@@ -118,7 +125,7 @@ def placed(files: PairFiles, worlds: list[int], least_k: int = 0) -> PairSpec:
 
     The plan does not choose a smaller K than `least_k`.
     """
-    run, target_path, draft_path = files
+    run = files.run
     if run.draft is not None and run.draft.is_head:
         require_head(run.draft, run.model, run.placement, worlds[-1])
     placement, speculation = choose(files, worlds, least_k)
@@ -128,10 +135,16 @@ def placed(files: PairFiles, worlds: list[int], least_k: int = 0) -> PairSpec:
         require_split(run.model, len(placement.target))
     if run.draft is not None and placement.draft_degree > 1:
         require_split(run.draft, placement.draft_degree, "draft")
-    if placement.draft not in ((), (LEADER,)) and is_bridged(*files):
+    if placement.draft not in ((), (LEADER,)) and is_bridged(files):
         require_whole(placement.draft)
     require_own_ranks(run, placement)
-    return PairSpec(replace(run, speculation=speculation), target_path, draft_path, placement)
+    return PairSpec(
+        run=replace(run, speculation=speculation),
+        target_path=files.target_path,
+        draft_path=files.draft_path,
+        placement=placement,
+        sampling=files.sampling,
+    )
 
 
 def require_own_ranks(run: RunConf, placement: Placement) -> None:
@@ -165,8 +178,9 @@ def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, 
         raise UsageError(what, "placement.draft", found, "leader", "use placement=leader or placement=auto")
 
 
-def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:
+def is_bridged(files: PairFiles) -> bool:
     """Whether the draft is known to have another tokenizer, so that its text is translated."""
+    run, target, draft, _ = files
     if target is None or draft is None or run.draft is None:
         return False
     own, other = read_vocabularies(target, draft)
@@ -222,7 +236,7 @@ def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None
 def request_for(files: PairFiles) -> PlanRequest:
     """Returns what to plan for the pair, also where its tokenizers differ."""
     request = request_of(files.run)
-    return replace(request, bridged=request.draft is not None and is_bridged(*files))
+    return replace(request, bridged=request.draft is not None and is_bridged(files))
 
 
 def options(request: PlanRequest, conf: PlacementConf, worlds: list[int]) -> list[Option]:

@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import Controls, SamplingConfig
 from llama_ssp.models.feed import sent
 from llama_ssp.models.graph_sizes import FILTERED
 from llama_ssp.models.interface import log_slow
@@ -52,7 +52,7 @@ class SamplingTransform:
 
         `replay` runs functions of tensors as CUDA graphs, where a model has them.
         """
-        self.controls = sampling
+        self.controls = sampling.controls
         self._replay = replay
         self.end_ids = tuple(i for i in end_ids if i < vocab)
         self.vocab = vocab
@@ -61,13 +61,14 @@ class SamplingTransform:
 
     def assign(self, row: int, sampling: SamplingConfig) -> None:
         """Sets the row's controls."""
-        if sampling == self.controls:
+        controls = sampling.controls
+        if controls == self.controls:
             self._by_row.pop(row, None)
             return
 
         # Rows with equal controls share a transform: they are then computed together.
         for transform in self._by_row.values():
-            if transform.controls == sampling:
+            if transform.controls == controls:
                 self._by_row[row] = transform
                 return
         self._by_row[row] = SamplingTransform(
@@ -246,7 +247,7 @@ class OfTensors:
         return self.transform._under_controls(logit_BWV, prefix)
 
 
-def _forbids(controls: SamplingConfig) -> bool:
+def _forbids(controls: Controls) -> bool:
     """Returns whether tokens may be forbidden."""
     return bool(controls.bad_tokens or controls.logit_bias or controls.min_new_tokens)
 

@@ -55,7 +55,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 fix="write 8",
             )
 
-        words = [f"{key}={value}" for key, value in overrides.items()]
+        # Scores of models are compared as they are, without the filters that their makers recommend.
+        words = ["sampling=plain", *(f"{key}={value}" for key, value in overrides.items())]
         self._pair = load_pair(
             model, draft, batch_size=int(batch_size), max_tokens=max_length or LONGEST, overrides=words
         )

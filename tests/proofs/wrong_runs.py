@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import Controls, SamplingConfig
 from llama_ssp.models.sharding import COLUMNS, Cut
 from llama_ssp.speculative.rng import RACES, ROUNDS, Purpose
 from llama_ssp.speculative.sampling import FEW, Prefix, SamplingTransform
@@ -122,7 +122,8 @@ def under(controls, call, transform, logit_BWV, prefix):
     """The controls are `controls(those of the run, the pass's width)`."""
     other = controls(transform.controls, logit_BWV.shape[1])
     if other != transform.controls:
-        transform = SamplingTransform(other, transform.end_ids, transform.vocab)
+        sampling = replace(SamplingConfig(), **vars(other))
+        transform = SamplingTransform(sampling, transform.end_ids, transform.vocab)
     return call(transform, logit_BWV, prefix)
 
 
@@ -130,7 +131,7 @@ def under(controls, call, transform, logit_BWV, prefix):
 @under
 def _(controls, width):
     """A pass of one position is a draft's; a greedy distribution has nothing to filter."""
-    bare = SamplingConfig(temperature=controls.temperature)
+    bare = Controls(temperature=controls.temperature)
     return controls if width == 1 or controls.temperature == 0 else bare
 
 
@@ -141,7 +142,7 @@ fault("a bias lifts a ban", CONTROLS, proof(SAMPLING, "test_a_bias_does_not_lift
 
 @fault("controls of rows are merged", "speculative.sampling:SamplingTransform.assign", BY_ROW)
 def _(assign, transform, row, controls):
-    own = controls != transform.controls
+    own = controls.controls != transform.controls
     assign(transform, row, vars(transform).setdefault("first", controls) if own else controls)
 
 

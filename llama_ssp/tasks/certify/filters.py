@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import Controls
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.tasks.certify.decisions import Round
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
@@ -78,7 +78,7 @@ def distance(
 
 
 def controlled(
-    logits: Probs, controls: SamplingConfig, end_ids: Sequence[int], text: Sequence[int], prompt: int
+    logits: Probs, controls: Controls, end_ids: Sequence[int], text: Sequence[int], prompt: int
 ) -> Probs:
     """Returns logits after bias, bans, minimum length and penalties; `prompt` counts its tokens."""
     warm = logits.copy()
@@ -102,7 +102,7 @@ def controlled(
     return warm
 
 
-def cut(probs: Probs, controls: SamplingConfig, shift: float, factor: float) -> NDArray[np.bool_]:
+def cut(probs: Probs, controls: Controls, shift: float, factor: float) -> NDArray[np.bool_]:
     """Returns which tokens top-k, top-p and min-p keep; `shift` adds to top-p, edges are times `factor`."""
     kept = np.ones(len(probs), dtype=bool)
     if 0 < controls.top_k < len(probs):

@@ -71,7 +71,7 @@ class CertifyTask(Task[CertifyConf]):
 
     def _examine(self, pair: PairSession) -> None:
         """Makes all checks; what the first part held, caches included, is free when the second begins."""
-        is_greedy = self._run.sampling.temperature == 0
+        is_greedy = self._run.sampling.controls.temperature == 0
         texts = len(self._texts)
         total = texts * self._long_copies()
         if is_greedy:
@@ -108,7 +108,7 @@ class CertifyTask(Task[CertifyConf]):
             pair.models.target,
             rule,
             watch.rounds,
-            heat=run.sampling.temperature,
+            heat=run.sampling.controls.temperature,
             vocab=vocab,
             rows=task.batch_size,
             chunk=pair.models.prefill_chunk,
@@ -119,7 +119,7 @@ class CertifyTask(Task[CertifyConf]):
             self._add(check_filters(watch.rounds, transform))
 
         samples = list[Check]()
-        if run.sampling.temperature != 0:
+        if run.sampling.controls.temperature != 0:
             plain = self._sampler("regular", pair, regular(run), progress)
             wrong = self._sampler(WRONG.name, pair, run, progress, rule=WRONG)
             samplers = Samplers(subject, plain, wrong)
@@ -133,7 +133,7 @@ class CertifyTask(Task[CertifyConf]):
         """Checks greedy texts; where the run's own are greedy, those of the wrong rule are the control."""
         greedy = replace(self._run, sampling=SamplingConfig(temperature=0.0))
         wrong = None
-        if self._run.sampling.temperature == 0:
+        if self._run.sampling.controls.temperature == 0:
             wrong = self._sampler(WRONG.name, pair, greedy, progress, rule=WRONG)
         ours = self._sampler("speculative, greedy", pair, greedy, progress)
         plain = self._sampler("regular, greedy", pair, regular(greedy), progress)
