@@ -47,7 +47,7 @@ def test_equals_the_plain_law_at_every_position(sampling, seed):
         for column in range(5):
             text = prefix.token_BS[row, : int(prefix.length_BW[row, column])].tolist()
             plain = reference_law(
-                logits[row, column].tolist(), text, int(prefix.prompt_B[row]), sampling, ENDS
+                logits[row, column].tolist(), text, int(prefix.prompt_B[row]), sampling.controls, ENDS
             )
             expected = torch.tensor(plain, dtype=torch.float64)
             assert torch.allclose(transform[row, column], expected, rtol=0, atol=1e-12)

@@ -45,9 +45,7 @@ class RunConf:
     placement: PlacementConf = key(PlacementConf, "Which ranks and devices hold what.")
     cluster: ClusterConf = key(ClusterConf, "The machines, for plans and schedulers.")
     sampling: SamplingConfig = key(
-        SamplingConfig,
-        "The distribution that is sampled from: model is what the target recommends, in its "
-        "generation_config.json for example; plain is its whole distribution; greedy; nucleus.",
+        SamplingConfig, "The distribution to sample from; null is what the model recommends."
     )
     speculation: SpeculationConfig = key(SpeculationConfig, "How tokens are drafted and verified.")
     task: TaskConf = key(TaskConf, "What the run does.")

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import MISSING
 
 MAX_K = 64
+MADE_FAMILY = "llama"  # of the models that the program makes for its own checks
 MAX_SEED = 2**63 - 1
 MAX_INT = 2**31 - 1
 MIN_TEMPERATURE = 1e-5  # a smaller divisor would turn logits into infinities

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.config import MADE_FAMILY, Dtype, ModelConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.assemble import decoder, wanted
@@ -94,7 +94,7 @@ def small_model(dtype: Dtype, device: torch.device, ranks: Ranks) -> SteppedMode
     n_heads, n_kv_heads, head_dim = heads
     shape = ModelConf(
         name="trial",
-        family="llama",
+        family=MADE_FAMILY,
         n_layers=2,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,

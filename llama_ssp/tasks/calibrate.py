@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.utils.benchmark import timer
 
 from llama_ssp.config import (
+    MADE_FAMILY,
     CalibrateConf,
     ClusterConf,
     Drafting,
@@ -297,7 +298,7 @@ def shape(layers: int, dim: int, vocab: int, agreement: float = 0.8, head_dim: i
     heads = max(dim // head_dim, 1)
     return ModelConf(
         name=f"{layers}x{dim}, vocabulary {vocab}",
-        family="llama",
+        family=MADE_FAMILY,
         n_layers=layers,
         n_heads=heads,
         n_kv_heads=heads,

@@ -6,11 +6,11 @@ sampling.py with it at random controls, within 1e-12. It shares no code with wha
 
 import math
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import Controls
 
 
 def reference_law(
-    logits: list[float], prefix: list[int], prompt: int, sampling: SamplingConfig, ends: frozenset[int]
+    logits: list[float], prefix: list[int], prompt: int, sampling: Controls, ends: frozenset[int]
 ) -> list[float]:
     """The distribution after `prefix`, whose first `prompt` tokens were given."""
     generated = prefix[prompt:]

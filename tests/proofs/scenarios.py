@@ -145,7 +145,7 @@ def _grow(
         return
     ids = [*prompt, *text]
     logits = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].tolist()
-    for token, share in enumerate(reference_law(logits, ids, len(prompt), s.sampling, s.ends)):
+    for token, share in enumerate(reference_law(logits, ids, len(prompt), s.sampling.controls, s.ends)):
         if share > 0:
             _grow(s, module, prompt, (*text, token), weight * share, probs)
 
