@@ -274,7 +274,7 @@ def placements_picture() -> Drawing:
         MARGIN,
         top + 14,
         [
-            "Heads are those of attention: 30B has 52, 7B has 32. Parts have whole heads: 7 and 6 of 52.",
+            "Heads are those of attention: 30B has 52, 7B has 32. Each part has whole heads.",
             "The MLP and the vocabulary are split, too. A split draft's first rank has its whole embedding.",
         ],
         colour="soft",
@@ -326,7 +326,8 @@ DOORS = {"__main__", "llama_ssp"}  # they pass on to cli.py, and to pair/
 ROW = 44
 LANE_X = 598
 LANE_STEP = 27
-OUT, IN = 9, 23  # where lines leave and reach a box
+OUT = 9  # below a box's top: where its line leaves
+IN = 23  # where its arrow arrives
 
 
 def folders() -> list[str]:
@@ -388,7 +389,8 @@ def folders_picture() -> Drawing:
     for room, names in arrows.items():
         if names:
             lowest = max(rows[name] for name in names)
-            start, x = rows[room] + OUT, lanes[room]
+            start = rows[room] + OUT
+            x = lanes[room]
             drawing.line([(edge_x, start), (x, start), (x, lowest + IN)], colour="target-edge")
     for room, y in rows.items():
         importing = [lanes[name] for name in arrows if room in arrows[name]]
@@ -476,7 +478,7 @@ def decided(rule: Rule) -> Decided:
 
 def block_picture() -> Drawing:
     """Draws one block of four drafts, decided by the token rule and by the block rule with the same coins."""
-    results = {name: decided(rule) for name, rule in RULES.items()}
+    results = {name: decided(RULES[name]) for name in ("token", "block")}
     said = "; ".join(
         f"the {name} rule keeps {result.accepted} and commits {' '.join(result.committed)}"
         for name, result in results.items()
@@ -514,12 +516,14 @@ def _distributions(drawing: Drawing, top: int) -> None:
     """Draws p and q at each draft's position, and marks the token that was drafted."""
     for row, token in enumerate(VOCAB):
         drawing.text(COLUMN_X - 16, top + 66 + 26 * row, token, style="end code")
+
     prefix = list(TEXT)
     for place, token in enumerate(DRAFTED):
         x = COLUMN_X + COLUMN_STEP * place
         drawing.box(x - 8, top, COLUMN_STEP - 8, 234, fill="panel")
         drawing.text(x, top + 20, f"draft {place + 1}: {token}", style="b")
         drawing.text(x, top + 38, f"after ... {' '.join(prefix[-3:])}", colour="soft")
+
         for row, name in enumerate(VOCAB):
             y = top + 52 + 26 * row
             p = TARGET[place][row] / 100
@@ -626,9 +630,9 @@ def _commit(drawing: Drawing, x: float, top: int, name: str, result: Decided) ->
 
     drawing.text(x + 12, top + 206, "Committed:")
     place = x + 92
-    for token in result.committed:
+    for index, token in enumerate(result.committed):
         width = 16 + 9 * len(token)
-        fill = "draft" if place < x + 92 + sum(24 + 9 * len(name) for name in DRAFTED[:kept]) else "rest"
+        fill = "draft" if index < kept else "rest"
         drawing.box(place, top + 189, width, 24, fill=fill, edge=f"{fill}-edge")
         drawing.text(place + width / 2, top + 206, token, style="mid code")
         place += width + 8
