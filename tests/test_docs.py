@@ -1,5 +1,7 @@
 """Commands of the README and the guides are taken, until their runs begin; notebooks run cell by cell.
 
+Pictures that a script draws are those that it draws now, and each stands on a page.
+
 tests/test_packaging.py and tests/slurm/test_readme.py run the commands that need no files of the reader's.
 """
 
@@ -8,9 +10,11 @@ import os
 import re
 import shlex
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from bench.diagrams import PICTURES
 from llama_ssp.config import RunConf
 from tests.conftest import Command
 from tests.warm import ROOT
@@ -65,3 +69,36 @@ def test_a_notebook_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert imported and all(line.startswith("from llama_ssp import") for line in imported)
     said = capsys.readouterr().out
     assert known["passes"][0] > known["passes"][4] > 0 and "passes of the target" in said
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_the_script_draws(name: str) -> None:
+    """Its ranks, imports and decisions are those of the code: `python bench/diagrams.py` draws it anew."""
+    committed = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    assert committed == PICTURES[name]().svg(), "run python bench/diagrams.py"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_can_be_read(name: str) -> None:
+    """By a screen reader, in a light and a dark scheme, at 12 pixels and more, inside its frame."""
+    drawing = PICTURES[name]()
+    root = ElementTree.fromstring(drawing.svg())
+    assert root.findtext(f"{SVG}title") == drawing.title
+    assert root.findtext(f"{SVG}desc") == drawing.description
+
+    style = root.findtext(f"{SVG}style") or ""
+    assert "prefers-color-scheme: dark" in style and "@import" not in style and "url(" not in style
+    sizes = [int(size) for size in re.findall(r"(\d+)px", style)]
+    assert sizes and min(sizes) >= 12 and int(root.attrib["width"]) <= 900
+    for text in root.iter(f"{SVG}text"):
+        assert 0 < float(text.attrib["x"]) < 900 and 0 < float(text.attrib["y"]) < drawing.height
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_stands_on_a_page(name: str) -> None:
+    shown = re.compile(rf"!\[[^]]+\]\((?:docs/)?pictures/{name}\.svg\)")
+    assert any(shown.search(page.read_text(encoding="utf-8")) for page in PAGES)
