@@ -237,6 +237,22 @@ def test_a_folder_that_only_this_user_can_change_is_used_as_it_is(
     assert (os.environ[INDUCTOR], caplog.messages) == (str(folder), [])
 
 
+@pytest.mark.parametrize("way", ["inner/..", "inner/../.", "self", "up/.."], ids=lambda way: way)
+def test_a_way_that_ends_above_is_looked_at_where_it_ends(place: Path, way: str) -> None:
+    """A sticky folder that all may write is enough to pass through, and not enough to load code from."""
+    shared = place / "shared"
+    (shared / "inner").mkdir(parents=True)
+    (shared / "self").symlink_to(".")
+    (shared / "up").symlink_to("inner")
+    assert ownership.fault_on_the_way(shared / way) is None, "before others may write there"
+    shared.chmod(0o1777)
+    fault = ownership.fault_on_the_way(shared / way)
+    assert fault is not None
+    assert (fault.path, "written by everybody" in fault.why) == (shared, True)
+    assert ownership.fault_inside(shared / way) is not None
+    assert ownership.fault_on_the_way(shared / "inner") is None, "what is passed through"
+
+
 def test_a_new_folder_is_this_users_alone_whatever_the_umask(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

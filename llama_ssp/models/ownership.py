@@ -94,7 +94,8 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except (FileNotFoundError, PermissionError):  # the folder is ours or root's: else it is not looked into
+    except (FileNotFoundError, PermissionError):
+        # It is gone, or it is root's and we may not list it. Another user's never comes here: it is refused.
         return []
 
 
@@ -132,7 +133,14 @@ def _follow(path: Path) -> Way | Fault:
         if not hidden and not is_shared and _bits(entry, facts) & WRITE:
             return _writable(entry, facts)
         folders.append((entry, hidden or _lets_nobody_in(entry, facts)))
+    # `..`, or a link to `.`, ends at a folder that was only passed above, where less is asked of it.
     place, hidden = folders[-1]
+    is_below_hidden = len(folders) > 1 and folders[-2][1]
+    facts = place.lstat()
+    if facts.st_uid not in _owners():
+        return _of_stranger(place, facts)
+    if not is_below_hidden and _bits(place, facts) & WRITE:
+        return _writable(place, facts)
     return Way(place=place, hidden=hidden)
 
 
