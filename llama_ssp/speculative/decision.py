@@ -131,7 +131,8 @@ def decide(
     """
     damaged_BW = has_nan(probs_BWV)
     if drafted_BK.shape[1]:
-        # Column i + 1 follows draft i: it counts only if that draft's distribution is sound, too.
+        # The target's column i follows i drafts: it counts only if the distribution of the last of them,
+        # in the draft's column i - 1, is sound, too.
         damaged_BW[:, 1:] |= has_nan(draft_BKV)
         block = block_of(probs_BWV, draft_BKV, drafted_BK, count_B)
         accepted_B, token_B = rule.decide(block, draws)

@@ -64,8 +64,10 @@ class Observer:
 class RankEngine(ABC):
     """Takes one rank's part in every round. All ranks make the same calls in the same order, on token ids.
 
-    The leader has an `Engine`, which decides; other ranks have a `Follower` each. A decision travels with the
-    next round's first message, for which a follower's `verify` waits; `flush` sends the last one.
+    The leader has an `Engine`, which decides; other ranks have a `Follower` each. The target's ranks get one
+    message a round: the decision of the round before, and the new drafts. A follower feeds the drafts to its
+    part of the target, then waits for the next message, and only then knows what was decided. The leader does
+    not wait: it decides, commits and drafts on. `flush` sends the decision of the last round.
     """
 
     _protocol: type[RoundProtocol]
@@ -207,8 +209,10 @@ class RankEngine(ABC):
 
         Of a row of n tokens with 3 drafts the target was fed up to position n+2. If 1 is accepted, the text
         has n+2 tokens with the correction, and n+1 stay cached: those up to the accepted draft. The keys of
-        the other two drafts are forgotten. The correction was never fed: the next round feeds it, as it feeds
-        a draft model its own last draft after all were accepted. Nothing is computed again.
+        the other two drafts are forgotten. The correction was never fed: the next round feeds it.
+
+        After a block of which all drafts were accepted, a draft model lacks two tokens, its own last draft
+        and the token after it: the next round feeds it both. Nothing is computed again.
         """
         for model in (self.target, self.drafter):
             if model:
@@ -260,7 +264,7 @@ class Engine(RankEngine):
 
         Whatever drafts, the rules need no more of it than that q is the one that was really drawn from:
 
-        * a draft model's q is a softmax of its logits under the run's sampling controls, one forward a draft;
+        * a draft model's q is a softmax of its logits under the row's sampling controls, one forward a draft;
         * a trained head's is the same of logits that it computes from the target's hidden states;
         * an n-gram's draft is looked up in the text, not drawn: its q is 1 for that token, 0 for others, and
           it is accepted with the probability p that the target gives it.
@@ -275,7 +279,9 @@ class Engine(RankEngine):
                 min(k, self.drafter.limit(length), self.target.room(length))
                 for k, length in zip(wanted, state.lengths, strict=True)
             )
-            self._rounds.ask(state, count)  # of ranks that take part in drafting
+            # Ranks with a part of the draft model are asked first. Of a split model they add their part to
+            # the logits from which this rank draws; ranks of the draft's own draw, and send tokens with q.
+            self._rounds.ask(state, count)
             proposal = self.drafter.propose(state, count)
             self._rounds.submit(state, proposal)  # to the ranks of the target, which are fed the drafts
             return proposal
@@ -302,9 +308,11 @@ class Engine(RankEngine):
         count_B = sent(proposal.count, probs_BWV.device)
 
         # The slot names the round's random numbers: a uniform in [0, 1) for each draft's coin, (B, K), and
-        # others for the draw of the token after them. It names them by seed, prompt and length of text, never
-        # by a counter. So no two rounds share a number, and a row's text does not depend on the rows next to
-        # it. `round` returns `decide` of these draws and of the tensors; a model may run it as a CUDA graph.
+        # others for the draw of the token after them; drafts are drawn with numbers of a third kind, and all
+        # are independent. It names them by the run's seed, the prompt's id, the length of the text, what the
+        # draw is for and the draft's place, never by a counter. So no two rounds share a number, and a row's
+        # text does not depend on the rows next to it. `round` returns `decide` of these draws and of the
+        # tensors; a model may run it as a CUDA graph.
         slot = state.slot(Purpose.ACCEPT)
         packed_BN = self.draws.round(
             decide, self._rule, slot, probs_BWV, draft_BKV, proposal.drafted_BK, count_B
@@ -339,9 +347,9 @@ def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> 
     fed               4   5 6      every token that the cache lacks, up to the last draft
     columns           0   1 2 -    column i: the logits after i drafts; the last is undefined in this row
 
-    Tokens are read from `state.token_BS`, (B, S), in which each row's drafts stand after its text. It is one
-    forward for all rows and drafts. Without drafts (K = 0) each row is fed its last token alone. A row that
-    has ended is fed nothing: it ends where its cache does.
+    Tokens are read from `state.token_BS`, (B, S): the drafter wrote each row's drafts after its text. It
+    is one forward for all rows and drafts. Without drafts (K = 0) each row is fed its last token alone. A
+    row that has ended is fed nothing: it ends where its cache does.
     """
     rows = zip(target.cached, state.ended, state.lengths, count, strict=True)
     ends = [cached if ended else length + drafted for cached, ended, length, drafted in rows]

@@ -163,8 +163,9 @@ class SamplingTransform:
         logit_BWV = self._penalised(self._biased(logit_BWV, prefix), prefix)
 
         if controls.temperature == 0:
-            # Greedy is a distribution like any other: certain of the likeliest token, the first of equals. A
-            # draft is then kept where it is that token, and the correction is that token.
+            # Greedy is a distribution like any other: certain of the likeliest token, the first of equals.
+            # With such p and q both rules keep the drafts before the first that is not the target's choice,
+            # and the correction is that choice.
             chosen_BWV = one_hot(logit_BWV.argmax(-1), logit_BWV)
             nothing_BW1 = logit_BWV.amax(-1, keepdim=True) == -torch.inf  # every token is forbidden
             return chosen_BWV.masked_fill(nothing_BW1, torch.nan) if _forbids(controls) else chosen_BWV

@@ -7,6 +7,9 @@ Shapes: B rows, K drafted positions, V vocabulary. Position i holds the distribu
     drafted_BK   the drafted tokens
     count_B      how many of the K drafts are real in this row (0: this row decodes plainly)
 
+K is the largest count of the batch. What stands in a row's columns from its count on is not used. Drafts are
+numbered from 1 in formulas, x_1..x_K, and columns from 0: draft x_i stands in column i - 1 of `drafted_BK`.
+
 A rule is made of pure functions: `accept_chances` gives the chance of each draft's coin; given which coins
 passed, `accepted` gives how many drafts are kept; `correction_probs` is the distribution of the token after
 them. `Rule.decide` puts them together; its caller makes the draws. K is at least 1. The functions run on
@@ -23,19 +26,23 @@ probability max(p(x) - q(x), 0), and p(x) in all. Nothing is asked of q but that
 
 `block` (Sun et al. 2403.10444) decides over the whole block, and keeps at least as many drafts on average:
 ratios are multiplied along the block, so a draft that is likelier under the target makes up for one before.
-With drafts x_1..x_K, and after i of them the distributions p and q of the next token:
+With a row's drafts x_1..x_n, and p_i and q_i the distributions of the token after i of them:
 
-    P[0] = 1, P[i] = min(P[i-1] * p(x_i) / q(x_i), 1)     the weight that the first i drafts carry
-    S[i] = sum(max(P[i] * p - q, 0))                      what q leaves of the target's mass after i drafts
-    coin i passes with S[i] / (S[i] + 1 - P[i])           the last one, i = K, with P[K]
-    kept: up to the last i whose coin passes; then a draw from max(P[i] * p - q, 0) / S[i]
+    P[0] = 1, P[i] = min(P[i-1] * p_{i-1}(x_i) / q_{i-1}(x_i), 1)    the weight that the first i drafts carry
+    S[i] = sum(max(P[i] * p_i - q_i, 0))                  what q_i leaves of the target's mass after i drafts
+    coin i passes with S[i] / (S[i] + 1 - P[i]) if i < n, and coin n with P[n]
+    kept: up to the last i whose coin passes, none if no coin does
+    then: a draw from max(P[i] * p_i - q_i, 0) / S[i] if i < n, and from p_n after all n drafts
 
-Why this is exact: given the first i drafts, i or more are kept with probability P[i]. The next draft is x,
-and is kept too, with probability q(x) * min(P[i] * p(x) / q(x), 1) = min(P[i] * p(x), q(x)). Over all x that
-is P[i] - S[i]. So the block ends after i with probability S[i], and with a correction x with probability
-max(P[i] * p(x) - q(x), 0). In all, x follows the i drafts with probability P[i] * p(x). The coin of i counts
-where none after it passes: its chance is that of an end after i, S[i], out of all that is no longer,
-1 - (P[i] - S[i]).
+Why this is exact, from the last coin back. Claim: given the first i drafts, i or more of them are kept with
+probability P[i]. For i = n that is coin n. If it holds for i + 1, then the next draft is x, and is kept too,
+with probability q_i(x) * min(P[i] * p_i(x) / q_i(x), 1) = min(P[i] * p_i(x), q_i(x)). Over all x that is
+P[i] - S[i]. Coin i decides only where no later one passes, in 1 - (P[i] - S[i]) of all cases, and there with
+the chance S[i] / (1 - (P[i] - S[i])): so the block ends after i with probability S[i], and i or more drafts
+are kept with probability P[i] - S[i] + S[i] = P[i], as claimed.
+
+The correction is x with probability max(P[i] * p_i(x) - q_i(x), 0). With the draft x that was kept, x follows
+the i drafts with probability P[i] * p_i(x): the target's p_i(x), in all cases in which i or more are kept.
 
 In both a uniform number must be strictly below the chance: a token that the target cannot produce is never
 accepted. Drafts that are all kept are followed by a draw from the target's own distribution.
@@ -247,8 +254,8 @@ def _residual_probs(block: DraftBlock, accepted_B: Array, weight_B: Array) -> Ar
 def _probs_after(block: DraftBlock, accepted_B: Array) -> tuple[Array, Array]:
     """Returns the target's and the draft's probabilities after `accepted` drafts, (B, V) each.
 
-    They stand in column `accepted` of the K+1 positions of the target, and of the K of the draft. After all K
-    there is no draft's distribution: the last one fills its place and is not used.
+    They stand in column `accepted` of the K+1 positions of the target, and of the K of the draft. After all
+    of a row's drafts there is no draft's distribution: another one fills its place and is not used.
     """
     last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
     return row_by_row(block.target_BWV, accepted_B), row_by_row(block.draft_BKV, last_B)
