@@ -1,10 +1,15 @@
-"""Samplers that are wrong, for task=certify to say so, and the sound code on other seeds.
+"""Plants faults into sampling, one at a time, and shows that task=certify says `different` of each.
 
     python -m tests.certify_faults [only=TEXT,...] [seeds=20] [jobs=1] [write=FILE.md]
 
-prints the table (of the rows with one of these texts in their name). Each fault is planted in the code that
-ships, or, one of them, is another library's sampler behind the same interface; the pair is the one that
-ships, the size that of the default run. The exit code is 1 if a verdict is not the one that is due.
+Each fault is planted in the code that ships, except one: another library's sampler behind the same
+interface. Each run is `llama-ssp certify` of the pair that ships, at its default size. The sound code runs
+too, once for each seed. The table of verdicts is printed; the exit code is 1 if a verdict is not due.
+
+    only    run the rows with one of these texts in their name, such as only=coins,sound; without it all
+    seeds   how many seeds the sound code is run with: 0, 1, 2, ...
+    jobs    how many rows run at the same time, each on one thread
+    write   also write the table, with machine and versions, into this file
 """
 
 import copy
@@ -222,6 +227,9 @@ def _certified(seeds: int, number: int) -> tuple[bool, str]:
 
 
 def main() -> int:
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(__doc__)
+        return 0
     asked = dict(word.split("=", 1) for word in sys.argv[1:])
     seeds, wanted = int(asked.get("seeds", "20")), asked.get("only", "").split(",")
     numbers = [n for n, row in enumerate(rows(seeds)) if any(word in row.name for word in wanted)]

@@ -28,6 +28,7 @@ from llama_ssp.tasks.certify.law import MAX_TRIED, check_law, compared, own_logi
 from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, Samplers, check_samples, compare
 from llama_ssp.tasks.certify.task import RANDOM_CHECKS
 from llama_ssp.tasks.certify.verdict import Check, Outcome, sentence, verdict
+from tests import certify_faults
 from tests.certify_faults import FAULTS
 from tests.conftest import Command
 from tests.proofs.mutants import Mutant, every
@@ -437,6 +438,15 @@ def test_the_fault_that_is_hardest_to_see_shows_in_long_texts_of_the_default_len
     fewer = "task.samples=16", "task.law_rounds=8", "task.greedy_tokens=8"
     is_right, line = replace(row, overrides=("seed=1", *fewer)).certified()
     assert is_right and row.check in line, line
+
+
+def test_the_table_of_faults_has_a_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["certify_faults.py", "--help"])
+    assert certify_faults.main() == 0
+    said = capsys.readouterr().out
+    assert all(f"{key}=" in said and f"    {key} " in said for key in ("only", "seeds", "jobs", "write"))
 
 
 @pytest.mark.slow
