@@ -415,8 +415,13 @@ class Journal:
         """
         count = 0
         for shard in self.manifest.shards:
-            if not self.is_done(shard) if corrected is None else corrected.isdisjoint(shard.indices):
+            if corrected is None:
+                is_meant = self.is_done(shard)
+            else:
+                is_meant = not corrected.isdisjoint(shard.indices)
+            if not is_meant:
                 continue
+
             answers = self.answers(shard)
             errors = {index for index, answer in answers.items() if is_error(answer)}
             taken = errors if corrected is None else corrected & answers.keys()

@@ -146,7 +146,15 @@ def decide(
 
     # Of a row with n drafts the columns 0..n count; those after are undefined.
     damaged_B = (damaged_BW & (order(damaged_BW) <= count_B[:, None])).any(1)
-    return Decision.pack(accepted_B, token_B, damaged_B, drafted_BK, overlap_BK, before_BK, standing_BK)
+    return Decision.pack(
+        accepted_B=accepted_B,
+        token_B=token_B,
+        damaged_B=damaged_B,
+        drafted_BK=drafted_BK,
+        overlap_BK=overlap_BK,
+        before_BK=before_BK,
+        standing_BK=standing_BK,
+    )
 
 
 def block_of(probs_BWV: Tensor, draft_BKV: Tensor, drafted_BK: Tensor, count_B: Tensor) -> DraftBlock:
