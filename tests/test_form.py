@@ -203,6 +203,15 @@ def nothing_is_chosen_by_multiplying(tree: Node) -> Iterator[Node]:
             yield node
 
 
+def no_choice_is_inside_another(tree: Node) -> Iterator[Node]:
+    """No `a if x else b if y else c`, and no conditional expression inside another: an `if` says it."""
+    for node in nodes(tree):
+        if isinstance(node, ast.IfExp):
+            inner = [item for item in nodes(node) if isinstance(item, ast.IfExp)]
+            if len(inner) > 1:
+                yield node
+
+
 def is_truth(node: Node) -> bool:
     """Whether it is a comparison, a `not`, `bool(...)`, `isinstance(...)`, or named like a bool."""
     if isinstance(node, ast.Call):
@@ -220,6 +229,7 @@ RULES: tuple[Rule, ...] = (
     facts_of_errors_have_names,
     each_value_has_its_assignment,
     nothing_is_chosen_by_multiplying,
+    no_choice_is_inside_another,
 )
 BY_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 
@@ -311,6 +321,11 @@ REFUSED = {
         "number * bool(error)",
         "number *= n > 1",
     ],
+    no_choice_is_inside_another: [
+        "a = x if p else y if q else z",
+        "a = (x if p else y) if q else z",
+        "a = f(x if p else y) if q else z",
+    ],
 }
 ALLOWED = {
     many_fields_go_by_name: [
@@ -344,6 +359,7 @@ ALLOWED = {
         "for a, b in pairs: ...",
     ],
     nothing_is_chosen_by_multiplying: ["text * n", "text if n > 1 else ''", "has_more(n) * 2", "n > 1 * m"],
+    no_choice_is_inside_another: ["a = x if p else y", "a = [x if p else y, z if q else w]"],
 }
 
 

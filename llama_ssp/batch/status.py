@@ -31,11 +31,12 @@ def execute(run: RunConf) -> int:
         log.warning("%s", silent)
         queued = None
     standing, groups = journal.survey() if journal else (Standing(), list[GroupWork]())
-    status = "unknown" if queued is None else "running" if queued else "unfinished"
     if standing.whole and journal and output.is_file():
         status = "done"
-    elif journal and journal.holders():
+    elif queued or (journal and journal.holders()):
         status = "running"
+    else:
+        status = "unknown" if queued is None else "unfinished"
     summary: dict[str, Any] = {"task": run.task.name, "status": status, **asdict(standing)}
     summary |= pace(groups, standing, time.time())
     summary["eta_s"] = summary["eta_s"] if status == "running" else None

@@ -60,7 +60,10 @@ class Placement:
             return target
         if self.draft_apart:
             return f"{target}, draft {spans(self.draft)} (own)"
-        how = "copies" if self.copies else "split" if len(self.draft) > 1 else "whole"
+        if self.copies:
+            how = "copies"
+        else:
+            how = "split" if len(self.draft) > 1 else "whole"
         return f"{target}, draft {spans(self.draft)} ({how})"
 
 

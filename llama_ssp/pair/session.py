@@ -241,8 +241,9 @@ class PairSession:
     ) -> RunMeasurement:
         """Returns the speed and acceptance of texts generated with `run`, from the JSON's `figures`."""
         spec = (run or self.run).speculation
-        idle = spec.drafter is Drafting.none or not spec.may_draft
-        k = 0 if idle else None if spec.adaptive else spec.k
+        k = None if spec.adaptive else spec.k
+        if spec.drafter is Drafting.none or not spec.may_draft:
+            k = 0
         took = figures["ms_per_token"]
         accepted = figures["acceptance_rate_decided"]
         held = self.models.held_bytes

@@ -155,8 +155,13 @@ class Trial:
         except OSError as error:
             return f"its process did not start: {error}", False
         said, errors = (output.decode(errors="replace") for output in outputs)
-        last = errors.strip().rpartition("\n")[2].removeprefix("error: ") or f"exit code {code}"
-        reason = PASSED if code == 0 else last if code is not None else f"no answer in {TRIAL_S:g} s"
+        if code is None:
+            reason = f"no answer in {TRIAL_S:g} s"
+        elif code == 0:
+            reason = PASSED
+        else:
+            last_line = errors.strip().rpartition("\n")[2]
+            reason = last_line.removeprefix("error: ") or f"exit code {code}"
         return reason, READY in said
 
     def _read(self) -> str | None:
