@@ -116,9 +116,18 @@ def test_what_the_user_names_comes_first(recommends, words: list[str], expected:
     assert pair_files(run, [])[0].run.sampling.controls == expected
 
 
-def test_a_preset_s_sampling_acts() -> None:
-    run = composed(["model=smollm2-135m-instruct-q4", "draft=none"])
-    assert pair_files(run, [], dry=True)[0].run.sampling.controls == Controls(temperature=0.2, top_p=0.9)
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("smollm2-135m-instruct", Controls(temperature=0.2, top_p=0.9)),
+        ("smollm2-135m-instruct-q4", Controls(temperature=0.0)),
+        ("smollm2-135m", Controls()),
+    ],
+    ids=["recommended", "greedy", "nothing"],
+)
+def test_a_preset_s_sampling_acts(preset: str, expected: Controls) -> None:
+    run = composed([f"model={preset}", "draft=none"])
+    assert pair_files(run, [], dry=True)[0].run.sampling.controls == expected
 
 
 @torch.no_grad()
