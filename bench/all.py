@@ -8,8 +8,8 @@
 Each figure's file is bench/results/NAME_MACHINE.md (machine=epyc-2-cores_202611). Benchmarks and tests write
 their own; of a command of the program the file has what it prints, its seconds, and its memory. A figure that
 misses what is asked (exit code 1) is written, and the next ones follow. The exit code is 1 if a file was not
-written. llama_cpp=PYTHON is an interpreter with llama-cpp-python and gguf, without which that figure is
-left out. So are `coded` and `linear` without AVX-512: the plan's times of products come from their files.
+written. llama_cpp=PYTHON is an interpreter with llama-cpp-python, without which `real` is left out. So are
+`coded` and `linear` without AVX-512: the plan's times of products come from their files.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ FIGURES = [
     Figure("demo_real", 2, "bench/demo.py repeats=5"),
     Figure("demo", 3, "bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4"),
     Figure("start", 1, "bench/start.py"),
-    Figure("first_token", 1.5, "bench/first_token.py"),
-    Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
     Figure("real", 4, "bench/real.py python={llama_cpp}"),
     Figure("adaptive", 5, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
     Figure("heads", 5, "bench/heads.py repeats=3 new=64"),
