@@ -39,7 +39,7 @@ lint: .venv/.installed-dev
 mutants: .venv/.installed-dev
 	$(PY) -m tests.proofs.mutants
 
-# Every figure and picture of README and docs anew, on a quiet machine; FIGURES="only=fast,demo" for some of them.
+# Most figures of README and docs anew (bench/README.md), on a quiet machine; FIGURES="only=fast,demo" for some.
 figures: .venv/.installed-dev
 	$(PY) bench/all.py $(FIGURES)
 

@@ -8,8 +8,8 @@
 Each figure's file is bench/results/NAME_MACHINE.md (machine=epyc-2-cores_202611). Benchmarks and tests write
 their own; of a command of the program the file has what it prints, its seconds, and its memory. A figure that
 misses what is asked (exit code 1) is written, and the next ones follow. The exit code is 1 if a file was not
-written. llama_cpp=PYTHON is an interpreter with llama-cpp-python and gguf, without which that figure is
-left out. So are `coded` and `linear` without AVX-512: the plan's times of products come from their files.
+written. llama_cpp=PYTHON is an interpreter with llama-cpp-python, without which `real` is left out. So are
+`coded` and `linear` without AVX-512: the plan's times of products come from their files.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from surroundings import Watch, commit, surroundings, write  # noqa: E402
-from words import Words  # noqa: E402
-
+from bench.surroundings import Watch, commit, surroundings, write  # noqa: E402
+from bench.words import Words  # noqa: E402
 from llama_ssp.planner.hardware import cpu_has_bf16  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
@@ -49,16 +48,14 @@ class Figure:
 
 FIGURES = [
     Figure("fast", 10, "bench/fast.py repeats=3 new=96 ks=4,8,12"),
-    Figure("busy", 8, "bench/busy.py"),
+    Figure("busy", 12, "bench/busy.py base=9bf7ec36"),
     Figure("demo_real", 2, "bench/demo.py repeats=5"),
     Figure("demo", 3, "bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4"),
     Figure("start", 1, "bench/start.py"),
-    Figure("first_token", 1.5, "bench/first_token.py"),
-    Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
     Figure("real", 4, "bench/real.py python={llama_cpp}"),
     Figure("adaptive", 5, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
     Figure("heads", 5, "bench/heads.py repeats=3 new=64"),
-    Figure("batch_rows", 2, "bench/batch_rows.py"),
+    Figure("batch_rows", 3, "bench/batch_rows.py rows=8,32"),
     Figure("overlap", 8, "bench/overlap.py"),
     Figure("coded", 1.5, "bench/coded.py repeats=30", of_bf16=True),
     Figure("linear", 1, "bench/linear.py", of_bf16=True),
@@ -89,9 +86,9 @@ FIGURES = [
         "load", 3, "bench/load_memory.py gib=2.1 ranks=4 ways=files:bf16,seed:bf16,files:int8,files:nf4",
         is_time=False,
     ),
-    Figure("certify", 17, "-m tests.certify_faults jobs=2 seeds=20", is_time=False),
-    Figure("faults", 8, "-m tests.distributed.faults", is_time=False),
-    Figure("faults_command", 8, "-m tests.distributed.faults by=command", is_time=False),
+    Figure("certify", 9, "-m tests.certify_faults seeds=1 jobs=2", is_time=False),
+    Figure("faults_torchrun", 13, "-m tests.distributed.faults", is_time=False),
+    Figure("faults_command", 13, "-m tests.distributed.faults by=command", is_time=False),
     Figure("architectures", 1, "-m tests.architectures", "Which architectures run", False),
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Commands of the README and the guides are taken, until their runs begin; notebooks run cell by cell.
 
-Pictures that a script draws are those that it draws now, and each stands on a page.
+Pictures that a script draws are those that it draws now, and each stands on a page. bench/README.md names
+every benchmark and every results file.
 
 tests/test_packaging.py and tests/slurm/test_readme.py run the commands that need no files of the reader's.
 """
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.all import FIGURES
 from bench.diagrams import PICTURES
 from llama_ssp.config import RunConf
 from tests.conftest import Command
@@ -102,3 +104,48 @@ def test_a_picture_can_be_read(name: str) -> None:
 def test_a_picture_stands_on_a_page(name: str) -> None:
     shown = re.compile(rf"!\[[^]]+\]\((?:docs/)?pictures/{name}\.svg\)")
     assert any(shown.search(page.read_text(encoding="utf-8")) for page in PAGES)
+
+
+BENCH = ROOT / "bench"
+BENCH_PAGE = (BENCH / "README.md").read_text(encoding="utf-8")
+ALL_PAGES = "".join(page.read_text(encoding="utf-8") for page in [*PAGES, ROOT / "CHANGELOG.md"])
+RESULTS = sorted(file.name for file in (BENCH / "results").iterdir())
+RESULTS_NAME = re.compile(r"(?P<name>\w+)_[a-z0-9-]+_\d{6}\.\w+")
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in BENCH.glob("*.py")))
+def test_a_benchmark_stands_in_the_page_of_benchmarks(name: str) -> None:
+    assert re.search(rf"(?<!\w){re.escape(name)}", BENCH_PAGE), f"bench/README.md does not name {name}"
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\w+\.py\b", BENCH_PAGE))))
+def test_the_page_of_benchmarks_names_files_that_are_there(name: str) -> None:
+    folders = (BENCH, ROOT / "tests", ROOT / "llama_ssp")
+    assert any(path for folder in folders for path in folder.rglob(name)), name
+
+
+@pytest.mark.parametrize("file", RESULTS)
+def test_a_results_file_stands_in_the_page_of_benchmarks(file: str) -> None:
+    """By its whole name, or by NAME of NAME_MACHINE_YYYYMM."""
+    names = {file.rpartition(".")[0], RESULTS_NAME.fullmatch(file)["name"]}  # type: ignore[index]
+    assert any(f"`{name}`" in BENCH_PAGE for name in names), f"bench/README.md names none of {names}"
+
+
+@pytest.mark.parametrize("file", [file for file in RESULTS if file.endswith(".md")])
+def test_a_results_file_is_named_by_a_page(file: str) -> None:
+    """By README, CONTRIBUTING, CHANGELOG or docs: the page of benchmarks alone does not keep it."""
+    assert file in ALL_PAGES, f"no page names bench/results/{file}"
+
+
+@pytest.mark.parametrize("name", [figure.name for figure in FIGURES])
+def test_a_figure_makes_a_results_file_that_a_page_names(name: str) -> None:
+    named = re.compile(rf"\bbench/results/{name}_[a-z0-9-]+_\d{{6}}\.md")
+    assert named.search(ALL_PAGES), f"bench/all.py makes {name}, which no page names"
+
+
+@pytest.mark.parametrize("command", [figure.command for figure in FIGURES])
+def test_the_command_of_a_figure_is_there(command: str) -> None:
+    script, *words = shlex.split(command)
+    if script == "-m":
+        script = f"{words[0].replace('.', '/')}.py"
+    assert (ROOT / script).is_file(), command
