@@ -9,6 +9,7 @@ import functools
 import grp
 import os
 import pwd
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,12 @@ def _is_owners_alone(group: int, owner: int) -> bool:
         entry = grp.getgrgid(group)
     except KeyError:  # a number without a name
         return False
-    return user.pw_gid == group and user.pw_name == entry.gr_name and {*entry.gr_mem} <= {user.pw_name}
+    if user.pw_gid != group or user.pw_name != entry.gr_name:
+        return False
+
+    # The group's own list leaves out users whose primary group it is (useradd -g).
+    members = {*entry.gr_mem, *(other.pw_name for other in pwd.getpwall() if other.pw_gid == group)}
+    return members <= {user.pw_name}
 
 
 def _has_acl(path: Path | str) -> bool:
@@ -215,7 +221,7 @@ def _writable(path: Path, facts: os.stat_result) -> Fault:
     return Fault(
         path=path,
         why=f"may be written by {who} (mode {_mode(facts)}, of {owner})",
-        fix=f"chmod go-w {path}",
+        fix=f"chmod go-w {shlex.quote(str(path))}",
     )
 
 
