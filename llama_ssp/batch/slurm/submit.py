@@ -101,7 +101,7 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     work = job.journal.folder.absolute()
     name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
     gpus = f"{slurm.gpu_type}:{ranks}" if slurm.gpu_type else ranks
-    cpus = (slurm.cpus_per_rank or 0) * ranks or None
+    cpus = slurm.cpus_per_rank * ranks if slurm.cpus_per_rank else None
 
     # Values hold no quotes, backslashes or line breaks (config/validation).
     options: dict[str, object] = {
@@ -125,10 +125,13 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
         key, _, value = option.removeprefix("--").partition("=")
         options[key] = value
     given = {key: str(value) for key, value in options.items() if value is not None}
+    # srun does not take this over from sbatch, and refuses more than sbatch got.
+    cores_of_node = given.get("cpus-per-task", "")
+    cores_of_rank = int(cores_of_node) // ranks if cores_of_node.isdecimal() else 0
     lines = [f"#SBATCH --{key}{value and '=' + quote(value)}" for key, value in given.items()]
     if "time" not in given:
         lines.append(NO_TIME)
-    if not cpus:
+    if not cores_of_node:
         lines.append(NO_CORES)
 
     several_nodes = cluster.nodes > 1
@@ -136,8 +139,8 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     launcher = f"-m torch.distributed.run --nproc-per-node={ranks} --max-restarts=0 {meeting[0]}"
     torchrun = [launcher, *meeting[1:]] if cluster.nodes * ranks > 1 else []
     more = []
-    if cpus:
-        more.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{slurm.cpus_per_rank}}}")
+    if cores_of_rank:
+        more.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{cores_of_rank}}}")
     if several_nodes:
         more.append(NODES)
 
@@ -153,7 +156,7 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
         "words": "\n".join(f"    {quote(word)}" for word in words),
         "work": quote(str(work)),
         "signal_s": str(slurm.signal_s),
-        "cpus": f" --cpus-per-task={cpus}" if cpus else "",
+        "cpus": f" --cpus-per-task={quote(cores_of_node)}" if cores_of_node else "",
         "torchrun": "".join(f"{line} \\\n    " for line in torchrun),
     }
     return re.sub(r"@(\w+)@", lambda place: values[place[1]], TEMPLATE.read_text(encoding="ascii"))
