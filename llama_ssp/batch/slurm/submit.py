@@ -45,12 +45,15 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     run = replace(run, cluster=with_cores(run.cluster))
     cluster = run.cluster
     job, summary = share(run, folders, cluster.nodes * (cluster.gpus or 1))
-    if (task.retry_errors or job.corrected) and not (task.submit or job.is_new):
+    takes_back = not job.is_new and bool(task.retry_errors or job.corrected)
+    if takes_back and not task.submit:
         raise UsageError(
             "a printed script cannot take answers back",
             where="task.retry_errors, corrected lines",
             fix="add task.submit=true",
         )
+    if takes_back:
+        _require_not_queued(job)  # or they would be gone, and the submission is refused
     job.reopen()
     if missing := job.missing:
         elements = min(cluster.groups, missing)
@@ -164,17 +167,7 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
 
 def _submit(job: Job, script: str) -> str:
     """Submits the script; returns the job's number. Raises UsageError for a job that is in the queue."""
-    ping = _run("scontrol", "ping")
-    if " UP" not in ping.stdout:
-        raise _silent(ping.stdout or ping.stderr)
-    holders = {str(holder.get("job")) for holder in job.journal.holders()}
-    if waiting := queue_of([*submissions(job.journal.folder), *filter(str.isdecimal, holders)]):
-        raise UsageError(
-            "this job is in the queue already",
-            where=job.journal.folder,
-            found=f"job {waiting[0]['job']}, {waiting[0]['state']}",
-            fix="follow it with task.status=true, or cancel it with scancel first",
-        )
+    _require_not_queued(job)
     done = _run("sbatch", "--parsable", script=script)
     number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
     if done.returncode != 0 or not number.isdecimal():
@@ -186,6 +179,21 @@ def _submit(job: Job, script: str) -> str:
     job.index.save(job.journal.folder)  # before the first element has started
     replace_whole(job.journal.folder / FOLDER / f"{number}{SCRIPT}", script.encode())
     return number
+
+
+def _require_not_queued(job: Job) -> None:
+    """Raises UsageError if elements of the job wait or run, DistributedError if Slurm does not answer."""
+    ping = _run("scontrol", "ping")
+    if " UP" not in ping.stdout:
+        raise _silent(ping.stdout or ping.stderr)
+    holders = {str(holder.get("job")) for holder in job.journal.holders()}
+    if waiting := queue_of([*submissions(job.journal.folder), *filter(str.isdecimal, holders)]):
+        raise UsageError(
+            "this job is in the queue already",
+            where=job.journal.folder,
+            found=f"job {waiting[0]['job']}, {waiting[0]['state']}",
+            fix="follow it with task.status=true, or cancel it with scancel first",
+        )
 
 
 def submissions(work: Path) -> list[str]:
