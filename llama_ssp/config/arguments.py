@@ -100,6 +100,8 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             if waiting and not equals and (nargs is None or (nargs == "?" and waiting[0] in choices)):
                 flags.append(waiting.popleft())
         elif flag in (*QUIET, *VERBOSE, *DRY):
+            if equals:  # `--dry-run=true` would start the run
+                raise UsageError(f"{flag} takes no value", found=argument, fix=f"write {flag}, or leave it out")
             flags.append(flag)
         else:
             key = _key_of(flag)
@@ -168,7 +170,7 @@ def listed_texts(value: str) -> list[str] | None:
         return None
     # As Hydra reads them: a backslash counts before a quote only.
     return [
-        re.sub(rf"(\\+)(?={text[0]}|$)", lambda match: match[1][: len(match[1]) // 2], text[1:-1])
+        re.sub(rf"(\\+)(?={text[0]}|\Z)", lambda match: match[1][: len(match[1]) // 2], text[1:-1])
         for text in re.findall(TEXT, value, re.DOTALL)
     ]
 
@@ -194,7 +196,7 @@ def _meant(key: str) -> str:
         return "--cfg hydra shows Hydra's own keys"
     known = key_types()
     leaf = key.rpartition(".")[2]
-    longer = [name for name in known if leaf in name.rpartition(".")[2]]
+    longer = [name for name in known if leaf and leaf in name.rpartition(".")[2]]
     likely = [min(longer, key=len)] if longer else difflib.get_close_matches(key, known, n=1)
     return f"did you mean {likely[0]}?" if likely else "llama-ssp TASK --help lists the keys"
 
