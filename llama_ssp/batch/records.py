@@ -15,7 +15,7 @@ from llama_ssp.config import BatchConf, RunConf, SamplingConfig
 from llama_ssp.config.schema import MAX_SEED
 from llama_ssp.config.tasks import MAX_LOGPROBS
 from llama_ssp.config.validation import check, check_context, check_values
-from llama_ssp.errors import DataError, RunError
+from llama_ssp.errors import DataError, RunError, shortened
 from llama_ssp.text import prompts
 from llama_ssp.text.logprobs import Spell, chat, completions, plain, spelled
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, require_usable
@@ -36,6 +36,7 @@ SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", *SAMPLING, *ALIASES)
 PLAIN = (*SETTINGS, "echo")
+MAX_CHECKED = 10_000  # settings that are kept, as each may hold a long logit_bias
 BAD_REQUEST = 400
 BROKEN = 500
 ALWAYS = ("id", "output_tokens")  # of a plain answer: what jobs are counted by
@@ -179,10 +180,17 @@ class Reader:
                 allowed=f"POST {COMPLETIONS}, POST {CHAT}",
                 fix="correct them",
             )
-        if not isinstance(body, dict) or "custom_id" not in record:
-            missing = "custom_id" if isinstance(body, dict) else "body"
+        missing = [key for key in ("body", "custom_id") if key not in record]
+        if missing:
             raise DataError(
-                f"the request has no {missing}", where=where, found=", ".join(record), fix="add it"
+                f"the request has no {missing[0]}", where=where, found=", ".join(record), fix="add it"
+            )
+        if not isinstance(body, dict):
+            raise DataError(
+                "the request's body is not an object",
+                where=where,
+                found=type(body).__name__,
+                fix='write {"prompt": "..."} or {"messages": [...]}',
             )
         also, never = ("top_logprobs", "prompt") if url == CHAT else ("echo", "messages")
         served = [key for key in (*SETTINGS, also) if key != never]
@@ -210,6 +218,14 @@ class Reader:
         where = usual.where
         prompt, messages = _said(record, where)
         changes: dict[str, Any] = {ALIASES.get(key, key): value for key, value in record.items()}
+        lengths = {key: value for key, value in record.items() if ALIASES.get(key, key) == "max_new_tokens"}
+        if any(value != changes["max_new_tokens"] for value in lengths.values()):
+            raise DataError(
+                "the line limits its new tokens in two ways",
+                where=where,
+                found=", ".join(f"{key} {value!r}" for key, value in lengths.items()),
+                fix="write one of them",
+            )
         stop = changes.get("stop", list(usual.stop))
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
@@ -260,23 +276,34 @@ class Reader:
             check_context(run)
         except RunError as error:
             raise DataError(f"a setting of the line is wrong: {error}", where=where) from None
-        self.checked.add(settings)
+        if len(self.checked) < MAX_CHECKED:
+            self.checked.add(settings)
 
 
 def _said(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]:
-    """Returns the prompt, or the messages."""
+    """Returns the prompt, or the messages. Raises DataError that says what is there instead."""
     prompt = record.get("prompt")
     messages = record.get("messages")
-    if isinstance(prompt, str) and messages is None:
+    if prompt is not None and messages is not None:
+        found = "both a prompt and messages"
+    elif isinstance(prompt, str):
         return prompt, ()
-    if prompt is None and isinstance(messages, list) and messages:
-        read = tuple(message for message in map(_message, messages) if message)
-        if len(read) == len(messages):
-            return "", read
+    elif prompt is not None:
+        found = f"a prompt of type {type(prompt).__name__}"
+    elif isinstance(messages, list) and messages:
+        read = [_message(message) for message in messages]
+        if None not in read:
+            return "", tuple(message for message in read if message)
+        first_bad = read.index(None)
+        found = f"message {first_bad + 1}: {shortened(repr(messages[first_bad]), 200)}"
+    elif messages is not None:
+        found = "messages that are no list, or an empty one"
+    else:
+        found = ", ".join(record)
     raise DataError(
-        "the line has no prompt",
+        "the line has no prompt that can be used",
         where=where,
-        found=", ".join(record),
+        found=found,
         allowed='a string "prompt", or "messages" of {"role", "content"} with roles ' + ", ".join(ROLES),
         fix="give it one of them",
     )
