@@ -48,6 +48,8 @@ def quantised(dtype: Dtype, weight: Tensor, bias: Tensor | None, device: torch.d
 
     layer: Any
     outputs, inputs = weight.shape
+    if dtype is not Dtype.int8:
+        _require_blocks(inputs, f"a matrix of {outputs} x {inputs}")
     if dtype is Dtype.int8:
         layer = Linear8bitLt(
             inputs,
@@ -86,16 +88,20 @@ def choose_kernels(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if not isinstance(layer, Linear4bit):
             continue
-        if layer.in_features % NF4_BLOCK:
-            raise ModelError(
-                "a layer's inputs do not make whole blocks of nf4",
-                where=name,
-                found=layer.in_features,
-                allowed=f"a multiple of {NF4_BLOCK}",
-                fix="use int8 or bf16, or other ranks",
-            )
+        _require_blocks(layer.in_features, name)
         if layer.out_features % PACKED_ROWS:
             layer.support_avx512bf16_for_cpu = False
+
+
+def _require_blocks(inputs: int, where: str) -> None:
+    if inputs % NF4_BLOCK:
+        raise ModelError(
+            "a layer's inputs do not make whole blocks of nf4",
+            where=where,
+            found=inputs,
+            allowed=f"a multiple of {NF4_BLOCK}",
+            fix="use int8 or bf16, or other ranks",
+        )
 
 
 def scales_of(module: nn.Module) -> Iterator[Tensor]:
