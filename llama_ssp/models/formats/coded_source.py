@@ -112,18 +112,19 @@ def source_of(
 
 
 def _matrix(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
-    """The matrix of these tensors; a ModelError if they are not all, or if they contradict each other."""
+    """Returns the matrix of these tensors. Raises ModelError if some are missing, or contradict each other."""
     key = next(iter(stored.values())).key
     _require_types(stored)
     try:
         return _layout(stored, config)
     except (KeyError, ValueError, TypeError) as error:
-        why = "" if isinstance(error, KeyError) else f"; {error}"
+        found = f"{', '.join(sorted(stored))} in {config.name}"
+        problem = "are not complete"
+        if not isinstance(error, KeyError):
+            problem = "do not fit together"
+            found += f"; {error}"
         raise ModelError(
-            "the tensors of a quantised matrix are not complete",
-            where=key,
-            found=f"{', '.join(sorted(stored))} in {config.name}{why}",
-            fix=REFETCH,
+            f"the tensors of a quantised matrix {problem}", where=key, found=found, fix=REFETCH
         ) from None
 
 
