@@ -78,11 +78,11 @@ def require_bounded(file: Path) -> None:
         return
     if values > MAX_VALUES:
         raise UsageError(
-            "the file means too many values, as aliases stand for aliases",
+            "the file means too many values",
             where=file,
-            found=f"more than {MAX_VALUES}",
+            found=f"more than {MAX_VALUES}, with its aliases written out",
             allowed=f"at most {MAX_VALUES}",
-            fix="write out what is meant, without aliases (*NAME) inside of what an alias stands for",
+            fix="write fewer values, and no aliases (*NAME) inside of what an alias stands for",
         )
 
 
