@@ -282,7 +282,7 @@ def test_values_are_counted_as_often_as_aliases_mean_them(seed: int) -> None:
 def test_a_file_of_many_values_is_not_told_of_aliases_that_it_has_not(tmp_path: Path) -> None:
     file = tmp_path / "many.yaml"
     file.write_text("a: '2 * 3'\nb: [" + "1," * MAX_VALUES + "1]\n")
-    with pytest.raises(UsageError, match="too many values; .*; write fewer values") as refused:
+    with pytest.raises(UsageError, match=r"too many values; .*; write fewer values") as refused:
         require_bounded(file)
     assert "aliases stand for aliases" not in str(refused.value)
 

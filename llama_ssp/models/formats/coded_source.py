@@ -158,7 +158,7 @@ def _require_types(stored: dict[str, Stored]) -> None:
 
 
 def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
-    """Returns the matrix by the layout of the config's method, one of METHODS. Raises KeyError and the like."""
+    """Returns the matrix by the layout of the config's method, one of METHODS. Raises KeyError and others."""
     match config.method:
         case "awq":
             return Awq(stored, config.bits, config.group)
