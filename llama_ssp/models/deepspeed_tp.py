@@ -65,8 +65,8 @@ def load_deepspeed(
             "DeepSpeed cannot cut the model", where=where, found=str(error)[:200], fix=f"use {OWN_SPLIT}"
         ) from error
     if not all(weight.numel() for weight in engine.module.parameters()):
-        # An empty weight: with more ranks than heads, this rank may have none. The fused attention of torch
-        # 2.11 divides by the number of heads, and would kill the rank.
+        # An empty weight: with fewer KV heads than ranks, this rank may have no heads. The fused attention of
+        # torch 2.11 divides by their number, and would kill the rank.
         engine.module.set_attn_implementation("eager")
     causal = CausalModel(_summed_by(engine.module, ranks), model.name)
     log.info("%s: %s on %s, by DeepSpeed over %d ranks", where, dtype.value, device, ranks.world)
@@ -103,7 +103,7 @@ def _summed_by(module: Any, ranks: Ranks) -> Any:
 
 
 class RowParallel(nn.Module):
-    """A linear layer that holds some of the inputs (K) of all outputs (N), as do the other ranks' layers.
+    """A linear layer that holds some of the inputs (K) of all outputs (N); the others are on other ranks.
 
     It sums over ranks what each has computed, and adds the bias once, after that. `inner` is the layer of this
     rank's inputs.
