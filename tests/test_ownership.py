@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -292,6 +293,26 @@ def test_a_group_that_is_this_users_alone_is_nobody_else(
         ownership._is_owners_alone.cache_clear()
         assert is_ours(kernel) is (number == 0), name
     ownership._is_owners_alone.cache_clear()
+
+
+@pytest.mark.parametrize("may_enter", [True, False])
+def test_a_folder_that_cannot_be_listed_is_refused_if_its_files_can_be_opened(
+    place: Path, monkeypatch: pytest.MonkeyPatch, may_enter: bool
+) -> None:
+    """Such as root's with mode 0711: what is in it might be anybody's."""
+    folder = filled(place / "kernels")
+    scandir = os.scandir
+
+    def refusing(name: str) -> Any:
+        if name == str(folder / "ab"):
+            raise PermissionError(name)
+        return scandir(name)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    monkeypatch.setattr(os, "access", lambda *_: may_enter)
+    fault = ownership.fault_inside(folder)
+    assert (fault is not None) is may_enter
+    assert fault is None or fault.path == folder / "ab"
 
 
 def test_the_command_that_closes_a_folder_can_be_pasted(place: Path) -> None:
