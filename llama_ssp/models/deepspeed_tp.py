@@ -105,8 +105,8 @@ def _summed_by(module: Any, ranks: Ranks) -> Any:
 class RowParallel(nn.Module):
     """A linear layer that holds some of the inputs (K) of all outputs (N); the others are on other ranks.
 
-    It sums over ranks what each has computed, and adds the bias once, after that. `inner` is the layer of this
-    rank's inputs.
+    It sums over ranks what each has computed, and adds the bias once, after that. `inner` is the layer of
+    this rank's inputs.
     """
 
     def __init__(self, inner: Any, ranks: Ranks) -> None:

@@ -40,8 +40,8 @@ class Fault:
 class Way:
     """Where a path leads.
 
-    `hidden` says that a folder on the way lets nobody else in (no x for group and others), so that modes below
-    it do not matter.
+    `hidden` says that a folder on the way lets nobody else in (no x for group and others), so that modes
+    below it do not matter.
     """
 
     place: Path
@@ -61,8 +61,8 @@ def fault_inside(folder: Path) -> Fault | None:
     """Returns why others can change the folder, or something that it holds; None if they cannot.
 
     It reads the entries of every folder below, and no contents: a few microseconds a file. It says how things
-    are now: where nobody else may write, nobody else can change that later. Raises FileNotFoundError and other
-    errors of the system, as `fault_on_the_way` does.
+    are now: where nobody else may write, nobody else can change that later. Raises FileNotFoundError and
+    other errors of the system, as `fault_on_the_way` does.
     """
     owners = _owners()
     to_look_at = [folder]  # paths whose whole way is looked at: the folder, and links below it
