@@ -23,7 +23,7 @@ from llama_ssp.models.sharding import NF4_BLOCK
 
 PACKED_ROWS = 32  # outputs at a time in bitsandbytes' fast CPU kernel for 4 bit
 LLM_INT8_THRESHOLD = 6.0  # bitsandbytes multiplies greater inputs in 16 bit
-LLM_INT8 = Codes("int8", unit=1 / 127)  # a number is code * unit * scale
+LLM_INT8 = Codes("int8", unit=1 / 127)  # a number is code * unit * scale; on disk see formats/coded_source.py
 INT4 = Codes("int4", group=32)
 NF4 = Codes("nf4", group=NF4_BLOCK)
 QUANTISED = {Dtype.int8: LLM_INT8, Dtype.int4: INT4, Dtype.nf4: NF4}

@@ -58,7 +58,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         )
     if takes_back:
         _require_not_queued(job)  # or they would be gone, and the submission is refused
-    job.reopen()
+    job.reopen()  # where only a script is printed, at most the index is renewed: lines have moved
     if missing := job.missing:  # shards
         elements = min(cluster.groups, missing)
         if elements < cluster.groups:

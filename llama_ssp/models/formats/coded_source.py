@@ -14,7 +14,9 @@ from llama_ssp.models.formats.quantised_config import PLAIN, QuantisedConfig
 from llama_ssp.models.safetensors_io import FileSource, model_name
 from llama_ssp.models.sharding import Cut
 
-INT8_UNIT = 7.874015718698502e-3  # of LLM.int8: 1/127, as bitsandbytes rounds it
+# Of LLM.int8: 1/127, rounded as in bitsandbytes' own decoding of stored matrices. `LLM_INT8` of
+# models/quantization.py has 1/127 itself.
+INT8_UNIT = 7.874015718698502e-3
 # Ends of the names of tensors that make a matrix together: codes, scales, zero points and others. No end is
 # the end of another one.
 PART_ENDS = [
