@@ -207,6 +207,7 @@ def _require_not_queued(job: Job) -> None:
     ping = _run("scontrol", "ping")
     if " UP" not in ping.stdout:
         raise _no_answer(ping.stdout or ping.stderr)
+    # Processes that hold a shard may be of a job that was submitted by hand, or of none.
     holders = {str(holder.get("job")) for holder in job.journal.holders()}
     if waiting := queue_of([*submissions(job.journal.folder), *filter(str.isdecimal, holders)]):
         raise UsageError(
