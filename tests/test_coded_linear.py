@@ -220,6 +220,13 @@ def test_in_8_bit_weights_are_those_of_llm_int8():
     assert torch.allclose(wide(weight), exact, rtol=1e-15)
 
 
+def test_a_matrix_without_whole_blocks_is_named_before_it_is_quantised(monkeypatch: pytest.MonkeyPatch):
+    weight = torch.randn(70, 96).bfloat16()
+    monkeypatch.setattr("bitsandbytes.nn.Linear4bit", None)  # not even made
+    with pytest.raises(ModelError, match="whole blocks of nf4; a matrix of 70 x 96; found 96"):
+        quantised(Dtype.nf4, weight, None, CPU)
+
+
 def test_in_4_bit_every_code_is_the_nearest():
     """Of each group one number is -8 times the scale, so no group wastes codes; zeros stay zeros."""
     torch.manual_seed(0)

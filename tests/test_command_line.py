@@ -79,6 +79,7 @@ SIGNS = "\\'\"${}[],:=#~ \n\tab\u00e9\u65e5&|<>()!*?"
 TEXTS = [
     "", "${seed}", "\\${seed}", "$$", "'", "\\", "\\'", "null", "[a, b]", "true", " a ", "{}", "1e3", "???",
     "${", '["a","b"]', "~/x", "a=b", "say 'arr!', please (always).",
+    "a\\\n", "\\\n",
 ]  # fmt: skip
 
 
@@ -112,6 +113,7 @@ def test_a_list_of_quoted_texts_is_a_list() -> None:
         (["""stop=["a", 'b, "c"']""", "stop=d", r'stop=["\"e\\"]'], ["a", 'b, "c"', "d", '"e\\']),
         (["stop=[]"], []),
         (["stop=[a,b]"], ["[a,b]"]),
+        (['stop=["a\\\n","\\\n"]'], ["a\\\n", "\\\n"]),  # a backslash before a line break at the end
     ):
         task = run_of(*words).task
         assert isinstance(task, GenerateConf) and task.stop == texts
@@ -164,6 +166,8 @@ def test_interpolations_are_resolved(place: Path) -> None:
         ("--temperatur 1", "did you mean sampling.temperature?"),
         ("plan --cfg", "argument --cfg/-c: expected one argument"),
         ("plan -n", "-n needs a value"),
+        ("generate --dry-run=true", "--dry-run takes no value; found --dry-run=true"),
+        ("plan --", "unknown flag --; llama-ssp TASK --help lists the keys"),
         ("measure ks=", "str is not a ListConfig, list or tuple.; task.ks; see --help"),
         ("seed=" + "9" * 5000, "4300 digits"),
         ("hydra.nope=1", "--cfg hydra shows"),

@@ -21,7 +21,7 @@ from llama_ssp.config import TASKS, GenerateConf, ModelConf, RunConf, Weights
 from llama_ssp.config import presets as preset_files
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import to_run
-from llama_ssp.config.yaml_files import MAX_VALUES, values_in
+from llama_ssp.config.yaml_files import MAX_VALUES, require_bounded, values_in
 from llama_ssp.errors import UsageError
 from llama_ssp.planner.weights import parameters
 from llama_ssp.tasks.plan import plan
@@ -277,6 +277,14 @@ def test_values_are_counted_as_often_as_aliases_mean_them(seed: int) -> None:
         made.append(parts if chance.random() < 0.5 else {f"k{n}": part for n, part in enumerate(parts)})
     whole = {"all": made[-6:]}
     assert values_in(yaml.safe_dump(whole)) - 1 == written_out(whole)  # the document counts, too
+
+
+def test_a_file_of_many_values_is_not_told_of_aliases_that_it_has_not(tmp_path: Path) -> None:
+    file = tmp_path / "many.yaml"
+    file.write_text("a: '2 * 3'\nb: [" + "1," * MAX_VALUES + "1]\n")
+    with pytest.raises(UsageError, match=r"too many values; .*; write fewer values") as refused:
+        require_bounded(file)
+    assert "aliases stand for aliases" not in str(refused.value)
 
 
 def test_counting_ends_soon_however_many_values_aliases_mean() -> None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -269,19 +270,60 @@ def test_a_new_folder_is_this_users_alone_whatever_the_umask(
 def test_a_group_that_is_this_users_alone_is_nobody_else(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A umask of 002 goes with such groups. Control: a group with another member, or of another name."""
+    """A umask of 002 goes with such groups.
+
+    Control: a group with another member, with another user whose primary group it is, or of another name.
+    """
     user = pwd.getpwuid(os.geteuid())
-    for number, (name, members) in enumerate(
-        [(user.pw_name, []), (user.pw_name, ["another"]), ("users", [])]
+    guest = pwd.struct_passwd(("guest", "x", user.pw_uid + 1, user.pw_gid, "", "/", ""))
+    for number, (name, members, users) in enumerate(
+        [
+            (user.pw_name, [], [user]),
+            (user.pw_name, ["another"], [user]),
+            (user.pw_name, [], [user, guest]),
+            ("users", [], [user]),
+        ]
     ):
         group = grp.struct_group((name, "x", user.pw_gid, members))
         monkeypatch.setattr(grp, "getgrgid", lambda _, group=group: group)
+        monkeypatch.setattr(pwd, "getpwall", lambda users=users: users)
         kernel = filled(place / str(number)) / "ab" / "kernel.so"
         os.chown(kernel, -1, user.pw_gid)
         kernel.chmod(0o664)
         ownership._is_owners_alone.cache_clear()
         assert is_ours(kernel) is (number == 0), name
     ownership._is_owners_alone.cache_clear()
+
+
+@pytest.mark.parametrize("may_enter", [True, False])
+def test_a_folder_that_cannot_be_listed_is_refused_if_its_files_can_be_opened(
+    place: Path, monkeypatch: pytest.MonkeyPatch, may_enter: bool
+) -> None:
+    """Such as root's with mode 0711: what is in it might be anybody's."""
+    folder = filled(place / "kernels")
+    scandir = os.scandir
+
+    def refusing(name: str) -> Any:
+        if name == str(folder / "ab"):
+            raise PermissionError(name)
+        return scandir(name)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    monkeypatch.setattr(os, "access", lambda *_: may_enter)
+    fault = ownership.fault_inside(folder)
+    assert (fault is not None) is may_enter
+    assert fault is None or fault.path == folder / "ab"
+
+
+def test_the_command_that_closes_a_folder_can_be_pasted(place: Path) -> None:
+    """Its name may hold what a shell divides at."""
+    folder = place / "a b;c"
+    folder.mkdir()
+    folder.chmod(0o777)
+    fault = ownership.fault_on_the_way(folder)
+    assert fault is not None
+    subprocess.run(fault.fix, shell=True, check=True)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
 def test_the_users_own_folder_counts_as_any_other(

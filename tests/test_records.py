@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.batch import records
 from llama_ssp.batch.atomic_files import sealed
 from llama_ssp.batch.index import Index
 from llama_ssp.batch.job import job_of, require_good
@@ -138,8 +139,12 @@ def test_what_has_a_meaning_that_is_not_kept_is_refused(change: dict[str, Any], 
     ("line", "said"),
     [
         ('{"prompt": "x"', "line 2.*"),
-        ('{"prompt": 5}', "no prompt"),
-        ('{"prompt": "x", "messages": []}', "no prompt"),
+        ('{"prompt": 5}', "no prompt.*found a prompt of type int"),
+        ('{"prompt": "x", "messages": []}', "no prompt.*found both a prompt and messages"),
+        ('{"messages": []}', "no prompt.*found messages that are no list, or an empty one"),
+        ('{"text": "x"}', "no prompt.*found text"),
+        (chat(messages=[USER, {"role": "tool", "content": "x"}]), "no prompt.*found message 2: .*'tool'"),
+        ('{"prompt": "x", "max_tokens": 3, "max_new_tokens": 4}', "found max_tokens 3, max_new_tokens 4"),
         ('{"prompt": "x", "prompt": "y"}', "twice"),
         ('{"id": "first", "prompt": "x"}', "an id is used twice.*line 1 and .*line 2"),
         ('{"id": "a\\nb", "prompt": "x"}', "an id is unusable"),
@@ -167,6 +172,7 @@ def test_what_has_a_meaning_that_is_not_kept_is_refused(change: dict[str, Any], 
         (chat(echo=True), "asks for echo"),
         ('{"custom_id": "a", "url": "/v1/completions"}', "no body"),
         ('{"url": "/v1/completions", "body": {"prompt": "x"}}', "no custom_id"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": "x"}', "body is not an object; .*found str"),
     ],
     ids=lambda value: value[:60],
 )
@@ -205,6 +211,18 @@ def test_a_line_that_is_read_fast_is_the_request_that_a_whole_reading_gives(text
         assert (whole.id, whole.max_new_tokens, whole.url) == (found, 32, "")
     damaged = line._replace(raw=text.encode().replace(b"x", b"\xff"))
     assert b"x" not in line.raw or reader.simple_id(damaged) is None
+
+
+def test_the_settings_that_are_kept_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They spare a second check; each line may have its own."""
+    monkeypatch.setattr(records, "MAX_CHECKED", 3)
+    reader = Reader(run_of(tmp_path / "in.jsonl"), is_text=False)
+    for number in range(5):
+        line = json.dumps(
+            {"prompt": "x", "logit_bias": {str(number): 1}, "max_tokens": 5, "max_new_tokens": 5}
+        )
+        assert reader.read(Line(number, 0, line.encode(), "in.jsonl"), number).max_new_tokens == 5
+    assert len(reader.checked) == 3
 
 
 GOOD, BAD = '{"id": "dup", "prompt": "f"}', '{"id": "dup", "prompt": "f", "tempratur": 1}'

@@ -1,4 +1,8 @@
-"""One line of the input as a request, read strictly; and the line that answers it, plain or as by OpenAI."""
+"""Reads a line of the input as a request, strictly, and makes the line that answers it.
+
+A line is plain text, a plain object with this program's own keys, or one of OpenAI's batch format: an
+envelope with custom_id, url and body. Its answer has the same format.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import hashlib
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +20,7 @@ from llama_ssp.config import BatchConf, RunConf, SamplingConfig
 from llama_ssp.config.schema import MAX_SEED
 from llama_ssp.config.tasks import MAX_LOGPROBS
 from llama_ssp.config.validation import check, check_context, check_values
-from llama_ssp.errors import DataError, RunError
+from llama_ssp.errors import DataError, RunError, shortened
 from llama_ssp.text import prompts
 from llama_ssp.text.logprobs import Spell, chat, completions, plain, spelled
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, require_usable
@@ -27,18 +32,24 @@ if TYPE_CHECKING:
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# A line with a prompt, and perhaps an id in ASCII; lines with other escapes than these are read whole.
+# A JSON string without \u escapes. Possessive repeats (*+) give up a long line that does not match at once.
 TEXT = rb'"[^"\\\0-\x1f]*+(?:\\["\\/bfnrt][^"\\\0-\x1f]*+)*+"'
+# An id of printable ASCII, without quotation marks and backslashes.
 ID = rb'"id": ?"([ !#-\[\]-~]++)"'
-SIMPLE = re.compile(rb'\{(?:%b, ?)?"prompt": ?%b\}\r?|\{"prompt": ?%b, ?%b\}\r?' % (ID, TEXT, TEXT, ID))
+# A line with nothing but a prompt, and perhaps an id before it or after it.
+ID_FIRST = rb'\{(?:%b, ?)?"prompt": ?%b\}\r?' % (ID, TEXT)
+ID_LAST = rb'\{"prompt": ?%b, ?%b\}\r?' % (TEXT, ID)
+SIMPLE = re.compile(rb"%b|%b" % (ID_FIRST, ID_LAST))
 TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every vocabulary
-SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
+SAMPLING = tuple(entry.name for entry in fields_of(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", *SAMPLING, *ALIASES)
 PLAIN = (*SETTINGS, "echo")
+MAX_CHECKED = 10_000  # settings that are kept, as each may hold a long logit_bias
+# Codes of answers that are errors: the line was wrong; its text could not be made here.
 BAD_REQUEST = 400
 BROKEN = 500
-ALWAYS = ("id", "output_tokens")  # of a plain answer: what jobs are counted by
+ALWAYS = ("id", "output_tokens")  # of a plain answer, whatever `fields` says: jobs are counted by them
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
 WITHOUT_EFFECT: dict[str, Any] = {
     "model": None,
@@ -57,10 +68,14 @@ nearest = lru_cache(1024)(partial(difflib.get_close_matches, possibilities=PLAIN
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One record. `messages` replace a prompt; `seed` replaces the run's; `url` is empty of a plain line.
+    """One record.
 
-    `logprobs` is how many likely tokens each token's log-probability comes with; with `echo` the prompt's
-    tokens have theirs, too, and no new token needs to be asked for.
+    `index` counts the records of all input files from 0, and `where` says the file and the line. `url` is
+    that of an OpenAI line, and empty for a plain one. Either `prompt` or `messages` holds the text; `seed`
+    replaces the run's.
+
+    `logprobs` is how many likely tokens each token's log-probability comes with; None for none. With `echo`
+    the prompt's tokens have theirs, too, and no new token needs to be asked for.
     """
 
     index: int
@@ -78,12 +93,15 @@ class Request:
 
     @property
     def said(self) -> str:
-        """All its text."""
+        """Returns all its text: the prompt, or what the messages say."""
         return self.prompt or "\n".join(message["content"] for message in self.messages)
 
 
 class Refused(DataError):
-    """Says that a line makes no request: its response is the `error`."""
+    """Says that a line makes no request: its response is the `error`.
+
+    Of `url` it only matters whether it is empty: the response is a plain line, or one as OpenAI's.
+    """
 
     def __init__(self, *, index: int, id: str, url: str, error: str) -> None:
         super().__init__(error)
@@ -95,7 +113,11 @@ class Refused(DataError):
 
 @dataclass
 class Reader:
-    """Reads lines with the run's settings as defaults. `named` begins the ids of lines without one."""
+    """Reads the lines of a file, with the run's settings as defaults.
+
+    `named` is the prefix of the ids that lines without one get, where there are several files. `checked`
+    holds the settings, as texts, that a run could have.
+    """
 
     run: RunConf
     is_text: bool
@@ -103,17 +125,26 @@ class Reader:
     checked: set[str] = field(default_factory=set)
 
     def simple_id(self, line: Line) -> str | None:
-        """The id of a good line that has only a prompt and an id, in a tenth of the time; None of others."""
+        """Returns the id of a good line that has only a prompt and perhaps an id; None for any other line.
+
+        It takes a tenth of the time of `read`: an input of millions of lines is indexed by it.
+        """
         raw = line.raw
-        match = None if self.is_text else SIMPLE.fullmatch(raw)
-        if len(raw) > prompts.MAX_LINE_BYTES or b"\0" in raw or not (match or self.is_text):
+        if len(raw) > prompts.MAX_LINE_BYTES or b"\0" in raw:
             return None
-        with suppress(UnicodeDecodeError):
-            raw.decode()
-            own = match and (match[1] or match[2])
-            name = own.decode() if own else self._name_of(line)
-            return name if is_usable(name) else None
-        return None
+        try:
+            raw.decode()  # only to see whether it is UTF-8
+        except UnicodeDecodeError:
+            return None
+
+        written_id = None
+        if not self.is_text:
+            match = SIMPLE.fullmatch(raw)
+            if match is None:
+                return None
+            written_id = match[1] or match[2]
+        result = written_id.decode() if written_id else self._name_of(line)
+        return result if is_usable(result) else None
 
     def read(self, line: Line, index: int) -> Request:
         """Returns the line's request. Raises Refused with what is known of a line that makes none."""
@@ -122,18 +153,24 @@ class Reader:
             require_usable(TextPrompt(request.id, request.said, request.where))
             return request
         except DataError as error:
-            problem = error
-        name = self._name_of(line)
+            problem = str(error)
+        # Outside of the except, so that the new error does not carry the old one along.
+        request_id, url = self._known_of(line)
+        raise Refused(index=index, id=request_id, url=url, error=problem)
+
+    def _known_of(self, line: Line) -> tuple[str, str]:
+        """Returns the id and the url by which a refused line is answered, as far as they can be read."""
+        request_id = self._name_of(line)
         url = ""
         with suppress(DataError):
             record = {} if self.is_text else parsed_object(line)
-            url = COMPLETIONS if "custom_id" in record else ""
-            own = name_of(record.get("custom_id", record.get("id", name)), line.where)
-            name = own if is_usable(own) else name
-        raise Refused(index=index, id=name, url=url, error=str(problem))
+            url = COMPLETIONS if "custom_id" in record else ""  # without an id OpenAI's format is of no use
+            written_id = name_of(record.get("custom_id", record.get("id", request_id)), line.where)
+            request_id = written_id if is_usable(written_id) else request_id
+        return request_id, url
 
     def _name_of(self, line: Line) -> str:
-        """The id of a line that has none."""
+        """Returns the id of a line that has none."""
         return f"{self.named}line-{line.number}"
 
     def _request(self, line: Line, index: int) -> Request:
@@ -155,8 +192,12 @@ class Reader:
         if self.is_text:
             return replace(usual, prompt=line.text)
         record = parsed_object(line)
-        if "custom_id" in record or ("body" in record and not {"prompt", "messages"} & record.keys()):
-            return self._openai(record, usual)
+        # Without its id it is one, too: the error then says what is missing.
+        is_envelope = "custom_id" in record or (
+            "body" in record and not {"prompt", "messages"} & record.keys()
+        )
+        if is_envelope:
+            return self._from_envelope(record, usual)
         name = name_of(record.pop("id", name), where)
         for key in record:  # other columns of a table are ignored, misspelt settings are not
             if key not in PLAIN and (near := nearest(key)):
@@ -165,8 +206,8 @@ class Reader:
                 )
         return self._with_own(record, replace(usual, id=name))
 
-    def _openai(self, record: dict[str, Any], usual: Request) -> Request:
-        """Reads the settings from OpenAI's envelope. Raises DataError for what is not served."""
+    def _from_envelope(self, record: dict[str, Any], usual: Request) -> Request:
+        """Returns the request of OpenAI's envelope. Raises DataError for what is not served."""
         url = record.get("url")
         body = record.get("body")
         where = usual.where
@@ -179,21 +220,35 @@ class Reader:
                 allowed=f"POST {COMPLETIONS}, POST {CHAT}",
                 fix="correct them",
             )
-        if not isinstance(body, dict) or "custom_id" not in record:
-            missing = "custom_id" if isinstance(body, dict) else "body"
+        missing = [key for key in ("body", "custom_id") if key not in record]
+        if missing:
             raise DataError(
-                f"the request has no {missing}", where=where, found=", ".join(record), fix="add it"
+                f"the request has no {missing[0]}", where=where, found=", ".join(record), fix="add it"
             )
-        also, never = ("top_logprobs", "prompt") if url == CHAT else ("echo", "messages")
-        served = [key for key in (*SETTINGS, also) if key != never]
+        if not isinstance(body, dict):
+            raise DataError(
+                "the request's body is not an object",
+                where=where,
+                found=type(body).__name__,
+                fix='write {"prompt": "..."} or {"messages": [...]}',
+            )
+
+        # A chat has messages and top_logprobs, a completion a prompt and echo.
+        if url == CHAT:
+            served = [key for key in (*SETTINGS, "top_logprobs") if key != "prompt"]
+        else:
+            served = [key for key in (*SETTINGS, "echo") if key != "messages"]
         asked = {key: value for key, value in body.items() if value is not None}
-        for key, only in WITHOUT_EFFECT.items():
-            if key in asked and asked.pop(key) != only and only is not None:
+        for key, allowed in WITHOUT_EFFECT.items():
+            if key not in asked:
+                continue
+            value = asked.pop(key)
+            if allowed is not None and value != allowed:
                 raise DataError(
                     f"the request asks for {key}",
                     where=where,
-                    found=repr(body[key])[:60],
-                    allowed=repr(only),
+                    found=repr(value)[:60],
+                    allowed=repr(allowed),
                     fix="leave it out",
                 )
         if unknown := [key for key in asked if key not in served]:
@@ -206,15 +261,26 @@ class Reader:
         return self._with_own(asked, replace(usual, id=name_of(record["custom_id"], where), url=url))
 
     def _with_own(self, record: dict[str, Any], usual: Request) -> Request:
-        """The request with the line's own settings. Raises DataError for those that no run may have."""
+        """Returns the request with the line's own settings. Raises DataError for what no run may have."""
         where = usual.where
-        prompt, messages = _said(record, where)
+        prompt, messages = _prompt_or_messages(record, where)
+
         changes: dict[str, Any] = {ALIASES.get(key, key): value for key, value in record.items()}
+        lengths = {key: value for key, value in record.items() if ALIASES.get(key, key) == "max_new_tokens"}
+        if any(value != changes["max_new_tokens"] for value in lengths.values()):
+            raise DataError(
+                "the line limits its new tokens in two ways",
+                where=where,
+                found=", ".join(f"{key} {value!r}" for key, value in lengths.items()),
+                fix="write one of them",
+            )
+
         stop = changes.get("stop", list(usual.stop))
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
             raise DataError("stop is not a list of texts", where=where, found=repr(stop), fix='write ["\\n"]')
         logprobs = _logprobs(changes, usual)
+        # A plain answer shows an echo by `prompt_logprobs` alone, OpenAI's also by its text.
         echo = changes.get("echo", False)
         if not isinstance(echo, bool) or (echo and not usual.url and logprobs is None):
             raise DataError(
@@ -224,10 +290,13 @@ class Reader:
                 allowed="true or false" if usual.url else "true or false, and logprobs with true",
                 fix="correct it",
             )
+        # Whole numbers of 64 bits; `_check` compares the first with the model's context.
         new = changes.get("max_new_tokens", usual.max_new_tokens)
+        _require_whole("max_new_tokens", new, 0 if echo else 1, MAX_SEED, where)
         seed = changes.get("seed")
-        _require_whole("max_new_tokens", new, 1 - echo, MAX_SEED, where)
-        _require_whole("seed", 0 if seed is None else seed, 0, MAX_SEED, where)
+        if seed is not None:
+            _require_whole("seed", seed, 0, MAX_SEED, where)
+
         own = {key: changes[key] for key in SAMPLING if changes.get(key) is not None}
         if "logit_bias" in own:  # JSON has texts for keys
             biases = own["logit_bias"]
@@ -247,58 +316,83 @@ class Reader:
 
     def _check(self, sampling: SamplingConfig, new: int, where: str) -> None:
         """Raises DataError unless a run could have these settings."""
-        settings = f"{sampling} {new}"
+        settings = f"{sampling} {new}"  # a text, as a set cannot hold a logit_bias
         if settings in self.checked:
             return
         task = replace(self.run.task_as(BatchConf), max_new_tokens=max(1, new))
         run = replace(self.run, sampling=sampling, task=task)
         try:
             check_values(run)
-            if not new:  # the prompt is scored alone
+            if not new:  # the prompt is scored alone; `check_values` has seen that min_new_tokens is a number
                 run = replace(run, sampling=replace(sampling, min_new_tokens=0))
             check(run)
             check_context(run)
         except RunError as error:
             raise DataError(f"a setting of the line is wrong: {error}", where=where) from None
-        self.checked.add(settings)
+        if len(self.checked) < MAX_CHECKED:
+            self.checked.add(settings)
 
 
-def _said(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]:
-    """Returns the prompt, or the messages."""
+def _prompt_or_messages(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]:
+    """Returns the prompt and the messages, one of them empty. Raises DataError with what is there instead."""
     prompt = record.get("prompt")
     messages = record.get("messages")
-    if isinstance(prompt, str) and messages is None:
+    if prompt is not None and messages is not None:
+        found = "both a prompt and messages"
+    elif isinstance(prompt, str):
         return prompt, ()
-    if prompt is None and isinstance(messages, list) and messages:
-        read = tuple(message for message in map(_message, messages) if message)
-        if len(read) == len(messages):
-            return "", read
+    elif prompt is not None:
+        found = f"a prompt of type {type(prompt).__name__}"
+    elif isinstance(messages, list) and messages:
+        read = [_message(message) for message in messages]
+        if None not in read:
+            return "", tuple(message for message in read if message)
+        first_bad = read.index(None)
+        found = f"message {first_bad + 1}: {shortened(repr(messages[first_bad]), 200)}"
+    elif messages is not None:
+        found = "messages that are no list, or an empty one"
+    else:
+        found = ", ".join(record)
     raise DataError(
-        "the line has no prompt",
+        "the line has no prompt that can be used",
         where=where,
-        found=", ".join(record),
+        found=found,
         allowed='a string "prompt", or "messages" of {"role", "content"} with roles ' + ", ".join(ROLES),
         fix="give it one of them",
     )
 
 
 def _message(message: object) -> Message | None:
-    """Returns a message as templates know it, without its name, its text parts joined; None if it is none."""
+    """Returns a message as chat templates know it: without its name, its parts joined. None if it is none.
+
+    OpenAI's content is a text, or a list of parts; parts that are no text are not served.
+    """
     if not isinstance(message, dict) or message.keys() - {"name"} != {"role", "content"}:
         return None
     role = message["role"]
     content = message["content"]
     if isinstance(content, list):
-        parts = (part for part in content if isinstance(part, dict) and part.get("type") == "text")
-        texts = [text for part in parts if isinstance(text := part.get("text"), str)]
-        content = "\n".join(texts) if len(texts) == len(content) else None
+        texts = []
+        for part in content:
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                return None
+            texts.append(part["text"])
+        content = "\n".join(texts)  # OpenAI does not say how parts are joined
     if not (isinstance(content, str) and isinstance(role, str) and role in ROLES):
         return None
     return {"role": ROLES[role], "content": content}
 
 
 def _logprobs(record: dict[str, Any], usual: Request) -> int | None:
-    """How many alternatives each token comes with; None for no log-probabilities. A chat says it in two."""
+    """Returns how many alternatives each token comes with; None for no log-probabilities.
+
+    A chat request says it by two keys: logprobs (true or false) and top_logprobs (how many). Other lines have
+    the number in logprobs.
+    """
     key = "logprobs"
     value = record.get("logprobs", usual.logprobs)
     where = usual.where
@@ -322,6 +416,7 @@ def _logprobs(record: dict[str, Any], usual: Request) -> int | None:
 
 
 def _require_whole(key: str, value: object, least: int, most: int, where: str) -> None:
+    """Raises DataError unless the value is a whole number from `least` to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise DataError(
             f"{key} is out of range",
@@ -335,7 +430,11 @@ def _require_whole(key: str, value: object, least: int, most: int, where: str) -
 def answer(
     request: Request, reply: Reply, model: str, spell: Spell, fields: list[str] | None = None
 ) -> dict[str, Any]:
-    """The line for a generated text; `spell` gives tokens' text. A plain line has these `fields`, or all."""
+    """Returns the line for a generated text.
+
+    `spell` gives a token's text and bytes. A plain line has these `fields` and those it always has; without
+    `fields` it has all.
+    """
     prompt_tokens = reply.prompt_tokens
     output_tokens = len(reply.token_ids)
     if not request.url:
@@ -345,27 +444,39 @@ def answer(
         line["output_tokens"] = output_tokens
         if request.logprobs is not None:
             line["logprobs"] = plain(spelled(reply.logprobs, spell))
-            line |= {"prompt_logprobs": plain(spelled(reply.echoed, spell))} if request.echo else {}
-        return {key: line[key] for key in line if not fields or key in (*fields, *ALWAYS)}
+            if request.echo:
+                line["prompt_logprobs"] = plain(spelled(reply.echoed, spell))
+        if not fields:
+            return line
+        return {key: value for key, value in line.items() if key in (*fields, *ALWAYS)}
+
     is_chat = request.url == CHAT
-    text = request.prompt * request.echo + reply.text
+    text = request.prompt + reply.text if request.echo else reply.text
+    content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
     logprobs = None
-    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
     if request.logprobs is not None:
-        found = spelled([*reply.echoed, *reply.logprobs], spell)
-        logprobs = chat(found) if is_chat else completions(found, text)
+        tokens = spelled([*reply.echoed, *reply.logprobs], spell)  # without echo nothing is echoed
+        logprobs = chat(tokens) if is_chat else completions(tokens, text)
+    # "context", a text that fills the model's context, is one of ours only.
     finish = "length" if reply.finish_reason in ("length", "context") else "stop"
-    choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish}
-    name, kind = ("chatcmpl-", "chat.completion") if is_chat else ("cmpl-", "text_completion")
-    # `created` is 0: equal runs write equal files
-    body = {"id": _name(name, request.id), "object": kind, "created": 0, "model": model, "choices": [choice]}
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
-    body["usage"] = {**usage, "total_tokens": prompt_tokens + output_tokens}
-    return _openai(request.id, 200, body)
+    choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}
+    body = {
+        "id": _derived_id("chatcmpl-" if is_chat else "cmpl-", request.id),
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": 0,  # no time: equal runs write equal files
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+        },
+    }
+    return _envelope(request.id, 200, body)
 
 
 def counted(answers: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """How many answers these are, how many of them are errors, and how many tokens were generated."""
+    """Returns how many answers these are, how many of them are errors, and how many tokens they have."""
     records = failed = tokens = 0
     for line in answers:
         usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
@@ -376,23 +487,30 @@ def counted(answers: Iterable[dict[str, Any]]) -> dict[str, int]:
 
 
 def is_error(line: dict[str, Any]) -> bool:
+    """Returns whether an answer, plain or as OpenAI's, is an error."""
     return bool(line.get("error")) or (line.get("response") or {}).get("status_code", 200) != 200
 
 
 def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> dict[str, Any]:
-    """The line for a request that gets no text."""
+    """Returns the line for a request that gets no text."""
     about: dict[str, Any] = {"code": code, "message": error}
     if not record.url:
         return {"id": record.id, "error": about}
     about["type"] = "invalid_request_error" if code == BAD_REQUEST else "error"
-    return _openai(record.id, code, {"error": about})
+    return _envelope(record.id, code, {"error": about})
 
 
-def _openai(name: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    response = {"status_code": status, "request_id": _name("req_", name), "body": body}
-    return {"id": _name("batch_req_", name), "custom_id": name, "response": response, "error": None}
+def _envelope(request_id: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns an answer in OpenAI's batch format."""
+    response = {"status_code": status, "request_id": _derived_id("req_", request_id), "body": body}
+    return {
+        "id": _derived_id("batch_req_", request_id),
+        "custom_id": request_id,
+        "response": response,
+        "error": None,
+    }
 
 
-def _name(kind: str, of: str) -> str:
+def _derived_id(prefix: str, request_id: str) -> str:
     """Returns an id that the same request always gets."""
-    return f"{kind}{hashlib.sha256(of.encode()).hexdigest()[:24]}"
+    return f"{prefix}{hashlib.sha256(request_id.encode()).hexdigest()[:24]}"

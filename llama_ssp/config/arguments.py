@@ -2,10 +2,14 @@
 
     compare 30B /models/7b -p "def hello" k=4 --max-new-tokens 64
 
-is `task=compare model=30B draft=local draft.path='/models/7b' task.prompts=['def hello'] ...`: the task, the
-target and the draft may come first without their keys, a model by any of its names; a key of the task, of
-sampling or of speculation may stand without its group; --KEY VALUE is KEY=VALUE; a key whose type is a text
-or a path takes its value as it is. Everything else is as Hydra reads it.
+is `task=compare model=30B draft=local draft.path='/models/7b' task.prompts=['def hello'] ...`:
+
+* The task, the target and the draft may come first without their keys, a model by any of its names.
+* A key of the task, of sampling or of speculation may stand without its group.
+* --KEY VALUE is KEY=VALUE.
+* A key whose type is a text or a path takes its value as it is.
+
+Everything else is as Hydra reads it.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from llama_ssp.config.run import RunConf, key_types, kinds_of
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import RunError, UsageError
 
+# Flags of this program, which cli.py answers.
 QUIET = ("--quiet", "-q")
 VERBOSE = ("--verbose", "-v")
 HELP = ("--help", "-h")
@@ -33,18 +38,31 @@ VERSION = ("--version",)
 DRY = ("--dry-run",)
 PROMPT = "prompt"
 PROMPTS = "task.prompts"
-SHORT_FLAGS = {"-p": PROMPT, "-n": "max_new_tokens"}  # Hydra's own -p is --package, too
+SHORT_FLAGS = {"-p": PROMPT, "-n": "max_new_tokens"}  # before Hydra's own -p, which is --package
 AS_WRITTEN = (PROMPTS, "task.system", "task.stop")  # ${...} stands for itself in them
 RUN_KEYS = {entry.name for entry in fields(RunConf)} | {*GROUPS}
-SHORT_KEYS = {
-    leaf: f"{group}.{leaf}"
-    for group, _, leaf in (key.partition(".") for key in key_types())
-    if group in ("sampling", "speculation", "task") and leaf not in {"", "name", *RUN_KEYS}
-}
-COMMANDS = ("report",)  # first words, too
+
+
+def _short_keys() -> dict[str, str]:
+    """Returns the dotted keys of the task, of sampling and of speculation by their last part.
+
+    Left out are task.name, and parts that are a key of the run themselves, such as `output`.
+    """
+    result = dict[str, str]()
+    for key in key_types():
+        group, _, leaf = key.partition(".")
+        if group in ("sampling", "speculation", "task") and leaf not in {"", "name", *RUN_KEYS}:
+            result[leaf] = key
+    return result
+
+
+SHORT_KEYS = _short_keys()
+COMMANDS = ("report",)  # first words that are no tasks; cli.py answers them
 SHIPPED = "demo"  # the default target, which has a default draft
 WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
-TEXT = r'"(?:[^"\\]|\\.)*"|' + r"'(?:[^'\\]|\\.)*'"
+DOUBLE_QUOTED = r'"(?:[^"\\]|\\.)*"'
+SINGLE_QUOTED = r"'(?:[^'\\]|\\.)*'"
+TEXT = f"{DOUBLE_QUOTED}|{SINGLE_QUOTED}"
 TEXTS = re.compile(rf"\[\s*(?:(?:{TEXT})\s*(?:,\s*(?:{TEXT})\s*)*)?\]", re.DOTALL)
 MEANT = {"run": "generate", "serve": "batch", "bench": "measure"}  # as other programs have it
 # Settings of other programs that change the output distribution.
@@ -77,7 +95,7 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     parser = _hydra_parser()
     parser.error = _refuse_flags  # type: ignore[method-assign]
     given = parser.parse_args(flags)
-    if not given.shell_completion:  # whose words are its own: install=bash
+    if not given.shell_completion:  # its words stay as they are: install=bash is no override
         words = in_full(words, given.multirun or "hydra.mode=MULTIRUN" in words)
     return [*words, *flags]
 
@@ -86,7 +104,7 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words of a command line, --KEY VALUE as KEY=VALUE, and its other flags. Raises UsageError."""
     words = list[str]()
     flags = list[str]()
-    of_hydra = _hydra_parser()._option_string_actions
+    of_hydra = _hydra_parser()._option_string_actions  # argparse has no public table of its flags
     waiting = deque(arguments)
     while waiting:
         argument = waiting.popleft()
@@ -95,11 +113,13 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(argument)
         elif flag in of_hydra and flag not in SHORT_FLAGS:
             flags.append(argument)
-            nargs = of_hydra[flag].nargs
-            choices = of_hydra[flag].choices or ()
-            if waiting and not equals and (nargs is None or (nargs == "?" and waiting[0] in choices)):
+            if waiting and not equals and _takes_value(of_hydra[flag], waiting[0]):
                 flags.append(waiting.popleft())
         elif flag in (*QUIET, *VERBOSE, *DRY):
+            if equals:  # `--dry-run=true` would start the run
+                raise UsageError(
+                    f"{flag} takes no value", found=argument, fix=f"write {flag}, or leave it out"
+                )
             flags.append(flag)
         else:
             key = _key_of(flag)
@@ -109,19 +129,30 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, flags
 
 
+def _takes_value(flag: argparse.Action, next_word: str) -> bool:
+    """Returns whether the word after this flag of Hydra's is its value: --cfg job, --config-dir mine."""
+    return flag.nargs is None or (flag.nargs == "?" and next_word in (flag.choices or ()))
+
+
 def each_key_once(words: Sequence[str]) -> dict[str, str]:
-    """Returns the words by key: of a key the last counts; of a list each text, and each bare word."""
+    """Returns the words of a command line under distinct keys.
+
+    A later word replaces an earlier one with its key. Bare words, and words that add to a list of texts, are
+    all kept: the number of the word is part of their keys.
+    """
     result = dict[str, str]()
     for number, word in enumerate(words):
         key = "" if _is_bare(word) else Override.of(word).key
-        result[f"{key} {number}" if not key or key == PROMPT or _holds_texts(key) else key] = word
+        if not key or key == PROMPT or _holds_texts(key):
+            key = f"{key} {number}"
+        result[key] = word
     return result
 
 
 def completable(line: str) -> str:
-    """Returns a line of the shell that is to be completed: short forms before its last word are written out.
+    """Returns a shell's line for Hydra to complete: all words but the last are written out as overrides.
 
-    Hydra divides the line at blanks, so words that hold some are left out.
+    Hydra divides the line at blanks, so words that hold a blank are left out.
     """
     *before, last = line.split(" ")
     try:
@@ -134,7 +165,9 @@ def completable(line: str) -> str:
 def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
     """Returns the overrides that these words mean, in Hydra's grammar. Raises UsageError or ModelError.
 
-    In a sweep, commas divide the values of groups and numbers, and a list of quoted texts those of a text.
+    With `sweeps`, a key may have several values, each for runs of its own. Values of a group or a number are
+    divided by commas (k=2,4). Values of a text are a list of quoted texts: prompt=["a","b"] is two runs;
+    without `sweeps` it is one prompt, brackets included.
     """
     bare = [word for word in words if _is_bare(word)]
     given = [*_named(bare), *(Override.of(word) for word in words if not _is_bare(word))]
@@ -143,20 +176,20 @@ def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
     for override in given:
         key = override.key
         value = override.value
-        several = listed_texts(value or "")
-        if override.sign == "~" or value is None:
+        listed = listed_texts(value or "")  # None for a value that is no list; the list may be empty
+        if override.sign == "~" or value is None:  # ~draft
             full.append(str(override))
-        elif key in ROLES and not (sweeps and "," in value):
+        elif key in ROLES and not (sweeps and "," in value):  # model=7B, draft=/models/7b
             full += model_words(key, value)
-        elif key == PROMPT and sweeps and several:
-            full.append(f"{PROMPTS}={','.join(f'[{_quoted(PROMPTS, text)}]' for text in several)}")
-        elif key == PROMPT:
+        elif key == PROMPT and sweeps and listed:  # prompt=["a","b"]: each text is a run's only prompt
+            full.append(f"{PROMPTS}={','.join(f'[{_quoted(PROMPTS, text)}]' for text in listed)}")
+        elif key == PROMPT:  # prompt=a prompt=b: one run with two prompts
             lists.setdefault(PROMPTS, []).append(value)
-        elif _holds_texts(key) and not _is_null(key, value):
-            lists.setdefault(key, []).extend([value] if several is None else several)
-        else:
-            lists.pop(key, None)  # null takes earlier texts away
-            full.append(_written(override, several or [], sweeps))
+        elif _holds_texts(key) and not _is_null(key, value):  # stop=a stop=["b","c"]: three texts
+            lists.setdefault(key, []).extend([value] if listed is None else listed)
+        else:  # k=2, out=a; stop=null, after which earlier texts do not count
+            lists.pop(key, None)
+            full.append(_written(override, listed or [], sweeps))
     for key, texts in lists.items():
         full.append(f"{key}=[{','.join(_quoted(key, text) for text in texts)}]")
     return full + _no_draft(given)
@@ -166,21 +199,27 @@ def listed_texts(value: str) -> list[str] | None:
     """The texts of a value that is wholly a list of quoted texts, such as ["a","b"]; None for another."""
     if not TEXTS.fullmatch(value):
         return None
-    # As Hydra reads them: a backslash counts before a quote only.
-    return [
-        re.sub(rf"(\\+)(?={text[0]}|$)", lambda match: match[1][: len(match[1]) // 2], text[1:-1])
-        for text in re.findall(TEXT, value, re.DOTALL)
-    ]
+    return [_unquoted(text) for text in re.findall(TEXT, value, re.DOTALL)]
+
+
+def _unquoted(text: str) -> str:
+    """Returns a text without its quotation marks, as Hydra reads it.
+
+    Backslashes escape only in a run that ends at a mark like the text's own, or at its end: there two mean
+    one, and an odd one takes the mark as it is. Elsewhere they stand for themselves, as in "a\\n".
+    """
+    mark = text[0]
+    return re.sub(rf"(\\+)(?={mark}|\Z)", lambda run: run[1][: len(run[1]) // 2], text[1:-1])
 
 
 def unknown_key(key: str, schema: str | None = None) -> UsageError:
     """Returns the error for a key that is not there; `schema` is the class that lacks it."""
     leaf = key.rpartition(".")[2]
-    others = [name for name, conf in TASKS.items() if leaf in get_type_hints(conf)]
+    tasks_with_it = [name for name, conf in TASKS.items() if leaf in get_type_hints(conf)]
     task = next((name for name, conf in TASKS.items() if conf.__name__ == schema), None)
-    if task and others:
+    if task and tasks_with_it:
         what = f"task={task} has no key {'prompt' if leaf == 'prompts' else leaf}"
-        fix = f"it is for {', '.join(others)}; llama-ssp {task} --help lists the keys of {task}"
+        fix = f"it is for {', '.join(tasks_with_it)}; llama-ssp {task} --help lists the keys of {task}"
         return UsageError(what, found=key, fix=fix)
     if leaf in LOSSY:
         fix = "the output distribution is exactly the target's; there is no option to change that"
@@ -194,13 +233,13 @@ def _meant(key: str) -> str:
         return "--cfg hydra shows Hydra's own keys"
     known = key_types()
     leaf = key.rpartition(".")[2]
-    longer = [name for name in known if leaf in name.rpartition(".")[2]]
+    longer = [name for name in known if leaf and leaf in name.rpartition(".")[2]]
     likely = [min(longer, key=len)] if longer else difflib.get_close_matches(key, known, n=1)
     return f"did you mean {likely[0]}?" if likely else "llama-ssp TASK --help lists the keys"
 
 
 def _hydra_parser() -> argparse.ArgumentParser:
-    from hydra._internal.utils import get_args_parser  # takes longer than --help
+    from hydra._internal.utils import get_args_parser  # this import takes longer than all of --help
 
     return get_args_parser()
 
@@ -219,7 +258,7 @@ def _key_of(flag: str) -> str:
 
 
 def _is_bare(word: str) -> bool:
-    """Returns whether a word is a task or a model: it has no key, or names a file with a = in its name."""
+    """Returns whether a word is a task or a model, without a key; a file's name may hold a = itself."""
     override = Override.of(word)
     if word.startswith(("/", "./", "../", "~/", "${")):
         return True
@@ -233,7 +272,7 @@ def _named(words: Sequence[str]) -> list[Override]:
     if not words:
         return []
     first = words[0]
-    others = words[1 + len(ROLES) :]
+    surplus = words[1 + len(ROLES) :]
     if first not in TASKS:
         near = MEANT.get(first) or nearest(first, [*TASKS, *COMMANDS])
         raise UsageError(
@@ -242,34 +281,41 @@ def _named(words: Sequence[str]) -> list[Override]:
             allowed=", ".join(TASKS),
             fix=f"write llama-ssp {near} ..." if near else f"write {USAGE}; a text is prompt='...'",
         )
-    if others:
+    if surplus:
         raise UsageError(
             "there are words without a key",
-            found=" ".join(others),
+            found=" ".join(surplus),
             allowed=USAGE,
             fix="quote a value that holds blanks, as in prompt='two words'",
         )
     return [Override("", key, word) for key, word in zip(("task", *ROLES), words, strict=False)]
 
 
-def _written(override: Override, several: Sequence[str], sweeps: bool) -> str:
-    """An override in Hydra's grammar, except one of a list of texts; a sweep takes `several` texts."""
+def _written(override: Override, listed: Sequence[str], sweeps: bool) -> str:
+    """Returns an override in Hydra's grammar; those of lists of texts are written elsewhere (`in_full`).
+
+    `listed` are the texts of a value such as ["a","b"]: in a sweep each is a value of the key.
+    """
     sign = override.sign
     key = override.key
     value = override.value or ""
     kinds = _kinds(key)
     origins = {get_origin(kind) for kind in kinds}
-    if NoneType in kinds and str not in kinds:  # such as ranks=auto
+    if NoneType in kinds and str not in kinds:  # `auto` is the user's word for null: ranks=auto
         value = re.sub(r"\bauto\b", "null", value)
+
     if _is_null(key, value) or (value.startswith("[") and str not in kinds):
-        pass
-    elif key in GROUPS and value not in options(key) and not sweeps:
+        pass  # Hydra reads null and lists as they are written
+    elif (
+        key in GROUPS and value not in options(key) and not sweeps
+    ):  # no preset: Hydra can read it, and refuses it
         value = quoted(value, as_written=False)
     elif str in kinds:
-        value = ",".join(_quoted(key, text) for text in (several if sweeps and several else [value]))
-    elif list in origins and value and not sweeps:
+        texts = listed if sweeps and listed else [value]
+        value = ",".join(_quoted(key, text) for text in texts)
+    elif list in origins and value and not sweeps:  # ks=1,2
         value = f"[{value}]"
-    elif dict in origins:
+    elif dict in origins:  # logit_bias={5:-2}: without the + Hydra refuses a key that is not there yet
         sign = sign or "+"
     return f"{sign}{key}={value}"
 
@@ -287,25 +333,27 @@ def _is_null(key: str, value: str) -> bool:
 
 
 def _holds_texts(key: str) -> bool:
-    return list[str] in _kinds(key) and key != "task.pairs"  # which are names, without quotes
+    # task.pairs holds names of models (13B/7B), which need no quotes.
+    return list[str] in _kinds(key) and key != "task.pairs"
 
 
 def _no_draft(given: Sequence[Override]) -> list[str]:
-    """draft=none where a target is named and no draft: the default draft is the default target's.
+    """Returns draft=none where a target is named and no draft: the default draft fits its target only.
 
-    Refuses files of a model that is not named: they would replace those of the default one.
+    Raises UsageError for files of a model that is not named: they would replace those of the default one.
     """
     chosen = {override.key: override.value for override in given}
     if "experiment" in chosen:  # it may name models
         return []
     for role in ROLES:
-        if role not in chosen and (files := {f"{role}.path", f"{role}.repo"} & {*chosen}):
+        files = [key for key in (f"{role}.path", f"{role}.repo") if key in chosen]
+        if files and role not in chosen:
             raise UsageError(
-                f"{min(files)} is given, and no {role} is named",
-                fix=f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {min(files)}=...",
+                f"{files[0]} is given, and no {role} is named",
+                fix=f"write {role}=FOLDER or {role}=ORG/NAME, or a preset: {role}=NAME {files[0]}=...",
             )
     has_none = chosen.get("model", SHIPPED) != SHIPPED and "draft" not in chosen
-    lost = {key for key in chosen if key.startswith("draft.")}
+    lost = {key for key in chosen if key.startswith("draft.")}  # settings of a draft that is not there
     if lost and (has_none or chosen.get("draft", "") in (None, "none")):
         raise UsageError(
             f"{min(lost)} is given, and no draft is named",

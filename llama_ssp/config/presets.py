@@ -64,7 +64,7 @@ def quoted(text: object, as_written: bool = True) -> str:
         return """'${oc.select:_,"???"}'"""
     if as_written:
         plain = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", plain)
-    escaped = re.sub(r"(\\*)('|$)", lambda f: f[1] * 2 + ("\\'" if f[2] else ""), plain)
+    escaped = re.sub(r"(\\*)('|\Z)", lambda f: f[1] * 2 + ("\\'" if f[2] else ""), plain)
     return f"'{escaped}'"
 
 

@@ -1,7 +1,7 @@
-"""Bounds of YAML that users give, in private presets and in run folders. No torch.
+"""Limits the size of YAML that users give, in private presets and in run folders. No torch.
 
-An alias (`*name`) stands for a part of the file as often as it is written, also for a part with aliases: nine
-lines can mean nine to the ninth values. They are counted before anything makes them.
+An alias (`*name`) repeats a part of the file, and that part may hold aliases itself: nine lines can mean nine
+to the ninth values (the "billion laughs"). The values are counted before any reader makes them.
 """
 
 from collections.abc import Iterator
@@ -18,25 +18,29 @@ from hydra.core.plugins import Plugins
 from llama_ssp.errors import UsageError
 
 MAX_BYTES = 16 * 2**20
-MAX_VALUES = 100_000  # keys count, too; the largest preset has sixty
+MAX_VALUES = 100_000  # with aliases written out; keys count, too. A shipped preset has some tens
 
 
 @dataclass
 class _Part:
-    """A list or a mapping that is being read: its name, if any, and how many values it holds so far."""
+    """A list or a mapping that is being read.
+
+    `anchor` is the name by which aliases repeat it (`&name`), if it has one. `values` is how many values it
+    means so far; it is one itself.
+    """
 
     anchor: str | None
     values: int = 1
 
 
 def values_in(text: str) -> int:
-    """Returns how many values a YAML text holds with its aliases written out.
+    """Returns how many values a YAML text means with its aliases written out, and one for the document.
 
-    Above MAX_VALUES it stops counting. Raises yaml.YAMLError for what is not YAML.
+    It stops counting above MAX_VALUES. Raises yaml.YAMLError for what is not YAML.
     """
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    sizes = dict[str, int]()
-    parts = [_Part(None)]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the faster one, where PyYAML was built with it
+    sizes = dict[str, int]()  # values of a part or a scalar, by its anchor
+    parts = [_Part(None)]  # the document, and the parts within each other that are being read
     for event in yaml.parse(text, Loader=loader):
         count = 0
         if isinstance(event, yaml.CollectionStartEvent):
@@ -47,7 +51,7 @@ def values_in(text: str) -> int:
             if part.anchor is not None:
                 sizes[part.anchor] = count
         elif isinstance(event, yaml.AliasEvent):
-            # Of a part that is still being read: who reads it refuses it.
+            # Without a size, it repeats the part that it is in: Hydra refuses that as nested too deeply.
             count = sizes.get(str(event.anchor), 1)
         elif isinstance(event, yaml.ScalarEvent):
             count = 1
@@ -56,13 +60,13 @@ def values_in(text: str) -> int:
         parts[-1].values += count
         if parts[-1].values > MAX_VALUES:
             break
-    return max(part.values for part in parts)
+    return max(part.values for part in parts)  # after a break, parts are left that nobody has added up
 
 
 def require_bounded(file: Path) -> None:
-    """Refuses a YAML file that is too large, or that means too many values. Raises UsageError.
+    """Raises UsageError for a YAML file that is too large, or whose aliases may mean too many values.
 
-    What is wrong otherwise is left to who reads the file.
+    A file that is no YAML passes: its reader refuses it.
     """
     size = file.stat().st_size
     if size > MAX_BYTES:
@@ -70,7 +74,7 @@ def require_bounded(file: Path) -> None:
             "the file is too large", where=file, found=f"{size} bytes", allowed=f"{MAX_BYTES} bytes"
         )
     content = file.read_bytes()
-    if b"*" not in content:
+    if b"*" not in content:  # no alias: its bytes are limit enough
         return
     try:
         values = values_in(content.decode("utf-8"))
@@ -78,16 +82,16 @@ def require_bounded(file: Path) -> None:
         return
     if values > MAX_VALUES:
         raise UsageError(
-            "the file means too many values, as aliases stand for aliases",
+            "the file means too many values",
             where=file,
-            found=f"more than {MAX_VALUES}",
+            found=f"more than {MAX_VALUES}, with its aliases written out",
             allowed=f"at most {MAX_VALUES}",
-            fix="write out what is meant, without aliases (*NAME) inside of what an alias stands for",
+            fix="write fewer values, and no aliases (*NAME) inside of what an alias stands for",
         )
 
 
 class BoundedFiles(FileConfigSource):
-    """Hydra's reader of files, which looks at the bounds of each file that it reads."""
+    """Hydra's reader of configuration files, which refuses those beyond the limits."""
 
     def load_config(self, config_path: str) -> Any:
         file = Path(self.path, self._normalize_file_name(config_path))
@@ -98,8 +102,8 @@ class BoundedFiles(FileConfigSource):
 
 @contextmanager
 def bounded_files() -> Iterator[None]:
-    """Has Hydra read files by `BoundedFiles` inside."""
-    Plugins.instance()  # registers Hydra's own readers, once
+    """Has Hydra read configuration files by `BoundedFiles` while the context is open."""
+    Plugins.instance()  # when first made it registers Hydra's own readers, which would replace ours
     readers: dict[str, Any] = SourcesRegistry.instance().types
     before = readers["file"]
     readers["file"] = BoundedFiles

@@ -1,4 +1,8 @@
-"""One rank's view of the others, and the collectives that every rank calls in the same order."""
+"""One rank's view of the others, and the collectives that every rank calls in the same order.
+
+`Ranks` is the interface, and what a single process needs of it. Several processes have a `Group`
+(process_group.py), which inherits these docstrings.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ from llama_ssp.errors import DistributedError
 
 
 def checksum(values: Iterable[int]) -> int:
-    """Tells lists of integers apart; ranks compare it instead of the lists."""
+    """Returns 32 bits that tell lists of integers apart; ranks compare them instead of the lists."""
     return zlib.crc32(",".join(map(str, values)).encode())
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank is doing. An engine counts its rounds from 1; 0 is outside of them."""
+    """What a rank is doing, for messages. An engine counts its rounds from 1; 0 is outside of them."""
 
     phase: str
     round: int = 0
@@ -36,9 +40,9 @@ class Place:
 class LeaderChannel:
     """Brings the leader's messages to some ranks."""
 
-    lost: str | None = None  # why these ranks have gone, where the run may go on without them
+    lost: str | None = None  # why these ranks have gone; None while they are there
     essential = True  # whether the run ends when they have gone
-    loss_logged = False
+    loss_logged = False  # whether the log says so already
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         """Returns the leader's integers, on every rank; what the other ranks pass is ignored."""
@@ -51,11 +55,11 @@ class LeaderChannel:
 class Ranks(LeaderChannel):
     """The ranks of a run, or some of them as a group. This base class is one process without others."""
 
-    rank: int = LEADER
-    world: int = 1
+    rank: int = LEADER  # this process's place, from 0
+    world: int = 1  # how many ranks there are
     patience_s: float = 0.0  # how long one rank waits for another
-    ended = ""  # the error that has ended these ranks
-    on_timeout: Callable[[], None] = staticmethod(lambda: None)  # called before something late ends all ranks
+    ended = ""  # the error that has ended these ranks; empty while they run
+    on_timeout: Callable[[], None] = staticmethod(lambda: None)  # called before `within` ends all ranks
 
     @property
     def is_leader(self) -> bool:
@@ -63,7 +67,7 @@ class Ranks(LeaderChannel):
 
     @property
     def label(self) -> str:
-        """Returns the group and this rank's place in it. A compiled step is for one label."""
+        """Returns a text for the group and this rank's place in it: a compiled step is for one label."""
         return ""
 
     @property
@@ -72,7 +76,7 @@ class Ranks(LeaderChannel):
         return False
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over ranks, in place."""
+        """Returns the sum over ranks, which replaces the tensor's own numbers."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -80,11 +84,17 @@ class Ranks(LeaderChannel):
         return [tensor]
 
     def during(self, what: str) -> AbstractContextManager[None]:
-        """A context for code that computes and also exchanges tensors: a broken exchange is a lost rank."""
+        """Returns a context for code that computes and exchanges tensors; `what` names it.
+
+        An exchange that breaks inside means that another rank is lost.
+        """
         return nullcontext()
 
     def within(self, seconds: float, what: str) -> AbstractContextManager[None]:
-        """A context. If its body takes longer, `on_timeout` is called, and all ranks end with a line."""
+        """Returns a context whose body may take so long. Else `on_timeout` is called, and all ranks end.
+
+        `what` names the body in the line that they end with.
+        """
         return nullcontext()
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
@@ -95,38 +105,42 @@ class Ranks(LeaderChannel):
         """Returns every rank's text."""
         encoded = text.encode()
         lengths = [length for (length,) in self.gather_ints([len(encoded)])]
-        padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
-        every = zip(self.gather_ints(padded), lengths, strict=True)
-        return [bytes(values[:length]).decode() for values, length in every]
+        padded = [*encoded, *[0] * (max(lengths) - len(encoded))]  # all ranks pass equally many bytes
+        by_rank = zip(self.gather_ints(padded), lengths, strict=True)
+        return [bytes(values[:length]).decode() for values, length in by_rank]
 
     def require_same(self, what: str, text: str) -> None:
-        """Raises DistributedError on every rank if `text` differs; of JSON objects it names the keys."""
+        """Raises DistributedError on every rank if `text` is not the same on all; `what` says what it is.
+
+        Where the texts are JSON objects, the error names the keys that differ.
+        """
 
     def barrier(self) -> None:
         """Waits until every rank is here, for as long as loading may take."""
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, ranks wait for each other's tensors as long as loading may take, also in groups of them.
+        """Opens a context in which ranks wait for each other's tensors as long as loading may take.
 
-        It ends when every rank is here. One rank may read or compile for minutes, where another has it kept.
+        That is so in groups of them, too. One rank may read or compile for minutes what another finds kept.
+        The context ends when every rank is at its end.
         """
         yield
         self.barrier()
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
-        """These ranks as a group, numbered in this order; None on the others. All ranks call it."""
+        """Returns these ranks as a group, numbered in this order; None on other ranks. All ranks call it."""
         return self if LEADER in members else None
 
     def link(self, one: int, other: int) -> Link | None:
-        """Returns a connection between two ranks; None on the others. All ranks call it."""
+        """Returns a connection between two ranks; None on other ranks. All ranks call it."""
         raise DistributedError("a single rank has no other to connect to", found=f"ranks {one} and {other}")
 
     def may_lose(self, members: tuple[int, ...]) -> None:
         """Lets these ranks, and no others, fail without ending the run, from now on. All ranks call it."""
 
     def drop_lost(self) -> None:
-        """Goes on without the ranks that `may_lose` named. All other ranks call it, at the same place."""
+        """Goes on without the ranks that `may_lose` named. All that stay call it, at the same place."""
 
     def enter(self, phase: str, number: int = 0) -> None:
         """Records what this rank does next, and in which round, for messages about failures."""
@@ -135,22 +149,22 @@ class Ranks(LeaderChannel):
         """Says where a rank that fails writes its record; the leader's folder counts."""
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Why this rank ends: the error, which it passes to the others, or the error they ended with."""
+        """Returns why this rank ends: the error, which the others are told, or the error they ended with."""
         return error
 
     def before_close(self, free: Callable[[], None]) -> None:
-        """Has a method called before the ranks part, if its object is still there."""
+        """Has a method called before the ranks part, if its object still exists then."""
 
     def close(self) -> None:
         """Leaves in good order, after every rank is here."""
 
 
-ALONE = Ranks()
+ALONE = Ranks()  # a single process
 
 
 def broadcast_json(plain: Any, ranks: Ranks) -> Any:
     """Returns the leader's JSON value, on every rank; what the other ranks pass is ignored."""
     if ranks.world == 1:
         return plain
-    own = json.dumps(plain).encode() if ranks.is_leader else b""
-    return json.loads(bytes(ranks.broadcast_ints(list(own))))
+    encoded = json.dumps(plain).encode() if ranks.is_leader else b""
+    return json.loads(bytes(ranks.broadcast_ints(list(encoded))))

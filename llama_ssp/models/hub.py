@@ -1,4 +1,8 @@
-"""Copies of Hugging Face hub repositories on this machine, fetched where the user allows it. No torch."""
+"""Finds copies of Hugging Face hub repositories on this machine, and fetches them where the user allows it.
+
+The copies are those of huggingface_hub: HF_HUB_CACHE/models--ORG--NAME/snapshots/COMMIT. In this file `role`
+is "model" or "draft", as messages name the model. No torch.
+"""
 
 import errno
 import re
@@ -10,14 +14,15 @@ from llama_ssp.config import ModelConf
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, RunError, StorageError, first_line, visible
 
-# Of a repository: no pickle, no code, and no second copy of the weights in another layout.
+# Patterns of the files that are fetched: no pickle, no code, and no second copy of the weights in another
+# layout (in folders, or as consolidated*).
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = None) -> Path:
-    """Returns the repository's folder in the local store, or one file; fetched if `download` is true.
+    """Returns the folder of the repository's copy, or the path of one `file`; may fetch it (`download`).
 
     A download that was interrupted continues with the files that are missing. Ranks of one machine share it:
     the library locks each file, and the leader alone shows progress. Raises ModelError or StorageError.
@@ -34,7 +39,7 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
         "tqdm_class": _bars(),
     }
     wanted = WANTED
-    if model.file:
+    if model.file:  # the end of a GGUF file's name, such as Q4_K_M; the file may be in several parts
         either_case = "".join(f"[{letter.lower()}{letter.upper()}]" for letter in model.file)
         wanted = [f"*{either_case}.gguf", f"*{either_case}-0*-of-*.gguf"]
     try:
@@ -48,8 +53,10 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
 
 
 def _bars() -> type:
-    """Returns the class of the library's bars. They move the cursor, so they are not shown as text is
-    (report/terminal.py); the names of files in them are.
+    """Returns the class of the library's progress bars, drawn on the terminal itself.
+
+    Standard error shows what is written to it as text alone (report/terminal.py), and bars move the cursor.
+    So they go to the stream behind it; the names of files in them, which others chose, are made visible text.
     """
     from huggingface_hub.utils import tqdm
 
@@ -62,7 +69,7 @@ def _bars() -> type:
 
 
 def cached_gguf(model: ModelConf) -> Path | None:
-    """Returns the folder of the local copy of a repository of GGUF files; else None.
+    """Returns the folder with the newest GGUF file among the copies of the repository; None without one.
 
     Nothing is fetched.
     """
@@ -78,6 +85,7 @@ def file_of(folder: Path, model: ModelConf, role: str) -> Path:
 
     Raises ModelError if there is none.
     """
+    # `Q4_K_M` names llama-Q4_K_M.gguf, and llama-Q4_K_M-00001-of-00003.gguf.
     ends = re.compile(rf"(.*[.-])?{re.escape(model.file)}(-0*1-of-\d+)?\.gguf", re.IGNORECASE)
     files = sorted(folder.glob("*.gguf"))
     for file in files:
@@ -93,12 +101,12 @@ def file_of(folder: Path, model: ModelConf, role: str) -> Path:
 
 
 def commit_of(path: Path) -> str | None:
-    """Returns the commit of the hub repository that the folder is a copy of; None for another folder."""
+    """Returns the commit of the hub repository that the folder is a copy of; None for any other folder."""
     return path.name if path.parent.name == "snapshots" else None
 
 
 def cached_tokenizer(repo: str, revision: str | None) -> Path | None:
-    """Returns the folder of the local copy's tokenizer.json; None without one. Nothing is fetched."""
+    """Returns the folder with a copy's tokenizer.json; None without one. Nothing is fetched."""
     from huggingface_hub import constants
 
     if not Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").is_dir():
@@ -110,10 +118,11 @@ def cached_tokenizer(repo: str, revision: str | None) -> Path | None:
 
 
 def _explained(error: Exception, model: ModelConf, role: str, download: bool, file: str | None) -> RunError:
-    """Says why the repository is not at hand, and what helps."""
+    """Returns the error that says why the repository is not at hand, and what helps."""
     from huggingface_hub import constants
 
     folder = f"give a folder: {role}=PATH"
+    # The library wraps errors: the reason may be any of the chain, and the first cause is its end.
     causes: list[BaseException] = [error]
     while (before := causes[-1].__cause__ or causes[-1].__context__) and before not in causes:
         causes.append(before)
@@ -128,7 +137,7 @@ def _explained(error: Exception, model: ModelConf, role: str, download: bool, fi
 
     if not download:
         missing = f": {file}" if file else ""
-        if model.n_layers:  # of a preset
+        if model.n_layers:  # a preset has the shape that random weights need
             folder += f"; {role}.weights=synthetic tries the machine without weights"
         return ModelError(
             f"{role} {model.name}{missing} is not at hand",

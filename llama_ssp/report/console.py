@@ -1,4 +1,8 @@
-"""Standard output for results, standard error for the log and progress; drawn where it is a terminal."""
+"""Writes results to standard output, the log and progress to standard error; drawn where that is a terminal.
+
+On a terminal, sys.stdout and sys.stderr show text alone (report/terminal.py): what would steer the terminal
+is written out. What is drawn here (colours, tables, the bar) goes to the streams behind them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from llama_ssp.report.terminal import rich_console, undrawn
 
 log = logging.getLogger(__name__)
 
-# Tell a terminal how to write what follows.
+# What tells a terminal how to write what follows.
 DIM = "\x1b[2m"
 USUAL = "\x1b[0m"
 
@@ -35,15 +39,18 @@ Item = Table | RenderableType
 
 
 class Console:
-    """Standard output, `silent` on every rank but the leader. Raises StorageError where writing fails."""
+    """Standard output, of the leader alone: on other ranks it is `silent`.
+
+    Its methods raise StorageError where writing fails.
+    """
 
     def __init__(self, silent: bool = False) -> None:
         self._silent = silent
         self.is_terminal = sys.stdout.isatty()
 
     def write(self, text: str, is_dim: bool = False) -> None:
-        """Writes a text as it is; on a terminal it is shown, and dim where `is_dim` is set."""
-        if is_dim and self.is_terminal and rich_console().color_system:  # a dumb terminal has none
+        """Writes a text as it is, to a terminal as text alone; with `is_dim` a terminal writes it dim."""
+        if is_dim and self.is_terminal and rich_console().color_system:  # a dumb terminal has no colours
             self._put(undrawn(sys.stdout), f"{DIM}{visible(text)}{USUAL}")
         else:
             self._put(sys.stdout, text)
@@ -78,7 +85,7 @@ class Console:
         self._put(undrawn(sys.stdout), drawn.get())
 
     def document(self, summary: dict[str, Any], output: Output) -> None:
-        """Ends a task: with the JSON document where it is asked for; the log says where the run folder is."""
+        """Ends a task: prints its JSON document if that is asked for; else logs where the run folder is."""
         if output is Output.json:
             self.line(json.dumps(summary))
         elif summary.get("run_folder"):
@@ -88,13 +95,14 @@ class Console:
 class Progress:
     """Shows how much is done: a bar on a terminal, lines now and then in a log.
 
-    With `units` "bytes" the counts are shown in kB, MB or GB. Without `ends_in_log` a log has no line at the
-    end. With `ticks` a thread shows the time: not where something is timed.
+    `what` is done in `units`, `total` of them; 0 if that is unknown. With "bytes" the counts are shown in kB,
+    MB or GB. Without `ends_in_log` a log has no line at the end. With `ticks` a thread shows the time that
+    goes by: it must not run where something is timed.
     """
 
     LOG_EVERY_S = 15.0
     DRAW_EVERY_S = 0.1
-    # The share that is done, and the seconds spent, before the time left is shown.
+    # The time left is shown once this share is done, and so many seconds are spent.
     FORESEEN = 0.05
     FORESEEN_S = 2.0
 
@@ -107,15 +115,16 @@ class Progress:
         self._ends_in_log = ends_in_log
         self._ticks = ticks
         self._done = 0
-        self._before = 0  # of these, by earlier processes
-        self._bars: Bars | None = None
+        self._before = 0  # how many of these earlier processes have done
+        self._bars: Bars | None = None  # None: it is said in the log
 
     def __enter__(self) -> Progress:
-        self._began = self._told = time.perf_counter()
+        self._began = time.perf_counter()
+        self._told = self._began  # when it was last drawn or logged
         cursor_moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
         if _is_terminal() and cursor_moves and log.isEnabledFor(logging.INFO) and not _SHOWN:
             self._bars = _new_bars(self._ticks)
-            # Made visible here, too: the bar's place is found by the width of its words.
+            # rich finds the bar's place by the width of the words before it, so they are made visible first.
             self._bar = self._bars.add_task(visible(self._what), total=self._total or None, words="")
             self._bars.start()
             _SHOWN.append(self._bars.live)
@@ -133,6 +142,7 @@ class Progress:
         self._done = self._before = done
 
     def advance(self, count: int) -> None:
+        """Counts what has been done, and shows it if the last time is long enough ago."""
         self._done += count
         now = time.perf_counter()
         if self._bars is not None:
@@ -157,7 +167,7 @@ class Progress:
 
 
 def _new_bars(ticks: bool) -> Bars:
-    """Returns rich's display of bars, none in it yet; with `ticks` it shows the time, and draws itself."""
+    """Returns rich's display of bars, none in it yet; with `ticks` it shows the time, drawn by a thread."""
     bars = Bars(
         TextColumn("{task.description}"),
         BarColumn(20),
@@ -187,11 +197,11 @@ class LogHandler(logging.StreamHandler[Any]):
 
 
 def waiting(what: str) -> Progress:
-    """Shows on a terminal that something without steps goes on; it leaves nothing."""
+    """Shows on a terminal that something goes on which has no steps to count; it leaves no line."""
     return Progress(what, 0, "", ends_in_log=False, ticks=True)
 
 
-_SHOWN: list[Live] = []  # the bar that is on the terminal, if any: a terminal has room for one
+_SHOWN: list[Live] = []  # the display on the terminal, if any: there is room for one
 
 
 @contextmanager
@@ -208,5 +218,5 @@ def above_progress() -> Iterator[None]:
 
 
 def _is_terminal() -> bool:
-    """Whether standard error is a terminal; it may be closed."""
+    """Returns whether standard error is a terminal; it may be closed, and is then None."""
     return sys.stderr is not None and sys.stderr.isatty()

@@ -19,17 +19,24 @@ PERCENTILES = (50, 90, 99)
 # MT-bench's categories, which are one of Spec-Bench's subtasks.
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
-Answers = Mapping[str, list[Counts]]  # by question: what its turns took together, one a repeat
+Answers = Mapping[str, list[Counts]]
+"""By a question's id: for each repeat, what all turns of the question took together."""
 
 
 @dataclass
 class Sample:
-    """One contender's turn: all prompts once."""
+    """One contender's turn: all prompts once. task=measure fills in waits and overlaps as it goes.
 
-    first_token_ms: list[float] = field(default_factory=list)
-    inter_token_ms: list[float] = field(default_factory=list)
+    Clocks end when the device has: `counts.decode_s` is the time of all rounds, without prefill, and its
+    tokens are all that the rounds brought, the first one too.
+    """
+
+    first_token_ms: list[float] = field(default_factory=list)  # of each batch, prefill included
+    inter_token_ms: list[float] = field(default_factory=list)  # of each token after its row's first round
     counts: Counts = field(default_factory=Counts)
-    overlaps: list[dict[str, Any]] = field(default_factory=list)  # of each batch, with a draft apart
+    overlaps: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of each batch, with a draft on its own ranks
 
     @property
     def tokens(self) -> int:
@@ -40,7 +47,7 @@ class Sample:
         return 1000 * self.counts.decode_s / self.tokens
 
     def take(self, first_token_s: float, counts: Counts) -> None:
-        """Adds a batch."""
+        """Adds a batch's time to the first token, and its counters."""
         self.first_token_ms.append(1000 * first_token_s)
         self.counts.merge(counts)
 
@@ -50,9 +57,9 @@ class Record:
     """All turns of one contender."""
 
     name: str
-    k: int | None
-    samples: list[Sample] = field(default_factory=list)
-    split: dict[str, float] = field(default_factory=dict)
+    k: int | None  # 0: one model alone; None: adaptive
+    samples: list[Sample] = field(default_factory=list)  # one for each repeat
+    split: dict[str, float] = field(default_factory=dict)  # ms/token by part of a round, of one more turn
 
     def figures(self) -> dict[str, Any]:
         """Returns the figures under the names of the JSON interface; none before the first turn has ended."""
@@ -91,7 +98,7 @@ class Speeds:
         cost_ratio = median(costs) if costs else None
         counts = [sample.counts for record in self.pair for sample in record.samples]
         accepted = sum(turn.accepted.total() for turn in counts)
-        # The likeliest acceptance of a draft, if they were independent.
+        # The likeliest acceptance of a draft, if all were independent and equal: over all K, adaptive K too.
         alpha = ratio(accepted, sum(turn.decided for turn in counts))
 
         pair = [
@@ -103,7 +110,7 @@ class Speeds:
             }
             for record in self.pair
         ]
-        fastest = max(pair, key=lambda row: row["speedup"] or 0.0, default=None)
+        fastest = max(pair, key=lambda row: row["speedup"] or 0.0, default=None)  # None: no turn yet
         best = None
         if fastest and fastest["speedup"]:
             best = {"k": fastest["k"], "speedup": fastest["speedup"]}
@@ -124,10 +131,13 @@ class Speeds:
         }
 
     @staticmethod
-    def _within(over: Record, under: Record) -> list[float]:
-        """Returns ratios of ms/token, repeat by repeat."""
-        repeats = zip(over.samples, under.samples, strict=False)  # one may have had a turn more
-        return [upper.ms_per_token / lower.ms_per_token for upper, lower in repeats]
+    def _within(numerator: Record, denominator: Record) -> list[float]:
+        """Returns ratios of ms/token, repeat by repeat.
+
+        draft / target is the cost ratio of a draft, target / pair is the speedup.
+        """
+        repeats = zip(numerator.samples, denominator.samples, strict=False)  # one may have had a turn more
+        return [above.ms_per_token / below.ms_per_token for above, below in repeats]
 
 
 def interval(name: str, values: list[float]) -> dict[str, float | None]:
@@ -142,10 +152,14 @@ def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns what came of a draft on ranks of its own, all batches taken together; None without one."""
     if not batches:
         return None
-    added = [name for name in batches[0] if name not in ("ready_share", "draft_lost")]
-    sums = {name: sum(batch[name] for batch in batches) for name in added}
-    lost = next((batch["draft_lost"] for batch in batches if batch["draft_lost"]), None)
-    return {**sums, "ready_share": ratio(sums["rows_ready"], sums["rows_asked"]), "draft_lost": lost}
+    summed = [name for name in batches[0] if name not in ("ready_share", "draft_lost")]
+    sums = {name: sum(batch[name] for batch in batches) for name in summed}
+    reasons = [batch["draft_lost"] for batch in batches if batch["draft_lost"]]
+    return {
+        **sums,
+        "ready_share": ratio(sums["rows_ready"], sums["rows_asked"]),
+        "draft_lost": reasons[0] if reasons else None,
+    }
 
 
 def predicted(alpha: float | None, cost_ratio: float | None, k: int | None) -> float | None:
@@ -156,13 +170,14 @@ def predicted(alpha: float | None, cost_ratio: float | None, k: int | None) -> f
 
 
 def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers) -> list[dict[str, Any]]:
-    """Returns a row for each category of the questions that both have answered, then one for all of them.
+    """Returns a row for each category, of the questions that both have answered.
 
-    Intervals are over questions: 95 % for other questions of the same kind. Spec-Bench takes MT-bench's
+    `regular` is the target alone. Where there are several categories, a last row is of all of them. Intervals
+    are over questions, at 95 %: what other questions of the same kind would give. Spec-Bench takes MT-bench's
     categories as one; a file of MT-bench alone keeps them apart.
     """
     answered = [question for question in questions if question.id in regular and question.id in pair]
-    joins_mt_bench = not {question.category for question in questions} <= {*MT_BENCH}
+    joins_mt_bench = any(question.category not in MT_BENCH for question in questions)
     groups: dict[str, list[str]] = {}  # ids by category
     for question in answered:
         category = question.category
@@ -181,21 +196,25 @@ def by_category(questions: Sequence[TextPrompt], regular: Answers, pair: Answers
 
 
 def _row(category: str, plain: list[Counts], fast: list[Counts]) -> dict[str, Any]:
-    """Returns a category's figures; `plain` and `fast` have what each question took, of all its repeats."""
+    """Returns a category's figures.
+
+    `plain` (the target alone) and `fast` (the pair) hold what each question took in all its repeats, in the
+    same order.
+    """
     plain_s = [counts.decode_s for counts in plain]
     plain_tokens = [counts.committed for counts in plain]
     fast_s = [counts.decode_s for counts in fast]
     fast_tokens = [counts.committed for counts in fast]
     rounds = [counts.row_rounds for counts in fast]
 
-    # Seconds a token of the one over those of the other, each of sums over the questions.
-    speedup = ratio_of_sums([plain_s, fast_tokens], [fast_s, plain_tokens])
+    # speedup = (sum plain_s / sum plain_tokens) / (sum fast_s / sum fast_tokens), sums over questions.
+    speedup = ratio_of_sums(over=[plain_s, fast_tokens], under=[fast_s, plain_tokens])
     counted = Counts.sum(fast).figures()
     kept = ("acceptance_rate", "acceptance_by_position", "tokens_committed", "ms_per_token")
     return {
         "category": category,
         "questions": len(plain),
-        **ratio_of_sums([fast_tokens], [rounds]).figures("tokens_per_round"),
+        **ratio_of_sums(over=[fast_tokens], under=[rounds]).figures("tokens_per_round"),
         **speedup.figures("speedup"),
         **{name: figure for name, figure in counted.items() if name in kept},
     }

@@ -15,7 +15,7 @@ from llama_ssp.speculative.stats import RowStep
 
 @dataclass
 class FixedDraftLength:
-    """Drafts the same number of tokens in every round."""
+    """Drafts the same number of tokens in every round: it learns nothing from what it is told."""
 
     k: int
     rows: int
@@ -25,10 +25,10 @@ class FixedDraftLength:
         return [self.k] * self.rows
 
     def observe(self, rows: Sequence[RowStep]) -> None:
-        """Learns from a round."""
+        """Takes in what a round decided."""
 
     def took(self, rows: Sequence[RowStep], seconds: float) -> None:
-        """Learns from a round's time."""
+        """Takes in how long a round took."""
 
     def restart(self, row: int) -> None:
         """Forgets the row's text: another one was admitted."""
@@ -38,22 +38,30 @@ class FixedDraftLength:
 FIRST = 0.6
 LATER = 0.8
 
-GUESS = 4.0  # rounds of drafts that what is assumed counts as
-MEMORY = 0.98  # the weight of earlier rounds shrinks by this factor with each round
-TRIES = 3  # rounds with one draft, when a text begins and after each pause
-PAUSE = 64  # rounds between tries, at least
-READING = 0.02  # of the time: the share that the draft model may read for tries
+GUESS = 4.0  # weight of these two, in rounds: as if so many had been seen
+MEMORY = 0.98  # each round multiplies the weight of all earlier ones by this
+# A row that does not draft goes through cycles: TRIES rounds with one draft, then none up to the cycle's end.
+# The first cycle begins with the text.
+TRIES = 3
+PAUSE = 64  # rounds of the shortest cycle, its TRIES included
+READING = 0.02  # share of the time that the draft model may spend on reading, at tries, what it missed
 
 
 @dataclass
 class Mean:
-    """Keeps a weighted mean that begins with a guess: each round takes weight from earlier ones."""
+    """Keeps a weighted mean that begins with a guess: each round takes weight from earlier ones.
+
+    `weight` is in rounds of one row.
+    """
 
     value: float
     weight: float = GUESS
 
     def see(self, total: float, weight: float) -> None:
-        """Takes in values of this sum and weight. What was known keeps the weight of one round at least."""
+        """Takes in values, as their weighted sum and their weight.
+
+        What was known before loses weight, but keeps that of one round.
+        """
         known = max(MEMORY * self.weight, 1.0)
         self.weight = known + weight
         self.value = (known * self.value + total) / self.weight
@@ -62,43 +70,45 @@ class Mean:
 class Acceptance:
     """Estimates how likely drafts stand: the first of a round, and each later one if those before it do.
 
-    The two differ. A first draft follows a token that the draft model may just have missed; a later one
-    follows tokens that both models like, and the block rule makes up there for what it lost before. Both are
-    computed from the distributions of every draft, accepted or not, so a few rounds tell as much as the
-    outcomes of many.
+    The two differ. A first draft follows a token that the draft model may just have missed. A later one
+    follows tokens that both models like; and by block verification a likely draft can make up for an unlikely
+    one before it. Both are computed from the distributions of every draft, accepted or not, so a few rounds
+    tell as much as the outcomes of many.
     """
 
     def __init__(self, first: float = FIRST, later: float = LATER) -> None:
-        """Begins with what is usual in the run's texts."""
+        """Begins with these two, such as what is usual in the run's texts."""
         self.first = Mean(first)
         self.later = Mean(later)
 
     def observe(self, steps: Sequence[RowStep]) -> None:
-        """Takes in rounds of rows, all with the weight of the latest."""
+        """Takes in rounds, which all count as one moment: none of them takes weight from another."""
         drafted = [step for step in steps if step.overlap]
         if not drafted:
             return
         self.first.see(sum(step.overlap[0] for step in drafted), len(drafted))
 
-        # A later draft counts by the chance that it was reached at all.
-        later = [standing for step in drafted for standing in step.standing[1:]]
-        stood = sum(stands for _, stands in later)
-        reached = sum(before for before, _ in later)
+        # Of each later draft: the chances that all before it stand, and that it stands with them. It counts
+        # by the first, which is how likely it is reached at all.
+        chances = [pair for step in drafted for pair in step.standing[1:]]
+        stood = sum(with_it for _, with_it in chances)
+        reached = sum(before for before, _ in chances)
         self.later.see(stood, reached)
 
 
 @dataclass(kw_only=True)
 class Costs:
-    """Holds what rounds cost, in any unit: `rounds[k]` is the cost of a round of k drafts.
+    """Holds what rounds cost: `rounds[k]` is the cost of a round of k drafts; equal costs have equal ones.
 
-    `usual` is how likely drafts stand, and `pause` after how many rounds without drafts a text tries some. A
-    run that measures its costs is not repeatable, so its texts learn from each other (`learns`). `k_for_all`
-    is the K that made the texts fastest on which they were measured.
+    Given costs may have any unit. Measured ones are in seconds; a run that measures is not repeatable, so its
+    texts may learn from each other (`learns`). `usual` is how likely drafts stand in the run's texts, and
+    `pause` is the cycle of rows that do not draft (see PAUSE). `k_for_all` is the K by which the texts that
+    the costs were measured on were the fastest: a batch job keeps it.
     """
 
     rounds: list[float]
     usual: Acceptance = field(default_factory=Acceptance, compare=False)
-    pause: int = field(default=PAUSE, compare=False)
+    pause: int = field(default=PAUSE, compare=False)  # in rounds
     drafter: str | None = field(default=None, compare=False)  # whose drafts these rounds have
     learns: bool = field(default=False, compare=False)
     k_for_all: int = field(default=0, compare=False)
@@ -111,7 +121,7 @@ class Costs:
         """Returns the K with the most expected tokens per cost.
 
         The first draft stands with probability a = `first`, each later one, if all before it do, with b =
-        `later`. So a round of k drafts commits 1 + a + a b + a b^2 + ... tokens, k terms and the one.
+        `later`. So a round of k drafts commits 1 + a + a b + ... + a b^(k-1) tokens; the 1 is the target's.
         """
         best = 0
         best_rate = 0.0
@@ -139,52 +149,62 @@ class Costs:
 class AdaptiveDraftLength:
     """Chooses the K with the most tokens per cost, at the row's recent acceptance.
 
-    A row whose best K is 0 tries one draft when its text begins and after each pause, to notice where
-    drafting pays. The draft model first has to read what it has missed: where that takes long, pauses are
-    longer.
+    A row whose best K is 0 tries one draft for some rounds when its text begins, and again in each cycle of
+    `costs.pause` rounds, to notice where drafting pays. The draft model first has to read what it has missed:
+    where that takes long, the cycle is longer.
     """
 
     def __init__(self, costs: Costs, rows: int) -> None:
         self.costs = costs
-        self.acceptance = [Acceptance()] * rows
-        self._idle = [0] * rows  # rounds of the pause, the tries before it included
-        self._drafted = [1] * rows  # drafts of the last round
+        self.acceptance = [Acceptance() for _ in range(rows)]
+        self._idle = [0] * rows  # rounds of the cycle that have gone; below TRIES the row tries a draft
+        self._drafted = [1] * rows  # drafts of the last round; 0: the draft model has to catch up first
         for row in range(rows):
             self.restart(row)
 
     def restart(self, row: int) -> None:
+        """Begins another text: nothing is known of it, and the draft model has read its prompt."""
         usual = self.costs.usual
         self.acceptance[row] = Acceptance(usual.first.value, usual.later.value)
         self._idle[row] = 0
         self._drafted[row] = 1
 
     def choose(self) -> list[int]:
+        """Returns how many tokens to draft, by row. It counts a round, so it is called once in each."""
         return [self._k(row) for row in range(len(self.acceptance))]
 
     def _k(self, row: int) -> int:
         acceptance = self.acceptance[row]
         k = self.costs.best(acceptance.first.value, acceptance.later.value)
         if k:
-            self._idle[row] = TRIES
+            self._idle[row] = TRIES  # when it stops drafting, it needs no tries at once
             return k
 
-        acceptance.first.see(0, 0)  # a round without drafts: what was seen before it counts less
+        # The best K is 0: what was seen counts less in each such round, and so what tries show counts more.
+        acceptance.first.see(0, 0)
         acceptance.later.see(0, 0)
         is_try = self._idle[row] < TRIES
         self._idle[row] = (self._idle[row] + 1) % self.costs.pause
         return 1 if is_try else 0
 
     def observe(self, rows: Sequence[RowStep]) -> None:
+        """Takes in a round; `usual` remembers as many rounds of rows, however many rows a batch has."""
         for step in rows:
             self.acceptance[step.row].observe([step])
             if self.costs.learns:
                 self.costs.usual.observe([step])
 
     def took(self, rows: Sequence[RowStep], seconds: float) -> None:
+        """Takes in how long a round took, and from it how long the draft model read what it had missed.
+
+        A round in which a row drafts again, after rounds without drafts, takes longer than usual by e usual
+        rounds. Once in a cycle of e / READING rounds, that is a share READING of the time.
+        """
         catches_up = any(step.k and not self._drafted[step.row] for step in rows)
-        if catches_up and self.costs.learns:
+        if catches_up and self.costs.learns:  # so costs are in seconds
             usual_s = max(self.costs.rounds[step.k] for step in rows)
-            self.costs.pause = max(PAUSE, int((seconds / usual_s - 1) / READING))
+            extra_rounds = seconds / usual_s - 1
+            self.costs.pause = max(PAUSE, int(extra_rounds / READING))
         for step in rows:
             self._drafted[step.row] = step.k
 
@@ -193,5 +213,8 @@ DraftLength = FixedDraftLength | AdaptiveDraftLength
 
 
 def tokens_per_round(rate: float, k: int) -> float:
-    """Returns the expected committed tokens: 1 + a + ... + a^K, where each draft stands with a = `rate`."""
+    """Returns the expected committed tokens: 1 + a + ... + a^K, where each draft stands with a = `rate`.
+
+    So the papers have it. `Costs.best` tells the first draft from later ones.
+    """
     return float(sum(rate**i for i in range(k + 1)))

@@ -1,7 +1,7 @@
 """Holds the texts of a batch, and one round's proposal.
 
-Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer. Slot t of a row's buffer holds the
-token at position t.
+Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S slots of the token buffer, N tokens to write.
+Slot t of a row's buffer holds the token at position t of its text.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from llama_ssp.speculative.rng import Purpose, Slot, prompt_key
 from llama_ssp.speculative.sampling import Prefix
 from llama_ssp.text.logprobs import ScoredToken
 
+AT_ONCE = 16  # positions whose lengths are sent to the device together, so that most rounds send them once
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -27,11 +29,11 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-AT_ONCE = 16  # positions whose lengths are sent to the device together
-
-
 class StatePrefix(Prefix):
-    """Names positions of a batch. Their lengths go to the device when a control first reads them: few do."""
+    """Names `width` positions of each row; the first is `first` drafts after the row's text.
+
+    Their lengths go to the device when a sampling control first reads them: few do.
+    """
 
     def __init__(self, state: State, first: int, width: int) -> None:
         self._state = state
@@ -54,13 +56,14 @@ class StatePrefix(Prefix):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Holds the drafts of a round: the first `count` of each row's K columns are real.
+    """Holds the drafts of a round. Of a row's K columns the first `count[row]` are real.
 
-    `draft_BKV` is the very tensor each token was drawn from: NaN where the draft's logits were not numbers.
-    It is None where no one needs it: without drafts, and on ranks that do not decide.
+    `draft_BKV` holds the probabilities that each token was drawn from, the very tensor: NaN where the draft's
+    logits were not numbers. It is None where no one needs it: without drafts, and on ranks that do not
+    decide.
     """
 
-    drafted_BK: Tensor
+    drafted_BK: Tensor  # token ids
     draft_BKV: Tensor | None
     count: tuple[int, ...]
 
@@ -72,8 +75,9 @@ class Proposal:
 class State:
     """Holds the batch: each text on the host, and all of them in a buffer on the device.
 
-    Behind a text the buffer holds this round's drafts: they are part of the prefix of the positions after
-    them. The next round overwrites what was not accepted.
+    `texts` are token ids, prompts included, and `keys` name the rows' random streams. After a text the buffer
+    holds this round's drafts: they are part of the prefix of the positions after them. The next round
+    overwrites what was not accepted.
     """
 
     def __init__(self, prompts: list[Prompt], room: int, device: torch.device) -> None:
@@ -85,16 +89,16 @@ class State:
         self.finished: list[str | None] = [None] * len(prompts)  # why each row ended
         self.logprobs: list[list[ScoredToken]] = [[] for _ in prompts]  # of generated tokens, if asked for
 
-        # One slot more than a text can fill: drafts that a row does not have are written there.
+        # S is one slot more than a text can fill: drafts that a row does not have are written there.
         self.capacity = room
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
         self.token_BS = sent(padded, device)
         self._lengths_changed()
 
     def _lengths_changed(self) -> None:
-        """Drops the cached position tensors."""
-        self._prefixes: tuple[Tensor, Tensor] | None = None
-        self._places: tuple[tuple[int, ...], Tensor] | None = None
+        """Drops the cached tensors of positions, which the texts' lengths decide."""
+        self._prefixes: tuple[Tensor, Tensor] | None = None  # of `prefix_lengths`
+        self._places: tuple[tuple[int, ...], Tensor] | None = None  # of `write_draft`: a count, and its slots
 
     @property
     def rows(self) -> int:
@@ -117,7 +121,8 @@ class State:
         self.prompts[row] = prompt
         self.keys[row] = prompt_key(prompt.id)
         self.prompt_lengths[row] = len(prompt.token_ids)
-        self.texts[row] = list(prompt.token_ids)  # another list: what indexes the old one knows it by that
+        # A new list: what keeps an index of the old text sees by that that it is another one.
+        self.texts[row] = list(prompt.token_ids)
         self.finished[row] = None
         self.logprobs[row] = []
 
@@ -131,7 +136,7 @@ class State:
         return self.texts[row][self.prompt_lengths[row] :]
 
     def slot(self, purpose: Purpose, offset: int = 0) -> Slot:
-        """Names a draw of each row; rows that have ended draw nothing."""
+        """Names a draw of each row, `offset` positions after its text; rows that have ended draw nothing."""
         pairs = zip(self.keys, self.finished, strict=True)
         keys = tuple(key if reason is None else None for key, reason in pairs)
         return Slot(keys, tuple(self.lengths), purpose, offset)
@@ -153,7 +158,7 @@ class State:
         return self._prefixes
 
     def write_draft(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
-        """Writes draft number `offset` after each text that has one."""
+        """Writes draft number `offset` (from 0) after each text that has one; row b has `count[b]` drafts."""
         if offset >= max(count):
             return
         if self.rows == 1:
@@ -170,12 +175,15 @@ class State:
         self.token_BS.scatter_(1, self._places[1][:, offset, None], token_B[:, None])
 
     def write_drafts(self, drafted_BK: Tensor, count: tuple[int, ...]) -> None:
-        """Writes all drafts after their texts."""
+        """Writes all drafts of a round after their texts."""
         for offset in range(max(count)):
             self.write_draft(drafted_BK[:, offset], offset, count)
 
     def extended(self, blocks: list[list[int]]) -> State:
-        """Returns a view of the batch as if these tokens were committed; it shares the buffer."""
+        """Returns a view of the batch as if these tokens were committed, a block for each row.
+
+        It has texts of its own, and shares the buffer, into which it writes nothing by itself.
+        """
         later = copy(self)
         later.keys = list(self.keys)
         later.prompt_lengths = list(self.prompt_lengths)
@@ -184,7 +192,7 @@ class State:
         return later
 
     def append(self, blocks: Mapping[int, list[int]]) -> None:
-        """Commits tokens to rows."""
+        """Commits a block of tokens to each of these rows."""
         starts = {row: len(self.texts[row]) for row in blocks}
         for row, tokens in blocks.items():
             self.texts[row] += tokens
@@ -192,7 +200,10 @@ class State:
         self._lengths_changed()
 
     def write_texts(self, starts: Mapping[int, int]) -> None:
-        """Writes each row's text from its start into the buffer, over the tokens of another view."""
+        """Writes rows' texts into the buffer, each from the position in `starts` on.
+
+        What a view (`extended`) has written there is replaced.
+        """
         # The buffer as one line: slot t of row b is at b * S + t.
         written = [
             (row * (self.capacity + 1) + place, self.texts[row][place])

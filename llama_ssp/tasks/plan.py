@@ -54,18 +54,22 @@ def plan(
 
 
 def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
-    """Returns the run with its models' shapes, and its plan."""
-    (files,) = pair_files(run, [], dry=True)
+    """Returns the run with its models' shapes, and its plan. Raises RunError for what could never run.
+
+    `ranks` is how many have been started, by torchrun or alone.
+    """
+    (files,) = pair_files(run, [], dry=True)  # one pair; its models' files need not be here
     run = files.run
     request = request_for(files)
     for role in request.roles:
         require_planned(role.model, role.role)
     require_world(request.machine, ranks)
+    # A target that is split by layers has one rank, with all GPUs.
     world = 1 if run.placement.splitting is Splitting.layers else request.machine.world
     if run.draft is not None and run.draft.is_head:
         require_head(run.draft, run.model, run.placement, world)
 
-    if is_free(run.placement):
+    if is_free(run.placement):  # the plan chooses the placement
         return run, make_plan(request)
     placement = resolve(run.placement, world, drafts=request.draft is not None)
     if request.bridged:
@@ -75,13 +79,16 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
 
 
 def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Sequence[str]) -> int:
-    """Prints what a run would start, pair by pair; exit code 5 if it does not fit."""
+    """Prints what a run would start, pair by pair. Returns exit code 5 if it does not fit.
+
+    `words` are those of the command line, for the command to paste.
+    """
     console = Console(silent=not is_leader)
     fits = True
-    gpus = 1
+    gpus = 1  # on each node; all pairs are on the same nodes
     for spec in pairs:
         request = request_for(PairFiles(spec.run, spec.target_path, spec.draft_path))
-        gpus = -(-start.ranks // request.machine.nodes)
+        gpus = -(-start.ranks // request.machine.nodes)  # rounded up
         if not request.machine.is_cpu:
             request = replace(request, machine=replace(request.machine, gpus=gpus))
         plan = make_plan(request, spec.placement)
@@ -93,19 +100,22 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
 
 
 def _show(plan: Plan, console: Console) -> None:
-    """Prints the plan: on a terminal fitted to its width."""
+    """Prints the plan, on a terminal fitted to its width."""
     console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
 
 
 def execute(
     run: RunConf, ranks: int, is_leader: bool, words: Sequence[str], place: Path | None = None
 ) -> int:
-    """Prints and keeps the plan; exit code 1 if task.require_fit is set and the pair does not fit."""
+    """Prints the plan and keeps it in a run folder, which a sweep names (`place`).
+
+    Returns exit code 1 if task.require_fit is set and the pair does not fit.
+    """
     task = run.task_as(PlanConf)
     run, plan = planned(run, ranks)
     vocabulary, matching = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed, place)
-    job = None
+    job = None  # a batch job on each of the numbers of nodes that task.nodes lists
     if task.nodes:
         size = JobSize(task.records, task.shard_size)
         job = plan_job(plan.request, size, task.nodes, run.cluster.price_per_gpu_hour)
@@ -138,7 +148,10 @@ def execute(
 
 
 def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
-    """Returns how the pair's tokenizers match, for JSON and for people, if both are on this machine."""
+    """Returns how the pair's tokenizers match: for JSON, and as a line of text.
+
+    For JSON it is None without a draft, and where one of the tokenizers is not on this machine.
+    """
     if run.draft is None:
         return None, ""
     target_folder = folder_at_hand(run.model)

@@ -89,6 +89,16 @@ def test_cores_are_the_clusters_own_or_eight(
     assert with_cores(ClusterConf(gpus=2)).slurm.cpus_per_rank == 8
 
 
+@pytest.mark.parametrize("cpus_per_rank", [8, 0])
+def test_the_users_own_cores_go_to_srun_too(cpus_per_rank: int):
+    """As an option of sbatch, of two ranks a node."""
+    slurm = SlurmConf(cpus_per_rank=cpus_per_rank, options=["--cpus-per-task=6"])
+    text = script(ClusterConf(gpus=2, slurm=slurm))
+    assert [entry for entry in options(text) if "cpus" in entry] == ["cpus-per-task=6"]
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=6 " in text and "# No --cpus-per-task" not in text
+    assert "OMP_NUM_THREADS:-3}" in text
+
+
 def test_only_a_script_without_a_time_limit_says_so():
     assert "# No --time" in script(ON_CPU)
     with_time = script(replace(ON_CPU, slurm=SlurmConf(options=["--time=5"])))

@@ -210,6 +210,28 @@ def test_a_silent_controller_is_no_empty_queue(
     assert command(*STATUS).document["status"] == "unfinished"
 
 
+def test_errors_stay_where_the_job_is_in_the_queue(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The submission that would answer them again is refused. Control: it is not, when the queue is empty."""
+    lines = ['{"prompt": "a"}', '{"prompt": 5}', '{"prompt": "b"}']
+    (here / "lines.jsonl").write_text("\n".join(lines) + "\n")
+    words = [*(word for word in JOB if not word.startswith("task.input=")), "task.input=lines.jsonl"]
+    words.append("task.on_bad_row=skip")
+    assert command(*words, "placement.target_device=cpu").document["records_failed"] == 1
+    submitted(here / "answers.jsonl.work", "7")
+
+    waits = "echo '7_0|7|PENDING|Priority|0:00|'"
+    commands(tmp_path, monkeypatch, squeue=waits, sbatch="echo 8", scontrol="echo UP: is UP")
+    refused = command(*words, *ASKED, "task.retry_errors=true")
+    assert refused.code == 2 and "found job 7_0, PENDING" in refused.errors[0], refused.err
+    assert command(*STATUS).document["records_failed"] == 1
+
+    commands(tmp_path, monkeypatch, squeue="")
+    assert command(*words, *ASKED, "task.retry_errors=true").code == 0
+    assert command(*STATUS).document["records_failed"] == 0
+
+
 SQUEUE = "case \"$1 $2 $3\" in *=7,41*) echo '40_1|41|RUNNING|None|0:10|n1';; esac"
 
 

@@ -21,17 +21,18 @@ from llama_ssp.report.console import Console
 
 log = logging.getLogger(__name__)
 
-# In the job's folder: each script that was submitted, by its number.
+# In the job's folder: each script that was submitted, as slurm/NUMBER.sbatch.
 FOLDER = "slurm"
-SCRIPT = ".sbatch"
+SCRIPT_SUFFIX = ".sbatch"
 PATIENCE_S = 60.0  # a controller that is down keeps its commands waiting
-CORES = 8  # of a rank: for Python, NCCL's threads and what compiles
+CORES = 8  # of a rank with a GPU: for Python, NCCL's threads and what compiles
 # What squeue tells of an element that waits or runs; `number` is SLURM_JOB_ID in its processes.
 QUEUED = {"job": "%i", "number": "%A", "state": "%T", "reason": "%r", "spent": "%M", "nodes": "%N"}
 NO_TIME = "# No --time: the partition's own limit. cluster.slurm.time=4:00:00 sets another."
 NO_CORES = "# No --cpus-per-task: the cluster's own default. cluster.slurm.cpus_per_rank=8 sets another."
-TEMPLATE = Path(__file__).with_name("element.sh")
-# The nodes of a group meet at the first one. The port is below those that the system deals out.
+TEMPLATE = Path(__file__).with_name("element.sh")  # @name@ stands for a value of `sbatch_script`
+# The nodes of a group meet at the first one, at a port from 20000 to 29999. Linux gives out ports from 32768
+# on by itself, so it is free.
 NODES = 'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))'
 MEETING = (
     '--rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$((20000 + SLURM_JOB_ID % 10000))"',
@@ -40,19 +41,25 @@ MEETING = (
 
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
-    """Prints the script or submits it; `words` are the command's own. Returns the exit code."""
+    """Prints the script or submits it. Returns the exit code.
+
+    `words` is the command line that the user gave, without the program's name.
+    """
     task = run.task_as(BatchConf)
     run = replace(run, cluster=with_cores(run.cluster))
     cluster = run.cluster
     job, summary = share(run, folders, cluster.nodes * (cluster.gpus or 1))
-    if (task.retry_errors or job.corrected) and not (task.submit or job.is_new):
+    takes_back = not job.is_new and bool(task.retry_errors or job.corrected)
+    if takes_back and not task.submit:
         raise UsageError(
             "a printed script cannot take answers back",
             where="task.retry_errors, corrected lines",
             fix="add task.submit=true",
         )
-    job.reopen()
-    if missing := job.missing:
+    if takes_back:
+        _require_not_queued(job)  # or they would be gone, and the submission is refused
+    job.reopen()  # where only a script is printed, at most the index is renewed: lines have moved
+    if missing := job.missing:  # shards
         elements = min(cluster.groups, missing)
         if elements < cluster.groups:
             said = "an array of %d, not of cluster.groups=%d: so many shards are missing"
@@ -75,35 +82,49 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
 
 
 def with_cores(cluster: ClusterConf) -> ClusterConf:
-    """Returns the cluster with the CPU cores of a rank, if the user has not said how many."""
+    """Returns the cluster with the CPU cores of a rank, if the user has not said how many.
+
+    0 stands for no --cpus-per-task: the cluster has a default for each GPU.
+    """
     slurm = cluster.slurm
-    cores = 1
     if slurm.cpus_per_rank is not None:
         return cluster
-    if cluster.gpu != CPU:
-        cores = CORES
-        told = ""
-        sizes = ""
-        with suppress(DistributedError):  # the script may be for another machine
-            told = _run("scontrol", "show", "config").stdout
-            told += _run("scontrol", "show", "partition", *filter(None, [slurm.partition])).stdout
-            sizes = _run("sinfo", "-ho%c", *([f"-p{slurm.partition}"] if slurm.partition else [])).stdout
-        cores = min([cores, *(int(size) // (cluster.gpus or 1) for size in re.findall(r"\d+", sizes))])
-        cores = 0 if "DefCpuPerGPU=" in told else max(cores, 1)
+
+    if cluster.gpu == CPU:
+        cores = 1  # as Slurm gives a task by itself; more are for the user to ask for
+    else:
+        has_default, cores_of_nodes = _told_by_slurm(slurm.partition)
+        ranks_of_node = cluster.gpus or 1
+        cores = min([CORES, *(count // ranks_of_node for count in cores_of_nodes)])
+        cores = 0 if has_default else max(cores, 1)
     return replace(cluster, slurm=replace(slurm, cpus_per_rank=cores))
+
+
+def _told_by_slurm(partition: str | None) -> tuple[bool, list[int]]:
+    """Returns whether the cluster counts cores by GPU itself, and the cores of its nodes, each size once.
+
+    Without a partition this is about all of them. On a machine without Slurm it is False, [].
+    """
+    defaults = ""
+    sizes = ""  # such as 128+
+    with suppress(DistributedError):  # the script may be for another machine
+        defaults = _run("scontrol", "show", "config").stdout
+        defaults += _run("scontrol", "show", "partition", *([partition] if partition else [])).stdout
+        sizes = _run("sinfo", "-ho%c", *([f"-p{partition}"] if partition else [])).stdout
+    return "DefCpuPerGPU=" in defaults, [int(size) for size in re.findall(r"\d+", sizes)]
 
 
 def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     """Returns the script of an array; `words` are the command of one process of a group."""
     cluster = job.run.cluster
     slurm = cluster.slurm
-    ranks = cluster.gpus or 1
+    ranks = cluster.gpus or 1  # on each node
     work = job.journal.folder.absolute()
     name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
     gpus = f"{slurm.gpu_type}:{ranks}" if slurm.gpu_type else ranks
-    cpus = (slurm.cpus_per_rank or 0) * ranks or None
+    cpus = slurm.cpus_per_rank * ranks if slurm.cpus_per_rank else None
 
-    # Values hold no quotes, backslashes or line breaks (config/validation).
+    # No value holds a quote, a backslash or a line break (config/validation): `quote` is enough below.
     options: dict[str, object] = {
         "job-name": name,
         "partition": slurm.partition,
@@ -117,27 +138,33 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
         "gpus-per-node": None if cluster.gpu == CPU else gpus,
         "mem": slurm.mem,
         "time": slurm.time,
-        "signal": f"B:USR1@{slurm.signal_s}",
-        "requeue": "",
-        "output": "/dev/null",
+        "signal": f"B:USR1@{slurm.signal_s}",  # to the script itself (B), so long before the time limit
+        "requeue": "",  # an option without a value
+        "output": "/dev/null",  # the script opens its log itself
     }
     for option in slurm.options:
         key, _, value = option.removeprefix("--").partition("=")
         options[key] = value
     given = {key: str(value) for key, value in options.items() if value is not None}
-    lines = [f"#SBATCH --{key}{value and '=' + quote(value)}" for key, value in given.items()]
+    # srun does not take this over from sbatch, and refuses more than sbatch got.
+    cores_of_node = given.get("cpus-per-task", "")
+    cores_of_rank = int(cores_of_node) // ranks if cores_of_node.isdecimal() else 0
+    lines = []
+    for key, value in given.items():
+        lines.append(f"#SBATCH --{key}={quote(value)}" if value else f"#SBATCH --{key}")
     if "time" not in given:
         lines.append(NO_TIME)
-    if not cpus:
+    if not cores_of_node:
         lines.append(NO_CORES)
 
+    # Each item of `torchrun` is a line of the script; one rank needs none.
     several_nodes = cluster.nodes > 1
     meeting = [f"--nnodes={cluster.nodes}", *MEETING] if several_nodes else ["--standalone"]
     launcher = f"-m torch.distributed.run --nproc-per-node={ranks} --max-restarts=0 {meeting[0]}"
     torchrun = [launcher, *meeting[1:]] if cluster.nodes * ranks > 1 else []
     more = []
-    if cpus:
-        more.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{slurm.cpus_per_rank}}}")
+    if cores_of_rank:
+        more.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{cores_of_rank}}}")
     if several_nodes:
         more.append(NODES)
 
@@ -153,7 +180,7 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
         "words": "\n".join(f"    {quote(word)}" for word in words),
         "work": quote(str(work)),
         "signal_s": str(slurm.signal_s),
-        "cpus": f" --cpus-per-task={cpus}" if cpus else "",
+        "cpus": f" --cpus-per-task={quote(cores_of_node)}" if cores_of_node else "",
         "torchrun": "".join(f"{line} \\\n    " for line in torchrun),
     }
     return re.sub(r"@(\w+)@", lambda place: values[place[1]], TEMPLATE.read_text(encoding="ascii"))
@@ -161,17 +188,7 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
 
 def _submit(job: Job, script: str) -> str:
     """Submits the script; returns the job's number. Raises UsageError for a job that is in the queue."""
-    ping = _run("scontrol", "ping")
-    if " UP" not in ping.stdout:
-        raise _silent(ping.stdout or ping.stderr)
-    holders = {str(holder.get("job")) for holder in job.journal.holders()}
-    if waiting := queue_of([*submissions(job.journal.folder), *filter(str.isdecimal, holders)]):
-        raise UsageError(
-            "this job is in the queue already",
-            where=job.journal.folder,
-            found=f"job {waiting[0]['job']}, {waiting[0]['state']}",
-            fix="follow it with task.status=true, or cancel it with scancel first",
-        )
+    _require_not_queued(job)
     done = _run("sbatch", "--parsable", script=script)
     number = done.stdout.strip().partition(";")[0]  # a federation adds the name of the cluster
     if done.returncode != 0 or not number.isdecimal():
@@ -180,15 +197,31 @@ def _submit(job: Job, script: str) -> str:
             found=one_line(done.stderr.replace("sbatch:", "")),
             fix="correct cluster.slurm.*, nodes and gpus",
         )
-    job.index.save(job.journal.folder)  # before the first element has started
-    replace_whole(job.journal.folder / FOLDER / f"{number}{SCRIPT}", script.encode())
+    job.index.save(job.journal.folder)  # an element that starts before this makes it itself
+    replace_whole(job.journal.folder / FOLDER / f"{number}{SCRIPT_SUFFIX}", script.encode())
     return number
 
 
+def _require_not_queued(job: Job) -> None:
+    """Raises UsageError if elements of the job wait or run, DistributedError if Slurm does not answer."""
+    ping = _run("scontrol", "ping")
+    if " UP" not in ping.stdout:
+        raise _no_answer(ping.stdout or ping.stderr)
+    # Processes that hold a shard may be of a job that was submitted by hand, or of none.
+    holders = {str(holder.get("job")) for holder in job.journal.holders()}
+    if waiting := queue_of([*submissions(job.journal.folder), *filter(str.isdecimal, holders)]):
+        raise UsageError(
+            "this job is in the queue already",
+            where=job.journal.folder,
+            found=f"job {waiting[0]['job']}, {waiting[0]['state']}",
+            fix="follow it with task.status=true, or cancel it with scancel first",
+        )
+
+
 def submissions(work: Path) -> list[str]:
-    """The jobs that were submitted, by Slurm's numbers, oldest first."""
-    jobs = [path.stem for path in (work / FOLDER).glob(f"*{SCRIPT}")]
-    return sorted(jobs, key=lambda job: (len(job), job))
+    """Returns Slurm's numbers of the jobs that were submitted, oldest first."""
+    jobs = [path.stem for path in (work / FOLDER).glob(f"*{SCRIPT_SUFFIX}")]
+    return sorted(jobs, key=lambda job: (len(job), job))  # as numbers: 99 before 100
 
 
 def queue_of(jobs: list[str]) -> list[dict[str, str]]:
@@ -198,12 +231,13 @@ def queue_of(jobs: list[str]) -> list[dict[str, str]]:
     form = f"--format={'|'.join(QUEUED.values())}"
     done = _run("squeue", "--noheader", "--array", f"--jobs={','.join(jobs)}", form)
     if done.returncode != 0 and "Invalid job id" not in done.stderr:  # printed also for a job of long ago
-        raise _silent(done.stderr)
+        raise _no_answer(done.stderr)
     lines = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == len(QUEUED) - 1]
     return [dict(zip(QUEUED, line, strict=True)) for line in lines]
 
 
 def _run(*command: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Slurm's; `script` is its standard input. Raises DistributedError."""
     try:
         return subprocess.run(
             command, input=script, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -215,9 +249,9 @@ def _run(*command: str, script: str | None = None) -> subprocess.CompletedProces
             fix="print the script: task.submit=false",
         ) from None
     except subprocess.TimeoutExpired:
-        raise _silent(f"{command[0]} said nothing for {PATIENCE_S:g} s") from None
+        raise _no_answer(f"{command[0]} said nothing for {PATIENCE_S:g} s") from None
 
 
-def _silent(found: str) -> DistributedError:
+def _no_answer(found: str) -> DistributedError:
     fix = "try scontrol ping; is SLURM_CONF right?"
     return DistributedError("Slurm does not answer", found=one_line(found), fix=fix)

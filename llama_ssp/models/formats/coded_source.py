@@ -14,10 +14,13 @@ from llama_ssp.models.formats.quantised_config import PLAIN, QuantisedConfig
 from llama_ssp.models.safetensors_io import FileSource, model_name
 from llama_ssp.models.sharding import Cut
 
-INT8_UNIT = 7.874015718698502e-3  # of LLM.int8: 1/127, as bitsandbytes rounds it
-# Tensors that stand with a matrix's codes, by the end of their names; the longer end counts.
-PARTS = [
-    ".weight",
+# Of LLM.int8: 1/127, rounded as in bitsandbytes' own decoding of stored matrices. `LLM_INT8` of
+# models/quantization.py has 1/127 itself.
+INT8_UNIT = 7.874015718698502e-3
+# Ends of the names of tensors that make a matrix together: codes, scales, zero points and others. No end is
+# the end of another one.
+PART_ENDS = [
+    ".weight",  # codes of FP8, int8 and bitsandbytes, or a plain matrix
     ".weight_packed",
     ".weight_scale",
     ".weight_scale_inv",
@@ -38,7 +41,7 @@ PARTS = [
     f"{STATE}nf4",
     f"{STATE}fp4",
 ]
-# Scales of caches and of activations, which are not quantised here.
+# Scales of KV caches and of activations, which are not quantised here.
 UNUSED: tuple[str, ...] = (
     ".input_scale",
     ".input_zero_point",
@@ -51,52 +54,70 @@ UNUSED: tuple[str, ...] = (
     ".k_zero_point",
     ".v_zero_point",
 )
-SCALES = "F32", "F16", "BF16", "U8", "F8_E8M0"  # the last two are exponents
+FLOATS = ("F32", "F16", "BF16")
+EXPONENTS = ("U8", "F8_E8M0")  # of two, a byte each
+# Types that a tensor may have, by the end of its name; the layouts look at the others.
 TYPES: dict[str, tuple[str, ...]] = {
-    ".weight_scale": SCALES,
-    ".weight_scale_inv": SCALES,
-    ".scales": SCALES[:3],
-    ".SCB": SCALES[:1],
+    ".weight_scale": (*FLOATS, *EXPONENTS),
+    ".weight_scale_inv": (*FLOATS, *EXPONENTS),
+    ".scales": FLOATS,
+    ".SCB": ("F32",),
     ".weight.absmax": ("F32", "U8"),
     ".g_idx": ("I32", "I64"),
     ".weight_shape": ("I32", "I64"),
 }
-STACKED = ("_blocks", "_scales")
+STACKED_CODES = "_blocks"  # of MXFP4: all experts of a layer in one tensor, whose name has no .weight
 
 
 class CodedSource(FileSource):
-    """The weights of a quantised folder."""
+    """The weights of a quantised folder: matrices in codes, and other tensors as a FileSource has them."""
 
     def __init__(self, folder: Path, known: Collection[str], prefix: str, config: QuantisedConfig) -> None:
         """`known` and `prefix`: as of a FileSource; `config`: of the folder's config.json."""
         super().__init__(folder, known, prefix)
-        layers: dict[str, dict[str, Stored]] = {}
-        for name in [name for name in self._places if name.endswith(UNUSED)]:
-            del self._places[name], self.shapes[name]
-        for name, (handle, key) in self._places.items():
-            end = max((part for part in PARTS if name.endswith(part)), key=len, default=None)
-            if end is not None:
-                layers.setdefault(name.removesuffix(end), {})[end] = Stored(handle, key)
         self._matrices: dict[str, Matrix] = {}
-        for stem, stored in layers.items():
-            if stored.keys() == {".weight"} and stored[".weight"].dtype in PLAIN:
-                continue
-            for end in stored:
-                del self._places[stem + end], self.shapes[stem + end]
-            name = model_name(stem if STACKED[0] in stored else f"{stem}.weight", known, prefix)
-            self._matrices[name] = matrix = _matrix(stored, config)
-            self.shapes[name] = tuple(matrix.shape)
-            if self._is_idle(bias := f"{stem}.bias", known):
-                del self._places[bias], self.shapes[bias]
+        for name in [name for name in self._places if name.endswith(UNUSED)]:
+            self._drop(name)
 
-    def _is_idle(self, name: str, known: Collection[str]) -> bool:
-        """Whether it is zero, and not one of the model's: old GPTQ files have a bias for every layer."""
-        if name in known or name not in self._places:
+        for stem, stored in self._parts_by_stem().items():
+            if stored.keys() == {".weight"} and stored[".weight"].dtype in PLAIN:
+                continue  # a norm, an embedding, or a matrix that was left in numbers
+            for end in stored:
+                self._drop(stem + end)
+            disk_name = stem if STACKED_CODES in stored else f"{stem}.weight"
+            name = model_name(disk_name, known, prefix)
+            matrix = _matrix(stored, config)
+            self._matrices[name] = matrix
+            self.shapes[name] = tuple(matrix.shape)
+
+            bias = f"{stem}.bias"
+            if self._is_idle(bias, known):
+                self._drop(bias)
+
+    def _parts_by_stem(self) -> dict[str, dict[str, Stored]]:
+        """Returns the tensors of each layer by the ends of their names; the rest of the name is its stem."""
+        result: dict[str, dict[str, Stored]] = {}
+        for name, (handle, key) in self._places.items():
+            end = next((end for end in PART_ENDS if name.endswith(end)), None)
+            if end is not None:
+                result.setdefault(name.removesuffix(end), {})[end] = Stored(handle, key)
+        return result
+
+    def _drop(self, name: str) -> None:
+        del self._places[name], self.shapes[name]
+
+    def _is_idle(self, bias: str, known: Collection[str]) -> bool:
+        """Returns whether a bias is zero, and not one of the model's: old GPTQ files have one in every layer.
+
+        A bias of the model's has the model's name in `_places`; another one has that of the disk.
+        """
+        if bias in known or bias not in self._places:
             return False
-        handle, key = self._places[name]
+        handle, key = self._places[bias]
         return not handle.get_tensor(key).any()
 
     def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
+        """Returns the cut part (this rank's), or all; a matrix as its codes, if it can be kept in them."""
         matrix = self._matrices.get(name)
         return super().read(name, cut) if matrix is None else matrix.read(cut)
 
@@ -112,32 +133,34 @@ def source_of(
 
 
 def _matrix(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
-    """The matrix of these tensors; a ModelError if they are not all, or if they contradict each other."""
+    """Returns the matrix of these tensors. Raises ModelError if some are missing, or do not fit together."""
     key = next(iter(stored.values())).key
     _require_types(stored)
     try:
         return _layout(stored, config)
     except (KeyError, ValueError, TypeError) as error:
-        why = "" if isinstance(error, KeyError) else f"; {error}"
+        found = f"{', '.join(sorted(stored))} in {config.name}"
+        problem = "are not complete"
+        if not isinstance(error, KeyError):
+            problem = "do not fit together"
+            found += f"; {error}"
         raise ModelError(
-            "the tensors of a quantised matrix are not complete",
-            where=key,
-            found=f"{', '.join(sorted(stored))} in {config.name}{why}",
-            fix=REFETCH,
+            f"the tensors of a quantised matrix {problem}", where=key, found=found, fix=REFETCH
         ) from None
 
 
 def _require_types(stored: dict[str, Stored]) -> None:
-    """A ModelError if codes are there twice, or a tensor holds numbers of a type that it cannot have."""
+    """Raises ModelError if codes are there twice, or a tensor's numbers are of a type that it cannot have."""
     twice = [end for end in (".weight", ".qweight", ".weight_packed") if end in stored]
     if len(twice) > 1:
         raise stored[twice[0]].wrong("the number", " and ".join(twice), "one of them")
     for end, tensor in stored.items():
-        if tensor.dtype not in (allowed := TYPES.get(end, (tensor.dtype,))):
-            raise tensor.wrong("the type", tensor.dtype, ", ".join(allowed))
+        if end in TYPES and tensor.dtype not in TYPES[end]:
+            raise tensor.wrong("the type", tensor.dtype, ", ".join(TYPES[end]))
 
 
 def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
+    """Returns the matrix by the layout of the config's method, one of METHODS. Raises KeyError and others."""
     match config.method:
         case "awq":
             return Awq(stored, config.bits, config.group)
@@ -148,18 +171,20 @@ def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
         case "fp8":
             scale = ".weight_scale_inv" if ".weight_scale_inv" in stored else ".weight_scale"
             return Scaled(stored, scale, config.block, wide=True)
-        case "bitsandbytes" if ".SCB" in stored:
+        case "bitsandbytes" if ".SCB" in stored:  # 8 bits
             order = stored.get(".weight_format")
             if order is not None and order.read().any():
                 raise order.wrong("the order of codes", order.read().tolist(), "0, row after row")
             return Scaled(stored, ".SCB", None, wide=True, unit=INT8_UNIT)
-        case "bitsandbytes":
+        case "bitsandbytes":  # 4 bits
             return FourBit(stored, "nf4" if f"{STATE}nf4" in stored else "fp4")
-        case _ if ".weight_packed" in stored:
+        case "compressed-tensors" if ".weight_packed" in stored:
             matrix = PackQuantized(stored)
-            if not any(bits == matrix.bits and group in (0, matrix.group) for bits, group in config.every):
+            # Each group of layers in config.json has its bits, and a size of groups; 0: a scale a row.
+            allowed_groups = [group for bits, group in config.every if bits == matrix.bits]
+            if 0 not in allowed_groups and matrix.group not in allowed_groups:
                 found = f"{matrix.bits} bits in groups of {matrix.group}"
                 allowed = config.name
                 raise stored[".weight_packed"].wrong("the format", found, f"{allowed}, as in config.json")
             return matrix
-    return Scaled(stored, ".weight_scale", config.block, wide=False)
+    return Scaled(stored, ".weight_scale", config.block, wide=False)  # compressed-tensors, a byte a number
