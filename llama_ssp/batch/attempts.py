@@ -251,11 +251,19 @@ def this_process() -> dict[str, Any]:
 
 
 def holder_of(path: Path) -> tuple[dict[str, Any], float] | None:
-    """Who holds the claim, and when it was renewed last; None where it is being released, or is no claim."""
-    with suppress(OSError, ValueError):
-        holder = json.loads(path.read_bytes())  # first: NFS looks at a file's time anew when it is opened
-        return holder, path.stat().st_mtime
-    return None
+    """Who holds the claim, and when it was renewed last; None where it is being released, or is no claim.
+
+    Of a claim that this process may not read, or that its disk does not give now, only the time is known.
+    """
+    holder: Any = {}
+    try:
+        # Before its time is asked for: NFS looks at that anew when a file is opened.
+        with suppress(OSError):
+            holder = json.loads(path.read_bytes())
+        renewed = path.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    return (holder, renewed) if isinstance(holder, dict) else None
 
 
 def is_abandoned(path: Path, now: float | None = None) -> bool:
