@@ -165,6 +165,7 @@ class ContinuousBatch:
         self._waiting = deque(requests)
         self._begin = supply.begin
         self._more = supply.more
+        self._goes_on = True  # until `more` has given nothing
         self._fill(rows)
         if not self._waiting:
             return
@@ -190,6 +191,8 @@ class ContinuousBatch:
                     reply.logprobs = state.logprobs[row.row]
                     reply.drafted += len(row.drafted)
                     reply.accepted += row.accepted
+                    if row.finish is not None:  # a job may have millions of requests with seeds
+                        self.engine.draws.own.pop(prompt_key(reply.request.prompt.id), None)
                 yield Step(step.round, [replace(row, row=self._in_row[row.row].index) for row in step.rows])
                 self._began = time.perf_counter()
         finally:
@@ -198,7 +201,7 @@ class ContinuousBatch:
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""
         free = [row for row, reason in enumerate(state.finished) if reason is not None]
-        if len(self._waiting) < len(free):
+        if self._goes_on and len(self._waiting) < len(free):
             engine.flush()  # what `more` exchanges must not come between a decision's messages
             self._fill(len(free))
         if prompts := self._take(free):
@@ -228,10 +231,10 @@ class ContinuousBatch:
 
     def _fill(self, count: int) -> None:
         """Has at least so many requests wait, if there are more."""
-        while len(self._waiting) < count and (new := self._more()):
-            self._waiting.extend(new)
-        if len(self._waiting) < count:
-            self._more = list  # it is not asked again: other ranks no longer answer
+        while self._goes_on and len(self._waiting) < count:
+            requests = self._more()
+            self._waiting.extend(requests)
+            self._goes_on = bool(requests)  # else it is not asked again: other ranks no longer answer
 
     def _take(self, rows: Sequence[int]) -> dict[int, Prompt]:
         """Puts waiting requests into rows, with all that each has of its own; returns their prompts."""
