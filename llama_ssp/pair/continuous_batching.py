@@ -89,8 +89,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class Supply:
-    """Says what a batch calls: `begin` with the indices that are about to begin, `more` for further requests,
-    equal on every rank, when a row would wait; none is the end. Their texts have `longest` tokens at most."""
+    """The functions that a batch calls, and how long the texts are that it gets by them.
+
+    `begin` is called with the indices of requests just before these begin; when an echoed prompt has been
+    scored and is continued, once more. `more` is called when a row would have no request, and returns further
+    ones, the same on every rank and none with `echo`; when it returns none, it is not called again. Texts of
+    these requests have `longest` tokens at most, prompt and new ones together.
+    """
 
     begin: Callable[[list[int]], None] = lambda _: None
     more: Callable[[], list[TokenRequest]] = list
@@ -196,7 +201,9 @@ class ContinuousBatch:
                 yield Step(step.round, [replace(row, row=self._in_row[row.row].index) for row in step.rows])
                 self._began = time.perf_counter()
         finally:
-            self._limits = Limits(0)  # it knew this batch: so caches are freed without the collector
+            # The old limits refer to this batch, and it to them. Without this cycle caches are freed at once,
+            # not when the garbage collector comes by.
+            self._limits = Limits(0)
 
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""
