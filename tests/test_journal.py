@@ -615,6 +615,32 @@ def test_a_claim_that_names_too_little_lapses_with_its_heartbeat(lacking: str, t
         assert {name for name, _ in job.silent()} == {"00000", "00002"}
 
 
+def test_a_claim_that_cannot_be_read_lapses_with_its_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """That of another user, or on a disk that fails just now: its process may live."""
+    path = tmp_path / "claim"
+    path.write_text(json.dumps(attempts.this_process()))
+
+    def refuse(_: Path) -> bytes:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert attempts.claim(path) is None
+    os.utime(path, (0, 0))
+    assert attempts.is_abandoned(path)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "{", ""])
+def test_what_is_no_claim_holds_nothing(content: str, tmp_path: Path):
+    path = tmp_path / "claim"
+    path.write_text(content)
+    claim = attempts.claim(path)
+    assert claim is not None
+    with claim:
+        assert attempts.claim(path) is None
+
+
 def test_an_element_that_slurm_starts_again_has_its_claims_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

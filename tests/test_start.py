@@ -233,9 +233,11 @@ def test_copies_are_refused(count: str, number: str, monkeypatch: pytest.MonkeyP
     for variable in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     refuse_copies()
-    monkeypatch.setenv(count, "1")
-    refuse_copies()
+    for alone in ("1", ""):
+        monkeypatch.setenv(count, alone)
+        refuse_copies()
     monkeypatch.setenv(count, "8")
+    monkeypatch.setenv("WORLD_SIZE", "")  # as if it were not set: one process
     monkeypatch.setenv(number, "3")
     with pytest.raises(UsageError, match="ranks=8") as refused:
         refuse_copies()

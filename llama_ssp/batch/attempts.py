@@ -129,7 +129,7 @@ class Attempt:
             self._append({"left": True})
 
     def publish(self) -> bool:
-        """Gives the whole shard its final name; returns whether this attempt was the first to.
+        """Writes the whole shard, of which nothing is missing; returns whether this attempt was the first to.
 
         Raises StorageError if the job's folder was removed meanwhile.
         """
@@ -193,7 +193,7 @@ class JournalThread(threading.Thread):
 
 
 def attempt_files(folder: Path, shard: str = "*") -> list[Path]:
-    """Returns the files of attempts at a shard, or at all shards, in their order; no other file."""
+    """Returns the files of attempts at a shard, or at all shards, by name; no other file."""
     paths = folder.glob(f"{shard}.*.jsonl")
     return sorted(path for path in paths if ATTEMPT_FILE.fullmatch(path.name))
 
@@ -216,10 +216,12 @@ def read_part(path: Path) -> PastAttempt:
 def claim(path: Path) -> AbstractContextManager[None] | None:
     """The right to work on what `path` names, for a `with`; None while a living process has it."""
     own = json.dumps(this_process()).encode()
+    # Several groups may find the claim abandoned at the same time. Usually one gets it. Two can, if the
+    # second deletes the new claim of the first, which it takes for the old one: then work is done twice, no
+    # more.
     if path.exists() and is_abandoned(path):
         with storing(path):
             path.unlink(missing_ok=True)
-    # Of many groups that find it abandoned at once one takes it; two may, if they look and unlink at once.
     return _held(path, own) if not path.exists() and write_once(path, own) else None
 
 
@@ -251,11 +253,19 @@ def this_process() -> dict[str, Any]:
 
 
 def holder_of(path: Path) -> tuple[dict[str, Any], float] | None:
-    """Who holds the claim, and when it was renewed last; None where it is being released, or is no claim."""
-    with suppress(OSError, ValueError):
-        holder = json.loads(path.read_bytes())  # first: NFS looks at a file's time anew when it is opened
-        return holder, path.stat().st_mtime
-    return None
+    """Who holds the claim, and when it was renewed last; None where it is being released, or is no claim.
+
+    Of a claim that this process may not read, or that its disk does not give now, only the time is known.
+    """
+    holder: Any = {}
+    try:
+        # Before its time is asked for: NFS looks at that anew when a file is opened.
+        with suppress(OSError):
+            holder = json.loads(path.read_bytes())
+        renewed = path.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    return (holder, renewed) if isinstance(holder, dict) else None
 
 
 def is_abandoned(path: Path, now: float | None = None) -> bool:

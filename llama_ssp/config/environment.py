@@ -16,16 +16,18 @@ COPIERS = (  # a launcher, the variables with its number of copies and this copy
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "without mpirun:"),
     ("mpiexec", "PMI_SIZE", "PMI_RANK", "without mpiexec:"),
 )
-# Names of variables that libraries read when they are imported; what launchers and this program set is not.
+# Beginnings of the names of variables that libraries read when they are imported. Left out is what a user has
+# not set: variables of torchrun (TORCHELASTIC...), and those of SET_FOR_USERS.
 READ_BY_LIBRARIES = re.compile(
     "(PY)?TORCH(?!ELASTIC)|TRITON|TQDM|HF_|HUGGINGFACE|TRANSFORMERS|ACCELERATE|BNB|BITSANDBYTES|DS_"
 )
-OWN = (
+SET_FOR_USERS = (  # by this program; the last one by torchrun
     "TORCH_CPP_LOG_LEVEL",
     "TORCHINDUCTOR_COMPILE_THREADS",
     "TORCHINDUCTOR_CACHE_DIR",
     "HF_HUB_DISABLE_PROGRESS_BARS",
     "HF_HUB_OFFLINE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -56,11 +58,11 @@ def refuse_copies() -> None:
     torchrun's ranks are no copies. SLURM_NTASKS says nothing of copies: it is also set in a batch script,
     which runs once.
     """
-    if "WORLD_SIZE" in os.environ:
+    if os.environ.get("WORLD_SIZE"):
         return
     for launcher, count, number, alone in COPIERS:
-        tasks = os.environ.get(count, "1")
-        if tasks == "1":
+        tasks = os.environ.get(count, "")
+        if tasks in ("", "1"):
             continue
         error = UsageError(
             f"{launcher} started this command several times, and each would load the whole pair",
@@ -75,13 +77,17 @@ def refuse_copies() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Turns what a library that is imported inside raises for a variable it reads into a UsageError."""
+    """Raises UsageError where the import of a library fails because of a variable that the library reads.
+
+    The error names the variable; where the library's text does not say which it is, all that may be.
+    """
     try:
         yield
     except (RunError, OSError, ImportError, MemoryError, RecursionError):  # have their own lines
         raise
     except Exception as error:
-        given = sorted(name for name in os.environ if READ_BY_LIBRARIES.match(name) and name not in OWN)
+        matching = (name for name in os.environ if READ_BY_LIBRARIES.match(name))
+        given = sorted(name for name in matching if name not in SET_FOR_USERS)
         given = [name for name in given if name in str(error)] or given
         if not given or _raised_here(error):
             raise

@@ -5,7 +5,9 @@
     torchrun                   torchrun's own store: a port without a password
 
 A store on a port is open to every user who reaches the machine, and tells anybody the names of its keys: no
-prefix of them is secret. So whatever is read is checked, and what no rank can have written changes nothing.
+prefix of them is secret. So the form of all that is read is checked. A sign of life that no rank can have
+written counts as none. A cause that no rank can have written ends all ranks, with a line that says so
+(FORGED). A forged cause of the right form is not known from a true one.
 """
 
 from __future__ import annotations
@@ -117,8 +119,9 @@ class Board(ABC):
 class FolderBoard(Board):
     """Files in a folder.
 
-    A rank's sign of life is overwritten in place, in one call: a disk that has become full does not matter.
-    Half of one, if somebody ever read it, would be none.
+    A rank's sign of life always has MAX_BEAT bytes, and is written over the one before in one call. This
+    needs no new space: a disk that has become full does not matter. Parts of two, if somebody ever read them,
+    would count as none if they make no valid one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -204,6 +207,8 @@ class StoreBoard(Board):
         return content
 
     def groups_store(self, patience_s: float) -> Any:
+        # A later meeting has the connection of the first, but a patience of its own.
+        self._store.set_timeout(timedelta(seconds=patience_s))
         return self._store
 
     def another(self) -> StoreBoard:
@@ -299,13 +304,13 @@ def announce(line: str, code: int) -> Cause:
 
 def read_cause(content: bytes) -> Cause:
     """Returns the cause, FORGED if no rank can have written it."""
-    fields = _json(content, MAX_CAUSE)
+    fields = _json(content, MAX_CAUSE)  # this bounds the line, too
     if not isinstance(fields, dict) or fields.keys() != {"line", "code", "by"}:
         return FORGED
     line = fields["line"]
     code = fields["code"]
     by = fields["by"]
-    if not isinstance(line, str) or not line.strip() or len(line) > MAX_CAUSE:
+    if not isinstance(line, str) or not line.strip():
         return FORGED
     if not _is_number(code) or code not in CODES or not _is_number(by) or not NOBODY <= by < MAX_WORLD:
         return FORGED

@@ -71,7 +71,11 @@ class GraphedModel(SteppedModel):
         Rows that end or draft less make steps of any number of tokens. One graph more serves short prompts.
         Larger steps come first: smaller ones use their scratch memory.
         """
-        self.new_cache(rows, capacity)  # all steps below are captured in its memory
+        # Memory for the largest cache is made first. The cache itself is dropped at once; its memory stays,
+        # unused, so that both caches below are in it, also that of super().prepare(), and with them all
+        # captures.
+        self.new_cache(rows, capacity)
+
         widest = max(widths, default=0)
         prompt = min(WIDEST, capacity, self.most_tokens)
         tokens = min(rows * widest, self.most_tokens)
@@ -110,7 +114,11 @@ class GraphedModel(SteppedModel):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps are captured; drawing and deciding are also where sums go through the host."""
+        """Whether steps are captured.
+
+        This says nothing of `replay`: drawing and deciding have no all-reduces, so they are captured also
+        where these go through the host.
+        """
         return self.is_compiled and not (self._refused or self.ranks.through_host)
 
     def _drop_steps(self) -> None:
@@ -166,7 +174,7 @@ class GraphedModel(SteppedModel):
         return result
 
     def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Callable[..., Tensor]:
-        """Returns the function as a graph, or if that fails as it is, and the log says why."""
+        """Returns the function as a graph; if it cannot be captured, as it is, and the log says why."""
         buffers = tuple(tensor.clone() for tensor in given)
         compute: Call = partial(function, *buffers)
         self._warm(compute)

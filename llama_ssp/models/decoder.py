@@ -5,8 +5,8 @@ a step looks the same for one row and for several. `Pass` says where each token 
 differs between architectures is in the shape (families.py, shape.py); what is cut over ranks, and in which
 number format weights are, in the linear layers (linear.py). All of it is traced as a whole by torch.compile.
 
-Suffixes of shapes: T tokens, H numbers of the residual stream or heads, G KV heads, D numbers of a head,
-N slots of the cache, V vocabulary.
+Suffixes of shapes: T tokens, R those whose logits are wanted, H numbers of the residual stream (x_TH) or
+heads of queries (query_THD), G KV heads, D numbers of a head, N slots of the cache, V vocabulary.
 """
 
 from collections.abc import Callable, Collection
@@ -27,7 +27,10 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Norm(nn.Module):
-    """An RMS norm, or with `centred` a layer norm; computed in fp32, given in the format of its weight."""
+    """An RMS norm, computed in fp32, or with `centred` a layer norm, computed in the format of its input.
+
+    The result has the format of the weight. `offset` is of RMS norms, `bias` of layer norms.
+    """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, offset: int = 0
@@ -164,7 +167,8 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One layer; a norm that the architecture lacks is an nn.Identity.
 
-    `parallel`: attention and MLP read the same input; where the MLP has no norm, after the same norm, too.
+    `parallel`: attention and MLP both read x_TH, not one after the other. Where the MLP has no norm of its
+    own, it reads attention's normed input. A parallel block has no norm after the MLP and no scale.
     """
 
     def __init__(
@@ -179,15 +183,15 @@ class Block(nn.Module):
         self.shared_norm = isinstance(norms["before_mlp"], nn.Identity)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
-        # Of layers' inputs and outputs; x_TH is in fp32.
         norms = self.norms
-        narrow = cache[0].dtype
+        narrow = cache[0].dtype  # of the linear layers' inputs and outputs; x_TH itself is in fp32
         normed_TH = norms["before_attention"](x_TH).to(narrow)
         attended_TH = norms["after_attention"](self.attention(normed_TH, turns, cache, feed))
         if self.parallel:
             if not self.shared_norm:
                 normed_TH = norms["before_mlp"](x_TH).to(narrow)
             return x_TH + attended_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
+
         x_TH = self._added(x_TH, attended_TH)
         return self._added(x_TH, norms["after_mlp"](self.mlp(norms["before_mlp"](x_TH).to(narrow))))
 
@@ -223,8 +227,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.logit_divisor = logit_divisor
         self.logit_softcap = logit_softcap
-        # Of the residual stream: rounded to 16 bit at the end of each layer, it changes best tokens.
-        self.stream = torch.promote_types(embedding.weight.dtype, torch.float32)
+        # The residual stream stays in fp32: rounded to 16 bit after each layer, it would change best tokens.
+        self.residual_dtype = torch.promote_types(embedding.weight.dtype, torch.float32)
         layers = [block.attention for block in blocks]
         self.cache_shapes = [(layer.sizes[1] // layer.head_dim, layer.head_dim) for layer in layers]
 
@@ -250,7 +254,7 @@ class Decoder(nn.Module):
 
     def embed(self, token_T: Tensor, feed: Pass) -> Tensor:
         """Returns what the first block is given, (T, H)."""
-        x_TH: Tensor = self.embedding(token_T).to(self.stream)
+        x_TH: Tensor = self.embedding(token_T).to(self.residual_dtype)
         if self.positions is not None:
             x_TH = x_TH + self.positions[feed.position_T + self.position_offset]
         return x_TH

@@ -1,10 +1,12 @@
 """A decoder with compiled steps: programs for all widths and all numbers of rows, all-reduces inside.
 
 A step has any number of tokens, of one row or of several, at any positions, over a cache of any size: these
-are sizes that a program knows nothing of, so that nothing is compiled twice. A small model is one program. Of
-a larger one a few blocks are, and are called with the weights of each group of blocks in turn: the time of
-compiling does not grow with the number of blocks. Long passes, such as prompts, run eagerly: their time is
-that of the products. Programs are kept on disk: the next start loads them.
+are sizes that a program knows nothing of, so that nothing is compiled twice. A small model is compiled as one
+program. A larger one is cut into groups of a few blocks: one program is compiled for a group, and called for
+each group in turn, with that group's weights. So where blocks repeat each other (`groups_of`), compiling
+takes the same time for any number of them. Long passes, such as prompts, run eagerly: matrix products take
+nearly all of their time, and compiling would gain little. Programs are kept on disk: the next start loads
+them.
 """
 
 import logging
@@ -150,9 +152,9 @@ class SteppedModel(DecoderModel):
             program = load_or_compile(self, spec, loaded)
             calls.append((program, section, blocks))
 
-            # Of the next section: what a block gives, (T, H). Programs are made by shapes, not by values.
+            # The next section is given what a block gives, (T, H). Programs are made by shapes, not values.
             table_VH = self.decoder.embedding.weight
-            x = table_VH.new_empty(len(x), table_VH.shape[1], dtype=self.decoder.stream)
+            x = table_VH.new_empty(len(x), table_VH.shape[1], dtype=self.decoder.residual_dtype)
         log.debug("engine: the step of %s is ready in %.1f s", self.name, time.perf_counter() - began)
         return partial(run_programs, calls, sorted(self.taps), self.ranks)
 
@@ -245,11 +247,21 @@ def sections_of(decoder: Decoder, kinds: tuple[str, ...], tapped: bool) -> list[
 
 
 def groups_of(kinds: tuple[str, ...]) -> list[slice]:
-    """Returns the blocks in groups that repeat each other, of at most GROUP if the blocks' period allows it.
+    """Cuts the blocks into groups of the same kinds, so that one program serves all groups.
 
-    The groups are equally long if they can be, so that one program serves all; else the last one is shorter.
+    A group is one or more whole periods of the kinds: at most GROUP blocks, or one period if that is longer.
+    The groups are equally long if they can be; else the last one is shorter.
+
+        s s s s s s s      4 + 3
+        s s f s s f        3 + 3
+        d s s s s s s      7
+
+    Blocks without a period are one group: one odd block at an end is enough, such as a dense first layer
+    before layers with experts (mlp_only_layers: [0]). The program of all blocks then takes about a second a
+    block to compile, at the first start.
     """
     count = len(kinds)
+    # A period of all blocks always fits: nothing is left to be compared.
     period = next(p for p in range(1, count + 1) if kinds[p:] == kinds[:-p])
     lengths = [period * periods for periods in range(max(1, GROUP // period), 0, -1)]
     size = next((length for length in lengths if length > 1 and count % length == 0), lengths[0])

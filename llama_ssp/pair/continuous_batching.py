@@ -89,8 +89,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class Supply:
-    """Says what a batch calls: `begin` with the indices that are about to begin, `more` for further requests,
-    equal on every rank, when a row would wait; none is the end. Their texts have `longest` tokens at most."""
+    """The functions that a batch calls, and how long the texts are that it gets by them.
+
+    `begin` is called with the indices of requests just before these begin; when an echoed prompt has been
+    scored and is continued, once more. `more` is called when a row would have no request, and returns further
+    ones, the same on every rank and none with `echo`; when it returns none, it is not called again. Texts of
+    these requests have `longest` tokens at most, prompt and new ones together.
+    """
 
     begin: Callable[[list[int]], None] = lambda _: None
     more: Callable[[], list[TokenRequest]] = list
@@ -165,6 +170,7 @@ class ContinuousBatch:
         self._waiting = deque(requests)
         self._begin = supply.begin
         self._more = supply.more
+        self._goes_on = True  # until `more` has given nothing
         self._fill(rows)
         if not self._waiting:
             return
@@ -190,15 +196,19 @@ class ContinuousBatch:
                     reply.logprobs = state.logprobs[row.row]
                     reply.drafted += len(row.drafted)
                     reply.accepted += row.accepted
+                    if row.finish is not None:  # a job may have millions of requests with seeds
+                        self.engine.draws.own.pop(prompt_key(reply.request.prompt.id), None)
                 yield Step(step.round, [replace(row, row=self._in_row[row.row].index) for row in step.rows])
                 self._began = time.perf_counter()
         finally:
-            self._limits = Limits(0)  # it knew this batch: so caches are freed without the collector
+            # The old limits refer to this batch, and it to them. Without this cycle caches are freed at once,
+            # not when the garbage collector comes by.
+            self._limits = Limits(0)
 
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""
         free = [row for row, reason in enumerate(state.finished) if reason is not None]
-        if len(self._waiting) < len(free):
+        if self._goes_on and len(self._waiting) < len(free):
             engine.flush()  # what `more` exchanges must not come between a decision's messages
             self._fill(len(free))
         if prompts := self._take(free):
@@ -228,10 +238,10 @@ class ContinuousBatch:
 
     def _fill(self, count: int) -> None:
         """Has at least so many requests wait, if there are more."""
-        while len(self._waiting) < count and (new := self._more()):
-            self._waiting.extend(new)
-        if len(self._waiting) < count:
-            self._more = list  # it is not asked again: other ranks no longer answer
+        while self._goes_on and len(self._waiting) < count:
+            requests = self._more()
+            self._waiting.extend(requests)
+            self._goes_on = bool(requests)  # else it is not asked again: other ranks no longer answer
 
     def _take(self, rows: Sequence[int]) -> dict[int, Prompt]:
         """Puts waiting requests into rows, with all that each has of its own; returns their prompts."""

@@ -132,7 +132,7 @@ class Vocabulary:
         return b"".join(self.surfaces[i] or b"" for i in ids if i < self.size)
 
     def cut(self, text: bytes) -> list[int]:
-        """Returns tokens for any bytes, the longest first; up to where no token fits."""
+        """Returns tokens for any bytes: always the longest that fits, up to a byte with which none begins."""
         ids = []
         at = 0
         while at < len(text):
@@ -145,7 +145,10 @@ class Vocabulary:
         return ids
 
     def encoded(self, text: bytes) -> list[int]:
-        """Tokenizes bytes: with the tokenizer where they are UTF-8, else with `cut`."""
+        """Tokenizes bytes: with the tokenizer where they are UTF-8, else with `cut`.
+
+        Bytes that are no UTF-8 and that no token stands for are left out.
+        """
         ids: list[int] = []
         inside = False
         while True:
@@ -159,15 +162,24 @@ class Vocabulary:
 
     def _encoded(self, text: str, inside: bool) -> list[int]:
         """Tokenizes a text; one that is `inside`, after other bytes, gets no space before it."""
+        if not text:
+            return []
         if not self.begins_with_space:
-            return self.encode(text) if text else []
-        bare = text.removeprefix(" ")  # the tokenizer adds it again
-        if bare and (bare != text or not inside):
+            return self.encode(text)
+
+        # The tokenizer puts a space before what it is given, so the text's own first space is taken off.
+        bare = text.removeprefix(" ")
+        if not bare:  # the text is a space
+            return self.cut(text.encode())
+        if bare != text or not inside:
             return self.encode(bare)
-        # The space goes before the newline.
-        line = self.encode("\n")
+
+        # No space is wanted: it goes before a newline, whose tokens are then taken off.
+        newline = self.encode("\n")
         whole = self.encode("\n" + text)
-        return whole[len(line) :] if bare and whole[: len(line)] == line else self.cut(text.encode())
+        if whole[: len(newline)] != newline:  # the newline was merged with the text
+            return self.cut(text.encode())
+        return whole[len(newline) :]
 
 
 def vocabulary_of(
@@ -175,7 +187,7 @@ def vocabulary_of(
 ) -> Vocabulary:
     """Makes it of the content of a tokenizer.json, to which `chat_template` is added.
 
-    `begin` tokenizes a text with what comes before it.
+    `begin` tokenizes a text as `encode` does, after what the tokenizer puts before every text, such as BOS.
     """
     tokens = content.get("added_tokens") or []
     added = frozenset(token["id"] for token in tokens)

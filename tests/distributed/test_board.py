@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,16 @@ def test_a_watch_that_fails_ends_the_run(
     monkeypatch.setattr(failures, "read_beat", fail)
     run.watch.start()
     assert run.end() == [(DISTRIBUTED, "rank 0 cannot watch the others: TypeError: no such thing")]
+
+
+def test_groups_wait_as_long_as_their_meeting_says(client: Any, at: str):
+    """A later meeting, of another pair, has the connection of the first."""
+    first = StoreBoard(stores.PrefixStore(at, client))
+    waited = client.timeout
+    try:
+        assert first.again(f"{at}1").groups_store(7.0).timeout == timedelta(seconds=7)
+    finally:
+        client.set_timeout(waited)
 
 
 def beat(place: int, value: Any) -> bytes:

@@ -3,16 +3,19 @@
 A model that is fed K+1 tokens at once rounds differently from one that is fed them one by one, so in bf16 or
 fp16 two tokens of nearly equal logits may trade places. This module tells rounding from every other cause:
 
-1. The band: the largest |logit fed singly - logit fed K+1 at a time| over the texts' positions, prompts
-   prefilled as in a run, rows in a batch and alone; epsilon is twice that. If plain decoding prefers a,
-   verification prefers b, and no logit differs by more than d between the two, then a and b are at most 2d
-   apart in either.
+1. The band d: the largest |logit fed singly - logit fed K+1 at a time| over the texts' positions. Prompts are
+   prefilled as in a run, and rows are fed in a batch and alone. Epsilon is twice the band: if plain decoding
+   prefers a, verification prefers b, and no logit differs by more than d between the two, then a and b are at
+   most 2d apart in either.
 2. The replay: every token of the speculative text must be within epsilon of the best when that text is fed
-   singly; where the two texts part, so must plain decoding's token.
+   singly. Where the two texts part, plain decoding's token must be within epsilon, too.
 
-Faults that move no token out of the band are not seen, nor those that widen it: blocks with wrong logits.
-The logits are bare: of texts written with penalties, biases, bans or a minimum length, which move the argmax,
-it can only say that they are unexplained.
+Two kinds of faults are not seen: one whose tokens all stay within epsilon of the best; and one of the block
+pass itself, such as a wrong mask, which gives blocks wrong logits, hence a wide band, in which everything
+counts as rounding. So the band is reported: look at it, too.
+
+The logits are the model's own, without penalties, biases, bans or a minimum length. These move the argmax:
+texts written with them are found unexplained where a token is another for it.
 """
 
 import math
@@ -40,8 +43,9 @@ class TextReport:
     """One prompt's finding, and its evidence.
 
     `fork` is the first position at which the texts differ, counted from the first generated token. `margins`
-    say how far each speculative token is below the best one of its position; at the fork that is of the worse
-    of the two tokens, and it is infinite where a text just ends.
+    has a number for each speculative token: how far its logit is below the best one of its position; at the
+    fork, the larger of its margin and that of plain decoding's token. Where one text is the beginning of the
+    other, an infinite margin is appended.
     """
 
     fork: int | None
