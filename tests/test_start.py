@@ -1,5 +1,6 @@
 """How many ranks a command starts, on which of eight pretended GPUs, with how many drafts; what it says."""
 
+import os
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from llama_ssp.config import RunConf
 from llama_ssp.config.compose import composed
-from llama_ssp.config.environment import refuse_copies
+from llama_ssp.config.environment import READ_BY_LIBRARIES, importing, refuse_copies
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.planner import hardware, start
 from llama_ssp.planner.gpus import Gpu
@@ -244,6 +245,18 @@ def test_copies_are_refused(count: str, number: str, monkeypatch: pytest.MonkeyP
     assert refused.value.speaks is False
     monkeypatch.setenv("WORLD_SIZE", "8")
     refuse_copies()
+
+
+def test_what_torchrun_sets_is_not_named_as_a_setting_to_correct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that fails for another reason fails as it does without torchrun."""
+    for name in [*filter(READ_BY_LIBRARIES.match, os.environ)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    with pytest.raises(ValueError, match="of the library"), importing():
+        raise ValueError("of the library")
+    monkeypatch.setenv("TQDM_MININTERVAL", "x")
+    with pytest.raises(UsageError, match="TQDM_MININTERVAL; found"), importing():
+        raise ValueError("of the library")
 
 
 def test_the_script_of_a_job_with_several_tasks_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
