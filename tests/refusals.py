@@ -561,7 +561,7 @@ QUANTISED = [
     matrix("blocks-shape", FP8, ".weight_scale_inv", torch.rand(2, 2), "(3, 2)"),
     matrix("scale-odd", INT4, ".weight_scale", torch.rand(96, 3).half(), "divide 64"),
     matrix("shape-lies", INT4, ".weight_shape", torch.tensor([2**40, 2**40]), "4 or 8 bits"),
-    matrix("shape-of-three", INT4, ".weight_shape", torch.tensor([96, 64, 2]), "do not fit together", "too many values"),
+    matrix("codes-of-three", GPTQ, ".qweight", torch.zeros(2, 4, 96).int(), "do not fit together", "too many values"),
     matrix("table", NF4, ".weight.quant_map", torch.rand(16), "nf4"),
     hostile("state-shape", both(quantised(NF4), rewritten(WEIGHTS, b'"shape": [96, 64]', b'"shape": [96, 96]')), "U8", reach=LOADED),
     hostile("nested-block", both(quantised(NESTED), rewritten(WEIGHTS, b'"nested_blocksize": 256', b'"nested_blocksize":   0')), "nested_absmax; found (1,)", reach=LOADED),
