@@ -153,7 +153,7 @@ def another_configuration(rank: int) -> None:
         (skip_a_sum, [5, 5], ["gets no answer", "rank 0: verify, round 3", "rank 1: verify, round 3"]),
         (another_configuration, [5, 5],
          ["during start: the ranks differ in configuration", "ranks 1 unlike rank 0",
-          "sampling.temperature 0.7 on rank 1, 1.0 on rank 0"]),
+          "sampling.temperature 0.7 on rank 1, null on rank 0"]),
     ],
     ids=["store", "message", "sum", "configuration"],
 )  # fmt: skip
