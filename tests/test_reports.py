@@ -101,7 +101,7 @@ def test_a_run_folder_gets_its_tables(tmp_path: Path) -> None:
 def test_a_report_is_one_file_without_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its picture; what a run's texts hold does not become part of the page."""
     summary = measured(target=HOSTILE, seed=0, wall_s=12.3456)
-    place = saved(tmp_path / "a", summary, top_k=1)
+    place = saved(tmp_path / "a", summary, top_k=1, top_p=None)
     assert execute([place], Console()) == 0
     file = Path(capsys.readouterr().out.strip())
     assert file == tmp_path / "a" / "report.html"
