@@ -136,7 +136,7 @@ def readme_commands() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = [line.split("  #")[0].strip() for line in text.splitlines()]
     commands = [line for line in lines if line.startswith("llama-ssp ")]
-    others = r"/models/|/data/|download=true|(prompts|openings|on_slurm)\.jsonl"
+    others = r"/models/|download=true|(prompts|openings|on_slurm)\.jsonl"
     return [command for command in commands if not re.search(others, command)]
 
 
