@@ -186,15 +186,15 @@ def report(error: BaseException) -> int:
         line, code = _in_words(error)
     if os.environ.get("LLAMA_SSP_DEBUG") == "1":
         traceback.print_exception(error)
-    own = _environment()
+    here = _environment()
     speaks = error.speaks if isinstance(error, RunError) else None
-    if speaks is None and own.world > 1:  # before the ranks have met
+    if speaks is None and here.world > 1:  # before the ranks have met
         if number:
-            line = f"rank {own.rank} was stopped by {signal.Signals(number).name} during start"
-        elif own.rank != LEADER:
-            line = f"rank {own.rank}: {line}"
+            line = f"rank {here.rank} was stopped by {signal.Signals(number).name} during start"
+        elif here.rank != LEADER:
+            line = f"rank {here.rank}: {line}"
         line, code, speaks = _first_cause(line, code)
-    if sys.stderr is not None and (own.is_leader if speaks is None else speaks):
+    if sys.stderr is not None and (here.is_leader if speaks is None else speaks):
         print(f"error: {one_line(line)}", file=sys.stderr)
     if isinstance(error, JointError):  # taking a process group down may wait for lost ranks without end
         _forget_unwritable_output()

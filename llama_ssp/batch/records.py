@@ -297,9 +297,9 @@ class Reader:
         if seed is not None:
             _require_whole("seed", seed, 0, MAX_SEED, where)
 
-        own = {key: changes[key] for key in SAMPLING if changes.get(key) is not None}
-        if "logit_bias" in own:  # JSON has texts for keys
-            biases = own["logit_bias"]
+        controls = {key: changes[key] for key in SAMPLING if changes.get(key) is not None}
+        if "logit_bias" in controls:  # JSON has texts for keys
+            biases = controls["logit_bias"]
             if not isinstance(biases, dict) or not all(map(TOKEN_ID.fullmatch, biases)):
                 raise DataError(
                     "logit_bias is not a map of tokens to numbers",
@@ -307,9 +307,9 @@ class Reader:
                     found=repr(biases),
                     fix='write {"42": -1.5}',
                 )
-            own["logit_bias"] = {int(token): bias for token, bias in biases.items()}
-        sampling = replace(usual.sampling, **own)
-        if own or new != usual.max_new_tokens:
+            controls["logit_bias"] = {int(token): bias for token, bias in biases.items()}
+        sampling = replace(usual.sampling, **controls)
+        if controls or new != usual.max_new_tokens:
             self._check(sampling, new, where)
         request = replace(usual, prompt=prompt, messages=messages, sampling=sampling, seed=seed)
         return replace(request, max_new_tokens=new, stop=tuple(stop), logprobs=logprobs, echo=echo)

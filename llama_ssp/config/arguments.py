@@ -306,9 +306,8 @@ def _written(override: Override, listed: Sequence[str], sweeps: bool) -> str:
 
     if _is_null(key, value) or (value.startswith("[") and str not in kinds):
         pass  # Hydra reads null and lists as they are written
-    elif (
-        key in GROUPS and value not in options(key) and not sweeps
-    ):  # no preset: Hydra can read it, and refuses it
+    elif key in GROUPS and value not in options(key) and not sweeps:
+        # It is no preset: quoted, Hydra can read it, and refuses it.
         value = quoted(value, as_written=False)
     elif str in kinds:
         texts = listed if sweeps and listed else [value]
