@@ -56,6 +56,16 @@ def test_a_short_form_means_the_long_one(short: str, long: str) -> None:
     assert run_of(*short.split()) == run_of(*long.split())
 
 
+def test_other_files_of_a_preset_s_shape_have_no_licence_of_its_own() -> None:
+    """And not the commit of the preset's repository."""
+    preset = run_of("model=llama2-7b").model
+    other = run_of("model=llama2-7b", "model.repo=a/tuned").model
+    named = run_of("model=llama2-7b", "model.repo=a/tuned", "model.licence=MIT").model
+    assert preset.licence and preset.commit
+    assert (other.licence, other.commit) == ("", None)
+    assert (named.licence, named.commit) == ("MIT", None)
+
+
 def test_a_model_goes_by_its_folder_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "70b'x").mkdir()
     file = tmp_path / "small.gguf"

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -240,6 +241,29 @@ def test_half_a_kernel_is_none(monkeypatch, tmp_path):
             assert place.exists() is is_left
             builder.build()
         assert place.stat().st_size > 1000, is_left
+
+
+@pytest.mark.parametrize("is_quoted", [False, True], ids=["plain", "quoted"])
+def test_folders_with_blanks_reach_the_compiler(
+    is_quoted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch quotes some paths of its command, and not others."""
+    site = tmp_path / "my dïr" / "torch"
+    cache = tmp_path / "a  home" / "cache"
+    monkeypatch.setattr(torch, "__file__", str(site / "__init__.py"))
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: cache / "llama_ssp")
+    cache.mkdir(parents=True)
+    include = shlex.quote(str(site / "include")) if is_quoted else f"{site}/include"
+
+    def run(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        assert words[:4] == ["g++", f"{cache}/a.cpp", f"-I{site}/include", f"-L{site}/lib"]
+        assert words[4] == "-o"
+        Path(words[5]).touch()
+
+    command = f"g++ {cache}/a.cpp -I{include} -L{site}/lib -o {cache}/a.so"
+    programs.compile_beside(run, command, str(tmp_path))
+    assert [file.name for file in cache.iterdir()] == ["a.so"]
 
 
 def test_one_thread_compiles_at_a_time():

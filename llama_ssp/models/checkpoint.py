@@ -129,7 +129,7 @@ def find(model: ModelConf, role: str, download: bool = False) -> Path:
         path = copied or hub_copy(model, role, download)
         commit = commit_of(path)
         pinned = ""
-        if model.revision != commit:
+        if commit not in (model.revision, model.commit):
             pinned = f"; {role}.revision={commit} keeps to it"
         log.info("%s %s: %s at commit %s%s", role, model.name, model.repo, commit, pinned)
         return gguf_in(file_of(path, model, role) if model.file else path) or path
@@ -167,7 +167,7 @@ def folder_at_hand(model: ModelConf) -> Path | None:
     if model.file or cached_gguf(model):
         with suppress(ModelError):  # it is not here yet
             return find(model, "model")
-    return cached_tokenizer(model.repo, model.revision)
+    return cached_tokenizer(model)
 
 
 def _is_here(model: ModelConf) -> bool:

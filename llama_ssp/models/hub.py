@@ -5,6 +5,7 @@ is "model" or "draft", as messages name the model. No torch.
 """
 
 import errno
+import logging
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 from llama_ssp.config import ModelConf
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, RunError, StorageError, first_line, visible
+
+log = logging.getLogger(__name__)
 
 # Patterns of the files that are fetched: no pickle, no code, and no second copy of the weights in another
 # layout (in folders, or as consolidated*).
@@ -34,7 +37,7 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
     if not rank_environment().is_leader:
         disable_progress_bars()
     settings: dict[str, Any] = {
-        "revision": model.revision,
+        "revision": revision_of(model),
         "local_files_only": not download,
         "tqdm_class": _bars(),
     }
@@ -42,6 +45,8 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
     if model.file:  # the end of a GGUF file's name, such as Q4_K_M; the file may be in several parts
         either_case = "".join(f"[{letter.lower()}{letter.upper()}]" for letter in model.file)
         wanted = [f"*{either_case}.gguf", f"*{either_case}-0*-of-*.gguf"]
+    if download and model.licence:
+        log.info("%s %s: %s, whose licence is %s", role, model.name, model.repo, model.licence)
     try:
         if file is not None:
             return Path(hf_hub_download(model.repo, file, **settings))
@@ -66,6 +71,22 @@ def _bars() -> type:
             super().__init__(*args, desc=visible(desc) if desc else desc, **settings)
 
     return Bar
+
+
+def revision_of(model: ModelConf) -> str | None:
+    """Returns the commit, tag or branch to look for; None is the main branch.
+
+    A preset names the commit that is fetched, so that its files do not change under the user. A copy that the
+    user has, at whatever commit its main branch was then, is used as it is.
+    """
+    if model.revision is not None or model.commit is None:
+        return model.revision
+
+    from huggingface_hub import constants
+
+    folder = f"models--{(model.repo or '').replace('/', '--')}"
+    has_main = Path(constants.HF_HUB_CACHE, folder, "refs", "main").is_file()
+    return None if has_main else model.commit
 
 
 def cached_gguf(model: ModelConf) -> Path | None:
@@ -105,15 +126,16 @@ def commit_of(path: Path) -> str | None:
     return path.name if path.parent.name == "snapshots" else None
 
 
-def cached_tokenizer(repo: str, revision: str | None) -> Path | None:
+def cached_tokenizer(model: ModelConf) -> Path | None:
     """Returns the folder with a copy's tokenizer.json; None without one. Nothing is fetched."""
     from huggingface_hub import constants
 
+    repo = model.repo or ""
     if not Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").is_dir():
         return None  # without the import of the rest of the library, which is slow
     from huggingface_hub import try_to_load_from_cache
 
-    file = try_to_load_from_cache(repo, "tokenizer.json", revision=revision)
+    file = try_to_load_from_cache(repo, "tokenizer.json", revision=revision_of(model))
     return Path(file).parent if isinstance(file, str) else None
 
 

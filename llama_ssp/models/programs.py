@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 import shlex
 import threading
 import types
@@ -102,13 +103,26 @@ def compile_beside(run: Callable[[str, str], None], command: str, cwd: str) -> N
 
     To torch any file in a kernel's place is one: half a file, of a killed compiler, crashes all later starts.
     """
-    words = shlex.split(command)
+    words = shlex.split(_with_blanks_kept(command))
     at = words.index("-o") + 1
     place = Path(words[at])
     part = part_of(place)
     words[at] = str(part)
     run(shlex.join(words), cwd)
     part.replace(place)
+
+
+def _with_blanks_kept(command: str) -> str:
+    """Escapes blanks in the two folders whose paths torch writes into a compiler's command as they are.
+
+    These are torch's own, where its libraries are, and the cache, where sources and kernels are. Some paths
+    in them are quoted already, depending on torch's version.
+    """
+    for folder in (str(Path(torch.__file__).parent), str(kept_files.cache_folder().parent)):
+        escaped = re.sub(r"(\s)", r"\\\1", folder)
+        around = re.split(rf"(?<!['\"]){re.escape(folder)}", command)
+        command = escaped.join(around)
+    return command
 
 
 def mark(arguments: tuple[Any, ...]) -> None:

@@ -22,7 +22,20 @@ SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
 COMPILING_S, LOADING_S = 25.0, 1.5
 FEW_TOKENS = 2000  # a longer run, a chat and a batch job go by their settings alone
 COMPILES_ONCE = "save less than compiling takes; engine=compiled does it once, for later runs, too"
-NAMES = ("name", "repo", "revision", "path", "package", "file", "sha256", "seed", "agreement", "dtype")
+NAMES = (
+    "name",
+    "repo",
+    "revision",
+    "commit",
+    "licence",
+    "path",
+    "package",
+    "file",
+    "sha256",
+    "seed",
+    "agreement",
+    "dtype",
+)
 # On a GPU the host launches each operation of an eager step. The numbers of operations were counted
 # (tests/far.py, Llama). A launch by Python was measured: a step of 7B on an H200 took 31.6 ms
 # (bench/results/gpu_h200_202611.md). A sum over ranks by torch.distributed is an estimate.

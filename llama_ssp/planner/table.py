@@ -231,6 +231,18 @@ def _words(plan: Plan) -> Iterator[str]:
         yield BETWEEN_NODES
     if machine.is_cpu and machine.times.band > BAND:
         yield "task=calibrate measures this machine's own"
+    if licences := _licences(plan):
+        yield licences
+
+
+def _licences(plan: Plan) -> str:
+    """Returns whose terms the models come under; empty where no preset says it."""
+    names: dict[str, list[str]] = {}
+    for role in plan.request.roles:
+        if role.model.licence:
+            names.setdefault(role.model.licence, []).append(role.model.name)
+    licences = [f"{' and '.join(models)}: {licence}" for licence, models in names.items()]
+    return f"licences: {'; '.join(licences)}" if licences else ""
 
 
 def _changes(plan: Plan) -> Iterator[str]:
