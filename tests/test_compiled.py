@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -240,6 +241,19 @@ def test_half_a_kernel_is_none(monkeypatch, tmp_path):
             assert place.exists() is is_left
             builder.build()
         assert place.stat().st_size > 1000, is_left
+
+
+def test_torch_may_lie_below_a_path_with_a_space(monkeypatch):
+    """torch quotes the folders of its headers alone: steps ran eagerly in a clone below such a path."""
+    from torch._inductor import cpp_builder
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", "/my files/torch/lib")
+    with quick_builds():
+        options = cpp_builder.CppTorchOptions(vec_isa=cpp_builder.invalid_vec_isa)
+        builder = cpp_builder.CppBuilder(name="one", sources="one.cpp", BuildOption=options)
+    assert "-L/my files/torch/lib" in shlex.split(builder.get_command_line())
+    assert cpp_extension.TORCH_LIB_PATH == "/my files/torch/lib"
 
 
 def test_one_thread_compiles_at_a_time():

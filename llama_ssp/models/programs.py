@@ -78,10 +78,12 @@ def quick_builds() -> Iterator[None]:
     """Torch builds no programs but kernels, of one program at a time: it may not trace in two threads.
 
     Else it would try out in each process which vectors the processor has, as /proc/cpuinfo says anyway, and
-    compile headers first.
+    compile headers first. It quotes the folders of headers in a compiler's command, but not the one of its
+    libraries: a space in its path would end the word.
     """
     import torch._inductor.config as inductor  # a second; eager runs do without
     import torch._inductor.cpp_builder as builder
+    from torch.utils import cpp_extension
 
     settings: dict[str, Any] = {
         "cpp.vec_isa_ok": True,
@@ -90,11 +92,14 @@ def quick_builds() -> Iterator[None]:
     }
     with ONE_PROGRAM, inductor.patch(settings):
         run = builder.run_compile_cmd
+        libraries = cpp_extension.TORCH_LIB_PATH
         builder.run_compile_cmd = partial(compile_beside, run)
+        cpp_extension.TORCH_LIB_PATH = shlex.quote(libraries)
         try:
             yield
         finally:
             builder.run_compile_cmd = run
+            cpp_extension.TORCH_LIB_PATH = libraries
 
 
 def compile_beside(run: Callable[[str, str], None], command: str, cwd: str) -> None:
