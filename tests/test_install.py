@@ -179,13 +179,6 @@ def test_a_clone_that_cannot_be_written_is_refused_in_one_line(install: Install,
     assert done.lines[0].startswith(f"error: {clone} cannot be written")
 
 
-def test_a_cache_folder_with_a_space_is_named(install: Install, tmp_path: Path) -> None:
-    folder = str(tmp_path / "my files")
-    hints = [line for line in install(XDG_CACHE_HOME=folder).lines if line.startswith("hint: ")]
-    assert any(folder in hint and "for temporary files" in hint for hint in hints)
-    assert not any("temporary" in line for line in install(XDG_CACHE_HOME="/cache").lines)
-
-
 def test_another_system_is_refused_in_one_line(install: Install) -> None:
     done = install(SYSTEM="MINGW64_NT-10.0")
     assert (done.code, len(done.lines), done.asked) == (5, 1, [])
