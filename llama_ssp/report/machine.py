@@ -35,9 +35,11 @@ def commit() -> str | None:
     if not (SOURCES / ".git").exists():
         return None
     name = said_by_git(SOURCES, "describe", "--always", "--exclude=*")
+    if not name:
+        return None
     # describe --dirty locks the index whatever the flags are.
     changed = said_by_git(SOURCES, "status", "--porcelain", "--untracked-files=no")
-    return (name + ("-dirty" if changed else "")) or None
+    return f"{name}-dirty" if changed else name
 
 
 def said_by_git(folder: Path, *words: str) -> str:
