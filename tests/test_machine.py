@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.report import machine
 from llama_ssp.report.machine import said_by_git
 
 
@@ -20,13 +21,20 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_git_is_asked_without_a_lock(checkout: Path) -> None:
+def test_git_is_asked_without_a_lock(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would write the index, and a commit of the user at that moment would fail."""
     index = checkout / ".git/index"
     before = index.stat().st_mtime_ns, index.read_bytes()
-    said = said_by_git(checkout, "describe", "--always", "--dirty", "--exclude=*")
+    monkeypatch.setattr(machine, "SOURCES", checkout)
+    said = machine.commit.__wrapped__()
     assert said and not said.endswith("-dirty")
     assert (index.stat().st_mtime_ns, index.read_bytes()) == before
+
+    (checkout / "file").write_text("another")
+    assert machine.commit.__wrapped__() == f"{said}-dirty"
+    (checkout / "file").write_text("text")
+    (checkout / "new").write_text("not tracked")
+    assert machine.commit.__wrapped__() == said
 
 
 def test_what_git_does_not_say_is_nothing(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_plan_is_made_where_nothing_can_be_written(
 @pytest.mark.parametrize("width", [40, 60])
 def test_a_plan_is_readable_on_a_narrow_terminal(width: int, planned: dict[str, Any]) -> None:
     """No figure is cut, and none is missing."""
-    plan = planning.plan("65B", "7B", cluster="p4d")
+    plan = planning.plan("65B", "7B", cluster="p4d", overrides=["engine=compiled"])
     screen = rich_screen(file=io.StringIO(), width=width, color_system=None, _environ={})
     for item in drawing(plan, width):
         screen.print(fitted(item, width) if isinstance(item, RichTable) else item)

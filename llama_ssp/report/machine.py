@@ -34,7 +34,12 @@ def commit() -> str | None:
     """Returns the commit of the checkout that runs, `-dirty` with changes; None for an installed package."""
     if not (SOURCES / ".git").exists():
         return None
-    return said_by_git(SOURCES, "describe", "--always", "--dirty", "--exclude=*") or None
+    name = said_by_git(SOURCES, "describe", "--always", "--exclude=*")
+    if not name:
+        return None
+    # describe --dirty locks the index whatever the flags are.
+    changed = said_by_git(SOURCES, "status", "--porcelain", "--untracked-files=no")
+    return f"{name}-dirty" if changed else name
 
 
 def said_by_git(folder: Path, *words: str) -> str:
