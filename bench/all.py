@@ -5,7 +5,7 @@
     python bench/all.py list=true          # runs nothing
     python bench/all.py anyway=true        # on a busy machine, or with uncommitted changes: the files say so
 
-Each figure's file is bench/results/NAME_MACHINE.md (machine=epyc-2-cores_202611). Benchmarks and tests write
+Each figure's file is bench/results/NAME_MACHINE.md (machine=xeon-2-cores_202611). Benchmarks and tests write
 their own; of a command of the program the file has what it prints, its seconds, and its memory. A figure that
 misses what is asked (exit code 1) is written, and the next ones follow. The exit code is 1 if a file was not
 written. llama_cpp=PYTHON is an interpreter with llama-cpp-python, without which `real` is left out. So are
@@ -101,7 +101,7 @@ class Asked(Words):
     only: str = ""
     list: bool = False
     anyway: bool = False
-    machine: str = "epyc-2-cores_202611"
+    machine: str = "xeon-2-cores_202611"
     llama_cpp: str = ""
 
     def figures(self) -> list[Figure]:
