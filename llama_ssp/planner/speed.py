@@ -19,7 +19,7 @@ from llama_ssp.planner.storage import (
     EXPERTS,
     POSITIONS,
     Storage,
-    sizes_of,
+    bytes_of,
     width,
 )
 from llama_ssp.planner.weights import ModelPart, held, weights
@@ -156,7 +156,7 @@ def _coded(part: ModelPart, dtype: Dtype, store: Storage) -> tuple[CodedCost, ..
         how = efficiency_of(weight, dtype, store)
         if how and weight.group != EXPERTS:  # of which a pass reads some
             size, numbers = found.get(how, (0.0, 0.0))
-            size += weight.times * sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
+            size += weight.times * sum(bytes_ for _, bytes_ in bytes_of(weight, dtype))
             found[how] = size, numbers + weight.times * weight.count
     return tuple(CodedCost(*sizes, how) for how, sizes in found.items())
 
