@@ -1,6 +1,7 @@
 # make demo     installs what a run needs, then shows on one screen what it does
 # make test     the tests; make test-fast is the quick part, make test-long has the long ones besides
-.PHONY: demo test test-fast test-long lint figures mutants fuzz coverage clean
+# Without make: docs/reference.md#without-make
+.PHONY: demo test test-fast test-long lint lock figures mutants fuzz coverage clean
 
 PY := .venv/bin/python
 # A worker takes neighbouring tests: they share fixtures. Four workers on two cores: many tests wait.
@@ -8,7 +9,7 @@ PYTEST := $(PY) -m pytest --dist worksteal
 export PYTHONDONTWRITEBYTECODE := # each worker, and each process of a test, would compile every module anew
 
 # Installs what is missing; instant if nothing changed.
-.venv/.installed: requirements.lock pyproject.toml machine-install.sh
+.venv/.installed: requirements-build.lock requirements.lock pyproject.toml machine-install.sh
 	@./machine-install.sh $(INSTALL)
 	@touch $@
 
@@ -34,6 +35,10 @@ lint: .venv/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# The locks anew, in the newest versions that pyproject.toml allows; then run the tests.
+lock:
+	@./lock.sh
 
 # Plants faults in the sampler and shows which proof catches each.
 mutants: .venv/.installed-dev

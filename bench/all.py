@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.demo import EDIT, REAL  # noqa: E402
 from bench.surroundings import Watch, commit, surroundings, write  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.planner.hardware import cpu_has_bf16  # noqa: E402
@@ -70,8 +71,8 @@ FIGURES = [
     ),
     Figure(
         "compare", 0.5,
-        f"{RUN} compare prompt='class Stack:' sampling.temperature=0.5 seed=1 max_new_tokens=96 "
-        "plot=docs/compare.svg",
+        f"{RUN} compare {REAL} speculation=ngram download=true chat=true prompt='{EDIT}' seed=1 "
+        "max_new_tokens=64 plot=docs/compare.svg",
         "One prompt, side by side",
     ),
     Figure("plan", 0.2, f"{RUN} plan 65B 7B cluster=p4d prompt_tokens=1536 engine=compiled", "A plan"),

@@ -32,6 +32,7 @@ from bench.surroundings import report  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config.arguments import in_full  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
+from llama_ssp.distributed.cores import cores_here  # noqa: E402
 from llama_ssp.errors import ModelError  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
 from llama_ssp.models.kept_files import compiler  # noqa: E402
@@ -92,7 +93,7 @@ def main() -> int:
 
     transformers.logging.set_verbosity_error()
     if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(min(4, os.cpu_count() or 1))
+        torch.set_num_threads(min(4, cores_here()))
     theirs, assistant = their_module(shown.path), shown.draft and their_module(shown.draft)
     console.line("\n2. Is it the same model? In fp32:")
     length = says_the_same(words, shown.open_prompt, asked.samples, theirs, console)

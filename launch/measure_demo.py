@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from demo.data import library_documents
 from demo.measure import measure
 
+from llama_ssp.distributed.cores import cores_here
+
 SHIPPED = Path(__file__).resolve().parents[1] / "llama_ssp" / "shipped"
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=SHIPPED, help="folder of model folders")
     parser.add_argument("--multiplications", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=24000, help="of held-out text")
-    parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--threads", type=int, default=min(8, cores_here()))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-seed", type=int, default=0, help="that the models were trained by")
     parser.add_argument("--openings", type=Path, help="write held-out code to go on with, as prompts")

@@ -7,7 +7,6 @@ several processes train one head together.
 
 import argparse
 import hashlib
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from demo.data import Documents, library_documents
 from demo.recipes import RECIPES, Recipe, build, smaller
 from demo.train import language_losses, train
 
+from llama_ssp.distributed.cores import cores_here
 from llama_ssp.errors import RunError, UsageError
 
 
@@ -37,7 +37,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", choices=list(RECIPES), help="make this model alone")
     parser.add_argument("--budget-minutes", type=float, help="for all models, shared as usual")
     parser.add_argument("--steps", type=int, help="for each model, instead of minutes")
-    parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--threads", type=int, default=min(8, cores_here()))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--small", action="store_true", help="tiny models in seconds, for tests")

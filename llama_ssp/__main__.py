@@ -5,6 +5,7 @@ import sys
 from typing import NoReturn
 
 NOT_INSTALLED = 5  # as for every package that cannot be imported (errors.py)
+OF_UNIX = ("fcntl", "pwd", "resource", "termios")  # modules that Python has on Linux and macOS alone
 INSTALL = "run ./machine-install.sh once, then source .venv/bin/activate"
 
 
@@ -23,6 +24,8 @@ def main() -> NoReturn:
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] == "llama_ssp":
             raise
+        if missing.name in OF_UNIX:
+            _fail(f"llama-ssp needs Linux; {sys.executable}; found {sys.platform}", "use WSL2 on Windows")
         _fail(f"{missing.name} is not installed for this Python; {sys.executable}")
 
     cli.main(times)

@@ -38,7 +38,13 @@ from llama_ssp.errors import (
     of_system,
     one_line,
 )
-from llama_ssp.models.host_cores import CoreTimes, core_times, give_cores_away, shorten_spins
+from llama_ssp.models.host_cores import (
+    CoreTimes,
+    core_times,
+    give_cores_away,
+    keep_threads_to_share,
+    shorten_spins,
+)
 from llama_ssp.report.console import Console, LogHandler, waiting
 from llama_ssp.report.terminal import show_text_alone
 
@@ -275,6 +281,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
     seed = chosen_seed(checked, task.name == "batch" and leads)
     inputs = RunInputs(recorded, seed, pairs, reading, place)
+    keep_threads_to_share()
     if world == 1 and not _computes_on_gpus(recorded):
         give_cores_away(times)
     with (

@@ -372,6 +372,13 @@ def test_outside_of_its_environment_it_says_what_to_do() -> None:
     assert done.stderr.startswith("error: omegaconf is not installed") and "machine-install.sh" in done.stderr
 
 
+def test_on_windows_it_says_what_to_use() -> None:
+    start = "import sys; sys.modules['fcntl'] = None; from llama_ssp.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (5, 1)
+    assert "needs Linux" in done.stderr and "WSL2" in done.stderr and "machine-install" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flag", "leader", "other"),
     [("--quiet", "WARNING", "ERROR"), ("--verbose", "DEBUG", "DEBUG"), ("--version", "INFO", "ERROR")],

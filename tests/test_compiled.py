@@ -28,7 +28,7 @@ from llama_ssp.models.linear import Kernels
 from llama_ssp.models.programs import quick_builds
 from llama_ssp.models.quantization import INT4, LLM_INT8, NF4
 from llama_ssp.models.steps import SteppedModel
-from llama_ssp.pair import assembly, session
+from llama_ssp.pair import assembly, placements, session
 from llama_ssp.pair.placements import compiles
 from llama_ssp.speculative.model_runner import ModelRunner
 from tests.distributed.test_tensor import walked
@@ -297,13 +297,46 @@ def test_auto_compiles_where_it_pays(layers, new, expected, monkeypatch, caplog)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not compiles(wanted, "model", model, *how)
     reason = "there is no C++ compiler (CXX=no-such-compiler)"
-    assert caplog.messages == [f"engine: model m runs eagerly: {reason}"]
+    line = f"engine: model m runs eagerly: {reason}; {placements.SLOWER}"
+    assert caplog.messages == [line]
     for asked, splitting in ((Steps.eager, Splitting.tensor), (Steps.auto, Splitting.layers)):
         gpu = torch.device("cuda"), Dtype.bf16, splitting
         assert not compiles(replace(run, engine=asked), "model", model, *gpu)
     cost = f"the host takes {32 if expected else 2} ms to launch a step"
     reasons = "engine=eager", "placement.splitting=layers"
     assert caplog.messages[1:] == [f"engine: model m runs eagerly: {reason}; {cost}" for reason in reasons]
+
+
+@pytest.mark.parametrize(
+    ("role", "new", "bits", "engine", "says"),
+    [
+        ("model", 2048, 0, Steps.auto, True),
+        ("model", 64, 0, Steps.auto, False),
+        ("model", 64, 4, Steps.auto, True),
+        ("model", 2048, 4, Steps.eager, False),
+        ("draft", 2048, 4, Steps.auto, False),
+    ],
+    ids=["would be compiled", "too short to compile", "codes are decoded", "asked for", "of a pair once"],
+)
+def test_a_machine_without_a_compiler_says_what_it_costs(
+    role: str,
+    new: int,
+    bits: int,
+    engine: Steps,
+    says: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once, and only where a compiler would make a difference."""
+    monkeypatch.setattr(placements, "compiler", lambda: None)
+    monkeypatch.delenv("CXX", raising=False)
+    model = ModelConf(name="m", family="llama", n_layers=32, context=4096, code_bits=bits, **LARGE)
+    run = RunConf(model=model, engine=engine)
+    run.task.max_new_tokens = new  # type: ignore[attr-defined]
+    assert not compiles(run, role, model, CPU, Dtype.bf16, Splitting.tensor)
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    line = "engine: model m runs eagerly: there is no C++ compiler (g++ 11 or later); " + placements.SLOWER
+    assert warned == ([line] if says else [])
 
 
 def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tmp_path):

@@ -428,8 +428,15 @@ def test_a_job_of_an_earlier_version_goes_on_unless_it_drafted_otherwise(tmp_pat
     )
     assert Journal.find(tmp_path / "chains").manifest == replace(manifest(), longest=7)
     Journal.begin(tmp_path / "trees", manifest(**{"speculation.siblings": 2}))
-    with pytest.raises(DataError, match=r"another job.*found speculation\.siblings=2 now None"):
+    finish = "finish it with the version that began it"
+    with pytest.raises(DataError, match=rf"another job.*found speculation\.siblings=2 now None.*{finish}"):
         Journal.begin(tmp_path / "trees", manifest())
+    Journal.begin(tmp_path / "coupled", manifest(**{"speculation.verification": "coupled"}))
+    with pytest.raises(DataError, match=rf"found speculation\.verification='coupled' now .*{finish}"):
+        Journal.begin(tmp_path / "coupled", manifest(**{"speculation.verification": "block"}))
+    Journal.begin(tmp_path / "token", manifest(**{"speculation.verification": "token"}))
+    with pytest.raises(DataError, match=r"undo the change, or choose another task\.output"):
+        Journal.begin(tmp_path / "token", manifest(**{"speculation.verification": "block"}))
 
 
 def test_a_job_stands_where_its_files_say(tmp_path: Path):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import ClusterConf, Dtype, PlacementConf
+from llama_ssp.distributed import control_groups
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models import host_memory
@@ -360,8 +361,8 @@ def test_a_container_has_less_memory_than_its_machine(version, place, monkeypatc
     (memory := tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:     80 kB\n")
     monkeypatch.setattr(host_memory, "MEMORY_TABLE", memory)
     (groups := tmp_path / "cgroup").write_text(table)
-    monkeypatch.setattr(host_memory, "GROUPS_TABLE", groups)
-    monkeypatch.setattr(host_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "GROUPS_TABLE", groups)
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
     group = tmp_path / folder / place
     group.mkdir(parents=True, exist_ok=True)
     (group / "memory.stat").write_text(f"anon 5\n{first}inactive_file 300\n{first}active_file 40\n")

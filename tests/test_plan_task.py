@@ -1,5 +1,6 @@
 """task=plan as a command, and the plan of a run: what is refused, and predicted beside measured."""
 
+import io
 import json
 import logging
 import re
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console as rich_screen
+from rich.table import Table as RichTable
 
 from llama_ssp.config import Dtype, RunConf
 from llama_ssp.config.compose import composed
@@ -21,9 +24,11 @@ from llama_ssp.planner import run_plan
 from llama_ssp.planner.resolve import PairFiles, choose
 from llama_ssp.planner.run_plan import Prediction, RunMeasurement, compare_with_plan, predict, require_fit
 from llama_ssp.planner.search import round_times
+from llama_ssp.planner.table import drawing
 from llama_ssp.planner.workload import GIB, Workload
-from llama_ssp.report.tables import text_of
+from llama_ssp.report.tables import fitted, text_of
 from llama_ssp.report.task_tables import plan_against_actual
+from llama_ssp.tasks import plan as planning
 from tests.checkpoints import renumber
 from tests.conftest import Answer, Command, Saved
 
@@ -105,6 +110,37 @@ def test_the_text_of_a_plan_begins_with_what_is_planned(said: str) -> None:
 def test_the_text_of_a_plan_ends_with_its_verdict(said: str) -> None:
     assert "It fits, target 0-7" in said and "drafting does not pay" in said
     assert "fewest GPUs that it fits on: 4 (target 0-3, draft 0-3 (split))" in said
+
+
+def test_a_plan_is_made_where_nothing_can_be_written(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning; a place that the user names is needed."""
+    monkeypatch.chdir(tmp_path)
+    Path("outputs").write_text("a file in the folder's place")
+    answer = command(*PAIR[:-1])
+    assert answer.code == 0 and "It fits, target 0-7" in answer.out
+    (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("the plan is not kept: cannot write the run folder: ")
+    assert document(command(*PAIR[:-1], "output=json"))["run_folder"] is None
+
+    Path("mine").write_text("")
+    assert command(*PAIR[:-1], "out=mine").code == 6
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_plan_is_readable_on_a_narrow_terminal(width: int, planned: dict[str, Any]) -> None:
+    """No figure is cut, and none is missing."""
+    plan = planning.plan("65B", "7B", cluster="p4d", overrides=["engine=compiled"])
+    screen = rich_screen(file=io.StringIO(), width=width, color_system=None, _environ={})
+    for item in drawing(plan, width):
+        screen.print(fitted(item, width) if isinstance(item, RichTable) else item)
+    assert isinstance(screen.file, io.StringIO)
+    said = screen.file.getvalue()
+    assert "…" not in said and "placement" in said
+    words = {*said.split()}
+    for row in planned["by_acceptance"]:
+        assert {f"{row['acceptance']:g}", f"{row['ms_per_token']:.2f}", f"{row['speedup']:.2f}x"} <= words
 
 
 def test_a_plan_in_json_is_one_line(command: Command) -> None:

@@ -75,6 +75,34 @@ def test_tables_say_that_columns_are_left_out(width: int, wide: Table) -> None:
     assert any("too narrow for" in line and "speeds.csv" in line for line in lines) == bool(left_out)
 
 
+@pytest.mark.parametrize("width", [20, 40, 60, 104])
+def test_a_narrow_table_has_every_cell_whole(width: int) -> None:
+    """As several tables below one another; text is broken between words."""
+    columns = [Column(key="name", title="", is_text=True), Column(key="words", is_text=True)]
+    columns += [Column(key=key, digits=2) for key in "abcdef"]
+    numbers = {key: 100.25 + number for number, key in enumerate("abcdef")}
+    rows = [{"name": "one", "words": "two short words", **numbers}, {"name": "two", "a": 1.0}]
+    lines = drawn(Table("t", columns, rows), width)
+    assert max(map(cell_len, lines)) <= width
+
+    words = " ".join(lines).split()
+    figures = {f"{value:.2f}" for value in numbers.values()}
+    assert {*"abcdef", "one", "two", "short", "words"} | figures <= {*words}
+    assert words.count("one") == lines.count("") + 1  # in each of the tables
+    assert (len(lines) == 3) == (width == 104)
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_table_of_a_run_is_readable_on_a_narrow_terminal(width: int, wide: Table) -> None:
+    lines = drawn(wide, width)
+    shown_columns = wide.fitting(width)
+    assert max(map(cell_len, lines)) <= width and len(shown_columns) > 2
+    words = " ".join(lines).split()
+    for column in shown_columns[1:]:
+        for row in wide.rows:
+            assert {*column.cell(row).split()} <= {*words}, column.key
+
+
 def test_a_table_writes_every_form() -> None:
     columns = [Column(key="name", is_text=True), Column(key="ms", digits=1)]
     columns.append(Column(key="ms", title="interval", is_interval=True))
@@ -127,6 +155,9 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     saved(Path("a"), measured())
     saved(Path("older"), {"task": "eval", "status": "done"})
+    Path("killed").mkdir()
+    Path("killed/config.yaml").write_text("out: outputs\n")
+    Path("empty").mkdir()
     Path("broken").mkdir()
     Path("broken/summary.json").write_text("{")
     saved(Path("laughs"), measured())
@@ -136,7 +167,17 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path, monkeypatch: pytest.
         ("a a", UsageError, None),
         ("a out=a.html", UsageError, None),
         ("--x", UsageError, None),
-        ("missing", DataError, None),
+        ("missing", DataError, "not the folder of a run; .*missing; found No such file or directory"),
+        (
+            "empty",
+            DataError,
+            "not the folder of a run; .*empty; found no summary.json; give the folder of a run",
+        ),
+        (
+            "killed",
+            DataError,
+            "has no summary: it was killed.*killed; .*start it again with the settings of config",
+        ),
         ("broken", DataError, None),
         ("laughs", DataError, "cannot be read; .*config.yaml; found aliases make more than 100000 values"),
         ("older", DataError, "lacks figures of its task; .*summary.json; found KeyError"),

@@ -146,6 +146,22 @@ def test_a_saved_picture_holds_how_every_comparison_ended(ending: str, tmp_path:
         assert held in plain, held
 
 
+def test_a_picture_has_light_colours_too(tmp_path: Path) -> None:
+    """Each style in both, by the same name; and nothing is fetched to show it."""
+    path = tmp_path / "a.svg"
+    texts = [("a", "drafted"), ("b", "corrected"), ("c", "bonus"), ("d", "sampled")]
+    tracks = [Track(name, counted(1, 4), texts) for name in ("regular", "speculative")]
+    save([Scene("a prompt", *tracks)], path, 80, "a pair")
+    text = path.read_text(encoding="utf-8")
+    dark, light = text.split("@media (prefers-color-scheme: light)")
+    style = re.compile(r"\.compare-(r\d+) {")
+    names = style.findall(dark)
+    assert len(names) > 4 and names == style.findall(light)
+    assert 'url("http' not in text
+    used = set(re.findall(r'class="compare-(r\d+)"', light))
+    assert used == set(names)
+
+
 def test_a_picture_in_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write the picture"):
         save([scene()], tmp_path / "no" / "a.svg", 80, "")

@@ -18,6 +18,7 @@ from llama_ssp.batch import atomic_files as files
 from llama_ssp.batch import attempts
 from llama_ssp.batch.attempts import ATTEMPT_DRAFT, ATTEMPT_FILE, Attempt, Shard, attempt_files, read_part
 from llama_ssp.batch.records import counted, is_error
+from llama_ssp.config.gone import gone
 from llama_ssp.errors import DataError, StorageError, UsageError, shortened
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.text.prompts import reading
@@ -57,18 +58,21 @@ class Manifest:
     def require_same(self, held: Manifest, where: str) -> None:
         """Raises DataError if the folder's manifest `held` is another job's."""
         changed = [key for key in ("input_sha256", "records") if getattr(held, key) != getattr(self, key)]
+        fix = "undo the change, or choose another task.output"
         for key in sorted(held.settings.keys() | self.settings.keys()):
             old = held.settings.get(key)
             new = self.settings.get(key)
             if old != new:
                 changed.append(f"{key}={old!r} now {new!r}")
+                if gone(key) or gone(f"{key}={old}"):
+                    fix = "finish it with the version that began it, or choose another task.output"
         if changed:
             raise DataError(
                 "the folder holds the results of another job",
                 where=where,
                 found="; ".join(changed[:8]),
                 allowed="the same input and settings",
-                fix="undo the change, or choose another task.output",
+                fix=fix,
             )
 
 

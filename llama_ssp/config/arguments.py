@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, NoReturn, get_origin, get_type_hints
 
+from llama_ssp.config.gone import gone
 from llama_ssp.config.presets import GROUPS, ROLES, model_words, nearest, options, quoted
 from llama_ssp.config.run import RunConf, key_types, kinds_of
 from llama_ssp.config.tasks import TASKS
@@ -217,6 +218,8 @@ def unknown_key(key: str, schema: str | None = None) -> UsageError:
     leaf = key.rpartition(".")[2]
     tasks_with_it = [name for name, conf in TASKS.items() if leaf in get_type_hints(conf)]
     task = next((name for name, conf in TASKS.items() if conf.__name__ == schema), None)
+    if known_before := gone(key) or gone(f"task={task} {leaf}"):
+        return known_before
     if task and tasks_with_it:
         what = f"task={task} has no key {'prompt' if leaf == 'prompts' else leaf}"
         fix = f"it is for {', '.join(tasks_with_it)}; llama-ssp {task} --help lists the keys of {task}"
@@ -254,7 +257,7 @@ def _key_of(flag: str) -> str:
     known = {PROMPT, *SHORT_KEYS, *RUN_KEYS, *key_types()}
     if key in known or key.startswith(("hydra.", "hydra/")):
         return key
-    raise UsageError(f"unknown flag {flag}", fix=_meant(key))
+    raise gone(key) or UsageError(f"unknown flag {flag}", fix=_meant(key))
 
 
 def _is_bare(word: str) -> bool:
@@ -275,7 +278,7 @@ def _named(words: Sequence[str]) -> list[Override]:
     surplus = words[1 + len(ROLES) :]
     if first not in TASKS:
         near = MEANT.get(first) or nearest(first, [*TASKS, *COMMANDS])
-        raise UsageError(
+        raise gone(first) or UsageError(
             "the first word is not a task",
             found=repr(first),
             allowed=", ".join(TASKS),

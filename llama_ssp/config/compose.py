@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.config import RunConf, register
 from llama_ssp.config.arguments import completable, hydra_arguments, in_full, unknown_key
+from llama_ssp.config.gone import gone
 from llama_ssp.config.presets import CONF, GROUPS, NAMES_OF_A_MODEL, ROLES, nearest, options, quoted
 from llama_ssp.config.validation import check, listed
 from llama_ssp.config.yaml_files import bounded_files
@@ -34,6 +35,7 @@ HYDRA_NOISE = re.compile(
 )
 NO_KEY = re.compile(r"Key '(?P<key>[^']*)' (?:not in '(?P<schema>\w+)'|is not in struct)")
 NOT_THERE = re.compile(r"Could not override '(?P<key>[^']*)'")
+NO_CHOICE = re.compile(r"Invalid value '(?P<value>[^']*)', expected one of")
 NO_OPTION = re.compile(r"Could not find '(?P<group>[^']+)/(?P<option>[^'/]*)'")
 
 
@@ -162,6 +164,8 @@ def _translated(error: Exception) -> UsageError:
     if match := NO_KEY.search(text):
         given = NOT_THERE.search(text)  # has the whole key even if its group is unknown
         return unknown_key(given["key"] if given else key, match["schema"])
+    if (match := NO_CHOICE.search(text)) and (known_before := gone(f"{key}={match['value']}")):
+        return known_before
     batch_hint = "; task=batch writes its answers to task.output=FILE" if key == "output" else ""
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
     said = "; ".join(line for line in lines if not HYDRA_NOISE.match(line)) or type(error).__name__
@@ -169,6 +173,8 @@ def _translated(error: Exception) -> UsageError:
 
 
 def _no_option(group: str, option: str) -> UsageError:
+    if known_before := gone(f"{group}={option}"):
+        return known_before
     known = options(group) if group in GROUPS else []
     near = nearest(option, known)
     allowed = NAMES_OF_A_MODEL if group in ROLES else ", ".join(known)

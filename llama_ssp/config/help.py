@@ -31,7 +31,7 @@ llama-ssp: a large language model, faster with a small draft, same distribution.
   llama-ssp TASK ... ranks=N       over N GPUs; --dry-run shows what would start
 
 {tasks}
-  also: report RUN
+  also: report RUN.  Files that stay: outputs/, ~/.cache/llama-ssp
 
 TARGET, DRAFT: a preset, a folder, a GGUF file, or ORG/NAME on the hub
   llama-ssp compare prompt="def hello"             the pair that ships with it

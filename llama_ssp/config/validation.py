@@ -8,6 +8,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from llama_ssp.config.arguments import unknown_key
+from llama_ssp.config.gone import gone
 from llama_ssp.config.run import SIZES, RunConf
 from llama_ssp.config.schema import (
     MAX_INT,
@@ -213,7 +214,7 @@ def check_values(node: Any, prefix: str = "") -> None:
         hint = hints[entry.name]
         rules = entry.metadata
         if not _fits(value, hint):
-            raise UsageError(
+            raise gone(f"{key}={value}") or UsageError(
                 f"{key} is of the wrong type",
                 found=repr(value),
                 allowed=", ".join(hint) if isinstance(hint, EnumType) else entry.type,

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.distributed.board import ATTEMPT, FOLDER, NOBODY, BoardLost, Cause, FolderBoard
+from llama_ssp.distributed.cores import cores_here
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import BY_TORCHRUN, STOPPING, end_with_parent
 from llama_ssp.errors import DISTRIBUTED, OK, DistributedError, StorageError
@@ -137,7 +138,7 @@ class RankProcesses:
 
     def __init__(self, world: int, environment: Mapping[str, str], folder: Path, mask: set[Any]) -> None:
         """Starts the ranks, which meet in the folder; `mask` is their mask of signals."""
-        threads = max((os.cpu_count() or 1) // world, 1)
+        threads = max(cores_here() // world, 1)
         shared: dict[str, object] = {
             **ADDRESS,
             FOLDER: folder,

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from llama_ssp.config.environment import MAX_WORLD, number_of, rank_environment
 from llama_ssp.config.run import flat
 from llama_ssp.distributed.comm import ALONE, Place, Ranks, broadcast_json, checksum
+from llama_ssp.distributed.cores import cores_here
 from llama_ssp.distributed.draft_link import Link, Listener, connect
 from llama_ssp.distributed.failures import Watch, meet
 from llama_ssp.distributed.placement import LEADER
@@ -316,7 +317,7 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         # Registered graphs may read memory that the allocator has moved (expandable segments).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # Each rank has workers of its own that compile.
-    workers = (os.cpu_count() or 1) // number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
+    workers = cores_here() // number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(workers, 1), 32)))
     store, watch = meet(patience_s)
     try:

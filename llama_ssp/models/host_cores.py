@@ -1,4 +1,4 @@
-"""Cores of this host: which this process may use, and how many of them others keep busy. No torch.
+"""Cores of this host: how many threads compute on them, and how many others keep busy. No torch.
 
 A kernel on several threads ends when its last thread does. Where another program has the core of one of
 them, all wait for a time slice of the system, many times a token: two threads on two busy cores take ten
@@ -13,6 +13,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from llama_ssp.distributed.cores import cores_here, own_cores
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +39,6 @@ def shorten_spins() -> None:
         os.environ.setdefault(SPINNING, SPINS)
 
 
-def own_cores() -> set[int]:
-    """Returns the numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def usual_threads() -> int:
     """Returns the number of threads that torch takes for the cores of this process, if nobody says another.
 
@@ -62,6 +57,17 @@ def given_threads() -> int | None:
     """Returns the number of threads that the user wants; None if that is left to torch."""
     given = os.environ.get(THREADS, "")
     return int(given) if given.isdecimal() and int(given) else None
+
+
+def keep_threads_to_share() -> None:
+    """Has torch take no more threads than this process may keep busy, unless the user says how many.
+
+    torch counts the cores that it may run on, and knows no quota. OpenMP and MKL read the variable when torch
+    is imported. Ranks have their parts from what starts them.
+    """
+    share = cores_here()
+    if given_threads() is None and share < usual_threads():
+        os.environ[THREADS] = str(share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from llama_ssp.distributed.control_groups import folders_of
+
 MEMORY_TABLE = Path("/proc/meminfo")
 STATUS = Path("/proc/self/status")
-GROUPS_TABLE = Path("/proc/self/cgroup")
-GROUPS = Path("/sys/fs/cgroup")
-# Limit, use, and what `memory.stat` calls the cache of files in it; of version 2, and of version 1.
+# Limit, use, and what `memory.stat` calls the cache of files in it, by the version of a group's files.
 NAMES = {
-    "": ("memory.max", "memory.current", "{}active_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}active_file"),
+    2: ("memory.max", "memory.current", "{}active_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}active_file"),
 }
 
 
@@ -29,15 +29,9 @@ def memory_here() -> int:
 
 def _of_groups() -> Iterator[int]:
     """Yields what is left to each control group of this process that has a limit."""
-    with suppress(OSError):
-        for line in GROUPS_TABLE.read_text(encoding="utf-8").splitlines():
-            _, kind, place = line.split(":", 2)
-            if kind not in NAMES:
-                continue
-            place = place.strip("/")
-            for name in (place, *map(str, Path(place).parents)):  # a container may show its own as the root
-                with suppress(OSError, ValueError, KeyError):  # "max" is no number
-                    yield _left(GROUPS / kind / name, *NAMES[kind])
+    for version, folder in folders_of("memory"):
+        with suppress(OSError, ValueError, KeyError):  # "max" is no number
+            yield _left(folder, *NAMES[version])
 
 
 def _left(folder: Path, limit: str, used: str, cache: str) -> int:

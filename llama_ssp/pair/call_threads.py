@@ -1,8 +1,8 @@
-"""Threads of torch in calls of the Python API: fewer while other programs use the cores.
+"""Threads of torch in calls of the Python API: fewer in a container, and while others use the cores.
 
 A command gives cores away for its whole life (models/host_cores.py). A script's process is not ours to
 confine, and it may have imported torch already. So each call takes as many threads as there are free cores,
-and gives torch's own number back at its end.
+and no more than a container's quota, and gives torch's own number back at its end.
 """
 
 import logging
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from llama_ssp.models.host_cores import THREADS, core_times, free_cores, given_threads
+from llama_ssp.distributed.cores import cores_here
+from llama_ssp.models.host_cores import THREADS, core_times, free_cores, given_threads, usual_threads
 
 log = logging.getLogger(__name__)
 
@@ -23,17 +24,21 @@ class CallThreads:
         self._is_on = on_cpu and given_threads() is None
         self._times = core_times()
         self._free: int | None = None  # cores, when it was last known
+        # torch counts cores, and knows no quota; a number that the script gave it is left as it is.
+        self._share = cores_here() if torch.get_num_threads() == usual_threads() else None
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
         """Has torch compute with the number for this call inside."""
         self._look()
         usual = torch.get_num_threads()
-        if not self._is_on or self._free is None or self._free >= usual:
+        limits = [limit for limit in (self._free, self._share) if limit is not None]
+        threads = min([usual, *limits])
+        if not self._is_on or threads == usual:
             yield
             return
 
-        torch.set_num_threads(self._free)
+        torch.set_num_threads(threads)
         try:
             yield
         finally:

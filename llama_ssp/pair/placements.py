@@ -40,6 +40,8 @@ from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
 
 log = logging.getLogger(__name__)
 
+SLOWER = "a token takes several times as long: install one (apt install g++), or name it with CXX"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
@@ -275,10 +277,20 @@ def _bytes(placed: ModelPlacement) -> int:
 def compiles(
     run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting
 ) -> bool:
-    """Returns whether this role's steps are compiled. Logs why not, on a CPU where that is asked for."""
+    """Returns whether this role's steps are compiled. Logs why not, on a CPU where that is asked for.
+
+    Warns of a target that would be several times faster if this machine had a compiler.
+    """
     on_cpu = device.type == "cpu"
     reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, on_cpu)
-    reason = reason or impossible(device)
+    lacking = impossible(device)
+    if lacking is not None and role != DRAFT and run.engine is not Steps.eager:
+        # Without a compiler codes are decoded, too, which costs most of a run that would be eager anyway.
+        has_codes = bool(model.code_bits) and not model.experts and splitting is Splitting.tensor
+        if reason is None or (has_codes and model.dtype in (Dtype.auto, Dtype.packed)):
+            log.warning("engine: %s %s runs eagerly: %s; %s", role, model.name, lacking, SLOWER)
+            return False
+    reason = reason or lacking
     if reason is not None and not on_cpu:
         line = "engine: %s %s runs eagerly: %s; the host takes %.0f ms to launch a step"
         log.warning(line, role, model.name, reason, 1000 * launching_s(model.n_layers))

@@ -4,7 +4,6 @@
 of the preset under conf/cluster that has it.
 """
 
-import os
 import re
 import sys
 from contextlib import suppress
@@ -17,7 +16,9 @@ import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, Scheduler, TimesConf
 from llama_ssp.config.presets import CONF, nearest
+from llama_ssp.distributed.cores import cores_here
 from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.models.host_cores import given_threads
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.activations import GPU, Kernels
 from llama_ssp.planner.gpus import SLICES, gpus_here
@@ -178,8 +179,7 @@ def matching(name: str, gpus: list[str]) -> str | None:
 
 def threads_here() -> int:
     """The number of threads of torch, by default."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else os.cpu_count() or 1
+    return given_threads() or cores_here()
 
 
 def cpu_has_bf16() -> bool:

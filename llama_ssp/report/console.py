@@ -21,11 +21,12 @@ from rich.live import Live
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Column as Cell
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from llama_ssp.config import Output
 from llama_ssp.errors import StorageError, visible
-from llama_ssp.report.tables import Table, text_of
+from llama_ssp.report.tables import Table, fitted, text_of
 from llama_ssp.report.terminal import rich_console, undrawn
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,10 @@ class Console:
         screen = rich_console()
         with screen.capture() as drawn:
             for item in items:
-                screen.print(Text(item) if isinstance(item, str) else item)
+                if isinstance(item, RichTable):
+                    screen.print(fitted(item, screen.width))
+                else:
+                    screen.print(Text(item) if isinstance(item, str) else item)
         self._put(undrawn(sys.stdout), drawn.get())
 
     def document(self, summary: dict[str, Any], output: Output) -> None:

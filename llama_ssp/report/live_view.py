@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,13 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Column, Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 from rich.text import Text
 
 from llama_ssp.errors import visible, writing
 from llama_ssp.speculative.stats import Counts, ratio
 
+PICTURE = "compare"  # what the names of a picture's styles begin with
 SIDE_BY_SIDE = 60  # columns that two panes need; a narrower terminal gets plain lines
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
@@ -172,10 +175,28 @@ def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
     for scene in scenes:
         console.print(scene.end(whole=True))
 
-    as_svg = path.suffix == ".svg"
-    content = console.export_svg(title=title) if as_svg else console.export_html()
+    content = _drawn(console, title) if path.suffix == ".svg" else console.export_html()
     with writing("picture", path, fix="choose another place with task.plot"):
         path.write_text(content, encoding="utf-8")
+
+
+def _drawn(console: Console, title: str) -> str:
+    """Returns what was printed as SVG, in dark colours or in light ones, as the viewer prefers.
+
+    It names no font of the network, which rich would have a browser fetch.
+    """
+    themes = (SVG_EXPORT_THEME, DEFAULT_TERMINAL_THEME)
+    dark, light = (
+        console.export_svg(title=title, theme=theme, clear=False, unique_id=PICTURE) for theme in themes
+    )
+    in_light = re.findall(rf"\.{PICTURE}-r\d+ {{.*?}}", light)
+    rules = [
+        "svg > rect { fill: #ffffff; stroke: rgba(0, 0, 0, 0.35) }",
+        f".{PICTURE}-title {{ fill: #000000 }}",
+        *in_light,
+    ]
+    media = "\n".join(["@media (prefers-color-scheme: light) {", *rules, "}", "</style>"])
+    return re.sub(r"@font-face \{.*?\}\s*", "", dark, flags=re.DOTALL).replace("</style>", media, 1)
 
 
 def verdict(scene: Scene) -> str:

@@ -1,26 +1,22 @@
 """Says where a run takes place: host, processor, and the program's commit. No torch."""
 
-import os
 import platform
 import subprocess
 from functools import cache
 from pathlib import Path
 
+from llama_ssp.distributed.cores import cores_here
 from llama_ssp.distributed.launcher import SOURCES
 
 
 @cache
 def host() -> dict[str, str | int | None]:
     """Returns the machine's name, system, processor and the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        cores: int | None = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count()
     return {
         "name": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
         "processor": processor_name(),
-        "cores": cores,
+        "cores": cores_here(),
     }
 
 
@@ -38,12 +34,21 @@ def commit() -> str | None:
     """Returns the commit of the checkout that runs, `-dirty` with changes; None for an installed package."""
     if not (SOURCES / ".git").exists():
         return None
-    return said_by_git(SOURCES, "describe", "--always", "--dirty", "--exclude=*") or None
+    name = said_by_git(SOURCES, "describe", "--always", "--exclude=*")
+    if not name:
+        return None
+    # describe --dirty locks the index whatever the flags are.
+    changed = said_by_git(SOURCES, "status", "--porcelain", "--untracked-files=no")
+    return f"{name}-dirty" if changed else name
 
 
 def said_by_git(folder: Path, *words: str) -> str:
-    """Returns what git prints; nothing where it fails or is not installed."""
+    """Returns what git prints; nothing where it fails or is not installed.
+
+    It takes no lock of the index: a commit that the user makes meanwhile would fail on it.
+    """
+    command = ["git", "--no-optional-locks", *words]
     try:
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""

@@ -21,6 +21,7 @@ from llama_ssp.report.task_tables import items_of, plan_against_actual
 
 USAGE = "llama-ssp report RUN"
 MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the page is its report.html"
+CONFIG = "config.yaml"  # of a run's folder, written when the run begins
 WHERE_IT_RAN = "out", "output"  # settings that decide nothing
 CHANGED = "Settings that differ from the defaults"
 FIX = "give the folder of a run: outputs/DATE/TIME-TASK"
@@ -54,12 +55,19 @@ def execute(words: Sequence[str], console: Console) -> int:
 
     place = home_expanded(words[0])
     folder = (place.parent if place.name == "summary.json" else place).resolve()
+    if (folder / CONFIG).exists() and not (folder / "summary.json").exists():
+        raise DataError(
+            "the run has no summary: it was killed, or it has not ended",
+            where=folder,
+            allowed="summary.json, which a run writes at its end",
+            fix=f"wait for it, or start it again with the settings of {CONFIG}",
+        )
     summary = _read(folder / "summary.json", json.loads)
     if not isinstance(summary, dict) or not isinstance(summary.get("task"), str):
         raise DataError("this is not the summary of a run", where=folder / "summary.json", fix=FIX)
     settings: Row = {}
-    if (folder / "config.yaml").exists():
-        settings = _read(folder / "config.yaml", _settings)
+    if (folder / CONFIG).exists():
+        settings = _read(folder / CONFIG, _settings)
 
     try:
         text = page(folder, summary, settings)
@@ -89,9 +97,8 @@ def _read(file: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(
-            "this is not the folder of a run", where=file.parent, found=error.strerror, fix=FIX
-        ) from None
+        found = f"no {file.name}" if file.parent.is_dir() and not file.exists() else error.strerror
+        raise DataError("this is not the folder of a run", where=file.parent, found=found, fix=FIX) from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise DataError(
             "the file of a run cannot be read", where=file, found=shortened(str(error), 100), fix=FIX

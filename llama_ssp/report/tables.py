@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Column as RichColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -16,6 +17,7 @@ Row = dict[str, Any]
 MIB = 2**20
 NONE = "-"  # a cell without a value
 GAP = 2  # columns between two columns of a table
+BROKEN = 12  # columns that text which may be broken takes at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Table:
         heads = [column.head for column in shown]
         cells = [[column.cell(row) for column in shown] for row in self.rows]
         words = [number for number, column in enumerate(shown) if column.is_text]
-        yield _rich_table(heads, cells, words, wraps=True)
+        yield fitted(_rich_table(heads, cells, words, wraps=True), options.max_width)
 
         missing = [column.head for column in self._filled() if column not in shown]
         if missing:
@@ -118,11 +120,11 @@ class Table:
         return f"<table>{title}<thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>\n"
 
     def _width(self, column: Column) -> int:
-        """Returns the width of a column; text is taken to fit one of twelve."""
+        """Returns the width of a column; of text that may be broken no more than BROKEN."""
         words = [column.head, *(column.cell(row) for row in self.rows)]
         widest = max(map(cell_len, words))
         may_break = column.is_text and column is not self.columns[0]
-        return min(widest, 12) if may_break else widest
+        return min(widest, BROKEN) if may_break else widest
 
 
 Items = list[Table | str]
@@ -147,6 +149,45 @@ def rendered(item: Any) -> list[str]:
     return [line.rstrip() for line in drawn.getvalue().removesuffix("\n").split("\n")]
 
 
+def fitted(table: RichTable, width: int) -> RenderableType:
+    """Returns the table; where its columns do not fit the width, several tables below one another.
+
+    Each of them begins with the first column, which names the rows, and has the rows with a cell in it.
+    """
+    names, *others = table.columns
+    room = width - _least_width(names)
+    bands: list[list[RichColumn]] = [[]]
+    left = room
+    for column in others:
+        needed = GAP + _least_width(column)
+        if needed > left and bands[-1]:
+            bands.append([])
+            left = room
+        bands[-1].append(column)
+        left -= needed
+    if len(bands) == 1:
+        return table
+
+    parts = list[RenderableType]()
+    for band in bands:
+        part = _lineless_table()
+        for column in (names, *band):
+            part.add_column(
+                column.header, justify=column.justify, no_wrap=column.no_wrap, overflow=column.overflow
+            )
+        for name, *cells in zip(names.cells, *(column.cells for column in band), strict=True):
+            if any(str(cell) for cell in cells):
+                part.add_row(name, *cells)
+        parts += [part, ""]
+    return Group(*parts[:-1])
+
+
+def _least_width(column: RichColumn) -> int:
+    """Returns the width that a column needs to be read."""
+    widest = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    return widest if column.no_wrap else min(widest, BROKEN)
+
+
 def figure(value: float | None, digits: int = 2) -> str:
     """Returns a number as text, or a dash where there is none."""
     return NONE if value is None else f"{value:.{digits}f}"
@@ -156,7 +197,7 @@ def _rich_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], words: Container[int], wraps: bool
 ) -> RichTable:
     """Returns a table without lines: columns of `words` are text, to the left, and broken if it `wraps`."""
-    table = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    table = _lineless_table()
     for number, head in enumerate(heads):
         is_text = number in words
         side: Any = "left" if is_text else "right"
@@ -164,6 +205,10 @@ def _rich_table(
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+def _lineless_table() -> RichTable:
+    return RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
 
 
 def _kind(column: Column) -> str:

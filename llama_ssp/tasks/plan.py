@@ -1,5 +1,6 @@
 """task=plan: from the configuration to a plan, printed, drawn and kept. No torch, no weights, no GPU."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from llama_ssp.config import Output, PlanConf, RunConf, Splitting
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, UsageError
+from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, StorageError, UsageError
 from llama_ssp.models.checkpoint import folder_at_hand
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
@@ -34,6 +35,8 @@ from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.terminal import rich_console
 from llama_ssp.text.compatibility import diagnose, pair
 from llama_ssp.text.vocabulary import read_vocabularies
+
+log = logging.getLogger(__name__)
 
 
 def plan(
@@ -114,7 +117,7 @@ def execute(
     task = run.task_as(PlanConf)
     run, plan = planned(run, ranks)
     vocabulary, matching = vocabularies(run)
-    folder = RunFolder(run if is_leader else replace(run, out=None), run.seed, place)
+    folder = _run_folder(run if is_leader else replace(run, out=None), place)
     job = None  # a batch job on each of the numbers of nodes that task.nodes lists
     if task.nodes:
         size = JobSize(task.records, task.shard_size)
@@ -145,6 +148,20 @@ def execute(
         console.document(summary, run.output)
     failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
+
+
+def _run_folder(run: RunConf, place: Path | None) -> RunFolder:
+    """Returns the folder that keeps the plan; none, with a warning, where the usual place cannot be written.
+
+    Raises StorageError where the user has named the place.
+    """
+    try:
+        return RunFolder(run, run.seed, place)
+    except StorageError as error:
+        if run.out != RunConf.out:
+            raise
+        log.warning("the plan is not kept: %s", error)
+        return RunFolder(replace(run, out=None), run.seed)
 
 
 def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:

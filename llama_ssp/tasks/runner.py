@@ -12,10 +12,10 @@ import torch
 
 from llama_ssp.config import RunConf
 from llama_ssp.distributed.comm import Ranks, broadcast_json
+from llama_ssp.distributed.cores import own_cores
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
-from llama_ssp.models.host_cores import own_cores
 from llama_ssp.pair.session import first_cause, ranks_of
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.run_plan import Bytes, compare_with_plan
