@@ -208,10 +208,10 @@ def test_a_long_prompt_is_read_in_chunks(models):
     fed: list[int] = []
 
     class Watched(CausalModel):
-        def logits(self, token_BW, feed, cache, last_only):
-            if feed.width > 1:
-                fed.append(feed.width)
-            return super().logits(token_BW, feed, cache, last_only)
+        def logits(self, token_BW, pass_, cache):
+            if pass_.width > 1:
+                fed.append(pass_.width)
+            return super().logits(token_BW, pass_, cache)
 
     watched = Watched(target.module, "target")
     engine = engine_of(watched, sampling=GREEDY, chunk=10)
