@@ -65,7 +65,8 @@ class ModuleCache:
         cache = self.cache
         first = self.pass_.spans[0].row
         rows = slice(first, first + len(self.pass_.spans))
-        slots_GRSD = slots_GND.unflatten(1, (cache.rows, cache.capacity))
+        heads, _, size = slots_GND.shape
+        slots_GRSD = slots_GND.view(heads, cache.rows, cache.capacity, size)
         return slots_GRSD[:, rows, : self.pass_.longest].transpose(0, 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
