@@ -17,7 +17,7 @@ import torch
 from llama_ssp.config import Drafting, GenerateConf, ModelConf, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.models.feed import Feed
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession, regular
@@ -161,11 +161,12 @@ def behind(model: Any, longest: int, width: int) -> Callable[[int], object]:
     """The same after a text of any length up to the longest."""
     cache = model.new_cache(1, longest + width)
     text = torch.zeros(1, longest, dtype=torch.int64, device=model.device)
-    model.logits(text, Feed((0,), (longest,), longest + width, model.device), cache, True)
+    prompt = Pass(spans=all_rows([0], [longest]), device=model.device, last_only=True)
+    model.logits(text, prompt, cache)
 
     def step(length: int) -> object:
-        feed = Feed((length,), (width,), longest + width, model.device)
-        return model.logits(text[:, :width], feed, cache, False)
+        pass_ = Pass(spans=all_rows([length], [width]), device=model.device)
+        return model.logits(text[:, :width], pass_, cache)
 
     return step
 

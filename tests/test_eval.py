@@ -6,9 +6,9 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from llama_ssp.config import ModelConf
 from llama_ssp.config.compose import composed
-from llama_ssp.models.feed import Feed
 from llama_ssp.models.interface import Model
+from llama_ssp.models.passes import Pass
 from llama_ssp.pair import assembly as pair
 from llama_ssp.pair.continuous_batching import ContinuousBatch
 from llama_ssp.pair.session import PairSession
@@ -46,10 +46,6 @@ class Sheet:
     """The stub's cache: the tokens themselves."""
 
     token_BS: Tensor
-    capacity: int
-
-    def row(self, row: int) -> Self:
-        return replace(self, token_BS=self.token_BS[row : row + 1])
 
     def clear(self, row: int) -> None:
         self.token_BS[row] = 0
@@ -65,15 +61,15 @@ class Calculator(Model):
         self.name, self._knows = model.name, knows
 
     def new_cache(self, rows: int, capacity: int) -> Sheet:
-        return Sheet(torch.zeros(rows, capacity + 1, dtype=torch.int64), capacity)
+        return Sheet(torch.zeros(rows, capacity, dtype=torch.int64))
 
-    def logits(self, token_BW: Tensor, feed: Feed, cache: Sheet, last_only: bool) -> Tensor:
-        cache.token_BS.scatter_(1, feed.slots(), token_BW)
+    def logits(self, token_BW: Tensor, pass_: Pass, cache: Sheet) -> Tensor:
         logit_BWV = torch.full((*token_BW.shape, self.vocab), -50.0)
-        for row, (start, count) in enumerate(zip(feed.start, feed.count, strict=True)):
+        for line, (row, start, count) in enumerate(pass_.spans):
+            cache.token_BS[row, start : start + count] = token_BW[line, :count]
             text = bytes(cache.token_BS[row, : start + count].tolist()).decode("latin-1")
             for column in range(count):
-                logit_BWV[row, column, ord(self._next(text[: start + column + 1]))] = 50.0
+                logit_BWV[line, column, ord(self._next(text[: start + column + 1]))] = 50.0
         return logit_BWV
 
     def _next(self, text: str) -> str:
@@ -278,8 +274,8 @@ def test_what_was_finished_is_reported(
 
 def test_damaged_logits_end_the_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Calculator):
-        def logits(self, token_BW: Tensor, feed: Feed, cache: Sheet, last_only: bool) -> Tensor:
-            return super().logits(token_BW, feed, cache, last_only) * torch.nan
+        def logits(self, token_BW: Tensor, pass_: Pass, cache: Sheet) -> Tensor:
+            return super().logits(token_BW, pass_, cache) * torch.nan
 
     monkeypatch.setattr(pair, "load", lambda m, *_: Broken(m, lambda a, b: True))
     answer = command(*EVAL, "task.quick=true")
