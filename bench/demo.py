@@ -180,6 +180,7 @@ def prompt_of(pair: Any, text: str = "", run: Any = None) -> Any:
 def sampler(pair: Any, name: str, run: Any = None, rule: Any = None) -> Any:
     """Writes texts with an engine of its own, regularly or with drafts, and counts and times them."""
     from llama_ssp.pair.assembly import lookahead_for
+    from llama_ssp.pair.run import RunSettings
     from llama_ssp.pair.session import regular
     from llama_ssp.tasks.certify.samples import EngineSampler
 
@@ -188,9 +189,8 @@ def sampler(pair: Any, name: str, run: Any = None, rule: Any = None) -> Any:
     return EngineSampler(
         name=name,
         engine=engine,
-        lookahead=partial(lookahead_for, run),
-        ends=pair.end_ids,
-        batch_size=pair.rows,
+        sampling=run.sampling,
+        settings=RunSettings(rows=pair.rows, lookahead=partial(lookahead_for, run), ends=pair.end_ids),
     )
 
 

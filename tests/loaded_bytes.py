@@ -62,7 +62,7 @@ def presets() -> list[str]:
 
 
 def splits(model: ModelConf) -> Iterator[tuple[int, int]]:
-    """Each world that the model can be split over, with its first and its last rank, whose shares may differ."""
+    """Each world that the model can be split over, with its first and last rank, whose shares may differ."""
     for world in WORLDS:
         try:
             require_split(model, world)

@@ -5,7 +5,7 @@ import logging
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from llama_ssp.config.compose import composed
 from llama_ssp.models.interface import Model
 from llama_ssp.models.passes import Pass
 from llama_ssp.pair import assembly as pair
-from llama_ssp.pair.continuous_batching import ContinuousBatch
+from llama_ssp.pair.requests import Reply
+from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report import console as report
@@ -246,15 +247,16 @@ def test_what_was_finished_is_reported(
     command: Command, calculators: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All 24 of regular sampling; of the speculative mode the first size, and half the rest."""
-    ended, left = ContinuousBatch._ended, [24 + 8 + 8]
+    ended, left = Run.ended, [24 + 8 + 8]
 
-    def stopped(self: ContinuousBatch, *given: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return ended(self, *given)
+    def stopped(self: Run) -> Iterator[Reply]:
+        for reply in ended(self):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            yield reply
 
-    monkeypatch.setattr(ContinuousBatch, "_ended", stopped)
+    monkeypatch.setattr(Run, "ended", stopped)
     run = (*EVAL, "task.seeds=[0,1]", "task.sizes=[4,12]", "task.batch_size=8")
     answer = command(*run)
     assert answer.code == 130 and "stopped by a signal" in answer.errors[0]

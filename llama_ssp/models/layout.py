@@ -1,8 +1,8 @@
 """Every tensor of a model, a row each: its name on disk, its sizes, and how ranks share it. No torch.
 
-The loader reads its rank's share of the rows, and the planner sums their bytes: both take sizes from here. A layer
-with other tensors has other rows (`_attention`, `_mlp`, `_experts`), and what a cache keeps of it is a row
-of `states`.
+The loader reads its rank's share of the rows, and the planner sums their bytes: both take sizes from here.
+A layer with other tensors has other rows (`_attention`, `_mlp`, `_experts`). What a cache keeps of a layer is
+a row of `states`.
 
     outputs x inputs                                  on disk; a vector has outputs alone
     qkv      (heads + 2 KV heads) * head_dim x dim    split by heads
