@@ -16,7 +16,15 @@ from llama_ssp.models.experts import Experts, Gate, Layers, Routing, activation_
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
-from llama_ssp.models.layout import BLOCK_NORMS, Part, TensorRow, rows_of, share_of, tensors_on_disk
+from llama_ssp.models.layout import (
+    BLOCK_NORMS,
+    Part,
+    TensorRow,
+    cache_shapes,
+    rows_of,
+    share_of,
+    tensors_on_disk,
+)
 from llama_ssp.models.linear import Concatenated, Embedding, Head, LayerFormat, Summed, dense
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, rotary_parameters, shape_of
@@ -78,6 +86,7 @@ class Assembly:
             blocks=blocks,
             norm=self.norm(self.row(Part.norm)),
             head=Head(self.form.head(head_VH), head_rows, gather),
+            cache_shapes=cache_shapes(self.share),
             logit_divisor=shape.logit_divisor,
             logit_softcap=shape.logit_softcap,
         )

@@ -213,6 +213,7 @@ class Decoder(nn.Module):
         blocks: list[Block],
         norm: nn.Module,
         head: Head,
+        cache_shapes: list[tuple[int, int]],
         logit_divisor: float = 1.0,
         logit_softcap: float | None = None,
     ) -> None:
@@ -228,8 +229,7 @@ class Decoder(nn.Module):
         self.logit_softcap = logit_softcap
         # The residual stream stays in fp32: rounded to 16 bit after each layer, it would change best tokens.
         self.residual_dtype = torch.promote_types(embedding.weight.dtype, torch.float32)
-        layers = [block.attention for block in blocks]
-        self.cache_shapes = [(layer.sizes[1] // layer.head_dim, layer.head_dim) for layer in layers]
+        self.cache_shapes = cache_shapes
 
     def forward(
         self, token_T: Tensor, places: Places, caches: Caches, wanted_R: Tensor | None = None, taps: Taps = ()

@@ -620,3 +620,10 @@ def states(share: Share) -> tuple[StateRow, ...]:
         StateRow(name=name, heads=share.heads.kvs, width=sizes.head_dim, blocks=every)
         for name in (KEYS, VALUES)
     )
+
+
+def cache_shapes(share: Share) -> list[tuple[int, int]]:
+    """Returns the KV heads and their width of each block, in which keys and values are alike."""
+    keys, values = states(share)
+    assert (keys.heads, keys.width, keys.blocks) == (values.heads, values.width, values.blocks)
+    return [(keys.heads, keys.width)] * len(keys.blocks)

@@ -19,7 +19,7 @@ from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.heads.layers import DFlash, Eagle3
 from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
 from llama_ssp.models.heads.settings import MAPS, Eagle3Settings, HeadSettings, head_settings
-from llama_ssp.models.layout import HeadSizes, Part, rows_of, tensors_on_disk
+from llama_ssp.models.layout import HeadSizes, Part, cache_shapes, rows_of, tensors_on_disk
 from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.loader import differences, opened, require_complete
 from llama_ssp.models.model_config import require_supported
@@ -154,7 +154,8 @@ def load_head(
         _require_ids(path, settings, ids_E, source)
     log.debug("draft %s: %s head, %s on %s", name, settings.kind, dtype.value, device)
 
-    model = assembly.model(head, config, settings, taps=taps, name=name, fast=fast)
+    shapes = cache_shapes(assembly.share)
+    model = assembly.model(head, config, settings, cache_shapes=shapes, taps=taps, name=name, fast=fast)
     model.ids_E = None if ids_E is None else ids_E.to(model.device)
     model.shared = {tensor.data_ptr() for tensor in shared}
     return model

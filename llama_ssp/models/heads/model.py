@@ -32,9 +32,16 @@ class HeadModel(Loaded):
     shared: Collection[int] = ()  # addresses of tensors of the target's, which count there
 
     def __init__(
-        self, head: Eagle3 | DFlash, config: Any, *, taps: tuple[int, ...], name: str, fast: bool
+        self,
+        head: Eagle3 | DFlash,
+        config: Any,
+        *,
+        cache_shapes: list[tuple[int, int]],
+        taps: tuple[int, ...],
+        name: str,
+        fast: bool,
     ) -> None:
-        """`fast`: with compiled steps."""
+        """`cache_shapes`: KV heads and their width of each block; `fast`: with compiled steps."""
         self.config = config
         self.name = name
         self.taps = taps
@@ -47,7 +54,7 @@ class HeadModel(Loaded):
         self.attend: attention.Attend = attention.attend_rows
         self.caches = Tally()
         self._layers = head
-        self.cache_shapes = [(layer.sizes[1] // layer.head_dim, layer.head_dim) for layer in head.attentions]
+        self.cache_shapes = cache_shapes
 
     @property
     def weights_bytes(self) -> int:
@@ -79,11 +86,12 @@ class DFlashModel(HeadModel):
         config: Any,
         settings: DFlashSettings,
         *,
+        cache_shapes: list[tuple[int, int]],
         taps: tuple[int, ...],
         name: str,
         fast: bool,
     ) -> None:
-        super().__init__(head, config, taps=taps, name=name, fast=fast)
+        super().__init__(head, config, cache_shapes=cache_shapes, taps=taps, name=name, fast=fast)
         self.attend = attention.attend_blocks
         self.head = head
         self.width = settings.width
@@ -122,11 +130,12 @@ class Eagle3Model(HeadModel):
         config: Any,
         settings: HeadSettings,
         *,
+        cache_shapes: list[tuple[int, int]],
         taps: tuple[int, ...],
         name: str,
         fast: bool,
     ) -> None:
-        super().__init__(head, config, taps=taps, name=name, fast=fast)
+        super().__init__(head, config, cache_shapes=cache_shapes, taps=taps, name=name, fast=fast)
         self.head = head
         self.settings = settings
         if self.is_compiled and self.device.type == "cpu":
