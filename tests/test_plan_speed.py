@@ -10,6 +10,7 @@ import pytest
 
 from llama_ssp.config import Dtype, ModelConf, Overlap, Splitting, Steps, TimesConf
 from llama_ssp.models.formats.kept import PLAIN, Kept
+from llama_ssp.models.layout import LAYERS
 from llama_ssp.planner import speed
 from llama_ssp.planner.efficiency import PACKED_READ, efficiency_of, of_plain
 from llama_ssp.planner.engine import FEW_TOKENS, compiled_before, launching_s, why_eager
@@ -17,7 +18,7 @@ from llama_ssp.planner.groups import PROMPTS, JobSize, plan_job
 from llama_ssp.planner.plan import make_plan, target_prefill_s
 from llama_ssp.planner.search import NOTABLE, PlanRequest, option
 from llama_ssp.planner.storage import CPU as CPU_KERNELS
-from llama_ssp.planner.storage import LAYERS, Storage, Weight, bytes_of
+from llama_ssp.planner.storage import Storage, Weight, bytes_of
 from llama_ssp.planner.weights import ModelPart, parameters
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.draft_length import Costs, tokens_per_round

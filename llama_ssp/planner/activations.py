@@ -14,7 +14,8 @@ from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models import graph_sizes
 from llama_ssp.models.graph_sizes import FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, sizes_up_to
 from llama_ssp.models.kernels.kernel_sizes import DECODED, SLICE, attended_parts
-from llama_ssp.planner.storage import EXPERTS, width
+from llama_ssp.models.layout import EXPERTS
+from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart, weights
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
 

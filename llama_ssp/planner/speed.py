@@ -11,17 +11,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
+from llama_ssp.models.layout import EMBEDDING, EXPERTS, POSITIONS
 from llama_ssp.planner.efficiency import PLAIN, Efficiency, Points, efficiency_of, of_plain
-from llama_ssp.planner.storage import (
-    AS_THEY_ARE,
-    BUFFERS,
-    EMBEDDING,
-    EXPERTS,
-    POSITIONS,
-    Storage,
-    bytes_of,
-    width,
-)
+from llama_ssp.planner.storage import AS_THEY_ARE, BUFFERS, Storage, bytes_of, width
 from llama_ssp.planner.weights import ModelPart, held, weights
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round

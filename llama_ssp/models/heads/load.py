@@ -154,8 +154,15 @@ def load_head(
         _require_ids(path, settings, ids_E, source)
     log.debug("draft %s: %s head, %s on %s", name, settings.kind, dtype.value, device)
 
-    shapes = cache_shapes(assembly.share)
-    model = assembly.model(head, config, settings, cache_shapes=shapes, taps=taps, name=name, fast=fast)
+    model = assembly.model(
+        head,
+        config,
+        settings,
+        cache_shapes=cache_shapes(assembly.share),
+        taps=taps,
+        name=name,
+        fast=fast,
+    )
     model.ids_E = None if ids_E is None else ids_E.to(model.device)
     model.shared = {tensor.data_ptr() for tensor in shared}
     return model
