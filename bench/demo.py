@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # as the program does, for transformers, too
 
+from bench.real_model import EDIT, REAL  # noqa: E402
 from bench.surroundings import report  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config.arguments import in_full  # noqa: E402
@@ -40,11 +41,6 @@ from llama_ssp.models.packages import package_copy  # noqa: E402
 from llama_ssp.report.console import Console  # noqa: E402
 from llama_ssp.report.tables import Column, Table, text_of  # noqa: E402
 
-REAL = "smollm2-135m-instruct-q4"
-EDIT = (
-    "Correct the spelling: Speculativ sampling makes a larg language model fastr. A small draft model "
-    "proposes tokens, and the larg model chekcs them all at once."
-)
 CODE = "    def __eq__(self, other):\n        if not isinstance(other, "
 SAMPLED_TOKENS = 4  # of a text, and drafts a round
 COLUMNS = (
