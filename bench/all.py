@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.demo import EDIT, REAL  # noqa: E402
+from bench.real_model import EDIT, REAL  # noqa: E402
 from bench.surroundings import Watch, commit, surroundings, write  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.planner.hardware import cpu_has_bf16  # noqa: E402

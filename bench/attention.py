@@ -29,7 +29,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from words import Words  # noqa: E402
 
-from llama_ssp.models.attention import Pass, Scores, attend_rows  # noqa: E402
+from llama_ssp.models.attention import Places, Scores, attend_rows  # noqa: E402
 from llama_ssp.models.kernels import attention as kernel  # noqa: E402
 from llama_ssp.models.kernels import large_pages  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
@@ -59,10 +59,10 @@ def layers_of(settings: Settings, context: int) -> list[list[Tensor]]:
 
 def works(settings: Settings, context: int, tokens: int) -> dict[str, Work]:
     """Every contender's attention, of a layer's keys and values."""
-    feed = Pass.of([(0, context - tokens, tokens)], CPU)
+    places = Places.of([(0, context - tokens, tokens)], CPU)
     query_THD = torch.randn(tokens, settings.heads, settings.size).bfloat16()
     scores = Scores(settings.size**-0.5)
-    mask_TS = torch.arange(context) <= feed.position_T[:, None]
+    mask_TS = torch.arange(context) <= places.position_T[:, None]
 
     def by_torch(keys_GND: Tensor, values_GND: Tensor) -> Tensor:
         query, keys, values = query_THD.transpose(0, 1)[None], keys_GND[None], values_GND[None]
@@ -71,10 +71,10 @@ def works(settings: Settings, context: int, tokens: int) -> dict[str, Work]:
         )
 
     return {
-        OURS: lambda keys, values: kernel.attend(feed, query_THD, keys, values, scores, None),
+        OURS: lambda keys, values: kernel.attend(places, query_THD, keys, values, scores, None),
         TORCH: by_torch,
         COMPILED: torch.compile(
-            lambda keys, values: attend_rows(feed, query_THD, keys, values, scores, None), dynamic=False
+            lambda keys, values: attend_rows(places, query_THD, keys, values, scores, None), dynamic=False
         ),
     }
 

@@ -35,7 +35,8 @@ from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.models.devices import TORCH_DTYPES  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import engine_for  # noqa: E402
-from llama_ssp.pair.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
+from llama_ssp.pair.requests import TokenRequest  # noqa: E402
+from llama_ssp.pair.run import Run, RunSettings  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
@@ -145,10 +146,12 @@ def pace(
     """Tokens a second, prefill included."""
     run, tokens = pair.run, pair.tokens
     engine = engine_for(pair.models, run, tokens, tokens.end_ids, 1)
-    writer = ContinuousBatch(engine=engine, decode=tokens.decode, lookahead=lookahead, ends=tokens.end_ids)
+    settings = RunSettings(
+        rows=rows, lookahead=lookahead, ends=tokens.end_ids, decode=tokens.decode, is_clocked=False
+    )
     began, written = time.perf_counter(), 0
     for batch in batches:
-        written += sum(len(text.token_ids) for text in writer.write(batch, rows))
+        written += sum(len(text.token_ids) for text in Run(engine, batch, settings).ended())
     return written / (time.perf_counter() - began)
 
 

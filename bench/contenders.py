@@ -7,8 +7,9 @@ so its time for one token is subtracted. Tokens are counted the same for all: th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 from llama_ssp.config import Drafting, GenerateConf, ModelConf, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.models.feed import Feed
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.pair.batches import TimedRun
+from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.tasks.calibrate import shape
@@ -66,11 +67,23 @@ def by_us(
     spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
     run, counts = replace(opened.run, speculation=spec), Counts()
     for number, ids in enumerate(PROMPTS):
-        timed = TimedRun(opened.engine(seed, run, frozenset()), [Prompt(str(number), ids)], new)
-        for step, round_s in timed.rounds(Limits(new), lookahead_for(run, 1, opened.costs)):
-            seen(step.rows[0], round_s)
-        counts.merge(timed.counts)
+        text_run = texts_run(opened, run, [Prompt(str(number), ids)], new, seed)
+        for step in text_run.rounds():
+            seen(step.rows[0], step.seconds)
+        counts.merge(text_run.counts)
     return 1000 * counts.decode_s / (new * len(PROMPTS)), counts
+
+
+def texts_run(
+    pair: PairSession, run: RunConf, prompts: Sequence[Prompt], new: int, seed: int,
+    lookahead: Callable[[int], DraftLength] | None = None,
+) -> Run:  # fmt: skip
+    """Returns what continues all prompts at once by `new` tokens, as token ids; no token ends a text."""
+    settings = RunSettings(
+        rows=len(prompts), lookahead=lookahead or partial(lookahead_for, run, costs=pair.costs)
+    )
+    requests = pair.requests(prompts, run, max_new_tokens=new)
+    return Run(pair.engine(seed, run, frozenset()), requests, settings)
 
 
 def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: int) -> tuple[float, Counts]:
@@ -161,11 +174,12 @@ def behind(model: Any, longest: int, width: int) -> Callable[[int], object]:
     """The same after a text of any length up to the longest."""
     cache = model.new_cache(1, longest + width)
     text = torch.zeros(1, longest, dtype=torch.int64, device=model.device)
-    model.logits(text, Feed((0,), (longest,), longest + width, model.device), cache, True)
+    prompt = Pass(spans=all_rows([0], [longest]), device=model.device, last_only=True)
+    model.logits(text, prompt, cache)
 
     def step(length: int) -> object:
-        feed = Feed((length,), (width,), longest + width, model.device)
-        return model.logits(text[:, :width], feed, cache, False)
+        pass_ = Pass(spans=all_rows([length], [width]), device=model.device)
+        return model.logits(text[:, :width], pass_, cache)
 
     return step
 

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # as the program does, for transformers, too
 
+from bench.real_model import EDIT, REAL  # noqa: E402
 from bench.surroundings import report  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config.arguments import in_full  # noqa: E402
@@ -40,11 +41,6 @@ from llama_ssp.models.packages import package_copy  # noqa: E402
 from llama_ssp.report.console import Console  # noqa: E402
 from llama_ssp.report.tables import Column, Table, text_of  # noqa: E402
 
-REAL = "smollm2-135m-instruct-q4"
-EDIT = (
-    "Correct the spelling: Speculativ sampling makes a larg language model fastr. A small draft model "
-    "proposes tokens, and the larg model chekcs them all at once."
-)
 CODE = "    def __eq__(self, other):\n        if not isinstance(other, "
 SAMPLED_TOKENS = 4  # of a text, and drafts a round
 COLUMNS = (
@@ -180,6 +176,7 @@ def prompt_of(pair: Any, text: str = "", run: Any = None) -> Any:
 def sampler(pair: Any, name: str, run: Any = None, rule: Any = None) -> Any:
     """Writes texts with an engine of its own, regularly or with drafts, and counts and times them."""
     from llama_ssp.pair.assembly import lookahead_for
+    from llama_ssp.pair.run import RunSettings
     from llama_ssp.pair.session import regular
     from llama_ssp.tasks.certify.samples import EngineSampler
 
@@ -188,9 +185,8 @@ def sampler(pair: Any, name: str, run: Any = None, rule: Any = None) -> Any:
     return EngineSampler(
         name=name,
         engine=engine,
-        lookahead=partial(lookahead_for, run),
-        ends=pair.end_ids,
-        batch_size=pair.rows,
+        sampling=run.sampling,
+        settings=RunSettings(rows=pair.rows, lookahead=partial(lookahead_for, run), ends=pair.end_ids),
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from bars import Bar, most, needs, safely
-from contenders import PROMPTS, SMALL, by_us, in_turn, one_round, rounds, wait
+from contenders import PROMPTS, SMALL, by_us, in_turn, one_round, rounds, texts_run, wait
 from gpu_kernels import best_bandwidth, coded_products, device
 from profiled import GRAPHS, LAUNCHES, WAITS, binned, by_name, called, gaps, kernels, total
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -24,13 +24,10 @@ from llama_ssp import load_pair
 from llama_ssp.config import Drafting, Dtype, SamplingConfig
 from llama_ssp.config.compose import composed
 from llama_ssp.models.loader import load_module
-from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import DEVICE, HELD_BYTES, RESERVED, TENSORS, compare_with_plan
 from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.workload import Role
-from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.common import memory_of_ranks
@@ -243,11 +240,11 @@ def _memory(small: bool, rows: int, prompt: int) -> Iterator[Bar]:
     words = [f"task.batch_size={rows}", *["engine=eager"] * small]
     pair = session_of(small, "7B", "llama3.2-1b", *words, max_tokens=prompt + NEW[small])
     prompts = [Prompt(str(row), tuple(3 + n % 1000 for n in range(prompt))) for row in range(rows)]
-    timed = TimedRun(pair.engine(0), prompts, NEW[small])
-    for _ in timed.rounds(Limits(NEW[small]), lookahead_for(pair.run, rows)):
+    text_run = texts_run(pair, pair.run, prompts, NEW[small], 0)
+    for _ in text_run.rounds():
         pass
     held = memory_of_ranks(pair.models.held_bytes, pair.placements.target.device, pair.ranks)
-    plan = compare_with_plan([pair.measurement("pair", timed.figures())], held)
+    plan = compare_with_plan([pair.measurement("pair", text_run.counts.figures())], held)
     pair.close()
     for name in (HELD_BYTES, TENSORS, RESERVED, DEVICE):
         both = plan["memory"][0][name] if plan else {"measured": None}
@@ -311,13 +308,9 @@ def _rows(pair: PairSession, small: bool, count: int, k: int) -> Iterator[Bar]:
     run = replace(pair.run, speculation=speculation)
     prompts = [Prompt(str(row), PROMPTS[row % 2]) for row in range(count)]
     for seed in range(2):  # the first one warms up
-        timed = TimedRun(pair.engine(seed, run, frozenset()), prompts, NEW[small])
-        tokens = sum(
-            len(row.tokens)
-            for step, _ in timed.rounds(Limits(NEW[small]), lookahead_for(run, count))
-            for row in step.rows
-        )
-    yield Bar(f"{count} rows, K = {k}: tokens/s", tokens / timed.counts.decode_s)
+        text_run = texts_run(pair, run, prompts, NEW[small], seed)
+        tokens = sum(len(row.tokens) for step in text_run.rounds() for row in step.rows)
+    yield Bar(f"{count} rows, K = {k}: tokens/s", tokens / text_run.counts.decode_s)
 
 
 def experts(how: How) -> Iterator[Bar]:
@@ -364,13 +357,10 @@ def smollm2(how: How) -> Iterator[Bar]:
         for name, speculation in ways.items() if dtype == "bf16" else [("regular", regular)]:
             run = replace(pair.run, speculation=speculation)
             for _ in range(2):  # the first one warms up
-                timed = TimedRun(pair.engine(1, run, frozenset()), [prompt], NEW[how.small])
-                tokens = sum(
-                    len(step.rows[0].tokens)
-                    for step, _ in timed.rounds(Limits(NEW[how.small]), lookahead_for(run, 1))
-                )
-            note = repr(pair.tokens.decode(timed.state.generated(0)))
-            yield Bar(f"{dtype}, {name}: ms/token", 1000 * timed.counts.decode_s / tokens, note=note)
+                text_run = texts_run(pair, run, [prompt], NEW[how.small], 1)
+                tokens = sum(len(step.rows[0].tokens) for step in text_run.rounds())
+            note = repr(pair.tokens.decode(text_run.replies[0].token_ids))
+            yield Bar(f"{dtype}, {name}: ms/token", 1000 * text_run.counts.decode_s / tokens, note=note)
         pair.close()
 
 

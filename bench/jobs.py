@@ -33,7 +33,7 @@ from llama_ssp.config import Dtype  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.models.devices import TORCH_DTYPES  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
-from llama_ssp.pair.continuous_batching import TokenRequest  # noqa: E402
+from llama_ssp.pair.requests import TokenRequest  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402

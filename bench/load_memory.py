@@ -34,8 +34,8 @@ from surroundings import report  # noqa: E402
 from bench.words import changed  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, Weights  # noqa: E402
 from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
-from llama_ssp.models.feed import Feed  # noqa: E402
 from llama_ssp.models.loader import load  # noqa: E402
+from llama_ssp.models.passes import Pass, all_rows  # noqa: E402
 from llama_ssp.models.synthetic import SyntheticSource, config_for  # noqa: E402
 from llama_ssp.planner.weights import parameters  # noqa: E402
 
@@ -119,7 +119,8 @@ def load_and_watch(found: Path) -> None:
     spent = time.perf_counter() - began
     peak, after = watch.end(), anonymous()
     tokens = torch.ones(1, 1, dtype=torch.int64)
-    logits = part.logits(tokens, Feed((0,), (1,), 1, CPU), part.new_cache(1, 1), last_only=True)
+    pass_ = Pass(spans=all_rows([0], [1]), device=CPU, last_only=True)
+    logits = part.logits(tokens, pass_, part.new_cache(1, 1))
     assert torch.isfinite(logits).all(), "what was loaded does not run"
     row = {
         "way": job["way"], "rank": ranks.rank, "share": part.weights_bytes, "before": before, "peak": peak,

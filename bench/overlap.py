@@ -23,6 +23,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contenders import PROMPTS, alone  # noqa: E402
+from contenders import PROMPTS, alone, texts_run  # noqa: E402
 from surroundings import report  # noqa: E402
 from words import Words  # noqa: E402
 
@@ -40,7 +41,6 @@ from llama_ssp.distributed.comm import Ranks  # noqa: E402
 from llama_ssp.distributed.placement import resolve  # noqa: E402
 from llama_ssp.models.loader import load  # noqa: E402
 from llama_ssp.pair.assembly import ModelCache  # noqa: E402
-from llama_ssp.pair.batches import TimedRun  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import PairSpec  # noqa: E402
 from llama_ssp.planner.speed import BAND, RoundTimes  # noqa: E402
@@ -48,7 +48,6 @@ from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.draft_length import Costs, FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.engine import Engine  # noqa: E402
-from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
 from llama_ssp.tasks.calibrate import shape  # noqa: E402
@@ -173,16 +172,17 @@ def turn(pair: PairSession, found: Found, mode: Overlap, repeat: int, new: int) 
     spent = waited = 0.0
     counts = Counts()
     for number, ids in enumerate(PROMPTS):
-        engine = pair.engine(repeat, run, frozenset())
-        timed = TimedRun(engine, [Prompt(str(number), ids)], new)
-        for _ in timed.rounds(Limits(new), FixedDraftLength(found.k, 1)):
+        fixed_k = partial(FixedDraftLength, found.k)
+        text_run = texts_run(pair, run, [Prompt(str(number), ids)], new, repeat, fixed_k)
+        engine = text_run.engine
+        for _ in text_run.rounds():
             pass
-        spent += timed.counts.decode_s
+        spent += text_run.counts.decode_s
         if isinstance(engine, Engine) and engine.overlap is not None and repeat:
             if mode is Overlap.ahead:
                 found.figures.append(engine.overlap)
             waited += engine.overlap["leader_waited_ms"] / 1000
-            counts.merge(timed.counts)
+            counts.merge(text_run.counts)
     if counts.row_rounds and mode is Overlap.off:
         found.waiting.append((waited / counts.drafted.total(), (spent - waited) / counts.row_rounds))
         found.counts.merge(counts)

@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.real_model import REAL  # noqa: E402
 from bench.words import Words  # noqa: E402
 
-REAL = "smollm2-135m-instruct-q4"
 PROMPT = "The history of the steam engine begins with"
 BEST = "best: engine=compiled"
 OURS = {

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from bars import Bar, bars_table  # noqa: E402
+from contenders import texts_run  # noqa: E402
 from surroundings import report  # noqa: E402
 
 from bench.words import divided  # noqa: E402
@@ -33,12 +35,10 @@ from llama_ssp.config.arguments import in_full  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import RankModels  # noqa: E402
-from llama_ssp.pair.batches import TimedRun  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
-from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
 
@@ -123,12 +123,13 @@ def by_us(
     spec = replace(run.speculation, k=k, drafter=drafter)
     counts, spent = Counts(), 0.0
     for number, text in enumerate(texts):
-        engine = pair.engine(seed, replace(run, speculation=spec), frozenset())
-        timed = TimedRun(engine, [Prompt(str(number), tuple(pair.tokens.encode(text)))], new)
-        for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1)):
+        prompt = Prompt(str(number), tuple(pair.tokens.encode(text)))
+        fixed_k = partial(FixedDraftLength, k)
+        text_run = texts_run(pair, replace(run, speculation=spec), [prompt], new, seed, fixed_k)
+        for _ in text_run.rounds():
             pass
-        counts.merge(timed.counts)
-        spent += timed.counts.decode_s
+        counts.merge(text_run.counts)
+        spent += text_run.counts.decode_s
     return 1000 * spent / (new * len(texts)), counts
 
 

@@ -35,7 +35,7 @@ from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402
 from llama_ssp.models import linear  # noqa: E402
-from llama_ssp.models.attention import Pass, Scores  # noqa: E402
+from llama_ssp.models.attention import Places, Scores  # noqa: E402
 from llama_ssp.models.kernels import attention as attention_kernel  # noqa: E402
 from llama_ssp.models.kernels import coded, large_pages  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
@@ -64,12 +64,17 @@ class Asked(Words):
 
 
 def attend_grouped(
-    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+    places: Places,
+    query_THD: Tensor,
+    keys_GND: Tensor,
+    values_GND: Tensor,
+    scores: Scores,
+    sink_H: Tensor | None,
 ) -> Tensor:
     """Attention in torch's operators, of any number of tokens: every token reads all slots, under a mask."""
     assert scores.window is None and scores.softcap is None and sink_H is None
     slot_N = torch.arange(keys_GND.shape[1], device=keys_GND.device)
-    sees_TN = (slot_N >= feed.first_T[:, None]) & (slot_N <= feed.slot_T[:, None])
+    sees_TN = (slot_N >= places.first_T[:, None]) & (slot_N <= places.slot_T[:, None])
     y_1HTD = functional.scaled_dot_product_attention(
         query_THD.transpose(0, 1)[None], keys_GND[None], values_GND[None], sees_TN, scale=scores.scale,
         enable_gqa=True,

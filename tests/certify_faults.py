@@ -102,7 +102,7 @@ def _mixed_corrections(token: Any, draws: Any, probs_BV: Tensor) -> Any:
     return token(draws, 0.98 * probs_BV + 0.02 * one_hot(probs_BV.argmax(-1), probs_BV))
 
 
-def _keeps_stale(feed: Any, cache: Any, rows: Any, attend: Any) -> Any:
+def _keeps_stale(places: Any, cache: Any, spans: Any, attend: Any) -> Any:
     """Slots that were written once stay as they are: rejected tokens leave their keys behind."""
 
     def stale(own: Any, query: Tensor, keys: Tensor, values: Tensor, *how: Any) -> Tensor:
@@ -115,13 +115,13 @@ def _keeps_stale(feed: Any, cache: Any, rows: Any, attend: Any) -> Any:
             each[:, own.slot_T] = kept[:, own.slot_T]
         return attend(own, query, keys, values, *how)
 
-    return feed(cache, rows, stale)
+    return places(cache, spans, stale)
 
 
 first_written = WeakIdKeyDictionary()  # of a cache's tensor: what its slots got first, and which have it
 NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
 PENALTY = ("sampling.repetition_penalty=1.3",)
-CACHE, DRAWS = "models.slot_cache:SlotCache.feed", "speculative.rng:RoundNumbers."
+CACHE, DRAWS = "models.kv_cache:KVCache.places", "speculative.rng:RoundNumbers."
 
 
 def _listed(name: str, listed: str, check: str, *overrides: str) -> Fault:

@@ -19,7 +19,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.config import Weights as WeightsFrom
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.attention import Pass
+from llama_ssp.models.attention import Places
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
@@ -324,7 +324,7 @@ def walked(model: Decoder, **how: Any) -> tuple[list[Tensor], list[list[int]]]:
         texts = [text[:s] + new for text, s, new in zip(texts, start, tokens, strict=True)]
         rows = [(row * CAPACITY, s, n) for row, (s, n) in enumerate(zip(start, count, strict=True))]
         token_T = torch.tensor([token for new in tokens for token in new])
-        logit_TV, _ = model(token_T, Pass.of(rows, torch.device("cpu"), **how), caches)
+        logit_TV, _ = model(token_T, Places.of(rows, torch.device("cpu"), **how), caches)
         logits += [part for part, n in zip(logit_TV.split(count), count, strict=True) if n]
         prefixes += [text for text, n in zip(texts, count, strict=True) if n]
     return logits, prefixes

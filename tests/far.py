@@ -25,7 +25,7 @@ torch.inference_mode = torch.no_grad  # of which views of tensors like these can
 from llama_ssp.config import SamplingConfig  # noqa: E402
 from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models import steps  # noqa: E402
-from llama_ssp.models.attention import Pass, Scores  # noqa: E402
+from llama_ssp.models.attention import Places, Scores  # noqa: E402
 from llama_ssp.models.cuda_graphs import Call, GraphedModel  # noqa: E402
 from llama_ssp.models.decoder import Decoder  # noqa: E402
 from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
@@ -178,10 +178,15 @@ class Replayed(GraphedModel):
 
 
 def attend(
-    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, _sinks: Tensor | None
+    places: Places,
+    query_THD: Tensor,
+    keys_GND: Tensor,
+    values_GND: Tensor,
+    scores: Scores,
+    _sinks: Tensor | None,
 ) -> Tensor:
     """As the kernels of steps, of plain operations: every token against every slot, by a mask."""
-    place_T1, first_T1 = feed.slot_T[:, None], feed.first_T[:, None]
+    place_T1, first_T1 = places.slot_T[:, None], places.first_T[:, None]
     slot_N = torch.arange(keys_GND.shape[1], device=query_THD.device)
     seen_TN = (slot_N <= place_T1) & (slot_N >= first_T1)
     copies = query_THD.shape[1] // keys_GND.shape[0]

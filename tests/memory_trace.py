@@ -21,9 +21,9 @@ from llama_ssp.config import Weights
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.assemble import decoder
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.linear import LayerFormat
 from llama_ssp.models.sharding import Cut
-from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.planner.workload import DRAFT, Role
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -182,5 +182,5 @@ def _held(causal: DecoderModel) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def cache_bytes(cache: SlotCache) -> int:
+def cache_bytes(cache: KVCache) -> int:
     return sum(tensor.nbytes for layer in cache.layers for tensor in layer)

@@ -25,7 +25,7 @@ from llama_ssp import Pair, RunError, SamplingConfig, SpeculationConfig, load_pa
 from llama_ssp.config import Verification
 from llama_ssp.config.compose import composed
 from llama_ssp.errors import UsageError
-from llama_ssp.pair.batches import usable
+from llama_ssp.pair.token_prompts import usable
 from llama_ssp.text.prompts import TextPrompt
 from tests import checkpoints
 from tests.conftest import Command

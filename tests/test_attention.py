@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models import attention
-from llama_ssp.models.attention import Pass, Row, Scores, attend_rows
+from llama_ssp.models.attention import Places, Row, Scores, attend_rows
 from llama_ssp.models.kernels import attention as kernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
@@ -31,16 +31,16 @@ Given = tuple[Tensor, Tensor, Tensor, Scores, Tensor | None]
 
 def inputs(
     heads: tuple[int, int], size: int, rows: list[Row], scores: Scores, sinks: bool
-) -> tuple[Pass, Given]:
+) -> tuple[Places, Given]:
     """Random arguments of `attend`; slots that no token sees are not numbers."""
     torch.manual_seed(sum(heads) + size)
-    feed = Pass.of(rows, CPU)
-    query_THD = torch.randn(len(feed.slot_T), heads[0], size)
+    places = Places.of(rows, CPU)
+    query_THD = torch.randn(len(places.slot_T), heads[0], size)
     keys_GND, values_GND = (torch.full((heads[1], 5 * CAPACITY, size), torch.nan) for _ in "kv")
     for tensor in (keys_GND, values_GND):
         for first, start, count in rows:
             tensor[:, first : first + start + count] = torch.randn(heads[1], start + count, size)
-    return feed, (query_THD, keys_GND, values_GND, scores, torch.randn(heads[0]) if sinks else None)
+    return places, (query_THD, keys_GND, values_GND, scores, torch.randn(heads[0]) if sinks else None)
 
 
 def in_format(given: Given, dtype: torch.dtype) -> Given:
@@ -67,18 +67,18 @@ def step(request: pytest.FixtureRequest) -> tuple[tuple[int, int], int, list[Row
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_those_of_torch(step, kind):
-    feed, given = inputs(*step, *KINDS[kind])
-    expected = attend_rows(feed, *given)
-    assert (kernel.attend(feed, *given) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    places, given = inputs(*step, *KINDS[kind])
+    expected = attend_rows(places, *given)
+    assert (kernel.attend(places, *given) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bf16_results_are_as_exact_as_those_of_torch(step, kind):
     """Torch rounds at the same places."""
-    feed, given = inputs(*step, *KINDS[kind])
+    places, given = inputs(*step, *KINDS[kind])
     narrow = in_format(given, torch.bfloat16)
-    exact = attend_rows(feed, *in_format(narrow, torch.float64))
-    off = [float((attend(feed, *narrow) - exact).norm()) for attend in (kernel.attend, attend_rows)]
+    exact = attend_rows(places, *in_format(narrow, torch.float64))
+    off = [float((attend(places, *narrow) - exact).norm()) for attend in (kernel.attend, attend_rows)]
     assert off[0] <= 1.05 * off[1]
 
 
@@ -87,41 +87,41 @@ def test_in_bf16_results_are_as_exact_as_those_of_torch(step, kind):
 def test_results_are_a_tokens_own(step, kind, dtype):
     """To the bit they are those of a step of the token alone (of a prompt: of the row alone)."""
     rows = step[2]
-    feed, given = inputs(*step, *KINDS[kind])
+    places, given = inputs(*step, *KINDS[kind])
     numbers = in_format(given, dtype)
     parts = [(first, start + n, 1) for first, start, count in rows for n in range(count)]
-    together, begin = kernel.attend(feed, *numbers), 0
+    together, begin = kernel.attend(places, *numbers), 0
     for row in parts if rows is ROWS else rows:
         own = slice(begin, begin := begin + row[2])
-        assert torch.equal(kernel.attend(Pass.of([row], CPU), *only(numbers, own)), together[own]), row
+        assert torch.equal(kernel.attend(Places.of([row], CPU), *only(numbers, own)), together[own]), row
 
 
 def test_a_wrong_mask_is_noticed():
     """The control: a token that does not see itself."""
-    feed, given = inputs((16, 2), 128, PROMPTS, *KINDS["plain"])
-    expected = kernel.attend(feed, *given)
-    feed.position_T[-1] -= 1
-    assert (kernel.attend(feed, *given) - expected).abs().max() > TOLERANCE * expected.abs().max()
+    places, given = inputs((16, 2), 128, PROMPTS, *KINDS["plain"])
+    expected = kernel.attend(places, *given)
+    places.position_T[-1] -= 1
+    assert (kernel.attend(places, *given) - expected).abs().max() > TOLERANCE * expected.abs().max()
 
 
 def test_a_wrong_value_is_noticed():
     """The control: the tokens of its row alone see it."""
-    feed, given = inputs((16, 2), 64, ROWS, *KINDS["plain"])
-    expected, (first, start, count) = kernel.attend(feed, *given), ROWS[0]
+    places, given = inputs((16, 2), 64, ROWS, *KINDS["plain"])
+    expected, (first, start, count) = kernel.attend(places, *given), ROWS[0]
     given[2][:, first + start - 20] *= 1.5
-    changed_T = (kernel.attend(feed, *given) != expected).flatten(1).any(1)
+    changed_T = (kernel.attend(places, *given) != expected).flatten(1).any(1)
     assert changed_T.nonzero().flatten().tolist() == list(range(count))
 
 
 def test_prompts_behind_a_text_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's kernel has no groups of heads there is one, with equal results; a window's is kept."""
-    feed, given = inputs((16, 2), 64, PROMPTS, *KINDS["plain"])
-    expected = attend_rows(feed, *given)
-    assert not feed.masks
+    places, given = inputs((16, 2), 64, PROMPTS, *KINDS["plain"])
+    expected = attend_rows(places, *given)
+    assert not places.masks
     monkeypatch.setattr(attention, "_kernel_has_groups", lambda _: False)
-    masked = attend_rows(feed, *given)
+    masked = attend_rows(places, *given)
     assert (masked - expected).abs().max() <= TOLERANCE * expected.abs().max()
-    assert len(feed.masks) == 2  # of the rows that start behind a text
-    feed, given = inputs((16, 2), 64, PROMPTS, *KINDS["window"])
-    attend_rows(feed, *given)
-    assert feed.masks
+    assert len(places.masks) == 2  # of the rows that start behind a text
+    places, given = inputs((16, 2), 64, PROMPTS, *KINDS["window"])
+    attend_rows(places, *given)
+    assert places.masks

@@ -16,6 +16,7 @@ import time
 import traceback
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,7 +30,8 @@ from llama_ssp.batch.job import Job
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.process_group import NO_GPU
-from llama_ssp.pair.continuous_batching import ContinuousBatch
+from llama_ssp.pair.requests import Reply
+from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession
 from llama_ssp.report.console import Progress
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -198,7 +200,7 @@ def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyP
 def test_a_second_start_finds_nothing_to_do(
     command: Command, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ContinuousBatch, "write", lambda *_: pytest.fail("something was written"))
+    monkeypatch.setattr(Run, "begin", lambda *_: pytest.fail("something was written"))
     for _ in range(2):
         again = command(*SMALL, "task.output=calm.jsonl")
         assert again.code == 0 and again.document["records_answered_here"] == 0
@@ -609,14 +611,14 @@ def test_a_job_of_errors_alone_does_not_end_with_0(command: Command):
 
 def failing(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
     """The answers to these records are errors."""
-    whole = ContinuousBatch._ended
+    whole = Run.ended
 
-    def ended(self: ContinuousBatch, *args: Any) -> Any:
-        said = whole(self, *args)
-        said.finish_reason = "error" if f"r/{said.index}" in ids else said.finish_reason
-        return said
+    def ended(self: Run) -> Iterator[Reply]:
+        for said in whole(self):
+            said.finish_reason = "error" if f"r/{said.index}" in ids else said.finish_reason
+            yield said
 
-    monkeypatch.setattr(ContinuousBatch, "_ended", ended)
+    monkeypatch.setattr(Run, "ended", ended)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

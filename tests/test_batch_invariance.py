@@ -144,8 +144,9 @@ def test_nothing_of_a_damaged_text_stays_in_its_row(models):
         one.start(2, 14)
         one.prefill(token_BS, [12, 12])
     with torch.inference_mode():
-        for keys, values in runner._cache._layers.values():
-            keys[0], values[0] = torch.nan, torch.inf
+        for keys_GND, values_GND in runner._cache.layers:
+            keys_GND[:, :14] = torch.nan
+            values_GND[:, :14] = torch.inf
     for one in (runner, fresh):
         one.refill(token_BS, {0: 4}, {})
     found, wanted = (one.logits(token_BS, [5, 13], [1, 1]) for one in (runner, fresh))
@@ -208,10 +209,10 @@ def test_a_long_prompt_is_read_in_chunks(models):
     fed: list[int] = []
 
     class Watched(CausalModel):
-        def logits(self, token_BW, feed, cache, last_only):
-            if feed.width > 1:
-                fed.append(feed.width)
-            return super().logits(token_BW, feed, cache, last_only)
+        def logits(self, token_BW, pass_, cache):
+            if pass_.width > 1:
+                fed.append(pass_.width)
+            return super().logits(token_BW, pass_, cache)
 
     watched = Watched(target.module, "target")
     engine = engine_of(watched, sampling=GREEDY, chunk=10)

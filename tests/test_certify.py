@@ -15,6 +15,7 @@ import torch
 from llama_ssp.config import CertifyConf, SamplingConfig
 from llama_ssp.errors import FAILED_CHECK
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.pair.run import RunSettings
 from llama_ssp.report.statistics import uniform_band
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -106,9 +107,8 @@ def sampler(
     return EngineSampler(
         name=name,
         engine=engine,
-        lookahead=partial(FixedDraftLength, k if draft else 0),
-        ends=ends,
-        batch_size=rows,
+        sampling=sampling or SamplingConfig(),
+        settings=RunSettings(rows=rows, lookahead=partial(FixedDraftLength, k if draft else 0), ends=ends),
         watch=watch,
     )
 

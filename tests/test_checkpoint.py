@@ -17,9 +17,9 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.checkpoint import complete, find, inspect, outlined, with_shape
 from llama_ssp.models.families import TESTED_FAMILIES, family_of
-from llama_ssp.models.feed import Feed
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.loader import load
+from llama_ssp.models.passes import Pass
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.planner.weights import ModelPart, RolePart, parameters
@@ -134,8 +134,8 @@ def windows_of(module: Any, monkeypatch: pytest.MonkeyPatch, length: int = 60) -
     """The windows of the masks that the architecture makes; None for one that sees the whole text."""
     if family_of(module.config.model_type).masks_inside:
         return list({block.window for block in shape_of(module.config).blocks})
-    masks, visible = list[torch.Tensor](), Feed.visible
-    monkeypatch.setattr(Feed, "visible", lambda *own: masks.append(visible(*own)) or masks[-1])
+    masks, visible = list[torch.Tensor](), Pass.visible
+    monkeypatch.setattr(Pass, "visible", lambda *own: masks.append(visible(*own)) or masks[-1])
     runner = ModelRunner(CausalModel(module, "m"))
     runner.start(1, length)
     runner.logits(torch.full((1, length), 3), [length], [length])

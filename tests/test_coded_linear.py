@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models import loader
-from llama_ssp.models.attention import Pass, Scores
+from llama_ssp.models.attention import Places, Scores
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, joined, packed, unpacked, values
 from llama_ssp.models.kernels import coded, linear
@@ -267,12 +267,12 @@ def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
 
 
 def attend_unevenly(
-    feed: Pass, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, *sink: Any
+    places: Places, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, *sink: Any
 ) -> Tensor:
     """Attends by our kernel, in a pass of several tokens with scores that are off by half a unit of bf16."""
     if len(query) > 1:
         scores = replace(scores, scale=scores.scale * (1 + 2**-8))
-    return attend(feed, query, keys, values, scores, *sink)
+    return attend(places, query, keys, values, scores, *sink)
 
 
 def apart(model: Any) -> float:

@@ -1,11 +1,13 @@
-"""What a continuous batch keeps of ended texts, and when it completes messages for further requests."""
+"""What a run keeps of ended texts, and when it completes messages for further requests."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.pair.continuous_batching import ContinuousBatch, Supply, TokenRequest
+from llama_ssp.pair.requests import TokenRequest
+from llama_ssp.pair.run import NONE, Run, RunSettings, Supply
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.state import Prompt
@@ -28,11 +30,9 @@ def requests_of(*lengths: int) -> list[TokenRequest]:
     ]
 
 
-def writer_of(engine: Engine) -> ContinuousBatch:
-    def lookahead(rows: int) -> FixedDraftLength:
-        return FixedDraftLength(2, rows)
-
-    return ContinuousBatch(engine=engine, decode=str, lookahead=lookahead, ends=frozenset())
+def run_of(engine: Engine, requests: list[TokenRequest], rows: int, supply: Supply = NONE) -> Run:
+    settings = RunSettings(rows=rows, lookahead=partial(FixedDraftLength, 2), decode=str)
+    return Run(engine, requests, settings, supply=supply)
 
 
 def test_seeds_of_texts_that_have_ended_are_forgotten() -> None:
@@ -40,9 +40,9 @@ def test_seeds_of_texts_that_have_ended_are_forgotten() -> None:
     alone = [
         reply.token_ids
         for request in requests_of(3, 9, 4)
-        for reply in writer_of(engine_of(toy(5, 0), toy(5, 1))).write([request], 1)
+        for reply in run_of(engine_of(toy(5, 0), toy(5, 1)), [request], 1).ended()
     ]
-    replies = {reply.index: reply.token_ids for reply in writer_of(engine).write(requests_of(3, 9, 4), 2)}
+    replies = {reply.index: reply.token_ids for reply in run_of(engine, requests_of(3, 9, 4), 2).ended()}
     assert [replies[index] for index in range(3)] == alone
     assert engine.draws.own == {}
 
@@ -62,7 +62,6 @@ def test_decisions_wait_for_the_next_round_when_no_request_can_come(monkeypatch:
         return []
 
     monkeypatch.setattr(Engine, "flush", noted)
-    writer = writer_of(engine)
-    replies = list(writer.write(requests_of(1, 30), 2, Supply(more=more)))
+    replies = list(run_of(engine, requests_of(1, 30), 2, Supply(more=more)).ended())
     assert [reply.index for reply in replies] == [0, 1]
     assert said == ["flush", "flush", "more", "flush"]  # the first before the prompts, the last at the end

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.models.attention import Pass
+from llama_ssp.models.attention import Places
 from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
+from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.shape import reason_against, shape_of
-from llama_ssp.models.slot_cache import SlotCache
 from tests import families
 from tests.families import VOCAB, build, changed_module, decoder_of, module_of, require_same, walked
 
@@ -90,7 +90,7 @@ def test_neighbours_do_not_change_a_row_by_a_bit():
             parts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in count]
             parts[0] = text[start[0] : start[0] + count[0]]
             rows = [(i * families.CAPACITY, start[row], count[row]) for i, row in enumerate(order)]
-            logit_TV, _ = decoder(torch.cat([parts[row] for row in order]), Pass.of(rows, CPU), caches)
+            logit_TV, _ = decoder(torch.cat([parts[row] for row in order]), Places.of(rows, CPU), caches)
         return logit_TV.split([count[row] for row in order])[place]
 
     expected = logits(0, 0, text)
@@ -116,7 +116,8 @@ def test_what_the_decoder_does_not_run(name: str, changes: dict[str, Any], reaso
 
 def test_long_caches_begin_at_large_pages():
     """Each tensor in memory of its own: torch.compile need not ask which of those it writes overlap."""
-    cache = SlotCache.of(1, 4096, [(2, 128), (1, 8)], torch.bfloat16, CPU, Tally())
+    shapes = [(2, 128), (1, 8)]
+    cache = KVCache.of(rows=1, capacity=4096, shapes=shapes, dtype=torch.bfloat16, device=CPU, tally=Tally())
     tensors = [tensor for layer in cache.layers for tensor in layer]
     assert [tensor.data_ptr() % PAGE for tensor in tensors[:2]] == [0, 0]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 4

@@ -12,9 +12,9 @@ from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import device_of
-from llama_ssp.models.feed import Feed
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import load
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.quantization import coded_of
 from llama_ssp.planner.storage import Storage
 from llama_ssp.planner.weights import ModelPart, held
@@ -54,8 +54,8 @@ SOME_1S = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_se
 def logits_of(model: Model, text_1S: torch.Tensor = SOME_1S) -> torch.Tensor:
     """Returns the logits of every token of one text, (S, V)."""
     length = text_1S.shape[1]
-    feed = Feed((0,), (length,), length, CPU)
-    return model.logits(text_1S, feed, model.new_cache(1, length), last_only=False)[0].double()
+    pass_ = Pass(spans=all_rows([0], [length]), device=CPU)
+    return model.logits(text_1S, pass_, model.new_cache(1, length))[0].double()
 
 
 PROMPTS = [Prompt("a", (5, 6, 7, 8)), Prompt("b", (9,)), Prompt("c", tuple(range(20, 40)))]

@@ -5,10 +5,10 @@ import logging
 import random
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from llama_ssp.config import ModelConf
 from llama_ssp.config.compose import composed
-from llama_ssp.models.feed import Feed
 from llama_ssp.models.interface import Model
+from llama_ssp.models.passes import Pass
 from llama_ssp.pair import assembly as pair
-from llama_ssp.pair.continuous_batching import ContinuousBatch
+from llama_ssp.pair.requests import Reply
+from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report import console as report
@@ -46,10 +47,6 @@ class Sheet:
     """The stub's cache: the tokens themselves."""
 
     token_BS: Tensor
-    capacity: int
-
-    def row(self, row: int) -> Self:
-        return replace(self, token_BS=self.token_BS[row : row + 1])
 
     def clear(self, row: int) -> None:
         self.token_BS[row] = 0
@@ -65,15 +62,15 @@ class Calculator(Model):
         self.name, self._knows = model.name, knows
 
     def new_cache(self, rows: int, capacity: int) -> Sheet:
-        return Sheet(torch.zeros(rows, capacity + 1, dtype=torch.int64), capacity)
+        return Sheet(torch.zeros(rows, capacity, dtype=torch.int64))
 
-    def logits(self, token_BW: Tensor, feed: Feed, cache: Sheet, last_only: bool) -> Tensor:
-        cache.token_BS.scatter_(1, feed.slots(), token_BW)
+    def logits(self, token_BW: Tensor, pass_: Pass, cache: Sheet) -> Tensor:
         logit_BWV = torch.full((*token_BW.shape, self.vocab), -50.0)
-        for row, (start, count) in enumerate(zip(feed.start, feed.count, strict=True)):
+        for line, (row, start, count) in enumerate(pass_.spans):
+            cache.token_BS[row, start : start + count] = token_BW[line, :count]
             text = bytes(cache.token_BS[row, : start + count].tolist()).decode("latin-1")
             for column in range(count):
-                logit_BWV[row, column, ord(self._next(text[: start + column + 1]))] = 50.0
+                logit_BWV[line, column, ord(self._next(text[: start + column + 1]))] = 50.0
         return logit_BWV
 
     def _next(self, text: str) -> str:
@@ -250,15 +247,16 @@ def test_what_was_finished_is_reported(
     command: Command, calculators: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All 24 of regular sampling; of the speculative mode the first size, and half the rest."""
-    ended, left = ContinuousBatch._ended, [24 + 8 + 8]
+    ended, left = Run.ended, [24 + 8 + 8]
 
-    def stopped(self: ContinuousBatch, *given: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return ended(self, *given)
+    def stopped(self: Run) -> Iterator[Reply]:
+        for reply in ended(self):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            yield reply
 
-    monkeypatch.setattr(ContinuousBatch, "_ended", stopped)
+    monkeypatch.setattr(Run, "ended", stopped)
     run = (*EVAL, "task.seeds=[0,1]", "task.sizes=[4,12]", "task.batch_size=8")
     answer = command(*run)
     assert answer.code == 130 and "stopped by a signal" in answer.errors[0]
@@ -278,8 +276,8 @@ def test_what_was_finished_is_reported(
 
 def test_damaged_logits_end_the_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Calculator):
-        def logits(self, token_BW: Tensor, feed: Feed, cache: Sheet, last_only: bool) -> Tensor:
-            return super().logits(token_BW, feed, cache, last_only) * torch.nan
+        def logits(self, token_BW: Tensor, pass_: Pass, cache: Sheet) -> Tensor:
+            return super().logits(token_BW, pass_, cache) * torch.nan
 
     monkeypatch.setattr(pair, "load", lambda m, *_: Broken(m, lambda a, b: True))
     answer = command(*EVAL, "task.quick=true")

@@ -17,6 +17,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import GGUF_FAMILIES, READ_TOGETHER_BEYOND, TESTED_FAMILIES
+from llama_ssp.models.shape import shape_of
 from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import Role
@@ -192,6 +193,6 @@ def test_a_row_names_the_layers_of_its_module() -> None:
         assert {leaf for leaf, _ in linears} == named, name
         assert {leaf for leaf, part in linears if part.bias is not None} == set(row.biased), name
         norms = [part for part in blocks[0].modules() if "norm" in type(part).__name__.lower()]
-        fewer = row.multi_query and not module.config.new_decoder_architecture
-        assert len(norms) == row.norms - fewer + 2 * row.qk_norm, name
+        planned = sum(map(bool, shape_of(module.config).norms))
+        assert len(norms) == planned + len(row.names.qk_norm), name
         assert all(hasattr(norm, "bias") == row.layer_norm for norm in norms), name

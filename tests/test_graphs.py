@@ -21,7 +21,7 @@ from llama_ssp.config import SamplingConfig, SpeculationConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import DistributedError
 from llama_ssp.models import cuda_graphs, steps
-from llama_ssp.models.attention import Pass, Scores, attend_rows
+from llama_ssp.models.attention import Places, Scores, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.graph_sizes import MOST, padded
 from llama_ssp.models.interface import log_slow
@@ -44,13 +44,13 @@ Call = Callable[[], Tensor]
 
 
 def one_by_one(
-    feed: Pass, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
+    places: Places, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
 ) -> Tensor:
     """Attention as on a GPU: of each token by its position and first slot alone."""
     found = []
-    for token, place in enumerate(zip(feed.first_T.tolist(), feed.position_T.tolist(), strict=True)):
-        alone = Pass(
-            position_T=feed.position_T, first_T=feed.first_T, attend=attend_rows, rows=((*place, 1),)
+    for token, place in enumerate(zip(places.first_T.tolist(), places.position_T.tolist(), strict=True)):
+        alone = Places(
+            position_T=places.position_T, first_T=places.first_T, attend=attend_rows, rows=((*place, 1),)
         )
         found.append(attend_rows(alone, query[token : token + 1], keys, values, scores, sinks))
     return torch.cat(found)

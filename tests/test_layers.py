@@ -105,7 +105,7 @@ def test_no_two_classes_have_one_name():
                 assert first == module.name, f"{node.name} is a class of {first} and of {module.name}"
 
 
-SPOKEN_TO = {"models.interface", "models.feed", "models.graph_sizes"}
+SPOKEN_TO = {"models.interface", "models.passes", "models.graph_sizes"}
 
 
 def test_the_algorithm_knows_models_by_their_interface():
@@ -125,7 +125,7 @@ def test_the_loop_imports_no_decoder_and_no_kernel():
 import sys
 import llama_ssp.speculative.generate
 models = [name for name in sys.modules if name.startswith("llama_ssp.models.")]
-allowed = {"llama_ssp.models.interface", "llama_ssp.models.feed", "llama_ssp.models.graph_sizes"}
+allowed = {"llama_ssp.models.interface", "llama_ssp.models.passes", "llama_ssp.models.graph_sizes"}
 assert set(models) <= allowed, models
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

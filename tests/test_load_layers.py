@@ -11,11 +11,11 @@ import torch
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, StorageError, UsageError
 from llama_ssp.models import device_map as layers
-from llama_ssp.models.causal_lm import CausalModel, RaggedCache
+from llama_ssp.models.causal_lm import CausalModel, ModuleCache
 from llama_ssp.models.device_map import load_layers, spread_of, spread_with_room
-from llama_ssp.models.feed import Feed
-from llama_ssp.models.interface import Tally
+from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.loader import load_module, shaped
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_tensor import walked
 from tests.families import FAMILIES, build
@@ -143,9 +143,8 @@ def test_quantised_layers_on_two_gpus_are_possible():
 
 def test_keys_sit_on_the_layers_device():
     """Here the second layer is on torch's meta device, which takes the place of another GPU."""
-    feed = Feed((0,), (3,), 8, CPU)
-    cache = RaggedCache(1, 8, Tally())
-    cache.expect(feed)
+    pass_ = Pass(spans=all_rows([0], [3]), device=CPU)
+    cache = ModuleCache(KVCache(rows=1, capacity=8, device=CPU, is_masked=True), pass_)
     for layer, device in enumerate(("cpu", "meta", "cpu", "meta")):
         new = torch.ones(1, 2, 3, 4, device=device)
         keys, values = cache.update(new, new, layer)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.pair.requests import Reply, requests_of
+from llama_ssp.pair.run import RepliesByRow
 from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter, Sampler
@@ -21,7 +23,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.text.detokenizer import Writing
+from llama_ssp.text.detokenizer import Decode, TextSoFar
 from tests.proofs.mutants import every
 from tests.proofs.toy import Toy, toy
 from tests.rig import engine_of, speculate, steps_of
@@ -68,26 +70,43 @@ def test_what_a_round_commits(name: str):
     assert [row.origin(i) for i in range(len(tokens))] == origins
 
 
-def writing(stops: list[str], letters: str = "`abcdefghij") -> Writing:
-    return Writing(lambda ids: "".join(letters[i] for i in ids), [(1, 2)], stops)
+def texts_by_row(decode: Decode, prompts: list[Prompt], stops: list[str]) -> RepliesByRow:
+    """What ends rows by their texts."""
+    replies = RepliesByRow()
+    for request in requests_of(prompts, SamplingConfig(), 20, tuple(stops)):
+        text = TextSoFar(decode, request.prompt.token_ids, request.stop)
+        replies[request.index] = Reply(request=request, written=text)
+    return replies
+
+
+def writing(stops: list[str], letters: str = "`abcdefghij") -> RepliesByRow:
+    return texts_by_row(lambda ids: "".join(letters[i] for i in ids), [Prompt("0", (1, 2))], stops)
+
+
+def test_a_possible_beginning_of_a_stop_string_is_its_rows_own() -> None:
+    prompts = [Prompt("0", ()), Prompt("1", (0,))]
+    texts = texts_by_row(lambda ids: "".join("ab"[i] for i in ids), prompts, ["ab"])
+    assert texts.kept(0, [0], last=False) is None
+    assert texts.kept(1, [1], last=False) is None
+    assert [texts[0].text, texts[1].text] == ["a", "b"]
 
 
 def test_a_stop_string_across_blocks_cuts_the_second():
     first, second = result_of([3], 1, 4), result_of([5, 6, 7], 3, 8)
     text = writing(["cde"])
     _, [row] = committed(first, limits=Limits(20, frozenset(), text))
-    assert row.finish is None and text.printable(0, ended=False) == ""  # it may have begun
+    assert row.finish is None and text[0].printable(has_ended=False) == ""  # it may have begun
     text = writing(["cde"])
     state, [_, row] = committed(first, second, limits=Limits(20, frozenset(), text))
     assert (row.finish, row.tokens, row.drafted, row.discarded) == ("stop", [5], [5], 2)
-    assert text.text(0) == "" and state.generated(0) == [3, 4, 5]
+    assert text[0].text == "" and state.generated(0) == [3, 4, 5]
 
 
 def test_a_stop_string_is_not_sought_in_the_end_token():
     """A token that ends texts is none of the text, whatever a tokenizer writes for it."""
     text = writing(["ei", "i"])
     state, [row] = committed(result_of([3, 5, 9, 7], 4, 6), limits=Limits(20, frozenset({9}), text))
-    assert (row.finish, row.tokens, text.text(0)) == ("eos", [3, 5, 9], "ce")
+    assert (row.finish, row.tokens, text[0].text) == ("eos", [3, 5, 9], "ce")
     assert state.generated(0) == [3, 5, 9]
 
 
@@ -98,7 +117,7 @@ def test_a_stop_string_may_be_complete_only_as_the_row_ends(most: int, finishes:
     blocks = result_of([2], 1, 3), result_of([], 0, 9)
     state, rows = committed(*blocks, limits=Limits(most, frozenset({9}), text))
     assert [row.finish for row in rows] == finishes
-    assert (text.text(0), state.generated(0)) == ("", [2, 3])
+    assert (text[0].text, state.generated(0)) == ("", [2, 3])
 
 
 def broken(model: Toy) -> Toy:
@@ -255,7 +274,7 @@ def played(prompts: list[list[int]], k: int, new: int, ends: str, rule: str, see
     engine = Submissions(ModelRunner(target, 3), drafter, sampler, RULES[rule])
     rows = [Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)]
     state = engine.prefill(rows, new)
-    writing = Writing(lambda ids: "".join("abcde"[i] for i in ids), [p.token_ids for p in rows], stops)
+    writing = texts_by_row(lambda ids: "".join("abcde"[i] for i in ids), rows, stops)
     steps = list(generate(engine, state, Limits(new, end_ids, writing), FixedDraftLength(k, len(rows))))
     return Played(engine=engine, state=state, steps=steps, end_ids=end_ids, stops=stops)
 

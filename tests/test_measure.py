@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import host_memory
-from llama_ssp.pair.batches import TimedRun
+from llama_ssp.pair.requests import requests_of
+from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.planner.run_plan import DEVICE
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.engine import Engine
@@ -219,26 +222,32 @@ def engine() -> Engine:
 PROMPTS = [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]
 
 
+def run_of(engine: Engine) -> Run:
+    requests = requests_of(PROMPTS, SamplingConfig(), 20)
+    return Run(engine, requests, RunSettings(rows=2, lookahead=partial(FixedDraftLength, 3)))
+
+
 @pytest.fixture(scope="module")
-def timed() -> tuple[TimedRun, Stopwatch]:
+def timed() -> tuple[Run, Stopwatch]:
     """A run whose parts were timed."""
     watch, measured = Stopwatch(), engine()
     measured.observer = watch
-    run = TimedRun(measured, PROMPTS, 20)
+    run = run_of(measured)
+    run.begin()
     with watch.running(lambda: None):
-        list(run.rounds(Limits(20), FixedDraftLength(3, 2)))
+        list(run.rounds())
     return run, watch
 
 
-def test_a_timed_engine_gives_the_same_texts(timed: tuple[TimedRun, Stopwatch]) -> None:
+def test_a_timed_engine_gives_the_same_texts(timed: tuple[Run, Stopwatch]) -> None:
     run, _ = timed
     plain = engine()
     state = plain.prefill(PROMPTS, 20)
     list(generate(plain, state, Limits(20), FixedDraftLength(3, 2)))
-    assert [run.state.generated(row) for row in range(2)] == [state.generated(row) for row in range(2)]
+    assert [run.replies[row].token_ids for row in range(2)] == [state.generated(row) for row in range(2)]
 
 
-def test_the_parts_of_a_timed_run_add_up(timed: tuple[TimedRun, Stopwatch]) -> None:
+def test_the_parts_of_a_timed_run_add_up(timed: tuple[Run, Stopwatch]) -> None:
     run, watch = timed
     assert set(watch.spent) == {DRAFT, VERIFY, DECIDE, HOST}
     assert all(spent > 0 for spent in watch.spent.values())
@@ -257,27 +266,27 @@ def test_ranks_on_a_stopwatch_say_the_same() -> None:
 
 
 @pytest.fixture
-def slow_run(monkeypatch: pytest.MonkeyPatch) -> tuple[TimedRun, list[float]]:
+def slow_run(monkeypatch: pytest.MonkeyPatch) -> tuple[Run, list[float]]:
     """A run whose prefills take 5 s, verifications 2 s, and whose caller a minute a round; its rounds."""
     clock, slow = Clock(monkeypatch), engine()
     prefill, verify = slow.prefill, slow.verify
     monkeypatch.setattr(slow, "prefill", lambda *given: (clock.work(5), prefill(*given))[1])
     monkeypatch.setattr(slow, "verify", lambda *given: (clock.work(2), verify(*given))[1])
-    run, spent = TimedRun(slow, PROMPTS, 20), []
-    for _, seconds in run.rounds(Limits(20), FixedDraftLength(3, 2)):
-        spent.append(seconds)
+    run, spent = run_of(slow), []
+    for step in run.rounds():
+        spent.append(step.seconds)
         clock.work(60)
     return run, spent
 
 
-def test_a_run_counts_prefill_apart(slow_run: tuple[TimedRun, list[float]]) -> None:
-    figures = slow_run[0].figures()
-    assert (figures["prefill_ms"], figures["time_to_first_token_ms"]) == (5000, 7000)
+def test_a_run_counts_prefill_apart(slow_run: tuple[Run, list[float]]) -> None:
+    run, _ = slow_run
+    assert (run.counts.prefill_s, run.first_token_s) == (5, 7)
 
 
-def test_a_run_does_not_count_its_caller(slow_run: tuple[TimedRun, list[float]]) -> None:
+def test_a_run_does_not_count_its_caller(slow_run: tuple[Run, list[float]]) -> None:
     run, spent = slow_run
     assert spent == [2.0] * len(spent)
-    figures = run.figures()
-    assert figures["decode_ms"] == 2000 * len(spent) and run.seconds == 5 + 2 * len(spent)
+    figures = run.counts.figures()
+    assert (figures["prefill_ms"], figures["decode_ms"]) == (5000, 2000 * len(spent))
     assert figures["tokens_committed"] == 40 and figures["ms_per_token"] == figures["decode_ms"] / 40

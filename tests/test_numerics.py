@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.models.causal_lm import CausalModel, RaggedCache
-from llama_ssp.models.feed import Feed
-from llama_ssp.models.interface import Tally
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.kv_cache import KVCache
+from llama_ssp.models.passes import Pass
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.greedy import Finding, GreedyReport, check_greedy
 from tests.families import FAMILIES, VOCAB, build
@@ -90,13 +90,13 @@ class Scripted:
     def __init__(self, moved: float = 0.5) -> None:
         self.moved = moved
 
-    def new_cache(self, rows: int, capacity: int) -> RaggedCache:
-        return RaggedCache(rows, capacity, Tally())
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return KVCache(rows=rows, capacity=capacity, device=self.device)
 
-    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+    def logits(self, token_BW: Tensor, pass_: Pass, cache: KVCache) -> Tensor:
         follows = torch.tensor([1, 2, 3, 1, 3, 0])
         logits = 8 * torch.nn.functional.one_hot(follows[token_BW], self.vocab).float()
-        logits[..., 4] += (token_BW == 1) * (7.75 + self.moved * (feed.width > 1))
+        logits[..., 4] += (token_BW == 1) * (7.75 + self.moved * (pass_.width > 1))
         return logits
 
 

@@ -17,6 +17,7 @@ from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
 from llama_ssp.models.graph_sizes import BUCKET
 from llama_ssp.models.kernels.kernel_sizes import DECODED
+from llama_ssp.models.layout import HEAD, LAYERS
 from llama_ssp.models.model_config import empty
 from llama_ssp.models.sizes import LAYER
 from llama_ssp.planner import fit
@@ -26,7 +27,7 @@ from llama_ssp.planner.layers import layers_lines, stages
 from llama_ssp.planner.memory import peaks, rank_work, segments, tensor_lines
 from llama_ssp.planner.run_plan import HOST_BYTES, Prediction, require_host
 from llama_ssp.planner.search import PlanRequest, option
-from llama_ssp.planner.storage import HEAD, LAYERS, WEIGHTS
+from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
 from tests.conftest import Command
@@ -402,7 +403,7 @@ def test_caches_of_graphs_are_of_whole_buckets(rows: int, prompt: int) -> None:
         slots = rows * (prompt + 128)
         if compiled:
             slots = -(-(slots + 1) // BUCKET) * BUCKET
-        assert own is not None and own.keys_bytes(rows) == slots * 4096 * 2, compiled
+        assert own is not None and own.caches_bytes(rows) == 32 * 2 * slots * 4096 * 2, compiled
 
 
 @pytest.mark.parametrize(("rows", "mib"), [(1, 4), (8, 31), (64, 250)])

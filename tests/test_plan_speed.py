@@ -10,6 +10,7 @@ import pytest
 
 from llama_ssp.config import Dtype, ModelConf, Overlap, Splitting, Steps, TimesConf
 from llama_ssp.models.formats.kept import PLAIN, Kept
+from llama_ssp.models.layout import LAYERS
 from llama_ssp.planner import speed
 from llama_ssp.planner.efficiency import PACKED_READ, efficiency_of, of_plain
 from llama_ssp.planner.engine import FEW_TOKENS, compiled_before, launching_s, why_eager
@@ -17,7 +18,7 @@ from llama_ssp.planner.groups import PROMPTS, JobSize, plan_job
 from llama_ssp.planner.plan import make_plan, target_prefill_s
 from llama_ssp.planner.search import NOTABLE, PlanRequest, option
 from llama_ssp.planner.storage import CPU as CPU_KERNELS
-from llama_ssp.planner.storage import LAYERS, Storage, Weight, sizes_of
+from llama_ssp.planner.storage import Storage, Weight, bytes_of
 from llama_ssp.planner.weights import ModelPart, parameters
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.draft_length import Costs, tokens_per_round
@@ -298,7 +299,7 @@ def product_s(times: speed.Times, tokens: int, codes: Kept) -> float:
     dtype = Dtype.packed if codes.bits else Dtype.bf16
     weight = Weight(LAYERS, OUTPUTS, INPUTS, linear=True, codes=codes)
     store = Storage(kernel=CPU_KERNELS, compiled=True)
-    how, size = efficiency_of(weight, dtype, store), sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
+    how, size = efficiency_of(weight, dtype, store), sum(bytes_ for _, bytes_ in bytes_of(weight, dtype))
     own = (speed.CodedCost(size, weight.count, how),) if how else ()
     cost = speed.PassCost(1, 0, size, 0, 2.0 * weight.count, 0, 0, 0, 0, 0, 0, own, *of_plain(store))
     return speed.forward_s(cost, times, 1, tokens, 0)

@@ -19,7 +19,7 @@ from llama_ssp.batch.job import job_of, require_good
 from llama_ssp.batch.records import COMPLETIONS, Reader, Refused, Request, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
-from llama_ssp.pair.continuous_batching import Reply, TokenRequest
+from llama_ssp.pair.requests import Reply, TokenRequest
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.text.detokenizer import TextSoFar
 from llama_ssp.text.logprobs import ScoredToken

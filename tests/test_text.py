@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from llama_ssp.errors import visible
-from llama_ssp.text.detokenizer import INCOMPLETE, Detokenizer, Stop, Writing
+from llama_ssp.text.detokenizer import INCOMPLETE, Detokenizer, Stop, TextSoFar
 from tests import checkpoints
 
 exhaustive = settings(derandomize=True, deadline=None, database=None)
@@ -55,16 +55,16 @@ def ids_of(text: str) -> list[int]:
 
 def write(tokens: list[int], stops: Sequence[Stop], blocks: list[int]) -> tuple[str, str, int]:
     """Writes tokens in blocks as the loop does: the text, what was printed, tokens that were kept."""
-    writing = Writing(letters, [()], stops)
+    writing = TextSoFar(letters, (), stops)
     printed, kept = "", 0
     for size in [*blocks, len(tokens)]:
         block, tokens = tokens[:size], tokens[size:]
-        cut = writing.kept(0, block)
+        cut = writing.kept(block)
         kept += len(block) if cut is None else cut
-        printed += writing.printable(0, cut is not None)
+        printed += writing.printable(cut is not None)
         if cut is not None:
             break
-    return writing.text(0), printed + writing.printable(0, True), kept
+    return writing.text, printed + writing.printable(True), kept
 
 
 words = st.text("aé日🙂 \n\u0301z~\ufffd", max_size=12)
@@ -128,8 +128,8 @@ def test_what_is_whole_before_half_a_character_is_written_at_once() -> None:
     for tokens, texts in (([0, 1, 2, 3, 0], ["x", " so ", "", "\u201c", "x"]), ([1, 0], [" so ", "\ufffdx"])):
         detokenizer = Detokenizer(of_bytes, [0, 1, 2, 3])
         assert [detokenizer.push(token) for token in tokens] == texts
-    writing = Writing(of_bytes, [()], ["so"])
-    assert writing.kept(0, [0, 1, 2, 3]) == 2 and writing.text(0) == "x "
+    writing = TextSoFar(of_bytes, (), ["so"])
+    assert writing.kept([0, 1, 2, 3]) == 2 and writing.text == "x "
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ def test_a_replacement_character_may_be_text(
     text: str, stops: list[str], written: str, kept: int | None, at_once: bool
 ) -> None:
     """A stop string ends in it once the next token, or the end, shows that it is no half character."""
-    tokens, writing, printed, found = encode(text), Writing(decode, [()], stops), "", None
+    tokens, writing, printed, found = encode(text), TextSoFar(decode, (), stops), "", None
     step = len(tokens) if at_once else 1
     for start in range(0, len(tokens), step):
         if found is None:
-            count = writing.kept(0, tokens[start : start + step], start + step >= len(tokens))
+            count = writing.kept(tokens[start : start + step], start + step >= len(tokens))
             found = None if count is None else start + count
-            printed += writing.printable(0, found is not None)
-    assert (writing.text(0), printed + writing.printable(0, True), found) == (written, written, kept)
+            printed += writing.printable(found is not None)
+    assert (writing.text, printed + writing.printable(True), found) == (written, written, kept)
 
 
 def test_special_tokens_are_left_out() -> None:
@@ -180,19 +180,12 @@ def test_a_stop_may_be_a_token_without_text() -> None:
 
 
 def test_a_possible_beginning_is_held_back_then_released() -> None:
-    writing, printed = Writing(letters, [()], ["abc"]), []
+    writing, printed = TextSoFar(letters, (), ["abc"]), []
     for letter in "xabyab":
-        writing.kept(0, ids_of(letter))
-        printed.append(writing.printable(0, False))
+        writing.kept(ids_of(letter))
+        printed.append(writing.printable(False))
     assert printed == ["x", "", "", "aby", "", ""]
-    assert [writing.printable(0, True) for _ in range(2)] == ["ab", ""]
-
-
-def test_a_possible_beginning_is_its_rows_own() -> None:
-    writing = Writing(letters, [(), (0,)], ["ab"])
-    assert writing.kept(0, ids_of("a")) is None
-    assert writing.kept(1, ids_of("b")) is None
-    assert [writing.text(0), writing.text(1)] == ["a", "b"]
+    assert [writing.printable(True) for _ in range(2)] == ["ab", ""]
 
 
 @exhaustive

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_ssp import SamplingConfig, load_pair
 from llama_ssp.errors import DataError
+from llama_ssp.models.passes import Pass, all_rows
 from tests.heads import loaded
 
 
@@ -156,8 +157,10 @@ def test_a_head_in_training_is_the_head_that_drafts(target: Path, tmp_path: Path
     for step, logits in enumerate(made(states[None], table[text[1:]][None], recipe.depth)):
         read = 8 - step  # positions with the target's states
         cache, z = drafts.new_cache(1, 16), drafts.fused(states[:read])
-        z = drafts.states(text[1 : read + 1], z, [(0, 0, read)], cache)
+        pass_ = Pass(spans=all_rows([0], [read]), device=drafts.device)
+        z = drafts.states(text[1 : read + 1], z, pass_, cache)
         for own in range(step):
-            z = drafts.states(text[[read + own + 1]], z[-1:], [(0, read + own, 1)], cache)
+            pass_ = Pass(spans=all_rows([read + own], [1]), device=drafts.device)
+            z = drafts.states(text[[read + own + 1]], z[-1:], pass_, cache)
         found: Tensor = drafts.head.logits(z[-1:])
         torch.testing.assert_close(found, logits[:, read - 1], rtol=1e-4, atol=1e-4)

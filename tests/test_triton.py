@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from llama_ssp.config import Dtype  # noqa: E402
 from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models import experts  # noqa: E402
-from llama_ssp.models.attention import Pass, Scores, attend_rows  # noqa: E402
+from llama_ssp.models.attention import Places, Scores, attend_rows  # noqa: E402
 from llama_ssp.models.formats.coded import TABLES  # noqa: E402
 from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
 from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
@@ -155,7 +155,7 @@ CASES: list[tuple[tuple[int, int], int, Scores, bool, list[tuple[int, int, int]]
 ]
 
 
-def inputs(case: int) -> tuple[Pass, tuple[Any, ...]]:
+def inputs(case: int) -> tuple[Places, tuple[Any, ...]]:
     """Random arguments of `attend`; what has not been written, or is stale, is NaN."""
     heads, size, scores, sinks, rows = CASES[case]
     return test_attention.inputs(heads, size, rows, scores, sinks)
@@ -188,17 +188,19 @@ def require_attention() -> None:
     torch.library.impl(attention.OPERATOR, "cpu")(attention_triton.attend)
     small()
     for case in range(len(CASES)):
-        feed, given = inputs(case)
-        torch.testing.assert_close(by_kernel(feed, *given), attend_rows(feed, *given), rtol=1e-5, atol=1e-5)
-    feed, (*tensors, scores, sinks) = inputs(3)
-    expected = attend_rows(feed, *tensors, scores, sinks)
+        places, given = inputs(case)
+        torch.testing.assert_close(
+            by_kernel(places, *given), attend_rows(places, *given), rtol=1e-5, atol=1e-5
+        )
+    places, (*tensors, scores, sinks) = inputs(3)
+    expected = attend_rows(places, *tensors, scores, sinks)
     for other, own in (
         (Scores(scores.scale, 41, scores.softcap), sinks), (Scores(scores.scale, 40), sinks), (scores, None),
     ):  # fmt: skip
-        assert not torch.allclose(by_kernel(feed, *tensors, other, own), expected, rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(by_kernel(places, *tensors, other, own), expected, rtol=1e-3, atol=1e-3)
     tensors[2][:, 100 + 60] = torch.nan  # seen by the third row alone
-    damaged_T = by_kernel(feed, *tensors, scores, sinks).isnan().any(-1).all(-1)
-    assert torch.equal(damaged_T, feed.first_T == 100)
+    damaged_T = by_kernel(places, *tensors, scores, sinks).isnan().any(-1).all(-1)
+    assert torch.equal(damaged_T, places.first_T == 100)
 
 
 def require_one_reading() -> None:
@@ -206,7 +208,7 @@ def require_one_reading() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     small()
-    feed, (*tensors, _, sinks) = inputs(2)
+    places, (*tensors, _, sinks) = inputs(2)
     keys_GND = tensors[1]
     begin, end, loads = keys_GND.data_ptr(), keys_GND.data_ptr() + keys_GND.nbytes, []
     plain = InterpreterBuilder.create_masked_load
@@ -217,11 +219,11 @@ def require_one_reading() -> None:
         return plain(self, pointers, mask, *rest)
 
     with patch.object(InterpreterBuilder, "create_masked_load", counted):
-        by_kernel(feed, *tensors, Scores(0.1), sinks)
+        by_kernel(places, *tensors, Scores(0.1), sinks)
         texts = [start + count for _, start, count in RAGGED]
         assert sum(loads) == sum(texts) * keys_GND.shape[2]
         loads.clear()
-        by_kernel(feed, *tensors, Scores(0.1, 1), sinks)
+        by_kernel(places, *tensors, Scores(0.1, 1), sinks)
     tile = attention_triton.constants(1, 1, keys_GND.shape[2], 4)["TILE"]
     assert sum(loads) <= len(RAGGED) * (tile + 5) * keys_GND.shape[2]
 
@@ -343,6 +345,6 @@ def test_the_operator_of_gpus():
     with FakeTensorMode():
         query_THD, cache_GND = torch.empty(5, 8, 64, device="cuda"), torch.empty(2, 100, 64, device="cuda")
         place_T = torch.empty(5, dtype=torch.int64, device="cuda")
-        feed = Pass(position_T=place_T, first_T=place_T, attend=attention.attend)
-        result = attention.attend(feed, query_THD, cache_GND, cache_GND, Scores(1.0), None)
+        places = Places(position_T=place_T, first_T=place_T, attend=attention.attend)
+        result = attention.attend(places, query_THD, cache_GND, cache_GND, Scores(1.0), None)
     assert result.shape == query_THD.shape and result.device.type == "cuda"

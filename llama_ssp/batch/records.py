@@ -27,7 +27,7 @@ from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_
 from llama_ssp.text.tokenizer import Message
 
 if TYPE_CHECKING:
-    from llama_ssp.pair.continuous_batching import Reply
+    from llama_ssp.pair.requests import Reply
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

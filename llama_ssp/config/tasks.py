@@ -60,7 +60,7 @@ class TaskConf:
     batch_size = cast("int | None", 1)
     repeats = 1
     prefill_chunk = cast("int | None", USUAL_CHUNK)
-    chat = special_tokens = status = submit = False
+    chat = special_tokens = echo = status = submit = False
     ignore_eos = cast("bool | None", False)
     system = plot = suite = cast("str | None", None)
     acceptance = cast("float | None", None)

@@ -1,7 +1,6 @@
 """Builds a decoder from a checkpoint: reads, cuts and fuses each weight, one after the other.
 
-Of a model over several ranks each reads its own slices: whole KV heads with their queries, columns of the
-MLP, rows of the vocabulary, in shares that may differ (sharding.py).
+Which tensors there are, and which part of each a rank has, stands in layout.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,30 +16,23 @@ from llama_ssp.models.experts import Experts, Gate, Layers, Routing, activation_
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
+from llama_ssp.models.layout import (
+    BLOCK_NORMS,
+    Part,
+    TensorRow,
+    cache_shapes,
+    rows_of,
+    share_of,
+    tensors_on_disk,
+)
 from llama_ssp.models.linear import Concatenated, Embedding, Head, LayerFormat, Summed, dense
 from llama_ssp.models.safetensors_io import Source
-from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
-from llama_ssp.models.sharding import (
-    COLUMNS,
-    ROWS,
-    Cut,
-    Span,
-    head_ranges,
-    length,
-    mlp_share,
-    qkv_rows,
-    shifted,
-    times,
-    vocab_share,
-)
+from llama_ssp.models.shape import BlockShape, Shape, rotary_parameters, shape_of
+from llama_ssp.models.sharding import Cut, length, vocab_share
 
-Sizes = tuple[int, ...]  # of a tensor
 Pair = tuple[Tensor | Coded, Tensor | Coded]  # an expert's gate and up as one matrix (2F, H); down (H, F)
-ReadExperts = Callable[[str, Span, bool], Iterator[Pair]]
+ReadExperts = Callable[[str, bool], Iterator[Pair]]
 META = torch.device("meta")  # of a model whose sizes alone are wanted
-# Parts of a block, in the order of Family.bias_keys.
-ATTENTION = 0
-MLP = 1
 
 
 def decoder(
@@ -51,123 +43,91 @@ def decoder(
     `form` makes its linear layers, by default in fp32 on the CPU. In a model that `drafts` the first rank
     alone has token ids, and the embedding.
     """
-    return Assembly(config, source, ranks, form or LayerFormat(), drafts).whole()
+    assembly = Assembly(shape_of(config), config, source, ranks, form or LayerFormat(), drafts)
+    return assembly.whole()
 
 
-def wanted(config: Any) -> dict[str, Sizes]:
+def wanted(config: Any) -> dict[str, tuple[int, ...]]:
     """Returns the tensors of the model on disk, by name; a tied model's head, too, which may be absent."""
-    outline = Outline({f"{shape_of(config).family.names.head}.weight": ()})
-    assembly = Assembly(config, outline, ALONE, LayerFormat(device=META), drafts=False)
-    assembly.whole()
-    return assembly.wanted
-
-
-class Outline:
-    """A source with names alone."""
-
-    def __init__(self, shapes: dict[str, Sizes]) -> None:
-        self.shapes = shapes
-
-    def read(self, name: str, cut: Cut | None) -> Tensor:
-        raise AssertionError(f"{name}: on the meta device nothing is read")
+    return tensors_on_disk(shape_of(config))
 
 
 class Assembly:
     """What all weights of a model are read with."""
 
-    def __init__(self, config: Any, source: Source, ranks: Ranks, form: LayerFormat, drafts: bool) -> None:
+    def __init__(
+        self, shape: Shape, config: Any, source: Source, ranks: Ranks, form: LayerFormat, drafts: bool
+    ) -> None:
+        self.shape = shape
         self.config = config
         self.source = source
         self.ranks = ranks
         self.form = form
         self.device = form.device
-        self.drafts = drafts
-        self.shape: Shape = shape_of(config)
-        self.names = self.shape.family.names
-        self.heads = head_ranges(self.shape.n_heads, self.shape.n_kv, ranks.world, ranks.rank)
-        self.mlp = mlp_share(self.shape.ffn, ranks.world, ranks.rank)
-        self.split = ranks.world > 1
-        self.norms = norms_of(config)
-        self.wanted: dict[str, Sizes] = {}  # the tensors that were asked for, as they are on disk
-        self.reduce = ranks.all_reduce if self.split else None
-        self.attention_inputs = self.shape.dim
+        self.share = share_of(shape, ranks.world, ranks.rank, drafts)
+        self.reduce = ranks.all_reduce if ranks.world > 1 else None
 
     def whole(self) -> Decoder:
         shape = self.shape
-        names = self.names
-        shares = [vocab_share(shape.vocab, self.ranks.world, rank) for rank in range(self.ranks.world)]
-        embedding, head_VH = self.tables(shares[self.ranks.rank])
         offset = shape.family.position_rows
-        positions = self.positions()
+        embedding, head_VH = self.tables()
+        positions = None if offset is None else self.read(self.row(Part.positions))
         rotaries = {} if offset is not None else self.rotaries()
-        blocks = [self.block(f"{names.blocks}.{n}.", block) for n, block in enumerate(shape.blocks)]
+        blocks = [self.block(shape.prefix(n), block) for n, block in enumerate(shape.blocks)]
 
-        gather = self.ranks.all_gather if self.split else None
+        world = self.ranks.world
+        head_rows = [length(vocab_share(shape.vocab, world, rank)) for rank in range(world)]
+        gather = self.ranks.all_gather if world > 1 else None
         result = Decoder(
             embedding=embedding,
             position_table=positions,
             position_offset=offset or 0,
             rotaries=rotaries,
             blocks=blocks,
-            norm=self.norm(names.norm),
-            head=Head(self.form.head(head_VH), list(map(length, shares)), gather),
+            norm=self.norm(self.row(Part.norm)),
+            head=Head(self.form.head(head_VH), head_rows, gather),
+            cache_shapes=cache_shapes(self.share),
             logit_divisor=shape.logit_divisor,
             logit_softcap=shape.logit_softcap,
         )
         return result.eval()
 
-    def tables(self, own: Span) -> tuple[Embedding, Tensor]:
+    def tables(self) -> tuple[Embedding, Tensor]:
         """Returns the embedding, and the head's weight.
 
         Of a tied model that is rows of the same table, if they are here.
         """
-        names = self.names
-        vocab = self.shape.vocab
-        whole = (vocab, self.shape.dim)
-        held = own
-        first = own[0]  # the token of the first row
-        if self.drafts and self.split and self.ranks.rank == 0:
-            held = (0, vocab)
-            first = 0
-        elif self.drafts and self.split:
-            held = (0, 1)
-            first = vocab  # no token's row
-        table_VH = self.read(f"{names.embedding}.weight", whole, self._vocab_cut(held))
+        embedding_row = self.row(Part.embedding)
+        head_row = self.row(Part.head)
+        own = self.share.vocab  # rows of the head
+        held = self.share.tokens  # rows of the embedding
+        table_VH = self.read(embedding_row)
 
         same_VH = None  # this rank's rows of the head, if it is tied and they are here
         if held[0] <= own[0] and own[1] <= held[1]:
             same_VH = table_VH[own[0] - held[0] : own[1] - held[0]]
-        cut = self._vocab_cut(own)
-        head = f"{names.head}.weight"
-        if self.shape.tied and head not in self.source.shapes:
+        if self.shape.tied and head_row.weight not in self.source.shapes:
             head_VH = same_VH
             if head_VH is None:
-                head_VH = self.read(f"{names.embedding}.weight", whole, cut)
+                head_VH = self.read(head_row, name=embedding_row.weight)
         else:
-            head_VH = self.read(head, whole, cut)
+            head_VH = self.read(head_row)
             can_share = self.shape.tied and not head_VH.is_meta
             if can_share and same_VH is not None and torch.equal(head_VH, same_VH):
                 head_VH = same_VH
-        return Embedding(table_VH, self.shape.embedding_scale, first, self.reduce), head_VH
 
-    def positions(self) -> Tensor | None:
-        offset = self.shape.family.position_rows
-        if offset is None:
-            return None
-        rows = int(self.config.max_position_embeddings) + offset
-        return self.read(f"{self.names.positions}.weight", (rows, self.shape.dim))
-
-    def _vocab_cut(self, rows: Span) -> Cut | None:
-        return Cut(ROWS, (rows,)) if self.split else None
+        embedding = Embedding(table_VH, self.shape.embedding_scale, self.share.first_token, self.reduce)
+        return embedding, head_VH
 
     def rotaries(self) -> dict[str, Rotary]:
         kinds = rotary_parameters(self.config)
         return {kind: Rotary.of(self.config, kind).to(self.device) for kind in kinds}
 
     def block(self, prefix: str, own: BlockShape) -> Block:
-        norms: dict[str, nn.Module] = {
-            place: self.norm(prefix + name) if name else nn.Identity() for place, name in self.norms.items()
-        }
+        norms: dict[str, nn.Module] = {}
+        for place in BLOCK_NORMS:
+            rows = rows_of(self.shape, Part(place))
+            norms[place] = self.norm(rows[0], prefix) if rows else nn.Identity()
         attention = self.attention(prefix, own)
         mlp = self.experts(prefix) if own.experts else self.dense_mlp(prefix)
         return_memory()  # parts that were joined, or quantised
@@ -175,14 +135,8 @@ class Assembly:
 
     def attention(self, prefix: str, own: BlockShape) -> Attention:
         shape = self.shape
-        names = self.names
-        heads = self.heads
-        sinks = None
-        if names.sinks:
-            sinks = self.read(prefix + names.sinks, (shape.n_heads,), Cut(ROWS, (heads.query,)))
-        qkv = [(prefix + name, *rows) for name, rows in zip(names.qkv, qkv_rows(shape, heads), strict=True)]
-        inputs = shape.n_heads * shape.head_dim
-        span = times(heads.query, shape.head_dim)
+        heads = self.share.heads
+        sinks = self.read(self.row(Part.sinks), prefix) if shape.family.names.sinks else None
         layout = HeadLayout(
             sizes=[count * shape.head_dim for count in (heads.queries, heads.kvs, heads.kvs)],
             head_dim=shape.head_dim,
@@ -190,8 +144,8 @@ class Assembly:
             rotary=own.rotary,
         )
         return Attention(
-            qkv=self.columns(qkv, ATTENTION, self.attention_inputs),
-            output=self.rows(prefix + names.output, inputs, [span], ATTENTION),
+            qkv=self.columns(prefix, Part.qkv),
+            output=self.rows(prefix, Part.output),
             heads=layout,
             norms=self.qk_norms(prefix),
             sink_H=sinks,
@@ -199,60 +153,47 @@ class Assembly:
 
     def qk_norms(self, prefix: str) -> nn.Module | None:
         shape = self.shape
-        size = shape.head_dim
-        if not self.names.qk_norm:
+        if not shape.family.names.qk_norm:
             return None
-        query_name, key_name = (prefix + name for name in self.names.qk_norm)
+        query_row = self.row(Part.query_norm)
+        key_row = self.row(Part.key_norm)
         if not shape.family.whole_qk_norm:
-            return HeadNorms(query=self.norm(query_name, size), key=self.norm(key_name, size))
+            return HeadNorms(query=self.norm(query_row, prefix), key=self.norm(key_row, prefix))
 
+        size = shape.head_dim
         copies = max(1, self.ranks.world // shape.n_kv)  # of a key, over the ranks
         return WholeNorms(
             weights=(
-                self._norm_of_heads(query_name, self.heads.query, shape.n_heads),
-                self._norm_of_heads(key_name, self.heads.kv, shape.n_kv),
+                self.read(query_row, prefix).view(-1, size),  # (heads, D)
+                self.read(key_row, prefix).view(-1, size),
             ),
             sizes=(shape.n_heads * size, copies * shape.n_kv * size),
             epsilon=shape.epsilon,
             reduce=self.reduce,
         )
 
-    def _norm_of_heads(self, name: str, heads: Span, count: int) -> Tensor:
-        """Returns the weights of some of `count` heads, (heads, D)."""
-        size = self.shape.head_dim
-        weight = self.read(f"{name}.weight", (count * size,), Cut(ROWS, (times(heads, size),)))
-        return weight.view(-1, size)
-
     def dense_mlp(self, prefix: str) -> Mlp:
-        family = self.shape.family
-        width = self.shape.ffn
-        outputs = width
-        spans = [self.mlp]
-        if family.fused_mlp:  # gate and up in one: their columns stand one after the other
-            outputs = 2 * width
-            spans = [self.mlp, shifted(self.mlp, width)]
-        parts = [(prefix + name, outputs, spans) for name in self.names.up]
         return Mlp(
-            up=self.columns(parts, MLP, self.shape.dim),
-            down=self.rows(prefix + self.names.down, width, [self.mlp], MLP),
+            up=self.columns(prefix, Part.up),
+            down=self.rows(prefix, Part.down),
             activation=activation_of(self.shape.activation),
-            gated=family.gated,
+            gated=self.shape.family.gated,
         )
 
     def experts(self, prefix: str) -> Experts:
         """Returns the router, which every rank has, and this rank's columns of all experts."""
         shape = self.shape
-        name = prefix + self.names.router
         clamped = shape.family.clamped
-        bias = self.read(f"{name}.bias", (shape.experts,)) if clamped else None
-        router = dense(self.read(f"{name}.weight", (shape.experts, shape.dim)), bias)
+        router_row = self.row(Part.router)
+        router = dense(self.read(router_row, prefix), self.read_bias(router_row, prefix))
 
-        share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
         up_bias: Tensor | None = None
         down_bias: Tensor | None = None
         if clamped:
-            up_bias, down_bias = self._expert_biases(prefix, share)
-        up, down = self._stacks(self._stacked if clamped else self._one_by_one, prefix, share)
+            pairs = self.read_bias(self.row(Part.expert_up), prefix)
+            up_bias = None if pairs is None else _apart(pairs, 1)
+            down_bias = self.read_bias(self.row(Part.expert_down), prefix)
+        up, down = self._stacks(self._stacked if clamped else self._one_by_one, prefix)
         gate = Gate(activation=shape.activation, alpha=shape.gate_alpha, limit=shape.gate_limit)
         return Experts(
             router=router,
@@ -261,69 +202,51 @@ class Assembly:
             reduce=self.reduce,
         )
 
-    def _stacks(self, read: ReadExperts, prefix: str, share: Span) -> tuple[Stack, Stack]:
+    def _stacks(self, read: ReadExperts, prefix: str) -> tuple[Stack, Stack]:
         """Falls back to plain numbers unless all experts share one code format."""
         for keeps in (self.form.keeps_codes, False):
             up = self.form.stacking(self.shape.experts)
             down = self.form.stacking(self.shape.experts)
-            pairs = enumerate(read(prefix, share, keeps))
+            pairs = enumerate(read(prefix, keeps))
             alike = all(up.put(number, pair[0]) and down.put(number, pair[1]) for number, pair in pairs)
             if alike and bool(up.how) == bool(down.how):
                 break
         return up.made(), down.made()
 
-    def _one_by_one(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
+    def _one_by_one(self, prefix: str, keeps: bool) -> Iterator[Pair]:
         """Stacks experts that have tensors of their own."""
-        rows = Cut(ROWS, (share,))
-        columns = Cut(COLUMNS, (share,))
-        whole = self.shape.expert_ffn, self.shape.dim
+        up_rows = rows_of(self.shape, Part.expert_up)
+        down_row = self.row(Part.expert_down)
         for number in range(self.shape.experts):
-            names = [f"{prefix}{name.format(number)}.weight" for name in self.names.expert_up]
-            halves = [self._part(name, whole, rows) for name in names]
-            down = f"{prefix}{self.names.expert_down.format(number)}.weight"
+            halves = [self._part(row, prefix + row.weight.format(number)) for row in up_rows]
+            down = self._part(down_row, prefix + down_row.weight.format(number))
             coded = [half for half in halves if isinstance(half, Coded) and keeps]
             alike = len(coded) == len(halves) and len({half.kind for half in coded}) == 1
             up = joined(coded) if alike else torch.cat([self._numbers(half) for half in halves])
-            yield up, self._kept(self._part(down, whole[::-1], columns), keeps)
+            yield up, self._kept(down, keeps)
 
-    def _stacked(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
+    def _stacked(self, prefix: str, keeps: bool) -> Iterator[Pair]:
         """Reads all experts from one tensor: inputs first; an output has a gate, then what it multiplies."""
-        up_name = prefix + self.names.expert_up[0]
-        down_name = prefix + self.names.expert_down
-        experts = self.shape.experts
-        dim = self.shape.dim
-        width = self.shape.expert_ffn
-        for number in range(experts):
-            up = self._part(up_name, (experts, dim, 2 * width), Cut(2, (times(share, 2),), number))
-            down = self._part(down_name, (experts, width, dim), Cut(1, (share,), number))
+        up_row = self.row(Part.expert_up)
+        down_row = self.row(Part.expert_down)
+        for number in range(self.shape.experts):
+            up = self._part(up_row, prefix + up_row.weight, number)
+            down = self._part(down_row, prefix + down_row.weight, number)
             if isinstance(up, Coded):  # which has outputs first
                 up = self._kept(up.changed(lambda part: _apart(part, 0)), keeps)
             else:
                 up = _apart(self._numbers(up), 1).T
             yield up, self._kept(down, keeps) if isinstance(down, Coded) else self._numbers(down).T
 
-    def _expert_biases(self, prefix: str, share: Span) -> tuple[Tensor, Tensor | None]:
-        up_name = prefix + self.names.expert_up[0]
-        down_name = prefix + self.names.expert_down
-        experts = self.shape.experts
-        dim = self.shape.dim
-        width = self.shape.expert_ffn
-        up = self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, (times(share, 2),)))
-        down = self.read(f"{down_name}_bias", (experts, dim)) if self.ranks.rank == 0 else None
-        return _apart(up, 1), down
-
-    def columns(self, parts: list[tuple[str, int, list[Span]]], part: int, inputs: int) -> nn.Module:
-        """Returns one layer that is split by its outputs, of the given rows of one or several on disk.
-
-        Of each its name, the number of its outputs, and the rows.
-        """
+    def columns(self, prefix: str, part: Part) -> nn.Module:
+        """Returns one layer that is split by its outputs, of one or several rows."""
         weights: list[Tensor | Coded] = []
         biases: list[Tensor] = []
-        for name, outputs, spans in parts:
-            cut = Cut(ROWS, tuple(spans))
-            weights.append(self._read_for_product(f"{name}.weight", (outputs, inputs), cut))
-            if self.shape.family.has_bias(self.config, name, part):
-                biases.append(self.read(f"{name}.bias", (outputs,), cut))
+        for row in rows_of(self.shape, part):
+            weights.append(self._read_for_product(row, prefix))
+            bias = self.read_bias(row, prefix)
+            if bias is not None:
+                biases.append(bias)
 
         coded = [weight for weight in weights if isinstance(weight, Coded)]
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -340,39 +263,49 @@ class Assembly:
         each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         return Concatenated(list(map(self.form.linear, weights, each)))
 
-    def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
+    def rows(self, prefix: str, part: Part) -> nn.Module:
         """Returns a layer that is split by its inputs; the first rank has the bias."""
-        dim = self.shape.dim
-        cut = Cut(COLUMNS, tuple(spans)) if self.split else None
-        weight = self._read_for_product(f"{name}.weight", (dim, inputs), cut)
-        has_bias = self.ranks.rank == 0 and self.shape.family.has_bias(self.config, name, part)
-        bias = self.read(f"{name}.bias", (dim,)) if has_bias else None
-        product = self.form.linear(weight, bias)
-        return Summed(product, self.ranks.all_reduce) if self.split else product
+        row = self.row(part)
+        weight = self._read_for_product(row, prefix)
+        product = self.form.linear(weight, self.read_bias(row, prefix))
+        return product if self.reduce is None else Summed(product, self.reduce)
 
-    def norm(self, name: str, size: int | None = None) -> Norm:
-        size = size or self.shape.dim
+    def norm(self, row: TensorRow, prefix: str = "") -> Norm:
         family = self.shape.family
         return Norm(
-            weight=self.read(f"{name}.weight", (size,)),
-            bias=self.read(f"{name}.bias", (size,)) if family.layer_norm else None,
+            weight=self.read(row, prefix),
+            bias=self.read_bias(row, prefix),
             epsilon=self.shape.epsilon,
             centred=family.layer_norm,
             offset=family.norm_offset,
         )
 
-    def read(self, name: str, shape: Sizes, cut: Cut | None = None) -> Tensor:
-        """Returns the tensor of this shape, or the cut part."""
-        return self._numbers(self._part(name, shape, cut)).to(self.device)
+    def row(self, part: Part) -> TensorRow:
+        """Returns the only row of a part."""
+        (row,) = rows_of(self.shape, part)
+        return row
 
-    def _read_for_product(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
+    def read(self, row: TensorRow, prefix: str = "", name: str = "") -> Tensor:
+        """Returns this rank's part of the weight; `name`: of another tensor of these sizes."""
+        return self._numbers(self._part(row, name or prefix + row.weight)).to(self.device)
+
+    def read_bias(self, row: TensorRow, prefix: str = "") -> Tensor | None:
+        """Returns this rank's part of the bias; None where there is none, or another rank adds it."""
+        if not self.share.has_bias(row):
+            return None
+        part = self._taken(prefix + row.bias, row.bias_sizes, self.share.bias_cut(row))
+        return self._numbers(part).to(self.device)
+
+    def _read_for_product(self, row: TensorRow, prefix: str) -> Tensor | Coded:
         """Returns the weight. The product moves it to the device: quantising begins on the CPU."""
-        return self._kept(self._part(name, shape, cut), self.form.keeps_codes)
+        return self._kept(self._part(row, prefix + row.weight), self.form.keeps_codes)
 
-    def _part(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
-        self.wanted[name] = shape
+    def _part(self, row: TensorRow, name: str, expert: int | None = None) -> Tensor | Coded:
+        return self._taken(name, row.weight_sizes, self.share.cut(row, expert))
+
+    def _taken(self, name: str, sizes: tuple[int, ...], cut: Cut | None) -> Tensor | Coded:
         if self.device.type == "meta":
-            return taken(torch.empty(shape, dtype=self.form.numbers, device=META), cut)
+            return taken(torch.empty(sizes, dtype=self.form.numbers, device=META), cut)
         return self.source.read(name, cut)
 
     def _kept(self, part: Tensor | Coded, keeps: bool) -> Tensor | Coded:

@@ -4,7 +4,7 @@ A pass has T tokens, of one row of the batch after the other. Of each, `position
 text and `first_T` the row's first slot: slot first + p holds the key of position p. A query sees the slots of
 its own row from its own position back, all of them or a window. Slots behind it are stale and are never read.
 
-`Pass.attend` is how: `attend_rows` by torch's own attention, for eager models (on a CPU those without
+`Places.attend` is how: `attend_rows` by torch's own attention, for eager models (on a CPU those without
 codes), prompts on a GPU (without soft caps and sinks) and as the reference, or `kernels.attention.attend`,
 which reads the cache once.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llama_ssp.models.feed import Row, sent
+from llama_ssp.models.passes import sent
 from llama_ssp.models.shape import ALL, rotary_parameters
 
 
@@ -32,12 +32,13 @@ class Scores:
     softcap: float | None = None
 
 
-Attend = Callable[["Pass", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Tensor]
+Row = tuple[int, int, int]  # first slot, first position, number of tokens
+Attend = Callable[["Places", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Tensor]
 
 
 @dataclass(kw_only=True)
-class Pass:
-    """The tokens of one pass, and how they attend.
+class Places:
+    """Where each token of a pass stands, as the tensors that compiled steps take; and how the tokens attend.
 
     The programs of compiled steps have no `rows`. `long_T` says which tokens have the second scale of
     positions; None: those at positions beyond its limit.
@@ -59,12 +60,12 @@ class Pass:
         return self._slot_T
 
     @staticmethod
-    def of(rows: list[Row], device: torch.device, attend: Attend | None = None) -> Pass:
+    def of(rows: list[Row], device: torch.device, attend: Attend | None = None) -> Places:
         """A row that is fed nothing is left out."""
         positions = [position for _, start, count in rows for position in range(start, start + count)]
         firsts = [first for first, _, count in rows for _ in range(count)]
         position_T, first_T = sent([positions, firsts], device)
-        return Pass(
+        return Places(
             position_T=position_T,
             first_T=first_T,
             attend=attend or attend_rows,
@@ -73,9 +74,14 @@ class Pass:
 
 
 def attend_rows(
-    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+    places: Places,
+    query_THD: Tensor,
+    keys_GND: Tensor,
+    values_GND: Tensor,
+    scores: Scores,
+    sink_H: Tensor | None,
 ) -> Tensor:
-    """Returns attention, (T, H, D), of the rows of `feed.rows`, one after the other.
+    """Returns attention, (T, H, D), of the rows of `places.rows`, one after the other.
 
     Of a prompt torch's kernels know which slots a token does not see. Else there is a mask, and keys are not
     repeated: the queries of a group of heads are further queries of its KV head. Slots before the window of
@@ -85,7 +91,7 @@ def attend_rows(
     begin = 0
     plain = scores.softcap is None and sink_H is None
     has_groups = _kernel_has_groups(query_THD)
-    for first, start, count in feed.rows:
+    for first, start, count in places.rows:
         query_WHD = query_THD[begin : begin + count]
         slots = slice(first + _least(start, scores.window), first + start + count)
         keys_GSD = keys_GND[:, slots]
@@ -94,19 +100,24 @@ def attend_rows(
         if plain and sees_all and count > 1 and (has_groups or start == 0):
             parts.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale, has_groups))
         else:
-            mask_WS = _mask(feed, start, count, scores.window)
+            mask_WS = _mask(places, start, count, scores.window)
             parts.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_WS, scores, sink_H))
         begin += count
     return torch.cat(parts)
 
 
 def attend_blocks(
-    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+    places: Places,
+    query_THD: Tensor,
+    keys_GND: Tensor,
+    values_GND: Tensor,
+    scores: Scores,
+    sink_H: Tensor | None,
 ) -> Tensor:
     """Attends as `attend_rows` does, but each token also sees the later ones of its row."""
     parts = []
     begin = 0
-    for first, start, count in feed.rows:
+    for first, start, count in places.rows:
         keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
         query_WHD = query_THD[begin : begin + count]
         parts.append(_attend_row(query_WHD, keys_GSD, values_GSD, None, scores, sink_H))
@@ -192,20 +203,20 @@ def _attend_row(
     return y_GQD.view(groups, -1, width, size).permute(2, 0, 1, 3).reshape(width, heads, size)
 
 
-def _mask(feed: Pass, start: int, count: int, window: int | None) -> Tensor | None:
+def _mask(places: Places, start: int, count: int, window: int | None) -> Tensor | None:
     """Returns which slots each of a row's tokens sees, (W, S); None: all of them. Made once a pass."""
     key = start, count, window
-    if key not in feed.masks:
-        feed.masks[key] = None
+    if key not in places.masks:
+        places.masks[key] = None
         if count > 1:
-            device = feed.position_T.device
+            device = places.position_T.device
             position_W1 = torch.arange(start, start + count, device=device)[:, None]
             slot_S = torch.arange(_least(start, window), start + count, device=device)
             mask_WS = slot_S <= position_W1
             if window is not None:
                 mask_WS &= slot_S > position_W1 - window
-            feed.masks[key] = mask_WS
-    return feed.masks[key]
+            places.masks[key] = mask_WS
+    return places.masks[key]
 
 
 def _least(start: int, window: int | None) -> int:
@@ -228,14 +239,14 @@ class Rotary(nn.Module):
         self.factor = factor
         self.limit = limit
 
-    def forward(self, feed: Pass) -> tuple[Tensor, Tensor]:
+    def forward(self, places: Places) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines, (T, 1, R) each, for pairs of numbers of all heads."""
-        position_T11 = feed.position_T[:, None, None]
+        position_T11 = places.position_T[:, None, None]
         frequency = self.frequency
         if self.long_frequency is not None:
-            long_T = feed.long_T
+            long_T = places.long_T
             if long_T is None:
-                long_T = feed.position_T >= self.limit
+                long_T = places.position_T >= self.limit
             frequency = torch.where(long_T[:, None, None], self.long_frequency, frequency)
         angle_T1R = position_T11.float() * frequency
         return angle_T1R.cos() * self.factor, angle_T1R.sin() * self.factor

@@ -8,7 +8,6 @@ cannot be rolled back, is refused: by what transformers says of it, or else by i
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -20,55 +19,55 @@ from torch import Tensor
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import FAMILIES, TESTED, family_of
-from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.interface import Model, Tally
+from llama_ssp.models.kv_cache import KVCache
+from llama_ssp.models.passes import Pass, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
 
 LAYER_KINDS = ("full_attention", "sliding_attention")  # whose keys can be forgotten from any position on
-RUNNING: ContextVar[Feed | None] = ContextVar("feed", default=None)  # of the pass that makes its masks now
+RUNNING: ContextVar[Pass | None] = ContextVar("pass", default=None)  # that makes its masks now
 OTHER = "choose another architecture"
 
 
-class RaggedCache:
-    """Keys and values of rows that may differ in length: (rows, heads, capacity + 1, head size) a layer.
+class ModuleCache:
+    """The KV cache as transformers' modules call it in one pass: `update`, and what begins with `get`.
 
-    feed.py says which token a slot holds; the last one takes padding. A layer's tensors are made at first
-    use, on its device, and counted in the model's tally. transformers' models call `update`, and the methods
-    that begin with `get`.
+    A module gives the keys and values of all columns, (B, G, W, D), and is given those of the whole texts.
     """
 
     is_compileable = False
 
-    def __init__(self, rows: int, capacity: int, tally: Tally) -> None:
-        self.rows = rows
-        self.capacity = capacity
-        self._first = 0  # of a row that is used alone, its number
-        self._shape = (rows, capacity + 1)
-        self._tally = tally
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._feed: Feed | None = None
-
-    def expect(self, feed: Feed) -> None:
-        """Announces the next pass: where its keys go."""
-        self._feed = feed
+    def __init__(self, cache: KVCache, pass_: Pass) -> None:
+        self.cache = cache
+        self.pass_ = pass_
+        self.slot_T = cache.places(pass_.spans).slot_T
 
     def update(
-        self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_: object, **__: object
+        self, key_BGWD: Tensor, value_BGWD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Stores the pass's keys and values; returns all that it may look at, (B, H, S, D) each."""
-        assert self._feed is not None, "expect() comes before a forward pass"
-        if layer_idx not in self._layers:
-            self._layers[layer_idx] = self._empty(key_BHWD), self._empty(value_BHWD)
+        """Stores the pass's keys and values; returns all that it may look at, (B, G, S, D) each."""
+        keys_GND, values_GND = self.cache.layer(layer_idx, key_BGWD, value_BGWD)
+        slot_T = self.slot_T.to(key_BGWD.device)
+        keys_GND[:, slot_T] = self._without_padding(key_BGWD)
+        values_GND[:, slot_T] = self._without_padding(value_BGWD)
+        return self._texts(keys_GND), self._texts(values_GND)
 
-        rows = slice(self._first, self._first + self.rows)
-        keys_BHND, values_BHND = (layer[rows] for layer in self._layers[layer_idx])
-        slot_BW = self._feed.slots().to(key_BHWD.device)
-        row_B1 = torch.arange(self.rows, device=slot_BW.device)[:, None]
-        keys_BHND[row_B1, :, slot_BW] = key_BHWD.transpose(1, 2)
-        values_BHND[row_B1, :, slot_BW] = value_BHWD.transpose(1, 2)
-        span = self._feed.span
-        return keys_BHND[:, :, :span], values_BHND[:, :, :span]
+    def _without_padding(self, new_BGWD: Tensor) -> Tensor:
+        """Returns what is given of each column for the tokens alone, (G, T, D)."""
+        new_GTD = new_BGWD.transpose(0, 1).flatten(1, 2)
+        if self.pass_.has_padding:
+            new_GTD = new_GTD[:, self.pass_.column_T.to(new_GTD.device)]
+        return new_GTD
+
+    def _texts(self, slots_GND: Tensor) -> Tensor:
+        """Returns the slots of the pass's rows up to its longest text, (B, G, S, D), without a copy."""
+        cache = self.cache
+        first = self.pass_.spans[0].row
+        rows = slice(first, first + len(self.pass_.spans))
+        heads, _, size = slots_GND.shape
+        slots_GRSD = slots_GND.view(heads, cache.rows, cache.capacity, size)
+        return slots_GRSD[:, rows, : self.pass_.longest].transpose(0, 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask only to guess positions, and positions are given."""
@@ -78,28 +77,7 @@ class RaggedCache:
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Returns how many slots a mask is made of, and the first of them."""
-        return self._feed.span if self._feed else 0, 0
-
-    def row(self, index: int) -> RaggedCache:
-        """Returns one row as a cache in the same memory, to fill it without the others."""
-        row = copy.copy(self)
-        row._first = index
-        row.rows = 1
-        return row
-
-    def clear(self, row: int) -> None:
-        """Zeros the row: a NaN that stayed there would reach other texts."""
-        for layer in self._layers.values():
-            for tensor in layer:
-                tensor[row].zero_()
-
-    def _empty(self, like_BHWD: Tensor) -> Tensor:
-        rows, slots = self._shape
-        _, heads, _, size = like_BHWD.shape
-        # Zeros, not garbage: a masked slot is multiplied by a weight of 0, and 0 * NaN is NaN.
-        empty_BHND = like_BHWD.new_zeros(rows, heads, slots, size)
-        self._tally.add(empty_BHND)
-        return empty_BHND
+        return self.pass_.longest, 0
 
 
 class CausalModel(Model):
@@ -180,33 +158,33 @@ class CausalModel(Model):
         weight_VH: Tensor = layer.weight
         return weight_VH
 
-    def new_cache(self, rows: int, capacity: int) -> RaggedCache:
-        return RaggedCache(rows, capacity, self.caches)
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """Returns a cache whose layers are made in its first pass."""
+        return KVCache(rows=rows, capacity=capacity, device=self.device, tally=self.caches, is_masked=True)
 
     @torch.inference_mode()
-    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
-        """Returns logits, (B, W, V); of the last column only, (B, 1, V), for a pass fed for its keys."""
-        cache.expect(feed)
+    def logits(self, token_BW: Tensor, pass_: Pass, cache: KVCache) -> Tensor:
+        """Returns logits, (B, W, V); with `last_only` those of the last column, (B, 1, V)."""
         # As an index: a slice of several rows' last columns is no plain matrix, and the head's product would
         # be batched, with a copy of its weights for every row (bf16 on a CPU).
-        last = sent([feed.width - 1], self.device) if last_only else 0
+        last = sent([pass_.width - 1], self.device) if pass_.last_only else 0
         inputs: dict[str, Any] = {
             "input_ids": token_BW,
-            "position_ids": feed.positions(),
+            "position_ids": pass_.position_BW,
             "attention_mask": None,
             "use_cache": True,
-            self._cache_name: cache,
+            self._cache_name: ModuleCache(cache, pass_),
             "logits_to_keep": last,
             "output_hidden_states": bool(self.taps),
         }
-        token = RUNNING.set(feed)
+        token = RUNNING.set(pass_)
         try:
             output = self.module(**inputs)
         finally:
             RUNNING.reset(token)
         if self.taps:
             states = [output.hidden_states[block].to(self.device) for block in sorted(self.taps)]
-            self.tapped_TX = torch.cat(states, -1).flatten(0, 1)[feed.token_places()]
+            self.tapped_TX = torch.cat(states, -1).flatten(0, 1)[pass_.column_T]
         logits: Tensor = output.logits
         return logits
 
@@ -227,12 +205,12 @@ def _at_positions(plain: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def mask(*places: Any, mask_function: Callable[..., Tensor], **how: Any) -> Any:
-        feed = RUNNING.get()
-        if feed is None:  # a pass of transformers' own
+        pass_ = RUNNING.get()
+        if pass_ is None:  # a pass of transformers' own
             return plain(*places, mask_function=mask_function, **how)
 
         def visible(row: Tensor, head: Tensor, _column: Tensor, slot: Tensor) -> Tensor:
-            return feed.visible(lambda position: mask_function(row, head, position, slot))
+            return pass_.visible(lambda position: mask_function(row, head, position, slot))
 
         how |= {"attention_mask": None, "allow_is_causal_skip": False}
         return plain(*places, mask_function=visible, **how)

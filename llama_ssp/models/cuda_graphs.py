@@ -26,15 +26,15 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, first_line
-from llama_ssp.models.attention import Pass
-from llama_ssp.models.decoder import Caches, Decoder, KeysValues
+from llama_ssp.models.attention import Places
+from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import Step
-from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, WIDEST, padded, sizes_up_to
 from llama_ssp.models.interface import log_slow
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
+from llama_ssp.models.kv_cache import Caches, KVCache
+from llama_ssp.models.passes import Pass, all_rows, sent
 from llama_ssp.models.shape import shape_of
-from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import SteppedModel
 
 log = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ class GraphedModel(SteppedModel):
         for size in reversed(sizes):
             # The tokens of a prompt are of one row; those of a step fill one row after the other.
             width = prompt if size > padded(tokens) else widest
-            counts = tuple(min(max(size - row * width, 0), width) for row in range(rows))
+            counts = [min(max(size - row * width, 0), width) for row in range(rows)]
             token_BW = torch.zeros(rows, max(counts), dtype=torch.int64, device=self.device)
-            feed = Feed(start=(0,) * rows, count=counts, capacity=capacity, device=self.device)
-            self._try(token_BW, feed, cache)
+            pass_ = Pass(spans=all_rows([0] * rows, counts), device=self.device)
+            self._try(token_BW, pass_, cache)
 
-    def new_cache(self, rows: int, capacity: int) -> SlotCache:
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Returns a cache in memory that no other uses any more and that is large enough.
 
         Smaller unused memory is freed before other memory is made.
@@ -108,7 +108,9 @@ class GraphedModel(SteppedModel):
             memory = Memory(slots=slots, layers=super().new_cache(1, slots).layers)
             self._memories.append(memory)
 
-        cache = SlotCache(rows=rows, capacity=capacity, layers=memory.layers, tally=self.caches)
+        cache = KVCache(
+            rows=rows, capacity=capacity, device=self.device, layers=memory.layers, tally=self.caches
+        )
         memory.user = weakref.ref(cache)
         return cache
 
@@ -132,18 +134,18 @@ class GraphedModel(SteppedModel):
         if not self._functions and not any(memory.graphs for memory in self._memories):
             self._pool = None
 
-    def _step_for(self, token_T: Tensor, feed: Pass, cache: SlotCache, is_prompt: bool) -> Step | None:
+    def _step_for(self, token_T: Tensor, pass_: Pass, places: Places, cache: KVCache) -> Step | None:
         """Returns a graph, or where there is none the compiled step.
 
         A step captures the graph that it lacks. A prompt does not: no plan counts such a graph.
         """
-        step = super()._step_for(token_T, feed, cache, is_prompt)
+        step = super()._step_for(token_T, pass_, places, cache)
         size = padded(len(token_T))
         if step is None or size > self.most_tokens or not self.has_graphs:
             return step
 
         memory = next(memory for memory in self._memories if memory.layers is cache.layers)
-        if is_prompt:
+        if pass_.last_only:
             size = min((larger for larger in memory.graphs if larger >= size), default=0)
         elif size not in memory.graphs:
             self._capture(size, memory, step)
@@ -279,6 +281,6 @@ class Memory:
     """Memory of caches, one after the other, and the graphs that have their cache there."""
 
     slots: int
-    layers: list[KeysValues]
-    user: Callable[[], SlotCache | None] = lambda: None
+    layers: Caches
+    user: Callable[[], KVCache | None] = lambda: None
     graphs: dict[int, Graph] = field(default_factory=dict)

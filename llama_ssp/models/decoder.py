@@ -1,7 +1,7 @@
 """A transformer decoder: tokens, positions and a cache in, logits out.
 
 The tokens of a pass stand in one dimension, T, one row of the batch after the other: there is no padding, and
-a step looks the same for one row and for several. `Pass` says where each token stands (attention.py). What
+a step looks the same for one row and for several. `Places` says where each token stands (attention.py). What
 differs between architectures is in the shape (families.py, shape.py); what is cut over ranks, and in which
 number format weights are, in the linear layers (linear.py). All of it is traced as a whole by torch.compile.
 
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llama_ssp.models.attention import Pass, Rotary, Scores, rotate
+from llama_ssp.models.attention import Places, Rotary, Scores, rotate
+from llama_ssp.models.kv_cache import Caches, KeysValues
 from llama_ssp.models.linear import Embedding, Head, Reduce
 
-KeysValues = tuple[Tensor, Tensor]  # of one layer: (G, N, D) each
-Caches = list[KeysValues]
 Taps = Collection[int]  # blocks whose inputs are kept
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosines and sines by kind of rotary positions
 Activation = Callable[[Tensor], Tensor]
@@ -122,13 +121,13 @@ class Attention(nn.Module):
         self.rotary = heads.rotary
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
-    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
-        query = self.remember(x_TH, turns, cache, feed)
-        y_THD = feed.attend(feed, query, *cache, self.scores, self.sinks)
+    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, places: Places) -> Tensor:
+        query = self.remember(x_TH, turns, cache, places)
+        y_THD = places.attend(places, query, *cache, self.scores, self.sinks)
         y_TH: Tensor = self.output(y_THD.flatten(1))
         return y_TH
 
-    def remember(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
+    def remember(self, x_TH: Tensor, turns: Turns, cache: KeysValues, places: Places) -> Tensor:
         """Writes the tokens' keys and values into the cache; returns their queries, (T, H, D)."""
         query, key, value = self.qkv(x_TH).split(self.sizes, -1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
@@ -138,8 +137,8 @@ class Attention(nn.Module):
             query = rotate(query, turns[self.rotary])
             key = rotate(key, turns[self.rotary])
         keys_GND, values_GND = cache
-        keys_GND[:, feed.slot_T] = key.transpose(0, 1)
-        values_GND[:, feed.slot_T] = value.transpose(0, 1)
+        keys_GND[:, places.slot_T] = key.transpose(0, 1)
+        values_GND[:, places.slot_T] = value.transpose(0, 1)
         return query  # type: ignore[no-any-return]
 
 
@@ -182,11 +181,11 @@ class Block(nn.Module):
         self.parallel = parallel
         self.shared_norm = isinstance(norms["before_mlp"], nn.Identity)
 
-    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
+    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, places: Places) -> Tensor:
         norms = self.norms
         narrow = cache[0].dtype  # of the linear layers' inputs and outputs; x_TH itself is in fp32
         normed_TH = norms["before_attention"](x_TH).to(narrow)
-        attended_TH = norms["after_attention"](self.attention(normed_TH, turns, cache, feed))
+        attended_TH = norms["after_attention"](self.attention(normed_TH, turns, cache, places))
         if self.parallel:
             if not self.shared_norm:
                 normed_TH = norms["before_mlp"](x_TH).to(narrow)
@@ -214,6 +213,7 @@ class Decoder(nn.Module):
         blocks: list[Block],
         norm: nn.Module,
         head: Head,
+        cache_shapes: list[tuple[int, int]],
         logit_divisor: float = 1.0,
         logit_softcap: float | None = None,
     ) -> None:
@@ -229,11 +229,10 @@ class Decoder(nn.Module):
         self.logit_softcap = logit_softcap
         # The residual stream stays in fp32: rounded to 16 bit after each layer, it would change best tokens.
         self.residual_dtype = torch.promote_types(embedding.weight.dtype, torch.float32)
-        layers = [block.attention for block in blocks]
-        self.cache_shapes = [(layer.sizes[1] // layer.head_dim, layer.head_dim) for layer in layers]
+        self.cache_shapes = cache_shapes
 
     def forward(
-        self, token_T: Tensor, feed: Pass, caches: Caches, wanted_R: Tensor | None = None, taps: Taps = ()
+        self, token_T: Tensor, places: Places, caches: Caches, wanted_R: Tensor | None = None, taps: Taps = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns logits (R, V) of the tokens `wanted_R`, or of all, and the states that are tapped.
 
@@ -242,21 +241,21 @@ class Decoder(nn.Module):
 
         Keys and values of the tokens are written into the caches.
         """
-        x_TH = self.embed(token_T, feed)
-        turns = {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
+        x_TH = self.embed(token_T, places)
+        turns = {kind: rotary(places) for kind, rotary in self.rotaries.items()}
         tapped = [x_TH] if 0 in taps else []
         for number, (block, cache) in enumerate(zip(self.blocks, caches, strict=True), start=1):
-            x_TH = block(x_TH, turns, cache, feed)
+            x_TH = block(x_TH, turns, cache, places)
             if number in taps:
                 tapped.append(x_TH)
         x_RH = x_TH if wanted_R is None else x_TH[wanted_R]
         return self.to_logits(x_RH), tapped
 
-    def embed(self, token_T: Tensor, feed: Pass) -> Tensor:
+    def embed(self, token_T: Tensor, places: Places) -> Tensor:
         """Returns what the first block is given, (T, H)."""
         x_TH: Tensor = self.embedding(token_T).to(self.residual_dtype)
         if self.positions is not None:
-            x_TH = x_TH + self.positions[feed.position_T + self.position_offset]
+            x_TH = x_TH + self.positions[places.position_T + self.position_offset]
         return x_TH
 
     def to_logits(self, x_RH: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The decoder behind the interface of a model runner: tokens of ragged rows in, logits out."""
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,13 +9,13 @@ from torch import Tensor
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.causal_lm import context_of
-from llama_ssp.models.decoder import Caches, Decoder
+from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
-from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.interface import Model, Tally
+from llama_ssp.models.kv_cache import Caches, KVCache
+from llama_ssp.models.passes import Pass, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
-from llama_ssp.models.slot_cache import SlotCache
 
 # Tokens, their positions and first slots, caches; gives logits, then what the model's taps are given.
 Step = Callable[[Tensor, Tensor, Tensor, Caches], list[Tensor]]
@@ -55,71 +54,83 @@ class DecoderModel(Model):
             return table_VH if len(table_VH) == self.vocab else None
         return None
 
-    def new_cache(self, rows: int, capacity: int) -> SlotCache:
-        return SlotCache.of(rows, capacity, self.decoder.cache_shapes, self.dtype, self.device, self.caches)
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return KVCache.of(
+            rows=rows,
+            capacity=capacity,
+            shapes=self.decoder.cache_shapes,
+            dtype=self.dtype,
+            device=self.device,
+            tally=self.caches,
+        )
 
     @torch.inference_mode()
-    def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
-        """Returns logits, (B, W, V); or of each row's last column, (B, 1, V), for a pass fed for its keys."""
+    def logits(self, token_BW: Tensor, pass_: Pass, cache: KVCache) -> Tensor:
+        """Returns logits, (B, W, V); with `last_only` those of each row's last token, (B, 1, V)."""
         rows, width = token_BW.shape
-        # Padding is left out: the place of every token among the (B, W) columns.
-        place_T = None
-        token_T = token_BW.flatten()
-        if min(feed.count) < width:
-            place_T = feed.token_places()
-            token_T = token_T[place_T]
-        tokens = self._feed(feed, cache, place_T)
-
-        wanted_R = None
-        if last_only:
-            ends = accumulate(count for _, _, count in tokens.rows)
-            wanted_R = sent([end - 1 for end in ends], self.device)
+        token_T = self._without_padding(token_BW, pass_)
+        places = self._places(pass_, cache)
+        wanted_R = pass_.last_tokens() if pass_.last_only else None
 
         # The step is chosen first and called here, so that few frames are between a caller and a kernel.
-        step = self._step_for(token_T, tokens, cache, last_only)
+        step = self._step_for(token_T, pass_, places, cache)
         if step is None:
-            logit_RV, kept = self.decoder(token_T, tokens, cache.layers, wanted_R, self.taps)
+            logit_RV, kept = self.decoder(token_T, places, cache.layers, wanted_R, self.taps)
         else:
-            logit_RV, *kept = step(token_T, tokens.position_T, tokens.first_T, cache.layers)
+            logit_RV, *kept = step(token_T, places.position_T, places.first_T, cache.layers)
             if wanted_R is not None:
                 logit_RV = logit_RV[wanted_R]
 
         self.tapped_TX = torch.cat(kept, -1) if kept else None
-        if last_only:
+
+        # Padding, and rows that are fed nothing, have no logits: zeros are returned in their place.
+        column_R = None
+        if pass_.last_only:
             width = 1
-            place_T = None
-            if not all(feed.count):
-                place_T = sent([row for row, n in enumerate(feed.count) if n], self.device)
-        if place_T is not None:
-            logit_RV = logit_RV.new_zeros(rows * width, self.vocab).index_copy_(0, place_T, logit_RV)
+            fed = [line for line, span in enumerate(pass_.spans) if span.tokens]
+            if len(fed) < rows:
+                column_R = sent(fed, self.device)
+        elif pass_.has_padding:
+            column_R = pass_.column_T
+        if column_R is not None:
+            logit_RV = logit_RV.new_zeros(rows * width, self.vocab).index_copy_(0, column_R, logit_RV)
         logit_BWV: Tensor = logit_RV.view(rows, width, self.vocab)
         return logit_BWV
 
     @torch.inference_mode()
-    def parts(self, token_BW: Tensor, feed: Feed, cache: SlotCache, size: int) -> Iterator[Tensor]:
-        place_T = feed.token_places()
-        tokens = self._feed(feed, cache, place_T)
+    def parts(self, token_BW: Tensor, pass_: Pass, cache: KVCache) -> Iterator[Tensor]:
+        assert pass_.part_width is not None
+        column_T = pass_.column_T
+        places = self._places(pass_, cache)
         last = len(self.decoder.blocks)
-        token_T = token_BW.flatten()[place_T]
-        one_R = place_T[:1] * 0
-        _, (x_TH,) = self.decoder(token_T, tokens, cache.layers, one_R, {last})
-        x_XH = x_TH.new_zeros(token_BW.numel(), x_TH.shape[-1]).index_copy_(0, place_T, x_TH)
-        for x_BWH in torch.split(x_XH.view(*token_BW.shape, -1), size, 1):
+        token_T = token_BW.flatten()[column_T]
+        one_R = column_T[:1] * 0
+        _, (x_TH,) = self.decoder(token_T, places, cache.layers, one_R, {last})
+        x_XH = x_TH.new_zeros(token_BW.numel(), x_TH.shape[-1]).index_copy_(0, column_T, x_TH)
+        for x_BWH in torch.split(x_XH.view(*token_BW.shape, -1), pass_.part_width, 1):
             yield self.decoder.to_logits(x_BWH.flatten(0, 1)).view(*x_BWH.shape[:2], -1)
 
     def _step_for(
-        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, is_prompt: bool
+        self, token_T: Tensor, pass_: Pass, places: attention.Places, cache: KVCache
     ) -> Step | None:
         """Returns the compiled step of these tokens; None where `decoder` computes them."""
         return None
 
-    def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Pass:
-        starts = zip(feed.start, feed.count, strict=True)
-        rows = [(cache.first_of(row), start, count) for row, (start, count) in enumerate(starts)]
-        tokens = cache.feed(rows, self.attend)
-        # A token's position alone says its scale, but while a long text is first read.
+    def _places(self, pass_: Pass, cache: KVCache) -> attention.Places:
+        """Returns where the tokens stand in the cache, and which of them have the second scale."""
+        places = cache.places(pass_.spans, self.attend)
         limit = self._limit
-        if limit is not None and any(g > limit > s for g, s in zip(feed.given, feed.start, strict=False)):
-            long_T = feed.beyond(limit).flatten()
-            tokens.long_T = long_T if place_T is None else long_T[place_T]
-        return tokens
+        if limit is None:
+            return places
+
+        # A token's position alone says its scale, but while a long text is first read.
+        lengths = zip(pass_.given, pass_.spans, strict=False)
+        if any(given > limit > span.start for given, span in lengths):
+            places.long_T = self._without_padding(pass_.beyond(limit), pass_)
+        return places
+
+    @staticmethod
+    def _without_padding(numbers_BW: Tensor, pass_: Pass) -> Tensor:
+        """Returns what is given of each column for the tokens alone, (T,)."""
+        numbers_T = numbers_BW.flatten()
+        return numbers_T[pass_.column_T] if pass_.has_padding else numbers_T

@@ -151,13 +151,11 @@ class Family:
 
     grouped: bool = True  # config.json has a number of KV heads and a head size
     multi_query: bool = False  # one KV head, and a norm less, where config.json does not say otherwise
-    qk_norm: bool = False  # queries and keys have norms
     softcap: bool = False  # of scores and logits
     masks_inside: bool = False  # attention makes its own masks, from slot numbers, and fp32 scores
     window: Window | None = None
 
     layer_norm: bool = False  # norms have a weight and a bias; an RMS norm has a weight
-    norms: int = 2  # in a block
     norm_offset: int = 0  # a norm multiplies by this plus its weight
     scaled_embedding: bool = False
     rotary: float = 1.0  # how much of a head is rotated
@@ -184,12 +182,6 @@ class Family:
     needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
     gguf: Gguf = NOT_READ
 
-    def has_bias(self, config: Any, layer: str, part: int) -> bool:
-        """Returns whether a layer has a bias; `part`: 0 for attention's layers, 1 for the MLP's."""
-        usual = layer.rpartition(".")[2] in self.biased
-        key = self.bias_keys[part]
-        return bool(getattr(config, key, usual)) if key else usual
-
     def biases(self, config: Mapping[str, Any]) -> tuple[bool | None, bool | None]:
         """What config.json says of attention's and the MLP's biases, where that is not as usual."""
         names = (*self.names.qkv, self.names.output), (*self.names.up, self.names.down)
@@ -200,6 +192,11 @@ class Family:
         said = config.get(key) if key else None
         usual = {name.rpartition(".")[2] in self.biased for name in names if name}
         return None if said is None or usual == {bool(said)} else bool(said)
+
+    @property
+    def qk_norm(self) -> bool:
+        """Queries and keys have norms."""
+        return bool(self.names.qk_norm)
 
     @property
     def gated(self) -> bool:
@@ -225,12 +222,12 @@ FAMILIES = {
     ),
     "gemma2": Family(
         bias_keys=ATTENTION_BIAS, deepspeed=True, softcap=True, window=Window(default=4096, partial=True),
-        norms=4, norm_offset=1, scaled_embedding=True, tied=True, names=SANDWICHED,
+        norm_offset=1, scaled_embedding=True, tied=True, names=SANDWICHED,
         scale_key="query_pre_attn_scalar",
         gguf=Gguf(architecture="gemma2", other_scale=46, space_before=False, scored=False),
     ),
     "gemma3_text": Family(
-        bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(default=4096, partial=True), norms=4,
+        bias_keys=ATTENTION_BIAS, window=Window(default=4096, partial=True),
         norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
         names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
         gguf=Gguf(architecture="gemma3", other_scale=62, space_before=False, scored=False),
@@ -256,7 +253,7 @@ FAMILIES = {
     "mistral": Family(deepspeed=True, window=Window(default=4096)),
     "mixtral": Family(window=Window(), names=MIXTRAL_NAMES),
     "olmo2": Family(
-        bias_keys=ATTENTION_BIAS, qk_norm=True, whole_qk_norm=True,
+        bias_keys=ATTENTION_BIAS, whole_qk_norm=True,
         names=replace(SANDWICHED, before_attention="", before_mlp="", qk_norm=QK_NORMS),
     ),
     "opt": Family(
@@ -274,11 +271,11 @@ FAMILIES = {
     ),
     "qwen2": Family(biased=QKV, deepspeed=True, window=QWEN_WINDOW, gguf=Gguf(architecture="qwen2")),
     "qwen3": Family(
-        bias_keys=ATTENTION_BIAS, deepspeed=True, qk_norm=True, window=QWEN_WINDOW,
+        bias_keys=ATTENTION_BIAS, deepspeed=True, window=QWEN_WINDOW,
         names=replace(LLAMA_NAMES, qk_norm=QK_NORMS), gguf=Gguf(architecture="qwen3"),
     ),
     "qwen3_moe": Family(
-        bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(default=4096, switched=True),
+        bias_keys=ATTENTION_BIAS, window=Window(default=4096, switched=True),
         names=QWEN_MOE_NAMES, normed_top="norm_topk_prob",
     ),
     "smollm3": Family(

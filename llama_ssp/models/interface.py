@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import Feed
+from llama_ssp.models.passes import Pass
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,7 @@ class Tally:
 
 
 class Cache(Protocol):
-    """Keys and values of a batch of rows; only its model looks inside."""
-
-    capacity: int
-
-    def row(self, index: int) -> Any:
-        """One row as a cache of its own, in the same memory."""
+    """Keys and values of a batch of rows (`KVCache`); only its model looks inside."""
 
     def clear(self, row: int) -> None:
         """Forgets a row, before another text takes its place."""
@@ -110,11 +105,12 @@ class Model(Loaded, Protocol):
         return None
 
     def new_cache(self, rows: int, capacity: int) -> Any:
-        """A Cache of the model's own kind."""
+        """Returns a Cache of so many rows and tokens of each."""
 
-    def logits(self, token_BW: Tensor, feed: Feed, cache: Any, last_only: bool) -> Tensor:
-        """Logits, (B, W, V); of the last column only, (B, 1, V), for a pass that is fed for its keys."""
+    def logits(self, token_BW: Tensor, pass_: Pass, cache: Any) -> Tensor:
+        """Returns logits, (B, W, V); with `last_only` those of each row's last token, (B, 1, V)."""
 
-    def parts(self, token_BW: Tensor, feed: Feed, cache: Any, size: int) -> Iterator[Tensor]:
-        """Yields the logits of one pass, `size` columns after the other, (B, size or fewer, V)."""
-        yield from torch.split(self.logits(token_BW, feed, cache, False), size, 1)
+    def parts(self, token_BW: Tensor, pass_: Pass, cache: Any) -> Iterator[Tensor]:
+        """Yields the logits of one pass, `part_width` columns after the other, (B, that or fewer, V)."""
+        assert pass_.part_width is not None
+        yield from torch.split(self.logits(token_BW, pass_, cache), pass_.part_width, 1)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import OTHER, CausalModel
 from llama_ssp.models.families import READ_TOGETHER_BEYOND
-from llama_ssp.models.feed import Feed
+from llama_ssp.models.passes import Pass, all_rows
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ def _trial(causal: CausalModel) -> tuple[float, float]:
         count = [min(n, len(text) - start) for n, text, start in zip(sizes, texts, done, strict=True)]
         if not any(count):
             break
-        feed = Feed(tuple(done), tuple(count), LENGTH, causal.device)
-        token_BW = torch.take_along_dim(padded_BS, feed.positions(), 1)
-        logit_BWV = causal.logits(token_BW, feed, cache, last_only=False)
+        pass_ = Pass(spans=all_rows(done, count), device=causal.device)
+        token_BW = torch.take_along_dim(padded_BS, pass_.position_BW, 1)
+        logit_BWV = causal.logits(token_BW, pass_, cache)
         for row, (start, n) in enumerate(zip(done, count, strict=True)):
             off_WV = (logit_BWV[row, :n] - plain[row][start : start + n]).abs()
             differences.append(off_WV.amax(-1).double().cpu())

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_ssp.models.families import EXPERTS, FAMILIES, Family, expert_layers
+from llama_ssp.models.layout import BLOCK_NORMS, Sizes
 from llama_ssp.models.sizes import SCALED_FROM
 
 ALL = "all"  # the kind of rotary positions where there is one
 LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 ACTIVATIONS = ("hidden_activation", "activation_function", "activation", "hidden_act")
-NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 SCALED_AT_RUN_TIME = ("dynamic",)  # kinds of rotary positions that follow the longest text of a pass
 
 
@@ -24,17 +24,9 @@ class BlockShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(Sizes):
     """One model's sizes and constants."""
 
-    family: Family
-    dim: int
-    vocab: int
-    n_heads: int
-    n_kv: int
-    head_dim: int
-    ffn: int
-    expert_ffn: int
     epsilon: float
     activation: str
     blocks: tuple[BlockShape, ...]
@@ -45,8 +37,6 @@ class Shape:
     residual_scale: float
     logit_divisor: float
     parallel: bool
-    tied: bool
-    experts: int
     top_k: int
     normed_top: bool
     gate_alpha: float  # of clamped experts
@@ -96,10 +86,16 @@ def shape_of(config: Any) -> Shape:
         gate_alpha = float(getattr(config, "swiglu_alpha", 1.702))
         gate_limit = float(getattr(config, "swiglu_limit", 7.0))
 
+    blocks = _blocks(config, family, bool(experts))
+    position_rows = 0
+    if family.position_rows is not None:
+        position_rows = int(config.max_position_embeddings) + family.position_rows
+
     return Shape(
         family=family,
         dim=int(config.hidden_size),
         vocab=int(config.vocab_size),
+        n_layers=len(blocks),
         n_heads=n_heads,
         n_kv=_kv_heads(config, family, n_heads),
         head_dim=head_dim,
@@ -107,7 +103,12 @@ def shape_of(config: Any) -> Shape:
         expert_ffn=int(getattr(config, "moe_intermediate_size", None) or ffn),
         epsilon=float(_first(config, EPSILONS) or 1e-5),
         activation=str(_first(config, ACTIVATIONS)),
-        blocks=_blocks(config, family, bool(experts)),
+        sparse=tuple(number for number, block in enumerate(blocks) if block.experts),
+        position_rows=position_rows,
+        norms=_norms(config, family),
+        attention_bias=_said(config, family.bias_keys[0]),
+        mlp_bias=_said(config, family.bias_keys[1]),
+        blocks=blocks,
         scale=_score_scale(config, family, head_dim),
         softcap=softcap,
         logit_softcap=_first(config, ("final_logit_softcapping",)),
@@ -124,17 +125,6 @@ def shape_of(config: Any) -> Shape:
     )
 
 
-def norms_of(config: Any) -> dict[str, str]:
-    """Returns the names of a block's norms by their place; an empty name where there is none."""
-    family = FAMILIES[config.model_type]
-    names = {place: getattr(family.names, place) for place in NORMS}
-    if family.norm_names is not None:
-        before_attention, before_mlp = family.norm_names(config)
-        names["before_attention"] = before_attention
-        names["before_mlp"] = before_mlp
-    return names
-
-
 def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """Returns the parameters of rotary positions by kind of layer; one kind, ALL, where all have the same."""
     content = getattr(config, "rope_parameters", None) or {}
@@ -148,6 +138,21 @@ def longrope_limit(config: Any) -> int | None:
     """Returns the length beyond which positions have a second scale (longrope); None where there is one."""
     scaled = [p for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"]
     return min((int(p[SCALED_FROM]) for p in scaled), default=None)
+
+
+def _norms(config: Any, family: Family) -> tuple[str, ...]:
+    """Returns the names of a block's norms by their place; an empty name where there is none."""
+    names = {place: getattr(family.names, place) for place in BLOCK_NORMS}
+    if family.norm_names is not None:
+        before_attention, before_mlp = family.norm_names(config)
+        names["before_attention"] = before_attention
+        names["before_mlp"] = before_mlp
+    return tuple(names.values())
+
+
+def _said(config: Any, key: str) -> bool | None:
+    """Returns what the config says at the key; None without a key or a value."""
+    return bool(getattr(config, key)) if key and hasattr(config, key) else None
 
 
 def _blocks(config: Any, family: Family, has_experts: bool) -> tuple[BlockShape, ...]:

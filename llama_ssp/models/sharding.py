@@ -5,12 +5,10 @@ Parts differ by one unit at most: 52 heads over 8 ranks are 7,7,7,7,6,6,6,6.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from llama_ssp.config import OWN_CODES, Dtype, ModelConf
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.families import DEEPSPEED_FAMILIES, TESTED, TESTED_FAMILIES
-from llama_ssp.models.shape import Shape
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = 64  # weights with one scale; bitsandbytes' CPU kernel needs rows of whole blocks
@@ -48,36 +46,6 @@ def times(span: Span, size: int) -> Span:
 
 def shifted(span: Span, by: int) -> Span:
     return by + span[0], by + span[1]
-
-
-def qkv_rows(shape: Shape, heads: Heads) -> list[tuple[int, list[Span]]]:
-    """Returns, for each weight on disk (queries, keys, values), its outputs and this rank's spans."""
-    size = shape.head_dim
-    family = shape.family
-    queries = shape.n_heads * size
-    keys = shape.n_kv * size
-    query = times(heads.query, size)
-    kv = times(heads.kv, size)
-
-    if len(family.names.qkv) == 3:
-        return [(queries, [query]), (keys, [kv]), (keys, [kv])]
-    if not family.qkv_by_group:
-        return [(queries + 2 * keys, [query, shifted(kv, queries), shifted(kv, queries + keys)])]
-
-    # Falcon's one matrix, by group of queries (here 2 a group), in units of `size` outputs:
-    #     q0 q1 k0 v0 | q2 q3 k1 v1 | ...
-    # A rank with queries 2..3 and keys 1..1 reads places 4 5, 6 and 7: its queries, its keys, its values.
-    per = shape.n_heads // shape.n_kv
-    order = [head + 2 * (head // per) for head in range(*heads.query)]
-    places = [group * (per + 2) + per for group in range(*heads.kv)]
-    order += [*places, *(place + 1 for place in places)]
-    return [(queries + 2 * keys, [times(span, size) for span in _runs(order)])]
-
-
-def _runs(order: list[int]) -> list[Span]:
-    """Returns the numbers as runs: 3, 4, 5, 9 is (3, 6), (9, 10)."""
-    breaks = [0, *(i for i, (a, b) in enumerate(pairwise(order), start=1) if b != a + 1), len(order)]
-    return [(order[a], order[b - 1] + 1) for a, b in pairwise(breaks)]
 
 
 def share(total: int, world: int, rank: int, unit: int = 1) -> Span:

@@ -13,12 +13,12 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.feed import Feed
 from llama_ssp.models.formats.coded import taken
+from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.loader import stepped
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.sharding import Cut
-from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import config_for
 
@@ -37,7 +37,7 @@ def difference(
     Caches with `room` for so many tokens are those that a run will have, one after the other.
     """
     rounding = TOLERANCE[model.dtype]
-    caches = list[SlotCache]()
+    caches = list[KVCache]()
     reason = PASSED
     for count, width in itertools.product(rows, widths):
         if room:
@@ -48,10 +48,11 @@ def difference(
         before_BWV = None
         for step in range(steps):  # all of them, whatever is found: other ranks wait in their sums
             token_BW = torch.randint(model.vocab, (count, width), generator=numbers).to(model.device)
-            where = (step * width,) * count, (width,) * count
-            compiled_BWV = _logits(model, token_BW, where, caches[-1])
+            spans = all_rows([step * width] * count, [width] * count)
+            pass_ = Pass(spans=spans, device=model.device)
+            compiled_BWV = model.logits(token_BW, pass_, caches[-1]).float()
             with model.eagerly():
-                eager_BWV = _logits(model, token_BW, where, eager_cache)
+                eager_BWV = model.logits(token_BW, pass_, eager_cache).float()
             top = float(eager_BWV.abs().max())
             off = float((compiled_BWV - eager_BWV).abs().max()) / top
             if reason == PASSED and not off <= slack * rounding:
@@ -61,14 +62,6 @@ def difference(
                 reason = reason or "other tokens have the same logits"
             before_BWV = compiled_BWV
     return reason
-
-
-def _logits(
-    model: SteppedModel, token_BW: Tensor, where: tuple[tuple[int, ...], tuple[int, ...]], cache: SlotCache
-) -> Tensor:
-    start, count = where
-    feed = Feed(start=start, count=count, capacity=cache.capacity, device=model.device)
-    return model.logits(token_BW, feed, cache, last_only=False).float()
 
 
 class RandomWeights:

@@ -24,19 +24,19 @@ from torch import Tensor, nn
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
-from llama_ssp.models.decoder import Caches, Decoder
+from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel, Step
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
-from llama_ssp.models.feed import Feed
 from llama_ssp.models.graph_sizes import WIDEST, short_prompt
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear, probe
 from llama_ssp.models.kernels.build import complaint, triton_runs
+from llama_ssp.models.kv_cache import Caches, KVCache
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
 from llama_ssp.models.quantization import INT4, QUANTISED
 from llama_ssp.models.shape import shape_of
-from llama_ssp.models.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +67,12 @@ class SteppedModel(DecoderModel):
         cache = self.new_cache(1, 8)
         for start, count in ((0, 1), (1, 2)):
             token_BW = torch.zeros(1, count, dtype=torch.int64, device=self.device)
-            feed = Feed(start=(start,), count=(count,), capacity=8, device=self.device)
-            self._try(token_BW, feed, cache)
+            pass_ = Pass(spans=all_rows([start], [count]), device=self.device)
+            self._try(token_BW, pass_, cache)
 
-    def _try(self, token_BW: Tensor, feed: Feed, cache: SlotCache) -> None:
+    def _try(self, token_BW: Tensor, pass_: Pass, cache: KVCache) -> None:
         """Runs a step, and waits for the device."""
-        logit_BWV = self.logits(token_BW, feed, cache, last_only=False)
+        logit_BWV = self.logits(token_BW, pass_, cache)
         with self.ranks.during("a step"):
             logit_BWV[0, 0, 0].item()
 
@@ -106,14 +106,13 @@ class SteppedModel(DecoderModel):
         self._step = None
 
     def _step_for(
-        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, is_prompt: bool
+        self, token_T: Tensor, pass_: Pass, places: attention.Places, cache: KVCache
     ) -> Step | None:
-        width = max(count for _, _, count in feed.rows)
-        if width > WIDEST or feed.long_T is not None or not self.is_compiled:
+        if pass_.width > WIDEST or places.long_T is not None or not self.is_compiled:
             return None
-        if is_prompt and len(token_T) > self.longest_prompt:
+        if pass_.last_only and len(token_T) > self.longest_prompt:
             return None
-        arguments = (token_T, feed.position_T, feed.first_T, cache.layers)
+        arguments = (token_T, places.position_T, places.first_T, cache.layers)
         if self._step is None and not self._made(arguments):
             return None
         return self._step
@@ -174,14 +173,14 @@ class Section(nn.Module):
         self.first = decoder if first else None
         self.last = decoder if last else None
 
-    def forward(self, x: Tensor, feed: attention.Pass, caches: Caches) -> list[Tensor]:
+    def forward(self, x: Tensor, places: attention.Places, caches: Caches) -> list[Tensor]:
         """Returns what each part gives if states are tapped, else what the last part gives."""
         states = [x]
         if self.first is not None:
-            states.append(self.first.embed(x, feed))
-        turns = {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
+            states.append(self.first.embed(x, places))
+        turns = {kind: rotary(places) for kind, rotary in self.rotaries.items()}
         for block, cache in zip(self.blocks, caches, strict=True):
-            states.append(block(states[-1], turns, cache, feed))
+            states.append(block(states[-1], turns, cache, places))
         if self.last is not None:
             states.append(self.last.to_logits(states[-1]))
         return states[1:] if self.tapped else states[-1:]
@@ -197,8 +196,8 @@ def run_section(
     check: Any = torch._check
     for tensor in (x, *(keys_GND[0] for keys_GND, _ in caches)):
         check(tensor.shape[0] >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
-    feed = attention.Pass(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
-    states: list[Tensor] = section(x, feed, caches)
+    places = attention.Places(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
+    states: list[Tensor] = section(x, places, caches)
     return states
 
 

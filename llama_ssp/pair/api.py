@@ -27,12 +27,12 @@ from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.validation import chosen, listed
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.devices import device_of
-from llama_ssp.pair.batches import require_numbers, usable
 from llama_ssp.pair.call_threads import CallThreads
-from llama_ssp.pair.continuous_batching import ContinuousBatch
+from llama_ssp.pair.requests import require_numbers
+from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
+from llama_ssp.pair.token_prompts import usable
 from llama_ssp.planner.resolve import pair_specs, require_own_ranks
-from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spelled
@@ -177,11 +177,11 @@ class Pair:
         with self._call():
             prompts = listed("prompts", prompts)
             run = self._run(settings)
-            writer, steps = self._begin(prompts, run)
-            for _ in steps:
+            text_run = self._run_of(prompts, run)
+            for _ in text_run.rounds():
                 pass
-            replies = [writer.replies[n] for n in range(len(prompts))]
-            require_numbers(*(reply.end for reply in replies))
+            replies = [text_run.replies[n] for n in range(len(prompts))]
+            require_numbers(*(reply.outcome for reply in replies))
             for prompt, reply in zip(prompts, replies, strict=True):
                 completion = Completion(
                     prompt=self._text(prompt),
@@ -202,11 +202,11 @@ class Pair:
         """Continues prompts as `generate`; yields what each got in each round. All rounds must be taken."""
         with self._call():
             run = self._run(settings)
-            writer, steps = self._begin(listed("prompts", prompts), run)
-            for step in steps:
+            text_run = self._run_of(listed("prompts", prompts), run)
+            for step in text_run.rounds():
                 rows = []
                 for row in step.rows:
-                    reply = writer.replies[row.row]
+                    reply = text_run.replies[row.row]
                     new = reply.logprobs[len(reply.logprobs) - len(row.tokens) :]
                     streamed = StreamedRow(
                         index=row.row,
@@ -219,7 +219,7 @@ class Pair:
                     )
                     rows.append(streamed)
                 yield rows if self._ranks.is_leader else []
-            require_numbers(*(reply.end for reply in writer.replies.values()))
+            require_numbers(*(reply.outcome for reply in text_run.replies.values()))
 
     def score(
         self, texts: Sequence[TextOrIds], *, top: int = 0, sampling: SamplingConfig | None = None
@@ -317,16 +317,16 @@ class Pair:
         require_own_ranks(run, self._session.spec.placement)
         return run
 
-    def _begin(self, prompts: list[TextOrIds], run: RunConf) -> tuple[ContinuousBatch, Iterator[Step]]:
-        """Returns what writes the texts of these prompts, with these settings, and the rounds of it."""
+    def _run_of(self, prompts: list[TextOrIds], run: RunConf) -> Run:
+        """Returns the run that writes the texts of these prompts, with these settings."""
         pair = self._session
         task = run.task_as(GenerateConf)
         seed = run.seed
         if seed is None and prompts:
             seed = self._ranks.broadcast_ints([secrets.randbelow(2**31)] if self._ranks.is_leader else [])[0]
-        writer = pair.writer(seed or 0, run)
+        engine = pair.engine(seed or 0, run)
         requests = pair.requests(self._read(prompts, run), run, task.stop)
-        return writer, writer.rounds(requests, task.batch_size)
+        return Run(engine, requests, pair.run_settings(task.batch_size, run))
 
     def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:
         """Returns the texts as token ids, `shorter` than the context or not. Raises DataError."""

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_ssp.errors import DataError
-from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of, usable
+from llama_ssp.pair.requests import TokenRequest, require_numbers
+from llama_ssp.pair.run import Run, Supply
 from llama_ssp.pair.session import PairSession
-from llama_ssp.speculative.generate import Limits
+from llama_ssp.pair.token_prompts import usable
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.text.detokenizer import Writing
 from llama_ssp.text.prompts import TextPrompt, require_usable
 from llama_ssp.text.tokenizer import Message
 
@@ -52,7 +51,7 @@ class Conversation:
         self._new_tokens = new_tokens
         self.has_template = pair.tokens.has_template
         turn = [] if self.has_template else ["\n" + NAMES["user"].rstrip()]
-        self._stops = pair.tokens.stops([*stops, *turn])
+        self._stops = tuple(pair.tokens.stops([*stops, *turn]))
         self.system: str | None = None
         self.history = list[Message]()
         self.replies = list[ChatReply]()
@@ -78,15 +77,20 @@ class Conversation:
         before = self._state
         self._state = None
         self._stop_asked = False
-        run = TimedRun(self._engine, [prompt], self.limit - length if before is None else before)
-        reply = ChatReply(length, run.kept, counts=run.counts)
+        request = TokenRequest(
+            index=0, prompt=prompt, sampling=pair.run.sampling, max_new_tokens=room, stop=self._stops
+        )
+        supply = Supply(longest=self.limit)  # later turns take the same row
+        text_run = Run(self._engine, [request], pair.run_settings(rows=1), supply=supply)
+        text_run.begin(before)
+        written = text_run.replies[0]
+
+        reply = ChatReply(length, text_run.kept, counts=text_run.counts)
         self.replies.append(reply)
-        writing = Writing(pair.tokens.decode, [prompt.token_ids], self._stops)
-        limits = Limits(room, pair.end_ids, writing)
-        for step, _ in run.rounds(limits, lookahead_for(pair.run, 1, pair.costs)):
+        for step in text_run.rounds():
             ended = step.rows[0].finish is not None
-            reply.text = writing.text(0)
-            yield writing.printable(0, ended)
+            reply.text = written.text
+            yield written.printable(ended)
             if ended or (ranks.world > 1 and step.round % ROUNDS):
                 continue
             is_stopped = self._stop_asked
@@ -95,11 +99,11 @@ class Conversation:
                 is_stopped = bool(ranks.broadcast_ints([int(is_stopped)])[0])
             if is_stopped:
                 self._engine.flush()
-                yield writing.printable(0, True)
+                yield written.printable(True)
                 break
-        require_numbers(*texts_of(run.state))
-        self._state = run.state
-        reply.finish_reason = run.state.finished[0] or STOPPED
+        require_numbers(written.outcome)
+        self._state = text_run.state
+        reply.finish_reason = written.finish_reason or STOPPED
         if reply.finish_reason == "length" and room < self._new_tokens:
             reply.finish_reason = "context"
         self.history = [*messages, {"role": "assistant", "content": reply.text.strip()}]

@@ -27,9 +27,10 @@ from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import device_of, usage_of
 from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, lookahead_for, prepare
-from llama_ssp.pair.batches import prompt_of
-from llama_ssp.pair.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
+from llama_ssp.pair.requests import TokenRequest, requests_of
+from llama_ssp.pair.run import RunSettings
+from llama_ssp.pair.token_prompts import prompt_of
 from llama_ssp.planner.engine import compiled_before
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction, RunMeasurement, fitting
@@ -202,39 +203,36 @@ class PairSession:
         ends = self.end_ids if end_ids is None else end_ids
         return engine_for(self.models, run, self.tokens, ends, seed, rule)
 
-    def writer(self, seed: int, run: RunConf | None = None, clocked: bool = True) -> ContinuousBatch:
-        """Returns what writes texts, on an engine of its own; an adaptive K goes by `costs`."""
+    def run_settings(self, rows: int, run: RunConf | None = None, is_clocked: bool = True) -> RunSettings:
+        """Returns how texts of `run` are written, `rows` at a time; an adaptive K goes by `costs`."""
         run = run or self.run
-        engine = self.engine(seed, run)
-        lookahead = partial(lookahead_for, run, costs=self.costs)
-        sampled = run.task.logprobs_of is LogprobsOf.sampled
-        return ContinuousBatch(
-            engine=engine,
-            decode=self.tokens.decode,
-            lookahead=lookahead,
+        return RunSettings(
+            rows=rows,
+            lookahead=partial(lookahead_for, run, costs=self.costs),
             ends=self.end_ids,
-            sampled=sampled,
-            clocked=clocked,
+            decode=self.tokens.decode,
+            is_sampled=run.task.logprobs_of is LogprobsOf.sampled,
+            is_clocked=is_clocked,
         )
 
     def requests(
-        self, prompts: Sequence[Prompt], run: RunConf | None = None, stops: Sequence[str] = ()
+        self,
+        prompts: Sequence[Prompt],
+        run: RunConf | None = None,
+        stops: Sequence[str] = (),
+        max_new_tokens: int | None = None,
     ) -> list[TokenRequest]:
         """Returns the requests to continue these prompts as `run` says; their indices count from 0."""
         run = run or self.run
         task = run.task
-        stop = tuple(self.tokens.stops(stops))
-        return [
-            TokenRequest(
-                index=index,
-                prompt=prompt,
-                sampling=run.sampling,
-                max_new_tokens=task.max_new_tokens,
-                stop=stop,
-                logprobs=task.logprobs,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        return requests_of(
+            prompts,
+            run.sampling,
+            task.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            stop=tuple(self.tokens.stops(stops)),
+            logprobs=task.logprobs,
+            echo=task.echo,
+        )
 
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None

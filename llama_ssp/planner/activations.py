@@ -14,7 +14,8 @@ from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models import graph_sizes
 from llama_ssp.models.graph_sizes import FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, sizes_up_to
 from llama_ssp.models.kernels.kernel_sizes import DECODED, SLICE, attended_parts
-from llama_ssp.planner.storage import EXPERTS, width
+from llama_ssp.models.layout import EXPERTS
+from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart, weights
 from llama_ssp.planner.workload import DRAFT, MIB, TARGET, Workload
 
@@ -83,7 +84,7 @@ class Forward:
         # States that live while a layer computes: its input and the sum, in fp32; the norm's output, that of
         # attention, and the next norm's; the norms after attention and after the MLP have one each.
         wide = max(w, FP32)
-        stream = numbers * (2 * wide + (3 + max(part.family.norms - 2, 0)) * w) + turns
+        stream = numbers * (2 * wide + (3 + max(part.norms - 2, 0)) * w) + turns
         if part.head_inputs:  # g, its norm, the embedding's, and both as one; the target's states, normed
             stream += 5 * numbers * w + 2 * self.tokens * part.head_inputs * w
         scratch = MIB + KERNEL_SCRATCH * self.kernels.threads + self._dequantised()
@@ -195,7 +196,7 @@ class Forward:
         steps = 3 if self.part.family.softcap else 2 if self.rows > 1 or self.part.family.multipliers else 1
         part, numbers = self.part, self.part.whole_vocab * steps
         if part.world > 1:
-            numbers = max(numbers, part.vocab + (1 + part.world) * part.widest + part.whole_vocab)
+            numbers = max(numbers, part.vocab + (1 + part.world) * part.widest_vocab + part.whole_vocab)
         wide, sliced = max(self.w, FP32), 0
         if self.kernels.cpu and self.w < FP32:  # parts of the product, and a slice of the matrix
             sliced = (self.logits * part.vocab + max(SLICE, part.dim)) * FP32

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from llama_ssp.config import Dtype, ModelConf, Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
+from llama_ssp.models.layout import EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS
 from llama_ssp.planner.activations import LOGITS, PROBS, Kernels
 from llama_ssp.planner.memory import peak_lines, peaks, rank_work, segments, tensor_lines
-from llama_ssp.planner.storage import EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS, SCALES, WEIGHTS
+from llama_ssp.planner.storage import SCALES, WEIGHTS
 from llama_ssp.planner.weights import CACHE, ModelPart, held
 from llama_ssp.planner.workload import TARGET, MemoryLine, Role, Workload
 

@@ -38,8 +38,9 @@ def rank_work(
         degree = placement.draft_degree
         part = ModelPart.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)
         if draft.model.is_head and draft.model.tied and len(placement.target) == 1:
-            lent_head = draft.model.head_block > 0 and draft.model.head_vocab == draft.model.vocab
-            part = replace(part, embedding_rows=0, lent_head=lent_head)  # it reads the target's tables
+            # It reads the target's tables.
+            borrows_head = draft.model.head_block > 0 and draft.model.head_vocab == draft.model.vocab
+            part = replace(part, borrows_embedding=True, borrows_head=borrows_head)
         block = part.head_block + 1 if part.head_block else 0
         room_of_draft = min(room + block, draft.model.context)
         drafted = RolePart.of(draft, part, room_of_draft, work.draft_caches, draft.role in compiled)

@@ -11,17 +11,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
+from llama_ssp.models.layout import EMBEDDING, EXPERTS, POSITIONS
 from llama_ssp.planner.efficiency import PLAIN, Efficiency, Points, efficiency_of, of_plain
-from llama_ssp.planner.storage import (
-    AS_THEY_ARE,
-    BUFFERS,
-    EMBEDDING,
-    EXPERTS,
-    POSITIONS,
-    Storage,
-    sizes_of,
-    width,
-)
+from llama_ssp.planner.storage import AS_THEY_ARE, BUFFERS, Storage, bytes_of, width
 from llama_ssp.planner.weights import ModelPart, held, weights
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
@@ -156,7 +148,7 @@ def _coded(part: ModelPart, dtype: Dtype, store: Storage) -> tuple[CodedCost, ..
         how = efficiency_of(weight, dtype, store)
         if how and weight.group != EXPERTS:  # of which a pass reads some
             size, numbers = found.get(how, (0.0, 0.0))
-            size += weight.times * sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
+            size += weight.times * sum(bytes_ for _, bytes_ in bytes_of(weight, dtype))
             found[how] = size, numbers + weight.times * weight.count
     return tuple(CodedCost(*sizes, how) for how, sizes in found.items())
 

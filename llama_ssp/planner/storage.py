@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from llama_ssp.config import Dtype
 from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.models.kernels.kernel_sizes import BLOCK
+from llama_ssp.models.layout import EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS
 from llama_ssp.models.sharding import NF4_BLOCK
 
 # Codes that are made while loading.
@@ -21,8 +22,9 @@ BYTES |= {dtype: codes.bits / 8 for dtype, codes in MADE.items()}
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix of bitsandbytes
 
 # The groups of tensors.
-WEIGHTS = "embedding", "head", "layers", "experts", "norms", "quantisation scales", "positions", "buffers"
-EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
+SCALES = "quantisation scales"
+BUFFERS = "buffers"
+WEIGHTS = (EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS)
 IN_LAYERS = LAYERS, EXPERTS, SCALES
 
 UNIT = 512  # bytes to which torch rounds requests on a GPU
@@ -87,7 +89,7 @@ def width(dtype: Dtype) -> int:
     return int(max(BYTES[dtype], 2))
 
 
-def sizes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iterator[tuple[str, int]]:
+def bytes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iterator[tuple[str, int]]:
     """(group, bytes) of one such tensor, and of its scales where it is quantised."""
     codes, outputs = weight.kept(dtype), weight.outputs
     if weight.linear and dtype is Dtype.nf4 and by_bitsandbytes(dtype, store):

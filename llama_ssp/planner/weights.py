@@ -1,33 +1,39 @@
-"""What one rank holds of a model: the size of every tensor, from the config's integers and the split.
+"""What one rank holds of a model in memory: the rows of models/layout.py, by number format and device.
 
-With one rank the part is the whole model, so the same table counts parameters.
+With one rank the part is the whole model, so the same rows count parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.models.families import Family, family_of
+from llama_ssp.models.families import Family
 from llama_ssp.models.formats.kept import EXPERT, Kept
-from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_share
+from llama_ssp.models.layout import (
+    EXPERTS,
+    QUANTISED,
+    Part,
+    Share,
+    Sizes,
+    TensorRow,
+    layout,
+    share_of,
+    sizes_of_model,
+    states,
+)
+from llama_ssp.models.sharding import length, vocab_share
 from llama_ssp.planner.storage import (
     AS_THEY_ARE,
     BUFFERS,
     CPU,
     CUDA,
-    EMBEDDING,
-    EXPERTS,
-    HEAD,
-    LAYERS,
-    NORMS,
-    POSITIONS,
     SCALES,
     UNIT,
     Storage,
     Weight,
-    sizes_of,
+    bytes_of,
     table_of,
     width,
 )
@@ -36,81 +42,125 @@ from llama_ssp.planner.workload import Role
 CACHE = "cache"  # keys and values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelPart:
-    """The sizes of one rank's part of a model; `widest` is the largest share of the vocabulary."""
+    """One rank's part of a model: the rank's share of its tensors, and how a checkpoint has them in codes."""
 
-    family: Family
-    first: bool  # the first rank, which has the biases of layers that are split by their inputs
-    layers: int
-    dim: int
-    head_dim: int
-    context: int
-    tied: bool
-    whole_vocab: int
-    world: int
-    queries: int
-    kvs: int
-    ffn: int
-    vocab: int
-    widest: int
-    embedding_rows: int
-    experts: int
-    experts_per_token: int
-    expert_ffn: int
-    expert_layers: int
-    norms: int  # in a block
-    first_query: int  # of this rank's, on disk
-    first_column: int  # of the MLP's
-    first_expert_column: int  # of each expert's
+    share: Share
     codes: Kept  # of a quantised checkpoint
-    code_mix: str = ""  # as of ModelConf
-    biases: tuple[bool | None, bool | None] = (None, None)  # of attention and the MLP, if not as usual
-    head_inputs: int = 0  # of a trained head: numbers of the target's states that it reads
-    head_block: int = 0  # and how many drafts a pass gives; 0 is one after the other
-    lent_head: bool = False  # its last matrix is the target's
+    code_mix: str  # as of ModelConf
+    context: int
+    experts_per_token: int
+    head_block: int = 0  # of a trained head: how many drafts a pass gives; 0 is one after the other
+    borrows_embedding: bool = False  # a head reads the target's
+    borrows_head: bool = False
 
     @staticmethod
     def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> ModelPart:
         """`leader_looks_up`: rank 0 holds the whole embedding, the others one unused row."""
-        heads = head_ranges(model.n_heads, model.n_kv_heads, world, rank)
-        vocab, widest = (length(vocab_share(model.vocab, world, index)) for index in (rank, 0))
-        rows = vocab if not leader_looks_up or world == 1 else 1 if rank else model.vocab
-        family, first = family_of(model.family), rank == 0
-        whole = family, first, model.n_layers, model.dim, model.head_dim, model.context, model.tied
-        mlp = mlp_share(model.ffn, world, rank)
-        own = heads.queries, heads.kvs, length(mlp), vocab, widest, rows
-        sparse = model.n_layers - model.dense_layers if model.experts else 0
-        expert = mlp_share(model.expert_ffn, world, rank) if sparse else (0, 0)
-        experts = model.experts, model.experts_per_token, length(expert), sparse
-        norms = family.norms - (family.multi_query and model.n_kv_heads == 1)
-        codes = Kept(model.code_bits, model.code_group, model.code_bytes)
-        places = heads.query[0], mlp[0], expert[0]
-        if model.is_head:  # its own tokens; what it embeds is not its output's table
-            own = *own[:3], model.head_vocab, model.head_vocab, model.vocab
-            whole = *whole[:-1], False
-            norms += not model.head_block  # EAGLE-3 has that of the states in its block
-        biases, sizes = (model.attention_bias, model.mlp_bias), (*own, *experts, norms, *places)
-        others = codes, model.code_mix, biases, model.head_inputs, model.head_block
-        return ModelPart(*whole, model.vocab, world, *sizes, *others)
+        return ModelPart(
+            share=share_of(sizes_of_model(model), world, rank, drafts=leader_looks_up),
+            codes=Kept(model.code_bits, model.code_group, model.code_bytes),
+            code_mix=model.code_mix,
+            context=model.context,
+            experts_per_token=model.experts_per_token,
+            head_block=model.head_block,
+        )
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.share.sizes
+
+    @property
+    def family(self) -> Family:
+        return self.sizes.family
+
+    @property
+    def world(self) -> int:
+        return self.share.world
+
+    @property
+    def layers(self) -> int:
+        return self.sizes.n_layers
+
+    @property
+    def expert_layers(self) -> int:
+        return len(self.sizes.sparse)
+
+    @property
+    def dim(self) -> int:
+        return self.sizes.dim
+
+    @property
+    def experts(self) -> int:
+        return self.sizes.experts
+
+    @property
+    def tied(self) -> bool:
+        return self.sizes.tied
+
+    @property
+    def head_inputs(self) -> int:
+        """Numbers of the target's states that a trained head reads; 0 of a model."""
+        head = self.sizes.trained_head
+        return 0 if head is None else head.inputs
+
+    @property
+    def whole_vocab(self) -> int:
+        return self.sizes.vocab
+
+    @property
+    def vocab(self) -> int:
+        """Tokens whose logits this rank computes."""
+        return length(self.share.vocab)
+
+    @property
+    def widest_vocab(self) -> int:
+        """The most tokens whose logits a rank computes."""
+        if self.sizes.trained_head is not None:
+            return self.vocab
+        return length(vocab_share(self.sizes.vocab, self.world, 0))
+
+    @property
+    def queries(self) -> int:
+        return self.share.heads.queries
+
+    @property
+    def kvs(self) -> int:
+        return self.share.heads.kvs
 
     @property
     def query_width(self) -> int:
-        return self.queries * self.head_dim
+        return self.queries * self.sizes.head_dim
 
     @property
     def key_width(self) -> int:
-        return self.kvs * self.head_dim
+        return self.kvs * self.sizes.head_dim
 
     @property
-    def largest_matrix(self) -> int:
-        """Numbers in the largest of a layer's matrices that may be quantised; experts are not."""
-        return max(outputs * inputs for outputs, inputs, *_ in _matrices(self))
+    def ffn(self) -> int:
+        """Columns of the MLP."""
+        return length(self.share.columns)
+
+    @property
+    def expert_ffn(self) -> int:
+        """Columns of each expert."""
+        return length(self.share.expert_columns)
 
     @property
     def rotary_width(self) -> int:
         """The rotated numbers of a head."""
-        return int(self.head_dim * self.family.rotary)
+        return int(self.sizes.head_dim * self.family.rotary)
+
+    @property
+    def norms(self) -> int:
+        """Norms of a block, those of queries and keys left out."""
+        return sum(map(bool, self.sizes.norms))
+
+    @property
+    def largest_matrix(self) -> int:
+        """Numbers in the largest of a layer's matrices that may be quantised; experts are not."""
+        return max(weight.count for weight in weights(replace(self, code_mix="")) if weight.linear)
 
 
 def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> Iterator[Weight]:
@@ -118,91 +168,80 @@ def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> It
 
     `packed`: matrices are as a quantised checkpoint has them; `own_head`: a tied head has a copy of its own.
     """
-    dim, layers, family = part.dim, part.layers, part.family
-    vectors = 2 if family.layer_norm else 1
-    yield Weight(EMBEDDING, part.embedding_rows, dim)
-    if family.position_rows is not None:
-        yield Weight(POSITIONS, part.context + family.position_rows, dim)
-    for outputs, inputs, times, bias, before in _matrices(part):
-        if not (packed and part.code_mix):
-            yield Weight(LAYERS, outputs, inputs, times, linear=True, first=before, codes=part.codes)
-        if bias:
-            yield Weight(LAYERS, outputs, 1, times)
-    if packed:
+    mixed = packed and bool(part.code_mix)
+    for product in _products(part):
+        weight = _joined(part, product)
+        row = product[0]
+        if row.part is Part.head and not (own_head or _has_head(part)):
+            continue
+        if row.part in QUANTISED and mixed:
+            pass  # in `_mixed`
+        elif row.experts:
+            plain = row.times - _coded_experts(part) * packed
+            if plain:
+                yield replace(weight, outputs=weight.outputs * row.experts, times=plain)
+        else:
+            yield weight
+
+        biases = sum(part.share.outputs(each) for each in product if part.share.has_bias(each))
+        if biases:
+            yield Weight(row.group, biases * max(1, row.experts), 1, row.times)
+    if mixed:
         yield from _mixed(part)
-    if part.head_inputs:
-        yield Weight(LAYERS, dim, part.head_inputs)
-    if part.expert_layers:
-        yield from _experts(part, packed)
-    if family.names.sinks:
-        yield Weight(LAYERS, part.queries, 1, layers)
-    yield Weight(NORMS, dim, 1, layers * vectors * part.norms)
-    if family.qk_norm:
-        widths = part.query_width, part.key_width
-        for width_ in widths if family.whole_qk_norm else 2 * (part.head_dim,):
-            yield Weight(NORMS, width_, 1, layers)
-    yield Weight(NORMS, dim, 1, vectors + (part.head_block > 0))  # a norm of the states, before the blocks
-    if part.lent_head:
-        return
-    if not part.tied or own_head or part.embedding_rows < part.vocab:
-        yield Weight(HEAD, part.vocab, dim)
 
 
-def _matrices(part: ModelPart) -> Iterator[tuple[int, int, int, bool, int]]:
-    """The matrices of attention and of MLPs, as they are held.
+def _products(part: ModelPart) -> list[list[TensorRow]]:
+    """The rows that this rank has; those that are one matrix in memory together."""
+    products: dict[object, list[TensorRow]] = {}
+    for row in layout(part.sizes):
+        if row.part is Part.embedding and part.borrows_embedding:
+            continue
+        key = (row.part, row.blocks) if row.inputs else row.weight
+        products.setdefault(key, []).append(row)
+    return list(products.values())
 
-    Of each the outputs, the inputs, how many there are, whether with bias, and the first input on disk.
 
-    Queries, keys and values are one matrix, and so are gate and up.
-    """
-    dim, queries, names = part.dim, part.query_width, part.family.names
-    attention, mlp = part.biases
+def _joined(part: ModelPart, rows: list[TensorRow]) -> Weight:
+    """The matrix in memory that these rows are, one below the other."""
+    share = part.share
+    first = rows[0]
+    is_product = first.part in QUANTISED
+    return Weight(
+        group=first.group,
+        outputs=sum(map(share.outputs, rows)),
+        inputs=share.inputs(first),
+        times=first.times,
+        linear=is_product,
+        first=share.first_input(first),
+        codes=part.codes if is_product else Kept(),
+    )
 
-    def biased(name: str, said: bool | None) -> bool:
-        return name.rpartition(".")[2] in part.family.biased if said is None else said
 
-    # An EAGLE-3 head reads the states and a token's embedding.
-    inputs = 2 * dim if part.head_inputs and not part.head_block else dim
-    yield queries + 2 * part.key_width, inputs, part.layers, biased(names.qkv[0], attention), 0
-    before = part.first_query * part.head_dim
-    yield dim, queries, part.layers, part.first and biased(names.output, attention), before
-    if dense := part.layers - part.expert_layers:
-        yield part.ffn * (1 + part.family.gated), dim, dense, biased(names.up[0], mlp), 0
-        yield dim, part.ffn, dense, part.first and biased(names.down, mlp), part.first_column
+def _has_head(part: ModelPart) -> bool:
+    """Returns whether the head is a tensor of its own."""
+    if part.borrows_head:
+        return False
+    return not part.tied or length(part.share.tokens) < part.vocab
 
 
 def _mixed(part: ModelPart) -> Iterator[Weight]:
     """The products of a checkpoint in which matrices have codes of their own, or none (kept.py)."""
-    dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
-    wide = part.expert_ffn * (1 + part.family.clamped)  # of clamped experts with their gate
-    sizes = {"attn_q": (queries, dim, 0), "attn_k": (keys, dim, 0), "attn_v": (keys, dim, 0)}
-    sizes |= {"attn_qkv": (queries + 2 * keys, dim, 0)}
-    sizes |= {"attn_output": (dim, queries, part.first_query * part.head_dim)}
-    sizes |= {"ffn_gate": (ffn, dim, 0), "ffn_up": (ffn * (1 + part.family.fused_mlp), dim, 0)}
-    sizes |= {"ffn_down": (dim, ffn, part.first_column), "expert_gate": (part.expert_ffn, dim, 0)}
-    sizes |= {"expert_up": (wide, dim, 0)}
-    sizes |= {"expert_down": (dim, part.expert_ffn, part.first_expert_column)}
+    by_name = {row.in_gguf: row for row in layout(part.sizes) if row.in_gguf}
     for word in part.code_mix.split():
-        names, times, bits, group, bytes_, table = word.split(":")
-        parts = [sizes[name] for name in names.split("+")]
-        codes = Kept(int(bits), int(group), int(bytes_), table)
-        outputs, (_, inputs, before) = sum(each[0] for each in parts), parts[0]
-        group, each = (EXPERTS, part.experts) if names.startswith(EXPERT) else (LAYERS, 1)
-        yield Weight(group, outputs, inputs, int(times) * each, True, before, codes)
+        names, times, bits, group, size, table = word.split(":")
+        rows = [by_name[name] for name in names.split("+")]
+        yield replace(
+            _joined(part, rows),
+            times=int(times) * max(1, rows[0].experts),
+            linear=True,
+            codes=Kept(int(bits), int(group), int(size), table),
+        )
 
 
-def _experts(part: ModelPart, packed: bool) -> Iterator[Weight]:
-    """Router and experts, of which each rank has some columns; those in codes are in `_mixed`."""
-    count, times, wide = part.experts, part.expert_layers, 2 * part.expert_ffn
-    yield Weight(LAYERS, count, part.dim, times)
-    coded = sum(int(word.split(":")[1]) for word in part.code_mix.split() if word.startswith(EXPERT[-1]))
-    if plain := times - coded * packed:
-        yield Weight(EXPERTS, count * wide, part.dim, plain)
-        yield Weight(EXPERTS, count * part.dim, part.expert_ffn, plain)
-    if part.family.clamped:  # biases, also of the router
-        yield Weight(LAYERS, count, 1, times)
-        yield Weight(EXPERTS, count * wide, 1, times)
-        yield Weight(EXPERTS, count * part.dim, 1, times * part.first)
+def _coded_experts(part: ModelPart) -> int:
+    """The layers whose experts are in codes; in `_mixed`."""
+    words = (word.split(":") for word in part.code_mix.split())
+    return sum(int(word[1]) for word in words if word[0] == EXPERT[-1])
 
 
 def parameters(model: ModelConf) -> int:
@@ -230,7 +269,7 @@ def tensors(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iter
     """Every tensor as (group, bytes, how many)."""
     tables = set()
     for weight in weights(part, dtype is Dtype.packed, own_head=store.packs):
-        for group, bytes_ in sizes_of(weight, dtype, store):
+        for group, bytes_ in bytes_of(weight, dtype, store):
             yield group, bytes_, weight.times
         table = table_of(weight, dtype, store)
         if table and weight.group != EXPERTS:  # which hold none of their own
@@ -267,12 +306,12 @@ class RolePart:
         """How a CPU or a GPU keeps its tensors."""
         return Storage(1 if cpu else UNIT, CPU if cpu else CUDA, self.compiled)
 
-    def keys_bytes(self, rows: int) -> int:
-        """The bytes of the keys of one layer, in one cache."""
-        return (rows * self.capacity + self.spare) * self.part.key_width * width(self.dtype)
-
     def caches_bytes(self, rows: int, unit: int = 1) -> int:
-        """Of all caches and layers, each layer's keys and values rounded up to `unit`."""
-        keys = 2 * self.part.layers * (-(-self.keys_bytes(rows) // unit) * unit)
-        states = rows * self.waiting * self.part.dim * width(self.dtype)
-        return self.caches * (keys + -(-states // unit) * unit)
+        """Of all caches and layers, each tensor rounded up to `unit`."""
+        slots = rows * self.capacity + self.spare
+        total = 0
+        for state in states(self.part.share):
+            size = slots * state.numbers * width(self.dtype)
+            total += len(state.blocks) * -(-size // unit) * unit
+        waiting = rows * self.waiting * self.part.dim * width(self.dtype)
+        return self.caches * (total + -(-waiting // unit) * unit)

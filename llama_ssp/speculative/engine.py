@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import checksum
 from llama_ssp.distributed.roles import SOLE, Roles
-from llama_ssp.models.feed import sent
+from llama_ssp.models.passes import sent
 from llama_ssp.speculative.decision import Decision, decide
 from llama_ssp.speculative.drafters.local import Drafter, Sampler
 from llama_ssp.speculative.logprobs import LogprobReader, scored

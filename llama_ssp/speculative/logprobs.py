@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import sent
+from llama_ssp.models.passes import sent
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import State

@@ -2,7 +2,7 @@
 
 After a round a cache holds at most len-1 tokens of a row, and the next forward feeds the rest. So there are
 no special cases: prefill is the first catching up, and a draft model that was not fed its own last token
-after full acceptance is fed it next round. To roll back is to forget a length (models/feed.py): keys after
+after full acceptance is fed it next round. To roll back is to forget a length (models/passes.py): keys after
 it are overwritten when their positions come again.
 """
 
@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import Feed, sent
 from llama_ssp.models.graph_sizes import LAG
 from llama_ssp.models.interface import Cache, Model
+from llama_ssp.models.passes import Pass, RowSpan, all_rows, sent
 
-Span = tuple[int, int, int]  # a row, a position, and how many tokens from there
 # Called after each pass with the texts, what was fed of them, and what the model's taps gave of these tokens.
-Observer = Callable[[Tensor, list[Span], Tensor], None]
+Observer = Callable[[Tensor, list[RowSpan], Tensor], None]
 UNLIMITED = 2**31  # drafts
 
 
@@ -102,17 +101,17 @@ class ModelRunner:
         self._begin(ends, [max(e - w, 0) + 1 for e, w in zip(ends, wanted, strict=True)])
         # What is lacking before that, more than LAG tokens, is fed first, for its keys alone.
         self._prefill(token_BS, [max(e - w - LAG + 1, 0) for e, w in zip(ends, wanted, strict=True)])
-        feed, logit_BWV = self._forward(token_BS, ends, last_only=False)
+        pass_, logit_BWV = self._forward(token_BS, ends, last_only=False)
 
         # Rows that lacked more were fed more columns: of each, the first ones are skipped.
-        first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
-        width = max(n - skipped for n, skipped in zip(feed.count, first, strict=True))
-        if not any(first) and feed.width == width:
+        first = [max(span.tokens - w, 0) for span, w in zip(pass_.spans, wanted, strict=True)]
+        width = max(span.tokens - skipped for span, skipped in zip(pass_.spans, first, strict=True))
+        if not any(first) and pass_.width == width:
             return logit_BWV
 
         # Column i of row b is its fed column first[b] + i; beyond the pass any will do.
         column_BW = torch.tensor(first)[:, None] + torch.arange(width)
-        column_BW = sent(column_BW.clamp(max=feed.width - 1), logit_BWV.device)
+        column_BW = sent(column_BW.clamp(max=pass_.width - 1), logit_BWV.device)
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
 
     def parts(self, token_BS: Tensor, ends: list[int], size: int) -> Iterator[Tensor]:
@@ -121,11 +120,20 @@ class ModelRunner:
         starts = list(self.cached)
         self._begin(ends, [start + 1 for start in starts])
         self._prefill(token_BS, starts)  # of a text whose positions have the other scale from here on
-        count = tuple(end - cached for end, cached in zip(ends, self.cached, strict=True))
-        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, tuple(self._given))
+        pass_ = Pass(
+            spans=self._lacking(ends),
+            device=self.model.device,
+            given=tuple(self._given),
+            part_width=size,
+        )
         self.cached = ends
         self.forwards += 1
-        yield from self.model.parts(self._input(token_BS, feed), feed, self._cache, size)
+        yield from self.model.parts(self._input(token_BS, pass_), pass_, self._cache)
+
+    def _lacking(self, ends: list[int]) -> tuple[RowSpan, ...]:
+        """Returns what the cache lacks of each row up to its end."""
+        missing = [max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True)]
+        return all_rows(self.cached, missing)
 
     def _begin(self, ends: list[int], lengths: list[int]) -> None:
         """Fixes the scale of rows that are about to be fed, by the lengths of their texts.
@@ -151,46 +159,40 @@ class ModelRunner:
         """
         self.cached = [min(c, length - 1) for c, length in zip(self.cached, lengths, strict=True)]
 
-    def _forward(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
-        """Feeds each row up to its end, in one pass; returns what was fed, and the logits of its columns."""
+    def _forward(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Pass, Tensor]:
+        """Feeds each row up to its end, in one pass; returns the pass, and the logits of its columns."""
         assert self._cache is not None, "start() comes first"
-        count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
-        fed = [(row, self.cached[row], n) for row, n in enumerate(count) if n]
+        spans = self._lacking(ends)
+        fed = [span for span in spans if span.tokens]
+        if last_only and len(fed) == 1:  # the other rows take no place in the pass
+            spans = tuple(fed)
 
-        rows = slice(None)
-        cache = self._cache
-        if last_only and len(fed) == 1:  # as a batch of this row: the others take no place in the pass
-            row = fed[0][0]
-            rows = slice(row, row + 1)
-            cache = cache.row(row)
-
-        feed = Feed(
-            start=tuple(self.cached[rows]),
-            count=count[rows],
-            capacity=cache.capacity,
+        pass_ = Pass(
+            spans=spans,
             device=self.model.device,
-            given=tuple(self._given[rows]),
+            given=tuple(self._given[span.row] for span in spans),
+            last_only=last_only,
         )
-        logits = self.model.logits(self._input(token_BS[rows], feed), feed, cache, last_only)
-        self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
+        logits = self.model.logits(self._input(token_BS, pass_), pass_, self._cache)
+        self.cached = [max(end, cached) for end, cached in zip(ends, self.cached, strict=True)]
         self._observed(token_BS, fed)
-        return feed, logits
+        return pass_, logits
 
-    def _observed(self, token_BS: Tensor, fed: list[Span]) -> None:
+    def _observed(self, token_BS: Tensor, fed: list[RowSpan]) -> None:
         """Counts a pass, and shows it to the observer."""
         self.forwards += 1
         if self.observer is not None and self.model.tapped_TX is not None:
             self.observer(token_BS, fed, self.model.tapped_TX)
 
-    def _input(self, token_BS: Tensor, feed: Feed) -> Tensor:
+    def _input(self, token_BS: Tensor, pass_: Pass) -> Tensor:
         """Returns the tokens of one forward, (B, W).
 
         A draft's vocabulary may lack padding rows that the target has. If one is drawn, the draft is fed
         another token instead; it is still drawn from the distribution that the draft declares.
         """
-        if len(feed.start) == 1:
-            start = feed.start[0]
-            token_BW = token_BS[:, start : start + feed.width].to(feed.device)
-        else:
-            token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
+        if len(pass_.spans) == 1:
+            ((row, start, count),) = pass_.spans
+            token_BW = token_BS[row : row + 1, start : start + count].to(pass_.device)
+        else:  # all rows
+            token_BW = torch.take_along_dim(token_BS.to(pass_.device), pass_.position_BW, 1)
         return token_BW.clamp(max=self.model.vocab - 1)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import sent
+from llama_ssp.models.passes import sent
 
 
 class Purpose(IntEnum):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import Controls, SamplingConfig
-from llama_ssp.models.feed import sent
 from llama_ssp.models.graph_sizes import FILTERED
 from llama_ssp.models.interface import log_slow
+from llama_ssp.models.passes import sent
 from llama_ssp.speculative.array_ops import Array, greatest, largest, where
 
 LEAST_P = 1e-30  # a lower top_p keeps the same tokens, the likeliest, and is 0 in fp32 below 7e-46

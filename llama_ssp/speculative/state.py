@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import sent
+from llama_ssp.models.passes import sent
 from llama_ssp.speculative.rng import Purpose, Slot, prompt_key
 from llama_ssp.speculative.sampling import Prefix
 from llama_ssp.text.logprobs import ScoredToken

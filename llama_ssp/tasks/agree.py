@@ -11,7 +11,7 @@ from typing import Any
 
 from llama_ssp.config import AgreeConf, Drafting, Verification
 from llama_ssp.errors import UsageError
-from llama_ssp.pair.batches import require_numbers, texts_of
+from llama_ssp.pair.requests import require_numbers
 from llama_ssp.pair.session import PairSession
 from llama_ssp.report.console import Progress
 from llama_ssp.report.task_tables import agreements as agreements_shown
@@ -141,5 +141,6 @@ def agreements(
         engine.roll_back(state)
 
     engine.flush()
-    require_numbers(*texts_of(state))
+    names = [prompt.id for prompt in state.prompts]
+    require_numbers(*zip(names, state.lengths, state.finished, strict=True))
     return state, forks

@@ -29,14 +29,17 @@ from llama_ssp.distributed.process_group import NO_GPU, gpu_of
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, DistributedError, StorageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import every_device
-from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
-from llama_ssp.pair.continuous_batching import ContinuousBatch, Reply, Supply, TokenRequest
+from llama_ssp.pair.requests import NOT_NUMBERS, Reply, TokenRequest
+from llama_ssp.pair.run import RunSettings, Supply, run_figures, runs
 from llama_ssp.pair.session import PairSession
+from llama_ssp.pair.token_prompts import prompt_of
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import figure
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.interactive import while_others_wait
@@ -68,7 +71,8 @@ class BatchTask(Task[BatchConf]):
 
     _job: Job  # the leader's
     _journal: Journal | None = None
-    _rows: ContinuousBatch | None = None
+    _engine: RankEngine | None = None
+    _settings: RunSettings
     _answered = 0
     _refused = 0
     _set_aside = 0
@@ -86,6 +90,7 @@ class BatchTask(Task[BatchConf]):
         self._under_way: set[int] = set()  # records that occupy a row now
         self._apart: deque[list[TokenRequest]] = deque()  # groups of texts, each written by itself
         self._damaged: list[int] = []  # records with NaN or infinite logits, not answered yet
+        self._counts = Counts()
 
     def run(self) -> str:
         pair = self._open()
@@ -104,7 +109,8 @@ class BatchTask(Task[BatchConf]):
                 prompts=[Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(prompts)],
             )
             fix_k(pair, while_others_wait(ranks, partial(self._keep, pair)))
-            self._rows = pair.writer(self._inputs.seed, clocked=False)
+            self._engine = pair.engine(self._inputs.seed)
+            self._settings = pair.run_settings(self._max_rows, is_clocked=False)
 
         if shards:
             with self._leading() if ranks.is_leader else nullcontext():
@@ -132,12 +138,14 @@ class BatchTask(Task[BatchConf]):
             "records_set_aside_here": self._set_aside,
             "devices": pair["devices"],
             "engines": pair["engines"],
-            **(self._rows.figures() if self._rows else nothing_run()),
+            **run_figures(self._engine, self._counts),
         }
 
     def measurements(self) -> list[RunMeasurement]:
         """Returns one; prompts are read between the rounds, so they are in its time."""
-        return self._measurement(self._rows.figures(), ", with prompts") if self._rows else []
+        if self._engine is None:
+            return []
+        return self._measurement(run_figures(self._engine, self._counts), ", with prompts")
 
     # The job's beginning. The leader runs these, and the others get what they return.
 
@@ -330,7 +338,7 @@ class BatchTask(Task[BatchConf]):
 
         If GPU memory is full on a run of one rank, returns and leaves the rest to a call with half the rows.
         """
-        assert self._rows is not None
+        assert self._engine is not None
         rows = message["rows"]
         is_leader = self._ranks.is_leader
 
@@ -343,14 +351,17 @@ class BatchTask(Task[BatchConf]):
 
         supply = Supply(
             begin=self._begun if is_leader else lambda _: None,
-            more=further if message["goes_on"] else list,
+            more=further if message["goes_on"] else None,
             longest=message["longest"],
         )
+        requests = requests_of(message["works"])
+        settings = replace(self._settings, rows=rows)
         try:
-            for written in self._rows.write(requests_of(message["works"]), rows, supply):
-                if is_leader:
-                    self._commit(written)
-                    del self._left[written.index]
+            for text_run in runs(self._engine, requests, settings, self._counts, supply):
+                for written in text_run.ended():
+                    if is_leader:
+                        self._commit(written)
+                        del self._left[written.index]
         except RuntimeError as error:
             # Other ranks do not know that one of them lacks memory, and wait.
             if self._ranks.world > 1 or rows == 1 or not lacks_gpu_memory(error):

@@ -45,7 +45,7 @@ from llama_ssp.errors import ModelError, writing
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of
 from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.pair.batches import TimedRun
+from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.engine import of_constants
 from llama_ssp.planner.hardware import Machine, known, machine_of, matching
@@ -56,7 +56,6 @@ from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.run_folder import versions
-from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
@@ -252,10 +251,12 @@ class Player:
         steps = case.engine or of_constants(self._device.type == "cpu")
         run = replace(self._run, model=case.target, draft=case.draft, speculation=spec, engine=steps)
 
-        engine = self._pair(run, case).engine(0, run, frozenset())
-        timed = TimedRun(engine, [Prompt(str(row), PROMPT) for row in range(case.rows)], self._new)
-        spent = [seconds for _, seconds in timed.rounds(Limits(self._new), lookahead_for(run, case.rows))]
-        return spent, timed.counts
+        pair = self._pair(run, case)
+        prompts = [Prompt(str(row), PROMPT) for row in range(case.rows)]
+        requests = pair.requests(prompts, run, max_new_tokens=self._new)
+        settings = RunSettings(rows=case.rows, lookahead=partial(lookahead_for, run))  # no token ends a text
+        text_run = Run(pair.engine(0, run, frozenset()), requests, settings)
+        return [step.seconds for step in text_run.rounds()], text_run.counts
 
     def _pair(self, run: RunConf, case: Case) -> PairSession:
         """Returns the run's pair, loaded. Refuses a GPU without graphs: plans take its times for theirs."""

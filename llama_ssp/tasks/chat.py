@@ -10,8 +10,9 @@ from rich.text import Text
 from llama_ssp.config import ChatConf, Output
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError
-from llama_ssp.pair.batches import nothing_run
 from llama_ssp.pair.conversation import STOPPED, Conversation
+from llama_ssp.pair.run import run_figures
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task, pace_in_words
 from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines, typed_while
 
@@ -78,7 +79,7 @@ class ChatTask(Task[ChatConf]):
         return self._talk is not None and bool(self._talk.replies)
 
     def figures(self) -> dict[str, Any]:
-        counted = self._talk.figures() if self._talk else {**nothing_run(), "tokens_per_s": None}
+        counted = self._talk.figures() if self._talk else run_figures(None, Counts())
         return {"messages": [], "replies": [], **self._pair_figures(), **counted}
 
     def _obey(self, talk: Conversation, command: str) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from llama_ssp.config import CompareConf, Output, RunConf, home_expanded
 from llama_ssp.errors import DataError
-from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
+from llama_ssp.pair.requests import Reply, require_numbers
+from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.live_view import ONE_PROMPT, SIDE_BY_SIDE, Scene, Screen, Track, save, verdict
@@ -18,12 +18,11 @@ from llama_ssp.report.live_view import figures as track_lines
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.task_tables import REGULAR, SPECULATIVE
 from llama_ssp.report.terminal import rich_console
-from llama_ssp.speculative.generate import Limits
-from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.tasks.common import Task, longest, output_of
 from llama_ssp.tasks.interactive import Terminal, typed_lines
-from llama_ssp.text.detokenizer import Detokenizer, Writing
+from llama_ssp.text.detokenizer import Detokenizer
 from llama_ssp.text.prompts import TextPrompt, require_usable
 
 log = logging.getLogger(__name__)
@@ -42,29 +41,28 @@ class Contestant:
         self.run = run
         self._pair = pair
         self._engine = pair.engine(seed, run)
-        self._runs: list[TimedRun] = []
+        self._runs: list[Run] = []
 
     def begin(self, prompt: Prompt, track: Track, max_new_tokens: int, stops: list[str]) -> None:
         """Prefills a prompt; what arrives is noted on the `track`."""
         self.track = track
-        tokens = self._pair.tokens
-        timed = TimedRun(self._engine, [prompt], max_new_tokens, track.counts)
-        self._runs.append(timed)
-        self._writing = Writing(tokens.decode, [prompt.token_ids], tokens.stops(stops))
-        self._detokenizer = Detokenizer(tokens.decode, list(prompt.token_ids))
-        limits = Limits(max_new_tokens, self._pair.end_ids, self._writing)
-        self._rounds = timed.rounds(limits, lookahead_for(self.run, 1, self._pair.costs))
+        pair = self._pair
+        requests = pair.requests([prompt], self.run, stops, max_new_tokens)
+        text_run = Run(self._engine, requests, pair.run_settings(1, self.run), track.counts)
+        text_run.begin()
+        self._runs.append(text_run)
+        self._detokenizer = Detokenizer(pair.tokens.decode, list(prompt.token_ids))
+        self._rounds = text_run.rounds()
 
     @property
-    def state(self) -> State:
-        return self._runs[-1].state
+    def reply(self) -> Reply:
+        return self._runs[-1].replies[0]
 
     def advance(self) -> bool:
         """Runs a round; False if the text had ended."""
-        timed_step = next(self._rounds, None)
-        if timed_step is None:
+        step = next(self._rounds, None)
+        if step is None:
             return False
-        step, _ = timed_step
         (row,) = step.rows
         for position, token in enumerate(row.tokens):
             text = self._detokenizer.push(token)
@@ -74,7 +72,7 @@ class Contestant:
                 self.track.arrived.append((text, row.origin(position)))
         if row.finish is not None:
             self.track.finish = row.finish
-            self.track.length = len(self._writing.text(0))
+            self.track.length = len(self.reply.text)
         return True
 
     def warm_up(self, prompt: Prompt, new_tokens: int) -> None:
@@ -86,18 +84,19 @@ class Contestant:
 
     def pace(self) -> dict[str, Any]:
         """Returns times and counters of all prompts so far."""
-        return Counts.sum(timed.counts for timed in self._runs).figures()
+        return Counts.sum(text_run.counts for text_run in self._runs).figures()
 
     def figures(self) -> dict[str, Any]:
         """Returns the text, its times and its counters, under the names of the JSON interface."""
-        state = self.state
-        output = output_of(
-            self._writing.text(0),
-            state.generated(0),
-            finish=state.finished[0],
-            prompt_tokens=state.prompt_lengths[0],
-        )
-        return {**output, **self._runs[-1].figures()}
+        reply = self.reply
+        text_run = self._runs[-1]
+        first_s = text_run.first_token_s
+        return {
+            **output_of(reply.text, reply.token_ids, reply.finish_reason, reply.prompt_tokens),
+            **text_run.counts.figures(),
+            "time_to_first_token_ms": None if first_s is None else 1000 * first_s,
+            "tokens_per_s": text_run.counts.tokens_per_s,
+        }
 
 
 class CompareTask(Task[CompareConf]):
@@ -206,7 +205,7 @@ class CompareTask(Task[CompareConf]):
                     draw(scene, f"{name} sampling: running")
 
         for side in self._sides:
-            require_numbers(*texts_of(side.state))
+            require_numbers(side.reply.outcome)
         figures = {name: side.figures() for name, side in zip(SIDES, self._sides, strict=True)}
         self._results.append({"id": text.id, "prompt": text.text, **figures})
         if self._task.plot is not None:

@@ -12,14 +12,17 @@ from typing import Any
 from llama_ssp.config import EvalConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.assembly import ModelCache
-from llama_ssp.pair.batches import require_numbers, usable
+from llama_ssp.pair.requests import require_numbers
+from llama_ssp.pair.run import Run, run_figures
 from llama_ssp.pair.session import PairSession, regular
+from llama_ssp.pair.token_prompts import usable
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.statistics import paired_difference, wilson
 from llama_ssp.report.task_tables import REGULAR, SPECULATIVE, scores
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.arithmetic import STOP, Question, questions
 from llama_ssp.tasks.common import Task, longest
 from llama_ssp.tasks.inputs import RunInputs
@@ -125,7 +128,9 @@ class EvalTask(Task[EvalConf]):
         """Answers all prompts in one mode; an answer counts as soon as it is there."""
         pair = scored.pair
         run = regular(pair.run) if mode == REGULAR else pair.run
-        writer = pair.writer(self._inputs.seed, run)
+        engine = pair.engine(self._inputs.seed, run)
+        settings = pair.run_settings(self._task.batch_size, run)
+        counts = Counts()
         name = f"{pair.spec.name}, {mode}"
 
         with Progress(name, sum(map(len, scored.blocks)), "prompts") as progress:
@@ -134,17 +139,17 @@ class EvalTask(Task[EvalConf]):
                 # agree more often than the distributions do, and the interval would claim too much.
                 prompts = [Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in block]
                 requests = pair.requests(prompts, run, [STOP])
-                ends = []
-                for reply in writer.write(requests, self._task.batch_size):
-                    ends.append(reply.end)
+                outcomes = []
+                for reply in Run(engine, requests, settings, counts).ended():
+                    outcomes.append(reply.outcome)
                     if reply.finish_reason == "error":
                         continue
                     question, _ = block[reply.index]
                     answers.right[question.id] = question.is_answered_by(reply.text)
-                    answers.figures[size] = writer.figures()
+                    answers.figures[size] = run_figures(engine, counts)
                     progress.advance(1)
-                require_numbers(*ends)
-        self._measured.append(pair.measurement(name, writer.figures(), run))
+                require_numbers(*outcomes)
+        self._measured.append(pair.measurement(name, run_figures(engine, counts), run))
 
     def _reached(self, *modes: Answers) -> Iterator[tuple[int, list[str]]]:
         """Yields each size that all these have worked on, and the prompts that all have answered."""

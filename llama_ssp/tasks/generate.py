@@ -7,28 +7,35 @@ from dataclasses import asdict
 from typing import Any
 
 from llama_ssp.config import GenerateConf, Output
-from llama_ssp.pair.batches import nothing_run, require_numbers
-from llama_ssp.pair.continuous_batching import ContinuousBatch, Reply, TokenRequest
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.pair.requests import Reply, require_numbers
+from llama_ssp.pair.run import Run, run_figures, runs
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Console
 from llama_ssp.report.live_view import TRACE_LEGEND, trace_line
+from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.terminal import rich_console
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Step
-from llama_ssp.speculative.stats import RowStep
+from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.tasks.common import Task, longest, output_of, pace_in_words
-from llama_ssp.text.logprobs import ScoredToken, are_damaged, plain, spelled
+from llama_ssp.tasks.inputs import RunInputs
+from llama_ssp.text.logprobs import plain, spelled
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
 
-Scores = list[ScoredToken]
 log = logging.getLogger(__name__)
 
 
 class GenerateTask(Task[GenerateConf]):
     """Continues every prompt, `task.batch_size` at a time."""
 
-    _writer: ContinuousBatch | None = None
+    _engine: RankEngine | None = None
     _explained = False  # the marks of a trace
+
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        super().__init__(inputs, console, folder, ranks)
+        self._counts = Counts()
 
     def run(self) -> str:
         task = self._task
@@ -36,13 +43,12 @@ class GenerateTask(Task[GenerateConf]):
         prompts = self._prompts(pair)
         max_tokens = longest(prompt for _, prompt in prompts) + task.max_new_tokens
         pair.load(min(task.batch_size, len(prompts)), max_tokens)
-        self._writer = pair.writer(self._inputs.seed)
+        self._engine = pair.engine(self._inputs.seed)
 
         texts = [text for text, _ in prompts]
         requests = pair.requests([prompt for _, prompt in prompts], stops=task.stop)
-        rows = task.batch_size if task.echo else len(prompts)  # a pass of its own scores as many as fit
-        for first in range(0, len(prompts), rows):
-            self._write(self._writer, texts, requests[first : first + rows], pair.tokens)
+        for text_run in runs(self._engine, requests, pair.run_settings(task.batch_size), self._counts):
+            self._write(text_run, texts, pair.tokens)
 
         ends = []
         for output in self._results:
@@ -53,45 +59,37 @@ class GenerateTask(Task[GenerateConf]):
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        counted = self._writer.figures() if self._writer else nothing_run()
+        counted = run_figures(self._engine, self._counts)
         return {"outputs": self._results, **self._pair_figures(), **counted}
 
     def measurements(self) -> list[RunMeasurement]:
-        return self._measurement(self._writer.figures()) if self._writer else []
+        return self._measurement(run_figures(self._engine, self._counts)) if self._engine else []
 
-    def _write(
-        self, writer: ContinuousBatch, texts: list[TextPrompt], requests: list[TokenRequest], tokens: Tokens
-    ) -> None:
+    def _write(self, text_run: Run, texts: list[TextPrompt], tokens: Tokens) -> None:
         """Continues prompts; what it has written is kept also if it is interrupted."""
-        echoed = writer.scored(requests) if self._task.echo else {}
+        replies = text_run.replies
         if not self._task.max_new_tokens:  # prompts are scored, and nothing is written
-            for request in requests:
-                text = texts[request.index]
-                unwritten = output_of("", [], "length", len(request.prompt.token_ids))
-                scored = self._output(text, unwritten, [], echoed.get(request.index, []))
+            for reply in text_run.ended():
+                text = texts[reply.index]
+                scored = self._output(text, reply)
                 self._results.append(scored)
                 self._print([f"{text.id}: {scores_in_words(scored['prompt_logprobs'])}"])
                 self._lines([scored])
             return
 
-        stream = _Stream(self._console, texts, writer.replies, requests[0].index, self._task.chat)
-
-        def output(index: int) -> dict[str, Any]:
-            reply = writer.replies[index]
-            written = output_of(reply.text, reply.token_ids, reply.finish_reason, reply.prompt_tokens)
-            return self._output(texts[index], written, reply.logprobs, echoed.get(index))
-
+        first = len(self._results)
+        stream = _Stream(self._console, texts, replies, first, self._task.chat)
         try:
-            for step in writer.rounds(requests, self._task.batch_size):
-                self._lines(output(row.row) for row in step.rows if row.finish)
+            for step in text_run.rounds():
+                ended = [row.row for row in step.rows if row.finish]
+                self._lines(self._output(texts[index], replies[index]) for index in ended)
                 if self._task.trace:
-                    self._trace(step, writer.replies, tokens, self._run.output is not Output.text)
+                    self._trace(step, replies, tokens, self._run.output is not Output.text)
                 elif self._run.output is Output.text:
                     stream.show()
         finally:
             stream.end()
-            begun = [request.index for request in requests if request.index in writer.replies]
-            self._results += [output(index) for index in begun]
+            self._results += [self._output(texts[index], reply) for index, reply in replies.items()]
 
     def _lines(self, outputs: Iterable[dict[str, Any]]) -> None:
         """With output=jsonl, prints a line of JSON for each text that has ended."""
@@ -99,17 +97,15 @@ class GenerateTask(Task[GenerateConf]):
             for output in outputs:
                 self._console.line(json.dumps(output))
 
-    def _output(
-        self, text: TextPrompt, written: dict[str, Any], logprobs: Scores, echoed: Scores | None
-    ) -> dict[str, Any]:
+    def _output(self, text: TextPrompt, reply: Reply) -> dict[str, Any]:
         """Returns a prompt's part of the summary, with the log-probabilities that are asked for."""
+        written = output_of(reply.text, reply.token_ids, reply.finish_reason, reply.prompt_tokens)
         output: dict[str, Any] = {"id": text.id, "prompt": text.text, **written}
         if self._task.logprobs is not None and self._pair is not None:
             spell = self._pair.tokens.spell
-            output["logprobs"] = plain(spelled(logprobs, spell))
-            if echoed is not None:
-                output["prompt_logprobs"] = plain(spelled(echoed, spell))
-                output["finish_reason"] = "error" if are_damaged(echoed) else output["finish_reason"]
+            output["logprobs"] = plain(spelled(reply.logprobs, spell))
+            if self._task.echo:
+                output["prompt_logprobs"] = plain(spelled(reply.echoed, spell))
         return output
 
     def _trace(self, step: Step, replies: dict[int, Reply], tokens: Tokens, silent: bool) -> None:
@@ -147,7 +143,7 @@ class _Stream:
         """Prints what is new of the first unfinished text, and of those after it as it ends."""
         while reply := self._replies.get(self._next):
             ended = reply.finish_reason is not None
-            piece = reply.written.printable(ended)
+            piece = reply.printable(ended)
             if not self._begun and self._console.is_terminal:
                 self._console.write(self._heading(self._prompts[self._next]), is_dim=True)
             self._begun = True

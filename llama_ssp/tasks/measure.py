@@ -7,16 +7,18 @@ depends on a clock.
 
 import logging
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from llama_ssp.config import MeasureConf, RunConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DataError
 from llama_ssp.pair.assembly import ModelCache, RankModels, draft_alone, engine_for, lookahead_for
-from llama_ssp.pair.batches import TimedRun, prompt_of, require_numbers, texts_of, usable
+from llama_ssp.pair.requests import require_numbers
+from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession, regular
+from llama_ssp.pair.token_prompts import prompt_of, usable
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Console, Progress
@@ -24,7 +26,6 @@ from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, by_category
 from llama_ssp.report.task_tables import speeds as speeds_shown
 from llama_ssp.speculative.engine import RankEngine
-from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
@@ -186,13 +187,12 @@ class MeasuredPair:
                     log.warning("skipped: %s", problem)
                     continue
 
-            timed = self._write(contender, [prompt], repeat, sample)
-            counts.merge(timed.counts)
-            token_ids = timed.state.generated(0)
-            if timed.state.finished[0] == "eos":
-                token_ids = token_ids[:-1]
+            text_run = self._write(contender, [prompt], repeat, sample)
+            counts.merge(text_run.counts)
+            reply = text_run.replies[0]
+            token_ids = reply.token_ids[:-1] if reply.finish_reason == "eos" else reply.token_ids
             answers.append(self.pair.tokens.decode(token_ids))
-            del timed  # with its KV caches: the next turn has its own, and the plan counts those of one
+            del text_run  # with its KV caches: the next turn has its own, and the plan counts those of one
         return counts
 
     def _follow_up(self, question: TextPrompt, text: str, number: int, answers: list[str]) -> Prompt:
@@ -208,20 +208,20 @@ class MeasuredPair:
         following = replace(question, id=f"{question.id} turn {number + 1}", text=whole)
         return prompt_of(following, self.pair.tokens, self.pair.run, messages if self._task.chat else ())
 
-    def _write(self, contender: Contender, prompts: list[Prompt], repeat: int, sample: Sample) -> TimedRun:
+    def _write(self, contender: Contender, prompts: list[Prompt], repeat: int, sample: Sample) -> Run:
         """Writes the batch's texts on the clock."""
         engine = self._engine(contender, repeat)
-        timed = TimedRun(engine, prompts, self._task.max_new_tokens)
-        for step, spent_s in self._rounds(contender, timed):
+        text_run = self._text_run(contender, engine, prompts)
+        for step in text_run.rounds():
             if step.round:  # before the first one's tokens there is the prefill
                 for row in step.rows:
-                    sample.inter_token_ms += [1000 * spent_s / len(row.tokens)] * len(row.tokens)
+                    sample.inter_token_ms += [1000 * step.seconds / len(row.tokens)] * len(row.tokens)
 
-        require_numbers(*texts_of(timed.state))
-        sample.take(timed.first_token_s or 0.0, timed.counts)
+        require_numbers(*(reply.outcome for reply in text_run.replies.values()))
+        sample.take(text_run.first_token_s or 0.0, text_run.counts)
         if engine.overlap is not None and contender.record.k != 0:
             sample.overlaps.append(engine.overlap)
-        return timed
+        return text_run
 
     def _engine(self, contender: Contender, repeat: int) -> RankEngine:
         """Returns an engine for one turn; each repeat has draws of its own."""
@@ -229,9 +229,15 @@ class MeasuredPair:
         pair = self.pair
         return engine_for(contender.models, contender.run, pair.tokens, pair.end_ids, self._seed + repeat)
 
-    def _rounds(self, contender: Contender, timed: TimedRun) -> Iterator[tuple[Step, float]]:
-        limits = Limits(self._task.max_new_tokens, self.pair.end_ids)
-        return timed.rounds(limits, lookahead_for(contender.run, timed.state.rows, self.pair.costs))
+    def _text_run(self, contender: Contender, engine: RankEngine, prompts: list[Prompt]) -> Run:
+        """Returns what writes one batch, as token ids alone: to decode them would take time."""
+        pair = self.pair
+        settings = RunSettings(
+            rows=len(prompts),
+            lookahead=partial(lookahead_for, contender.run, costs=pair.costs),
+            ends=pair.end_ids,
+        )
+        return Run(engine, pair.requests(prompts, contender.run), settings)
 
     def _split(self, contender: Contender) -> None:
         """Has a turn with the stopwatch on, which counts for no other figure."""
@@ -242,11 +248,12 @@ class MeasuredPair:
             self._watch.spent.clear()
             tokens = 0
             for batch in self.batches:
-                timed = TimedRun(engine, [prompt for _, prompt in batch], self._task.max_new_tokens)
+                text_run = self._text_run(contender, engine, [prompt for _, prompt in batch])
+                text_run.begin()  # the parts are those of rounds
                 with self._watch.running(engine.synchronize):
-                    for _ in self._rounds(contender, timed):
+                    for _ in text_run.rounds():
                         pass
-                tokens += timed.counts.committed
+                tokens += text_run.counts.committed
             contender.record.split = {part: 1000 * self._watch.spent[part] / tokens for part in PARTS}
         self._ranks.barrier()
 

@@ -101,19 +101,3 @@ class TextSoFar:
         piece = self.text[self._taken : safe]
         self._taken = max(self._taken, safe)
         return piece
-
-
-class Writing:
-    """The texts of a batch whose rows stay."""
-
-    def __init__(self, decode: Decode, prompts: list[tuple[int, ...]], stops: Sequence[Stop]) -> None:
-        self._rows = [TextSoFar(decode, prompt, stops) for prompt in prompts]
-
-    def kept(self, row: int, tokens: list[int], last: bool = False) -> int | None:
-        return self._rows[row].kept(tokens, last)
-
-    def text(self, row: int) -> str:
-        return self._rows[row].text
-
-    def printable(self, row: int, ended: bool) -> str:
-        return self._rows[row].printable(ended)

@@ -14,8 +14,8 @@ from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConfig, 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.feed import Feed
-from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.kv_cache import KVCache
+from llama_ssp.models.passes import Pass
 from llama_ssp.pair.assembly import RankModels
 from tests.distributed.pairs import RAGGED, Case, OverRanks, opened, refilled, written
 from tests.distributed.processes import on_ranks
@@ -162,16 +162,16 @@ def test_stopping_early_leaves_the_ranks_in_step(models: Models):
 class Noisy(DecoderModel):
     """One rank's logits are off by noise: its own decisions would differ."""
 
-    def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
-        logits = super().logits(token_BW, feed, cache, last_only)
+    def logits(self, token_BW: Tensor, pass_: Pass, cache: KVCache) -> Tensor:
+        logits = super().logits(token_BW, pass_, cache)
         return logits + 50 * torch.randn(logits.shape)
 
 
 class Damaged(DecoderModel):
     """The second row's logits are no numbers."""
 
-    def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
-        logits = super().logits(token_BW, feed, cache, last_only).clone()
+    def logits(self, token_BW: Tensor, pass_: Pass, cache: KVCache) -> Tensor:
+        logits = super().logits(token_BW, pass_, cache).clone()
         logits[1:2] = torch.nan
         return logits
 

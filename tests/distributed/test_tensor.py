@@ -16,10 +16,10 @@ from llama_ssp.models.assemble import decoder
 from llama_ssp.models.decoder import WholeNorms
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import TESTED_FAMILIES
-from llama_ssp.models.feed import Feed
 from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.model_config import empty
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.sharding import Cut
 from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.planner.storage import BUFFERS
@@ -91,12 +91,12 @@ def walked(causal: Any) -> list[Tensor]:
     cache = causal.new_cache(3, CAPACITY)
     found = []
     for number, (start, count) in enumerate(PASSES):
-        feed = Feed(start, count, CAPACITY, CPU)
+        pass_ = Pass(spans=all_rows(start, count), device=CPU)
         tokens = torch.randint(
-            0, causal.vocab, (3, feed.width), generator=torch.Generator().manual_seed(number)
+            0, causal.vocab, (3, pass_.width), generator=torch.Generator().manual_seed(number)
         )
-        logits = causal.logits(tokens, feed, cache, last_only=False)
-        found.append(logits[feed.slots() < feed.capacity])
+        logits = causal.logits(tokens, pass_, cache)
+        found.append(logits.flatten(0, 1)[pass_.column_T])
     return found
 
 
@@ -264,7 +264,8 @@ def test_other_ranks_of_a_draft_need_not_know_the_tokens(family: str, folder_of:
     """The first one alone looks them up; the others compute their share of what they do not see."""
 
     def logits(model: Any, tokens: Tensor) -> Tensor:
-        return model.logits(tokens, Feed((0,) * 2, (7, 4), 10, CPU), model.new_cache(2, 10), last_only=False)
+        pass_ = Pass(spans=all_rows([0, 0], [7, 4]), device=CPU)
+        return model.logits(tokens, pass_, model.new_cache(2, 10))
 
     tokens = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(2))
     whole = logits(load(SMALL, folder_of(family), Dtype.fp32, CPU, DRAFT), tokens)

@@ -14,7 +14,7 @@ from bench.profiled import WAITS, called, total
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import experts
-from llama_ssp.models.attention import Pass, attend_rows
+from llama_ssp.models.attention import Places, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.formats.coded import TABLES
@@ -140,15 +140,15 @@ def test_the_kernel_for_codes(table: str, rows: int) -> None:
 def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
     """Against the reference in fp64, whatever slots that are not the text's hold."""
     attention.operators("cuda")
-    feed, (*tensors, scores, sinks) = inputs(case)
+    places, (*tensors, scores, sinks) = inputs(case)
     query, keys, values = (tensor.to(dtype) for tensor in tensors)
-    exact = attend_rows(feed, query.double(), keys.double(), values.double(), scores, sinks)
+    exact = attend_rows(places, query.double(), keys.double(), values.double(), scores, sinks)
     device = torch.device(f"cuda:{LAST}")
-    feed = Pass(
-        position_T=feed.position_T.to(device), first_T=feed.first_T.to(device), attend=attention.attend
+    places = Places(
+        position_T=places.position_T.to(device), first_T=places.first_T.to(device), attend=attention.attend
     )
     there = [each.to(device) for each in (query, keys, values)]
-    result = attention.attend(feed, *there, scores, None if sinks is None else sinks.to(device))
+    result = attention.attend(places, *there, scores, None if sinks is None else sinks.to(device))
     near(f"attention, case {case} {CASES[case][:6]}, {dtype}", result, exact, bound)
 
 

@@ -1,7 +1,7 @@
 """Planted faults: the proofs can fail, each for the reason it exists. `make mutants` prints the table.
 
 A fault takes the place of one public method, function or property of the code that ships (of a `Rule`, a
-`Drafter`, `Draws`, a cache, a feed, the state, ...) and is called with the original first. Those of the rules
+`Drafter`, `Draws`, a cache, a pass, the state, ...) and is called with the original first. Those of the rules
 and of drafts are in wrong_rules.py, all others in wrong_runs.py. Each stands under its row: what is wrong,
 where it is planted, and the tests that must fail, exact ones by a total variation above 0 (fractions) or
 above 1e-12 (fp64), others by their own comparison. Without a fault all of them must pass.

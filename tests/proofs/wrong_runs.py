@@ -16,13 +16,13 @@ from llama_ssp.speculative.sampling import FEW, Prefix, SamplingTransform
 from tests.proofs.mutants import chosen, fault, proof, walked
 
 PLAIN = walked("plain")
-VISIBLE, STATE = "models.feed:Feed.visible", "speculative.state:State."
+VISIBLE, STATE = "models.passes:Pass.visible", "speculative.state:State."
 
 
-@fault("stale keys of rejected tokens", "models.causal_lm:RaggedCache.update", PLAIN)
-def _(update, cache, *given, **how):
+@fault("stale keys of rejected tokens", "models.causal_lm:ModuleCache.update", PLAIN)
+def _(update, view, *given, **how):
     """Slots that were written once stay as they are."""
-    stored, first = update(cache, *given, **how), vars(cache).setdefault("first", {})
+    stored, first = update(view, *given, **how), vars(view.cache).setdefault("first", {})
     for part in stored:
         old = first.get(part.data_ptr(), part[:, :, :0])
         both = min(old.shape[2], part.shape[2])
@@ -32,14 +32,14 @@ def _(update, cache, *given, **how):
     return stored
 
 
-@fault("positions one too late", "models.feed:Feed.positions", PLAIN)
-def _(positions, feed):
-    later_BW = torch.where(feed.slots() < feed.capacity, positions(feed) + 1, 0)
-    return later_BW.clamp(max=feed.capacity - 1)
+@fault("positions one too late", "models.passes:Pass.position_BW", PLAIN)
+def _(position_BW, pass_):
+    tokens_B1 = torch.tensor([[span.tokens] for span in pass_.spans])
+    return torch.where(torch.arange(pass_.width) < tokens_B1, position_BW(pass_) + 1, 0)
 
 
 fault("mask sees one slot ahead", VISIBLE, PLAIN)(
-    lambda visible, feed, rule: visible(feed, lambda position: rule(position + 1))
+    lambda visible, pass_, rule: visible(pass_, lambda position: rule(position + 1))
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch.slurm import submit
-from llama_ssp.pair.continuous_batching import ContinuousBatch
+from llama_ssp.pair.run import Run
 from tests.conftest import Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches, executable
 from tests.slurm.lab import Lab
@@ -247,7 +247,7 @@ def test_what_people_started_themselves_is_seen(
         raise KeyboardInterrupt(signal.SIGINT)
 
     with monkeypatch.context() as patch:  # the job has begun
-        patch.setattr(ContinuousBatch, "write", stop)
+        patch.setattr(Run, "begin", stop)
         assert command(*JOB, "placement.target_device=cpu").code == 130
     claim = work / "claims" / "00000"
     claim.write_text(json.dumps(job))

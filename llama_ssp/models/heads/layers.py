@@ -14,9 +14,10 @@ Suffixes of shapes as in decoder.py; X numbers of the target's hidden states, E 
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.models.attention import Pass, Rotary
-from llama_ssp.models.decoder import Attention, Block, KeysValues, Mlp, Norm, Turns
+from llama_ssp.models.attention import Places, Rotary
+from llama_ssp.models.decoder import Attention, Block, Mlp, Norm, Turns
 from llama_ssp.models.heads.settings import Eagle3Settings
+from llama_ssp.models.kv_cache import Caches, KeysValues
 from llama_ssp.models.linear import in_fp32
 
 
@@ -59,25 +60,25 @@ class Eagle3(nn.Module):
         g_TH: Tensor = self.fc(state_TX)
         return g_TH
 
-    def forward(self, token_T: Tensor, g_TH: Tensor, feed: Pass, cache: KeysValues) -> Tensor:
+    def forward(self, token_T: Tensor, g_TH: Tensor, places: Places, cache: KeysValues) -> Tensor:
         """Returns z, (T, H); keys and values are written into the cache."""
         norms = self.norms
         normed_TH = norms["states"](g_TH)
         token_TH = self.embedding[token_T.clamp(max=len(self.embedding) - 1)]
         both_T2H = torch.cat([norms["token"](token_TH), normed_TH], -1)  # what attention reads, (T, 2H)
 
-        turns = {self.attention.rotary or "": self.rotary(feed)}
+        turns = {self.attention.rotary or "": self.rotary(places)}
         x_TH = normed_TH if self.normed_residual else g_TH
-        x_TH = x_TH + self.attention(both_T2H, turns, cache, feed)
+        x_TH = x_TH + self.attention(both_T2H, turns, cache, places)
         x_TH = x_TH + self.mlp(norms["before_mlp"](x_TH))
         z_TH: Tensor = norms["output"](x_TH) if self.normed_output else x_TH
         return z_TH
 
     def step(
-        self, token_T: Tensor, g_TH: Tensor, last_R: Tensor, feed: Pass, cache: KeysValues
+        self, token_T: Tensor, g_TH: Tensor, last_R: Tensor, places: Places, cache: KeysValues
     ) -> tuple[Tensor, Tensor]:
         """Returns logits (R, E) and z (R, H) of the tokens at places `last_R`; writes the cache, too."""
-        z_RH = self(token_T, g_TH, feed, cache)[last_R]
+        z_RH = self(token_T, g_TH, places, cache)[last_R]
         return self.logits(z_RH), z_RH
 
     def logits(self, z_RH: Tensor) -> Tensor:
@@ -110,23 +111,23 @@ class DFlash(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.attentions = [block.attention for block in blocks]
 
-    def remember(self, state_TX: Tensor, feed: Pass, caches: list[KeysValues]) -> None:
+    def remember(self, state_TX: Tensor, places: Places, caches: Caches) -> None:
         """Writes keys and values of these positions, of the target's hidden states."""
         g_TH = self.state_norm(self.fc(state_TX))
-        turns = self._turns(feed)
+        turns = self._turns(places)
         for attention, cache in zip(self.attentions, caches, strict=True):
-            attention.remember(g_TH, turns, cache, feed)
+            attention.remember(g_TH, turns, cache, places)
 
-    def forward(self, token_T: Tensor, feed: Pass, caches: list[KeysValues]) -> Tensor:
+    def forward(self, token_T: Tensor, places: Places, caches: Caches) -> Tensor:
         """Returns logits of the head's own tokens, (T, E).
 
         What the pass writes into the caches never counts.
         """
         x_TH = self.embedding[token_T]
-        turns = self._turns(feed)
+        turns = self._turns(places)
         for block, cache in zip(self.blocks, caches, strict=True):
-            x_TH = block(x_TH, turns, cache, feed)
+            x_TH = block(x_TH, turns, cache, places)
         return in_fp32(self.head, self.norm(x_TH))
 
-    def _turns(self, feed: Pass) -> Turns:
-        return {self.attentions[0].rotary or "": self.rotary(feed)}
+    def _turns(self, places: Places) -> Turns:
+        return {self.attentions[0].rotary or "": self.rotary(places)}

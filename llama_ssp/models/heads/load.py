@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,22 @@ from torch import Tensor, nn
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import ModelError
-from llama_ssp.models.assemble import META, Assembly, Outline, Sizes
-from llama_ssp.models.decoder import Norm
+from llama_ssp.models.assemble import Assembly
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.heads.layers import DFlash, Eagle3
 from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
 from llama_ssp.models.heads.settings import MAPS, Eagle3Settings, HeadSettings, head_settings
+from llama_ssp.models.layout import HeadSizes, Part, cache_shapes, rows_of, tensors_on_disk
 from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.loader import differences, opened, require_complete
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.safetensors_io import FileSource, Source
-from llama_ssp.models.shape import reason_against
+from llama_ssp.models.shape import Shape, reason_against, shape_of
 from llama_ssp.models.steps import has_kernels
 
 # The target's embedding, or with True its output matrix, and whether that is the target's own memory.
 Tables = Callable[[bool], tuple[Tensor, bool]]
-EMBEDDING = "embed_tokens.weight"
-OUTPUT = "lm_head.weight"
 log = logging.getLogger(__name__)
 
 
@@ -42,17 +41,17 @@ class HeadAssembly(Assembly):
     model: Callable[..., HeadModel]
 
     def __init__(self, config: Any, settings: HeadSettings, source: Source, form: LayerFormat) -> None:
-        super().__init__(config, source, ALONE, form, drafts=True)
+        shape = shape_of_head(config, settings)
+        super().__init__(shape, config, source, ALONE, form, drafts=True)
         self.settings = settings
 
     def made(self, embedding_VH: Tensor | None, output_EH: Tensor | None) -> Eagle3 | DFlash:
         """Returns the head; embedding and output matrix are the target's, if the head has none."""
-        dim = self.shape.dim
         if embedding_VH is None:
-            embedding_VH = self.read(EMBEDDING, (self.shape.vocab, dim))
+            embedding_VH = self.read(self.row(Part.embedding))
         if output_EH is None:
-            output_EH = self.read(OUTPUT, (self.settings.vocab, dim))
-        fc = self.form.head(self.read("fc.weight", (dim, self.settings.inputs)))
+            output_EH = self.read(self.row(Part.head))
+        fc = self.form.head(self.read(self.row(Part.states)))
         return self._joined(embedding_VH, fc, self.form.head(output_EH))
 
     def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Eagle3 | DFlash:
@@ -73,11 +72,11 @@ class DFlashAssembly(HeadAssembly):
     model = DFlashModel
 
     def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> DFlash:
-        blocks = [self.block(f"layers.{n}.", block) for n, block in enumerate(self.shape.blocks)]
+        blocks = [self.block(self.shape.prefix(n), block) for n, block in enumerate(self.shape.blocks)]
         head = DFlash(
             embedding_VH=embedding_VH,
             fc=fc,
-            norms=(self.norm("hidden_norm"), self.norm("norm")),
+            norms=(self.norm(self.row(Part.state_norm)), self.norm(self.row(Part.norm))),
             blocks=blocks,
             rotary=self.rotaries()[self.shape.blocks[0].rotary or ""],
             head=output,
@@ -92,30 +91,22 @@ class Eagle3Assembly(HeadAssembly):
     settings: Eagle3Settings
 
     def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Eagle3:
-        settings = self.settings
         (block,) = self.shape.blocks
-        name = settings.prefix
-        self.attention_inputs = 2 * self.shape.dim
-        state_norms: list[Norm] = []
-        if settings.norm_before_fc:
-            state_norms = [self.norm("input_norm", settings.inputs)]
-        if settings.fc_norm:
-            count = len(settings.taps or range(3))
-            state_norms = [self.norm(f"fc_norm.{n}", settings.inputs // count) for n in range(count)]
-
+        prefix = self.shape.prefix(0)
+        token_norm, states_norm = rows_of(self.shape, Part.before_attention)
         head = Eagle3(
-            settings=settings,
+            settings=self.settings,
             embedding_VH=embedding_VH,
             fc=fc,
-            state_norms=state_norms,
+            state_norms=[self.norm(row) for row in rows_of(self.shape, Part.state_norm)],
             norms={
-                "token": self.norm(f"{name}.input_layernorm"),
-                "states": self.norm(f"{name}.hidden_norm"),
-                "before_mlp": self.norm(f"{name}.post_attention_layernorm"),
-                "output": self.norm("norm"),
+                "token": self.norm(token_norm, prefix),
+                "states": self.norm(states_norm, prefix),
+                "before_mlp": self.norm(self.row(Part.before_mlp), prefix),
+                "output": self.norm(self.row(Part.norm)),
             },
-            attention=self.attention(f"{name}.", block),
-            mlp=self.dense_mlp(f"{name}."),
+            attention=self.attention(prefix, block),
+            mlp=self.dense_mlp(prefix),
             rotary=self.rotaries()[block.rotary or ""],
             head=output,
         )
@@ -163,7 +154,15 @@ def load_head(
         _require_ids(path, settings, ids_E, source)
     log.debug("draft %s: %s head, %s on %s", name, settings.kind, dtype.value, device)
 
-    model = assembly.model(head, config, settings, taps=taps, name=name, fast=fast)
+    model = assembly.model(
+        head,
+        config,
+        settings,
+        cache_shapes=cache_shapes(assembly.share),
+        taps=taps,
+        name=name,
+        fast=fast,
+    )
     model.ids_E = None if ids_E is None else ids_E.to(model.device)
     model.shared = {tensor.data_ptr() for tensor in shared}
     return model
@@ -253,12 +252,29 @@ def assembly_of(config: Any, settings: HeadSettings, source: Source, form: Layer
     return kind(config, settings, source, form)
 
 
-def wanted(config: Any, settings: HeadSettings) -> dict[str, Sizes]:
-    """Returns the tensors that the head has on disk, by name, without the maps of its vocabulary."""
-    assembly = assembly_of(config, settings, Outline({}), LayerFormat(device=META))
-    table_VH = torch.empty(assembly.shape.vocab, assembly.shape.dim, device=META)
-    assembly.made(
-        embedding_VH=None if settings.embeds else table_VH,
-        output_EH=None if settings.heads else table_VH,
+def shape_of_head(config: Any, settings: HeadSettings) -> Shape:
+    """Returns the shape of a head, whose block has this config."""
+    prefix = ""
+    state_norms: list[tuple[str, int]] = []
+    if isinstance(settings, Eagle3Settings):
+        prefix = settings.prefix
+        if settings.fc_norm:
+            count = len(settings.taps or range(3))
+            state_norms = [(f"fc_norm.{n}", settings.inputs // count) for n in range(count)]
+        elif settings.norm_before_fc:
+            state_norms = [("input_norm", settings.inputs)]
+    trained_head = HeadSizes(
+        inputs=settings.inputs,
+        vocab=settings.vocab,
+        has_block=settings.drafts > 0,
+        prefix=prefix,
+        state_norms=tuple(state_norms),
+        embeds=settings.embeds,
+        heads=settings.heads,
     )
-    return assembly.wanted
+    return replace(shape_of(config), trained_head=trained_head)
+
+
+def wanted(config: Any, settings: HeadSettings) -> dict[str, tuple[int, ...]]:
+    """Returns the tensors that the head has on disk, by name, without the maps of its vocabulary."""
+    return tensors_on_disk(shape_of_head(config, settings))

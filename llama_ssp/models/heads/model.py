@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,20 +9,18 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
-from llama_ssp.models.decoder import KeysValues
-from llama_ssp.models.feed import sent
 from llama_ssp.models.graph_sizes import WIDEST
 from llama_ssp.models.heads.layers import DFlash, Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
 from llama_ssp.models.interface import Loaded, Tally
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels.build import complaint
+from llama_ssp.models.kv_cache import Caches, KVCache
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
-from llama_ssp.models.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
-Spans = list[tuple[int, int, int]]  # of rows a number, the first position and how many there are
 
 
 class HeadModel(Loaded):
@@ -35,9 +32,16 @@ class HeadModel(Loaded):
     shared: Collection[int] = ()  # addresses of tensors of the target's, which count there
 
     def __init__(
-        self, head: Eagle3 | DFlash, config: Any, *, taps: tuple[int, ...], name: str, fast: bool
+        self,
+        head: Eagle3 | DFlash,
+        config: Any,
+        *,
+        cache_shapes: list[tuple[int, int]],
+        taps: tuple[int, ...],
+        name: str,
+        fast: bool,
     ) -> None:
-        """`fast`: with compiled steps."""
+        """`cache_shapes`: KV heads and their width of each block; `fast`: with compiled steps."""
         self.config = config
         self.name = name
         self.taps = taps
@@ -50,7 +54,7 @@ class HeadModel(Loaded):
         self.attend: attention.Attend = attention.attend_rows
         self.caches = Tally()
         self._layers = head
-        self._cache_shapes = [(layer.sizes[1] // layer.head_dim, layer.head_dim) for layer in head.attentions]
+        self.cache_shapes = cache_shapes
 
     @property
     def weights_bytes(self) -> int:
@@ -59,12 +63,18 @@ class HeadModel(Loaded):
             tensors.append(self.ids_E)
         return sum({t.data_ptr(): t.nbytes for t in tensors if t.data_ptr() not in self.shared}.values())
 
-    def new_cache(self, rows: int, capacity: int) -> SlotCache:
-        return SlotCache.of(rows, capacity, self._cache_shapes, self.dtype, self.device, self.caches)
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return KVCache.of(
+            rows=rows,
+            capacity=capacity,
+            shapes=self.cache_shapes,
+            dtype=self.dtype,
+            device=self.device,
+            tally=self.caches,
+        )
 
-    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
-        spans = [(cache.first_of(row), start, count) for row, start, count in rows]
-        return cache.feed(spans, self.attend)
+    def _places(self, pass_: Pass, cache: KVCache) -> attention.Places:
+        return cache.places(pass_.spans, self.attend)
 
 
 class DFlashModel(HeadModel):
@@ -76,11 +86,12 @@ class DFlashModel(HeadModel):
         config: Any,
         settings: DFlashSettings,
         *,
+        cache_shapes: list[tuple[int, int]],
         taps: tuple[int, ...],
         name: str,
         fast: bool,
     ) -> None:
-        super().__init__(head, config, taps=taps, name=name, fast=fast)
+        super().__init__(head, config, cache_shapes=cache_shapes, taps=taps, name=name, fast=fast)
         self.attend = attention.attend_blocks
         self.head = head
         self.width = settings.width
@@ -88,25 +99,25 @@ class DFlashModel(HeadModel):
         self.mask_token = settings.mask_token
 
     @torch.inference_mode()
-    def remember(self, state_TX: Tensor, rows: Spans, cache: SlotCache) -> None:
-        """Reads the target's hidden states of these positions."""
-        self.head.remember(state_TX.to(self.device, self.dtype), self._feed(rows, cache), cache.layers)
+    def remember(self, state_TX: Tensor, pass_: Pass, cache: KVCache) -> None:
+        """Reads the target's hidden states of the pass's positions."""
+        self.head.remember(state_TX.to(self.device, self.dtype), self._places(pass_, cache), cache.layers)
 
     @torch.inference_mode()
-    def logits(self, token_R: Tensor, position: list[int], rows: list[int], cache: SlotCache) -> Tensor:
-        """Returns logits of all drafts of these rows, (R, drafts, E).
+    def logits(self, token_R: Tensor, pass_: Pass, cache: KVCache) -> Tensor:
+        """Returns logits of all drafts of the pass's rows, (R, drafts, E).
 
-        `token_R` has each row's last token, and `position` where it stands. A row's pass reads (W = 4)
+        `token_R` has each row's last token. Its span begins there, and is `width` tokens long (W = 4):
 
             last token    mask    mask    mask
         """
-        token_RW = torch.full((len(rows), self.width), self.mask_token, device=self.device)
+        rows = len(token_R)
+        token_RW = torch.full((rows, self.width), self.mask_token, device=self.device)
         token_RW[:, 0] = token_R.to(self.device).clamp(max=self.vocab - 1)
-        spans = [(row, start, self.width) for row, start in zip(rows, position, strict=True)]
-        logit_TE = self.head(token_RW.flatten(), self._feed(spans, cache), cache.layers)
+        logit_TE = self.head(token_RW.flatten(), self._places(pass_, cache), cache.layers)
 
         # All places give a draft, or all but that of the last token.
-        logit_RWE: Tensor = logit_TE.view(len(rows), self.width, -1)
+        logit_RWE: Tensor = logit_TE.view(rows, self.width, -1)
         return logit_RWE[:, self.width - self.drafts :]
 
 
@@ -119,11 +130,12 @@ class Eagle3Model(HeadModel):
         config: Any,
         settings: HeadSettings,
         *,
+        cache_shapes: list[tuple[int, int]],
         taps: tuple[int, ...],
         name: str,
         fast: bool,
     ) -> None:
-        super().__init__(head, config, taps=taps, name=name, fast=fast)
+        super().__init__(head, config, cache_shapes=cache_shapes, taps=taps, name=name, fast=fast)
         self.head = head
         self.settings = settings
         if self.is_compiled and self.device.type == "cpu":
@@ -142,39 +154,39 @@ class Eagle3Model(HeadModel):
         return self.head.fused(state_TX.to(self.device, self.dtype))
 
     @torch.inference_mode()
-    def states(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> Tensor:
-        """Returns z, (T, H), of tokens and their g; `rows` has a row's number, start and count."""
+    def states(self, token_T: Tensor, g_TH: Tensor, pass_: Pass, cache: KVCache) -> Tensor:
+        """Returns z, (T, H), of tokens and their g at the pass's positions."""
         (layer,) = cache.layers
-        z_TH: Tensor = self.head(token_T.to(self.device), g_TH, self._feed(rows, cache), layer)
+        z_TH: Tensor = self.head(token_T.to(self.device), g_TH, self._places(pass_, cache), layer)
         return z_TH
 
     @torch.inference_mode()
-    def step(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> tuple[Tensor, Tensor]:
+    def step(self, token_T: Tensor, g_TH: Tensor, pass_: Pass, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Returns logits (R, E) and z (R, H) of each row's last position; takes what `states` takes."""
-        feed = self._feed(rows, cache)
+        places = self._places(pass_, cache)
         token_T = token_T.to(self.device)
-        if len(rows) == 1:
+        if len(pass_.spans) == 1:  # the number is on the device already
             last_R = cache.position_S[len(token_T) - 1 : len(token_T)]
         else:
-            ends = accumulate(count for _, _, count in rows)  # each row's last token is before its end
-            last_R = sent([end - 1 for end in ends], self.device)
+            last_R = pass_.last_tokens()
 
-        if self.is_compiled and max(count for _, _, count in rows) <= WIDEST:
-            arguments = (token_T, g_TH, feed.position_T, feed.first_T, (last_R,), cache.layers)
+        if self.is_compiled and pass_.width <= WIDEST:
+            arguments = (token_T, g_TH, places.position_T, places.first_T, (last_R,), cache.layers)
             program = self._program or self._compile(arguments)
             if program is not None:
                 logit_RE, z_RH = program(self.head, *arguments)
                 return logit_RE, z_RH
 
         (layer,) = cache.layers
-        return self.head.step(token_T, g_TH, last_R, feed, layer)
+        return self.head.step(token_T, g_TH, last_R, places, layer)
 
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
         """Loads or compiles the step before it is needed; one serves all widths."""
         if self.is_compiled:
             zero_T = torch.zeros(2, dtype=torch.int64, device=self.device)
             g_TH = torch.zeros(2, self.dim, dtype=self.dtype, device=self.device)
-            self.step(zero_T, g_TH, [(0, 0, 2)], self.new_cache(1, 8))
+            pass_ = Pass(spans=all_rows([0], [2]), device=self.device)
+            self.step(zero_T, g_TH, pass_, self.new_cache(1, 8))
 
     def _compile(self, arguments: tuple[Any, ...]) -> Program | None:
         """Loads or compiles the step; None if the head cannot be compiled."""
@@ -198,11 +210,11 @@ def draft_step(
     position_T: Tensor,
     first_T: Tensor,
     last: tuple[Tensor],
-    caches: list[KeysValues],
+    caches: Caches,
 ) -> tuple[Tensor, Tensor]:
     """Calls `Eagle3.step`; the function that torch traces."""
     check: Callable[..., None] = torch._check
     for tensor in (token_T, *last, caches[0][0][0]):
         check(tensor.shape[0] >= 1)
-    feed = attention.Pass(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
-    return head.step(token_T, g_TH, *last, feed, *caches)
+    places = attention.Places(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
+    return head.step(token_T, g_TH, *last, places, *caches)

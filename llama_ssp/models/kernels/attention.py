@@ -12,21 +12,26 @@ from torch import Tensor
 from llama_ssp.models.kernels.build import load_library
 
 if TYPE_CHECKING:
-    from llama_ssp.models.attention import Pass, Scores
+    from llama_ssp.models.attention import Places, Scores
 
 OPERATOR = "llama_ssp::attend"
 
 
 def attend(
-    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+    places: Places,
+    query_THD: Tensor,
+    keys_GND: Tensor,
+    values_GND: Tensor,
+    scores: Scores,
+    sink_H: Tensor | None,
 ) -> Tensor:
     """Computes `models.attention.attend_rows`; a row's tokens stand together, at rising positions."""
     y_THD: Tensor = torch.ops.llama_ssp.attend(
         query_THD,
         keys_GND,
         values_GND,
-        feed.first_T,
-        feed.position_T,
+        places.first_T,
+        places.position_T,
         scores.scale,
         scores.window or 0,
         scores.softcap or 0.0,

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from llama_ssp.models.attention import Pass, Scores, attend_rows
+from llama_ssp.models.attention import Places, Scores, attend_rows
 from llama_ssp.models.formats.coded import Coded, Codes
 from llama_ssp.models.kernels.attention import attend
 from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
@@ -30,10 +30,10 @@ def require_attention(group: int, size: int, dtype: torch.dtype, device: torch.d
     values_GND = drawn(1, 128, size)
     sink_H = drawn(group)
     for rows, scores, sinks in ((ROWS, Scores(scale), None), (PROMPT, Scores(scale, 24, 5.0), sink_H)):
-        feed = Pass.of([(0, 40, rows)], device)
+        places = Places.of([(0, 40, rows)], device)
         query_THD = drawn(rows, group, size)
-        ours_THD = attend(feed, query_THD, keys_GND, values_GND, scores, sinks)
-        theirs_THD = attend_rows(feed, query_THD, keys_GND, values_GND, scores, sinks)
+        ours_THD = attend(places, query_THD, keys_GND, values_GND, scores, sinks)
+        theirs_THD = attend_rows(places, query_THD, keys_GND, values_GND, scores, sinks)
         _compare("attention", ours_THD, theirs_THD)
 
 

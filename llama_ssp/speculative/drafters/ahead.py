@@ -20,7 +20,7 @@ import torch
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftServer
-from llama_ssp.models.feed import sent
+from llama_ssp.models.passes import sent
 from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, Sampler, nothing
 from llama_ssp.speculative.drafters.remote import AheadCounts, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner

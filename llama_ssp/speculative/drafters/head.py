@@ -19,20 +19,21 @@ target's, X the tapped states of the target side by side.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import sent
 from llama_ssp.models.graph_sizes import WIDEST
+from llama_ssp.models.passes import Pass, RowSpan, sent
 from llama_ssp.speculative.drafters.local import Drafter, Drawn, Sampler, nothing, proposal_of, reach
-from llama_ssp.speculative.model_runner import ModelRunner, Span
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Proposal, State
 
 if TYPE_CHECKING:
     from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
-    from llama_ssp.models.slot_cache import SlotCache
+    from llama_ssp.models.kv_cache import KVCache
 
 
 class SamplesFromHead(Drafter):
@@ -54,6 +55,9 @@ class SamplesFromHead(Drafter):
     @property
     def name(self) -> str:
         return f"the draft {self._of.name}"
+
+    def _pass(self, fed: Iterable[RowSpan]) -> Pass:
+        return Pass(spans=tuple(fed), device=self._of.device)
 
     def _in_target(self, logit_RE: Tensor, rows: list[int], count: int) -> Tensor:
         """Returns logits by the target's ids, (B, V): -inf of tokens that the head lacks, 0 in other rows."""
@@ -109,7 +113,7 @@ class HeadDrafter(SamplesFromHead):
         return reach(self._head.context, length) if length > 1 else 0
 
     @torch.inference_mode()
-    def observe(self, token_BS: Tensor, fed: list[Span], state_TX: Tensor) -> None:
+    def observe(self, token_BS: Tensor, fed: list[RowSpan], state_TX: Tensor) -> None:
         """Keeps the target's hidden states of a pass; what the head has read at these positions is stale."""
         for row, start, _ in fed:
             self._cached[row] = min(self._cached[row], start)
@@ -136,10 +140,10 @@ class HeadDrafter(SamplesFromHead):
             if offset == 0:
                 # What the head's cache lacks; the last position is read again if nothing is lacking.
                 starts = [min(self._cached[row], lengths[row] - 2) for row in wanted]
-                fed = [(row, s, lengths[row] - 1 - s) for row, s in zip(wanted, starts, strict=True)]
+                fed = [RowSpan(row, s, lengths[row] - 1 - s) for row, s in zip(wanted, starts, strict=True)]
                 g_TH = self._state_NH[self._places(fed)]
             else:
-                fed = [(row, lengths[row] - 2 + offset, 1) for row in wanted]
+                fed = [RowSpan(row, lengths[row] - 2 + offset, 1) for row in wanted]
                 places = None if wanted == rows else sent([rows.index(row) for row in wanted], z_RH.device)
                 g_TH = z_RH if places is None else z_RH[places]
 
@@ -156,22 +160,22 @@ class HeadDrafter(SamplesFromHead):
     def _read(self, token_BS: Tensor, ends: list[int]) -> None:
         """Reads each row up to its end, as far as the cache goes."""
         fed = [
-            (row, cached, min(end, self._slots) - cached)
+            RowSpan(row, cached, min(end, self._slots) - cached)
             for row, (cached, end) in enumerate(zip(self._cached, ends, strict=True))
             if cached < min(end, self._slots)
         ]
         if fed:
             self._passes += 1
             g_TH = self._state_NH[self._places(fed)]
-            self._head.states(_after(token_BS, fed), g_TH, fed, self._cache)
+            self._head.states(_after(token_BS, fed), g_TH, self._pass(fed), self._cache)
         self._cached = [max(pair) for pair in zip(self._cached, ends, strict=True)]
 
-    def _forward(self, token_BS: Tensor, fed: list[Span], g_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, token_BS: Tensor, fed: list[RowSpan], g_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns logits (R, E) and z (R, H) of the last position of each row that is fed."""
         self._passes += 1
-        return self._head.step(_after(token_BS, fed), g_TH, fed, self._cache)
+        return self._head.step(_after(token_BS, fed), g_TH, self._pass(fed), self._cache)
 
-    def _places(self, fed: list[Span]) -> Tensor | slice:
+    def _places(self, fed: list[RowSpan]) -> Tensor | slice:
         """Returns where the states of these positions stand in `_state_NH`."""
         window = self._window
         if len(fed) == 1:  # a slice, which needs no copy to the device
@@ -183,7 +187,7 @@ class HeadDrafter(SamplesFromHead):
         return sent(places, self._head.device)
 
 
-def _after(token_BS: Tensor, fed: list[Span]) -> Tensor:
+def _after(token_BS: Tensor, fed: list[RowSpan]) -> Tensor:
     """Returns the token after each of these positions, (T,)."""
     if len(fed) == 1:
         row, start, count = fed[0]
@@ -209,21 +213,21 @@ class BlockHeadDrafter(SamplesFromHead):
 
     def start(self, rows: int, capacity: int) -> None:
         self._slots = min(capacity + self._head.width, self._head.context)
-        self._cache: SlotCache = self._head.new_cache(rows, self._slots)
+        self._cache: KVCache = self._head.new_cache(rows, self._slots)
 
     def limit(self, length: int) -> int:
         """Returns a block's drafts, or 0 where the block would not stand within the head's context."""
         return self._head.drafts if length - 1 + self._head.width <= self._head.context else 0
 
-    def observe(self, token_BS: Tensor, fed: list[Span], state_TX: Tensor) -> None:
+    def observe(self, token_BS: Tensor, fed: list[RowSpan], state_TX: Tensor) -> None:
         """Reads the target's hidden states of a pass, as far as the cache goes."""
-        kept = [(row, start, min(count, self._slots - start)) for row, start, count in fed]
-        if any(inside_span[2] < span[2] for inside_span, span in zip(kept, fed, strict=True)):
+        kept = [RowSpan(row, start, min(count, self._slots - start)) for row, start, count in fed]
+        if any(inside_span.tokens < span.tokens for inside_span, span in zip(kept, fed, strict=True)):
             inside = [start + i < self._slots for _, start, count in fed for i in range(count)]
             state_TX = state_TX[sent(inside, state_TX.device)]
-        kept = [span for span in kept if span[2] > 0]
+        kept = [span for span in kept if span.tokens > 0]
         if kept:
-            self._head.remember(state_TX, kept, self._cache)
+            self._head.remember(state_TX, self._pass(kept), self._cache)
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
@@ -233,7 +237,8 @@ class BlockHeadDrafter(SamplesFromHead):
         rows = [row for row, n in enumerate(count) if n]
         last = [state.lengths[row] - 1 for row in rows]
         row_R, last_R = sent([rows, last], state.device)
-        logit_RKE = self._head.logits(state.token_BS[row_R, last_R], last, rows, self._cache)
+        fed = [RowSpan(row, start, self._head.width) for row, start in zip(rows, last, strict=True)]
+        logit_RKE = self._head.logits(state.token_BS[row_R, last_R], self._pass(fed), self._cache)
 
         drawn: list[Drawn] = []
         for offset in range(max(count)):

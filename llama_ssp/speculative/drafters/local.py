@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.models.feed import sent
+from llama_ssp.models.passes import sent
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import SamplingTransform, one_hot

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.draft_messages import DraftClient
-from llama_ssp.models.feed import sent
+from llama_ssp.models.passes import sent
 from llama_ssp.speculative.drafters.local import Drafter, nothing, reach
 from llama_ssp.speculative.state import Proposal, State
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llama_ssp.models.feed import sent
+from llama_ssp.models.passes import sent
 from llama_ssp.report.statistics import uniform_band
 from llama_ssp.speculative.decision import Decision, block_of
 from llama_ssp.speculative.engine import Observer, OnLeader

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llama_ssp.config import CertifyConf
-from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
+from llama_ssp.config import CertifyConf, SamplingConfig
+from llama_ssp.pair.requests import requests_of, require_numbers
+from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.speculative.array_ops import Array
-from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import Observer, RankEngine
-from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import BlockRule, DraftBlock
@@ -49,13 +48,12 @@ class TextSampler(Protocol):
 
 @dataclass(kw_only=True)
 class EngineSampler:
-    """Samples with an engine, in timed batches of `batch_size` texts at most; `watch` sees its rounds."""
+    """Samples with an engine, in timed batches of `settings.rows` texts at most; `watch` sees its rounds."""
 
     name: str
     engine: RankEngine
-    lookahead: Callable[[int], DraftLength]
-    ends: frozenset[int]
-    batch_size: int
+    sampling: SamplingConfig
+    settings: RunSettings
     advance: Callable[[int], None] = lambda _: None  # is called with the number of texts after each batch
     watch: RoundObserver | None = None
     counts: Counts = field(default_factory=Counts)
@@ -66,18 +64,18 @@ class EngineSampler:
 
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
         """Returns the new tokens of each prompt. Raises ModelError for logits that are not numbers."""
-        limits = Limits(max_new_tokens, self.ends)
+        rows = self.settings.rows
         result: list[list[int]] = []
-        for first in range(0, len(prompts), self.batch_size):
-            batch = list(prompts[first : first + self.batch_size])
-            run = TimedRun(self.engine, batch, max_new_tokens, self.counts)
-            state = run.state
-            for _ in run.rounds(limits, self.lookahead(state.rows)):
+        for first in range(0, len(prompts), rows):
+            requests = requests_of(prompts[first : first + rows], self.sampling, max_new_tokens)
+            text_run = Run(self.engine, requests, self.settings, self.counts)
+            for _ in text_run.rounds():
                 pass
-            self.rows = max(self.rows, state.rows)
-            require_numbers(*texts_of(state))
-            result += [state.generated(row) for row in range(state.rows)]
-            self.advance(state.rows)
+            replies = text_run.replies.values()
+            require_numbers(*(reply.outcome for reply in replies))
+            result += [reply.token_ids for reply in replies]
+            self.rows = max(self.rows, len(requests))
+            self.advance(len(requests))
         return result
 
 

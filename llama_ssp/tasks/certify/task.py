@@ -10,6 +10,7 @@ from rich.text import Text
 from llama_ssp.config import CertifyConf, RunConf, SamplingConfig
 from llama_ssp.errors import UsageError
 from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.run import RunSettings
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.report.console import Progress
 from llama_ssp.report.task_tables import STYLES
@@ -162,9 +163,10 @@ class CertifyTask(Task[CertifyConf]):
         return EngineSampler(
             name=name,
             engine=pair.engine(self._inputs.seed, run, rule=rule),
-            lookahead=partial(lookahead_for, run),
-            ends=pair.end_ids,
-            batch_size=self._task.batch_size,
+            sampling=run.sampling,
+            settings=RunSettings(
+                rows=self._task.batch_size, lookahead=partial(lookahead_for, run), ends=pair.end_ids
+            ),
             advance=progress.advance,
             watch=watch,
         )

@@ -1,0 +1,628 @@
+"""Every tensor of a model, a row each: its name on disk, its sizes, and how ranks share it. No torch.
+
+The loader reads its rank's share of the rows, and the planner sums their bytes: both take sizes from here.
+A layer with other tensors has other rows (`_attention`, `_mlp`, `_experts`). What a cache keeps of a layer is
+a row of `states`.
+
+    outputs x inputs                                  on disk; a vector has outputs alone
+    qkv      (heads + 2 KV heads) * head_dim x dim    split by heads
+    output   dim x heads * head_dim                   split by heads, along its inputs
+    up       ffn (twice with a gate) x dim            split by columns of the MLP
+    down     dim x ffn                                split by columns, along its inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum, auto
+from functools import lru_cache
+from itertools import pairwise
+
+from llama_ssp.config import ModelConf
+from llama_ssp.models.families import Family, family_of
+from llama_ssp.models.formats.kept import names_of
+from llama_ssp.models.sharding import (
+    COLUMNS,
+    ROWS,
+    Cut,
+    Heads,
+    Span,
+    head_ranges,
+    length,
+    mlp_share,
+    shifted,
+    times,
+    vocab_share,
+)
+
+# The groups of tensors in a plan.
+EMBEDDING = "embedding"
+HEAD = "head"
+LAYERS = "layers"
+EXPERTS = "experts"
+NORMS = "norms"
+POSITIONS = "positions"
+
+BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+KEYS = "keys"
+VALUES = "values"
+
+
+class Part(StrEnum):
+    """What a row is of a model. Rows of one part, in the same blocks, are one matrix in memory."""
+
+    embedding = auto()
+    positions = auto()
+    states = auto()  # of a trained head: what makes its input of the target's hidden states
+    state_norm = auto()
+    qkv = auto()
+    query_norm = auto()
+    key_norm = auto()
+    sinks = auto()
+    output = auto()
+    up = auto()
+    down = auto()
+    router = auto()
+    expert_up = auto()
+    expert_down = auto()
+    before_attention = auto()
+    after_attention = auto()
+    before_mlp = auto()
+    after_mlp = auto()
+    norm = auto()
+    head = auto()
+
+
+class Split(Enum):
+    """What ranks divide, of a row's outputs; of the last three, of its inputs."""
+
+    whole = auto()  # nothing
+    tokens = auto()  # rows of the vocabulary, in the embedding
+    vocabulary = auto()  # rows of the vocabulary, in the head
+    heads = auto()  # one number a query head
+    queries = auto()  # query heads
+    keys = auto()  # KV heads
+    qkv = auto()  # query heads, keys' heads and values' heads, one after the other
+    qkv_by_group = auto()  # the same, group by group of query heads
+    columns = auto()  # columns of the MLP
+    gated_columns = auto()  # columns of gates, then columns of what they multiply
+    expert_columns = auto()
+    expert_pairs = auto()  # by turns a gate, and what it multiplies
+    head_inputs = auto()
+    column_inputs = auto()
+    expert_inputs = auto()
+
+
+INPUT_SPLITS = (Split.head_inputs, Split.column_inputs, Split.expert_inputs)
+# Parts that are quantised: a layer's products. Experts are, where the checkpoint has them in codes.
+QUANTISED = (Part.qkv, Part.output, Part.up, Part.down)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """What a trained head has beside its blocks."""
+
+    inputs: int  # numbers of the target's hidden states
+    vocab: int  # tokens that it drafts
+    has_block: bool  # it drafts all in one pass (DFlash), not one after the other (EAGLE-3)
+    prefix: str = "layers.0"  # of EAGLE-3's one block
+    state_norms: tuple[tuple[str, int], ...] = ()  # EAGLE-3's norms of the states, before they are fused
+    embeds: bool = True  # it has an embedding of its own
+    heads: bool = True  # and an output matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The integers and flags of a model that decide which tensors it has."""
+
+    family: Family
+    dim: int
+    vocab: int
+    n_layers: int
+    n_heads: int
+    n_kv: int
+    head_dim: int
+    ffn: int
+    experts: int
+    expert_ffn: int
+    sparse: tuple[int, ...]  # the blocks with experts
+    position_rows: int  # of a learned table of positions; 0: rotary
+    norms: tuple[str, ...]  # names of a block's norms, as of BLOCK_NORMS; empty where there is none
+    attention_bias: bool | None  # None: as usual in the family
+    mlp_bias: bool | None
+    tied: bool  # the head is the embedding
+    trained_head: HeadSizes | None = None
+
+    def prefix(self, block: int) -> str:
+        """Returns what the names of a block's tensors begin with."""
+        if self.trained_head is None:
+            return f"{self.family.names.blocks}.{block}."
+        if self.trained_head.has_block:
+            return f"layers.{block}."
+        return f"{self.trained_head.prefix}."
+
+    def is_biased(self, name: str, said: bool | None) -> bool:
+        """Returns whether a layer has a bias: what the config says, or what is usual in the family."""
+        if said is not None:
+            return said
+        return name.rpartition(".")[2] in self.family.biased
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRow:
+    """A matrix or a vector of a model, with its bias; names and sizes are those on disk.
+
+    A name in a block stands behind the block's prefix; `{}` is an expert's number.
+    """
+
+    part: Part
+    group: str
+    weight: str
+    bias: str = ""  # empty: there is none
+    outputs: int
+    inputs: int = 0  # 0: a vector
+    split: Split = Split.whole
+    blocks: tuple[int, ...] | None = None  # that have it; None: the model has one
+    experts: int = 0  # how many of it a block has; 0: it is no expert's
+    stacked: bool = False  # all experts are in one tensor, with inputs before outputs
+    in_gguf: str = ""  # its name where a checkpoint's codes are listed (formats/kept.py)
+
+    @property
+    def times(self) -> int:
+        """How often the model has it, experts not counted."""
+        return 1 if self.blocks is None else len(self.blocks)
+
+    @property
+    def weight_sizes(self) -> tuple[int, ...]:
+        if self.stacked:
+            return (self.experts, self.inputs, self.outputs)
+        return (self.outputs, self.inputs) if self.inputs else (self.outputs,)
+
+    @property
+    def bias_sizes(self) -> tuple[int, ...]:
+        return (self.experts, self.outputs) if self.stacked else (self.outputs,)
+
+    @property
+    def splits_inputs(self) -> bool:
+        return self.split in INPUT_SPLITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One rank's share of all that ranks divide."""
+
+    sizes: Sizes
+    world: int
+    rank: int
+    heads: Heads
+    columns: Span  # of the MLP
+    expert_columns: Span  # of each expert
+    vocab: Span  # the head's rows
+    tokens: Span  # the embedding's rows
+    first_token: int  # whose row is the first of these
+
+    def spans(self, row: TensorRow) -> list[Span]:
+        """Returns which of the row's outputs, or inputs, this rank has."""
+        sizes = self.sizes
+        head_dim = sizes.head_dim
+        queries = sizes.n_heads * head_dim
+        keys = sizes.n_kv * head_dim
+        query = times(self.heads.query, head_dim)
+        key = times(self.heads.kv, head_dim)
+        match row.split:
+            case Split.whole:
+                return [(0, row.outputs)]
+            case Split.tokens:
+                return [self.tokens]
+            case Split.vocabulary:
+                return [self.vocab]
+            case Split.heads:
+                return [self.heads.query]
+            case Split.queries | Split.head_inputs:
+                return [query]
+            case Split.keys:
+                return [key]
+            case Split.qkv:
+                return [query, shifted(key, queries), shifted(key, queries + keys)]
+            case Split.qkv_by_group:
+                return [times(span, head_dim) for span in _grouped_heads(sizes, self.heads)]
+            case Split.columns | Split.column_inputs:
+                return [self.columns]
+            case Split.gated_columns:
+                return [self.columns, shifted(self.columns, sizes.ffn)]
+            case Split.expert_columns | Split.expert_inputs:
+                return [self.expert_columns]
+            case Split.expert_pairs:
+                return [times(self.expert_columns, 2)]
+
+    def outputs(self, row: TensorRow) -> int:
+        """Returns how many of the row's outputs this rank has."""
+        return row.outputs if row.splits_inputs else sum(map(length, self.spans(row)))
+
+    def inputs(self, row: TensorRow) -> int:
+        """Returns how many of its inputs; 1 of a vector."""
+        return sum(map(length, self.spans(row))) if row.splits_inputs else max(1, row.inputs)
+
+    def first_input(self, row: TensorRow) -> int:
+        """Returns the first of these inputs, by its place on disk."""
+        return self.spans(row)[0][0] if row.splits_inputs else 0
+
+    def has_bias(self, row: TensorRow) -> bool:
+        """Returns whether this rank adds the bias; of terms that ranks sum, the first rank does."""
+        return bool(row.bias) and (self.rank == 0 or not row.splits_inputs)
+
+    def cut(self, row: TensorRow, expert: int | None = None) -> Cut | None:
+        """Returns this rank's part of the weight on disk; None: all of it. `expert`: one of a stack."""
+        spans = tuple(self.spans(row))
+        of_all = row.inputs if row.splits_inputs else row.outputs
+        if expert is None and spans == ((0, of_all),):
+            return None
+        dim = COLUMNS if row.splits_inputs else ROWS
+        if row.stacked:  # (experts, inputs, outputs)
+            dim = 1 if row.splits_inputs else 2
+        return Cut(dim, spans, expert)
+
+    def bias_cut(self, row: TensorRow) -> Cut | None:
+        """Returns this rank's part of the bias on disk."""
+        if row.splits_inputs:
+            return None
+        spans = tuple(self.spans(row))
+        if spans == ((0, row.outputs),):
+            return None
+        return Cut(1 if row.stacked else ROWS, spans)
+
+
+def _grouped_heads(sizes: Sizes, heads: Heads) -> list[Span]:
+    """Returns the places of a rank's heads in one matrix of all, group by group of queries.
+
+    Here with 2 queries a group, in units of head_dim outputs:
+
+        q0 q1 k0 v0 | q2 q3 k1 v1 | ...
+
+    A rank with queries 2..3 and keys 1..1 reads places 4 5, 6 and 7: its queries, its keys, its values.
+    """
+    per_group = sizes.n_heads // sizes.n_kv
+    places = [head + 2 * (head // per_group) for head in range(*heads.query)]
+    keys = [group * (per_group + 2) + per_group for group in range(*heads.kv)]
+    places += [*keys, *(place + 1 for place in keys)]
+    # As runs: 3, 4, 5, 9 is (3, 6), (9, 10).
+    ends = [at for at, (a, b) in enumerate(pairwise(places), start=1) if b != a + 1]
+    return [(places[a], places[b - 1] + 1) for a, b in pairwise([0, *ends, len(places)])]
+
+
+def share_of(sizes: Sizes, world: int = 1, rank: int = 0, drafts: bool = False) -> Share:
+    """Returns a rank's share. Of a model that `drafts` the first rank alone has token ids.
+
+    It has the whole embedding then, and the others one row, which no token reads.
+    """
+    vocab = vocab_share(sizes.vocab, world, rank)
+    tokens = vocab
+    first_token = tokens[0]
+    if drafts and world > 1:
+        tokens = (0, 1) if rank else (0, sizes.vocab)
+        first_token = sizes.vocab if rank else 0
+    if sizes.trained_head is not None:
+        vocab = (0, sizes.trained_head.vocab)
+    return Share(
+        sizes=sizes,
+        world=world,
+        rank=rank,
+        heads=head_ranges(sizes.n_heads, sizes.n_kv, world, rank),
+        columns=mlp_share(sizes.ffn, world, rank),
+        expert_columns=mlp_share(sizes.expert_ffn, world, rank) if sizes.sparse else (0, 0),
+        vocab=vocab,
+        tokens=tokens,
+        first_token=first_token,
+    )
+
+
+def sizes_of_model(model: ModelConf) -> Sizes:
+    """Returns the sizes of a preset, or of a folder that a plan has read the config of."""
+    family = family_of(model.family)
+    norms = tuple(getattr(family.names, place) for place in BLOCK_NORMS)
+    if family.multi_query and model.n_kv_heads == 1:  # a falcon, whose attention and MLP share a norm
+        norms = (norms[0], "", "", "")
+    trained_head = None
+    if model.is_head:
+        trained_head = HeadSizes(
+            inputs=model.head_inputs, vocab=model.head_vocab, has_block=model.head_block > 0
+        )
+    sparse = range(model.dense_layers, model.n_layers) if model.experts else ()
+    position_rows = 0
+    if family.position_rows is not None:
+        position_rows = model.context + family.position_rows
+    return Sizes(
+        family=family,
+        dim=model.dim,
+        vocab=model.vocab,
+        n_layers=model.n_layers,
+        n_heads=model.n_heads,
+        n_kv=model.n_kv_heads,
+        head_dim=model.head_dim,
+        ffn=model.ffn,
+        experts=model.experts,
+        expert_ffn=model.expert_ffn,
+        sparse=tuple(sparse),
+        position_rows=position_rows,
+        norms=norms,
+        attention_bias=model.attention_bias,
+        mlp_bias=model.mlp_bias,
+        tied=model.tied and not model.is_head,  # what a head embeds is not its output's table
+        trained_head=trained_head,
+    )
+
+
+@lru_cache(maxsize=256)
+def layout(sizes: Sizes) -> tuple[TensorRow, ...]:
+    """Returns the model's rows, in the order in which they are read."""
+    rows = _trained_head(sizes) if sizes.trained_head is not None else _model(sizes)
+    return tuple(row for row in rows if row.blocks is None or row.blocks)
+
+
+def rows_of(sizes: Sizes, part: Part) -> list[TensorRow]:
+    """Returns the rows of a part."""
+    return [row for row in layout(sizes) if row.part is part]
+
+
+def tensors_on_disk(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Returns every tensor's sizes by its name; a tied model's head, too, which may be absent."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    for row in layout(sizes):
+        prefixes = [""] if row.blocks is None else map(sizes.prefix, row.blocks)
+        for prefix in prefixes:
+            numbers = range(1) if row.stacked else range(max(1, row.experts))
+            for number in numbers:
+                tensors[prefix + row.weight.format(number)] = row.weight_sizes
+                if row.bias:
+                    tensors[prefix + row.bias.format(number)] = row.bias_sizes
+    return tensors
+
+
+def _model(sizes: Sizes) -> Iterator[TensorRow]:
+    names = sizes.family.names
+    yield TensorRow(
+        part=Part.embedding,
+        group=EMBEDDING,
+        weight=f"{names.embedding}.weight",
+        outputs=sizes.vocab,
+        inputs=sizes.dim,
+        split=Split.tokens,
+    )
+    if sizes.position_rows:
+        yield TensorRow(
+            part=Part.positions,
+            group=POSITIONS,
+            weight=f"{names.positions}.weight",
+            outputs=sizes.position_rows,
+            inputs=sizes.dim,
+        )
+    every = tuple(range(sizes.n_layers))
+    for place, name in zip(BLOCK_NORMS, sizes.norms, strict=True):
+        if name:
+            yield _norm(sizes, Part(place), name, blocks=every)
+    yield from _attention(sizes)
+    yield from _mlp(sizes)
+    yield from _experts(sizes)
+    yield _norm(sizes, Part.norm, names.norm)
+    yield TensorRow(
+        part=Part.head,
+        group=HEAD,
+        weight=f"{names.head}.weight",
+        outputs=sizes.vocab,
+        inputs=sizes.dim,
+        split=Split.vocabulary,
+    )
+
+
+def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
+    """`inputs`: of queries, keys and values, where these are not the model's width."""
+    family = sizes.family
+    names = family.names
+    every = tuple(range(sizes.n_layers))
+    queries = sizes.n_heads * sizes.head_dim
+    keys = sizes.n_kv * sizes.head_dim
+    in_gguf = names_of(names)
+
+    splits = [(queries, Split.queries), (keys, Split.keys), (keys, Split.keys)]
+    if len(names.qkv) == 1:
+        splits = [(queries + 2 * keys, Split.qkv_by_group if family.qkv_by_group else Split.qkv)]
+    for name, (outputs, split) in zip(names.qkv, splits, strict=True):
+        yield TensorRow(
+            part=Part.qkv,
+            group=LAYERS,
+            weight=f"{name}.weight",
+            bias=f"{name}.bias" if sizes.is_biased(name, sizes.attention_bias) else "",
+            outputs=outputs,
+            inputs=inputs or sizes.dim,
+            split=split,
+            blocks=every,
+            in_gguf=in_gguf[name],
+        )
+    if names.qk_norm:
+        heads = [(Part.query_norm, sizes.n_heads, Split.queries), (Part.key_norm, sizes.n_kv, Split.keys)]
+        for name, (part, count, split) in zip(names.qk_norm, heads, strict=True):
+            row = _norm(sizes, part, name, size=sizes.head_dim, blocks=every)
+            if family.whole_qk_norm:
+                row = replace(row, outputs=count * sizes.head_dim, split=split)
+            yield row
+    if names.sinks:
+        yield TensorRow(
+            part=Part.sinks,
+            group=LAYERS,
+            weight=names.sinks,
+            outputs=sizes.n_heads,
+            split=Split.heads,
+            blocks=every,
+        )
+    yield TensorRow(
+        part=Part.output,
+        group=LAYERS,
+        weight=f"{names.output}.weight",
+        bias=f"{names.output}.bias" if sizes.is_biased(names.output, sizes.attention_bias) else "",
+        outputs=sizes.dim,
+        inputs=queries,
+        split=Split.head_inputs,
+        blocks=every,
+        in_gguf=in_gguf[names.output],
+    )
+
+
+def _mlp(sizes: Sizes) -> Iterator[TensorRow]:
+    names = sizes.family.names
+    dense = tuple(block for block in range(sizes.n_layers) if block not in sizes.sparse)
+    is_fused = sizes.family.fused_mlp  # gate and up are one matrix on disk
+    in_gguf = names_of(names)
+    for name in names.up:
+        yield TensorRow(
+            part=Part.up,
+            group=LAYERS,
+            weight=f"{name}.weight",
+            bias=f"{name}.bias" if sizes.is_biased(name, sizes.mlp_bias) else "",
+            outputs=2 * sizes.ffn if is_fused else sizes.ffn,
+            inputs=sizes.dim,
+            split=Split.gated_columns if is_fused else Split.columns,
+            blocks=dense,
+            in_gguf=in_gguf[name],
+        )
+    yield TensorRow(
+        part=Part.down,
+        group=LAYERS,
+        weight=f"{names.down}.weight",
+        bias=f"{names.down}.bias" if sizes.is_biased(names.down, sizes.mlp_bias) else "",
+        outputs=sizes.dim,
+        inputs=sizes.ffn,
+        split=Split.column_inputs,
+        blocks=dense,
+        in_gguf=in_gguf[names.down],
+    )
+
+
+def _experts(sizes: Sizes) -> Iterator[TensorRow]:
+    """The router, which every rank has, and experts with tensors of their own, or with one for all."""
+    if not sizes.sparse:
+        return
+    names = sizes.family.names
+    is_stacked = sizes.family.clamped
+    yield TensorRow(
+        part=Part.router,
+        group=LAYERS,
+        weight=f"{names.router}.weight",
+        bias=f"{names.router}.bias" if is_stacked else "",
+        outputs=sizes.experts,
+        inputs=sizes.dim,
+        blocks=sizes.sparse,
+    )
+    in_gguf = ["expert_up"] if is_stacked else ["expert_gate", "expert_up"]
+    for name, place in zip(names.expert_up, in_gguf, strict=True):
+        yield TensorRow(
+            part=Part.expert_up,
+            group=EXPERTS,
+            weight=name if is_stacked else f"{name}.weight",
+            bias=f"{name}_bias" if is_stacked else "",
+            outputs=2 * sizes.expert_ffn if is_stacked else sizes.expert_ffn,
+            inputs=sizes.dim,
+            split=Split.expert_pairs if is_stacked else Split.expert_columns,
+            blocks=sizes.sparse,
+            experts=sizes.experts,
+            stacked=is_stacked,
+            in_gguf=place,
+        )
+    yield TensorRow(
+        part=Part.expert_down,
+        group=EXPERTS,
+        weight=names.expert_down if is_stacked else f"{names.expert_down}.weight",
+        bias=f"{names.expert_down}_bias" if is_stacked else "",
+        outputs=sizes.dim,
+        inputs=sizes.expert_ffn,
+        split=Split.expert_inputs,
+        blocks=sizes.sparse,
+        experts=sizes.experts,
+        stacked=is_stacked,
+        in_gguf="expert_down",
+    )
+
+
+def _norm(
+    sizes: Sizes, part: Part, name: str, size: int = 0, blocks: tuple[int, ...] | None = None
+) -> TensorRow:
+    return TensorRow(
+        part=part,
+        group=NORMS,
+        weight=f"{name}.weight",
+        bias=f"{name}.bias" if sizes.family.layer_norm else "",
+        outputs=size or sizes.dim,
+        blocks=blocks,
+    )
+
+
+def _trained_head(sizes: Sizes) -> Iterator[TensorRow]:
+    """EAGLE-3: one block that reads a token's embedding beside the states. DFlash: usual blocks."""
+    head = sizes.trained_head
+    assert head is not None
+    if head.embeds:
+        yield TensorRow(
+            part=Part.embedding,
+            group=EMBEDDING,
+            weight="embed_tokens.weight",
+            outputs=sizes.vocab,
+            inputs=sizes.dim,
+            split=Split.tokens,
+        )
+    if head.heads:
+        yield TensorRow(
+            part=Part.head,
+            group=HEAD,
+            weight="lm_head.weight",
+            outputs=head.vocab,
+            inputs=sizes.dim,
+            split=Split.vocabulary,
+        )
+    yield TensorRow(part=Part.states, group=LAYERS, weight="fc.weight", outputs=sizes.dim, inputs=head.inputs)
+    every = tuple(range(sizes.n_layers))
+    if head.has_block:
+        yield _norm(sizes, Part.state_norm, "hidden_norm")
+        for place, name in zip(BLOCK_NORMS, sizes.norms, strict=True):
+            if name:
+                yield _norm(sizes, Part(place), name, blocks=every)
+        yield from _attention(sizes)
+    else:
+        for name, size in head.state_norms:
+            yield _norm(sizes, Part.state_norm, name, size=size)
+        yield _norm(sizes, Part.before_attention, "input_layernorm", blocks=every)
+        yield _norm(sizes, Part.before_attention, "hidden_norm", blocks=every)
+        yield _norm(sizes, Part.before_mlp, "post_attention_layernorm", blocks=every)
+        yield from _attention(sizes, inputs=2 * sizes.dim)
+    yield from _mlp(sizes)
+    yield _norm(sizes, Part.norm, "norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRow:
+    """What a cache keeps of each of these blocks, for each position of a text."""
+
+    name: str
+    heads: int  # of this rank
+    width: int
+    blocks: tuple[int, ...]
+
+    @property
+    def numbers(self) -> int:
+        """Of one block and one position."""
+        return self.heads * self.width
+
+
+def states(share: Share) -> tuple[StateRow, ...]:
+    """Returns what this rank's cache keeps."""
+    sizes = share.sizes
+    every = tuple(range(sizes.n_layers))
+    return tuple(
+        StateRow(name=name, heads=share.heads.kvs, width=sizes.head_dim, blocks=every)
+        for name in (KEYS, VALUES)
+    )
+
+
+def cache_shapes(share: Share) -> list[tuple[int, int]]:
+    """Returns the KV heads and their width of each block; values have those of keys."""
+    keys, _ = states(share)
+    return [(keys.heads, keys.width)] * len(keys.blocks)
