@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.real_model import EDIT, REAL  # noqa: E402
+from bench.real_model import PROMPT, REAL  # noqa: E402
 from bench.surroundings import Watch, commit, surroundings, write  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.planner.hardware import cpu_has_bf16  # noqa: E402
@@ -71,7 +71,7 @@ FIGURES = [
     ),
     Figure(
         "compare", 0.5,
-        f"{RUN} compare {REAL} speculation=ngram download=true chat=true prompt='{EDIT}' seed=1 "
+        f"{RUN} compare {REAL} speculation=ngram download=true chat=true prompt='{PROMPT}' seed=1 "
         "max_new_tokens=64 plot=docs/compare.svg",
         "One prompt, side by side",
     ),

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # as the program does, for transformers, too
 
-from bench.real_model import EDIT, REAL  # noqa: E402
+from bench.real_model import PROMPT, REAL  # noqa: E402
 from bench.surroundings import report  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config.arguments import in_full  # noqa: E402
@@ -112,7 +112,7 @@ def chosen(shipped: bool, console: Console) -> Shown:
             path = package_copy(composed([f"model={REAL}", "draft=none"]).model, "model", True)
             title = "SmolLM2-135M-Instruct, 4 bits a weight (Apache-2.0), and drafts found in its own text"
             pair = REAL, "speculation=ngram", "chat=true"
-            return Shown(title, pair, path, None, EDIT, "one two three one two")
+            return Shown(title, pair, path, None, PROMPT, "one two three one two")
         except ModelError as error:
             console.line(f"{error}\nThe small pair that ships takes its place")
     folders = SHIPPED_FOLDER / "demo", SHIPPED_FOLDER / "demo_draft"

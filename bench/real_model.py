@@ -1,7 +1,8 @@
 """The published model that benchmarks run, and what they ask it."""
 
 REAL = "smollm2-135m-instruct-q4"
-EDIT = (
-    "Correct the spelling: Speculativ sampling makes a larg language model fastr. A small draft model "
-    "proposes tokens, and the larg model chekcs them all at once."
+# It answers this right, and drafts found in the prompt are often right, too.
+PROMPT = (
+    "Write this list again, in the same order: apples, bananas, cherries, dates, elderberries, figs, grapes, "
+    "honeydew melons, kiwis, lemons."
 )
