@@ -260,6 +260,10 @@ def test_the_locks_have_what_pyproject_asks_for() -> None:
             assert (marker is None or marker.evaluate(where)) == is_asked, f"{name} on {system}"
 
 
+def version_of(name: str) -> str:
+    return str(ALL[name].requirement.specifier).removeprefix("==")
+
+
 def here() -> dict[str, str]:
     """What is installed, without this package, torch and what torch brings: name and version."""
     versions = {canonicalize_name(each.metadata["Name"]): each.version for each in distributions()}
@@ -278,18 +282,16 @@ def needed(name: str) -> set[str]:
     not Path(sys.prefix, ".installed-dev").exists(), reason="not what machine-install.sh --dev made"
 )
 def test_what_is_installed_is_what_the_locks_name() -> None:
-    installed = here()
-    named = {name: ALL[name].requirement.specifier for name in installed if name in ALL}
-    versions = {name: str(version).removeprefix("==") for name, version in named.items()}
-    assert installed == versions, "run ./machine-install.sh --dev; or something was installed by hand"
+    locked_versions = {name: version_of(name) for name in here() if name in ALL}
+    assert here() == locked_versions, "run ./machine-install.sh --dev; or something was installed by hand"
 
 
 def test_what_a_package_of_the_locks_needs_is_in_the_locks() -> None:
-    """pip looks for nothing else."""
-    installed = here()
+    """pip looks for nothing else. Other versions, which an environment of another kind has, may need more."""
     missing = {
         f"{name} needs {other}"
-        for name in ALL.keys() & installed.keys()
+        for name, version in here().items()
+        if name in ALL and version == version_of(name)
         for other in needed(name)
         if other not in ALL and not OF_TORCH.fullmatch(other)
     }
