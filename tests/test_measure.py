@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from llama_ssp.planner.run_plan import DEVICE
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks import profiling as stopwatch
 from llama_ssp.tasks.common import memory_of_ranks
@@ -124,6 +126,20 @@ def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.Mo
     names = ["target alone", "draft alone", "pair, K = 2"]
     at = [("0", 0), ("0", 0), ("1", 0), ("0", 1), ("1", 1)]
     assert order == [(name, prompt, repeat) for prompt, repeat in at for name in names]
+
+
+def test_a_text_that_ends_on_damaged_logits_is_named(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the first round: the round has given no token, and none has a time."""
+    logits, number = ModelRunner.logits, count()
+
+    def damaged(self: ModelRunner, *given: Any) -> Any:
+        return logits(self, *given) * (torch.nan if next(number) else 1.0)
+
+    monkeypatch.setattr(ModelRunner, "logits", damaged)
+    answer = command(*QUICK, "draft=none")
+    assert answer.code == 4 and "not numbers" in answer.errors[0]
 
 
 @pytest.mark.few(3)

@@ -215,7 +215,9 @@ class MeasuredPair:
         for step in text_run.rounds():
             if step.round:  # before the first one's tokens there is the prefill
                 for row in step.rows:
-                    sample.inter_token_ms += [1000 * step.seconds / len(row.tokens)] * len(row.tokens)
+                    count = len(row.tokens)
+                    if count:  # a row of damaged logits gets none
+                        sample.inter_token_ms += [1000 * step.seconds / count] * count
 
         require_numbers(*(reply.outcome for reply in text_run.replies.values()))
         sample.take(text_run.first_token_s or 0.0, text_run.counts)
