@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, SeedOssConfig, SeedOssForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+)
 
 from tests.checkpoints import tokenizer, write_tokenizer
 from tests.conftest import Command
@@ -101,7 +107,16 @@ SCHEMA, NGRAM = "llama_ssp/config/schema.py", "llama_ssp/speculative/drafters/ng
 RULES, TASKS = "llama_ssp/speculative/verification.py", "llama_ssp/config/tasks.py"
 RUNNER = "llama_ssp/tasks/runner.py"
 IMPORT = "\nfrom llama_ssp.tasks.count import CountTask\n\nWRITING: list"
+FAMILIES, SHAPE, LAYOUT, DECODER = (
+    f"llama_ssp/models/{name}.py" for name in ("families", "shape", "layout", "decoder")
+)
 ROW = '    "seed_oss": Family(biased=QKV, bias_keys=("", "mlp_bias")),\n    "smollm3": '
+# Nemotron's layer norms multiply by 1 plus their weight, which only RMS norms do in other families.
+FLAGGED_ROW = (
+    '    "nemotron": Family(layer_norm=True, norm_offset=1, rotary=0.5, mlp_states=2, bias_keys=BIASES,\n'
+    '                       names=replace(LLAMA_NAMES, up=("mlp.up_proj",))),\n    "smollm3": '
+)
+OFFSET_USED = "(self.offset + self.weight).to(x.dtype), bias, self.epsilon"
 # Of each addition: the files, and what is put in place of what there.
 ADDITIONS: dict[str, list[tuple[str, str, str]]] = {
     "rule": [
@@ -128,7 +143,12 @@ ADDITIONS: dict[str, list[tuple[str, str, str]]] = {
         (RUNNER, "AgreeTask, CalibrateTask]", "AgreeTask, CalibrateTask, CountTask]"),
         ("llama_ssp/tasks/count.py", "", TASK),
     ],
-    "family": [("llama_ssp/models/families.py", '    "smollm3": ', ROW)],
+    "family": [(FAMILIES, '    "smollm3": ', ROW)],
+    "flag": [
+        (FAMILIES, '    "smollm3": ', FLAGGED_ROW),
+        (SHAPE, 'EPSILONS = ("rms_norm_eps", ', 'EPSILONS = ("rms_norm_eps", "norm_eps", '),
+        (DECODER, "self.weight.to(x.dtype), bias, self.epsilon", OFFSET_USED),
+    ],
 }
 
 
@@ -159,6 +179,10 @@ def document(checkout: Path, *words: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def test_a_flag_touches_shape_layout_decoder_and_a_row_at_most() -> None:
+    assert {file for file, *_ in ADDITIONS["flag"]} <= {FAMILIES, SHAPE, LAYOUT, DECODER}
 
 
 @pytest.mark.parametrize(
@@ -197,12 +221,20 @@ def test_a_task_runs(checkout: Path) -> None:
     assert document(checkout, "task=count", "model=demo", "task.text=def f")["tokens"] > 1
 
 
-def test_an_added_family_runs_over_ranks(checkout: Path, tmp_path: Path) -> None:
+ADDED = {
+    "family": (SeedOssConfig, SeedOssForCausalLM),
+    "flag": (NemotronConfig, NemotronForCausalLM),
+}
+
+
+@pytest.mark.parametrize("kind", ADDED)
+def test_an_added_family_runs_over_ranks(kind: str, checkout: Path, tmp_path: Path) -> None:
     made = tokenizer()
+    make_config, make_module = ADDED[kind]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    module = SeedOssForCausalLM(
-        SeedOssConfig(
+    module = make_module(
+        make_config(
             vocab_size=made.get_vocab_size(), num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
             bos_token_id=0, eos_token_id=1, initializer_range=0.2, **sizes,
         )
