@@ -71,8 +71,8 @@ FIGURES = [
     ),
     Figure(
         "compare", 0.5,
-        f"{RUN} compare {REAL} speculation=ngram download=true chat=true prompt='{PROMPT}' seed=1 "
-        "max_new_tokens=64 plot=docs/compare.svg",
+        f"{RUN} compare {REAL} speculation=ngram engine=compiled download=true chat=true prompt='{PROMPT}' "
+        "seed=1 max_new_tokens=64 plot=docs/compare.svg",
         "One prompt, side by side",
     ),
     Figure("plan", 0.2, f"{RUN} plan 65B 7B cluster=p4d prompt_tokens=1536 engine=compiled", "A plan"),
