@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -265,7 +266,7 @@ def test_bash_completes_a_line(tmp_path: Path) -> None:
     """Hydra's own function, with what bash gives it upon a tab."""
     command = tmp_path / "llama-ssp"
     start = "import sys; sys.argv[0] = 'llama-ssp'; from llama_ssp.__main__ import main; main()"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{start}" "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{start}" "$@"\n')
     command.chmod(0o755)
     script = """
 eval "$(llama-ssp -sc install=bash)"

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -266,7 +267,10 @@ def version_of(name: str) -> str:
 
 def here() -> dict[str, str]:
     """What is installed, without this package, torch and what torch brings: name and version."""
-    versions = {canonicalize_name(each.metadata["Name"]): each.version for each in distributions()}
+    # Not what setuptools brings for itself, which it adds to sys.path once it is imported.
+    places = list({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    found = distributions(path=places)
+    versions = {canonicalize_name(each.metadata["Name"]): each.version for each in found}
     names = [name for name in versions if name != "llama-ssp" and not OF_TORCH.fullmatch(name)]
     return {name: versions[name] for name in names}
 

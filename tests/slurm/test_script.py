@@ -137,7 +137,7 @@ def stand_ins(folder: Path, setup: tuple[str, ...] = ()) -> SlurmConf:
     """Commands of Slurm's in `folder`/bin that start what they are given; a python that prints its words."""
     teller = f"""case "$*" in
         *supervisor*) shift 4; exec "$@";;
-        *) exec {sys.executable} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@";;
+        *) exec {shlex.quote(sys.executable)} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@";;
         esac"""
     srun = 'while case "$1" in --*) true;; *) false;; esac; do shift; done; exec "$@"'
     executable(folder / "bin", teller=teller, scontrol="echo n1; echo n2", srun=srun)
