@@ -41,33 +41,36 @@ class ModuleCache:
     def __init__(self, cache: KVCache, pass_: Pass) -> None:
         self.cache = cache
         self.pass_ = pass_
-        self.slot_T = cache.places(pass_.spans).slot_T
+        slot_T = cache.places(pass_.spans).slot_T
+        self.row_T = slot_T // cache.capacity
+        self.position_T = slot_T % cache.capacity
 
     def update(
         self, key_BGWD: Tensor, value_BGWD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Stores the pass's keys and values; returns all that it may look at, (B, G, S, D) each."""
-        keys_GND, values_GND = self.cache.layer(layer_idx, key_BGWD, value_BGWD)
-        slot_T = self.slot_T.to(key_BGWD.device)
-        keys_GND[:, slot_T] = self._without_padding(key_BGWD)
-        values_GND[:, slot_T] = self._without_padding(value_BGWD)
-        return self._texts(keys_GND), self._texts(values_GND)
+        keys_RGCD, values_RGCD = self.cache.layer(layer_idx, key_BGWD, value_BGWD)
+        device = key_BGWD.device
+        places = self.row_T.to(device), slice(None), self.position_T.to(device)
+        keys_RGCD[places] = self._without_padding(key_BGWD)
+        values_RGCD[places] = self._without_padding(value_BGWD)
+        return self._texts(keys_RGCD), self._texts(values_RGCD)
 
     def _without_padding(self, new_BGWD: Tensor) -> Tensor:
-        """Returns what is given of each column for the tokens alone, (G, T, D)."""
-        new_GTD = new_BGWD.transpose(0, 1).flatten(1, 2)
+        """Returns what is given of each column for the tokens alone, (T, G, D)."""
+        new_TGD = new_BGWD.transpose(1, 2).flatten(0, 1)
         if self.pass_.has_padding:
-            new_GTD = new_GTD[:, self.pass_.column_T.to(new_GTD.device)]
-        return new_GTD
+            new_TGD = new_TGD[self.pass_.column_T.to(new_TGD.device)]
+        return new_TGD
 
-    def _texts(self, slots_GND: Tensor) -> Tensor:
-        """Returns the slots of the pass's rows up to its longest text, (B, G, S, D), without a copy."""
-        cache = self.cache
+    def _texts(self, slots_RGCD: Tensor) -> Tensor:
+        """Returns the slots of the pass's rows up to its longest text, (B, G, S, D), without a copy.
+
+        Rows and heads stay one after the other in memory: some modules view them as one dimension.
+        """
         first = self.pass_.spans[0].row
         rows = slice(first, first + len(self.pass_.spans))
-        heads, _, size = slots_GND.shape
-        slots_GRSD = slots_GND.view(heads, cache.rows, cache.capacity, size)
-        return slots_GRSD[:, rows, : self.pass_.longest].transpose(0, 1)
+        return slots_RGCD[rows, :, : self.pass_.longest]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask only to guess positions, and positions are given."""

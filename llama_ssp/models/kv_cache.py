@@ -7,6 +7,8 @@ of one row after those of the other. Of a batch with 8 slots a row:
     row         0               | 1
     position    0 1 2 3 4 . . . | 0 1 ...         position p of row r is at slot 8 r + p
 
+Of transformers' modules a layer is (rows, KV heads, capacity, head size), as they give and take it.
+
 To roll back is to forget a length: slots after a row's last position are stale. They are never seen, and are
 written again when their positions come again.
 
@@ -27,7 +29,7 @@ from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import large_pages
 from llama_ssp.models.passes import RowSpan
 
-KeysValues = tuple[Tensor, Tensor]  # of one layer: (G, N, D) each
+KeysValues = tuple[Tensor, Tensor]  # of one layer: (G, N, D) each; of a module's (rows, G, capacity, D)
 Caches = list[KeysValues]
 Shapes = list[tuple[int, int]]  # KV heads and head size of every layer
 
@@ -61,9 +63,10 @@ class KVCache:
         return cache
 
     def layer(self, number: int, key_BGWD: Tensor, value_BGWD: Tensor) -> KeysValues:
-        """Returns the slots of a layer whose shape only its module knows.
+        """Returns the slots of a layer whose shape only its module knows, (rows, G, capacity, D) each.
 
-        They are made at first use, on the device where the layer's keys and values are.
+        They are made at first use, on the device where the layer's keys and values are. Rows come before
+        heads here, as in what modules give and take.
         """
         place = self._places_of_layers.setdefault(number, len(self.layers))
         if place == len(self.layers):
@@ -71,7 +74,10 @@ class KVCache:
                 self._slots(new_BGWD.shape[1], new_BGWD.shape[3], new_BGWD.dtype, new_BGWD.device)
                 for new_BGWD in (key_BGWD, value_BGWD)
             )
-            self.layers.append((keys_GND, values_GND))
+            by_row = self.rows, -1, self.capacity
+            keys_RGCD = keys_GND.view(*by_row, keys_GND.shape[-1])
+            values_RGCD = values_GND.view(*by_row, values_GND.shape[-1])
+            self.layers.append((keys_RGCD, values_RGCD))
         return self.layers[place]
 
     def _slots(self, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -113,7 +119,6 @@ class KVCache:
     def clear(self, row: int) -> None:
         """Forgets a row's text; its slots are zeroed where a NaN would reach other texts."""
         if self.is_masked:
-            slots = slice(row * self.capacity, (row + 1) * self.capacity)
-            for keys_GND, values_GND in self.layers:
-                keys_GND[:, slots].zero_()
-                values_GND[:, slots].zero_()
+            for keys_RGCD, values_RGCD in self.layers:
+                keys_RGCD[row].zero_()
+                values_RGCD[row].zero_()

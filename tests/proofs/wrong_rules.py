@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 
 from llama_ssp.models.attention import attend_rows
+from llama_ssp.models.passes import Pass, RowSpan
 from llama_ssp.speculative.array_ops import joined, order, pick, row_by_row, smaller, where
 from llama_ssp.speculative.drafters.local import nothing
 from llama_ssp.speculative.state import Proposal
@@ -185,19 +186,19 @@ def _(observe, drafter, token_BS, fed, state_TX):
 
 
 @fault("head: its own guess where the target's states are known", STEP, PUBLISHED)
-def _(step, model, token_T, g_TH, rows, cache):
-    last = [end - 1 for end in accumulate(count for *_, count in rows)]
-    ends = [(row, start + count - 1, 1) for row, start, count in rows]
-    return step(model, token_T[last], g_TH[last], ends, cache)
+def _(step, model, token_T, g_TH, pass_, cache):
+    last = [end - 1 for end in accumulate(span.tokens for span in pass_.spans)]
+    ends = tuple(RowSpan(row, start + count - 1, 1) for row, start, count in pass_.spans)
+    return step(model, token_T[last], g_TH[last], Pass(spans=ends, device=pass_.device), cache)
 
 
 @fault("head: the next draft reads the last state again", STEP, PUBLISHED)
-def _(step, model, token_T, g_TH, rows, cache):
+def _(step, model, token_T, g_TH, pass_, cache):
     first = vars(model).get("first_g", g_TH[:0])
-    if first.shape == g_TH.shape and all(count == 1 for *_, count in rows):
+    if first.shape == g_TH.shape and all(span.tokens == 1 for span in pass_.spans):
         g_TH = first
-    vars(model)["first_g"] = g_TH[-len(rows) :]
-    return step(model, token_T, g_TH, rows, cache)
+    vars(model)["first_g"] = g_TH[-len(pass_.spans) :]
+    return step(model, token_T, g_TH, pass_, cache)
 
 
 @fault("head: tokens that it lacks keep their share", SOME, REDUCED)
