@@ -101,7 +101,7 @@ QUANTISED = (Part.qkv, Part.output, Part.up, Part.down)
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """What a trained head has beside its blocks."""
+    """What a trained head has in addition to its blocks."""
 
     inputs: int  # numbers of the target's hidden states
     vocab: int  # tokens that it drafts
@@ -153,7 +153,7 @@ class Sizes:
 class TensorRow:
     """A matrix or a vector of a model, with its bias; names and sizes are those on disk.
 
-    A name in a block stands behind the block's prefix; `{}` is an expert's number.
+    A name in a block follows the block's prefix; `{}` is an expert's number.
     """
 
     part: Part
@@ -397,10 +397,7 @@ def _model(sizes: Sizes) -> Iterator[TensorRow]:
             outputs=sizes.position_rows,
             inputs=sizes.dim,
         )
-    every = tuple(range(sizes.n_layers))
-    for place, name in zip(BLOCK_NORMS, sizes.norms, strict=True):
-        if name:
-            yield _norm(sizes, Part(place), name, blocks=every)
+    yield from _block_norms(sizes)
     yield from _attention(sizes)
     yield from _mlp(sizes)
     yield from _experts(sizes)
@@ -543,6 +540,13 @@ def _experts(sizes: Sizes) -> Iterator[TensorRow]:
     )
 
 
+def _block_norms(sizes: Sizes) -> Iterator[TensorRow]:
+    every = tuple(range(sizes.n_layers))
+    for place, name in zip(BLOCK_NORMS, sizes.norms, strict=True):
+        if name:
+            yield _norm(sizes, Part(place), name, blocks=every)
+
+
 def _norm(
     sizes: Sizes, part: Part, name: str, size: int = 0, blocks: tuple[int, ...] | None = None
 ) -> TensorRow:
@@ -557,7 +561,7 @@ def _norm(
 
 
 def _trained_head(sizes: Sizes) -> Iterator[TensorRow]:
-    """EAGLE-3: one block that reads a token's embedding beside the states. DFlash: usual blocks."""
+    """EAGLE-3: one block that reads a token's embedding and the states. DFlash: usual blocks."""
     head = sizes.trained_head
     assert head is not None
     if head.embeds:
@@ -582,9 +586,7 @@ def _trained_head(sizes: Sizes) -> Iterator[TensorRow]:
     every = tuple(range(sizes.n_layers))
     if head.has_block:
         yield _norm(sizes, Part.state_norm, "hidden_norm")
-        for place, name in zip(BLOCK_NORMS, sizes.norms, strict=True):
-            if name:
-                yield _norm(sizes, Part(place), name, blocks=every)
+        yield from _block_norms(sizes)
         yield from _attention(sizes)
     else:
         for name, size in head.state_norms:
@@ -608,7 +610,7 @@ class StateRow:
 
     @property
     def numbers(self) -> int:
-        """Of one block and one position."""
+        """Returns how many numbers one position takes in one block."""
         return self.heads * self.width
 
 

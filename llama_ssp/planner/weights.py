@@ -240,8 +240,12 @@ def _mixed(part: ModelPart) -> Iterator[Weight]:
 
 def _coded_experts(part: ModelPart) -> int:
     """The layers whose experts are in codes; in `_mixed`."""
-    words = (word.split(":") for word in part.code_mix.split())
-    return sum(int(word[1]) for word in words if word[0] == EXPERT[-1])
+    layers = 0
+    for word in part.code_mix.split():
+        names, times, *_ = word.split(":")
+        if names == EXPERT[-1]:
+            layers += int(times)
+    return layers
 
 
 def parameters(model: ModelConf) -> int:
@@ -307,7 +311,7 @@ class RolePart:
         return Storage(1 if cpu else UNIT, CPU if cpu else CUDA, self.compiled)
 
     def caches_bytes(self, rows: int, unit: int = 1) -> int:
-        """Of all caches and layers, each tensor rounded up to `unit`."""
+        """Returns the bytes of all caches, each tensor of each layer rounded up to `unit`."""
         slots = rows * self.capacity + self.spare
         total = 0
         for state in states(self.part.share):

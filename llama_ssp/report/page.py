@@ -97,7 +97,9 @@ def _read(file: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except OSError as error:
-        found = f"no {file.name}" if file.parent.is_dir() and not file.exists() else error.strerror
+        found = error.strerror
+        if file.parent.is_dir() and not file.exists():
+            found = f"no {file.name}"
         raise DataError("this is not the folder of a run", where=file.parent, found=found, fix=FIX) from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise DataError(
