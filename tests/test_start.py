@@ -10,13 +10,14 @@ import pytest
 from llama_ssp.config import RunConf
 from llama_ssp.config.compose import composed
 from llama_ssp.config.environment import READ_BY_LIBRARIES, importing, refuse_copies
+from llama_ssp.distributed.gpus import Gpu
 from llama_ssp.errors import DistributedError, UsageError
-from llama_ssp.planner import hardware, start
-from llama_ssp.planner.gpus import Gpu
+from llama_ssp.placing import start, this_machine
+from llama_ssp.placing.decision import decide
+from llama_ssp.placing.request import PairFiles, plannable
+from llama_ssp.placing.start import Start, command_line, prepared, to_paste
 from llama_ssp.planner.plan import worlds_of
-from llama_ssp.planner.resolve import PairFiles, choose, plannable
 from llama_ssp.planner.search import option
-from llama_ssp.planner.start import Start, command_line, prepared, to_paste
 from llama_ssp.planner.workload import MIB
 from tests.conftest import Command
 
@@ -25,7 +26,7 @@ FREE, HELD = 81_000 * MIB, 40_000 * MIB
 
 def gpus(*held: int, name: str = "NVIDIA H100 80GB HBM3") -> list[Gpu]:
     sizes = {True: {"free": FREE - HELD, "used": HELD}, False: {"free": FREE, "used": 4 * MIB}}
-    return [Gpu(name, uuid=f"GPU-{n}", **sizes[n in held]) for n in range(8)]
+    return [Gpu(name=name, uuid=f"GPU-{n}", **sizes[n in held]) for n in range(8)]
 
 
 def run(*words: str) -> RunConf:
@@ -39,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     def of(*words: str, held: tuple[int, ...] = (), here: list[Gpu] | None = None) -> Start:
         there = gpus(*held) if here is None else here
         monkeypatch.setattr(start, "gpus_here", lambda: there)
-        monkeypatch.setattr(hardware, "gpus_here", lambda: there)
+        monkeypatch.setattr(this_machine, "gpus_here", lambda: there)
         return prepared(run(*words), [], 1, dry=True)[1]
 
     return of
@@ -82,13 +83,13 @@ def test_the_ranks_that_are_asked_for_are_started(started: Any) -> None:
 
 def test_a_placement_that_is_asked_for_counts(started: Any) -> None:
     assert started("model=30B", "draft=7B", "placement=layers").ranks == 1
-    assert started("model=7B", "draft=none", "placement=cpu") == Start(1)
+    assert started("model=7B", "draft=none", "placement=cpu") == Start(ranks=1)
     assert started("model=65B", "draft=7B", "placement=own", "placement.draft_degree=2").ranks == 8
 
 
 def test_without_gpus_only_ranks_that_are_asked_for_are_started(started: Any) -> None:
-    assert started("model=7B", "draft=none", here=[]) == Start(1)
-    assert started("model=7B", "draft=none", "ranks=3", here=[]) == Start(3)
+    assert started("model=7B", "draft=none", here=[]) == Start(ranks=1)
+    assert started("model=7B", "draft=none", "ranks=3", here=[]) == Start(ranks=3)
 
 
 def test_on_a_gpu_whose_figures_are_not_known_one_rank_is_started(started: Any) -> None:
@@ -128,9 +129,10 @@ def times_by_ranks(model: str, draft: str, cluster: str) -> list[tuple[float, in
     request, found = plannable(files), []
     assert request is not None
     for world in range(1, 9):
-        place, spec = choose(files, worlds_of(world), 0)
+        decided, decision = decide(files, worlds_of(world))
+        place = decision.placement.value
         asked = request if place.draft else replace(request, draft=None)
-        one = option(asked, place, spec.k)
+        one = option(asked, place, decided.speculation.k)
         found.append((one.ms_per_token if one.runs else float("inf"), one.k))
     return found
 
@@ -148,7 +150,8 @@ def test_drafts_a_round_are_the_plans_best_unless_they_are_given(caplog: pytest.
     """Where drafting does not pay the draft is not loaded, unless the task is about drafts."""
 
     def chosen(*words: str, least: int = 0) -> tuple[Any, Any]:
-        return choose(PairFiles(run("cluster=dgx_h100", *words), None, None), [1], least)
+        decided, decision = decide(PairFiles(run("cluster=dgx_h100", *words), None, None), [1], least)
+        return decision.placement.value, decided.speculation
 
     place, spec = chosen("model=llama3.1-8b", "draft=llama3.2-1b", "task.batch_size=1")
     assert spec.k > 1 and place.draft == (0,)
@@ -160,8 +163,8 @@ def test_drafts_a_round_are_the_plans_best_unless_they_are_given(caplog: pytest.
     assert (spec.k, place.draft) == (0, ()) and "drafting does not pay here" in caplog.text
     place, spec = chosen(*same, least=1)
     assert (spec.k, place.draft) == (1, (0,))
-    here = choose(PairFiles(run("placement=cpu", "model=7B", "draft=7B"), None, None), [1], 0)[1]
-    assert here.k == 4, "a machine that has not been measured"
+    here, _ = decide(PairFiles(run("placement=cpu", "model=7B", "draft=7B"), None, None), [1])
+    assert here.speculation.k == 4, "a machine that has not been measured"
 
 
 def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
@@ -169,8 +172,9 @@ def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
     for task in ("generate", "batch"):
         files = PairFiles(composed([f"task={task}", *words]), None, None)
         for worlds in ([1], worlds_of(8)):
-            assert choose(files, worlds, 0)[1].cost_ratio is None, "it is measured"
-    planned = choose(PairFiles(composed(["task=eval", *words]), None, None), worlds_of(8), 0)[1]
+            assert decide(files, worlds)[0].speculation.cost_ratio is None, "it is measured"
+    decided, _ = decide(PairFiles(composed(["task=eval", *words]), None, None), worlds_of(8))
+    planned = decided.speculation
     assert planned.cost_ratio == pytest.approx(0.08, abs=0.06) and planned.adaptive
 
 

@@ -421,3 +421,13 @@ class SpeculationConfig:
     def longest(self) -> int:
         """Returns the largest number of drafts of a round."""
         return self.k_max if self.adaptive or self.k is None else self.k
+
+    @property
+    def fixed_k(self) -> int | None:
+        """Returns K where every round has the same; None where it is chosen while running."""
+        return None if self.adaptive else self.k
+
+    @property
+    def k_in_words(self) -> str:
+        """Returns how many drafts a round has, for people."""
+        return "adaptive K" if self.fixed_k is None else f"K = {self.k}"
