@@ -259,7 +259,9 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     if dry or task.name == "plan":
         from llama_ssp.tasks import plan as planning
     if task.name == "plan":
-        return planning.execute(checked, world, leads, sys.argv[1:], place)
+        # Each job of a sweep has words of its own.
+        words = sys.argv[1:] if job.number is None else job.words
+        return planning.execute(checked, world, leads, words, place)
     cache_folder()  # all processes that this one starts inherit its name; a line about it comes once
     if task.name == "batch":
         checked = continued(checked)

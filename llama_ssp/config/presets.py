@@ -1,7 +1,7 @@
 """Presets, models and machines by name. No torch.
 
-A model is a preset, a folder, a GGUF file, or an id on the hub. A machine is a preset, or a GPU as people type
-it: H200, a100-80, 8xH100.
+A model is a preset, a folder, a GGUF file, or an id on the hub. A machine is a preset, or a GPU as people
+type it: H200, a100-80, 8xH100.
 """
 
 import difflib
@@ -105,7 +105,7 @@ def _with_gpu(typed: str) -> list[str]:
 
 def _plain(name: str) -> str:
     """Returns a GPU's name without what people write in different ways."""
-    return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE|SXM\d?|GB$", "", name.upper())
+    return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE|SXM\d?|GB$", "", name.strip().upper())
 
 
 def quoted(text: object, as_written: bool = True) -> str:

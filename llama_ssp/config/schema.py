@@ -316,7 +316,9 @@ class PlanningConf:
     """The plan that every run is compared with."""
 
     enforce: bool = key(True, "Refuse a run that does not fit, before anything is loaded.")
-    acceptance: float = share(0.8, "The acceptance probability of the plan; task=plan has a key of its own.")
+    acceptance: float | None = share(
+        None, "The acceptance probability that is planned with; null assumes 0.8. task=plan has its own key."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

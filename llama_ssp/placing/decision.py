@@ -146,7 +146,7 @@ def _decision(
         formats[role.role] = Chosen(value=role.dtype, why=Why.default if is_open else Why.asked)
 
     return RunDecision(
-        ranks=Chosen(value=placement.world, why=Why.planned if best and run.ranks is None else Why.asked),
+        ranks=Chosen(value=placement.world, why=_why_ranks(run, best)),
         placement=Chosen(value=placement, why=_why_placed(run.placement, best)),
         engines=engines,
         formats=formats,
@@ -154,6 +154,12 @@ def _decision(
         rows=_rows(run),
         chunk=_chunk(run, best),
     )
+
+
+def _why_ranks(run: RunConf, best: Option | None) -> Why:
+    if run.ranks is not None:
+        return Why.asked
+    return Why.planned if best is not None else Why.default
 
 
 def _why_placed(conf: PlacementConf, best: Option | None) -> Why:

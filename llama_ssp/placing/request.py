@@ -12,9 +12,11 @@ from llama_ssp.config import (
     USUAL_ROWS,
     DraftSeat,
     Dtype,
+    ModelConf,
     PlacementConf,
     RunConf,
     Splitting,
+    Weights,
 )
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.own_sampling import OwnSampling
@@ -29,6 +31,8 @@ from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.vocabulary import read_vocabularies
 
 USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
+PADDED = 0.02  # of a vocabulary: how far the sizes of one tokenizer's models differ
+USUAL_ACCEPTANCE = 0.8  # of a draft, where the user does not say it
 
 
 class PairFiles(NamedTuple):
@@ -41,13 +45,25 @@ class PairFiles(NamedTuple):
 
 
 def is_bridged(files: PairFiles) -> bool:
-    """Whether the draft is known to have another tokenizer, so that its text is translated."""
-    run, target, draft, _ = files
-    if target is None or draft is None or run.draft is None:
+    """Returns whether the draft is known to have another tokenizer, so that its text is translated."""
+    run = files.run
+    if run.draft is None or run.draft.is_head:
         return False
-    own, other = read_vocabularies(target, draft)
+    if files.target_path is None or files.draft_path is None:
+        return has_another_size(run.model, run.draft)
+    own, other = read_vocabularies(files.target_path, files.draft_path)
     widths = run.model.vocab, run.draft.vocab
     return own is not None and other is not None and diagnose(own, other, widths).bridged
+
+
+def has_another_size(target: ModelConf, draft: ModelConf) -> bool:
+    """Returns whether the sizes alone say that two vocabularies are not those of one tokenizer.
+
+    Models of one family pad their output matrices to different multiples: Qwen2.5 to 151,936 and 152,064.
+    """
+    is_synthetic = Weights.synthetic in (target.weights, draft.weights)
+    less, more = sorted((target.vocab, draft.vocab))
+    return not is_synthetic and more > (1 + PADDED) * less
 
 
 def is_free(conf: PlacementConf) -> bool:
@@ -129,6 +145,7 @@ def request_of(
         draft_caches=caches[1],
     )
 
+    given = run.plan.acceptance if task.acceptance is None else task.acceptance
     known = formats or {}
     target = Role(TARGET, run.model, known.get(TARGET) or machine.dtype(run.model.dtype))
     draft = None
@@ -139,7 +156,8 @@ def request_of(
         target=target,
         draft=draft,
         work=work,
-        acceptance=run.plan.acceptance if task.acceptance is None else task.acceptance,
+        acceptance=USUAL_ACCEPTANCE if given is None else given,
+        is_acceptance_assumed=given is None,
         k_max=max(spec.k_max, spec.k or 0),
         text_drafts=run.drafts_from_text,
         overlap=spec.overlap,

@@ -127,12 +127,15 @@ def _planned(files: PairFiles, gpus: int, free: int | None) -> list[Option]:
     return sorted(planned, key=lambda one: one.order)
 
 
-def command_line(words: Sequence[str], ranks: int, gpus: int) -> str:
+def command_line(words: Sequence[str], ranks: int, gpus: int, is_shared: bool = False) -> str:
     """Returns the command to paste for what these words plan; over nodes of `gpus` GPUs the one for each.
 
-    The words of a plan that its task alone knows are left out.
+    The words of a plan that its task alone knows are left out. Of a job that is shared among groups of ranks
+    the command stays as it is: it starts the groups, and each starts its ranks.
     """
     given, _ = divided(words)
+    if is_shared:
+        return shlex.join(["llama-ssp", *each_key_once(given).values()])
     kept = dict[str, str]()
     for key, word in each_key_once(given).items():
         kept |= {} if key == "ranks" or key.partition(".")[0] == "cluster" else {key: word}

@@ -4,6 +4,8 @@ A GPU's figures that are open are those of the preset under conf/cluster that ha
 read elsewhere (placing/this_machine.py).
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +19,7 @@ from llama_ssp.planner.storage import CPU, CUDA, OLD, Storage
 from llama_ssp.planner.workload import GIB, MIB
 
 CPU_RESERVE = 0.1  # of the memory of a CPU, which other programs use, too
+MOST_OF_NODE = 8  # GPUs, of those that are sold one by one
 GPU_RESERVE = 256 * MIB  # of a GPU's free memory: kernels that are loaded later, and what others take
 
 
@@ -52,6 +55,21 @@ class Machine:
     @property
     def is_cpu(self) -> bool:
         return self.gpu == CPU
+
+    def of_ranks(self, ranks: int) -> Machine:
+        """Returns the part of the machine that so many ranks use. Raises UsageError where it has fewer."""
+        if self.is_cpu:
+            return replace(self, gpus=ranks, nodes=1)
+        if ranks > self.world:
+            raise DistributedError(
+                "there is a GPU for each rank",
+                where="ranks",
+                found=ranks,
+                allowed=f"1..{self.world}",
+                fix="lower it, or raise cluster.gpus or cluster.nodes",
+            )
+        nodes = -(-ranks // self.gpus)
+        return replace(self, gpus=ranks // nodes, nodes=nodes)
 
     def capacity_of(self, world: int) -> int:
         """Returns the bytes for one of `world` ranks; ranks on a CPU share its memory."""
@@ -114,9 +132,15 @@ def machine_of(
         times=times_of(
             whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed=is_borrowed
         ),
-        gpus_of_node=int(of_preset.get("gpus") or whole.gpus or 1),
+        gpus_of_node=_most_of_node(of_preset, whole),
         threads=threads,
     )
+
+
+def _most_of_node(of_preset: dict[str, Any], whole: ClusterConf) -> int:
+    """Returns how many such GPUs a node may have: as many as the preset's, of a single GPU MOST_OF_NODE."""
+    of_node = int(of_preset.get("gpus") or MOST_OF_NODE)
+    return max(of_node if of_node > 1 else MOST_OF_NODE, whole.gpus or 1)
 
 
 def _capacity(whole: ClusterConf, limit_gib: float | None, measured: int | None, there: int) -> int:

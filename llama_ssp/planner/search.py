@@ -51,6 +51,7 @@ class PlanRequest:
     bridged: bool = False
     k: int | None = None
     least_chunk: int | None = None
+    is_acceptance_assumed: bool = False
 
     @property
     def roles(self) -> list[Role]:

@@ -230,6 +230,8 @@ def _words(plan: Plan) -> Iterator[str]:
         yield BETWEEN_NODES
     if machine.is_cpu and machine.times.band > BAND:
         yield "task=calibrate measures this machine's own"
+    if plan.drafts and request.is_acceptance_assumed:
+        yield f"acceptance {request.acceptance:.2f} is assumed; llama-ssp measure finds your pair's"
     if licences := _licences(plan):
         yield licences
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import BatchConf, Output, PlanConf, RunConf, Splitting
+from llama_ssp.config import BatchConf, Output, PlanConf, RunConf, Scheduler, Splitting
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
@@ -15,7 +15,7 @@ from llama_ssp.models.checkpoint import folder_at_hand
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.placing.decision import RunDecision
 from llama_ssp.placing.pairs import PairSpec, pair_files, require_head, require_own_ranks, require_whole
-from llama_ssp.placing.request import PairFiles, is_free, request_for
+from llama_ssp.placing.request import PairFiles, has_another_size, is_free, request_for
 from llama_ssp.placing.start import Start, command_line, to_paste
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.groups import JobSize, plan_job
@@ -61,6 +61,8 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     for role in request.roles:
         require_planned(role.model, role.role)
     require_world(request.machine, ranks)
+    if run.ranks is not None:
+        request = replace(request, machine=request.machine.of_ranks(run.ranks))
     # A target that is split by layers has one rank, with all GPUs.
     world = 1 if run.placement.splitting is Splitting.layers else request.machine.world
     if run.draft is not None and run.draft.is_head:
@@ -100,8 +102,14 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
         _show(plan, console)
         console.line("\n".join(["", *decided(spec.decision)]))
     if fits:
-        console.line(to_paste(command_line(words, start.ranks, gpus)))
+        is_shared = any(_is_shared(spec.run) for spec in pairs)
+        console.line(to_paste(command_line(words, start.ranks, gpus, is_shared)))
     return OK if fits else DISTRIBUTED
+
+
+def _is_shared(run: RunConf) -> bool:
+    """Returns whether several groups of ranks write the job."""
+    return run.cluster.groups > 1 or run.cluster.scheduler is not Scheduler.none
 
 
 def decided(decision: RunDecision) -> list[str]:
@@ -184,7 +192,11 @@ def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
     if target_folder is not None and draft_folder is not None:
         target, draft = read_vocabularies(target_folder, draft_folder)
     if target is None or draft is None:
-        return None, "vocabularies: not at hand"
+        words = "vocabularies: not at hand"
+        if not run.draft.is_head and has_another_size(run.model, run.draft):
+            sizes = f"{run.model.vocab:,} and {run.draft.vocab:,} tokens"
+            words += f"; with {sizes} not of one tokenizer, so drafts are translated, or refused"
+        return None, words
 
     widths = run.model.vocab, run.draft.vocab
     try:
