@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from bench.real_model import PROMPT, REAL  # noqa: E402
 from bench.surroundings import Watch, commit, surroundings, write  # noqa: E402
 from bench.words import Words  # noqa: E402
-from llama_ssp.planner.hardware import cpu_has_bf16  # noqa: E402
+from llama_ssp.placing.this_machine import cpu_has_bf16  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
 BUSY = 0.25  # of the cores, in the load average: then times are not this machine's

@@ -38,7 +38,7 @@ from llama_ssp.pair.assembly import engine_for  # noqa: E402
 from llama_ssp.pair.requests import TokenRequest  # noqa: E402
 from llama_ssp.pair.run import Run, RunSettings  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
-from llama_ssp.planner.resolve import pair_specs  # noqa: E402
+from llama_ssp.placing.pairs import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.draft_length import DraftLength, FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402

@@ -19,11 +19,11 @@ from llama_ssp.config import Drafting, GenerateConf, ModelConf, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.passes import Pass, all_rows
-from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession, regular
-from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.speculative.draft_length import DraftLength
+from llama_ssp.placing.decision import as_asked
+from llama_ssp.placing.pairs import PairSpec
+from llama_ssp.speculative.draft_length import DraftLength, lookahead_for
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.tasks.calibrate import shape
@@ -52,7 +52,7 @@ def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
     """The run's pair, ready for `generate`; its tokenizer has bytes for tokens."""
     run = replace(run, task=GenerateConf())
     placement = resolve(run.placement, ranks.world, run.draft is not None)
-    return PairSession(PairSpec(run, None, None, placement), ranks).load(1, slots)
+    return PairSession(PairSpec(run, None, None, as_asked(run, placement)), ranks).load(1, slots)
 
 
 def by_us(

@@ -161,7 +161,7 @@ def their_text(module: Any, ids: Sequence[int], new: int, **how: Any) -> tuple[l
 def opened(words: Sequence[str], rows: int) -> Any:
     """The pair of these words, loaded, with room for three samplers."""
     from llama_ssp.pair.session import PairSession
-    from llama_ssp.planner.resolve import pair_specs
+    from llama_ssp.placing.pairs import pair_specs
 
     pair = PairSession(pair_specs(composed(in_full(["certify", *words])), [], 1)[0])
     return pair.load(rows, len(prompt_of(pair).token_ids) + pair.run.task.max_new_tokens, caches=(3, 2))
@@ -175,9 +175,9 @@ def prompt_of(pair: Any, text: str = "", run: Any = None) -> Any:
 
 def sampler(pair: Any, name: str, run: Any = None, rule: Any = None) -> Any:
     """Writes texts with an engine of its own, regularly or with drafts, and counts and times them."""
-    from llama_ssp.pair.assembly import lookahead_for
     from llama_ssp.pair.run import RunSettings
     from llama_ssp.pair.session import regular
+    from llama_ssp.speculative.draft_length import lookahead_for
     from llama_ssp.tasks.certify.samples import EngineSampler
 
     run = regular(run or pair.run) if name == REGULAR else run or pair.run

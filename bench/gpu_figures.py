@@ -25,7 +25,7 @@ from llama_ssp.config import Drafting, Dtype, SamplingConfig
 from llama_ssp.config.compose import composed
 from llama_ssp.models.loader import load_module
 from llama_ssp.pair.session import PairSession
-from llama_ssp.planner.run_plan import DEVICE, HELD_BYTES, RESERVED, TENSORS, compare_with_plan
+from llama_ssp.placing.prediction import DEVICE, HELD_BYTES, RESERVED, TENSORS, compare_with_plan
 from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.model_runner import ModelRunner

@@ -30,7 +30,7 @@ from words import Words  # noqa: E402
 
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
-from llama_ssp.planner.resolve import pair_specs  # noqa: E402
+from llama_ssp.placing.pairs import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
 

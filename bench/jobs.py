@@ -35,7 +35,7 @@ from llama_ssp.models.devices import TORCH_DTYPES  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.requests import TokenRequest  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
-from llama_ssp.planner.resolve import pair_specs  # noqa: E402
+from llama_ssp.placing.pairs import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.text.prompts import SENTENCES, SHORT  # noqa: E402

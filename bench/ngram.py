@@ -33,7 +33,7 @@ from surroundings import report  # noqa: E402
 from bench.words import changed  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
-from llama_ssp.planner.resolve import pair_specs  # noqa: E402
+from llama_ssp.placing.pairs import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.drafters.ngram import NgramIndex  # noqa: E402

@@ -42,7 +42,8 @@ from llama_ssp.distributed.placement import resolve  # noqa: E402
 from llama_ssp.models.loader import load  # noqa: E402
 from llama_ssp.pair.assembly import ModelCache  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
-from llama_ssp.planner.resolve import PairSpec  # noqa: E402
+from llama_ssp.placing.decision import as_asked  # noqa: E402
+from llama_ssp.placing.pairs import PairSpec  # noqa: E402
 from llama_ssp.planner.speed import BAND, RoundTimes  # noqa: E402
 from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
@@ -129,7 +130,8 @@ def compared(ranks: Ranks, shelf: ModelCache, asked: Asked, agreement: float, ra
     k = asked.k or Costs.of_ratio(ratio, 16).best(agreement, agreement)
     target, draft = sized(asked.layers), sized(draft_layers(ranks, asked, ratio, k), agreement)
     run = RunConf(model=target, draft=draft, placement=PlacementConf(draft=DraftSeat.own), engine=Steps.eager)
-    entry = PairSpec(run, None, None, resolve(run.placement, ranks.world, drafts=True))
+    placement = resolve(run.placement, ranks.world, drafts=True)
+    entry = PairSpec(run, None, None, as_asked(run, placement))
     pair = PairSession(entry, ranks)
     pair.check(1, max(map(len, PROMPTS)) + asked.new)
     pair.open(shelf)

@@ -34,7 +34,7 @@ from llama_ssp.config import Dtype, Steps  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models.devices import device_of, dtype_of  # noqa: E402
-from llama_ssp.planner.hardware import machine_of  # noqa: E402
+from llama_ssp.placing.this_machine import machine_for  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
 from llama_ssp.tasks import calibrate  # noqa: E402
@@ -80,7 +80,7 @@ def main() -> None:
             works.append(partial(timed, player, case, seen, len(works)))
             cases.append(case)
     cluster, taken = measured(run, ALONE, "here", asked.repeats, works)
-    machine = machine_of(cluster)
+    machine = machine_for(cluster)
     dtype = dtype_of(Dtype.auto, device_of("auto", "device"), "dtype")
     rows = []
     for number, (case, ms) in enumerate(zip(cases, taken, strict=True)):

@@ -36,7 +36,7 @@ from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import RankModels  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
-from llama_ssp.planner.resolve import pair_specs  # noqa: E402
+from llama_ssp.placing.pairs import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402

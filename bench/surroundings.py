@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from llama_ssp.planner.hardware import cpu_has_bf16
+from llama_ssp.placing.this_machine import cpu_has_bf16
 from llama_ssp.report.machine import processor_name, said_by_git
 from llama_ssp.report.run_folder import versions
 

@@ -30,7 +30,7 @@ from words import Words  # noqa: E402
 
 from llama_ssp.config.compose import composed, pair_words  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
-from llama_ssp.planner.resolve import pair_specs  # noqa: E402
+from llama_ssp.placing.pairs import pair_specs  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.engine import Observer  # noqa: E402
 from llama_ssp.speculative.generate import Limits, generate  # noqa: E402

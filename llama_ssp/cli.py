@@ -50,7 +50,7 @@ from llama_ssp.report.terminal import show_text_alone
 
 if TYPE_CHECKING:
     from llama_ssp.config.compose import ComposedJob
-    from llama_ssp.planner.start import Start
+    from llama_ssp.placing.start import Start
 
 GRACE_S = 4.0  # for a rank to obey a signal
 NEW_OBJECTS = 1_000_000  # before Python looks for garbage: a start makes 700,000 and no garbage, a token 3
@@ -67,7 +67,7 @@ def load(words: list[str]) -> CoreTimes | None:
     gc.set_threshold(NEW_OBJECTS)
     if not (_asks_for_help(words) or {*VERSION} & set(words) or (words and words[0] in COMMANDS)):
         from llama_ssp.config import compose  # noqa: F401
-        from llama_ssp.planner import start  # noqa: F401
+        from llama_ssp.placing import start  # noqa: F401
         from llama_ssp.tasks import inputs  # noqa: F401
     return times
 
@@ -245,7 +245,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     from llama_ssp.config.compose import to_run
     from llama_ssp.config.validation import check_sharing
     from llama_ssp.models.kept_files import cache_folder
-    from llama_ssp.planner.start import prepared
+    from llama_ssp.placing.start import prepared
     from llama_ssp.report.plots import check_plot
     from llama_ssp.tasks.inputs import RunInputs
     from llama_ssp.text.prompts import Reading, read_prompts
@@ -259,7 +259,9 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     if dry or task.name == "plan":
         from llama_ssp.tasks import plan as planning
     if task.name == "plan":
-        return planning.execute(checked, world, leads, sys.argv[1:], place)
+        # Each job of a sweep has words of its own.
+        words = sys.argv[1:] if job.number is None else job.words
+        return planning.execute(checked, world, leads, words, place)
     cache_folder()  # all processes that this one starts inherit its name; a line about it comes once
     if task.name == "batch":
         checked = continued(checked)
@@ -295,7 +297,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
 
 def _computes_on_gpus(run: RunConf) -> bool:
     """Whether a run's models are on GPUs: then its threads have little to do."""
-    from llama_ssp.planner.gpus import gpus_here
+    from llama_ssp.distributed.gpus import gpus_here
     from llama_ssp.planner.storage import CPU
 
     return run.placement.target_device != CPU and bool(gpus_here())

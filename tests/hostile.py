@@ -73,9 +73,9 @@ def tried(
 
 def watched(first: Callable[[], object] | None, _rank: int) -> None:
     """Bounds the memory of this process, and notes what it must not do."""
+    from llama_ssp.distributed.gpus import gpus_here
     from llama_ssp.models import kept_files
     from llama_ssp.models.kernels import build
-    from llama_ssp.planner.gpus import gpus_here
     from llama_ssp.report.machine import commit
 
     # What starts other programs, and is kept: a trial must start none.

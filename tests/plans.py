@@ -8,7 +8,9 @@ import yaml
 from llama_ssp.config import ClusterConf, Dtype, ModelConf, Steps, TimesConf
 from llama_ssp.config.presets import CONF
 from llama_ssp.distributed.placement import Placement
-from llama_ssp.planner.hardware import Machine, machine_of
+from llama_ssp.placing.engine import step_rule
+from llama_ssp.placing.this_machine import machine_for
+from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.plan import Plan
 from llama_ssp.planner.search import PlanRequest, placements
 from llama_ssp.planner.table import drawing
@@ -48,7 +50,7 @@ def cluster(name: str, **changes: Any) -> ClusterConf:
 
 
 def machine(name: str, **changes: Any) -> Machine:
-    return machine_of(cluster(name, **changes))
+    return machine_for(cluster(name, **changes))
 
 
 P4D, H100, CPU = machine("p4d"), machine("dgx_h100"), machine("cpu", gib=64.0)
@@ -61,7 +63,13 @@ def request(
     usual: dict[str, Any] = {"rows": 1, "prompt_tokens": 512, "new_tokens": 128, "k": 4}
     small = Role(DRAFT, model(draft), dtype) if draft else None
     roles = Role(TARGET, model(target), dtype), small
-    return PlanRequest(on, *roles, Workload(**{**usual, **work}), acceptance, engine=Steps.compiled)
+    compiled = step_rule(Steps.compiled, 0, on.is_cpu)
+    return PlanRequest(on, *roles, Workload(**{**usual, **work}), acceptance, steps=compiled)
+
+
+def stepping(on: PlanRequest, engine: Steps, tokens: int = 0) -> PlanRequest:
+    """The same with this engine, for a task that generates so many tokens."""
+    return replace(on, steps=step_rule(engine, tokens, on.machine.is_cpu))
 
 
 def alone(world: int) -> Placement:

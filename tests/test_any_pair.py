@@ -11,7 +11,7 @@ from llama_ssp.config import DraftSeat, PlacementConf
 from llama_ssp.errors import UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.pair.placements import model_placements, tokens_of
-from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.placing.pairs import pair_specs
 from tests import checkpoints
 from tests.checkpoints import renumber
 from tests.conftest import Command, Saved

@@ -12,11 +12,12 @@ import torch
 import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, RunConf, Steps, TimesConf
+from llama_ssp.config.presets import machines
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import ModelError
 from llama_ssp.models import loader, steps
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.planner.hardware import known, machine_of
+from llama_ssp.placing.this_machine import machine_for
 from llama_ssp.tasks import calibrate
 from llama_ssp.tasks.calibrate import FAR, FITTED, Case, cases, fitted, non_negative, predicted, shape
 from tests.distributed.faults import Started
@@ -32,7 +33,7 @@ def cluster_with(name: str = "cpu", **known) -> ClusterConf:
 
 def made(times: dict[str, float], world: int, name: str = "cpu", **known) -> list[float]:
     true = cluster_with(name, bandwidth_share=0.8, rows_cost={1: 1.0, FAR: 1.6}, **times, **known)
-    return [predicted(case, machine_of(true), Dtype.bf16, world).round_s(case.k, 1.0) for case in cases()]
+    return [predicted(case, machine_for(true), Dtype.bf16, world).round_s(case.k, 1.0) for case in cases()]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -56,7 +57,7 @@ def test_compiled_steps_on_a_cpu_take_as_long_as_measured():
     """Of 1, 8 and 32 rows, within 35 %, by constants of eager steps."""
     text = (ROOT / "bench/results/plan_speed_compiled_epyc-2-cores_202611.md").read_text(encoding="utf-8")
     constants = yaml.safe_load(text.split("```")[1].removeprefix("yaml"))
-    here = machine_of(ClusterConf(**constants | {"times": TimesConf(**constants["times"])}))
+    here = machine_for(ClusterConf(**constants | {"times": TimesConf(**constants["times"])}))
     lines = re.findall(r"^\| (\d+) \| (\d+)x(\d+), vocabulary (\d+) .* ([\d.]+) \| \S+ \|$", text, re.M)
     assert len(lines) >= 3 * 7
     for rows, *sizes, ms in lines:
@@ -133,7 +134,9 @@ def test_it_writes_a_cluster_that_plans_use(command, small, caplog):
     assert summary["plan"] is None, "plans are made of what it finds"
     written = yaml.safe_load(Path("mine/cluster/calibrated.yaml").read_text(encoding="utf-8"))
     assert written == summary["cluster"] | {"times": written["times"]} and written["gpu"] == "cpu"
-    assert machine_of(ClusterConf(**written | {"times": TimesConf(**written["times"])})).times.bytes_per_s > 0
+    assert (
+        machine_for(ClusterConf(**written | {"times": TimesConf(**written["times"])})).times.bytes_per_s > 0
+    )
     said = command("--config-dir", "mine", "task=plan", "cluster=calibrated", "out=null")
     assert said.code == 0, said.err
     assert said.document["cluster"]["constants_from"].startswith("task=calibrate, ")
@@ -168,7 +171,7 @@ LAUNCH_S = 5e-6
 
 def test_a_gpu_streams_bytes_not_launches() -> None:
     """On the fastest GPU that is known, each matrix takes three launches' time; 8 MiB took a third of one."""
-    fastest = max(preset["gb_s"] for preset in known().values()) * 1e9
+    fastest = max(preset["gb_s"] for preset in machines().values()) * 1e9
     size = calibrate.SIDE["cuda"] ** 2 * TORCH_DTYPES[Dtype.bf16].itemsize
     assert size / fastest > 3 * LAUNCH_S > 2048**2 * 2 / fastest
     assert calibrate.STREAMED["cuda"] // size > 1  # several, more than a cache holds

@@ -16,7 +16,7 @@ from llama_ssp.distributed.cores import cores_here
 from llama_ssp.models import host_cores
 from llama_ssp.pair import call_threads
 from llama_ssp.pair.call_threads import CallThreads
-from llama_ssp.planner.hardware import threads_here
+from llama_ssp.placing.this_machine import threads_here
 from llama_ssp.report.machine import host
 
 ROOT = Path(__file__).parents[1]

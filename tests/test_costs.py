@@ -14,9 +14,14 @@ import pytest
 
 from llama_ssp.config import USUAL_COST_RATIO, Drafting, ModelConf, RunConf, SpeculationConfig
 from llama_ssp.pair import session
-from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.speculative import draft_length, measure_costs
-from llama_ssp.speculative.draft_length import Acceptance, AdaptiveDraftLength, Costs, FixedDraftLength
+from llama_ssp.speculative.draft_length import (
+    Acceptance,
+    AdaptiveDraftLength,
+    Costs,
+    FixedDraftLength,
+    lookahead_for,
+)
 from llama_ssp.speculative.engine import Engine, Observer
 from llama_ssp.speculative.measure_costs import best_k, measured, timed_rounds
 from llama_ssp.speculative.state import Prompt

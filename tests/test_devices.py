@@ -26,7 +26,7 @@ from llama_ssp.pair import placements as pair_placements
 from llama_ssp.pair import session
 from llama_ssp.pair.placements import model_placements
 from llama_ssp.pair.session import PairSession
-from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.placing.pairs import pair_specs
 from tests.distributed.pairs import entry_of
 from tests.distributed.threads import ranks_of, together
 from tests.refusals import ILLEGAL

@@ -22,7 +22,7 @@ from llama_ssp.pair import assembly as pair
 from llama_ssp.pair.requests import Reply
 from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession
-from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.placing.pairs import pair_specs
 from llama_ssp.report import console as report
 from llama_ssp.tasks import arithmetic
 from llama_ssp.tasks.arithmetic import LARGEST, Question, questions

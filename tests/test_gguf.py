@@ -29,8 +29,8 @@ from llama_ssp.models.loader import differences
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.shape import ALL
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
-from llama_ssp.planner import resolve
-from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.placing import pairs
+from llama_ssp.placing.pairs import pair_specs
 from tests.distributed.threads import ranks_of, together
 from tests.families import TOLERANCE, require_same, rope, walked
 from tests.gguf_files import SIZES, gguf, number, write
@@ -248,19 +248,19 @@ def test_codes_stay_codes_by_default_on_a_cpu(monkeypatch: pytest.MonkeyPatch, t
     def format_of(file: Path, *words: str) -> Dtype:
         run = composed(in_full([f"model={file}", "draft=none", "max_new_tokens=8", *words]))
         dtype = pair_specs(run, [], 1)[0].run.model.dtype
-        assert resolve.pair_files(run, [], dry=True)[0].run.model.dtype is dtype  # of a plan
+        assert pairs.pair_files(run, [], dry=True)[0].run.model.dtype is dtype  # of a plan
         return dtype
 
-    monkeypatch.setattr(resolve, "compiler", lambda: "g++")
+    monkeypatch.setattr(pairs, "compiler", lambda: "g++")
     assert format_of(path) is format_of(quantised("awq", tmp_path / "awq")) is Dtype.packed
     assert format_of(quantised("gptq-act-order", tmp_path / "gptq")) is Dtype.auto
     assert format_of(path, "model.dtype=bf16") is Dtype.bf16
     assert format_of(plain) is format_of(path, "cluster=p4d") is Dtype.auto
     assert format_of(path, "placement.splitting=layers") is Dtype.auto
-    monkeypatch.setattr(resolve, "gpus_here", lambda: ["a GPU"])
+    monkeypatch.setattr(pairs, "gpus_here", lambda: ["a GPU"])
     assert format_of(path) is Dtype.auto and format_of(path, "placement=cpu") is Dtype.packed
-    monkeypatch.setattr(resolve, "gpus_here", list)
-    monkeypatch.setattr(resolve, "compiler", lambda: None)
+    monkeypatch.setattr(pairs, "gpus_here", list)
+    monkeypatch.setattr(pairs, "compiler", lambda: None)
     assert format_of(path) is Dtype.auto
 
 

@@ -23,7 +23,7 @@ from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.heads import settings
 from llama_ssp.models.heads.model import HeadModel
-from llama_ssp.planner.resolve import require_head
+from llama_ssp.placing.pairs import require_head
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.speculative.draft_length import Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.head import HeadDrafter

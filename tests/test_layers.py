@@ -13,15 +13,15 @@ PACKAGE = ROOT / "llama_ssp"
 
 # A folder or loose file imports from itself and from what stands behind it; those of one set never meet.
 ORDER = [
-    {"__main__"}, {"cli"}, {"tasks"}, {"batch"}, {"pair"}, {"planner", "report"}, {"speculative"},
-    {"text"}, {"models"}, {"distributed"}, {"config"}, {"errors"}, {"llama_ssp"},
+    {"__main__"}, {"cli"}, {"tasks"}, {"batch"}, {"pair"}, {"placing"}, {"planner", "report"},
+    {"speculative"}, {"text"}, {"models"}, {"distributed"}, {"config"}, {"errors"}, {"llama_ssp"},
 ]  # fmt: skip
 PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
 # What answers before torch is loaded: whole folders, and modules of others.
 WITHOUT_TORCH = {
-    "__main__", "llama_ssp", "cli", "errors", "config", "planner", "report", "batch", "text",
-    "distributed.board", "distributed.control_groups", "distributed.cores", "distributed.launcher",
-    "distributed.placement", "distributed.signals",
+    "__main__", "llama_ssp", "cli", "errors", "config", "placing", "planner", "report", "batch", "text",
+    "distributed.board", "distributed.control_groups", "distributed.cores", "distributed.gpus",
+    "distributed.launcher", "distributed.placement", "distributed.signals",
     "models.checkpoint", "models.folder", "models.families", "models.graph_sizes", "models.host_cores",
     "models.host_memory", "models.hub", "models.library_log", "models.formats.quantised_config",
     "models.kept_files", "models.kernels.kernel_sizes", "models.ownership", "models.sharding",
@@ -103,6 +103,23 @@ def test_no_two_classes_have_one_name():
             if isinstance(node, ast.ClassDef):
                 first = places.setdefault(node.name, module.name)
                 assert first == module.name, f"{node.name} is a class of {first} and of {module.name}"
+
+
+DECIDE_K = {"placing.draft_length", "placing.decision", "placing.request", "placing.prediction"}
+READ_K = {"k", "k_max", "adaptive"}
+
+
+def test_k_is_decided_in_one_place():
+    """Nobody else reads what the user says of K: others take `fixed_k`, `longest` or a length of drafts."""
+    readers = set()
+    for module in MODULES:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and node.attr in READ_K:
+                owner = ast.unparse(node.value)
+                if owner.rpartition(".")[2] in ("spec", "speculation"):
+                    readers.add(module.name)
+    allowed = {name for name in readers if name.startswith("config.")}
+    assert readers == allowed | DECIDE_K | {"speculative.draft_length"}
 
 
 SPOKEN_TO = {"models.interface", "models.passes", "models.graph_sizes"}

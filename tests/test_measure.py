@@ -15,7 +15,7 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import host_memory
 from llama_ssp.pair.requests import requests_of
 from llama_ssp.pair.run import Run, RunSettings
-from llama_ssp.planner.run_plan import DEVICE
+from llama_ssp.placing.prediction import DEVICE
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate

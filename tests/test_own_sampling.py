@@ -12,7 +12,7 @@ from llama_ssp.config import Controls, ModelConf
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.errors import ModelError
 from llama_ssp.models.own_sampling import GENERATION, left_open, own_sampling
-from llama_ssp.planner.resolve import pair_files
+from llama_ssp.placing.pairs import pair_files
 from tests.checkpoints import copied
 from tests.conftest import Command, Saved
 from tests.families import build

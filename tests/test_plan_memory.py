@@ -20,19 +20,19 @@ from llama_ssp.models.kernels.kernel_sizes import DECODED
 from llama_ssp.models.layout import HEAD, LAYERS
 from llama_ssp.models.model_config import empty
 from llama_ssp.models.sizes import LAYER
+from llama_ssp.placing.prediction import HOST_BYTES, Prediction, require_host
 from llama_ssp.planner import fit
 from llama_ssp.planner.activations import GPU, PROBS, Forward, Kernels, RankWork
 from llama_ssp.planner.fit import LIBRARIES, OUTPUTS, SCRATCH, FitVerdict, RankMemory
 from llama_ssp.planner.layers import layers_lines, stages
 from llama_ssp.planner.memory import peaks, rank_work, segments, tensor_lines
-from llama_ssp.planner.run_plan import HOST_BYTES, Prediction, require_host
 from llama_ssp.planner.search import PlanRequest, option
 from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import ModelPart, RolePart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLine, Role, Workload
 from tests.conftest import Command
 from tests.distributed.test_large import part
-from tests.plans import CPU, P4D, alone, machine, model, named, request, shapes
+from tests.plans import CPU, P4D, alone, machine, model, named, request, shapes, stepping
 
 WORK = Workload(rows=1, prompt_tokens=1920, new_tokens=128, k=4, prefill_chunk=512)
 REGULAR = replace(WORK, k=0)
@@ -279,9 +279,9 @@ def test_graphs_are_counted(count: int, target_tokens: int, draft_tokens: int, w
     """One for each size of a step in each cache, and one of prompts, with its logits (test_graphs.py)."""
     on = request("7B", "7B", ONE, **work)
     kept_bytes = {"model": target_tokens * 32000 * 4, "draft": draft_tokens * 32000 * 4}
-    for same in (on, replace(on, engine=Steps.auto)):
+    for same in (on, stepping(on, Steps.auto)):
         assert graphs_of(same.memories(WHOLE, on.work)[0]) == (count, kept_bytes)
-    for none in (replace(on, engine=Steps.eager), replace(on, machine=CPU)):
+    for none in (stepping(on, Steps.eager), replace(on, machine=CPU)):
         assert graphs_of(none.memories(WHOLE, on.work)[0]) == (0, {})
 
 
@@ -368,7 +368,7 @@ def test_what_passes_through_a_full_gpu_is_counted() -> None:
 
 def test_by_layers_one_gpu_computes_at_a_time() -> None:
     """As long as a pass on one GPU takes; and with one GPU it holds what that holds."""
-    many = replace(request("7B", None, P4D), engine=Steps.eager)
+    many = stepping(request("7B", None, P4D), Steps.eager)
     assert option(many, BY_LAYERS).ms_per_token == option(many, alone(1)).ms_per_token
     single = replace(many, machine=ONE)
     assert option(single, BY_LAYERS).worst.total == option(single, alone(1)).worst.total
@@ -389,7 +389,7 @@ def test_graphs_hold_their_scratch_for_good(rows: int, mib: int) -> None:
     on = request("llama3.1-8b", "llama3.2-1b", ONE, k=8, rows=rows)
     said, unsaid = (
         [line.bytes for line in each.memories(WHOLE, on.work)[0].lines if line.name == SCRATCH]
-        for each in (on, replace(on, engine=Steps.eager))
+        for each in (on, stepping(on, Steps.eager))
     )
     assert (sum(said), unsaid) == (found, [])
 

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import ClusterConf, Dtype, PlacementConf
+from llama_ssp.config.presets import machines
 from llama_ssp.distributed import control_groups
+from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models import host_memory
 from llama_ssp.models.host_memory import memory_here
+from llama_ssp.placing.prediction import LEAST_GAIN, Prediction
+from llama_ssp.placing.this_machine import machine_for
 from llama_ssp.planner.advice import advice, largest, overrides
 from llama_ssp.planner.fit import FitVerdict
-from llama_ssp.planner.gpus import gpus_here
-from llama_ssp.planner.hardware import GPU_RESERVE, Machine, known, machine_of, matching
+from llama_ssp.planner.hardware import GPU_RESERVE, Machine, matching
 from llama_ssp.planner.plan import make_plan, worlds_of
-from llama_ssp.planner.run_plan import LEAST_GAIN, Prediction
 from llama_ssp.planner.search import Option, PlanRequest, option, placements, regular_ms, search
 from llama_ssp.planner.workload import GIB
 from tests.plans import CPU, H100, P4D, alone, cluster, machine, model, named, request
@@ -201,11 +203,11 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_drivers_name_is_understood(name: str) -> None:
-    gpus = [str(preset["gpu"]) for preset in known().values()]
+    gpus = [str(preset["gpu"]) for preset in machines().values()]
     assert matching(name, gpus) == NAMES[name]
 
 
-@pytest.mark.parametrize("name", sorted(known()))
+@pytest.mark.parametrize("name", sorted(machines()))
 def test_every_preset_is_whole(name: str) -> None:
     on = machine(name)
     assert on.capacity > 0 and on.world >= 1 and on.times.bytes_per_s > 0 and on.times.flops_per_s > 0
@@ -257,7 +259,7 @@ def test_what_cuda_shows_is_what_is_planned_for(
 ) -> None:
     """As CUDA shows them: one part in all, and nothing behind a name that is none. Never as a CPU."""
     driver(TWO, listed=TWO_LISTED, shown=shown)
-    on = machine_of(ClusterConf(reserve=0.0))
+    on = machine_for(ClusterConf(reserve=0.0))
     assert (on.gpu, on.world, on.taken) == ("A100-40", 1, P4D.taken)
     assert on.capacity == pytest.approx(gigabytes * 1e9, rel=1e-6)
     assert on.times.bytes_per_s == pytest.approx(reads * P4D.times.bytes_per_s, rel=1e-3)
@@ -271,18 +273,18 @@ def two_gpus(driver: Driver) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_the_gpu_with_least_memory_decides() -> None:
-    on = machine_of(ClusterConf(reserve=0.0))
+    on = machine_for(ClusterConf(reserve=0.0))
     assert (on.world, on.capacity) == (2, 30000 * 2**20)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_of_a_gpu_a_little_stays_free() -> None:
-    assert machine_of(ClusterConf()).capacity == 30000 * 2**20 - GPU_RESERVE
+    assert machine_for(ClusterConf()).capacity == 30000 * 2**20 - GPU_RESERVE
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_of_a_cpu_a_tenth_stays_free() -> None:
-    assert machine_of(ClusterConf(gpu="cpu"), 10 * GIB).capacity == 9 * GIB
+    assert machine_for(ClusterConf(gpu="cpu"), 10 * GIB).capacity == 9 * GIB
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -292,25 +294,25 @@ def test_what_was_measured_goes_before_what_the_driver_said(conf: ClusterConf, c
     """A process that measures has its context, and perhaps a communicator: the plan counts them, so they
     are added."""
     own = 20 * GIB - GPU_RESERVE + P4D.taken["context"] + P4D.taken["nccl"] * connected
-    assert machine_of(conf, 20 * GIB, connected).capacity == own
+    assert machine_for(conf, 20 * GIB, connected).capacity == own
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("connected", [False, True], ids=["alone", "with a communicator"])
 def test_a_limit_in_gib_holds_for_what_was_measured(connected: bool) -> None:
     here = ClusterConf(reserve=0.0, gib=2.0)
-    assert machine_of(here, 20 * GIB, connected).capacity == 2 * GIB
+    assert machine_for(here, 20 * GIB, connected).capacity == 2 * GIB
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_the_size_of_a_preset_is_a_limit_of_what_was_measured() -> None:
-    assert machine_of(cluster("p4d"), 80 * GIB).capacity == P4D.capacity
+    assert machine_for(cluster("p4d"), 80 * GIB).capacity == P4D.capacity
 
 
 @pytest.mark.parametrize("mode", ["Disabled", "[N/A]"])
 def test_what_a_driver_does_not_say_is_the_presets(mode: str, driver: Driver) -> None:
     driver(f"NVIDIA H200, [N/A], GPU-1, {mode}")
-    assert machine_of(ClusterConf(reserve=0.0)).capacity == machine("h200x8").capacity
+    assert machine_for(ClusterConf(reserve=0.0)).capacity == machine("h200x8").capacity
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_what_a_driver_does_not_say_is_the_presets(mode: str, driver: Driver) ->
 def test_without_gpus_the_cpu_is_planned(said: str | None, shown: str | None, driver: Driver) -> None:
     """Its ranks share its memory, and its constants are another machine's."""
     driver(said, TWO_LISTED, shown)
-    on = machine_of(ClusterConf(reserve=0.0))
+    on = machine_for(ClusterConf(reserve=0.0))
     assert on.is_cpu and on.world == 1 and on.times.band > P4D.times.band
     assert on.capacity == pytest.approx(memory_here(), rel=0.2)
     assert on.capacity_of(4) == on.capacity // 4 and P4D.capacity_of(4) == P4D.capacity
@@ -343,10 +345,10 @@ def test_unknown_gpus_are_refused(driver: Driver) -> None:
     """A known one is enough, and so are all figures of an unknown one."""
     driver("NVIDIA GeForce RTX 4080, 16000")
     with pytest.raises(UsageError, match=r"not known; cluster local; found NVIDIA GeForce RTX 4080.*A100-40"):
-        machine_of(ClusterConf())
-    on = machine_of(ClusterConf(gpu="H200", gpus=2, gib=139.0, reserve=0.0))
+        machine_for(ClusterConf())
+    on = machine_for(ClusterConf(gpu="H200", gpus=2, gib=139.0, reserve=0.0))
     assert (on.world, on.capacity, on.link) == (2, machine("h200x8").capacity, "NVLink4")
-    assert machine_of(replace(cluster("p4d"), name="mine", gpu="RTX 4080", gpus=1)).gpu == "RTX 4080"
+    assert machine_for(replace(cluster("p4d"), name="mine", gpu="RTX 4080", gpus=1)).gpu == "RTX 4080"
 
 
 V1 = "9:cpu:/\n4:memory:/pods/own\n", "memory", "total_", "memory.limit_in_bytes", "memory.usage_in_bytes"

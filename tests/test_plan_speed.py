@@ -11,9 +11,10 @@ import pytest
 from llama_ssp.config import Dtype, ModelConf, Overlap, Splitting, Steps, TimesConf
 from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.models.layout import LAYERS
+from llama_ssp.placing.engine import FEW_TOKENS, compiled_before, why_eager
 from llama_ssp.planner import speed
 from llama_ssp.planner.efficiency import PACKED_READ, efficiency_of, of_plain
-from llama_ssp.planner.engine import FEW_TOKENS, compiled_before, launching_s, why_eager
+from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.groups import PROMPTS, JobSize, plan_job
 from llama_ssp.planner.plan import make_plan, target_prefill_s
 from llama_ssp.planner.search import NOTABLE, PlanRequest, option
@@ -22,7 +23,7 @@ from llama_ssp.planner.storage import Storage, Weight, bytes_of
 from llama_ssp.planner.weights import ModelPart, parameters
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.draft_length import Costs, tokens_per_round
-from tests.plans import CPU, H100, P4D, alone, drawn, machine, model, request
+from tests.plans import CPU, H100, P4D, alone, drawn, machine, model, request, stepping
 from tests.warm import ROOT
 
 # gpt-fast README (pytorch-labs/gpt-fast, the version that has Llama-3-8B): bf16, one row, a prompt of 5
@@ -246,7 +247,7 @@ def test_what_was_compiled_once_is_compiled_for_fewer_tokens(
 
 
 def on_gpus(engine: Steps) -> PlanRequest:
-    return replace(request("30B", None, H100), engine=engine)
+    return stepping(request("30B", None, H100), engine)
 
 
 def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
@@ -330,7 +331,7 @@ def on_cpu(target: ModelConf, k: int, draft: ModelConf | None = None, acceptance
     times = replace(CPU.times, bytes_per_s=found.bytes_per_s, flops_per_s=found.flops_per_s)
     roles = Role(TARGET, target, target.dtype), Role(DRAFT, draft, draft.dtype) if draft else None
     here, work, by_text = replace(CPU, times=times), Workload(1, 512, 128, k), draft is None and k > 0
-    return PlanRequest(here, *roles, work, acceptance, k, by_text, engine=Steps.compiled)
+    return PlanRequest(here, *roles, work, acceptance, k, by_text)
 
 
 @pytest.mark.parametrize(

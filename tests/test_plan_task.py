@@ -20,9 +20,10 @@ from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.planner import run_plan
-from llama_ssp.planner.resolve import PairFiles, choose
-from llama_ssp.planner.run_plan import Prediction, RunMeasurement, compare_with_plan, predict, require_fit
+from llama_ssp.placing import prediction as predicting
+from llama_ssp.placing.decision import decide
+from llama_ssp.placing.prediction import Prediction, RunMeasurement, compare_with_plan, predict, require_fit
+from llama_ssp.placing.request import PairFiles, request_of
 from llama_ssp.planner.search import round_times
 from llama_ssp.planner.table import drawing
 from llama_ssp.planner.workload import GIB, Workload
@@ -307,7 +308,8 @@ def run(*words: str) -> RunConf:
 
 
 def place_of(conf: RunConf, world: int) -> Placement:
-    return choose(PairFiles(conf, None, None), [world], least_k=1)[0]
+    _, decision = decide(PairFiles(conf, None, None), [world], least_k=1)
+    return decision.placement.value
 
 
 def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
@@ -318,21 +320,18 @@ def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
 
 def test_the_request_is_the_runs_own() -> None:
     """One function makes it for every caller: models, formats, workload."""
-    request = run_plan.request_of(run(), slots=SLOTS)
-    assert (
-        request.work == Workload(1, 1536, 128, k=4, prefill_chunk=2048)
-        and request.k_max == 16
-        and request.tokens == 128
-    )
+    request = request_of(run(), slots=SLOTS)
+    assert request.work == Workload(1, 1536, 128, k=4, prefill_chunk=2048)
+    assert request.k_max == 16
     assert [role.dtype for role in request.roles] == [Dtype.bf16, Dtype.bf16]
-    other = run_plan.request_of(run(), rows=3, slots=SLOTS, caches=(2, 1))
+    other = request_of(run(), rows=3, slots=SLOTS, caches=(2, 1))
     assert other.work == Workload(3, 1536, 128, k=4, prefill_chunk=2048, target_caches=2)
-    assert run_plan.request_of(run()).work.prompt_tokens == 512, "before prompts are read"
-    assert run_plan.request_of(run(), dtypes=[Dtype.int8, Dtype.fp16]).target.dtype is Dtype.int8
-    assert run_plan.request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
-    on_cpu = run_plan.request_of(run("cluster=local"), on_cpu=True)
+    assert request_of(run()).work.prompt_tokens == 512, "before prompts are read"
+    assert request_of(run(), formats={"model": Dtype.int8, "draft": Dtype.fp16}).target.dtype is Dtype.int8
+    assert request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
+    on_cpu = request_of(run("cluster=local"), on_cpu=True)
     assert on_cpu.machine.is_cpu and on_cpu.work.prefill_chunk == 512
-    given = run_plan.request_of(run("task.prefill_chunk=64"))
+    given = request_of(run("task.prefill_chunk=64"))
     assert given.work.prefill_chunk == 64 and request.least_chunk == 512 and given.least_chunk is None
 
 
@@ -390,7 +389,7 @@ def test_a_run_warns_once(dtype: str, rows: int, lines: int, caplog: pytest.LogC
     here = ("cluster=cpu", "cluster.gib=64", "model=7B", "draft=none", "engine=eager")
     conf = run(*here, f"model.dtype={dtype}", f"task.batch_size={rows}")
     with caplog.at_level(logging.WARNING):
-        run_plan.warn_of_codes(predicted(conf, 1))
+        predicting.warn_of_codes(predicted(conf, 1))
     said = [line for line in caplog.messages if "slower than bf16" in line]
     assert len(said) == lines == sum(f"model.dtype={dtype} saves memory" in line for line in said)
 
@@ -403,7 +402,10 @@ def test_what_is_not_known_is_not_planned(caplog: pytest.LogCaptureFixture) -> N
             assert predict(conf, place_of(conf, 1), slots=SLOTS) is None
     assert "not planned: the GPU's figures are not known" in caplog.text
     assert compare_with_plan([], []) is None
-    assert compare_with_plan([RunMeasurement("regular", None, 1, 0, 1.0, None)], [{}]) is None
+    unplanned = RunMeasurement(
+        name="regular", prediction=None, rows=1, k=0, ms_per_token=1.0, acceptance=None
+    )
+    assert compare_with_plan([unplanned], [{}]) is None
 
 
 @pytest.fixture(scope="module")
@@ -411,15 +413,17 @@ def fitting() -> Prediction:
     return predicted(run(), 8)
 
 
-def halved(prediction: Prediction) -> run_plan.Bytes:
+def halved(prediction: Prediction) -> predicting.Bytes:
     """Measured bytes: half of those that the plan has for the first rank."""
-    return {name: size // 2 for name, size in run_plan.counted(prediction.option.ranks[0]).items()}
+    return {name: size // 2 for name, size in predicting.counted(prediction.option.ranks[0]).items()}
 
 
 def slower(prediction: Prediction) -> RunMeasurement:
     """A run that took twice the time that the plan has for it."""
     _, ms = prediction.ms_per_token(1, 4, 0.7)
-    return RunMeasurement("speculative", prediction, 1, 4, 2 * ms, 0.7)
+    return RunMeasurement(
+        name="speculative", prediction=prediction, rows=1, k=4, ms_per_token=2 * ms, acceptance=0.7
+    )
 
 
 @pytest.fixture
@@ -448,7 +452,7 @@ def test_predicted_beside_measured_is_a_table(compared: dict[str, Any]) -> None:
 
 def test_counted_bytes_grow_with_what_is_counted(fitting: Prediction) -> None:
     """From what is held to what the device has taken."""
-    counted = run_plan.counted(fitting.option.ranks[0])
+    counted = predicting.counted(fitting.option.ranks[0])
     order = ("held_bytes", "tensor_bytes", "reserved_bytes", "device_bytes")
     held, tensors, reserved, device = (counted[name] for name in order)
     assert 0 < held < tensors < reserved < device
@@ -525,7 +529,9 @@ def test_what_would_have_fitted_counts_what_the_plan_did_not_know() -> None:
     assert prediction.option.runs
     rows = []
     for beyond in (0, 4 * GIB, 8 * GIB):
-        planned, fix = run_plan.fitting(prediction, 0, worst.total - 4 * GIB, worst.total - 4 * GIB + beyond)
+        planned, fix = predicting.fitting(
+            prediction, 0, worst.total - 4 * GIB, worst.total - 4 * GIB + beyond
+        )
         assert planned == worst.total, beyond
         rows.append(int(re.findall(r"(\d+) rows? instead of 16", fix)[0]))
     assert 16 > rows[0] > rows[2] > 0

@@ -1,22 +1,27 @@
 """How many ranks a command starts, on which of eight pretended GPUs, with how many drafts; what it says."""
 
 import os
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from llama_ssp.config import RunConf
 from llama_ssp.config.compose import composed
 from llama_ssp.config.environment import READ_BY_LIBRARIES, importing, refuse_copies
+from llama_ssp.config.presets import cluster_words
+from llama_ssp.distributed.gpus import Gpu
 from llama_ssp.errors import DistributedError, UsageError
-from llama_ssp.planner import hardware, start
-from llama_ssp.planner.gpus import Gpu
+from llama_ssp.placing import start, this_machine
+from llama_ssp.placing.decision import decide
+from llama_ssp.placing.request import PairFiles, plannable
+from llama_ssp.placing.start import Start, command_line, prepared, to_paste
 from llama_ssp.planner.plan import worlds_of
-from llama_ssp.planner.resolve import PairFiles, choose, plannable
 from llama_ssp.planner.search import option
-from llama_ssp.planner.start import Start, command_line, prepared, to_paste
 from llama_ssp.planner.workload import MIB
 from tests.conftest import Command
 
@@ -25,7 +30,7 @@ FREE, HELD = 81_000 * MIB, 40_000 * MIB
 
 def gpus(*held: int, name: str = "NVIDIA H100 80GB HBM3") -> list[Gpu]:
     sizes = {True: {"free": FREE - HELD, "used": HELD}, False: {"free": FREE, "used": 4 * MIB}}
-    return [Gpu(name, uuid=f"GPU-{n}", **sizes[n in held]) for n in range(8)]
+    return [Gpu(name=name, uuid=f"GPU-{n}", **sizes[n in held]) for n in range(8)]
 
 
 def run(*words: str) -> RunConf:
@@ -39,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     def of(*words: str, held: tuple[int, ...] = (), here: list[Gpu] | None = None) -> Start:
         there = gpus(*held) if here is None else here
         monkeypatch.setattr(start, "gpus_here", lambda: there)
-        monkeypatch.setattr(hardware, "gpus_here", lambda: there)
+        monkeypatch.setattr(this_machine, "gpus_here", lambda: there)
         return prepared(run(*words), [], 1, dry=True)[1]
 
     return of
@@ -82,13 +87,13 @@ def test_the_ranks_that_are_asked_for_are_started(started: Any) -> None:
 
 def test_a_placement_that_is_asked_for_counts(started: Any) -> None:
     assert started("model=30B", "draft=7B", "placement=layers").ranks == 1
-    assert started("model=7B", "draft=none", "placement=cpu") == Start(1)
+    assert started("model=7B", "draft=none", "placement=cpu") == Start(ranks=1)
     assert started("model=65B", "draft=7B", "placement=own", "placement.draft_degree=2").ranks == 8
 
 
 def test_without_gpus_only_ranks_that_are_asked_for_are_started(started: Any) -> None:
-    assert started("model=7B", "draft=none", here=[]) == Start(1)
-    assert started("model=7B", "draft=none", "ranks=3", here=[]) == Start(3)
+    assert started("model=7B", "draft=none", here=[]) == Start(ranks=1)
+    assert started("model=7B", "draft=none", "ranks=3", here=[]) == Start(ranks=3)
 
 
 def test_on_a_gpu_whose_figures_are_not_known_one_rank_is_started(started: Any) -> None:
@@ -128,9 +133,10 @@ def times_by_ranks(model: str, draft: str, cluster: str) -> list[tuple[float, in
     request, found = plannable(files), []
     assert request is not None
     for world in range(1, 9):
-        place, spec = choose(files, worlds_of(world), 0)
+        decided, decision = decide(files, worlds_of(world))
+        place = decision.placement.value
         asked = request if place.draft else replace(request, draft=None)
-        one = option(asked, place, spec.k)
+        one = option(asked, place, decided.speculation.k)
         found.append((one.ms_per_token if one.runs else float("inf"), one.k))
     return found
 
@@ -148,7 +154,8 @@ def test_drafts_a_round_are_the_plans_best_unless_they_are_given(caplog: pytest.
     """Where drafting does not pay the draft is not loaded, unless the task is about drafts."""
 
     def chosen(*words: str, least: int = 0) -> tuple[Any, Any]:
-        return choose(PairFiles(run("cluster=dgx_h100", *words), None, None), [1], least)
+        decided, decision = decide(PairFiles(run("cluster=dgx_h100", *words), None, None), [1], least)
+        return decision.placement.value, decided.speculation
 
     place, spec = chosen("model=llama3.1-8b", "draft=llama3.2-1b", "task.batch_size=1")
     assert spec.k > 1 and place.draft == (0,)
@@ -160,8 +167,8 @@ def test_drafts_a_round_are_the_plans_best_unless_they_are_given(caplog: pytest.
     assert (spec.k, place.draft) == (0, ()) and "drafting does not pay here" in caplog.text
     place, spec = chosen(*same, least=1)
     assert (spec.k, place.draft) == (1, (0,))
-    here = choose(PairFiles(run("placement=cpu", "model=7B", "draft=7B"), None, None), [1], 0)[1]
-    assert here.k == 4, "a machine that has not been measured"
+    here, _ = decide(PairFiles(run("placement=cpu", "model=7B", "draft=7B"), None, None), [1])
+    assert here.speculation.k == 4, "a machine that has not been measured"
 
 
 def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
@@ -169,8 +176,9 @@ def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
     for task in ("generate", "batch"):
         files = PairFiles(composed([f"task={task}", *words]), None, None)
         for worlds in ([1], worlds_of(8)):
-            assert choose(files, worlds, 0)[1].cost_ratio is None, "it is measured"
-    planned = choose(PairFiles(composed(["task=eval", *words]), None, None), worlds_of(8), 0)[1]
+            assert decide(files, worlds)[0].speculation.cost_ratio is None, "it is measured"
+    decided, _ = decide(PairFiles(composed(["task=eval", *words]), None, None), worlds_of(8))
+    planned = decided.speculation
     assert planned.cost_ratio == pytest.approx(0.08, abs=0.06) and planned.adaptive
 
 
@@ -266,3 +274,120 @@ def test_the_script_of_a_job_with_several_tasks_is_no_copy(monkeypatch: pytest.M
     for name, value in (("SLURM_NTASKS", "8"), ("SLURM_NPROCS", "8"), ("SLURM_PROCID", "0")):
         monkeypatch.setenv(name, value)
     refuse_copies()
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("p4d", ["cluster=p4d"]),
+        ("A100-80", ["cluster=p4de", "cluster.gpus=1"]),
+        ("h200", ["cluster=h200x8", "cluster.gpus=1"]),
+        ("8xH100", ["cluster=dgx_h100", "cluster.gpus=8"]),
+        ("h100-80gb x4", ["cluster=dgx_h100", "cluster.gpus=4"]),
+        ("dgx_h200", ["cluster=h200x8", "cluster.gpus=8"]),
+        ("16xH100", ["cluster=dgx_h100", "cluster.gpus=8", "cluster.nodes=2"]),
+        ("4x rtx4090", ["cluster=rtx_4090", "cluster.gpus=4"]),
+        ("mine", ["cluster=mine"]),
+    ],
+)
+def test_machines_are_known_by_the_names_that_people_type(typed: str, words: list[str]) -> None:
+    assert cluster_words(typed) == words
+
+
+def test_a_gpu_of_several_sizes_is_asked_for_by_its_size() -> None:
+    with pytest.raises(UsageError, match="allowed A100-40, A100-80; name one"):
+        cluster_words("A100")
+
+
+def test_each_job_of_a_sweep_says_its_own_command(command: Command) -> None:
+    swept = command("task=plan", "-m", *LARGE, "placement=own,leader", "out=null")
+    said = [line for line in swept.out.splitlines() if line.startswith("run it")]
+    assert [re.findall(r"placement=(\S+)", line) for line in said] == [["own"], ["leader"]]
+
+
+def test_a_job_that_groups_share_is_started_as_it_was_typed(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    words = ["cluster=slurm", "cluster.gpu=A100-40", "cluster.gpus=4", "cluster.groups=8"]
+    files = [f"task.input={tmp_path / 'in.jsonl'}", f"task.output={tmp_path / 'out.jsonl'}"]
+    dry = command("task=batch", "model=65B", "draft=7B", *words, *files, "--dry-run")
+    assert dry.out.splitlines()[-1].startswith(
+        "run it: llama-ssp task=batch model=65B draft=7B cluster=slurm"
+    )
+    assert "cluster.groups=8" in dry.out and "ranks=" not in dry.out.splitlines()[-1]
+
+
+def test_ranks_that_are_asked_for_are_planned(command: Command) -> None:
+    four = command("task=plan", *LARGE, "ranks=4", "output=json", "out=null").document
+    assert len(four["per_gpu"]) == 4 and four["cluster"]["gpus_per_node"] == 4
+    assert command("task=plan", *LARGE, "ranks=9").code == 5
+
+
+def test_the_acceptance_that_a_run_is_planned_with_counts_in_a_plan(command: Command) -> None:
+    given = command("task=plan", *LARGE, "plan.acceptance=0.6", "out=null")
+    assert "at acceptance 0.60" in given.out and "is assumed" not in given.out
+    assert "acceptance 0.80 is assumed" in command("task=plan", *LARGE, "out=null").out
+
+
+def test_a_degree_without_a_split_draft_is_refused(command: Command) -> None:
+    refused = command("task=plan", *LARGE, "placement.draft_degree=2")
+    assert refused.code == 2 and "add placement=sharded or placement=own" in refused.err
+
+
+def test_vocabularies_of_two_sizes_are_told_apart_without_their_files(command: Command) -> None:
+    """So the draft is planned whole, on the leader, where its text is translated."""
+    other = command("task=plan", "model=llama3.1-70b", "draft=mistral-7b", "cluster=p4de", "out=null")
+    assert "128,256 and 32,000 tokens not of one tokenizer" in other.out
+    assert "draft 0 (whole)" in other.out and "(split)" not in other.out
+    same = command("task=plan", *LARGE, "out=null")
+    assert "of one tokenizer" not in same.out and "(split)" in same.out
+
+
+def test_a_single_gpu_that_is_too_small_is_advised_more_of_them(command: Command) -> None:
+    small = command("task=plan", "model=llama3.1-70b", "draft=llama3.1-8b", "cluster=rtx_4090", "out=null")
+    assert "to make it fit: cluster.gpus=8 instead of 1" in small.out
+
+
+# What a run does, and who decided it.
+
+
+def test_a_decision_says_who_made_it(command: Command) -> None:
+    dry = command("task=generate", *LARGE, "--dry-run")
+    said = {line.split("  ")[0]: line.rsplit("  ", 1)[1] for line in dry.out.splitlines() if "  " in line}
+    assert said["ranks"] == said["placement"] == said["K"] == "planned"
+    given = command("task=generate", *LARGE, "speculation.k=3", "engine=eager", "--dry-run")
+    said = {line.split("  ")[0]: line.rsplit("  ", 1)[1] for line in given.out.splitlines() if "  " in line}
+    assert said["K"] == said["model steps"] == "asked"
+
+
+def test_a_run_keeps_its_decisions(command: Command, tmp_path: Path) -> None:
+    """Before it loads, so that a run that dies has them."""
+    run_folder = command("task=generate", "prompt=a", "max_new_tokens=4", f"out={tmp_path}").summary
+    assert run_folder is not None
+    kept = yaml.safe_load((Path(run_folder["run_folder"]) / "decisions.yaml").read_text(encoding="utf-8"))
+    (pair,) = kept.values()
+    assert pair["drafts"]["why"] == "default", "no times of this CPU are known"
+    assert pair["ranks"] == {"value": 1, "why": "default"}
+
+
+def test_a_job_s_dry_run_plans_the_rows_that_it_will_have(command: Command, tmp_path: Path) -> None:
+    """By its longest text and the memory; what a job under way keeps, it keeps."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n' * 200, encoding="utf-8")
+    output = tmp_path / "out.jsonl"
+    words = ["task=batch", *LARGE, f"task.input={source}", f"task.output={output}", "--dry-run"]
+
+    def said() -> dict[str, str]:
+        lines = command(*words).out.splitlines()
+        return {line.split("  ")[0]: line for line in lines if "  " in line}
+
+    new = said()
+    rows = int(new["rows"].split()[1])
+    assert rows > 8 and new["rows"].endswith("planned") and "adaptive, up to 16" in new["K"]
+
+    work = tmp_path / "out.jsonl.work"
+    work.mkdir()
+    (work / "rows.json").write_text("5\n", encoding="utf-8")
+    (work / "costs.json").write_text('{"k": 2}\n', encoding="utf-8")
+    held = said()
+    assert held["rows"].split()[1] == "5" and held["K"].split()[1] == "2"
+    assert held["rows"].endswith("kept by the job") and held["K"].endswith("kept by the job")

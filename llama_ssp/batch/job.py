@@ -25,6 +25,7 @@ from llama_ssp.config import (
 )
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.folder import fingerprint
+from llama_ssp.placing.draft_length import decided_words, kept_of_job
 
 if TYPE_CHECKING:
     from llama_ssp.batch.index import Index
@@ -57,10 +58,7 @@ class Job:
     @property
     def words(self) -> list[str]:
         """The words that give every group the job's seed, and the same drafts a round, whatever its GPUs."""
-        spec = self.run.speculation
-        chosen = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": str(spec.adaptive).lower()}
-        drafts = [f"speculation.{name}={value}" for name, value in chosen.items() if value is not None]
-        return [f"seed={self.journal.manifest.settings['seed']}", *drafts]
+        return [f"seed={self.journal.manifest.settings['seed']}", *decided_words(self.run.speculation)]
 
     def reopen(self) -> None:
         """Takes back errors, if that is wanted, and those of corrected records.
@@ -143,12 +141,8 @@ def chosen_seed(run: RunConf, is_job: bool) -> int:
 
 def continued(run: RunConf) -> RunConf:
     """Returns the run; what it leaves to the model or the plan, sampling and drafts, is as in its job."""
-    spec = run.speculation
     if not (run.task_as(BatchConf).output and (held := Journal.held(folders_of(run)[0]))):
         return run
-    given = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": spec.k}
-    kept = {name: held.settings.get(f"speculation.{name}") for name in given if given[name] is None}
-    known = {name: value for name, value in kept.items() if value is not None}
     settings = held.settings
     acting: dict[str, Any] = {
         name: settings[f"sampling.{name}"] for name in vars(run.sampling) if f"sampling.{name}" in settings
@@ -156,7 +150,7 @@ def continued(run: RunConf) -> RunConf:
     if acting.get("logit_bias"):  # JSON has texts for keys
         acting["logit_bias"] = {int(token): bias for token, bias in acting["logit_bias"].items()}
     sampling = run.sampling.over(replace(SamplingConfig(), **acting))
-    return replace(run, speculation=replace(spec, **known), sampling=sampling)
+    return replace(run, speculation=kept_of_job(run.speculation, settings), sampling=sampling)
 
 
 def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:

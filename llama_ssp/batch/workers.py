@@ -21,15 +21,16 @@ from typing import Any
 from llama_ssp.batch.atomic_files import storing
 from llama_ssp.batch.job import Job, chosen_seed, job_of
 from llama_ssp.batch.journal import acceptance, count_finished
+from llama_ssp.batch.preview import longest_text
 from llama_ssp.config import BatchConf, Output, RunConf
 from llama_ssp.config.arguments import divided, each_key_once
 from llama_ssp.config.environment import rank_environment
+from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.distributed.launcher import import_path
 from llama_ssp.distributed.signals import end_with_parent
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
-from llama_ssp.planner.gpus import gpus_here
-from llama_ssp.planner.resolve import pair_files, placed
-from llama_ssp.planner.run_plan import predict, require_fit
+from llama_ssp.placing.pairs import pair_files, placed
+from llama_ssp.placing.prediction import predict, require_fit
 from llama_ssp.planner.storage import CPU
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import config_sha256, versions
@@ -39,7 +40,6 @@ from llama_ssp.speculative.stats import ratio
 log = logging.getLogger(__name__)
 
 LOGS = "logs"  # in the job's folder
-BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
 LASTING = (USAGE, DATA, MODEL)  # exit codes that another run would end with again
 COUNT_S = 3.0  # between two looks at the job, while no group ends
 STOP_S = 60.0  # for groups to stop after SIGTERM
@@ -57,11 +57,9 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
     pair = placed(pair_files(run, folders)[0], [world])
     job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
     manifest = job.journal.manifest
-    rows = job.index.rows
-    # Of a new job the longest text is known by its bytes only.
-    slots = manifest.longest or int((rows["bytes"] // BYTES_PER_TOKEN + 1 + rows["new"]).max(initial=2))
+    slots = longest_text(pair.run, job.index, manifest.longest)
     # By the figures of the cluster that is named; None where it says too little.
-    prediction = predict(pair.run, pair.placement, slots=min(slots, pair.run.model.context))
+    prediction = predict(pair.run, pair.placement, slots=slots)
     require_fit(prediction, run.plan.enforce)
     verdict = prediction.option.verdict.value if prediction else None
     summary: dict[str, Any] = {"task": run.task.name, "config_sha256": config_sha256(job.run)}

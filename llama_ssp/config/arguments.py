@@ -26,7 +26,7 @@ from types import NoneType
 from typing import Any, NoReturn, get_origin, get_type_hints
 
 from llama_ssp.config.gone import gone
-from llama_ssp.config.presets import GROUPS, ROLES, model_words, nearest, options, quoted
+from llama_ssp.config.presets import GROUPS, ROLES, cluster_words, model_words, nearest, options, quoted
 from llama_ssp.config.run import RunConf, key_types, kinds_of
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import RunError, UsageError
@@ -182,6 +182,8 @@ def in_full(words: Sequence[str], sweeps: bool = False) -> list[str]:
             full.append(str(override))
         elif key in ROLES and not (sweeps and "," in value):  # model=7B, draft=/models/7b
             full += model_words(key, value)
+        elif key == "cluster" and not (sweeps and "," in value):  # cluster=p4d, cluster=8xH100
+            full += cluster_words(value)
         elif key == PROMPT and sweeps and listed:  # prompt=["a","b"]: each text is a run's only prompt
             full.append(f"{PROMPTS}={','.join(f'[{_quoted(PROMPTS, text)}]' for text in listed)}")
         elif key == PROMPT:  # prompt=a prompt=b: one run with two prompts

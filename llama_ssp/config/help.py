@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import EnumType
 from typing import Any, get_type_hints
 
-from llama_ssp.config.presets import GROUPS, nearest, options
+from llama_ssp.config.presets import CONF, GROUPS, nearest, options
 from llama_ssp.config.run import RunConf, kinds_of
 from llama_ssp.config.schema import ModelConf
 from llama_ssp.config.tasks import TASKS
@@ -24,6 +24,8 @@ SHOWN = ("sampling", "speculation")  # groups whose keys a task's help shows, to
 # Columns.
 MARGIN = 28
 WIDTH = 80
+NAMES_MARGIN = 16
+TYPED_GPUS = "Or a GPU, of which the plan has one, or as many as you say: h200, A100-80, 8xH100, 4x rtx4090."
 OVERVIEW = """\
 llama-ssp: a large language model, faster with a small draft, same distribution.
 
@@ -95,8 +97,21 @@ def _of_task(name: str) -> list[str]:
 def _of_group(name: str) -> list[str]:
     about = descriptions(RunConf).get(name, "Settings of several groups.")
     keys = keys_of_group(name)
-    lines = [f"{name}=NAME", "", *_wrapped(about), "", "Names", *_wrapped(", ".join(options(name)), 2)]
+    lines = [f"{name}=NAME", "", *_wrapped(about), "", "Names"]
+    if name == "cluster":
+        for option in options(name):
+            first, *rest = _wrapped(_first_comment(name, option), NAMES_MARGIN)
+            lines += [f"  {option:<{NAMES_MARGIN - 3}} {first.strip()}", *rest]
+        lines += ["", *_wrapped(TYPED_GPUS, 2)]
+    else:
+        lines += _wrapped(", ".join(options(name)), 2)
     return [*lines, "", "Keys", *_table(keys)] if keys else lines
+
+
+def _first_comment(group: str, option: str) -> str:
+    """Returns what the file of a preset says of it in its first sentence."""
+    line = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    return line.removeprefix("#").partition(". ")[0].strip()
 
 
 def _table(keys: Sequence[Key]) -> list[str]:

@@ -1,16 +1,23 @@
-"""Presets, and models by name: a preset, a folder, a GGUF file, or an id on the hub. No torch."""
+"""Presets, models and machines by name. No torch.
+
+A model is a preset, a folder, a GGUF file, or an id on the hub. A machine is a preset, or a GPU as people
+type it: H200, a100-80, 8xH100.
+"""
 
 import difflib
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from llama_ssp.config.run import home_expanded
 from llama_ssp.config.tasks import TASKS
-from llama_ssp.errors import ModelError
+from llama_ssp.errors import ModelError, UsageError
 
 _packaged = Path(__file__).parents[1] / "conf"  # in an installed wheel
 CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
@@ -19,6 +26,11 @@ ROLES = ("model", "draft")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 HUB_NAME = re.compile(rf"({HUB_ID.pattern})(?::([\w.-]+))?")  # with a GGUF file of it: ORG/NAME:Q4_K_M
 HUB_PAGE = "https://huggingface.co/"
+# How people write GPUs: h200, 8xH100, A100-80GB x4; a DGX or HGX has as many as its preset.
+TYPED_GPU = re.compile(
+    r"(?:(?P<count>\d+) ?[xX*] ?)?(?P<box>(?:[dD][gG][xX]|[hH][gG][xX])[ _-])?"
+    r"(?P<gpu>[A-Za-z][\w -]*?)(?:(?<=[\d ])[xX*] ?(?P<count_behind>\d+))?"
+)
 UNNAMED = "local"  # the preset of every folder and id
 NAMES_OF_A_MODEL = "a preset, a folder, a GGUF file, or ORG/NAME[:Q4_K_M] on the Hugging Face hub"
 
@@ -55,6 +67,45 @@ def model_words(role: str, name: str) -> list[str]:
     else:  # Hydra looks for a preset of the user's own
         return [f"{role}={quoted(name)}"]
     return [f"{role}={UNNAMED}", *(f"{role}.{key}={quoted(value)}" for key, value in keys.items())]
+
+
+@cache
+def machines() -> dict[str, dict[str, Any]]:
+    """Returns the figures of every cluster preset that names a GPU, by its file's name."""
+    files = sorted((CONF / "cluster").glob("*.yaml"))
+    presets = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+    return {name: preset for name, preset in presets.items() if preset.get("gpu")}
+
+
+def cluster_words(name: str) -> list[str]:
+    """Returns the overrides that choose this machine. Raises UsageError for a GPU of several sizes."""
+    typed = TYPED_GPU.fullmatch(name)
+    if name in options("cluster") or typed is None or not (presets := _with_gpu(typed["gpu"])):
+        return [f"cluster={name}"]  # Hydra looks for a preset of the user's own
+    if len(presets) > 1:
+        kinds = ", ".join(sorted(str(machines()[preset]["gpu"]) for preset in presets))
+        raise UsageError(f"cluster={name} may be several GPUs", allowed=kinds, fix="name one")
+    of_node = int(machines()[presets[0]]["gpus"])
+    if typed["count"] or typed["count_behind"]:
+        gpus = int(typed["count"] or typed["count_behind"])
+    else:
+        gpus = of_node if typed["box"] else 1
+    nodes = gpus // of_node if gpus > of_node > 1 and gpus % of_node == 0 else 1
+    words = [f"cluster={presets[0]}", f"cluster.gpus={gpus // nodes}"]
+    return words if nodes == 1 else [*words, f"cluster.nodes={nodes}"]
+
+
+def _with_gpu(typed: str) -> list[str]:
+    """Returns the presets whose GPU has this name, whatever its letters; else those of this family."""
+    by_name = {_plain(str(preset["gpu"])): name for name, preset in reversed(machines().items())}
+    if preset := by_name.get(_plain(typed)):
+        return [preset]
+    return [name for gpu, name in by_name.items() if re.fullmatch(rf"{re.escape(_plain(typed))}\d\d", gpu)]
+
+
+def _plain(name: str) -> str:
+    """Returns a GPU's name without what people write in different ways."""
+    return re.sub(r"[^A-Z0-9]|NVIDIA|GEFORCE|SXM\d?|GB$", "", name.strip().upper())
 
 
 def quoted(text: object, as_written: bool = True) -> str:

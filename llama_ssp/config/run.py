@@ -12,7 +12,6 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from llama_ssp.config.schema import (
     MAX_SEED,
-    NGRAM_K,
     ClusterConf,
     Drafting,
     ModelConf,
@@ -73,12 +72,6 @@ class RunConf:
     def drafts_from_text(self) -> bool:
         """Returns whether tokens are looked up in the text so far."""
         return self.speculation.drafter not in (Drafting.model, Drafting.none) and self.speculation.may_draft
-
-    @property
-    def given_k(self) -> int | None:
-        """Returns the user's K, or NGRAM_K for free drafts from the text; None if the plan chooses K."""
-        k = self.speculation.k
-        return NGRAM_K if k is None and self.drafts_from_text else k
 
     @property
     def drafter_name(self) -> str | None:

@@ -316,7 +316,9 @@ class PlanningConf:
     """The plan that every run is compared with."""
 
     enforce: bool = key(True, "Refuse a run that does not fit, before anything is loaded.")
-    acceptance: float = share(0.8, "The acceptance probability of the plan; task=plan has a key of its own.")
+    acceptance: float | None = share(
+        None, "The acceptance probability that is planned with; null assumes 0.8. task=plan has its own key."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,3 +423,13 @@ class SpeculationConfig:
     def longest(self) -> int:
         """Returns the largest number of drafts of a round."""
         return self.k_max if self.adaptive or self.k is None else self.k
+
+    @property
+    def fixed_k(self) -> int | None:
+        """Returns K where every round has the same; None where it is chosen while running."""
+        return None if self.adaptive else self.k
+
+    @property
+    def k_in_words(self) -> str:
+        """Returns how many drafts a round has, for people."""
+        return "adaptive K" if self.fixed_k is None else f"K = {self.k}"

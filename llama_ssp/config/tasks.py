@@ -298,7 +298,10 @@ class PlanConf(TaskConf):
     max_new_tokens: int = number(128, 1, MAX_INT, "Tokens of a continuation.")
     batch_size: int = number(1, 1, MOST_ROWS, "Rows at a time.")
     prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
-    acceptance: float = share(0.8, "The probability that a drafted token is accepted if those before it are.")
+    acceptance: float | None = share(
+        None,
+        "The probability that a drafted token is accepted if those before it are; null: plan.acceptance.",
+    )
     require_fit: bool = key(False, "End with exit code 1 unless the verdict is `fits`.")
     nodes: list[int] = number(list, 1, 1024, "Also plan a batch job on each of these numbers of nodes.")
     records: int = number(100_000, 1, MAX_INT, "Records of that job.")

@@ -15,6 +15,7 @@ from llama_ssp.config.schema import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     Drafting,
+    DraftSeat,
     ModelConf,
     Output,
     Scheduler,
@@ -64,6 +65,14 @@ def check(run: RunConf) -> None:
             fix="lower the one or raise the other",
         )
     placement = run.placement
+    is_split = placement.draft in (DraftSeat.sharded, DraftSeat.own)
+    if placement.draft_degree is not None and placement.draft_ranks is None and not is_split:
+        raise UsageError(
+            "placement.draft_degree is for a draft that is split or has ranks of its own",
+            found=f"placement.draft={placement.draft.value}",
+            allowed="sharded, own",
+            fix="add placement=sharded or placement=own",
+        )
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
         raise UsageError(
             "placement.max_memory and offload_folder are for splitting by layers",

@@ -32,7 +32,8 @@ from llama_ssp.pair.requests import require_numbers
 from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.pair.token_prompts import usable
-from llama_ssp.planner.resolve import pair_specs, require_own_ranks
+from llama_ssp.placing.draft_length import with_k_of
+from llama_ssp.placing.pairs import pair_specs, require_own_ranks
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spelled
@@ -290,8 +291,7 @@ class Pair:
             )
         given |= {"stop": listed("stop", given["stop"]), "logprobs_of": LogprobsOf(logprobs_of)}
         task = replace(run.task_as(GenerateConf), **given)
-        if speculation.k is None:
-            speculation = replace(speculation, k=run.speculation.k)
+        speculation = with_k_of(run.speculation, speculation)
         seed = run.seed if seed is None else seed
         run = replace(run, task=task, sampling=sampling, speculation=speculation, seed=seed)
         checks.check(run)
@@ -300,7 +300,7 @@ class Pair:
             raise UsageError(
                 "the pair was loaded without its draft model",
                 where="speculation",
-                found=f"k {speculation.k}",
+                found=speculation.k_in_words,
                 allowed="settings without one",
                 fix="load it with settings that draft",
             )

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from llama_ssp.config import (
     USUAL_CHUNK,
-    USUAL_COST_RATIO,
     OnDraftLoss,
     PlacementConf,
     RunConf,
@@ -38,7 +37,6 @@ from llama_ssp.pair.trial import Trial
 from llama_ssp.planner.activations import widest_steps
 from llama_ssp.planner.workload import TARGET
 from llama_ssp.report.console import Progress, waiting
-from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.head import head_drafter
@@ -331,16 +329,3 @@ def draft_alone(pair: RankModels) -> RankModels | None:
     return replace(
         pair, target=pair.draft, draft=None, roles=roles, vocab=pair.draft.vocab, context=pair.draft_context
     )
-
-
-def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftLength:
-    """Returns how K is chosen for a batch of this many rows; an adaptive K goes by `costs`, if known."""
-    spec = run.speculation
-    if not spec.adaptive:
-        return FixedDraftLength(spec.k or 0, rows)
-    fits = costs is not None and costs.k_max <= spec.k_max and costs.drafter == run.drafter_name
-    if costs is None or not fits or spec.cost_ratio is not None:
-        ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
-        at_once = run.draft is not None and run.draft.head_block > 0
-        costs = Costs.of_ratio(ratio, spec.k_max, at_once)
-    return AdaptiveDraftLength(costs, rows)

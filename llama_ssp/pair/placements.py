@@ -22,18 +22,13 @@ from llama_ssp.models.kept_files import compiler
 from llama_ssp.models.loader import DRAFT
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned
-from llama_ssp.planner.engine import COMPILES_ONCE, launching_s, needs_trial, tokens_generated, why_eager
+from llama_ssp.placing.engine import COMPILES_ONCE, needs_trial, tokens_generated, why_eager
+from llama_ssp.placing.pairs import PairSpec, require_whole
+from llama_ssp.placing.prediction import Prediction, predict, require_fit, require_host, warn_of_codes
+from llama_ssp.placing.request import request_of
+from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.hardware import CPU_RESERVE
-from llama_ssp.planner.resolve import PairSpec, require_whole
-from llama_ssp.planner.run_plan import (
-    Prediction,
-    predict,
-    request_of,
-    require_fit,
-    require_host,
-    warn_of_codes,
-)
 from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.planner.workload import GIB, Role
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
@@ -138,7 +133,7 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
         copies = False
     memory = {str(key): size for key, size in conf.max_memory.items()}
     compiled = compiles(run, role, model, device, dtype, splitting)
-    on_trial = compiled and needs_trial(run.engine, device.type == "cpu", degree)
+    on_trial = compiled and degree > 1 and needs_trial(run.engine, device.type == "cpu")
 
     return ModelPlacement(
         role=role,
@@ -190,7 +185,10 @@ def require_loadable(
     prediction = None
     device = target.device
     how: dict[str, Any] = {"rows": rows, "slots": slots, "caches": caches, "on_cpu": device.type == "cpu"}
-    how |= {"dtypes": [placed.dtype for placed in placements], "measured": memory_of(device, ranks)}
+    how |= {
+        "formats": {placed.role: placed.dtype for placed in placements},
+        "measured": memory_of(device, ranks),
+    }
     if target.splitting is Splitting.layers and all(is_planned(placed.model) for placed in placements):
         with suppress(UsageError):  # a GPU without known figures
             room = request_of(run, **how).room_by_layers()

@@ -26,16 +26,16 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import device_of, usage_of
-from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, lookahead_for, prepare
+from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, prepare
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
 from llama_ssp.pair.requests import TokenRequest, requests_of
 from llama_ssp.pair.run import RunSettings
 from llama_ssp.pair.token_prompts import prompt_of
-from llama_ssp.planner.engine import compiled_before
-from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import Prediction, RunMeasurement, fitting
+from llama_ssp.placing.engine import compiled_before
+from llama_ssp.placing.pairs import PairSpec
+from llama_ssp.placing.prediction import Prediction, RunMeasurement, fitting
 from llama_ssp.planner.workload import GIB, MIB
-from llama_ssp.speculative.draft_length import Costs
+from llama_ssp.speculative.draft_length import Costs, lookahead_for
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.measure_costs import measured
 from llama_ssp.speculative.state import Prompt
@@ -169,7 +169,8 @@ class PairSession:
         # With a draft of another tokenizer a round's cost depends on the text, so it is not measured.
         is_bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
         has_drafts = run.drafts_from_text or (run.has_draft_model and not is_bridged)
-        if run.task.measures_costs and spec.adaptive and spec.cost_ratio is None and has_drafts:
+        is_open = spec.fixed_k is None and spec.cost_ratio is None
+        if run.task.measures_costs and is_open and has_drafts:
             slots = min(self._slots, draft) if run.has_draft_model else self._slots
             engine = self.engine(0, end_ids=frozenset())
             self.costs = measured(engine, run, self.rows, slots, self.ranks, prompts)
@@ -239,13 +240,21 @@ class PairSession:
     ) -> RunMeasurement:
         """Returns the speed and acceptance of texts generated with `run`, from the JSON's `figures`."""
         spec = (run or self.run).speculation
-        k = None if spec.adaptive else spec.k
+        k = spec.fixed_k
         if spec.drafter is Drafting.none or not spec.may_draft:
             k = 0
         took = figures["ms_per_token"]
         accepted = figures["acceptance_rate_decided"]
         held = self.models.held_bytes
-        return RunMeasurement(name, self._prediction, rows or self.rows, k, took, accepted, held)
+        return RunMeasurement(
+            name=name,
+            prediction=self._prediction,
+            rows=rows or self.rows,
+            k=k,
+            ms_per_token=took,
+            acceptance=accepted,
+            held_bytes=held,
+        )
 
 
 def regular(run: RunConf) -> RunConf:

@@ -1,33 +1,25 @@
 """The machine to plan for: a cluster's figures, looked up where the configuration leaves them open. No torch.
 
-`local` reads this machine: its GPUs from nvidia-smi, else its CPU and memory. A GPU's other figures are those
-of the preset under conf/cluster that has it.
+A GPU's figures that are open are those of the preset under conf/cluster that has it. This machine's own are
+read elsewhere (placing/this_machine.py).
 """
 
+from __future__ import annotations
+
 import re
-import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from llama_ssp.config import ClusterConf, Dtype, Scheduler, TimesConf
-from llama_ssp.config.presets import CONF, nearest
-from llama_ssp.distributed.cores import cores_here
+from llama_ssp.config import ClusterConf, Dtype, TimesConf
+from llama_ssp.config.presets import machines, nearest
 from llama_ssp.errors import DistributedError, UsageError
-from llama_ssp.models.host_cores import given_threads
-from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.activations import GPU, Kernels
-from llama_ssp.planner.gpus import SLICES, gpus_here
 from llama_ssp.planner.speed import Times, times_of
 from llama_ssp.planner.storage import CPU, CUDA, OLD, Storage
 from llama_ssp.planner.workload import GIB, MIB
 
-CPU_TABLE = Path("/proc/cpuinfo")
 CPU_RESERVE = 0.1  # of the memory of a CPU, which other programs use, too
+MOST_OF_NODE = 8  # GPUs, of those that are sold one by one
 GPU_RESERVE = 256 * MIB  # of a GPU's free memory: kernels that are loaded later, and what others take
 
 
@@ -48,33 +40,49 @@ class Machine:
     taken: dict[str, int]
     times: Times
     gpus_of_node: int = 1  # as the cluster's preset has them
+    threads: int = 1  # of a CPU's kernels, each of which has scratch memory
 
     @property
     def world(self) -> int:
-        """The number of ranks: one a GPU."""
+        """Returns the number of ranks: one a GPU."""
         return self.nodes * self.gpus
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels, for the scratch and rounding in a memory estimate."""
-        return Kernels(cpu=True, threads=threads_here()) if self.is_cpu else GPU
+        """Returns the kernels, for the scratch and rounding in a memory estimate."""
+        return Kernels(cpu=True, threads=self.threads) if self.is_cpu else GPU
 
     @property
     def is_cpu(self) -> bool:
         return self.gpu == CPU
 
+    def of_ranks(self, ranks: int) -> Machine:
+        """Returns the part of the machine that so many ranks use. Raises UsageError where it has fewer."""
+        if self.is_cpu:
+            return replace(self, gpus=ranks, nodes=1)
+        if ranks > self.world:
+            raise DistributedError(
+                "there is a GPU for each rank",
+                where="ranks",
+                found=ranks,
+                allowed=f"1..{self.world}",
+                fix="lower it, or raise cluster.gpus or cluster.nodes",
+            )
+        nodes = -(-ranks // self.gpus)
+        return replace(self, gpus=ranks // nodes, nodes=nodes)
+
     def capacity_of(self, world: int) -> int:
-        """The bytes for one of `world` ranks; ranks on a CPU share its memory."""
+        """Returns the bytes for one of `world` ranks; ranks on a CPU share its memory."""
         return self.capacity // -(-world // self.nodes) if self.is_cpu else self.capacity
 
     def dtype(self, conf: Dtype) -> Dtype:
-        """`auto` resolved as by the loader."""
+        """Resolves `auto` as by the loader."""
         if conf is not Dtype.auto:
             return conf
         return Dtype.bf16 if self.bf16 else Dtype.fp32 if self.is_cpu else Dtype.fp16
 
     def store(self, compiled: bool) -> Storage:
-        """How its kernels keep the weights of a model, whose steps may be compiled."""
+        """Returns how its kernels keep the weights of a model, whose steps may be compiled."""
         return Storage(kernel=CPU if self.is_cpu else CUDA if self.bf16 else OLD, compiled=compiled)
 
     def in_words(self) -> str:
@@ -84,89 +92,108 @@ class Machine:
         return f"{self.name}: {what}{f' on {self.nodes} nodes' if self.nodes > 1 else ''}"
 
 
-def machine_of(cluster: ClusterConf, measured: int | None = None, connected: bool = False) -> Machine:
+def machine_of(
+    cluster: ClusterConf,
+    *,
+    measured: int | None = None,
+    limit_gib: float | None = None,
+    connected: bool = False,
+    threads: int = 1,
+) -> Machine:
     """Completes the cluster's figures; returns the machine. Raises UsageError for a GPU without known ones.
 
-    `measured` are the bytes that are free for this process on its device. On a GPU it has its context by
-    then and, if it is `connected`, a communicator of all ranks: the plan counts both, so they are added.
-    cluster.gib is a further limit.
+    `measured` are the bytes that are free for this process on its device, and `limit_gib` is a further limit.
+    On a GPU a process has its context by then and, if it is `connected`, a communicator of all ranks: the
+    plan counts both, so they are added.
     """
-    own = known().get(cluster.name, {}).get("gpu")
-    if cluster.gpu is not None and own not in (None, cluster.gpu):  # the preset's figures are its own GPU's
-        found, fix = f"{cluster.gpu}, cluster {cluster.name}", f"cluster=local cluster.gpu={cluster.gpu}"
-        raise UsageError("cluster.gpu is not that cluster's", "", found, own, f"use {fix} cluster.gpus=N")
-    if cluster.gpu is None and cluster.scheduler is not Scheduler.none:  # it will run on other machines
-        what, fix = "the nodes' GPU is not known here", "name it with cluster.gpu="
-        raise UsageError(what, "cluster.gpu", allowed=", ".join(sorted(_by_gpu())), fix=fix)
-    whole = _completed(_this_machine(cluster) if cluster.gpu is None else cluster)
+    of_preset = machines().get(cluster.name, {})
+    preset_gpu = of_preset.get("gpu")
+    if preset_gpu not in (None, cluster.gpu):  # the preset's figures are its own GPU's
+        raise UsageError(
+            "cluster.gpu is not that cluster's",
+            found=f"{cluster.gpu}, cluster {cluster.name}",
+            allowed=preset_gpu,
+            fix=f"use cluster=local cluster.gpu={cluster.gpu} cluster.gpus=N",
+        )
+    whole = _completed(cluster)
+    is_cpu = whole.gpu == CPU
     names = ("context", "cublas", "nccl", "graph")
     taken = {name: int((getattr(whole, f"{name}_mib") or 0) * MIB) for name in names}
-    is_cpu, share = whole.gpu == CPU, whole.reserve
-    share = CPU_RESERVE if share is None and is_cpu else share
-    capacity = memory_here() if whole.gib is None else int(whole.gib * GIB)
-    capacity = max(0, capacity - (GPU_RESERVE if share is None else int(capacity * share)))
-    if measured is not None:
-        own = int(measured * (1 - (share or 0.0)))
-        if not is_cpu:
-            own = max(0, measured - GPU_RESERVE) + taken["context"] + taken["nccl"] * connected
-        capacity = own if cluster.gib is None else min(own, capacity)
-    borrowed = is_cpu and cluster.times.layer_us is None
-    times = times_of(whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed)
-    shape = whole.name, str(whole.gpu), whole.nodes, whole.gpus or 1
-    of_node = int(known().get(cluster.name, {}).get("gpus") or whole.gpus or 1)
-    return Machine(*shape, capacity, bool(whole.bf16), whole.link, taken, times, of_node)
+    is_borrowed = is_cpu and cluster.times.layer_us is None  # the times are another CPU's
+    return Machine(
+        name=whole.name,
+        gpu=str(whole.gpu),
+        nodes=whole.nodes,
+        gpus=whole.gpus or 1,
+        capacity=_capacity(whole, limit_gib, measured, taken["context"] + taken["nccl"] * connected),
+        bf16=bool(whole.bf16),
+        link=whole.link,
+        taken=taken,
+        times=times_of(
+            whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed=is_borrowed
+        ),
+        gpus_of_node=_most_of_node(of_preset, whole),
+        threads=threads,
+    )
 
 
-@cache
-def known() -> dict[str, dict[str, Any]]:
-    """Every cluster preset that names a GPU, by its file's name."""
-    files = sorted((CONF / "cluster").glob("*.yaml"))
-    presets = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
-    return {name: preset for name, preset in presets.items() if preset.get("gpu")}
+def _most_of_node(of_preset: dict[str, Any], whole: ClusterConf) -> int:
+    """Returns how many such GPUs a node may have: as many as the preset's, of a single GPU MOST_OF_NODE."""
+    of_node = int(of_preset.get("gpus") or MOST_OF_NODE)
+    return max(of_node if of_node > 1 else MOST_OF_NODE, whole.gpus or 1)
 
 
-def _by_gpu() -> dict[str, dict[str, Any]]:
-    """The first preset with each GPU."""
-    return {str(preset["gpu"]): preset for preset in reversed(known().values())}
+def _capacity(whole: ClusterConf, limit_gib: float | None, measured: int | None, there: int) -> int:
+    """Returns the bytes for weights and what else a plan counts: those of the figures, or `measured` ones.
+
+    `there` are bytes that a measured GPU's process holds already, and that the plan counts.
+    """
+    is_cpu = whole.gpu == CPU
+    share = whole.reserve
+    if share is None and is_cpu:
+        share = CPU_RESERVE
+    size = int((whole.gib or 0.0) * GIB)
+    planned = max(0, size - (GPU_RESERVE if share is None else int(size * share)))
+    if measured is None:
+        return planned
+    if is_cpu:
+        free = int(measured * (1 - (share or 0.0)))
+    else:
+        free = max(0, measured - GPU_RESERVE) + there
+    return free if limit_gib is None else min(free, planned)
+
+
+def by_gpu() -> dict[str, dict[str, Any]]:
+    """Returns the first preset with each GPU."""
+    return {str(preset["gpu"]): preset for preset in reversed(machines().values())}
 
 
 def _completed(cluster: ClusterConf) -> ClusterConf:
-    """The figures that are open are those of the preset with this GPU."""
+    """Returns the cluster with the figures that are open taken from the preset with this GPU."""
     needed = ("bf16", "gb_s", "tflops", "context_mib", "cublas_mib", "nccl_mib", "graph_mib")
     if all(getattr(cluster, name) is not None for name in needed):
         return cluster
-    by_gpu = _by_gpu()
-    if cluster.gpu not in by_gpu:
-        where, allowed = f"cluster {cluster.name}", ", ".join(sorted(by_gpu))
-        near = nearest(str(cluster.gpu), list(by_gpu))
-        measured = "measure them with task=calibrate, or give cluster.gib, gb_s, tflops, bf16 and *_mib"
-        fix = f"did you mean {near}? else {measured}" if near else measured
-        raise UsageError("the GPU's figures are not known", where, cluster.gpu, allowed, fix)
-    preset, blank = by_gpu[str(cluster.gpu)], ClusterConf()
-    own = [name for name in preset if name not in ("name", "times", "reserve", "gpus", "nodes")]
-    found = {name: preset[name] for name in own if getattr(cluster, name) == getattr(blank, name)}
+    presets = by_gpu()
+    if cluster.gpu not in presets:
+        near = nearest(str(cluster.gpu), list(presets))
+        measure = "measure them with task=calibrate, or give cluster.gib, gb_s, tflops, bf16 and *_mib"
+        raise UsageError(
+            "the GPU's figures are not known",
+            where=f"cluster {cluster.name}",
+            found=cluster.gpu,
+            allowed=", ".join(sorted(presets)),
+            fix=f"did you mean {near}? else {measure}" if near else measure,
+        )
+    preset = presets[str(cluster.gpu)]
+    blank = ClusterConf()
+    of_gpu = [name for name in preset if name not in ("name", "times", "reserve", "gpus", "nodes")]
+    open_figures = {name: preset[name] for name in of_gpu if getattr(cluster, name) == getattr(blank, name)}
     times = cluster.times if cluster.times != TimesConf() else TimesConf(**preset.get("times", {}))
-    return replace(cluster, **found, times=times)
-
-
-def _this_machine(cluster: ClusterConf) -> ClusterConf:
-    """The cluster with this machine's GPUs, or its CPU."""
-    here: dict[str, Any]
-    if gpus := gpus_here():
-        least = min(gpus, key=lambda gpu: gpu.free or sys.maxsize)
-        gpu = matching(least.name, list(_by_gpu())) or least.name
-        here = {"gpus": len(gpus), "gib": least.free / GIB if least.free else None}
-        if least.slices and least.free and gpu in _by_gpu():
-            whole = _by_gpu()[gpu]  # a part has its share of the memory's channels and of the units
-            here["gb_s"] = whole["gb_s"] * min(least.free / GIB / whole["gib"], 1.0)
-            here["tflops"] = whole["tflops"] * least.slices / SLICES
-    else:
-        gpu, here = CPU, {"gpus": 1, "gib": memory_here() / GIB, "bf16": cpu_has_bf16()}
-    return replace(cluster, gpu=gpu, **{key: here[key] for key in here if getattr(cluster, key) is None})
+    return replace(cluster, **open_figures, times=times)
 
 
 def matching(name: str, gpus: list[str]) -> str | None:
-    """The GPU that a driver's name means: "NVIDIA A100-SXM4-40GB" is A100-40, "NVIDIA L4" is L4."""
+    """Returns the GPU that a driver's name means: "NVIDIA A100-SXM4-40GB" is A100-40, "NVIDIA L4" is L4."""
     words = re.split(r"[^A-Za-z0-9]+", name.upper())
     if "LAPTOP" in words:  # a slower chip of the same name
         return None
@@ -177,22 +204,13 @@ def matching(name: str, gpus: list[str]) -> str | None:
     return None
 
 
-def threads_here() -> int:
-    """The number of threads of torch, by default."""
-    return given_threads() or cores_here()
-
-
-def cpu_has_bf16() -> bool:
-    """Whether torch's CPU kernels compute in bf16 here, which needs AVX-512."""
-    with suppress(OSError):
-        return "avx512bw" in CPU_TABLE.read_text(encoding="utf-8", errors="replace")
-    return False
-
-
 def require_world(machine: Machine, ranks: int) -> None:
     """Refuses another number of ranks of torchrun than the cluster has."""
     if ranks not in (1, machine.world):
-        what, allowed = "the number of ranks is not the cluster's", f"{machine.nodes} nodes x {machine.gpus}"
-        fix = f"plan without torchrun, or give cluster.nodes and cluster.gpus so that they make {ranks}"
-        where, found = f"cluster {machine.name}", f"{ranks} ranks"
-        raise DistributedError(what, where, found, f"{allowed} = {machine.world}", fix)
+        raise DistributedError(
+            "the number of ranks is not the cluster's",
+            where=f"cluster {machine.name}",
+            found=f"{ranks} ranks",
+            allowed=f"{machine.nodes} nodes x {machine.gpus} = {machine.world}",
+            fix=f"plan without torchrun, or give cluster.nodes and cluster.gpus so that they make {ranks}",
+        )

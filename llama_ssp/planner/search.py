@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting, Steps
+from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split, require_transformers
-from llama_ssp.planner.engine import LAYER_OPERATIONS, ROW_OPERATIONS, launching_s, why_eager
+from llama_ssp.planner.engine import LAYER_OPERATIONS, ROW_OPERATIONS, launching_s
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
 from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, Times, forward_s, pass_cost
 from llama_ssp.planner.storage import BYTES, WEIGHTS
 from llama_ssp.planner.weights import CACHE
-from llama_ssp.planner.workload import TARGET, Role, Workload
+from llama_ssp.planner.workload import ALL_COMPILED, TARGET, Role, StepRule, Workload
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
 MANY_RANKS = 256  # over more of them a draft is split over powers of two only
@@ -35,9 +35,8 @@ NOTABLE = 0.05  # by how much a step must be slower to be named
 class PlanRequest:
     """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model.
 
-    `tokens` are those that the task generates: what compiled steps save depends on them. `bridged`: the draft
-    has another tokenizer. `k` is the K that will run; None: the best. Prompts are read in chunks of
-    `least_chunk` where the work does not fit; None: in those of the work.
+    `bridged`: the draft has another tokenizer. `k` is the K that will run; None: the best. Prompts are read
+    in chunks of `least_chunk` where the work does not fit; None: in those of the work.
     """
 
     machine: Machine
@@ -48,11 +47,11 @@ class PlanRequest:
     k_max: int = 16
     text_drafts: bool = False
     overlap: Overlap = Overlap.auto
-    engine: Steps = Steps.auto
-    tokens: int = 0
+    steps: StepRule = ALL_COMPILED
     bridged: bool = False
     k: int | None = None
     least_chunk: int | None = None
+    is_acceptance_assumed: bool = False
 
     @property
     def roles(self) -> list[Role]:
@@ -68,7 +67,7 @@ class PlanRequest:
     def why_eager(self, role: Role, placement: Placement) -> str | None:
         """Why the role's steps run eagerly with this placement; None if they are compiled."""
         splitting = placement.splitting if role.role == TARGET else Splitting.tensor
-        return why_eager(self.engine, self.tokens, role.model, role.dtype, splitting, self.machine.is_cpu)
+        return self.steps.why_eager(role, splitting)
 
     def memories(self, placement: Placement, work: Workload) -> tuple[RankMemory, ...]:
         """The memory of every rank, for this work."""

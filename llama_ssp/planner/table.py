@@ -7,7 +7,6 @@ from rich.text import Text
 
 from llama_ssp.config import MAX_K, MOST_ROWS
 from llama_ssp.distributed.placement import spans
-from llama_ssp.planner.engine import needs_trial
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
 from llama_ssp.planner.groups import JobPlan
 from llama_ssp.planner.plan import PARTS, Plan, parts
@@ -222,7 +221,7 @@ def _words(plan: Plan) -> Iterator[str]:
         yield f"steps run eagerly: {'; '.join(f'{who}, {why}' for why, who in roles.items())}"
     request, place = plan.request, plan.chosen.placement
     degree = max(len(place.target), place.draft_degree)
-    if not plan.eager and needs_trial(request.engine, request.machine.is_cpu, degree):
+    if not plan.eager and request.steps.needs_trial and degree > 1:
         yield "the first start tries CUDA graphs over several GPUs; if that fails, steps run eagerly"
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
@@ -231,6 +230,8 @@ def _words(plan: Plan) -> Iterator[str]:
         yield BETWEEN_NODES
     if machine.is_cpu and machine.times.band > BAND:
         yield "task=calibrate measures this machine's own"
+    if plan.drafts and request.is_acceptance_assumed:
+        yield f"acceptance {request.acceptance:.2f} is assumed; llama-ssp measure finds your pair's"
     if licences := _licences(plan):
         yield licences
 

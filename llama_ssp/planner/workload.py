@@ -1,8 +1,9 @@
 """What a plan is about: two roles and a batch of work; and the lines that a memory estimate consists of."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.config import Dtype, ModelConf, Splitting
 
 TARGET, DRAFT = "model", "draft"  # roles, by the names of their config groups
 MIB, GIB = 2**20, 2**30
@@ -17,6 +18,17 @@ class Role:
     role: str
     model: ModelConf
     dtype: Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRule:
+    """Which steps are compiled, as the run decides it (placing/engine.py)."""
+
+    why_eager: Callable[[Role, Splitting], str | None]  # None: they are compiled
+    needs_trial: bool = False  # whether compiled steps over several GPUs have to pass a trial first
+
+
+ALL_COMPILED = StepRule(why_eager=lambda _role, _splitting: None)
 
 
 @dataclass(frozen=True)

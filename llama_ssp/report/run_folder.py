@@ -73,6 +73,13 @@ class RunFolder:
             config = yaml.safe_dump({**resolved(run), "seed": seed}, sort_keys=False, allow_unicode=True)
             (self.path / "config.yaml").write_text(config, encoding="utf-8")
 
+    def keep_decisions(self, decisions: dict[str, Any]) -> None:
+        """Writes how each pair runs, and who decided it, before anything is loaded."""
+        if self.path is not None:
+            with writing("run folder", self.path, FIX):
+                content = yaml.safe_dump(decisions, sort_keys=False, allow_unicode=True)
+                (self.path / "decisions.yaml").write_text(content, encoding="utf-8")
+
     def summary(self, status: str, figures: dict[str, Any]) -> dict[str, Any]:
         """Returns the JSON document of the run, with the task's figures."""
         return {

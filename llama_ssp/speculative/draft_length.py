@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from llama_ssp.config import USUAL_COST_RATIO, RunConf
 from llama_ssp.speculative.stats import RowStep
 
 
@@ -210,6 +211,19 @@ class AdaptiveDraftLength:
 
 
 DraftLength = FixedDraftLength | AdaptiveDraftLength
+
+
+def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftLength:
+    """Returns how K is chosen for a batch of this many rows; an adaptive K goes by `costs`, if known."""
+    spec = run.speculation
+    if not spec.adaptive:
+        return FixedDraftLength(spec.k or 0, rows)
+    fits = costs is not None and costs.k_max <= spec.k_max and costs.drafter == run.drafter_name
+    if costs is None or not fits or spec.cost_ratio is not None:
+        ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
+        at_once = run.draft is not None and run.draft.head_block > 0
+        costs = Costs.of_ratio(ratio, spec.k_max, at_once)
+    return AdaptiveDraftLength(costs, rows)
 
 
 def tokens_per_round(rate: float, k: int) -> float:

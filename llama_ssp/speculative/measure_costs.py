@@ -45,7 +45,7 @@ def measured(
     leader's times. With `prompts` of the run it also measures how likely drafts stand after them.
     """
     half = slots // 2
-    k_max = min(run.speculation.k_max, half - 1, engine.drafter.limit(half) if engine.drafter else 0)
+    k_max = min(run.speculation.longest, half - 1, engine.drafter.limit(half) if engine.drafter else 0)
     k_max = ranks.broadcast_ints([k_max])[0]
     if k_max < 1:
         return None

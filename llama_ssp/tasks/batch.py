@@ -21,8 +21,8 @@ import numpy as np
 from llama_ssp.batch.attempts import BEAT_S, STALE_S, Attempt, JournalThread, Shard
 from llama_ssp.batch.job import Job, job_of, require_good
 from llama_ssp.batch.journal import COSTS, ROWS, Journal
+from llama_ssp.batch.preview import BYTES_PER_TOKEN
 from llama_ssp.batch.records import BROKEN, Refused, Request, answer, refusal
-from llama_ssp.batch.workers import BYTES_PER_TOKEN
 from llama_ssp.config import BatchConf, Splitting
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.process_group import NO_GPU, gpu_of
@@ -33,7 +33,7 @@ from llama_ssp.pair.requests import NOT_NUMBERS, Reply, TokenRequest
 from llama_ssp.pair.run import RunSettings, Supply, run_figures, runs
 from llama_ssp.pair.session import PairSession
 from llama_ssp.pair.token_prompts import prompt_of
-from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.placing.prediction import RunMeasurement
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import figure

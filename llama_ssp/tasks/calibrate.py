@@ -39,23 +39,27 @@ from llama_ssp.config import (
     Weights,
     home_expanded,
 )
+from llama_ssp.config.presets import machines
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError, writing
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of
 from llama_ssp.models.host_memory import process_bytes
-from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession
+from llama_ssp.placing.decision import as_asked
+from llama_ssp.placing.engine import step_rule
+from llama_ssp.placing.pairs import PairSpec
+from llama_ssp.placing.this_machine import machine_for
 from llama_ssp.planner.engine import of_constants
-from llama_ssp.planner.hardware import Machine, known, machine_of, matching
-from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.planner.hardware import Machine, matching
 from llama_ssp.planner.search import PlanRequest, round_times
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.run_folder import versions
+from llama_ssp.speculative.draft_length import lookahead_for
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
@@ -263,7 +267,7 @@ class Player:
         key = f"{run.model} {run.draft} {run.engine} {case.rows}"
         if key not in self._pairs:
             placement = resolve(run.placement, self._ranks.world, run.has_draft_model)
-            pair = PairSession(PairSpec(run, None, None, placement), self._ranks)
+            pair = PairSession(PairSpec(run, None, None, as_asked(run, placement)), self._ranks)
             self._pairs[key] = pair.load(case.rows, len(PROMPT) + self._new)
             has_graphs = all(model.has_graphs for model in pair.models.loaded.values())
             if case.engine is None and run.engine is Steps.compiled and not has_graphs:
@@ -283,7 +287,7 @@ def _libraries(device: torch.device, held: int) -> Libraries:
     free, total = torch.cuda.mem_get_info(device)
     context = total - free - torch.cuda.memory_reserved(device)
     name = torch.cuda.get_device_name(device)
-    presets = (preset for preset in known().values() if matching(name, [str(preset["gpu"])]))
+    presets = (preset for preset in machines().values() if matching(name, [str(preset["gpu"])]))
     preset = next(presets, {"cublas_mib": 0.0, "nccl_mib": 0.0, "graph_mib": 0.0})
     return Libraries(
         context_mib=_short(context / MIB),
@@ -332,7 +336,7 @@ def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -
     def rounds(cost: dict[str, Any], conf: ClusterConf = cluster) -> Any:
         """Returns the cases' rounds, in seconds, if nothing but this constant has a cost besides bytes."""
         times = replace(conf.times, **{**no_cost, **cost})
-        machine = machine_of(replace(conf, times=times))
+        machine = machine_for(replace(conf, times=times))
         return np.array([predicted(case, machine, dtype, world).round_s(case.k, 1.0) for case in cases()])
 
     # measured = known + reading * (bytes - known) + the sum over constants of value * (what one unit adds)
@@ -382,7 +386,7 @@ def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTi
         draft=draft,
         work=Workload(rows=case.rows, prompt_tokens=len(PROMPT), new_tokens=NEW, k=case.k),
         acceptance=0.0,
-        engine=case.engine or of_constants(machine.is_cpu),
+        steps=step_rule(case.engine or of_constants(machine.is_cpu), NEW, machine.is_cpu),
     )
     placement = resolve(PlacementConf(draft=DraftSeat.leader), world, drafts=draft is not None)
     return round_times(request, placement)

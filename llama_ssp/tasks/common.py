@@ -7,12 +7,12 @@ import torch
 
 from llama_ssp.config import Output, TaskConf
 from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair.session import PairSession
-from llama_ssp.planner.gpus import gpus_here
-from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import COUNTED, DEVICE, HELD_BYTES, RESERVED, TENSORS, Bytes, RunMeasurement
+from llama_ssp.placing.pairs import PairSpec
+from llama_ssp.placing.prediction import COUNTED, DEVICE, HELD_BYTES, RESERVED, TENSORS, Bytes, RunMeasurement
 from llama_ssp.report.console import Console, Item
 from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder

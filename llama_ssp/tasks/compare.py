@@ -12,7 +12,7 @@ from llama_ssp.errors import DataError
 from llama_ssp.pair.requests import Reply, require_numbers
 from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession, regular
-from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.placing.prediction import RunMeasurement
 from llama_ssp.report.live_view import ONE_PROMPT, SIDE_BY_SIDE, Scene, Screen, Track, save, verdict
 from llama_ssp.report.live_view import figures as track_lines
 from llama_ssp.report.machine import processor_name
@@ -121,8 +121,7 @@ class CompareTask(Task[CompareConf]):
 
         spec = self._run.speculation
         seed = self._inputs.seed
-        k = "K adaptive" if spec.adaptive else f"K = {spec.k}"
-        title = f"speculative, {pair.spec.drafter}, {k}"
+        title = f"speculative, {pair.spec.drafter}, {spec.k_in_words}"
         plain_side = Contestant("regular", pair, regular(self._run), seed)
         speculative_side = Contestant(title, pair, self._run, seed)
         self._sides = (plain_side, speculative_side)

@@ -16,7 +16,7 @@ from llama_ssp.pair.requests import require_numbers
 from llama_ssp.pair.run import Run, run_figures
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.pair.token_prompts import usable
-from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.statistics import paired_difference, wilson

@@ -10,7 +10,7 @@ from llama_ssp.config import GenerateConf, Output
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.requests import Reply, require_numbers
 from llama_ssp.pair.run import Run, run_figures, runs
-from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.placing.prediction import RunMeasurement
 from llama_ssp.report.console import Console
 from llama_ssp.report.live_view import TRACE_LEGEND, trace_line
 from llama_ssp.report.run_folder import RunFolder

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ssp.config import RunConf
-from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.text.prompts import Reading
 
 

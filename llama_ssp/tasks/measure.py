@@ -14,17 +14,18 @@ from typing import Any
 from llama_ssp.config import MeasureConf, RunConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DataError
-from llama_ssp.pair.assembly import ModelCache, RankModels, draft_alone, engine_for, lookahead_for
+from llama_ssp.pair.assembly import ModelCache, RankModels, draft_alone, engine_for
 from llama_ssp.pair.requests import require_numbers
 from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.pair.token_prompts import prompt_of, usable
-from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.placing.pairs import PairSpec
+from llama_ssp.placing.prediction import RunMeasurement
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, by_category
 from llama_ssp.report.task_tables import speeds as speeds_shown
+from llama_ssp.speculative.draft_length import lookahead_for
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -269,7 +270,7 @@ def contenders_of(models: RankModels, run: RunConf, ks: list[int], drafts_alone:
     for k in ks:
         spec = replace(run.speculation, k=k, adaptive=False)
         result.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), models))
-    if ks and run.speculation.adaptive:
+    if ks and run.speculation.fixed_k is None:
         result.append(Contender(Record("pair, adaptive", None), run, models))
     return result
 
@@ -323,7 +324,7 @@ class MeasureTask(Task[MeasureConf]):
     def _checked(self, spec: PairSpec) -> MeasuredPair:
         """Returns the pair, which is checked with the largest K of all."""
         speculation = spec.run.speculation
-        largest_k = replace(speculation, k=max([speculation.k or 0, *self._task.ks]))
+        largest_k = replace(speculation, k=max([speculation.longest, *self._task.ks]))
         pair = PairSession(replace(spec, run=replace(spec.run, speculation=largest_k)), self._ranks)
         return MeasuredPair(pair, self._prompts_of(pair), self._inputs.seed, self._ranks, self._watch)
 

@@ -6,32 +6,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import Output, PlanConf, RunConf, Splitting
+from llama_ssp.config import BatchConf, Output, PlanConf, RunConf, Scheduler, Splitting
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, StorageError, UsageError
 from llama_ssp.models.checkpoint import folder_at_hand
 from llama_ssp.models.sharding import require_planned
+from llama_ssp.placing.decision import RunDecision
+from llama_ssp.placing.pairs import PairSpec, pair_files, require_head, require_own_ranks, require_whole
+from llama_ssp.placing.request import PairFiles, has_another_size, is_free, request_for
+from llama_ssp.placing.start import Start, command_line, to_paste
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.groups import JobSize, plan_job
 from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
-from llama_ssp.planner.resolve import (
-    PairFiles,
-    PairSpec,
-    is_free,
-    pair_files,
-    request_for,
-    require_head,
-    require_own_ranks,
-    require_whole,
-)
-from llama_ssp.planner.start import Start, command_line, to_paste
 from llama_ssp.planner.table import drawing, job_drawing
 from llama_ssp.report.console import Console
 from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
+from llama_ssp.report.tables import aligned
 from llama_ssp.report.terminal import rich_console
 from llama_ssp.text.compatibility import diagnose, pair
 from llama_ssp.text.vocabulary import read_vocabularies
@@ -67,6 +61,8 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     for role in request.roles:
         require_planned(role.model, role.role)
     require_world(request.machine, ranks)
+    if run.ranks is not None:
+        request = replace(request, machine=request.machine.of_ranks(run.ranks))
     # A target that is split by layers has one rank, with all GPUs.
     world = 1 if run.placement.splitting is Splitting.layers else request.machine.world
     if run.draft is not None and run.draft.is_head:
@@ -90,16 +86,35 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
     fits = True
     gpus = 1  # on each node; all pairs are on the same nodes
     for spec in pairs:
-        request = request_for(PairFiles(spec.run, spec.target_path, spec.draft_path))
+        slots = None
+        if isinstance(spec.run.task, BatchConf):
+            from llama_ssp.batch.preview import preview  # it imports numpy, which other plans do without
+
+            job = preview(spec)
+            spec = job.pair
+            slots = job.slots
+        request = request_for(PairFiles(spec.run, spec.target_path, spec.draft_path), slots)
         gpus = -(-start.ranks // request.machine.nodes)  # rounded up
         if not request.machine.is_cpu:
             request = replace(request, machine=replace(request.machine, gpus=gpus))
         plan = make_plan(request, spec.placement)
         fits = fits and plan.runs
         _show(plan, console)
+        console.line("\n".join(["", *decided(spec.decision)]))
     if fits:
-        console.line(to_paste(command_line(words, start.ranks, gpus)))
+        is_shared = any(_is_shared(spec.run) for spec in pairs)
+        console.line(to_paste(command_line(words, start.ranks, gpus, is_shared)))
     return OK if fits else DISTRIBUTED
+
+
+def _is_shared(run: RunConf) -> bool:
+    """Returns whether several groups of ranks write the job."""
+    return run.cluster.groups > 1 or run.cluster.scheduler is not Scheduler.none
+
+
+def decided(decision: RunDecision) -> list[str]:
+    """Returns what a run will do, a line each, with who decided it."""
+    return aligned([["what runs", "", "who decided"], *map(list, decision.lines())], words=3)
 
 
 def _show(plan: Plan, console: Console) -> None:
@@ -177,7 +192,11 @@ def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
     if target_folder is not None and draft_folder is not None:
         target, draft = read_vocabularies(target_folder, draft_folder)
     if target is None or draft is None:
-        return None, "vocabularies: not at hand"
+        words = "vocabularies: not at hand"
+        if not run.draft.is_head and has_another_size(run.model, run.draft):
+            sizes = f"{run.model.vocab:,} and {run.draft.vocab:,} tokens"
+            words += f"; with {sizes} not of one tokenizer, so drafts are translated, or refused"
+        return None, words
 
     widths = run.model.vocab, run.draft.vocab
     try:

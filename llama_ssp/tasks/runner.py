@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from llama_ssp.config import RunConf
 from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.cores import own_cores
-from llama_ssp.distributed.placement import Placement
+from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.session import first_cause, ranks_of
-from llama_ssp.planner.gpus import gpus_here
-from llama_ssp.planner.run_plan import Bytes, compare_with_plan
+from llama_ssp.placing.decision import for_ranks, of_leader
+from llama_ssp.placing.draft_length import KEPT, with_decided
+from llama_ssp.placing.pairs import PairSpec
+from llama_ssp.placing.prediction import Bytes, compare_with_plan
 from llama_ssp.report.console import Console
 from llama_ssp.report.run_folder import RunFolder, deciding, versions
 from llama_ssp.report.tables import text_of
@@ -45,7 +46,6 @@ TASKS = {task.__name__.removesuffix("Task").lower(): task for task in WRITING + 
 # A run of more than BUSY_S seconds warns if its main thread waited this share of the time for a core.
 BUSY = 0.25
 BUSY_S = 10.0
-OF_PLAN = ("k", "cost_ratio")  # of speculation: what the leader's plan chose, if the user did not
 
 
 def execute(inputs: RunInputs) -> int:
@@ -75,15 +75,14 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     """Returns the inputs with the leader's seed, prompts and placements. Raises if configs differ."""
     if ranks.world == 1:
         return inputs
-    without_plan = _with(inputs.run, dict.fromkeys(OF_PLAN))
+    without_plan = with_decided(inputs.run, dict.fromkeys(KEPT))
     compared = {**deciding(without_plan), "versions": versions()}
     ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
 
     here = {
         "seed": inputs.seed,
         "reading": asdict(inputs.reading),
-        "placements": [asdict(pair.placement) for pair in inputs.pairs],
-        "drafts": [_chosen_by_plan(pair.run) for pair in inputs.pairs],
+        "decisions": [for_ranks(pair.decision) for pair in inputs.pairs],
     }
     leaders = broadcast_json(here, ranks)
     prompts = [
@@ -96,10 +95,8 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
         )
         for prompt in leaders["reading"]["prompts"]
     ]
-    placements = map(Placement.of_plain, leaders["placements"])
     pairs = tuple(
-        replace(pair, placement=placement, run=_with(pair.run, chosen))
-        for pair, placement, chosen in zip(inputs.pairs, placements, leaders["drafts"], strict=True)
+        _as_decided(pair, plain) for pair, plain in zip(inputs.pairs, leaders["decisions"], strict=True)
     )
     return replace(
         inputs,
@@ -110,8 +107,10 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     )
 
 
-def _chosen_by_plan(run: RunConf) -> dict[str, Any]:
-    return {key: getattr(run.speculation, key) for key in OF_PLAN}
+def _as_decided(pair: PairSpec, plain: dict[str, Any]) -> PairSpec:
+    """Returns the pair as the leader has decided it."""
+    decision = of_leader(pair.decision, plain)
+    return replace(pair, decision=decision, run=replace(pair.run, speculation=decision.drafts.value))
 
 
 def _waited_s() -> float:
@@ -122,15 +121,12 @@ def _waited_s() -> float:
         return 0.0
 
 
-def _with(run: RunConf, speculation: dict[str, Any]) -> RunConf:
-    return replace(run, speculation=replace(run.speculation, **speculation))
-
-
 def _run(inputs: RunInputs, ranks: Ranks) -> int:
     """Runs the task; only the leader prints and writes. What was done is reported whatever stops it."""
     run = inputs.run
     console = Console(silent=not ranks.is_leader)
     folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed, inputs.place)
+    folder.keep_decisions({pair.name: pair.decision.document() for pair in inputs.pairs})
     ranks.keep_errors_in(folder.path)
     began = time.perf_counter()
     task = TASKS[run.task.name](inputs, console, folder, ranks)

@@ -17,7 +17,8 @@ from llama_ssp.models.checkpoint import complete
 from llama_ssp.pair import assembly
 from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for
 from llama_ssp.pair.placements import model_placements
-from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.placing.decision import as_asked
+from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.threads import ranks_of, together
@@ -50,7 +51,8 @@ def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) ->
         for path, role in ((target, "model"), (draft, "draft"))
     )
     run = RunConf(model=model, draft=small, placement=placement)
-    return PairSpec(run, target, draft, resolve(placement, world, run.has_draft_model))
+    decision = as_asked(run, resolve(placement, world, run.has_draft_model))
+    return PairSpec(run, target, draft, decision)
 
 
 def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) -> tuple[RankModels, RunConf]:

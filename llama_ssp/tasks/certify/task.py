@@ -9,11 +9,11 @@ from rich.text import Text
 
 from llama_ssp.config import CertifyConf, RunConf, SamplingConfig
 from llama_ssp.errors import UsageError
-from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.run import RunSettings
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.report.console import Progress
 from llama_ssp.report.task_tables import STYLES
+from llama_ssp.speculative.draft_length import lookahead_for
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, Rule
@@ -42,7 +42,7 @@ class CertifyTask(Task[CertifyConf]):
             raise UsageError(
                 "nothing drafts, so there is nothing to certify",
                 where="speculation",
-                found=f"drafter {spec.drafter.value}, k {spec.k}",
+                found=f"drafter {spec.drafter.value}, {spec.k_in_words}",
                 fix="choose a draft with draft=NAME, or speculation=ngram",
             )
 
@@ -191,6 +191,6 @@ class CertifyTask(Task[CertifyConf]):
     def _sentence(self) -> str:
         pair = self._inputs.pairs[0]
         spec = self._run.speculation
-        k = "adaptive K" if spec.adaptive else f"K = {spec.k}"
-        subject = f"{pair.target} with {pair.drafter} ({spec.verification.value} verification, {k})"
+        rule = f"{spec.verification.value} verification, {spec.k_in_words}"
+        subject = f"{pair.target} with {pair.drafter} ({rule})"
         return sentence(subject, self._results, self._task.false_alarm)

@@ -12,8 +12,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
 
-from llama_ssp.planner.workload import MIB
-
+MIB = 2**20
 SMI = "nvidia-smi"
 QUERY = "--query-gpu=name,memory.free,uuid,mig.mode.current,memory.used"
 FIGURES = [SMI, QUERY, "--format=csv,noheader,nounits"]
@@ -24,7 +23,7 @@ PART_LINE = re.compile(r"\s+(MIG \S*?(\d+)g\.(\d+)gb\S*)\s+Device.*\(UUID: (\S+)
 SLICES = 7  # of a GPU's units
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """A GPU or a part of one: free bytes, None if not known; its parts; the slices of a part, else 0.
 
@@ -41,7 +40,7 @@ class Gpu:
 
 @cache
 def gpus_here() -> list[Gpu]:
-    """The GPUs that programs see; one part of a GPU, if there are any."""
+    """Returns the GPUs that programs see; one part of a GPU, if there are any."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     every = _every_gpu()
     seen = every if shown is None else _named(every, shown.split(","))
@@ -50,21 +49,26 @@ def gpus_here() -> list[Gpu]:
 
 
 def _every_gpu() -> list[Gpu]:
-    gpus, divided = [], False
+    gpus = list[Gpu]()
+    is_divided = False
     for line in _output(FIGURES):
         name, free, uuid, mode, used, *_ = (field.strip() for field in f"{line},,,,".split(","))
         if free:
-            sizes = (int(size) * MIB if size.isdecimal() else None for size in (free, used))
-            gpus.append(Gpu(name, next(sizes), uuid, used=next(sizes) or 0))
-            divided |= mode == "Enabled"
-    if not divided:
+            gpus.append(Gpu(name=name, free=_bytes(free), uuid=uuid, used=_bytes(used) or 0))
+            is_divided |= mode == "Enabled"
+    if not is_divided:
         return gpus
     parts = _parts({gpu.uuid: gpu.name for gpu in gpus})
     return [replace(gpu, parts=parts.get(gpu.uuid, ())) for gpu in gpus]
 
 
+def _bytes(mib: str) -> int | None:
+    """Returns the bytes of a size in MiB; None where the driver does not say it."""
+    return int(mib) * MIB if mib.isdecimal() else None
+
+
 def _parts(names: dict[str, str]) -> dict[str, tuple[Gpu, ...]]:
-    """The parts of each GPU, by its UUID. A part's memory is that of its profile."""
+    """Returns the parts of each GPU, by its UUID. A part's memory is that of its profile."""
     parts: dict[str, tuple[Gpu, ...]] = {}
     whole = ""
     for line in _output(LIST):
@@ -73,13 +77,13 @@ def _parts(names: dict[str, str]) -> dict[str, tuple[Gpu, ...]]:
         elif part := PART_LINE.fullmatch(line):
             profile, slices, gigabytes, uuid = part.groups()
             name = f"{names.get(whole, '')} {profile}"
-            made = Gpu(name, int(gigabytes) * 10**9, uuid, slices=int(slices))
+            made = Gpu(name=name, free=int(gigabytes) * 10**9, uuid=uuid, slices=int(slices))
             parts[whole] = (*parts.get(whole, ()), made)
     return parts
 
 
 def _named(gpus: list[Gpu], words: list[str]) -> list[Gpu]:
-    """By number, or by the UUID's beginning; CUDA stops at the first word that names nothing."""
+    """Returns GPUs by number, or by the UUID's beginning; CUDA stops at the first word that names nothing."""
     seen: list[Gpu] = []
     for word in map(str.strip, words):
         found = [gpu for number, gpu in enumerate(gpus) if word == str(number)]
@@ -92,7 +96,7 @@ def _named(gpus: list[Gpu], words: list[str]) -> list[Gpu]:
 
 
 def _output(command: list[str]) -> list[str]:
-    """The command's lines; none where it fails."""
+    """Returns the command's lines; none where it fails."""
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -5,34 +5,35 @@ summary.json and the log.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama_ssp.config import GPU_CHUNK, MOST_ROWS, USUAL_CHUNK, USUAL_K, USUAL_ROWS, Dtype, RunConf, Splitting
+from llama_ssp.config import MOST_ROWS, Dtype, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
+from llama_ssp.placing.request import request_of
 from llama_ssp.planner.advice import advice
-from llama_ssp.planner.engine import tokens_generated
 from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
-from llama_ssp.planner.hardware import machine_of
 from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.plan import worlds_of
 from llama_ssp.planner.search import PROB_BYTES, Option, PlanRequest, option, round_times, warnings_of_codes
-from llama_ssp.planner.storage import CPU, WEIGHTS
+from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import CACHE, ModelPart, tensors
-from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role, Workload
+from llama_ssp.planner.workload import DRAFT, GIB, TARGET
 
 log = logging.getLogger(__name__)
 
 HOST_BYTES = 2**29  # of a rank that has loaded torch: libraries of the GPU, tokenizers
-USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
 MOST_CPU_ROWS = 32  # that are taken on a CPU where no one says how many
 LEAST_GAIN = 1.1  # tokens a second of twice as many rows, over those of the rows
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
 # What is counted of a rank's memory, each more than the one before.
-HELD_BYTES, TENSORS, RESERVED, DEVICE = "held_bytes", "tensor_bytes", "reserved_bytes", "device_bytes"
+HELD_BYTES = "held_bytes"
+TENSORS = "tensor_bytes"
+RESERVED = "reserved_bytes"
+DEVICE = "device_bytes"
 COUNTED = HELD_BYTES, TENSORS, RESERVED, DEVICE
 Bytes = dict[str, int | None]  # for each of COUNTED; None where it is not known
 
@@ -46,7 +47,7 @@ class Prediction:
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round."""
+        """Returns the seconds of a round."""
         return self.option.times.round_s(self.option.k, self.request.acceptance)
 
     def rows_that_pay(self, most: int) -> int:
@@ -61,14 +62,15 @@ class Prediction:
             more = min(2 * rows, most)
             work = replace(self.request.work, rows=more)
             fits = option(replace(self.request, work=work), self.option.placement, self.option.k).verdict
-            twice_ms, ms = (self.ms_per_token(n, None, None)[1] for n in (2 * rows, rows))
+            _, ms = self.ms_per_token(rows, None, None)
+            _, twice_ms = self.ms_per_token(2 * rows, None, None)
             if fits is not FitVerdict.fits or twice_ms > ms / LEAST_GAIN:
                 break
             rows = more
         return rows
 
     def ms_per_token(self, rows: int, k: int | None, acceptance: float | None) -> tuple[int, float]:
-        """K and milliseconds a token. None: the best K, the request's acceptance."""
+        """Returns K and milliseconds a token. None: the best K, the request's acceptance."""
         request = replace(self.request, work=replace(self.request.work, rows=rows))
         times = round_times(request, self.option.placement)
         acceptance = request.acceptance if acceptance is None else acceptance
@@ -76,58 +78,43 @@ class Prediction:
         return k, times.ms_per_token(acceptance, k)
 
 
-def request_of(
+def predict(
     run: RunConf,
+    placement: Placement,
     *,
     rows: int | None = None,
     slots: int | None = None,
-    dtypes: Sequence[Dtype] = (),
+    formats: Mapping[str, Dtype] | None = None,
     caches: tuple[int, int] = (1, 1),
     measured: int | None = None,
-    connected: bool = False,
     on_cpu: bool = False,
-) -> PlanRequest:
-    """What to plan for a run: machine, models, workload. Raises UsageError for a GPU without known figures.
+) -> Prediction | None:
+    """Returns memory and speed of the run with this placement; the other arguments are those of `request_of`.
 
-    `rows` and `slots` (the longest text with its new tokens) are the task's own where they are None; `dtypes`
-    the resolved formats of target and draft, else what the machine makes of `auto`; `caches` how many of each
-    model's there are at once; `measured` and `connected` are those of `machine_of`.
+    It is None, with a log line, if it cannot be planned: other architectures, other ways of splitting, an
+    unknown GPU.
     """
-    task, spec = run.task, run.speculation
-    on_cpu = on_cpu or run.placement.target_device == CPU
-    cluster = replace(run.cluster, gpu=CPU) if on_cpu and run.cluster.gpu is None else run.cluster
-    machine = machine_of(cluster, measured, connected)
-    draft = run.draft if run.has_draft_model else None
-    target_dtype, draft_dtype = dtypes if len(dtypes) == 2 else (*dtypes, None, None)[:2]
-    most = run.model.context if slots is None else slots
-    new = min(task.max_new_tokens, most - 1)
-    prompt = task.prompt_tokens or min(USUAL_TOKENS, most - new) if slots is None else slots - new
-    rows = rows or task.batch_size or USUAL_ROWS
-    k = USUAL_K if run.given_k is None else run.given_k
-    chunk = task.prefill_chunk or (USUAL_CHUNK if machine.is_cpu else GPU_CHUNK)
-    work = Workload(rows, prompt, new, k, chunk, *caches)
-    target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
-    drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
-    acceptance = run.plan.acceptance if task.acceptance is None else task.acceptance
-    k_max = max(spec.k_max, spec.k or 0)
-    how = k_max, run.drafts_from_text, spec.overlap, run.engine, tokens_generated(run)
-    given = None if spec.adaptive else run.given_k
-    least = USUAL_CHUNK if task.prefill_chunk is None else None
-    return PlanRequest(machine, target, drafter, work, acceptance, *how, k=given, least_chunk=least)
-
-
-def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | None:
-    """Memory and speed of the run; `what` as in `request_of`. None, with a log line, if it cannot be planned:
-    other architectures, other ways of splitting, an unknown GPU."""
-    models = [run.model, *([run.draft] if run.has_draft_model and run.draft else [])]
+    models = [run.model]
+    if run.draft is not None and run.has_draft_model:
+        models.append(run.draft)
     if placement.splitting is not Splitting.tensor or not all(map(is_planned, models)):
         return None
     try:
-        request = request_of(run, connected=placement.world > 1, **what)
+        request = request_of(
+            run,
+            rows=rows,
+            slots=slots,
+            formats=formats,
+            caches=caches,
+            measured=measured,
+            connected=placement.world > 1,
+            on_cpu=on_cpu,
+        )
     except UsageError as error:
         log.info("not planned: %s", error)
         return None
-    chosen = option(request, placement, request.k_max if run.speculation.adaptive else request.work.k)
+    most_drafts = request.k_max if run.speculation.adaptive else request.work.k
+    chosen = option(request, placement, most_drafts)
     work = replace(request.work, prefill_chunk=chosen.prefill_chunk)
     return Prediction(replace(request, work=work), chosen)
 
@@ -136,15 +123,22 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     """Refuses a run that does not fit, with advice; warns where it is uncertain, or not enforced."""
     if prediction is None or prediction.option.verdict is FitVerdict.fits:
         return
-    request, chosen = prediction.request, prediction.option
+    request = prediction.request
+    chosen = prediction.option
     worst = chosen.worst
     where = f"rank {worst.rank} of {chosen.placement.in_words()}, {request.machine.in_words()}"
-    found, allowed = f"{worst.total / GIB:.2f} GiB needed", f"{worst.capacity / GIB:.2f} GiB"
+    needed = f"{worst.total / GIB:.2f} GiB"
+    there = f"{worst.capacity / GIB:.2f} GiB"
     if chosen.verdict is FitVerdict.uncertain or not enforce:
-        log.warning("it may not fit: %s: %s of %s", where, found, allowed)
+        log.warning("it may not fit: %s: %s needed of %s", where, needed, there)
         return
-    fix = f"{_changes(request, chosen)}; or plan.enforce=false to try all the same"
-    raise DistributedError("the models do not fit", where, found, allowed, fix)
+    raise DistributedError(
+        "the models do not fit",
+        where=where,
+        found=f"{needed} needed",
+        allowed=there,
+        fix=f"{_changes(request, chosen)}; or plan.enforce=false to try all the same",
+    )
 
 
 def require_host(prediction: Prediction, ranks: int, free: int) -> None:
@@ -152,16 +146,22 @@ def require_host(prediction: Prediction, ranks: int, free: int) -> None:
 
     Each stages a tensor of the weights twice; a draft apart writes its probabilities thrice.
     """
-    request, place = prediction.request, prediction.option.placement
+    request = prediction.request
+    place = prediction.option.placement
     degrees = {TARGET: len(place.target), DRAFT: place.draft_degree}
     parts = [(ModelPart.of(role.model, degrees[role.role]), role.dtype) for role in request.roles]
     staged = 2 * max(size for part, dtype in parts for _, size, _ in tensors(part, dtype))
-    sent = 3 * PROB_BYTES * request.work.rows * prediction.option.k * request.target.model.vocab
-    needed = ranks * (HOST_BYTES + staged) + (sent if place.draft_apart else 0)
+    needed = ranks * (HOST_BYTES + staged)
+    if place.draft_apart:
+        needed += 3 * PROB_BYTES * request.work.rows * prediction.option.k * request.target.model.vocab
     if needed > free:
-        what, found = "the memory of the host is short", f"{needed / GIB:.1f} GiB needed"
-        fix = "start fewer ranks on this machine, or take fewer rows (task.batch_size) or placement=leader"
-        raise DistributedError(what, f"{ranks} ranks", found, f"{free / GIB:.1f} GiB that are free", fix)
+        raise DistributedError(
+            "the memory of the host is short",
+            where=f"{ranks} ranks",
+            found=f"{needed / GIB:.1f} GiB needed",
+            allowed=f"{free / GIB:.1f} GiB that are free",
+            fix="start fewer ranks on this machine, or take fewer rows (task.batch_size) or placement=leader",
+        )
 
 
 def _changes(request: PlanRequest, chosen: Option) -> str:
@@ -177,9 +177,13 @@ def fitting(prediction: Prediction, rank: int, available: int, needed: int) -> t
     `available` are the bytes that its tensors could have, `needed` those that it would have taken at least:
     where these exceed the plan, every other plan is taken to be as far off.
     """
-    request, chosen = prediction.request, prediction.option
-    planned, taken = chosen.ranks[rank].total, request.machine.taken
-    there = taken["context"] + taken["nccl"] * (chosen.placement.world > 1)
+    request = prediction.request
+    chosen = prediction.option
+    planned = chosen.ranks[rank].total
+    taken = request.machine.taken
+    there = taken["context"]
+    if chosen.placement.world > 1:
+        there += taken["nccl"]
     capacity = available + there - max(0, needed + there - planned)
     request = replace(request, machine=replace(request.machine, capacity=max(0, capacity)))
     return planned, _changes(request, option(request, chosen.placement, chosen.k))
@@ -192,7 +196,7 @@ def warn_of_codes(prediction: Prediction) -> None:
         log.warning("%s", line)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunMeasurement:
     """One way in which texts were generated: rows and drafts a round, speed, acceptance.
 
@@ -209,7 +213,7 @@ class RunMeasurement:
 
 
 def compare_with_plan(runs: Sequence[RunMeasurement], measured: Sequence[Bytes]) -> dict[str, Any] | None:
-    """Predicted and measured, for `plan` in the summary; None where the run was not planned.
+    """Returns predicted and measured figures, for `plan` in the summary; None where the run was not planned.
 
     `measured` is the most that each rank has held.
     """
@@ -240,14 +244,14 @@ def _speed(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
 
 
 def _memory(rank: int, held: Bytes, predictions: list[Prediction]) -> dict[str, Any]:
-    """Of several pairs, one after the other, the one that needs most on the rank."""
+    """Compares a rank's bytes; of several pairs in turn those of the one that needs most."""
     counts = [counted(one.option.ranks[rank]) for one in predictions]
     most = {name: max(count[name] for count in counts) for name in COUNTED}
     return {"rank": rank, **{name: _both(most[name], held[name]) for name in COUNTED}}
 
 
 def counted(memory: RankMemory) -> dict[str, int]:
-    """A rank's sums: weights and caches; all tensors; with the allocator's segments; with libraries."""
+    """Sums a rank's bytes: weights and caches; all tensors; with the allocator's segments; with libraries."""
     own = [line for line in memory.lines if line.role != LIBRARIES]
     return {
         HELD_BYTES: sum(line.bytes for line in own if line.name in (*WEIGHTS, CACHE)),

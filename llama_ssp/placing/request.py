@@ -1,0 +1,167 @@
+"""What a plan is asked for a run: machine, models and work, from its configuration. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from llama_ssp.config import (
+    GPU_CHUNK,
+    USUAL_CHUNK,
+    USUAL_K,
+    USUAL_ROWS,
+    DraftSeat,
+    Dtype,
+    ModelConf,
+    PlacementConf,
+    RunConf,
+    Splitting,
+    Weights,
+)
+from llama_ssp.distributed.placement import resolve
+from llama_ssp.models.own_sampling import OwnSampling
+from llama_ssp.models.sharding import is_planned
+from llama_ssp.placing.draft_length import asked_k
+from llama_ssp.placing.engine import step_rule, tokens_generated
+from llama_ssp.placing.this_machine import machine_for
+from llama_ssp.planner.search import Option, PlanRequest, option, search
+from llama_ssp.planner.storage import CPU
+from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role, Workload
+from llama_ssp.text.compatibility import diagnose
+from llama_ssp.text.vocabulary import read_vocabularies
+
+USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
+PADDED = 0.02  # of a vocabulary: how far the sizes of one tokenizer's models differ
+USUAL_ACCEPTANCE = 0.8  # of a draft, where the user does not say it
+
+
+class PairFiles(NamedTuple):
+    """A pair's run with the shapes of its models, and the folders of their files."""
+
+    run: RunConf
+    target_path: Path | None
+    draft_path: Path | None
+    sampling: OwnSampling = OwnSampling()
+
+
+def is_bridged(files: PairFiles) -> bool:
+    """Returns whether the draft is known to have another tokenizer, so that its text is translated."""
+    run = files.run
+    if run.draft is None or run.draft.is_head:
+        return False
+    if files.target_path is None or files.draft_path is None:
+        return has_another_size(run.model, run.draft)
+    own, other = read_vocabularies(files.target_path, files.draft_path)
+    widths = run.model.vocab, run.draft.vocab
+    return own is not None and other is not None and diagnose(own, other, widths).bridged
+
+
+def has_another_size(target: ModelConf, draft: ModelConf) -> bool:
+    """Returns whether the sizes alone say that two vocabularies are not those of one tokenizer.
+
+    Models of one family pad their output matrices to different multiples: Qwen2.5 to 151,936 and 152,064.
+    """
+    is_synthetic = Weights.synthetic in (target.weights, draft.weights)
+    less, more = sorted((target.vocab, draft.vocab))
+    return not is_synthetic and more > (1 + PADDED) * less
+
+
+def is_free(conf: PlacementConf) -> bool:
+    """Whether the configuration leaves the draft's place to the plan."""
+    named = (conf.draft_degree, conf.target_ranks, conf.draft_ranks)
+    return conf.splitting is Splitting.tensor and conf.draft is DraftSeat.auto and not any(named)
+
+
+def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None) -> PlanRequest | None:
+    """What to plan for the pair, on this many GPUs of these free bytes; None where nothing is known.
+
+    Without a calibration the plan does not know what messages cost on a CPU, which is most.
+    """
+    run = files.run
+    if not all(is_planned(model) for model in (run.model, run.draft) if model is not None):
+        return None
+    if gpus is not None:
+        gib = min((size for size in (run.cluster.gib, free and free / GIB) if size), default=None)
+        run = replace(run, cluster=replace(run.cluster, gpus=gpus, nodes=1, gib=gib))
+    request = request_for(files._replace(run=run))
+    is_unmeasured = request.machine.is_cpu and run.cluster.times.layer_us is None
+    return None if is_unmeasured else request
+
+
+def request_for(files: PairFiles, slots: int | None = None) -> PlanRequest:
+    """Returns what to plan for the pair, also where its tokenizers differ. `slots`: as in `request_of`."""
+    request = request_of(files.run, slots=slots)
+    return replace(request, bridged=request.draft is not None and is_bridged(files))
+
+
+def options(request: PlanRequest, conf: PlacementConf, worlds: list[int]) -> list[Option]:
+    """What the configuration allows on these numbers of ranks; the fastest that fits first.
+
+    A placement that it names is that of the last number.
+    """
+    if is_free(conf):
+        return search(request, worlds)
+    return [option(request, resolve(conf, worlds[-1], request.draft is not None), request.k)]
+
+
+def request_of(
+    run: RunConf,
+    *,
+    rows: int | None = None,
+    slots: int | None = None,
+    formats: Mapping[str, Dtype] | None = None,
+    caches: tuple[int, int] = (1, 1),
+    measured: int | None = None,
+    connected: bool = False,
+    on_cpu: bool = False,
+) -> PlanRequest:
+    """Returns what to plan for a run. Raises UsageError for a GPU without known figures.
+
+    `rows` and `slots` (the longest text with its new tokens) are the task's own where they are None;
+    `formats` are the number formats by role where they are known, else what the machine makes of `auto`;
+    `caches` says how many of each model's there are at once; `measured` and `connected` are those of
+    `machine_of`.
+    """
+    task = run.task
+    spec = run.speculation
+    on_cpu = on_cpu or run.placement.target_device == CPU
+    cluster = replace(run.cluster, gpu=CPU) if on_cpu and run.cluster.gpu is None else run.cluster
+    machine = machine_for(cluster, measured, connected)
+
+    most_tokens = run.model.context if slots is None else slots
+    new_tokens = min(task.max_new_tokens, most_tokens - 1)
+    if slots is None:
+        prompt_tokens = task.prompt_tokens or min(USUAL_TOKENS, most_tokens - new_tokens)
+    else:
+        prompt_tokens = slots - new_tokens
+    asked = asked_k(run)
+    work = Workload(
+        rows=rows or task.batch_size or USUAL_ROWS,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        k=USUAL_K if asked is None else asked,
+        prefill_chunk=task.prefill_chunk or (USUAL_CHUNK if machine.is_cpu else GPU_CHUNK),
+        target_caches=caches[0],
+        draft_caches=caches[1],
+    )
+
+    given = run.plan.acceptance if task.acceptance is None else task.acceptance
+    known = formats or {}
+    target = Role(TARGET, run.model, known.get(TARGET) or machine.dtype(run.model.dtype))
+    draft = None
+    if run.draft is not None and run.has_draft_model:
+        draft = Role(DRAFT, run.draft, known.get(DRAFT) or machine.dtype(run.draft.dtype))
+    return PlanRequest(
+        machine=machine,
+        target=target,
+        draft=draft,
+        work=work,
+        acceptance=USUAL_ACCEPTANCE if given is None else given,
+        is_acceptance_assumed=given is None,
+        k_max=max(spec.k_max, spec.k or 0),
+        text_drafts=run.drafts_from_text,
+        overlap=spec.overlap,
+        steps=step_rule(run.engine, tokens_generated(run), machine.is_cpu),
+        k=None if spec.adaptive else asked,
+        least_chunk=USUAL_CHUNK if task.prefill_chunk is None else None,
+    )
