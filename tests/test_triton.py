@@ -30,6 +30,7 @@ from llama_ssp.models.formats.coded import TABLES  # noqa: E402
 from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
 from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
 from llama_ssp.models.kernels.coded import available  # noqa: E402
+from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS  # noqa: E402
 from llama_ssp.models.steps import SteppedModel, has_kernels  # noqa: E402
 from tests import test_attention  # noqa: E402
 from tests.distributed.test_quantised import off  # noqa: E402
@@ -125,6 +126,8 @@ KERNELS = {
     "mixtral": chosen(1, 2, 1, BF16, False),
     "qwen3-moe": chosen(128, 8, 1024, FP16, False),
     "gpt-oss": chosen(5, 4, 5, FP32, True),
+    "mixtral-prompt": chosen(1024, 2, 1024, BF16, False),
+    "gpt-oss-prompt": chosen(1024, 4, 4096, FP32, True),
     "gpt-oss-mxfp4": codes("e2m1", 32, 5, BF16, None, True, top_k=4),
     "qwen3-moe-awq": codes("uint4", 128, 128, FP16, torch.uint8, top_k=8),
     "qwen3-moe-awq-prompt": codes("uint4", 128, 512, FP16, torch.uint8, top_k=8),
@@ -275,7 +278,18 @@ def require_experts() -> None:
     numbers = (1, 4, 2, 72, 40), (5, 8, 4, 64, 32), (20, 3, 2, 40, 50), (9, 32, 4, 24, 16)
     codes = ("nf4", 0, None), ("e2m1", 32, None), ("int8", 16, "shift"), ("int4", 0, "zero")
     coded = (2, 8, 2, 72, 40), (20, 4, 3, 64, 32), (9, 32, 4, 24, 16), (70, 3, 2, 40, 50)
-    cases = [(sizes, None) for sizes in numbers] + list(zip(coded, codes, strict=True))
+    require_mixtures([(sizes, None) for sizes in numbers] + list(zip(coded, codes, strict=True)))
+
+
+@patch.object(experts, "triton_runs", lambda: True)
+@patch.object(experts, "MOST_PAIRS", 4)
+@patch.object(experts_triton, "MOST_PAIRS", 4)
+def require_sorted_experts() -> None:
+    """As in prompts: experts of several programs, of one, and of none."""
+    require_mixtures([((70, 3, 2, 40, 50), None), ((5, 8, 4, 64, 32), None), ((9, 32, 4, 24, 16), None)])
+
+
+def require_mixtures(cases: list[tuple[tuple[int, ...], Any]]) -> None:
     for seed, (sizes, kind) in enumerate(cases):
         torch.manual_seed(seed)
         given, layers, exact = mixture(sizes, kind, clamped=seed % 2 == 1)
@@ -294,7 +308,92 @@ def test_grouped_experts_are_those_that_run_in_turn(clamped: bool) -> None:
         assert (off([result], [exact]) < 1e-6) is is_right
 
 
-REQUIRED = require_attention, require_one_reading, require_model, require_experts
+REQUIRED = (
+    require_attention,
+    require_one_reading,
+    require_model,
+    require_experts,
+    require_sorted_experts,
+)
+CODES = "int4 16 1.0 64 False {}"  # of a stack: whether the kernel reads them is left open
+
+
+def stacks(dtype: torch.dtype, how: str = "") -> tuple[experts.Stack, experts.Stack]:
+    """Layers of four experts, of no content, on a GPU that is not here."""
+    with FakeTensorMode():
+        up_EFH = torch.empty(4, 64, 48, dtype=dtype, device="cuda")
+        down_EHF = torch.empty(4, 48, 32, dtype=dtype, device="cuda")
+    return experts.Stack([up_EFH], how), experts.Stack([down_EHF], how)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((8, 0), "ours"), ((8, 9), "ours"), ((9, 0), "torch's"), ((10, 3), "torch's"), ((12, 0), "ours")],
+)
+def test_experts_of_a_prompt_do_not_wait_on_any_gpu(
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's grouped product is a loop that waits, but on two generations of GPUs."""
+    products: list[str] = []
+
+    def noted(name: str, outputs_of: Callable[..., int]) -> Callable[..., Tensor]:
+        def product(x_PK: Tensor, *given: Any, **_: Tensor) -> Tensor:
+            products.append(name)
+            return x_PK.new_empty(600 * 2, outputs_of(*given))
+
+        return product
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(experts, "triton_runs", lambda: True)
+    by_torch = noted("torch's", lambda weight_EKN: weight_EKN.shape[2])
+    monkeypatch.setattr(experts.functional, "grouped_mm", by_torch)
+    monkeypatch.setattr(experts, "products", noted("ours", lambda _, stack, __: stack.parts[0].shape[1]))
+
+    up, down = stacks(BF16)
+    assert not experts.waits_for_host(BF16, up, down, 600 * 2)
+    with up.parts[0].fake_mode:
+        x_TH = torch.empty(600, 48, dtype=BF16, device="cuda")
+        choice_TK = torch.empty(600, 2, dtype=torch.int64, device="cuda")
+        weight_TK = torch.empty(600, 2, dtype=BF16, device="cuda")
+        rest = ("", "", None, None, "silu", 0.0, 0.0)
+        y_TH = experts.apply_on_gpu(x_TH, weight_TK, choice_TK, up.parts, down.parts, *rest)
+    assert y_TH.shape == x_TH.shape and products == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "triton", "in_steps", "in_prompts"),
+    [
+        (BF16, "", True, False, False), (FP16, "", True, False, False), (FP32, "", True, False, False),
+        (torch.float64, "", True, True, True), (BF16, "", False, True, True),
+        (BF16, CODES.format(True), True, False, False), (BF16, CODES.format(False), True, False, True),
+    ],
+)  # fmt: skip
+def test_which_experts_wait(
+    dtype: torch.dtype,
+    how: str,
+    triton: bool,
+    in_steps: bool,
+    in_prompts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By their format, and by how many pairs of a token and an expert there are."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(experts, "triton_runs", lambda: triton)
+    up, down = stacks(dtype, how)
+    waits = [experts.waits_for_host(dtype, up, down, pairs) for pairs in (MOST_PAIRS, MOST_PAIRS + 1)]
+    assert waits == [in_steps, in_prompts]
+
+
+def test_a_layer_says_whether_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts a token; its router has the numbers of its tokens."""
+    monkeypatch.setattr(experts, "triton_runs", lambda: True)
+    parts = decoder_of(module_of("mixtral")).modules()
+    layers = [part for part in parts if isinstance(part, experts.Experts)]
+    assert layers and not any(layer.waits_for_host(MOST_PAIRS) for layer in layers)
+    layers[0].hows = (CODES.format(False),) * 2
+    assert [layers[0].waits_for_host(tokens) for tokens in (MOST_PAIRS // 2, MOST_PAIRS)] == [False, True]
+    layers[0].router.double()
+    assert layers[0].waits_for_host(1)
 
 
 @pytest.mark.parametrize("missing", ["compiler", "headers"])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.models.kernels.build import triton_runs
-from llama_ssp.models.kernels.expert_stacks import DTYPES, Stack, outputs_of, product, products
+from llama_ssp.models.kernels.expert_stacks import DTYPES, NUMBERS, Stack, outputs_of, product, products
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 from llama_ssp.models.linear import Reduce
 
@@ -23,6 +23,7 @@ ARGUMENTS = (
     "Tensor x_TH, Tensor weight_TK, Tensor expert_TK, Tensor[] up, Tensor[] down, str up_how, "
     "str down_how, Tensor? up_bias, Tensor? down_bias, str activation, float alpha, float limit"
 )
+GROUPED = (9, 10)  # generations of GPUs for which torch has a kernel of grouped products
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
@@ -147,7 +148,9 @@ def grouped(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) 
     """Sorts the pairs of a token and an expert by the expert, so that a product has all tokens of one.
 
     pair      (0,2) (0,5) (1,2) (1,0)      of tokens 0 and 1, two experts each
-    sorted    (1,0) (0,2) (1,2) (0,5)      experts end at 1, 1, 3, 3, 3, 4: the host does not wait for it
+    sorted    (1,0) (0,2) (1,2) (0,5)      experts end at 1, 1, 3, 3, 3, 4
+
+    The host does not wait for the choice on the GPUs of GROUPED alone.
     """
     up_EFH = layers.up.parts[0]
     down_EHF = layers.down.parts[0]
@@ -168,12 +171,29 @@ def grouped(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) 
     return (y_TKH * weight_TK[..., None]).sum(1)
 
 
-def can_group(x_TH: Tensor, up: Stack, down: Stack) -> bool:
-    """Returns whether torch has a kernel for such products on this GPU: of bf16, in rows of 16 bytes."""
-    if x_TH.dtype is not torch.bfloat16 or up.how or down.how:
+def can_group(numbers: torch.dtype, up: Stack, down: Stack) -> bool:
+    """Returns whether torch has a kernel for such products on this GPU: of bf16, in rows of 16 bytes.
+
+    On GPUs of other generations its product is a loop over the experts, and the host waits for the choice.
+    """
+    weight = up.parts[0]
+    if numbers is not torch.bfloat16 or up.how or down.how or weight.device.type != "cuda":
         return False
     in_rows = all(size % 8 == 0 for stack in (up, down) for size in stack.parts[0].shape[1:])
-    return in_rows and torch.cuda.get_device_capability(x_TH.device) >= (8, 0)
+    return in_rows and torch.cuda.get_device_capability(weight.device)[0] in GROUPED
+
+
+def waits_for_host(numbers: torch.dtype, up: Stack, down: Stack, pairs: int) -> bool:
+    """Returns whether a GPU runs these experts one after the other, for pairs of a token and an expert.
+
+    Then the host waits for the choice, and the step cannot be part of a graph. `numbers`: of the tokens.
+    """
+    many = pairs > MOST_PAIRS
+    if many and can_group(numbers, up, down):
+        return False
+    if many and not all(stack.how == NUMBERS or stack.by_kernel for stack in (up, down)):
+        return True  # the weights of each pair would be decoded
+    return numbers not in DTYPES or not triton_runs()
 
 
 @apply.register_kernel("cuda")
@@ -191,9 +211,9 @@ def apply_on_gpu(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Does not wait for the choice of experts, so that a step can be part of a graph.
+    """Does not wait for the choice of experts where `waits_for_host` says so: a step can be part of a graph.
 
-    Only of many tokens, if weights are neither bf16 nor codes of the kernel, one expert runs after the other.
+    Many tokens of bf16 go through torch's grouped product where it has a kernel, else through our own.
     """
     layers = Layers.of(
         up=up,
@@ -206,12 +226,11 @@ def apply_on_gpu(
         alpha=alpha,
         limit=limit,
     )
-    many = expert_TK.numel() > MOST_PAIRS
-    if many and can_group(x_TH, layers.up, layers.down):
-        return grouped(x_TH, weight_TK, expert_TK, layers)
-    waits = many and not (layers.up.by_kernel and layers.down.by_kernel)
-    if waits or not triton_runs() or x_TH.dtype not in DTYPES:
+    pairs = expert_TK.numel()
+    if waits_for_host(x_TH.dtype, layers.up, layers.down, pairs):
         return _one_by_one(x_TH, weight_TK, expert_TK, layers)
+    if pairs > MOST_PAIRS and can_group(x_TH.dtype, layers.up, layers.down):
+        return grouped(x_TH, weight_TK, expert_TK, layers)
 
     expert_P = expert_TK.flatten()
     gate_PF, other_PF = products(x_TH, expert_P, layers.up, layers.up_bias).chunk(2, -1)
@@ -260,6 +279,16 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         """The name of a compiled step's file is made of it."""
         return f"{self.hows}"
+
+    def waits_for_host(self, tokens: int) -> bool:
+        """Returns whether a step of so many tokens waits on a GPU for the choice: it cannot be captured."""
+        up_how, down_how = self.hows
+        return waits_for_host(
+            numbers=next(self.router.parameters()).dtype,
+            up=Stack(list(self.up), up_how),
+            down=Stack(list(self.down), down_how),
+            pairs=tokens * self.routing.top_k,
+        )
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weight_TK, expert_TK = self._chosen(x_TH)

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.models.formats.coded import TABLES, values
-from llama_ssp.models.kernels.experts_triton import pairs_of
+from llama_ssp.models.kernels.experts_triton import found_by, rows_of
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 
 FEW = 16  # rows of a step at most
@@ -103,7 +103,9 @@ def linear_coded(
         programs = rows
 
     kernel = multiply if many else multiply_few
-    search = found_by(expert_P, experts, rows, many)
+    search: dict[str, Any] = {"expert_ptr": None, "start_ptr": None, "SPAN": 0}
+    if expert_P is not None:
+        search = found_by(expert_P, experts, many)
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
         kernel[(triton.cdiv(outputs, sizes["OUTPUTS"]), programs)](
@@ -126,22 +128,6 @@ def linear_coded(
             **sizes,
         )
     return y
-
-
-def found_by(expert_P: Tensor | None, experts: int, pairs: int, many: bool) -> dict[str, Any]:
-    """Returns what a program finds its expert by: the pairs' experts, or many pairs in the order of these."""
-    if expert_P is None:
-        return {"expert_ptr": None, "start_ptr": None, "SPAN": 0}
-    if not many:
-        return {
-            "expert_ptr": expert_P,
-            "start_ptr": None,
-            "SPAN": triton.next_power_of_2(max(pairs, FEW)),
-        }
-    span = triton.next_power_of_2(experts)
-    sorted_P, order_P = expert_P.sort()
-    start_E = torch.searchsorted(sorted_P, torch.arange(span + 1, device=order_P.device), out_int32=True)
-    return {"expert_ptr": order_P, "start_ptr": start_E, "SPAN": span}
 
 
 def constants(many: bool, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
@@ -225,35 +211,6 @@ def _portable(
     return number
 
 
-def _rows_of(expert_ptr, start_ptr, rows, SPAN: tl.constexpr, ROWS: tl.constexpr):
-    """Returns the expert of this program, some rows of its result, and how many.
-
-    pairs of experts 0, 1 ...   70, 0, 64, 3                              if they are sorted
-    of programs 0, 1 ...        64 and 6 of expert 0, 64 of 2, 3 of 3, then none
-    """
-    program = tl.program_id(1)
-    row_M = tl.arange(0, ROWS)
-    if expert_ptr is None:
-        expert = 0
-        row_M = program * ROWS + row_M
-        count = rows - program * ROWS
-    elif start_ptr is None:
-        expert, row_M, count = pairs_of(expert_ptr, rows, SPAN, ROWS)
-    else:
-        # An expert has a program for each ROWS of its pairs; this one is among them, or behind the last.
-        expert_E = tl.arange(0, SPAN)
-        start_E = tl.load(start_ptr + expert_E)
-        end_E = tl.load(start_ptr + expert_E + 1)
-        programs_E = tl.cdiv(end_E - start_E, ROWS)
-        before_E = tl.cumsum(programs_E) - programs_E
-        is_own_E = (program >= before_E) & (program < before_E + programs_E)
-        expert = tl.sum(tl.where(is_own_E, expert_E, 0)).to(tl.int64)
-        first = tl.sum(tl.where(is_own_E, start_E + (program - before_E) * ROWS, 0))
-        count = tl.sum(tl.where(is_own_E, end_E, 0)) - first
-        row_M = tl.load(expert_ptr + first + row_M, mask=row_M < count, other=0)
-    return expert, row_M, count
-
-
 def _multiply_few(
     x_ptr, code_ptr, table_ptr, scale_ptr, offset_ptr, bias_ptr, y_ptr,
     rows, outputs, inputs, bytes_, groups, group, expert_ptr, start_ptr,
@@ -266,7 +223,7 @@ def _multiply_few(
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
     HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
     BYTES: tl.constexpr = INPUTS // HALVES
-    expert, row_M, count = rows_of(expert_ptr, start_ptr, rows, SPAN, ROWS)
+    expert, row_M, count = rows_of(tl.program_id(1), expert_ptr, start_ptr, rows, SPAN, ROWS)
     if count <= 0:
         return
 
@@ -334,7 +291,7 @@ def _multiply(
     HALVES: tl.constexpr = 8 // BITS
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
     HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
-    expert, row_M, count = rows_of(expert_ptr, start_ptr, rows, SPAN, ROWS)
+    expert, row_M, count = rows_of(tl.program_id(1), expert_ptr, start_ptr, rows, SPAN, ROWS)
     if count <= 0:
         return
 
@@ -384,7 +341,6 @@ def _multiply(
 
 portable: Any = triton.jit(_portable)
 numbers: Any = triton.jit(_numbers)
-rows_of: Any = triton.jit(_rows_of)
 # One program for all numbers of rows of a step.
 multiply: Any = triton.jit(_multiply, do_not_specialize=["rows", "groups", "group"])
 multiply_few: Any = triton.jit(_multiply_few, do_not_specialize=["rows", "groups", "group"])
