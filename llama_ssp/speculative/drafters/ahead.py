@@ -20,7 +20,7 @@ import torch
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftServer
-from llama_ssp.models.passes import sent
+from llama_ssp.models.passes import fetched, sent
 from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, Sampler, nothing
 from llama_ssp.speculative.drafters.remote import AheadCounts, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -120,10 +120,10 @@ class AheadDrafter(ModelDrafter):
         """Sends the leader the drafts, and the probabilities that each was drawn from."""
         assert proposal.draft_BKV is not None
         form, load = written(proposal.draft_BKV)
+        payload, drafted_N = fetched(load, proposal.drafted_BK.flatten())
         waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
         head = [form, self.forwards, *astuple(self.counts), waited_us]
-        drafted = proposal.drafted_BK.flatten().tolist()
-        self._link.send_reply([*tags(state, proposal.count), *head, *drafted], load)
+        self._link.send_reply([*tags(state, proposal.count), *head, *drafted_N.tolist()], payload)
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
         """Drafts for the next round until its request comes, which is checked between forwards."""
