@@ -74,7 +74,7 @@ class Link:
     def _write(self, head: bytes, payload: Tensor | None = None) -> None:
         parts = [memoryview(head)]
         if payload is not None:
-            parts.append(memoryview(payload.numpy()))
+            parts.append(payload.numpy().data)
         size = sum(map(len, parts))
 
         left = [memoryview(SIZE.pack(size)), *parts]
@@ -93,7 +93,7 @@ class Link:
             raise OSError(f"a frame of {size} bytes, at most {most} are allowed")
 
         frame_N = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        self._fill(memoryview(frame_N.numpy()))
+        self._fill(frame_N.numpy().data)
         return frame_N
 
     def _fill(self, room: memoryview) -> None:

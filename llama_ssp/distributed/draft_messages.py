@@ -53,7 +53,7 @@ class Message:
 
     @staticmethod
     def unpack(frame_N: Tensor) -> Message:
-        frame = memoryview(frame_N.numpy())
+        frame = frame_N.numpy().data
         kind, number, count = HEAD.unpack_from(frame)
         values = struct.unpack_from(f"<{count}q", frame, HEAD.size)
         payload_N = frame_N[HEAD.size + 8 * count :]

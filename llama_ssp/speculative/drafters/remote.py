@@ -118,12 +118,13 @@ def tags(state: State, count: tuple[int, ...]) -> list[int]:
 def written(probs_BKV: Tensor) -> tuple[int, Tensor]:
     """Returns probabilities as bytes, on their device: all, or those that are not 0, if they are few.
 
-    Few are left by top-k, top-p and argmax. Then all their places come first, then all their values. Of most
-    distributions none is 0: their bytes are those of the tensor, and nothing is copied.
+    Few are left by top-k, top-p and argmax. Then all their places come first, then all their values. Of a
+    softmax none is 0: its bytes are those of the tensor, and nothing is copied.
     """
     flat_N = probs_BKV.detach().flatten()
-    count = int(flat_N.count_nonzero())  # waits for the device
-    if count * SPARE > len(flat_N):
+    # Most have no zeros, which their minimum tells in a fraction of the time of a count.
+    has_zeros = not bool(flat_N.amin() > 0)  # waits for the device
+    if not has_zeros or int(flat_N.count_nonzero()) * SPARE > len(flat_N):
         return WHOLE, flat_N.view(torch.uint8)
 
     place_N = flat_N.nonzero()[:, 0]
