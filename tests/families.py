@@ -265,7 +265,7 @@ def greedy_text(module: Any, ids: Sequence[int], new: int, end: int | None = Non
 DTYPES = {TORCH_DTYPES[dtype]: dtype for dtype in (Dtype.fp64, Dtype.fp32, Dtype.fp16, Dtype.bf16)}
 
 
-def decoder_of(module: Any, ranks: Ranks = ALONE, **how: Any) -> Decoder:
+def decoder_of(module: Any, ranks: Ranks = ALONE, drafts: bool = False, **how: Any) -> Decoder:
     """The module as a decoder of our own, in the module's number format, by way of its files."""
     form = LayerFormat(DTYPES[module.dtype], **how)
     with TemporaryDirectory() as folder:
@@ -273,7 +273,7 @@ def decoder_of(module: Any, ranks: Ranks = ALONE, **how: Any) -> Decoder:
         with closing(FileSource(Path(folder), wanted(module.config), module.base_model_prefix)) as source:
             unlike = differences(wanted(module.config), source.shapes, module.config)
             assert not any(unlike.values()), unlike
-            return decoder(module.config, source, ranks, form)
+            return decoder(module.config, source, ranks, form, drafts)
 
 
 def model_of(

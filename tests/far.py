@@ -2,16 +2,22 @@
 
 Its tensors hold ordinary ones and compute with them, so what runs there gives what it gives on the host,
 by the branches that are not a CPU's. What would have the host wait for a GPU is counted: a copy that is not
-queued, a number read. torch lets one backend a process be written in Python, so this module is a program:
-`python -m tests.far` runs pairs there and on the host: are texts the same, what was copied. bench/launches.py
+queued, or not from pinned memory, a number read. torch lets one backend a process be written in Python, so
+this module is a program: `python -m tests.far` runs pairs there and on the host: are texts the same, what was
+copied. `python -m tests.far ranks` does so over two ranks, threads with a device each. bench/launches.py
 counts launches with it.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +29,24 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 torch.inference_mode = torch.no_grad  # of which views of tensors like these cannot be made
 
 from llama_ssp.config import SamplingConfig  # noqa: E402
-from llama_ssp.distributed.comm import ALONE  # noqa: E402
-from llama_ssp.models import steps  # noqa: E402
+from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
+from llama_ssp.distributed.roles import Roles  # noqa: E402
+from llama_ssp.models import passes, steps  # noqa: E402
 from llama_ssp.models.attention import Places, Scores  # noqa: E402
 from llama_ssp.models.cuda_graphs import Call, GraphedModel  # noqa: E402
 from llama_ssp.models.decoder import Decoder  # noqa: E402
 from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
+from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, Sampler  # noqa: E402
+from llama_ssp.speculative.engine import Engine, RankEngine  # noqa: E402
+from llama_ssp.speculative.follower import Follower  # noqa: E402
+from llama_ssp.speculative.model_runner import ModelRunner  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
+from llama_ssp.speculative.sampling import SamplingTransform  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.speculative.verification import RULES  # noqa: E402
+from tests.distributed.threads import Meeting, ThreadRank, together  # noqa: E402
 from tests.families import build, decoder_of  # noqa: E402
-from tests.rig import eager_step, perturbed, speculate  # noqa: E402
+from tests.rig import Run, drive, eager_step, perturbed, speculate  # noqa: E402
 
 _setup_privateuseone_for_python_backend("far")
 FAR = torch.device("far:0")
@@ -40,6 +54,24 @@ ATEN = torch.ops.aten
 # What looks like a change of the host's tensors, but is how torch makes one of numbers.
 HARMLESS = {ATEN.lift_fresh.default, torch.ops.prim.device.default}
 ALLOCATIONS = {ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.empty_strided.default}
+# What has the host wait: it reads a number, or how large the result is.
+WAITS = {
+    ATEN._local_scalar_dense.default, ATEN.nonzero.default, ATEN.equal.default, ATEN.masked_select.default,
+    ATEN._unique2.default,
+}  # fmt: skip
+BY_INDEX = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}  # a mask's size is read
+HERE = threading.local()  # `watch` is what counts in this thread
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """In place of Tensor.pin_memory: without a GPU there is no pinned memory."""
+    copy: Any = tensor.clone()
+    copy.is_as_if_pinned = True
+    return copy
+
+
+Tensor.pin_memory = pinned  # type: ignore[assignment,method-assign]
+passes.QUEUES.add(FAR.type)
 
 
 class FarTensor(Tensor):
@@ -65,24 +97,51 @@ class FarTensor(Tensor):
         return self.cpu().tolist()
 
 
-class Watch(TorchDispatchMode):
-    """Runs the device's operations, and counts what the host does between."""
+@dataclass(frozen=True)
+class Counts:
+    """What a GPU would be given, and how often the host would wait for it."""
 
-    replaying, replays = False, 0  # graphs, each of which is one launch
+    launches: float
+    copies: float  # to the device, queued
+    pageable: float  # to the device from memory that is not pinned, or not queued: the host waits
+    waits: float  # for what the host reads
+
+    def since(self, before: Counts, rounds: int = 1) -> Counts:
+        """How many more these are, for each of so many rounds."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return Counts(*((now - then) / rounds for now, then in pairs))
+
+
+class Watch(TorchDispatchMode):
+    """Runs this thread's operations on the device, and counts what the host does between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
         self.launches = 0
+        self.replaying = False  # a graph, which is one launch
 
     def __enter__(self) -> Watch:
         torch._C._set_only_lift_cpu_tensors(True)  # numbers become a host tensor, which is copied
+        HERE.watch = self
         super().__enter__()
         return self
 
     def __exit__(self, *how: Any) -> None:
         super().__exit__(*how)
         torch._C._set_only_lift_cpu_tensors(False)
+
+    def counts(self) -> Counts:
+        seen = self.seen
+        return Counts(self.launches, seen["sent, queued"], seen["sent, waiting"], seen["read, waiting"])
+
+    def replayed(self, work: Callable[[], Any]) -> Any:
+        """Runs what is inside a graph."""
+        self.replaying = True
+        try:
+            return work()
+        finally:
+            self.replaying = False
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,7 +150,7 @@ class Watch(TorchDispatchMode):
         if not wants_far and not any(isinstance(leaf, FarTensor) for leaf in tree_leaves((args, kwargs))):
             return op(*args, **kwargs)
         self._count(op, args, kwargs, wants_far)
-        self.launches += not (Watch.replaying or op.is_view or op in HARMLESS | ALLOCATIONS)
+        self.launches += not (self.replaying or op.is_view or op in HARMLESS | ALLOCATIONS)
         if device is not None:
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         made = op(*tree_map(_held, args), **tree_map(_held, kwargs))
@@ -105,13 +164,13 @@ class Watch(TorchDispatchMode):
             return
         if op is ATEN._to_copy.default:
             if kwargs.get("device") is not None and wants_far != isinstance(args[0], FarTensor):
-                self.seen[_name("sent" if wants_far else "read", kwargs.get("non_blocking"))] += 1
+                self.seen[_name(wants_far, args[0], kwargs.get("non_blocking"))] += 1
         elif op is ATEN.copy_.default:
             to, source = (isinstance(one, FarTensor) for one in args[:2])
             if to != source:
                 queued = args[2] if len(args) > 2 else kwargs.get("non_blocking")
-                self.seen[_name("sent" if to else "read", queued)] += 1
-        elif op in (ATEN._local_scalar_dense.default, ATEN.nonzero.default, ATEN.equal.default):
+                self.seen[_name(to, args[1], queued)] += 1
+        elif op in WAITS or (op in BY_INDEX and any(map(_is_mask, args[1]))):
             self.seen["read, waiting"] += 1
         elif any(
             isinstance(one, Tensor) and not isinstance(one, FarTensor) and one.dim()
@@ -120,8 +179,14 @@ class Watch(TorchDispatchMode):
             self.seen[f"host and device meet in {op}"] += 1
 
 
-def _name(what: str, queued: object) -> str:
-    return f"{what}, {'queued' if queued else 'waiting'}"
+def _name(sent: bool, source: Any, queued: object) -> str:
+    if sent:
+        queued = queued and getattr(source, "is_as_if_pinned", False)
+    return f"{'sent' if sent else 'read'}, {'queued' if queued else 'waiting'}"
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype is torch.bool
 
 
 def _held(one: Any) -> Any:
@@ -136,7 +201,11 @@ def _far(one: Any, known: dict[int, FarTensor]) -> Any:
 
 def brought(module: Decoder) -> Any:
     """The module on the device, its weights copied before anything is counted."""
-    module = deepcopy(module)
+    return put(deepcopy(module))
+
+
+def put(module: Decoder) -> Any:
+    """The module itself, on the device: one over ranks cannot be copied."""
     for layer in module.modules():
         for name, parameter in layer._parameters.items():
             if parameter is not None:
@@ -158,21 +227,15 @@ class Replayed(GraphedModel):
         pass
 
     def _captured(self, step: Call) -> tuple[Call, Any]:
-        def computed() -> Any:
-            Watch.replaying = True
-            try:
-                return tree_map(torch.clone, step())
-            finally:
-                Watch.replaying = False
+        watch: Watch = HERE.watch
+        result = watch.replayed(lambda: tree_map(torch.clone, step()))
 
-        result = computed()
+        def computed() -> None:
+            tree_map(lambda place, tensor: place.copy_(tensor), result, step())
 
         def launch() -> None:
-            Watch.replays += 1
-            fresh = computed()
-            Watch.replaying = True
-            tree_map(lambda place, tensor: place.copy_(tensor), result, fresh)
-            Watch.replaying = False
+            watch.launches += 1
+            watch.replayed(computed)
 
         return launch, result
 
@@ -232,31 +295,143 @@ def main() -> None:
             far = speculate(pair[0], prompts, pair[1], **how, draws=draws)
         said = {"same": far.texts == near.texts, "rounds": far.rounds, "seen": watch.seen}
         print(json.dumps({"case": case, **said}))
-    print(json.dumps({"launches": launches_of_a_round(config, decoders, 1, 4, "plain")[0]}))
+    print(json.dumps({"launches": of_a_round(config, decoders, 1, 4, "plain").launches}))
 
 
-def launches_of_a_round(
-    config: Any, decoders: list[Decoder], rows: int, k: int, controls: str
-) -> tuple[float, float]:
-    """What a round launches, where each pass is a graph, which counts as one; and its copies to the device.
+LENGTHS = (10, 40)  # of texts: what a round takes is the difference, by the rounds
+SHORT_LENGTHS = (6, 16)
 
-    Those of a longer text, less those of a shorter one.
-    """
+
+def of_a_round(config: Any, decoders: list[Decoder], rows: int, k: int, controls: str) -> Counts:
+    """What a round takes, where each pass is a graph, which counts as one launch."""
     found = []
     with Watch() as watch:
         target, draft = (Replayed(brought(one), config, "far", ALONE) for one in decoders)
-        for longest in (10, 40):
-            before, draws = watch.launches + watch.replays, CounterDraws(0, target.replay)
-            sent = watch.seen["sent, queued"]
+        for longest in LENGTHS:
+            before, draws = watch.counts(), CounterDraws(0, target.replay)
             how: Any = {"k": k, "max_new": longest, "sampling": CONTROLS[controls], "draws": draws}
-            prompts = [Prompt(str(row), (3, 4, 5)) for row in range(rows)]
-            run = speculate(target, prompts, draft if k else None, **how)
-            launched = watch.launches + watch.replays - before
-            found.append((launched, watch.seen["sent, queued"] - sent, run.rounds))
-    (few, sent_few, short), (many, sent_many, long) = found
-    return (many - few) / (long - short), (sent_many - sent_few) / (long - short)
+            run = speculate(target, prompts_of(rows), draft if k else None, **how)
+            found.append((watch.counts().since(before), run.rounds))
+    (few, short), (many, long) = found
+    return many.since(few, long - short)
+
+
+def prompts_of(rows: int) -> list[Prompt]:
+    return [Prompt(str(row), (3, 4, 5)) for row in range(rows)]
+
+
+class FarRank(ThreadRank):
+    """A rank with a device of its own. What ranks exchange goes between devices: one launch, no host."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        held = self._exchanged(tensor)
+        super().all_reduce(held)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [FarTensor(part) for part in super().all_gather(self._exchanged(tensor))]
+
+    @staticmethod
+    def _exchanged(tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, FarTensor), "only what is on the device goes between devices"
+        HERE.watch.launches += not HERE.watch.replaying
+        return tensor.held
+
+
+class HostRank(FarRank):
+    """One whose sums go through the host: ranks share a GPU, or have parts of one."""
+
+    @property
+    def through_host(self) -> bool:
+        return True
+
+
+# Where the draft is, over two ranks: on the leader alone, whole on each, or split over both.
+SEATS = ("leader", "copies", "split")
+
+
+def over_ranks(
+    seat: str, rows: int, k: int, lengths: tuple[int, int] = LENGTHS, kind: type[FarRank] = FarRank
+) -> list[tuple[list[Run], Counts]]:
+    """What two ranks write, the leader first, and what a round takes on each."""
+    meeting = Meeting(2)
+    ranks = [kind(rank, meeting) for rank in range(2)]
+    modules = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
+
+    jobs = []
+    for rank in ranks:  # one after the other: building modules is not for threads
+        target = decoder_of(modules[0], rank)
+        draft = None
+        if rank.is_leader or seat != "leader":
+            is_split = seat == "split"
+            draft = decoder_of(modules[1], rank if is_split else ALONE, drafts=is_split)
+        jobs.append(partial(_on_rank, rank, modules[0].config, target, draft, seat, rows, k, lengths))
+    return together(jobs, ranks)
+
+
+def _on_rank(
+    rank: FarRank,
+    config: Any,
+    target: Decoder,
+    draft: Decoder | None,
+    seat: str,
+    rows: int,
+    k: int,
+    lengths: tuple[int, int],
+) -> tuple[list[Run], Counts]:
+    runs, found = [], []
+    with Watch() as watch:
+        whole = Replayed(put(target), config, "far", rank)
+        small = Replayed(put(draft), config, "far", rank if seat == "split" else ALONE) if draft else None
+        for longest in (lengths[0], *lengths):  # the first one captures
+            before = watch.counts()
+            runs.append(drive(_engine(rank, whole, small, seat), prompts_of(rows), k=k, max_new=longest))
+            found.append(watch.counts().since(before))
+        rank.barrier()
+    return runs[1:], found[2].since(found[1], runs[2].rounds - runs[1].rounds)
+
+
+def _engine(rank: FarRank, target: Replayed, draft: Replayed | None, seat: str) -> RankEngine:
+    """As pair/assembly.py makes it of a placement."""
+    draws = CounterDraws(0 if rank.is_leader or seat == "copies" else 8, target.replay)
+    transform = SamplingTransform(CONTROLS["plain"], (), target.vocab, target.replay)
+    sampler = Sampler(transform, draws)
+    draft_ranks: dict[str, Ranks | None] = {
+        "leader": ALONE if rank.is_leader else None, "copies": ALONE, "split": rank,
+    }  # fmt: skip
+    drafting = None if seat == "leader" else rank
+    roles = Roles(everyone=rank, target=rank, draft=draft_ranks[seat], drafting=drafting)
+
+    drafter: Drafter | None = None
+    if draft is not None:
+        is_shard = seat == "split" and not rank.is_leader
+        runner = ModelRunner(draft)
+        drafter = DraftShard(runner) if is_shard else ModelDrafter(runner, sampler)
+    if rank.is_leader:
+        assert drafter is not None
+        return Engine(ModelRunner(target), drafter, sampler, RULES["block"], roles)
+    return Follower(ModelRunner(target), drafter, sampler, roles, target.context, FAR)
+
+
+def main_of_ranks() -> None:
+    """One line a seat of the draft, and one where sums go through the host."""
+    modules = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
+    pair = [DecoderModel(decoder_of(each), modules[0].config, "near") for each in modules]
+    near = speculate(
+        pair[0], prompts_of(2), pair[1], k=3, max_new=SHORT_LENGTHS[1], sampling=SamplingConfig()
+    )
+    for seat, kind in (*((seat, FarRank) for seat in SEATS), ("leader", HostRank)):
+        found = over_ranks(seat, 2, 3, SHORT_LENGTHS, kind)
+        said: dict[str, Any] = {"seat": seat, "through_host": kind is HostRank}
+        said["same"] = all(runs[-1].texts == near.texts for runs, _ in found)
+        for name, (_, counts) in zip(("leader", "follower"), found, strict=True):
+            said[name] = vars(counts)
+        print(json.dumps(said))
 
 
 if __name__ == "__main__":
     steps.attention_kernel.attend = attend
-    main()
+    if "ranks" in sys.argv[1:]:
+        main_of_ranks()
+    else:
+        main()

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from llama_ssp.config import ModelConf, OnDraftLoss, PlacementConf, RunConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.distributed.draft_link import Listener, connect
-from llama_ssp.distributed.draft_messages import DraftClient, DraftServer, Message, MessageKind
+from llama_ssp.distributed.draft_messages import NO_BYTES, DraftClient, DraftServer, Message, MessageKind
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.errors import DistributedError, LostPeer
 from llama_ssp.pair.assembly import RankModels, engine_for
@@ -49,7 +50,7 @@ def exchange() -> Exchange:
         is_waited_for = chance.random() < 0.7
         while len(done.received) < len(done.asked) and (is_waited_for or chance.random() < 0.5):
             done.received.append(done.server.broadcast_ints([]))
-            done.server.send_reply([done.received[-1][0]], bytes(done.received[-1][1]))
+            done.server.send_reply([done.received[-1][0]], bytes_of(bytes(done.received[-1][1])))
             done.stale += not is_waited_for or len(done.received) < len(done.asked)
         if is_waited_for:
             done.replies[number] = done.client.reply()
@@ -65,7 +66,7 @@ def test_each_reply_is_its_own(exchange: Exchange):
     assert len(exchange.replies) > 100
     for number, reply in exchange.replies.items():
         assert reply is not None, number
-        assert (reply.values, reply.payload) == ([number], bytes(exchange.asked[number][1]))
+        assert (reply.values, raw(reply.payload)) == ([number], bytes(exchange.asked[number][1]))
 
 
 def test_every_request_arrives_in_order(exchange: Exchange):
@@ -78,11 +79,21 @@ def test_replies_that_nobody_waited_for_are_discarded(exchange: Exchange):
 
 
 def test_messages_survive_their_frames():
-    for message in (
-        Message(MessageKind.REQUEST, 0, []),
-        Message(MessageKind.REPLY, 2**40, [-1, 2**62], b"\0laws"),
+    for kind, number, values, load in (
+        (MessageKind.REQUEST, 0, [], b""),
+        (MessageKind.REPLY, 2**40, [-1, 2**62], b"\0laws"),
     ):
-        assert Message.unpack(message.pack()) == message
+        message = Message(kind, number, values, bytes_of(load))
+        back = Message.unpack(bytes_of(message.head() + load))
+        assert (back.kind, back.number, back.values, raw(back.payload)) == (kind, number, values, load)
+
+
+def bytes_of(load: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(load), dtype=torch.uint8) if load else NO_BYTES
+
+
+def raw(payload: Tensor) -> bytes:
+    return payload.numpy().tobytes()
 
 
 def line():
@@ -103,9 +114,27 @@ def test_frames_go_over_tcp_as_they_are():
     frames = [b"", b"one", bytes(range(256)) * 40_000]
     sender = threading.Thread(target=lambda: [near.send(frame) for frame in frames])
     sender.start()
-    assert [far.receive(5.0) for _ in frames] == frames
+    assert [raw(far.receive(5.0)) for _ in frames] == frames
     sender.join()
     assert far.receive(0) is None
+
+
+def test_a_payload_is_sent_from_where_it_lies_and_stays_where_it_comes():
+    """It begins at a multiple of 8 bytes of its frame, whatever comes before: numbers are read in place."""
+    near, far = line()
+    client, server = DraftClient(link=near, patience_s=60.0), DraftServer(far, ALONE)
+    numbers = torch.rand(3, 50_000, dtype=torch.float64)
+    for values in ([], [1], [1, 2, 3]):
+        client.broadcast_ints([4])
+        server.broadcast_ints([])
+        load = numbers.flatten().view(torch.uint8)
+        sender = threading.Thread(target=server.send_reply, args=(values, load))
+        sender.start()
+        payload = client.reply().payload
+        sender.join()
+        frame_bytes = payload.untyped_storage().nbytes()
+        assert frame_bytes - len(payload) == payload.storage_offset() and payload.storage_offset() % 8 == 0
+        assert payload.view(torch.float64).view(3, -1).equal(numbers)
 
 
 def test_a_line_that_the_other_closed_is_lost():
@@ -120,7 +149,7 @@ def test_only_a_frame_within_its_bound_is_received():
     near, far = line()
     for most in (11, None):
         near.send(11 * b"x")
-        assert far.receive(5.0, most) == 11 * b"x", most
+        assert raw(far.receive(5.0, most)) == 11 * b"x", most
     near.send(11 * b"x")
     with pytest.raises(LostPeer):
         far.receive(5.0, 10)
@@ -145,7 +174,7 @@ def test_a_reply_from_before_a_loss_answers_nothing_after_it():
     client, server = DraftClient(link=near, patience_s=60.0), DraftServer(far, ALONE)
     client.broadcast_ints([4])
     server.broadcast_ints([])
-    server.send_reply([7], b"")
+    server.send_reply([7])
     assert client.reply().values == [7]
     client.give_up("its drafts are for other texts")
     client.broadcast_ints([5])
@@ -171,7 +200,7 @@ def test_a_proposal_about_another_text_is_never_used():
     client, server = DraftClient(link=near, patience_s=60.0), DraftServer(far, ALONE)
     client.broadcast_ints([2])
     server.broadcast_ints([])
-    server.send_reply([1, 17, 2, *range(20)], b"")
+    server.send_reply([1, 17, 2, *range(20)])
     state = State([Prompt("0", [1])], 8, torch.device("cpu"))
     proposal = RemoteDrafter(client, 8, 3, torch.float32).propose(state, (2,))
     assert proposal.count == (0,) and client.lost == "its drafts are for other texts"

@@ -3,7 +3,8 @@
 A rank inside a collective, or a receive of gloo or NCCL, cannot look whether something has come, cannot give
 up without breaking the group, and ends with the other side. On this connection it looks, waits for a limited
 time, and goes on when the other rank is gone. Distributions pass through the host even where models are on
-GPUs: a copy of K distributions a round (2 MiB at K = 4 and 128 k entries), small next to a target step.
+GPUs: K distributions a round (2 MiB at K = 4 and 128 k entries). They go from the memory where the one side
+has them into the memory where the other wants them; nothing is joined, cut or copied in between.
 """
 
 import contextlib
@@ -16,8 +17,12 @@ import struct
 import time
 from multiprocessing.connection import Connection
 
+import torch
+from torch import Tensor
+
 from llama_ssp.errors import DistributedError, LostPeer
 
+SIZE = struct.Struct("<Q")  # comes before each frame: how many bytes it has
 MOST = 1024  # bytes of the first frame, from an end that may be anybody
 LOOPBACK = "127.0.0.1"
 
@@ -33,10 +38,10 @@ class Link:
             connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(patience_s), 0))
         self._connection = Connection(connection.detach())
 
-    def send(self, frame: bytes) -> None:
-        """Raises LostPeer when the connection is gone."""
+    def send(self, head: bytes, payload: Tensor | None = None) -> None:
+        """Sends a frame: the head, then the payload's bytes. Raises LostPeer when the connection is gone."""
         try:
-            self._connection.send_bytes(frame)
+            self._write(head, payload)
         except OSError as error:
             raise LostPeer(_reason(error)) from error
 
@@ -44,13 +49,14 @@ class Link:
         """Returns whether one has begun to come, or the connection is gone; does not wait."""
         return self._connection.poll()
 
-    def receive(self, seconds: float, most: int | None = None) -> bytes | None:
-        """Returns the next frame; None if none comes in time. With 0 it only looks.
+    def receive(self, seconds: float, most: int | None = None, pinned: bool = False) -> Tensor | None:
+        """Returns the next frame's bytes; None if none comes in time. With 0 it only looks.
 
-        `most` bounds its bytes; frames of large batches have gigabytes. Raises LostPeer.
+        `most` bounds its bytes; frames of large batches have gigabytes. They are put into pinned memory if
+        they are for a GPU. Raises LostPeer.
         """
         try:
-            return self._connection.recv_bytes(most) if self._connection.poll(seconds) else None
+            return self._read(most, pinned) if self._connection.poll(seconds) else None
         except EOFError as error:
             raise LostPeer("the other rank has closed the connection") from error
         except OSError as error:
@@ -62,8 +68,41 @@ class Link:
             room = select.poll()
             room.register(self._connection, select.POLLOUT)
             if last and room.poll(0):
-                self._connection.send_bytes(last)
+                self._write(last)
         self._connection.close()
+
+    def _write(self, head: bytes, payload: Tensor | None = None) -> None:
+        parts = [memoryview(head)]
+        if payload is not None:
+            parts.append(payload.numpy().data)
+        size = sum(map(len, parts))
+
+        left = [memoryview(SIZE.pack(size)), *parts]
+        while left:
+            count = os.writev(self._connection.fileno(), left)
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if left:
+                left[0] = left[0][count:]
+
+    def _read(self, most: int | None, pinned: bool) -> Tensor:
+        head = bytearray(SIZE.size)
+        self._fill(memoryview(head))
+        (size,) = SIZE.unpack(head)
+        if most is not None and size > most:
+            raise OSError(f"a frame of {size} bytes, at most {most} are allowed")
+
+        frame_N = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self._fill(frame_N.numpy().data)
+        return frame_N
+
+    def _fill(self, room: memoryview) -> None:
+        """Waits until the room is full. Raises EOFError when the other end closes."""
+        while room:
+            count = os.readv(self._connection.fileno(), [room])
+            if not count:
+                raise EOFError
+            room = room[count:]
 
 
 class Listener:
@@ -91,7 +130,8 @@ class Listener:
                     raise _unreachable(self.host, error) from error
                 link = Link(connection, patience_s)
                 with contextlib.suppress(LostPeer):
-                    word = link.receive(min(patience_s, 5.0), MOST) or b""
+                    word_N = link.receive(min(patience_s, 5.0), MOST)
+                    word = b"" if word_N is None else word_N.numpy().tobytes()
                     if secrets.compare_digest(word, self.secret.encode()):
                         return link
                 link.close()

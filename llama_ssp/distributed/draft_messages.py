@@ -13,11 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
+from torch import Tensor
+
 from llama_ssp.distributed.comm import LeaderChannel, Ranks
 from llama_ssp.distributed.draft_link import Link
 from llama_ssp.errors import LostPeer
 
-HEAD = struct.Struct("<BQQ")  # kind, number, how many integers
+# Kind, number, how many integers. Each takes 8 bytes, so that a payload may hold numbers of any size.
+HEAD = struct.Struct("<QQQ")
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
 LOOK_S = 1.0  # how long one wait for the next request lasts: signals interrupt between two
 
 
@@ -28,24 +33,31 @@ class MessageKind(IntEnum):
     DISMISS = 4  # no request will follow: the leader goes on alone
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Message:
-    """A frame's content. `number` is the request's, also in what answers it."""
+    """A frame's content. `number` is the request's, also in what answers it.
+
+    A frame is | kind | number | count | integers | payload |, and the payload is bytes on the host. One that
+    was received is a view of its frame.
+    """
 
     kind: MessageKind
     number: int
     values: list[int]
-    payload: bytes = b""
+    payload: Tensor = NO_BYTES
 
-    def pack(self) -> bytes:
+    def head(self) -> bytes:
+        """Returns the frame up to the payload."""
         integers = struct.pack(f"<{len(self.values)}q", *self.values)
-        return HEAD.pack(self.kind, self.number, len(self.values)) + integers + self.payload
+        return HEAD.pack(self.kind, self.number, len(self.values)) + integers
 
     @staticmethod
-    def unpack(frame: bytes) -> Message:
+    def unpack(frame_N: Tensor) -> Message:
+        frame = frame_N.numpy().data
         kind, number, count = HEAD.unpack_from(frame)
         values = struct.unpack_from(f"<{count}q", frame, HEAD.size)
-        return Message(MessageKind(kind), number, list(values), frame[HEAD.size + 8 * count :])
+        payload_N = frame_N[HEAD.size + 8 * count :]
+        return Message(MessageKind(kind), number, list(values), payload_N)
 
 
 @dataclass(kw_only=True)
@@ -73,14 +85,17 @@ class DraftClient(LeaderChannel):
             while self._take(0.0):  # replies that are no longer needed must not fill the link
                 pass
             try:
-                self.link.send(Message(MessageKind.REQUEST, self._number, values).pack())
+                self.link.send(Message(MessageKind.REQUEST, self._number, values).head())
             except LostPeer as lost:
                 self.give_up(str(lost))
         return values
 
-    def reply(self) -> Message | None:
-        """Waits for the reply to the last request; None if the link is lost."""
-        self._wait(lambda: self._reply is not None)
+    def reply(self, pinned: bool = False) -> Message | None:
+        """Waits for the reply to the last request; None if the link is lost.
+
+        `pinned` says that the payload is for a GPU.
+        """
+        self._wait(lambda: self._reply is not None, pinned)
         return self._reply
 
     def flush(self) -> None:
@@ -92,21 +107,21 @@ class DraftClient(LeaderChannel):
         if self.lost is None:
             self.lost = why
             self._reply = None
-            self.link.close(Message(MessageKind.DISMISS, self._number, []).pack())
+            self.link.close(Message(MessageKind.DISMISS, self._number, []).head())
 
-    def _wait(self, done: Callable[[], bool]) -> None:
+    def _wait(self, done: Callable[[], bool], pinned: bool = False) -> None:
         until = time.monotonic() + self.patience_s
         while self.lost is None and not done():
             left_s = until - time.monotonic()
             if left_s <= 0:
                 self.give_up(f"it has not answered for {self.patience_s:.1f} s")
             else:
-                self._take(left_s)
+                self._take(left_s, pinned)
 
-    def _take(self, seconds: float) -> bool:
+    def _take(self, seconds: float, pinned: bool = False) -> bool:
         """Receives and records one frame, if it comes within `seconds`; returns whether it came."""
         try:
-            frame = self.link.receive(seconds)
+            frame = self.link.receive(seconds, pinned=pinned)
         except LostPeer as lost:
             self.give_up(str(lost))
             return False
@@ -147,9 +162,10 @@ class DraftServer(LeaderChannel):
         if request.kind is MessageKind.DISMISS:
             raise LostPeer("the leader goes on alone")
         self._number = request.number
-        self.link.send(Message(MessageKind.ACK, self._number, []).pack())
+        self.link.send(Message(MessageKind.ACK, self._number, []).head())
         return self.group.broadcast_ints(request.values)
 
-    def send_reply(self, values: list[int], payload: bytes) -> None:
-        """Sends the reply to the last request."""
-        self.link.send(Message(MessageKind.REPLY, self._number, values, payload).pack())
+    def send_reply(self, values: list[int], payload: Tensor = NO_BYTES) -> None:
+        """Sends the reply to the last request. The payload is bytes on the host."""
+        reply = Message(MessageKind.REPLY, self._number, values, payload)
+        self.link.send(reply.head(), reply.payload)

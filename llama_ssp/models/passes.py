@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Devices to which the host queues a copy from pinned memory, and goes on (tests/far.py adds one).
+QUEUES = {"cuda"}
+
 
 class RowSpan(NamedTuple):
     """Some tokens of one row that stand together: the row, the first position, and how many tokens."""
@@ -108,6 +111,16 @@ def sent(numbers: Any, device: torch.device) -> Tensor:
     for what was decided (tests/far.py).
     """
     tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type in QUEUES and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def fetched(large: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both tensors on the host, which waits for their device once.
+
+    Both are of one device, and so of one stream: when the last has come, the large one has come. It comes
+    into pinned memory, which torch keeps for the next one, without a copy in between.
+    """
+    queued = large.to("cpu", non_blocking=large.device.type != "cpu")
+    return queued, last.cpu()

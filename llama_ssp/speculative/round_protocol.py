@@ -2,7 +2,9 @@
 
 A round has one message to the ranks of the target: the last round's decision, and this round's drafts. Ranks
 that take part in drafting get one before it: the decision, and how many tokens to draft. So equal seeds or
-equal rounding are never relied on. Each message carries the number of decided rounds and a checksum of the
+equal rounding are never relied on. Between GPUs the drafts do not go by the message, which is sent before
+they are drawn, but by a sum over ranks behind it: the leader's host reads no drafts, and waits for its GPU
+once a round, for the decision. Each message carries the number of decided rounds and a checksum of the
 lengths of the leader's texts; a rank where either differs stops the run.
 """
 
@@ -11,9 +13,10 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from llama_ssp.distributed.comm import LeaderChannel, checksum
+from llama_ssp.distributed.comm import LeaderChannel, Ranks, checksum
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.errors import DistributedError, LostPeer
+from llama_ssp.models.passes import sent
 from llama_ssp.speculative.decision import Decision
 from llama_ssp.speculative.state import Proposal, State
 
@@ -62,9 +65,19 @@ class LeaderProtocol(RoundProtocol):
         """Sends the ranks of the target the last decision, and the drafts."""
         self._require_draft()
         if self._target is not None:
-            drafted = proposal.drafted_BK.flatten().tolist()
-            self._send(self._target, self._basis_of(state), [*proposal.count, *drafted])
+            self._submit(self._target, self._basis_of(state), proposal)
         self._all_sent()
+
+    def _submit(self, ranks: Ranks, basis: int, proposal: Proposal) -> None:
+        values = [*proposal.count]
+        if not proposal.k:
+            self._send(ranks, basis, values)
+        elif proposal.drafted_BK.device.type == "cpu" or ranks.through_host:
+            self._send(ranks, basis, values + proposal.drafted_BK.flatten().tolist())
+        else:
+            self._send(ranks, basis, values)
+            # The other ranks add zeros.
+            ranks.all_reduce(proposal.drafted_BK.to(torch.int64).contiguous())
 
     def decide(self, state: State, result: Decision) -> None:
         """Keeps the decision for the next messages."""
@@ -139,8 +152,14 @@ class FollowerProtocol(RoundProtocol):
 
         count = tuple(values[: state.rows])
         drafted = values[state.rows :]
-        token_N = torch.tensor(drafted, dtype=torch.int64, device=state.device)
-        drafted_BK = token_N.view(state.rows, max(count))
+        shape = state.rows, max(count)
+        if drafted:
+            drafted_BK = sent(drafted, state.device).view(shape)
+        else:
+            drafted_BK = torch.zeros(shape, dtype=torch.int64, device=state.device)
+            if max(count):  # they come by the GPUs
+                assert self._target is not None, "drafts are for the ranks of the target"
+                drafted_BK = self._target.all_reduce(drafted_BK)
         state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, None, count)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from llama_ssp.config import Overlap, SamplingConfig
 from llama_ssp.distributed.comm import ALONE
@@ -94,7 +95,7 @@ class Stage:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.mail: dict[str, deque[bytes]] = {"leader": deque(), "draft": deque()}
+        self.mail: dict[str, deque[Tensor]] = {"leader": deque(), "draft": deque()}
         self.floor = {"leader": threading.Semaphore(1), "draft": threading.Semaphore(0)}
         self.ended: set[str] = set()
         self.waiting: set[str] = set()
@@ -141,8 +142,10 @@ class StagedLink:
         self._stage, self._side = stage, side
         self._far = "draft" if side == "leader" else "leader"
 
-    def send(self, frame: bytes) -> None:
+    def send(self, head: bytes, payload: Tensor | None = None) -> None:
         stage = self._stage
+        load = b"" if payload is None else payload.numpy().tobytes()
+        frame = torch.frombuffer(bytearray(head + load), dtype=torch.uint8)
         stage.mail[self._far].append(frame)
         message = Message.unpack(frame)
         stage.waiting.discard(self._far)
@@ -155,7 +158,7 @@ class StagedLink:
     def has_frame(self) -> bool:
         return bool(self._stage.mail[self._side]) and self._sees()
 
-    def receive(self, seconds: float) -> bytes | None:
+    def receive(self, seconds: float, pinned: bool = False) -> Tensor | None:
         stage, mail = self._stage, self._stage.mail[self._side]
         if seconds <= 0:
             return mail.popleft() if self.has_frame() else None
@@ -409,9 +412,9 @@ def test_probabilities_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
     # The least is a probability, too.
     for sent in (probs, probs.pow(40), probs * torch.finfo(dtype).tiny, damaged):
         how, load = remote.written(sent)
-        arrived = remote.read(how, load, (1, 2, 6), dtype)
+        arrived = remote.read(how, load, (1, 2, 6), dtype, sent.device)
         assert arrived.isnan().equal(sent.isnan()) and arrived.nan_to_num(2.0).equal(sent.nan_to_num(2.0))
-        assert len(load) <= sent.nbytes
+        assert load.nbytes <= sent.nbytes
 
 
 def test_two_distributions_alike_are_raced_to_the_same_token():
@@ -436,9 +439,9 @@ MEMO = "speculative.drafters.ahead:Memo.stands"
 TAGS = "speculative.drafters.remote:tags speculative.drafters.ahead:tags"
 
 
-def the_one_before(reply: Any, client: Any) -> Any:
+def the_one_before(reply: Any, client: Any, pinned: bool) -> Any:
     """The reply to an earlier request is taken for the one to this."""
-    newest = reply(client)
+    newest = reply(client, pinned)
     older, vars(client)["older"] = vars(client).get("older", newest), newest
     return older
 

@@ -20,7 +20,7 @@ import torch
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftServer
-from llama_ssp.models.passes import sent
+from llama_ssp.models.passes import fetched, sent
 from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, Sampler, nothing
 from llama_ssp.speculative.drafters.remote import AheadCounts, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -120,13 +120,18 @@ class AheadDrafter(ModelDrafter):
         """Sends the leader the drafts, and the probabilities that each was drawn from."""
         assert proposal.draft_BKV is not None
         form, load = written(proposal.draft_BKV)
+        payload, drafted_N = fetched(load, proposal.drafted_BK.flatten())
         waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
         head = [form, self.forwards, *astuple(self.counts), waited_us]
-        drafted = proposal.drafted_BK.flatten().tolist()
-        self._link.send_reply([*tags(state, proposal.count), *head, *drafted], load)
+        self._link.send_reply([*tags(state, proposal.count), *head, *drafted_N.tolist()], payload)
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
-        """Drafts for the next round until its request comes, which is checked between forwards."""
+        """Drafts for the next round until its request comes, which is checked between forwards.
+
+        A forward on a GPU is over when its token is on the host, as `_ahead` yields it. Without that wait
+        all forwards would be launched within the time of one: none could be interrupted, and `Pays` would
+        never learn what a request has waited for.
+        """
         self._interrupted = None
         self._drop_memo(state.rows)
         if self._overlap is Overlap.off:
@@ -177,8 +182,11 @@ class AheadDrafter(ModelDrafter):
             drawn = fresh if drawn is None else merged([offset < h for h in held], drawn, fresh)
         return drawn
 
-    def _ahead(self, state: State, proposal: Proposal) -> Iterator[Drawn]:
-        """Runs one draft forward a step, until there is nothing left to draft."""
+    def _ahead(self, state: State, proposal: Proposal) -> Iterator[list[int]]:
+        """Runs one draft forward a step, until there is nothing left to draft.
+
+        Yields each row's drawn token, for which the host has waited: the forward is over.
+        """
         pairs = zip(proposal.drafted_BK.tolist(), proposal.count, strict=True)
         drafted = [row[:n] for row, n in pairs]
         self._state = state
@@ -188,12 +196,13 @@ class AheadDrafter(ModelDrafter):
             # The token after the drafts, drawn as the leader will draw it, but from the draft's distribution.
             # The less the distributions differ, the more often both draws agree. The leader's is committed.
             guess = super()._step(accepted, 0, count, state.slot(Purpose.CORRECT))
-            yield guess
-            later = accepted.extended([[token] for token in guess.token_B.tolist()])
+            guessed = guess.token_B.tolist()
+            yield guessed
+            later = accepted.extended([[token] for token in guessed])
             yield from self._draft_for(state, later, count)
 
-    def _draft_for(self, state: State, later: State, count: tuple[int, ...]) -> Iterator[Drawn]:
-        """Draws the drafts for the guessed batch."""
+    def _draft_for(self, state: State, later: State, count: tuple[int, ...]) -> Iterator[list[int]]:
+        """Draws the drafts for the guessed batch; yields each row's token when its forward is over."""
         ends = set(self._sampler.transform.end_ids)
         count = tuple(0 if text[-1] in ends else n for text, n in zip(later.texts, count, strict=True))
         self._memo = memo = Memo(later, count)
@@ -202,7 +211,7 @@ class AheadDrafter(ModelDrafter):
             drawn = super()._step(later, offset, count)
             memo.drawn.append(drawn)
             self.counts.drafted += sum(offset < n for n in count)
-            yield drawn
+            yield drawn.token_B.tolist()
 
     def _worth(self, state: State, accepted: State, row: int, wanted: int) -> int:
         """Returns how many drafts to draw ahead: as many as in this round, if there is room.
