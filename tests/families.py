@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.config import Weights as WeightsFrom
@@ -125,6 +126,22 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 # Each is the contrary of what the architecture has by default.
 FLAGS = "attention_bias", "mlp_bias", "bias", "enable_bias", "norm_topk_prob", "use_parallel_residual"
+
+
+def use_gates_of_configs() -> None:
+    """Has gpt-oss' experts clamp as their config says; before 5.19 transformers has the numbers in code."""
+    made_with_constants = GptOssExperts.__init__
+
+    def made_with_config(experts: Any, config: Any) -> None:
+        made_with_constants(experts, config)
+        experts.alpha = getattr(config, "swiglu_alpha", experts.alpha)
+        experts.limit = getattr(config, "swiglu_limit", experts.limit)
+
+    GptOssExperts.__init__ = made_with_config
+
+
+if not hasattr(CONFIG_MAPPING["gpt_oss"](), "swiglu_limit"):
+    use_gates_of_configs()
 
 
 def ragged_prompts(*lengths: int) -> list[Prompt]:

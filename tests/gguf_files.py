@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 gguf = pytest.importorskip("gguf")
+reads_tokenizers = pytest.mark.skipif(
+    not hasattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS"),
+    reason="transformers makes the tokenizer of a GGUF file from 5.18 on",
+)
 
 VOCAB, CONTEXT = 300, 128
 SIZES: dict[str, Any] = {

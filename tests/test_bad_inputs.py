@@ -194,6 +194,7 @@ def test_the_bounds_of_prompts_are_not_those_of_a_batch(
 
 def twins(path: Path) -> None:
     """The last two words of the vocabulary get one id."""
+    pytest.importorskip("transformers", minversion="5.21")  # older ones copy it, and lose one of the words
 
     def change(content: dict[str, Any]) -> None:
         words: dict[str, int] = content["model"]["vocab"]

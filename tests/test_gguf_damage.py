@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import MODEL, ModelError
@@ -166,6 +167,20 @@ def test_flipped_bytes(sound: Sound, seed: int, tmp_path: Path) -> None:
             require_complete(path, differences(names, source.shapes, config))
         except ModelError as error:
             assert len(str(error).splitlines()) == 1
+
+
+def test_a_library_that_makes_no_tokenizer(
+    sound: Sound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17, which pip may keep: it is told by its version, not by what it lacks."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kept"))  # no tokenizer of an earlier start
+    monkeypatch.delattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", raising=False)
+    (tmp_path / "models").mkdir()
+    path = written(tmp_path / "models", sound.raw)
+    told = r"found transformers 5\.\d.*, allowed 5\.18 or later; update"
+    with pytest.raises(ModelError, match=told) as error:
+        read_tokens(path, 300)
+    assert len(str(error.value).splitlines()) == 1 and "tokenizer.json" in str(error.value)
 
 
 def test_what_the_message_says(sound: Sound, tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from llama_ssp.errors import ModelError
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from llama_ssp.text.vocabulary import read_vocabularies, read_vocabulary
 from tests import checkpoints
-from tests.gguf_files import finish, gguf
+from tests.gguf_files import finish, gguf, reads_tokenizers
 from tests.test_gguf import made
 from tests.warm import ROOT, python
+
+pytestmark = reads_tokenizers
 
 # The first one has letters that are not of the byte alphabet, as DeepSeek's.
 SPECIAL, PLAIN, PADDING = ["<｜begin｜>", "<|im_end|>", "<|end_of_text|>"], ["<think>"], 5

@@ -148,6 +148,12 @@ assert set(models) <= allowed, models
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_a_start_looks_for_no_toolkit_of_cuda():
+    """torch's C++ extensions do, and print a line of their own where there is one and no GPU."""
+    code = "import sys, llama_ssp.tasks.runner; sys.exit('torch.utils.cpp_extension' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_what_answers_without_torch():
     """Nor does anything that it imports, as it is imported."""
     light = [name for name in sorted(NAMES) if {name, name.split(".")[0]} & WITHOUT_TORCH]

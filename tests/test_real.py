@@ -22,11 +22,11 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.packages import package_copy
 from llama_ssp.text.tokenizer import read_tokens
 from tests.families import greedy_text
-from tests.gguf_files import gguf
+from tests.gguf_files import gguf, reads_tokenizers
 from tests.processes import kill, wait_for
 from tests.warm import LAUNCH, python, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.real]
+pytestmark = [pytest.mark.slow, pytest.mark.real, reads_tokenizers]
 
 NEW, FP32 = 16, ("model.dtype=fp32", "sampling=greedy")
 # transformers reads a header anew for each thing that it wants to know, which takes seconds.

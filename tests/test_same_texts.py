@@ -174,6 +174,7 @@ def test_the_gemma_divides_scores_by_another_number_than_its_heads_say(made: Pat
 
 def test_the_gpt_oss_reaches_its_clamps(made: Path):
     """Without them its logits are wholly others."""
+    pytest.importorskip("transformers", minversion="5.19")  # older ones have the limit in their code
     ids = torch.tensor([range(5, 25)])
     limit = config_in(made / "gpt_oss")["swiglu_limit"]
     with torch.inference_mode():

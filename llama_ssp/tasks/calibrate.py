@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import yaml
 from torch.nn import functional
-from torch.utils.benchmark import timer
 
 from llama_ssp.config import (
     MADE_FAMILY,
@@ -67,7 +66,6 @@ from llama_ssp.tasks.common import Task
 log = logging.getLogger(__name__)
 
 NAME = "calibrated"  # the cluster's name, and its file's
-now: Callable[[], float] = timer  # the clock: it waits for the GPU's work
 STARTING = "groups", "scheduler", "slurm"  # how jobs are started is not measured
 # Of every text: its prompt, and how many tokens are written.
 PROMPT = tuple(range(4, 36))
@@ -212,6 +210,16 @@ def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
     for _ in range(repeats + 1):
         turns.append([work() for work in works])
     return [min(figures) for figures in zip(*turns[1:], strict=True)]
+
+
+def now() -> float:
+    """Returns the clock's time, in seconds, after the GPU's work.
+
+    Not torch.utils.benchmark's: every command would import torch's C++ extensions, and print what they say.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def elapsed_s(works: Sequence[Callable[[], Any]], ranks: Ranks) -> float:

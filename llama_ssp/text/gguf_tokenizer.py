@@ -144,8 +144,17 @@ class HeaderTokenizer:
 def _made(path: Path) -> tuple[str, dict[str, Any]]:
     """Returns what would be the content of tokenizer.json, and settings by transformers' names."""
     from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, __version__
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+
+    if not hasattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS"):
+        raise ModelError(
+            "this transformers cannot make a GGUF file's tokenizer",
+            where=path,
+            found=f"transformers {__version__}",
+            allowed="5.18 or later",
+            fix=f"update transformers, or {BESIDE}",
+        )
 
     tokens = HeaderTokens(path)
     said = tokens.said

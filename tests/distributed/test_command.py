@@ -13,6 +13,7 @@ import pytest
 from llama_ssp.errors import FAILED_CHECK
 from tests import checkpoints
 from tests.conftest import Command
+from tests.gguf_files import reads_tokenizers
 from tests.test_gguf import made
 from tests.test_gguf_tokenizer import add_that_of_folders
 from tests.warm import Answer, Started
@@ -273,6 +274,7 @@ def run(path: Path, *more: str) -> tuple[str, ...]:
     return *pair, *FP32, "task.max_new_tokens=12", "seed=5", "speculation.k=3", *more
 
 
+@reads_tokenizers
 def test_texts_are_those_of_the_decoded_weights(command: Command, tmp_path: Path) -> None:
     path, plain = both(tmp_path)
     stdin = "\n".join(PROMPTS)
