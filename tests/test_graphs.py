@@ -23,6 +23,7 @@ from llama_ssp.errors import DistributedError
 from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Places, Scores, attend_rows
 from llama_ssp.models.cuda_graphs import ALIGNMENT, GraphedModel, room_of
+from llama_ssp.models.experts import Experts
 from llama_ssp.models.graph_sizes import KEPT_BYTES, MOST, padded
 from llama_ssp.models.interface import log_slow
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
@@ -296,6 +297,32 @@ def test_a_cache_in_use_keeps_its_memory():
     assert model.captures == [2, 2, 1, 1]
     for ours, theirs in zip(*logits, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("waits", "most"), [(True, 3), (False, 40)])
+def test_steps_with_experts_that_do_not_wait_are_captured(waits: bool, most: int, monkeypatch):
+    """However many pairs of a token and an expert they have; others up to MOST_PAIRS."""
+    monkeypatch.setattr(cuda_graphs, "MOST_PAIRS", 6)
+    monkeypatch.setattr(Experts, "waits_for_host", lambda *_: waits)
+    model = model_of("mixtral", Replayed)
+    model.prepare([4], rows=2, capacity=40)
+    assert max(model.captures) == most
+
+
+def test_experts_that_wait_on_one_rank_limit_the_captures_of_all(monkeypatch):
+    """GPUs may differ; captures have sums, which all ranks take part in."""
+    monkeypatch.setattr(cuda_graphs, "MOST_PAIRS", 6)
+    ranks = ranks_of(2)
+    module = build("mixtral")
+    models = [Replayed(decoder_of(module, ranks=rank), module.config, "moe", rank) for rank in ranks]
+    waiting = set(models[1].decoder.modules())
+    monkeypatch.setattr(Experts, "waits_for_host", lambda layer, _: layer in waiting)
+
+    def work(rank: int) -> list[int]:
+        models[rank].prepare([4], rows=1, capacity=40)
+        return models[rank].captures
+
+    assert together([partial(work, rank) for rank in range(2)], ranks) == [[1, 2, 3]] * 2
 
 
 def test_steps_in_which_experts_run_one_after_the_other_are_not_captured():

@@ -30,6 +30,7 @@ from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.attention import Places
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import Step
+from llama_ssp.models.experts import Experts
 from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, WIDEST, padded, sizes_up_to
 from llama_ssp.models.interface import log_slow
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
@@ -65,7 +66,7 @@ class GraphedModel(SteppedModel):
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ranks.before_close(self.free)
         shape = shape_of(self.config)
-        # Beyond that experts run one after the other, which waits for the choice and cannot be captured.
+        # With more pairs of a token and an expert, the host may wait for the choice of experts (`prepare`).
         self.most_tokens = min(MOST, MOST_PAIRS // shape.top_k) if shape.experts else MOST
 
     @torch.inference_mode()
@@ -79,6 +80,12 @@ class GraphedModel(SteppedModel):
         Larger steps come first: smaller ones use their scratch memory, and the memory for their results.
         """
         widths = sorted(widths)
+        if self.most_tokens < MOST:
+            layers = [layer for layer in self.decoder.modules() if isinstance(layer, Experts)]
+            never_waits = not any(layer.waits_for_host(MOST) for layer in layers)
+            if self._on_all_ranks([never_waits])[0]:  # GPUs may differ
+                self.most_tokens = MOST
+
         # Memory for the largest cache is made first. The cache itself is dropped at once; its memory stays,
         # unused, so that both caches below are in it, also that of super().prepare(), and with them all
         # captures.
