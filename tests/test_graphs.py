@@ -84,6 +84,7 @@ class Replayed(GraphedModel):
         memory = step()
         self.captures.append(len(memory[0] if isinstance(memory, list) else memory))
 
+        @torch.inference_mode()  # a launch is no operation of torch
         def launch() -> None:
             tree_map(lambda place, result: place.copy_(result), memory, step())
 
@@ -186,6 +187,15 @@ def test_a_function_is_captured_once(replayed: Replayed):
             offset
         )
     assert replayed.captures == [3]
+
+
+def test_a_function_is_replayed_in_inference_mode_and_outside(replayed: Replayed):
+    """The leader draws in it, ranks that only draft do not; a measurement has both, of one model."""
+    with torch.inference_mode():
+        assert torch.equal(replayed.replay(torch.square, NUMBERS), NUMBERS.square())
+    assert torch.equal(replayed.replay(torch.square, NUMBERS + 1), (NUMBERS + 1).square())
+    assert torch.equal(replayed.replay(torch.neg, NUMBERS), -NUMBERS)
+    assert replayed.captures == [3, 3]
 
 
 def test_a_function_of_large_tensors_runs_as_it_is(replayed: Replayed, monkeypatch):

@@ -343,10 +343,12 @@ class SharedMemory:
         """
         size = room_of(tensors)
         if self._memory_N is None or size > self.size:
-            self._memory_N = tensors[0].new_empty(size, dtype=torch.uint8)
+            # Ranks that only draft draw outside of inference mode, where its tensors may not be written.
+            with torch.inference_mode(False):
+                self._memory_N = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
 
         rooms = [room_of([tensor]) for tensor in tensors]
-        parts = self._memory_N[:size].split(rooms)
+        parts = torch.split(self._memory_N[:size], rooms)
         places = [
             part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for part, tensor in zip(parts, tensors, strict=True)
