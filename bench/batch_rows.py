@@ -87,6 +87,7 @@ def main() -> None:
             )
         theirs = partial(by_transformers, module, pair, dealt(ordered, n))
         contenders[f"{named(n, '')}, transformers"] = theirs
+    pair.settle()
     usual = partial(FixedDraftLength, costs[main_rows])
     contenders[waiting] = partial(pace, pair, dealt(works, main_rows), main_rows, usual)
     sooner = partial(pace, pair, dealt(ordered, main_rows), main_rows, usual)

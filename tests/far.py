@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-torch.inference_mode = torch.no_grad  # of which views of tensors like these cannot be made
+# In inference mode no views of tensors like these can be made.
+torch.inference_mode = lambda mode=True: torch.no_grad()  # type: ignore[assignment,misc]
 
 from llama_ssp.config import SamplingConfig  # noqa: E402
 from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402

@@ -16,7 +16,7 @@ import time
 import traceback
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,6 +30,7 @@ from llama_ssp.batch.job import Job
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.process_group import NO_GPU
+from llama_ssp.pair import session
 from llama_ssp.pair.requests import Reply
 from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession
@@ -136,6 +137,39 @@ def test_a_job_goes_on_with_the_k_that_it_began_with(command: Command, monkeypat
         assert (drafted["tokens_drafted"] > 0) == (k > 0)
     texts = [Path(f"{name}.jsonl").read_bytes() for name in "abc"]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_rounds_are_prepared_once_the_k_that_a_job_keeps_is_known(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """At first those that are measured. All at once where K is known, and where drafts are looked up."""
+    prepared: list[Any] = []
+    prepare = session.prepare
+
+    def noted(pair: Any, speculation: Any, rows: int, slots: int, ks: Sequence[int]) -> None:
+        prepared.append((speculation.longest, *ks))
+        prepare(pair, speculation, rows, slots, ks)
+
+    monkeypatch.setattr(session, "prepare", noted)
+    monkeypatch.setattr(session, "prepare_anew", lambda _, spec, *sizes: prepared.append(spec.longest))
+    write_input()
+    adaptive = [*MODELS, *SMALL[len(JOB) :]]
+    assert command(*adaptive, "task.output=whole.jsonl").code == 0
+    work = Path("whole.jsonl.work")
+    kept = json.loads((work / "costs.json").read_bytes())["k"]
+    assert prepared == [(16, 0, 1, 4, 16), kept]
+
+    prepared.clear()
+    shutil.copytree(work, "a.jsonl.work")
+    for folder in ("parts", "done"):
+        shutil.rmtree(f"a.jsonl.work/{folder}")
+        Path(f"a.jsonl.work/{folder}").mkdir()
+    assert command(*adaptive, "task.output=a.jsonl").code == 0
+    assert prepared == [(kept,)]
+
+    prepared.clear()
+    assert command(*adaptive, "speculation.drafter=ngram", "task.output=b.jsonl").code == 0
+    assert prepared == [(16,)]
 
 
 def test_a_job_keeps_the_number_of_rows_that_it_began_with(command: Command, monkeypatch: pytest.MonkeyPatch):

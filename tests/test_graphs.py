@@ -22,17 +22,21 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import DistributedError
 from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Places, Scores, attend_rows
-from llama_ssp.models.cuda_graphs import GraphedModel
-from llama_ssp.models.graph_sizes import MOST, padded
+from llama_ssp.models.cuda_graphs import ALIGNMENT, GraphedModel, room_of
+from llama_ssp.models.experts import Experts
+from llama_ssp.models.graph_sizes import KEPT_BYTES, MOST, padded
 from llama_ssp.models.interface import log_slow
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
-from llama_ssp.pair.assembly import prepare
+from llama_ssp.pair.assembly import prepare, prepare_anew
 from llama_ssp.planner.memory import rank_work
 from llama_ssp.planner.search import placements
 from llama_ssp.planner.workload import DRAFT, TARGET
+from llama_ssp.speculative.decision import decide
+from llama_ssp.speculative.measure_costs import measured_ks
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
+from llama_ssp.speculative.verification import RULES
 from tests.distributed import threads
 from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
 from tests.families import PROMPTS, VOCAB, build, decoder_of, model_of, ragged_prompts
@@ -77,9 +81,10 @@ class Replayed(GraphedModel):
 
     def _captured(self, step: Call) -> tuple[Call, Any]:
         """Returns tensors, and a call that overwrites them, as the launch of a graph does."""
-        memory = tree_map(torch.clone, step())
+        memory = step()
         self.captures.append(len(memory[0] if isinstance(memory, list) else memory))
 
+        @torch.inference_mode()  # a launch is no operation of torch
         def launch() -> None:
             tree_map(lambda place, result: place.copy_(result), memory, step())
 
@@ -184,33 +189,76 @@ def test_a_function_is_captured_once(replayed: Replayed):
     assert replayed.captures == [3]
 
 
+def test_a_function_is_replayed_in_inference_mode_and_outside(replayed: Replayed):
+    """The leader draws in it, ranks that only draft do not; a measurement has both, of one model."""
+    with torch.inference_mode():
+        assert torch.equal(replayed.replay(torch.square, NUMBERS), NUMBERS.square())
+    assert torch.equal(replayed.replay(torch.square, NUMBERS + 1), (NUMBERS + 1).square())
+    assert torch.equal(replayed.replay(torch.neg, NUMBERS), -NUMBERS)
+    assert replayed.captures == [3, 3]
+
+
 def test_a_function_of_large_tensors_runs_as_it_is(replayed: Replayed, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "LARGEST", 4)
     assert replayed.replay(torch.square, torch.arange(5.0)).tolist() == [0, 1, 4, 9, 16]
     assert replayed.captures == []
 
 
-def test_what_is_kept_of_functions_is_bounded(replayed: Replayed, monkeypatch):
-    assert torch.equal(replayed.replay(torch.square, NUMBERS), NUMBERS.square())
-    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 5 * NUMBERS.nbytes)
-    assert torch.equal(replayed.replay(torch.add, NUMBERS[:2], NUMBERS[1:]), torch.tensor([1.0, 3.0]))
-    assert len(replayed._functions) == 2
-    assert torch.equal(replayed.replay(torch.sub, NUMBERS[:2], NUMBERS[1:]), torch.tensor([-1.0, -1.0]))
-    assert len(replayed._functions) == 2
+def test_functions_read_the_same_memory(replayed: Replayed):
+    """That of the largest: where one needs more, the others go, and are captured anew."""
+    many = torch.arange(9.0)
+    turns = ((NUMBERS, [3]), (NUMBERS[:2], [3, 2]), (many, [3, 2, 9]), (NUMBERS, [3, 2, 9, 3]))
+    for given, captures in (*turns, (many, [3, 2, 9, 3])):
+        assert torch.equal(replayed.replay(torch.square, given), given.square())
+        assert replayed.captures == captures
+    assert replayed._inputs.size == room_of([many])
+
+
+def test_what_functions_give_is_bounded(replayed: Replayed, monkeypatch):
+    """Where it is too much, those before go."""
+    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", room_of([NUMBERS]) + 2 * NUMBERS.nbytes)
+    for function, kept in ((torch.square, 1), (torch.neg, 2), (torch.exp, 1), (torch.square, 2)):
+        assert torch.equal(replayed.replay(function, NUMBERS), function(NUMBERS))
+        assert len(replayed._functions) == kept
+    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", room_of([NUMBERS]) - 1)
+    assert torch.equal(replayed.replay(torch.add, NUMBERS, NUMBERS), 2 * NUMBERS)
+    assert len(replayed.captures) == 4
+
+
+def decided(draws: CounterDraws, k: int, vocab: int) -> None:
+    """Decides a round of 64 rows with k drafts each, of tensors that have no memory."""
+    nothing = partial(torch.empty, device="meta")
+    slot = Slot(keys=(None,) * 64, bases=(9,) * 64, purpose=Purpose.ACCEPT)
+    drafted_BK, count_B = nothing(64, k, dtype=torch.int64), nothing(64, dtype=torch.int64)
+    probs_BWV, draft_BKV = nothing(64, k + 1, vocab), nothing(64, k, vocab)
+    draws.round(decide, RULES["block"], slot, probs_BWV, draft_BKV, drafted_BK, count_B)
+
+
+@pytest.mark.parametrize(("vocab", "most"), [(32_000, 16), (128_256, 4)])
+def test_after_k_is_measured_rounds_of_every_k_have_graphs(replayed: Replayed, vocab: int, most: int):
+    """But for decisions that are too large for one. They stay: each is captured once more at most."""
+    draws = CounterDraws(0, replayed.replay)
+    for k in (1, 16, 4, 0, *range(most + 1)):
+        decided(draws, k, vocab)
+    ks = {shape[1] - 1 for _, _, _, (shape, _), *_ in replayed._functions}
+    assert ks >= set(range(most + 1))
+    captures = len(replayed.captures)
+    for k in range(most + 1):
+        decided(draws, k, vocab)
+    assert len(replayed.captures) == captures
+    assert replayed._inputs.size + replayed._results_bytes <= KEPT_BYTES
 
 
 def test_what_runs_as_it_is_is_said_once_a_kind(replayed: Replayed, monkeypatch, caplog):
     monkeypatch.setattr(cuda_graphs, "LARGEST", 4)
-    replayed.replay(torch.square, torch.arange(5.0))
-    monkeypatch.setattr(cuda_graphs, "KEPT_BYTES", 5 * NUMBERS.nbytes)
-    for function in (torch.square, torch.add, torch.sub):
-        replayed.replay(function, *((NUMBERS,) if function is torch.square else (NUMBERS[:2], NUMBERS[1:])))
+    for function in (torch.square, torch.neg):
+        replayed.replay(function, torch.arange(5.0))
     transform = SamplingTransform(FILTERED, (), VOCAB, replayed.replay)
     transform.assign(0, SamplingConfig(top_k=2))
     for _ in range(2):
         transform(torch.rand(2, 1, VOCAB), Prefix(*3 * (torch.zeros(2, 1, dtype=torch.int64),)))
     said = " ".join(caplog.messages).split(" are computed without graphs: ")
-    assert [line.rpartition("engine: ")[2][:6] for line in said[:-1]] == ["drafts", "rounds", "rows w"]
+    assert [line.rpartition("engine: ")[2][:6] for line in said[:-1]] == ["drafts", "rows w"]
 
 
 def test_a_function_that_cannot_be_captured_runs_as_it_is(caplog):
@@ -259,6 +307,32 @@ def test_a_cache_in_use_keeps_its_memory():
     assert model.captures == [2, 2, 1, 1]
     for ours, theirs in zip(*logits, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("waits", "most"), [(True, 3), (False, 40)])
+def test_steps_with_experts_that_do_not_wait_are_captured(waits: bool, most: int, monkeypatch):
+    """However many pairs of a token and an expert they have; others up to MOST_PAIRS."""
+    monkeypatch.setattr(cuda_graphs, "MOST_PAIRS", 6)
+    monkeypatch.setattr(Experts, "waits_for_host", lambda *_: waits)
+    model = model_of("mixtral", Replayed)
+    model.prepare([4], rows=2, capacity=40)
+    assert max(model.captures) == most
+
+
+def test_experts_that_wait_on_one_rank_limit_the_captures_of_all(monkeypatch):
+    """GPUs may differ; captures have sums, which all ranks take part in."""
+    monkeypatch.setattr(cuda_graphs, "MOST_PAIRS", 6)
+    ranks = ranks_of(2)
+    module = build("mixtral")
+    models = [Replayed(decoder_of(module, ranks=rank), module.config, "moe", rank) for rank in ranks]
+    waiting = set(models[1].decoder.modules())
+    monkeypatch.setattr(Experts, "waits_for_host", lambda layer, _: layer in waiting)
+
+    def work(rank: int) -> list[int]:
+        models[rank].prepare([4], rows=1, capacity=40)
+        return models[rank].captures
+
+    assert together([partial(work, rank) for rank in range(2)], ranks) == [[1, 2, 3]] * 2
 
 
 def test_steps_in_which_experts_run_one_after_the_other_are_not_captured():
@@ -311,6 +385,62 @@ def test_graphs_are_those_that_plans_count(rows: int, k: int):
     planned = rank_work(on.target, on.draft, place, on.work, 0, compiled=(TARGET, DRAFT))
     counted = [planned.graphs(role) for role in planned.roles]
     assert [tuple(sorted(model.captures)) for model in prepared(rows, k)] == counted
+
+
+def is_up_to_alignment(kept: int, bytes_: int) -> bool:
+    """Whether so much is kept, with each of nine tensors at most made longer."""
+    return bytes_ <= kept < bytes_ + 9 * ALIGNMENT
+
+
+def kept_bytes(model: Replayed) -> int:
+    """The memory of what the model's graphs give, which several may share."""
+    graphs = [graph for memory in model._memories for graph in memory.graphs.values()]
+    storages = [tensor.untyped_storage() for graph in graphs for tensor in graph.result]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@RUNS
+def test_graphs_keep_the_logits_that_plans_count(rows: int, k: int):
+    """Those of the largest, and of the first two steps."""
+    on = request("tiny", "tiny_draft", machine("p4d", gpus=1), rows=rows, k=k)
+    (place,) = placements(1, True)
+    planned = rank_work(on.target, on.draft, place, on.work, 0, compiled=(TARGET, DRAFT))
+    for role, model in zip(planned.roles, prepared(rows, k), strict=True):
+        tokens = planned.outputs_of_graphs(role) // (4 * role.part.whole_vocab)
+        assert tokens == max(model.captures) + 3
+        assert is_up_to_alignment(kept_bytes(model), tokens * model.vocab * 4)
+
+
+def test_all_results_of_a_step_share_memory():
+    """Logits, and the states that a head reads."""
+    model = llama(Replayed)
+    model.tap((0, 2))
+    model.prepare([4], rows=2, capacity=60)
+    numbers = model.vocab + 2 * model.decoder.embedding.weight.shape[1]
+    assert is_up_to_alignment(kept_bytes(model), (padded(60) + 3) * numbers * 4)
+
+
+def test_only_rounds_of_the_k_that_is_kept_have_graphs():
+    """To measure K, full rounds of some K are captured, and then freed. A draft's steps stay."""
+    target, draft = llama(Replayed), llama(Replayed, 0.3)
+    pair: Any = SimpleNamespace(target=target, loaded={TARGET: target, DRAFT: draft}, trials={})
+    prepare(pair, SpeculationConfig(adaptive=True), 3, 100, measured_ks(16))
+    assert target.captures == [1, 2, 80, padded(51), 15, 6, 3]
+    drafts = list(draft.captures)
+    target.replay(torch.square, NUMBERS)
+    largest = target._pool = object()
+    target.captures.clear()
+
+    prepare_anew(pair, SpeculationConfig(k=2), 3, 100)
+    assert target.captures == [1, 2, 80, 9, 8, 7, 6, 5, 4, 3]
+    assert [sorted(memory.graphs) for memory in target._memories] == [[*range(1, 10), 80]]
+    assert not target._functions and target._inputs.size == 0 and target._pool is not largest
+    assert is_up_to_alignment(kept_bytes(target), 83 * target.vocab * 4)
+    assert draft.captures == drafts
+
+    target.captures.clear()
+    assert all(speculate(target, ragged_prompts(1, 2, 3), draft, k=2, max_new=20).texts)
+    assert target.captures == [] and draft.captures == drafts
 
 
 @RUNS
@@ -393,6 +523,30 @@ def test_what_differs_on_one_rank_changes_the_captures_of_all(what: str):
     first, second = together([lambda rank=rank: work(rank) for rank in range(2)], ranks)
     assert first == second
     assert first == ([[1, 2, 40, 3] * 3, 3, True] if what.startswith("a head") else [[], 1, False])
+
+
+def test_ranks_free_and_capture_anew_together():
+    """Also where the leader alone decides rounds, by graphs of its own."""
+    meeting = Meeting(2)
+    ranks = [Logged(rank, meeting) for rank in range(2)]
+    module = build("llama-gqa")
+    models = [LoggedModel(decoder_of(module, ranks=rank), module.config, "m", rank) for rank in ranks]
+
+    def work(rank: int) -> list[int]:
+        model = models[rank]
+        model.prepare([1, 5], rows=1, capacity=40, ragged=False)
+        if rank == 0:
+            model.replay(torch.square, NUMBERS)
+            ranks[0].log.remove(("capture", 3))
+            ranks[0].log.remove(("replay", 3))
+            model.captures.remove(3)
+        model.drop_graphs()
+        model.prepare([1, 2, 3], rows=1, capacity=40)
+        return model.captures
+
+    wanted = [1, 2, 40, 5, 1, 2, 40, 3]
+    assert together([partial(work, rank) for rank in range(2)], ranks) == [wanted, wanted]
+    assert ranks[0].log == ranks[1].log
 
 
 class Logged(ThreadRank):

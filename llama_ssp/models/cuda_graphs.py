@@ -4,7 +4,8 @@ A graph reads and writes memory at fixed places: the cache of its capture, and b
 positions and first slots. So the model keeps the memory of a cache that is no longer used, with its
 graphs, for the next batch that fits. Lengths and slots are read on the device (kernels/attention_triton.py):
 a graph serves all contexts and all rows. Longer steps are padded to the next size that has a graph
-(graph_sizes.py); keys of pads go to a spare slot. A model's graphs share scratch memory, and so a stream.
+(graph_sizes.py); keys of pads go to a spare slot. A model's graphs share scratch memory, the memory for their
+results, and so a stream.
 
 All ranks of a model do the same, because steps with all-reduces come before each capture.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from llama_ssp.errors import DistributedError, first_line
 from llama_ssp.models.attention import Places
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import Step
+from llama_ssp.models.experts import Experts
 from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, WIDEST, padded, sizes_up_to
 from llama_ssp.models.interface import log_slow
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 
 FEWER = "give fewer rows (batch_size) or drafts (k)"
 WARM_UPS = 3  # what is made at first use (handles, workspaces, kernels) must be there before a capture
+ALIGNMENT = 16  # bytes: kernels may have been compiled for tensors that begin at multiples of it
 Call = Callable[[], Any]  # gives a tensor, or a step's list of them
 
 
@@ -56,21 +59,33 @@ class GraphedModel(SteppedModel):
         if self.ranks.through_host:
             cost = "the host launches each kernel of a step; give each rank a whole GPU of its own"
             log.warning("engine: %s runs without graphs: its sums go through the host: %s", self.name, cost)
+        self._outputs = SharedMemory()  # what steps give
         self._functions: dict[object, Callable[..., Tensor]] = {}
-        self._kept = 0  # bytes that these read
+        self._inputs = SharedMemory()  # what these read
+        self._results_bytes = 0  # what these give
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ranks.before_close(self.free)
         shape = shape_of(self.config)
-        # Beyond that experts run one after the other, which waits for the choice and cannot be captured.
+        # With more pairs of a token and an expert, the host may wait for the choice of experts (`prepare`).
         self.most_tokens = min(MOST, MOST_PAIRS // shape.top_k) if shape.experts else MOST
 
     @torch.inference_mode()
-    def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
-        """Also captures all steps of up to `rows` texts of the largest width, in caches of this capacity.
+    def prepare(
+        self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8, ragged: bool = True
+    ) -> None:
+        """Also captures steps of `rows` texts, in caches of this capacity; one more serves short prompts.
 
-        Rows that end or draft less make steps of any number of tokens. One graph more serves short prompts.
-        Larger steps come first: smaller ones use their scratch memory.
+        Rows that end or draft less make steps of any number of tokens, up to those of the largest width. If
+        steps are not `ragged`, all rows have the same width.
+        Larger steps come first: smaller ones use their scratch memory, and the memory for their results.
         """
+        widths = sorted(widths)
+        if self.most_tokens < MOST:
+            layers = [layer for layer in self.decoder.modules() if isinstance(layer, Experts)]
+            never_waits = not any(layer.waits_for_host(MOST) for layer in layers)
+            if self._on_all_ranks([never_waits])[0]:  # GPUs may differ
+                self.most_tokens = MOST
+
         # Memory for the largest cache is made first. The cache itself is dropped at once; its memory stays,
         # unused, so that both caches below are in it, also that of super().prepare(), and with them all
         # captures.
@@ -84,6 +99,9 @@ class GraphedModel(SteppedModel):
 
         cache = self.new_cache(rows, capacity)
         sizes = sizes_up_to(tokens, prompt) if widest else ()
+        if not ragged:
+            needed = {padded(prompt), *(padded(rows * width) for width in widths)}
+            sizes = tuple(size for size in sizes if size in needed)
         for size in reversed(sizes):
             # The tokens of a prompt are of one row; those of a step fill one row after the other.
             width = prompt if size > padded(tokens) else widest
@@ -125,8 +143,27 @@ class GraphedModel(SteppedModel):
 
     def _drop_steps(self) -> None:
         super()._drop_steps()
+        self._drop_graphs_of_steps()
+
+    def drop_graphs(self) -> None:
+        """Frees all graphs, with what they share: each is captured anew when it is next needed.
+
+        All ranks call it. What was captured only to be measured should not hold memory in the run.
+        """
+        self._drop_functions()
+        self._drop_graphs_of_steps()
+        torch.cuda.empty_cache()  # the pool of the dropped graphs goes back to the GPU
+
+    def _drop_graphs_of_steps(self) -> None:
         for memory in self._memories:
             memory.graphs.clear()
+        self._outputs = SharedMemory()
+        self._drop_unused_pool()
+
+    def _drop_functions(self) -> None:
+        self._functions.clear()
+        self._inputs = SharedMemory()
+        self._results_bytes = 0
         self._drop_unused_pool()
 
     def _drop_unused_pool(self) -> None:
@@ -155,8 +192,12 @@ class GraphedModel(SteppedModel):
         """Calls a function of these tensors by a graph for each set of shapes.
 
         The function must not have the host wait. Its result is valid until the next graph of the model runs.
+
+        All graphs read the same memory. Where one needs more, the others go, and are captured anew when they
+        are next needed: the sizes of rounds soon come to an end. So do they where results take too much.
         """
-        is_large = sum(tensor.numel() for tensor in given) > LARGEST
+        size = room_of(given)
+        is_large = sum(tensor.numel() for tensor in given) > LARGEST or size > KEPT_BYTES
         if is_large:
             log_slow("drafts and decisions of so many rows", FEWER)
         if is_large or self._refused:
@@ -165,19 +206,21 @@ class GraphedModel(SteppedModel):
         key = (function, *((tensor.shape, tensor.dtype) for tensor in given))
         if key in self._functions:
             return self._functions[key](*given)
-        size = sum(tensor.nbytes for tensor in given)
-        if self._kept + size > KEPT_BYTES:
-            log_slow("rounds of further numbers of rows and drafts", FEWER)
-            return function(*given)
 
-        self._functions[key] = self._function(function, given)
-        result = self._functions[key](*given)
-        self._kept += size + result.nbytes
+        if size > self._inputs.size:
+            self._drop_functions()
+        graph = self._function(function, given)
+        result = graph(*given)
+        if self._inputs.size + self._results_bytes + result.nbytes > KEPT_BYTES:
+            self._functions.clear()
+            self._results_bytes = 0
+        self._functions[key] = graph
+        self._results_bytes += result.nbytes
         return result
 
-    def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Callable[..., Tensor]:
+    def _function(self, function: Callable[..., Tensor], given: Sequence[Tensor]) -> Callable[..., Tensor]:
         """Returns the function as a graph; if it cannot be captured, as it is, and the log says why."""
-        buffers = tuple(tensor.clone() for tensor in given)
+        buffers = self._inputs.filled(given)
         compute: Call = partial(function, *buffers)
         self._warm(compute)
         try:
@@ -201,7 +244,11 @@ class GraphedModel(SteppedModel):
         """
         graph = Graph(size, memory.slots - 1, self.device)
         token_T, position_T, first_T = graph.buffer_3T
-        compute = partial(step, token_T, position_T, first_T, memory.layers)
+
+        def compute() -> list[Tensor]:
+            # Results are copied out at once: the memory of one serves all, and the step's own is scratch.
+            return self._outputs.filled(step(token_T, position_T, first_T, memory.layers))
+
         with self.ranks.during("a capture"):
             self._warm(compute)
             try:
@@ -274,6 +321,46 @@ class Graph:
         self.launch()
         # The caller may keep them beyond the next launch.
         return [tensor[:count].clone() for tensor in self.result]
+
+
+class SharedMemory:
+    """Memory that graphs use one after the other, as large as the largest of them needs.
+
+    Where a graph needs more, it has other memory, which later ones share; those before it keep theirs.
+    """
+
+    def __init__(self) -> None:
+        self._memory_N: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return 0 if self._memory_N is None else len(self._memory_N)
+
+    def filled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns copies of the tensors in this memory, one after the other:
+
+        | (T, V) fp32 | (T, H) fp32 | ... | free |
+        """
+        size = room_of(tensors)
+        if self._memory_N is None or size > self.size:
+            # Ranks that only draft draw outside of inference mode, where its tensors may not be written.
+            with torch.inference_mode(False):
+                self._memory_N = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+
+        rooms = [room_of([tensor]) for tensor in tensors]
+        parts = torch.split(self._memory_N[:size], rooms)
+        places = [
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        return places
+
+
+def room_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors that stand one after the other, each at a multiple of ALIGNMENT."""
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 @dataclass(eq=False)

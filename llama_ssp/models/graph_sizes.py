@@ -6,11 +6,11 @@ LAG = 2  # tokens that a model lacks at most after a round; they are fed in one 
 WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
 SHORT = 40  # tokens of prompts that a CPU's step reads faster than an eager pass, with logits of all
 EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
-MOST = 512  # tokens of a graph, which keeps memory for their logits
+MOST = 512  # tokens of a graph; the graphs of a model keep memory for the logits of so many
 BUCKET = 256  # slots: memory of caches is made in multiples of it
 LARGEST = 72 * 2**20  # numbers given to a graph that draws or decides: 16 rows of 256k tokens at K = 8
 FILTERED = 2**23  # numbers given to a graph that filters; with more, launches are not what takes the time
-KEPT_BYTES = 5 * LARGEST  # of all that graphs read and give that filter, draw or decide
+KEPT_BYTES = 5 * LARGEST  # of what graphs that filter, draw or decide read, all in one place, and all give
 
 
 def short_prompt(cpu: bool) -> int:

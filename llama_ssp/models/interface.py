@@ -57,8 +57,17 @@ class Loaded(Protocol):
     caches: Tally
     is_compiled: bool = False  # of its steps; known once one has run
 
-    def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
-        """Compiles the steps, if they are to be, before they are needed: `rows` of up to `widths` tokens."""
+    def prepare(
+        self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8, ragged: bool = True
+    ) -> None:
+        """Compiles the steps, if they are to be, before they are needed: `rows` of up to `widths` tokens.
+
+        If steps are not `ragged`, all rows have the same one of these widths.
+        """
+        return None
+
+    def drop_graphs(self) -> None:
+        """Frees CUDA graphs, which are captured anew when they are needed. All ranks call it."""
         return None
 
     @property

@@ -59,7 +59,9 @@ class SteppedModel(DecoderModel):
         self.longest_prompt = short_prompt(cpu=self.device.type == "cpu")
 
     @torch.inference_mode()
-    def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
+    def prepare(
+        self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8, ragged: bool = True
+    ) -> None:
         """Loads or compiles the step before it is needed, on a text without meaning. All ranks call it.
 
         One program serves all widths, rows and capacities; graphs (cuda_graphs.py) are made for each width.

@@ -3,7 +3,7 @@
 import gc
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,22 +190,59 @@ class ModelCache:
         return result
 
 
-def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
-    """Compiles the models' steps before anything is timed; those on trial are compared with eager ones."""
-    widest = widest_steps(speculation.longest)
+def prepare(
+    pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int, ks: Sequence[int] = ()
+) -> None:
+    """Compiles the models' steps before anything is timed; those on trial are compared with eager ones.
+
+    CUDA graphs are captured for rounds of up to `speculation.longest` drafts, of any rows. With `ks` the
+    target's are only those of rounds in which each row has one of these numbers of drafts: `prepare_anew`
+    follows, once it is known how many drafts the run has.
+    """
     compiled = {role: model for role, model in pair.loaded.items() if model.is_compiled}
     if not compiled:
         return
+    widest = widest_steps(speculation.longest)
     with Progress("compile", len(compiled), "models", ends_in_log=False, ticks=True) as progress:
         for role, model in compiled.items():
-            trial = pair.trials.get(role)
-            width = widest[role]
+            widths = list(range(1, widest[role] + 1))
+            is_ragged = role != TARGET or not ks
+            if not is_ragged:
+                widths = [k + 1 for k in ks]
             capacity = min(slots, model.context)
-            with trial.blamed() if trial else nullcontext():
-                model.prepare(range(1, width + 1), rows, capacity)
-            if trial and isinstance(model, SteppedModel) and model.is_compiled:
-                trial.check(model, sorted({1, width}), rows, capacity)
+            _prepare_model(model, pair.trials.get(role), widths, rows, capacity, is_ragged=is_ragged)
             progress.advance(1)
+
+
+def prepare_anew(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
+    """Captures what rounds of up to `speculation.longest` drafts need, in place of all that is captured.
+
+    That is the target's alone: a draft's steps do not depend on K. All ranks of the target call it.
+    """
+    target = pair.target
+    if target is None or not target.has_graphs:
+        return
+    target.drop_graphs()
+
+    widths = list(range(1, widest_steps(speculation.longest)[TARGET] + 1))
+    capacity = min(slots, target.context)
+    with waiting("capturing CUDA graphs"):
+        _prepare_model(target, pair.trials.get(TARGET), widths, rows, capacity, is_ragged=True)
+
+
+def _prepare_model(
+    model: Model | HeadModel,
+    trial: Trial | None,
+    widths: list[int],
+    rows: int,
+    capacity: int,
+    is_ragged: bool,
+) -> None:
+    """Prepares the steps of one model, and compares them with eager ones if they are on trial."""
+    with trial.blamed() if trial else nullcontext():
+        model.prepare(widths, rows, capacity, ragged=is_ragged)
+    if trial and isinstance(model, SteppedModel) and model.is_compiled:
+        trial.check(model, sorted({1, max(widths)}), rows, capacity)
 
 
 def _loaded(held: HeldModel) -> Model:

@@ -26,7 +26,7 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import device_of, usage_of
-from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, prepare
+from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, prepare, prepare_anew
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
 from llama_ssp.pair.requests import TokenRequest, requests_of
 from llama_ssp.pair.run import RunSettings
@@ -37,7 +37,7 @@ from llama_ssp.placing.prediction import Prediction, RunMeasurement, fitting
 from llama_ssp.planner.workload import GIB, MIB
 from llama_ssp.speculative.draft_length import Costs, lookahead_for
 from llama_ssp.speculative.engine import RankEngine
-from llama_ssp.speculative.measure_costs import measured
+from llama_ssp.speculative.measure_costs import measured, measured_ks
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.prompts import CORRECT_PROMPTS, TextPrompt
@@ -64,6 +64,7 @@ class PairSession:
         self._prediction: Prediction | None = None
         self.engines: dict[str, str] = {}  # how steps run, by role
         self.costs: Costs | None = None  # of rounds at each K, if they have been measured
+        self._lacks_k = False  # whether `settle` is to prepare the rounds of the run
         if spec.sampling.source:
             log.info("%s", spec.sampling.in_words)
 
@@ -142,8 +143,13 @@ class PairSession:
         if self._prediction:
             chunk = self._prediction.request.work.prefill_chunk
         self._models = replace(cache.open(self.placements), prefill_chunk=chunk)
+        spec = self.run.speculation
+        # A job that keeps one K needs no graphs of others, except to measure them. Drafts that are looked up
+        # are of any number in each row, so all their graphs are captured at once.
+        self._lacks_k = self.run.task.chooses_k and self._measures and self.run.has_draft_model
+        ks = measured_ks(spec.longest) if self._lacks_k else []
         with self.ranks.loading():
-            prepare(self._models, self.run.speculation, self.rows, self._slots)
+            prepare(self._models, spec, self.rows, self._slots, ks)
         self.engines = {}
         for text in self.ranks.gather_texts(json.dumps(self.models.engines)):
             self.engines = json.loads(text) | self.engines
@@ -161,16 +167,34 @@ class PairSession:
         gc.collect()
         torch.cuda.empty_cache()  # the next pair is checked against what is free
 
-    def measure_costs(self, prompts: Sequence[Prompt] = ()) -> None:
-        """Measures `costs`, those of a round at each K, if the task chooses K by them. All ranks call it."""
+    def settle(self) -> None:
+        """Prepares the rounds of `run`, if `load` has prepared only those that it measured.
+
+        What was captured to be measured is freed: decisions of 16 drafts a row take most memory. All ranks
+        call it.
+        """
+        if not self._lacks_k:
+            return
+        self._lacks_k = False
+        with self.ranks.loading():
+            prepare_anew(self.models, self.run.speculation, self.rows, self._slots)
+
+    @property
+    def _measures(self) -> bool:
+        """Returns whether the task chooses K by measured costs."""
         run = self.run
-        draft = self.models.draft_context
-        spec = self.run.speculation
+        spec = run.speculation
         # With a draft of another tokenizer a round's cost depends on the text, so it is not measured.
         is_bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
         has_drafts = run.drafts_from_text or (run.has_draft_model and not is_bridged)
         is_open = spec.fixed_k is None and spec.cost_ratio is None
-        if run.task.measures_costs and is_open and has_drafts:
+        return run.task.measures_costs and is_open and has_drafts
+
+    def measure_costs(self, prompts: Sequence[Prompt] = ()) -> None:
+        """Measures `costs`, those of a round at each K, if the task chooses K by them. All ranks call it."""
+        run = self.run
+        draft = self.models.draft_context
+        if self._measures:
             slots = min(self._slots, draft) if run.has_draft_model else self._slots
             engine = self.engine(0, end_ids=frozenset())
             self.costs = measured(engine, run, self.rows, slots, self.ranks, prompts)

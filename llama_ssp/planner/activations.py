@@ -262,9 +262,16 @@ class RankWork:
         return own.caches * sizes_up_to(tokens, min(graph_sizes.WIDEST, own.capacity))
 
     def outputs_of_graphs(self, own: RolePart) -> int:
-        """Bytes that a role's graphs keep: the logits of their tokens, and the states that a head reads."""
+        """Bytes that a role's graphs keep: the logits of the largest, and the states that a head reads.
+
+        Smaller graphs share this memory, except those of the first steps, of one and two tokens.
+        """
+        sizes = self.graphs(own)
+        if not sizes:
+            return 0
+        tokens = max(sizes) + 1 + 2
         shown = self.draft.part.head_inputs if own is self.target and self.draft is not None else 0
-        return sum(self.graphs(own)) * (own.part.whole_vocab + shown) * max(width(own.dtype), FP32)
+        return tokens * (own.part.whole_vocab + shown) * max(width(own.dtype), FP32)
 
     def scratch_of_graphs(self, own: RolePart) -> int:
         """Bytes that a role's graphs share: those of the largest step, or of filters or a decision."""
@@ -285,12 +292,13 @@ class RankWork:
     def kept_by_graphs(self) -> int:
         """Returns the bytes that graphs read and give that filter, draw and decide.
 
-        A decision reads K + 1 distributions and K of drafts. Rounds of every smaller K have graphs of their
-        own: 1 + 3 + ... + (2 K + 1) = (K + 1)^2. Filters read logits and give these K + 1 distributions, or
-        that of a draft.
+        All read the same memory. A decision reads most: K + 1 distributions and K of drafts. Filters give
+        K + 1 distributions, and in rounds of every smaller K fewer: 1 + 2 + ... + (K + 1) in all; or they
+        give that of a draft.
         """
         columns = self.work.columns
-        distributions = columns**2 + 1 + 2 * (columns * (columns + 1) // 2 + 1)
+        given = 2 * self.work.k + 1
+        distributions = given + columns * (columns + 1) // 2 + 1
         return min(KEPT_BYTES, distributions * self.work.rows * self.vocab * FP32)
 
     def _prefill(self, own: RolePart) -> Iterator[Parts]:

@@ -50,7 +50,7 @@ def measured(
     if k_max < 1:
         return None
 
-    ks = sorted({k_max, *(k for k in MEASURED if k < k_max)})
+    ks = measured_ks(k_max)
     lookahead = FixedDraftLength(0, rows)
     seconds = defaultdict[int, list[float]](list)  # of rounds, by K
     played: list[Played] = []
@@ -97,6 +97,11 @@ def measured(
         kept += f"speculation.cost_ratio={ratio:.2g} is given"
     log.info("adaptive: a round takes %s; %s", took, kept)
     return costs
+
+
+def measured_ks(k_max: int) -> list[int]:
+    """Returns the K whose rounds are measured, the largest last."""
+    return sorted({k_max, *(k for k in MEASURED if k < k_max)})
 
 
 def best_k(round_s: Sequence[float], played: Sequence[Played]) -> int:

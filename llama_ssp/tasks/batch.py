@@ -109,6 +109,7 @@ class BatchTask(Task[BatchConf]):
                 prompts=[Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(prompts)],
             )
             fix_k(pair, while_others_wait(ranks, partial(self._keep, pair)))
+            pair.settle()
             self._engine = pair.engine(self._inputs.seed)
             self._settings = pair.run_settings(self._max_rows, is_clocked=False)
 

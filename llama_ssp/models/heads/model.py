@@ -180,7 +180,9 @@ class Eagle3Model(HeadModel):
         (layer,) = cache.layers
         return self.head.step(token_T, g_TH, last_R, places, layer)
 
-    def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
+    def prepare(
+        self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8, ragged: bool = True
+    ) -> None:
         """Loads or compiles the step before it is needed; one serves all widths."""
         if self.is_compiled:
             zero_T = torch.zeros(2, dtype=torch.int64, device=self.device)
