@@ -1,7 +1,9 @@
 """Which GPUs a rank touches, how ranks exchange tensors, what a GPU's error is called."""
 
 import json
-from dataclasses import replace
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +50,32 @@ def synchronised(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def model_on(device: str) -> Any:
+class Allocator:
+    """A GPU's allocator: what it is told, and what a first small tensor raises, time after time."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.errors: list[Exception] = []
+
+    def tell(self, settings: str) -> None:
+        self.told.append(settings)
+
+    def give(self, _: int, device: torch.device) -> None:
+        assert self.told and device.type == "cuda"
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    result = Allocator()
+    for name in process_group.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", result.tell, raising=False)
+    monkeypatch.setattr(torch, "empty", result.give)
+    return result
+
+
     return SimpleNamespace(device=torch.device(device), restart=None, context=64, vocab=8)
 
 
@@ -165,29 +193,51 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(StoreBoard(torch.distributed.HashStore()), 1, 2, 1.0)
 
 
-@pytest.mark.parametrize(("own", "backend"), [("a", "nccl"), ("b", "gloo")])
-def test_ranks_say_once_how_they_exchange_tensors(
-    own: str, backend: str, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And the rank's GPU is the current one: what is not a device would make a context on GPU 0."""
-    current: list[torch.device] = []
+@pytest.fixture
+def meeting(watch: Watch, allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two, which meets the other, whose GPU is b."""
     watch.rank = 0
     store = torch.distributed.HashStore()
     store.set("gpu/1", "b")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", own))
     monkeypatch.setattr(process_group, "meet", lambda _: (store, watch))
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(process_group, "Group", lambda *given: given)
     with caplog.at_level("INFO"):
+
+
+@pytest.mark.parametrize(("own", "backend"), [("a", "nccl"), ("b", "gloo")])
+@pytest.mark.usefixtures("meeting")
+def test_ranks_say_once_how_they_exchange_tensors(
+    own: str, backend: str, watch: Watch, allocator: Allocator, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """And the rank's GPU is the current one: what is not a device would make a context on GPU 0."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", own))
         assert open_ranks(torch.device("cuda:1")) == ((0, 1), backend, watch, True)
-    assert current == [torch.device("cuda:1")]
+    assert current == [torch.device("cuda:1")] and allocator.told == [process_group.GROWING]
     assert [line for line in caplog.messages if f"by {backend}" in line] == caplog.messages
     assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
+@pytest.mark.parametrize(("cores", "ranks", "workers"), [(8, 8, 1), (3, 8, 1), (64, 2, 32), (24, 4, 6)])
+@pytest.mark.usefixtures("meeting")
+def test_ranks_of_a_machine_compile_on_the_cores_that_they_may_use(
+    cores: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on all that the machine has: Slurm gives a job a few of them."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(process_group, "cores_here", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    open_ranks(CPU)
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(workers)
+
+
     ("error", "said", "helps"),
     [
         (torch.OutOfMemoryError(FULL), "the GPU's memory is full; summing; found OutOfMemoryError: CUDA out "
@@ -302,16 +352,51 @@ def test_a_group_of_the_same_ranks_is_made_once(watch: Watch, monkeypatch: pytes
 @pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.usefixtures("synchronised")
 def test_segments_grow_unless_the_user_has_set_the_allocator(
-    own: str | None, monkeypatch: pytest.MonkeyPatch
+    own: str | None, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the blocks of a prompt's chunks, each larger than the one before, fit nowhere."""
-    said: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
-    monkeypatch.setattr(session, "open_ranks", lambda *_: ALONE)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     if own:
         monkeypatch.setenv(own, "max_split_size_mb:128")
     for target in ("cpu", "cuda:0"):
         session.ranks_of(RunConf(model=ModelConf(name="m"), placement=PlacementConf(target_device=target)))
-    assert said == [] if own else ["expandable_segments:True"]
+    assert allocator.told == ([] if own else ["expandable_segments:True"])
+
+
+NO_MAPPING = "CUDA driver error: operation not supported"
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+
+
+@pytest.mark.parametrize(
+    ("errors", "told", "said"),
+    [
+        ([RuntimeError(NO_MAPPING)], [True, False], NO_MAPPING),
+        ([torch.OutOfMemoryError(FULL)], [True], None),
+        ([RuntimeError(BUSY)] * 2, [True, False], None),
+    ],
+    ids=["cannot map", "is full", "is busy"],
+)
+def test_segments_stay_fixed_where_a_gpu_cannot_map_memory(
+    errors: list[Exception], told: list[bool], said: str | None, allocator: Allocator,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Such as a virtual GPU, with one line. What fails either way is the GPU's own error."""
+    allocator.errors = list(errors)
+    with pytest.raises(RuntimeError, match="busy") if len(errors) == 2 else nullcontext():
+        assert open_ranks(torch.device("cuda:0")) is ALONE
+    assert allocator.told == [f"expandable_segments:{grow}" for grow in told]
+    assert len(caplog.messages) == bool(said) and (said or "") in caplog.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_torch_does_not_warn_of_how_its_allocator_is_set() -> None:
+    """A line a rank on standard error: its public function is deprecated."""
+    for settings in (process_group.GROWING, process_group.FIXED):
+        process_group._set_allocator(settings)
+
+
+def test_an_older_torch_sets_its_allocator_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
+    process_group._set_allocator(process_group.GROWING)
+    assert told == [process_group.GROWING]

@@ -31,7 +31,7 @@ from llama_ssp.distributed.draft_link import Link, Listener, connect
 from llama_ssp.distributed.failures import Watch, meet
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import leave_within
-from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.errors import DistributedError, UsageError, first_line
 
 log = logging.getLogger(__name__)
 # In place of a GPU's UUID.
@@ -45,6 +45,10 @@ FIRST_STEP_S = 60.0  # a first step, which compiles kernels, may take this long 
 MAX_NAMED = 3  # differences that a message names
 TO_FREE: list[WeakMethod[Callable[[], None]]] = []  # methods that are called before ranks part
 LATER_S = 10.0  # how much longer NCCL waits than the watch: it ends the process when it gives up
+# Variables by which the user sets torch's allocator.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+GROWING = "expandable_segments:True"
+FIXED = "expandable_segments:False"
 
 
 class Group(Ranks):
@@ -302,7 +306,8 @@ def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
 def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
     """Returns the ranks that torchrun started, or ALONE. After closing them a process may call it again.
 
-    `patience_s` limits how far apart ranks may start, be silent, or wait for one another.
+    `patience_s` limits how far apart ranks may start, be silent, or wait for one another. Sets the allocator
+    of a GPU (`grow_segments`): the small processes of a trial have that of their run.
     """
     if rank_environment().world == 1:
         return ALONE
@@ -325,6 +330,8 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         own = store.clone()
         own.set_timeout(LOADING)
         dist.init_process_group("gloo", store=own, timeout=LOADING, rank=watch.rank, world_size=watch.world)
+        if device.type == "cuda":
+            grow_segments(device)
         backend, has_gpus = _backend(device, store, watch)
         return Group(tuple(range(watch.world)), backend, watch, has_gpus)
     except BaseException as error:
@@ -334,6 +341,7 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
 def _backend(device: torch.device, store: Any, watch: Watch) -> tuple[str, bool]:
     """Returns the backend of all ranks' tensors, and whether a rank has a GPU.
 
+        grow_segments(device)
     It is NCCL where every rank has a GPU of its own, else gloo.
     """
     own = gpu_of(device)
@@ -350,6 +358,35 @@ def _backend(device: torch.device, store: Any, watch: Watch) -> tuple[str, bool]
 
 def gpu_of(device: torch.device) -> str:
     """The device as NCCL tells devices apart: a GPU by its UUID, also where each rank sees only its own.
+
+def grow_segments(device: torch.device) -> None:
+    """Has the segments of torch's allocator grow, unless the user has set it: prompts leave no gaps.
+
+    Where the GPU cannot, as a virtual one without virtual memory management, they stay fixed. Raises what the
+    GPU itself raises.
+    """
+    if not os.environ.keys().isdisjoint(ALLOCATOR):
+        return
+    _set_allocator(GROWING)
+    try:
+        torch.empty(1, device=device)
+    except torch.OutOfMemoryError:
+        return  # the plan says what is missing
+    except RuntimeError as error:
+        _set_allocator(FIXED)
+        torch.empty(1, device=device)
+        reason = first_line(error)[:200]
+        log.warning(
+            "the GPU's memory is taken in segments that cannot grow, which may leave gaps: %s", reason
+        )
+
+
+def _set_allocator(settings: str) -> None:
+    """Sets torch's allocator. Newer versions of torch warn of the function that older ones have."""
+    new: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    old: Any = torch.cuda.memory._set_allocator_settings
+    (new or old)(settings)
+
 
     NCCL takes the parts of one GPU (MIG) for the same device.
     """
