@@ -76,12 +76,25 @@ class Group(Ranks):
             self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=patience)
             self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
             self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=self._tensor_patience)
-        if backend == "nccl" and self.rank >= 0:
-            self._sum_once()
+        # NCCL connects ranks at their first sum: until then this group takes no memory of a GPU.
+        self._is_connected = backend != "nccl"
+
+    def connect(self) -> None:
+        if self._is_connected:
+            return
+        self.barrier()  # another rank may load for longer than the first sum may take
+        self._sum_once()
+        self._is_connected = True
+
+    def is_connected(self, members: tuple[int, ...]) -> bool:
+        chosen = self._chosen(members)
+        group = self if chosen == self._members else self._inner.get(chosen)
+        return self._backend != "nccl" or (group is not None and group._is_connected)
 
     def _sum_once(self) -> None:
         """Sums once, which connects the ranks: a broken or wrong link ends the start, not a later step."""
-        with self._watch.during("the first sum"):
+        what = "the first sum"
+        with self._watch.during(what), self.within(max(self.patience_s, FIRST_STEP_S), what):
             count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
             dist.all_reduce(count, group=self._tensors)
             total = int(count)
@@ -101,11 +114,15 @@ class Group(Ranks):
         self.rank = members.index(self._watch.rank) if self._watch.rank in members else -1
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
-        chosen = tuple(self._members[member] for member in members)
+        chosen = self._chosen(members)
         if chosen == self._members:
             return self
         group = self._of(chosen) if len(chosen) > 1 else ALONE
         return group if self._watch.rank in chosen else None
+
+    def _chosen(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns members of this group as torchrun numbers them."""
+        return tuple(self._members[member] for member in members)
 
     def _of(self, chosen: tuple[int, ...]) -> Group:
         """Returns the group of these ranks, which all ranks make once."""
@@ -135,6 +152,7 @@ class Group(Ranks):
         if torch.compiler.is_compiling():  # in a compiled step, which is called in `during`
             summed: Tensor = functional.all_reduce(tensor, "sum", self._tensors)
             return summed
+        self.connect()
         with self._watch.during("summing"):
             dist.all_reduce(tensor, group=self._tensors)
         return tensor
@@ -149,6 +167,7 @@ class Group(Ranks):
             every = functional.all_gather_tensor(tensor, 0, self._tensors).view(self.world, *tensor.shape)
             of = dict(zip(sorted(self._members), every.unbind(), strict=True))
             return [of[member] for member in self._members]
+        self.connect()
         return self._gather(tensor, self._tensors, "gathering")
 
     @property
@@ -180,6 +199,7 @@ class Group(Ranks):
             self._messages = staying._messages
             self._waiting = staying._waiting
             self._tensors = staying._tensors
+            self._is_connected = staying._is_connected
             self._watch.excuse(self._lost)
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
@@ -310,6 +330,8 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
     of a GPU (`grow_segments`): the small processes of a trial have that of their run.
     """
     if rank_environment().world == 1:
+        if device.type == "cuda":
+            grow_segments(device)
         return ALONE
     if dist.is_initialized():
         raise UsageError(
@@ -319,6 +341,7 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         )
     if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
         torch.cuda.set_device(device)
+        grow_segments(device)
         # Registered graphs may read memory that the allocator has moved (expandable segments).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # Each rank has workers of its own that compile.
@@ -330,34 +353,11 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         own = store.clone()
         own.set_timeout(LOADING)
         dist.init_process_group("gloo", store=own, timeout=LOADING, rank=watch.rank, world_size=watch.world)
-        if device.type == "cuda":
-            grow_segments(device)
         backend, has_gpus = _backend(device, store, watch)
         return Group(tuple(range(watch.world)), backend, watch, has_gpus)
     except BaseException as error:
         raise watch.cause_of(error) from error
 
-
-def _backend(device: torch.device, store: Any, watch: Watch) -> tuple[str, bool]:
-    """Returns the backend of all ranks' tensors, and whether a rank has a GPU.
-
-        grow_segments(device)
-    It is NCCL where every rank has a GPU of its own, else gloo.
-    """
-    own = gpu_of(device)
-    with watch.during("comparing GPUs"):
-        store.set(f"gpu/{watch.rank}", own)
-        gpus = [store.get(f"gpu/{rank}").decode() for rank in range(watch.world)]
-    backend, reason = backend_of(gpus)
-    has_gpus = set(gpus) != {NO_GPU}
-    if watch.rank == LEADER and has_gpus:
-        level = logging.INFO if backend == "nccl" else logging.WARNING
-        log.log(level, "ranks exchange tensors by %s: %s", backend, reason)
-    return backend, has_gpus
-
-
-def gpu_of(device: torch.device) -> str:
-    """The device as NCCL tells devices apart: a GPU by its UUID, also where each rank sees only its own.
 
 def grow_segments(device: torch.device) -> None:
     """Has the segments of torch's allocator grow, unless the user has set it: prompts leave no gaps.
@@ -387,6 +387,26 @@ def _set_allocator(settings: str) -> None:
     old: Any = torch.cuda.memory._set_allocator_settings
     (new or old)(settings)
 
+
+def _backend(device: torch.device, store: Any, watch: Watch) -> tuple[str, bool]:
+    """Returns the backend of all ranks' tensors, and whether a rank has a GPU.
+
+    It is NCCL where every rank has a GPU of its own, else gloo.
+    """
+    own = gpu_of(device)
+    with watch.during("comparing GPUs"):
+        store.set(f"gpu/{watch.rank}", own)
+        gpus = [store.get(f"gpu/{rank}").decode() for rank in range(watch.world)]
+    backend, reason = backend_of(gpus)
+    has_gpus = set(gpus) != {NO_GPU}
+    if watch.rank == LEADER and has_gpus:
+        level = logging.INFO if backend == "nccl" else logging.WARNING
+        log.log(level, "ranks exchange tensors by %s: %s", backend, reason)
+    return backend, has_gpus
+
+
+def gpu_of(device: torch.device) -> str:
+    """The device as NCCL tells devices apart: a GPU by its UUID, also where each rank sees only its own.
 
     NCCL takes the parts of one GPU (MIG) for the same device.
     """

@@ -84,11 +84,11 @@ class Machine:
         return f"{self.name}: {what}{f' on {self.nodes} nodes' if self.nodes > 1 else ''}"
 
 
-def machine_of(cluster: ClusterConf, measured: int | None = None, connected: bool = False) -> Machine:
+def machine_of(cluster: ClusterConf, measured: int | None = None, connected: int = 0) -> Machine:
     """Completes the cluster's figures; returns the machine. Raises UsageError for a GPU without known ones.
 
     `measured` are the bytes that are free for this process on its device. On a GPU it has its context by
-    then and, if it is `connected`, a communicator of all ranks: the plan counts both, so they are added.
+    then, and so many groups of ranks are `connected`: the plan counts both, so they are added.
     cluster.gib is a further limit.
     """
     own = known().get(cluster.name, {}).get("gpu")

@@ -84,7 +84,7 @@ def request_of(
     dtypes: Sequence[Dtype] = (),
     caches: tuple[int, int] = (1, 1),
     measured: int | None = None,
-    connected: bool = False,
+    connected: int = 0,
     on_cpu: bool = False,
 ) -> PlanRequest:
     """What to plan for a run: machine, models, workload. Raises UsageError for a GPU without known figures.
@@ -123,7 +123,7 @@ def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | Non
     if placement.splitting is not Splitting.tensor or not all(map(is_planned, models)):
         return None
     try:
-        request = request_of(run, connected=placement.world > 1, **what)
+        request = request_of(run, **what)
     except UsageError as error:
         log.info("not planned: %s", error)
         return None
