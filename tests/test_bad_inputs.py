@@ -79,7 +79,7 @@ class OutOfMemoryError(RuntimeError):
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
-    "step", ["config.compose.register", "planner.start.prepared", "tasks.runner.execute"]
+    "step", ["config.compose.register", "placing.start.prepared", "tasks.runner.execute"]
 )
 @pytest.mark.parametrize(
     ("error", "says"),

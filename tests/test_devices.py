@@ -1,7 +1,9 @@
 """Which GPUs a rank touches, how ranks exchange tensors, what a GPU's error is called."""
 
 import json
-from dataclasses import replace
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from llama_ssp.models.devices import memory_of
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.pair import placements as pair_placements
 from llama_ssp.pair import session
+from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.placements import model_placements
 from llama_ssp.pair.session import PairSession
 from llama_ssp.placing.pairs import pair_specs
@@ -45,6 +48,32 @@ def synchronised(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
     return seen
+
+
+class Allocator:
+    """A GPU's allocator: what it is told, and what a first small tensor raises, time after time."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.errors: list[Exception] = []
+
+    def tell(self, settings: str) -> None:
+        self.told.append(settings)
+
+    def give(self, _: int, device: torch.device) -> None:
+        assert self.told and device.type == "cuda"
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    result = Allocator()
+    for name in process_group.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", result.tell, raising=False)
+    monkeypatch.setattr(torch, "empty", result.give)
+    return result
 
 
 def model_on(device: str) -> Any:
@@ -165,26 +194,48 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(StoreBoard(torch.distributed.HashStore()), 1, 2, 1.0)
 
 
-@pytest.mark.parametrize(("own", "backend"), [("a", "nccl"), ("b", "gloo")])
-def test_ranks_say_once_how_they_exchange_tensors(
-    own: str, backend: str, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And the rank's GPU is the current one: what is not a device would make a context on GPU 0."""
-    current: list[torch.device] = []
+@pytest.fixture
+def meeting(watch: Watch, allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two, which meets the other, whose GPU is b."""
     watch.rank = 0
     store = torch.distributed.HashStore()
     store.set("gpu/1", "b")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", own))
     monkeypatch.setattr(process_group, "meet", lambda _: (store, watch))
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(process_group, "Group", lambda *given: given)
+
+
+@pytest.mark.parametrize(("own", "backend"), [("a", "nccl"), ("b", "gloo")])
+@pytest.mark.usefixtures("meeting")
+def test_ranks_say_once_how_they_exchange_tensors(
+    own: str, backend: str, watch: Watch, allocator: Allocator, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """And the rank's GPU is the current one: what is not a device would make a context on GPU 0."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", own))
     with caplog.at_level("INFO"):
         assert open_ranks(torch.device("cuda:1")) == ((0, 1), backend, watch, True)
-    assert current == [torch.device("cuda:1")]
+    assert current == [torch.device("cuda:1")] and allocator.told == [process_group.GROWING]
     assert [line for line in caplog.messages if f"by {backend}" in line] == caplog.messages
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("cores", "ranks", "workers"), [(8, 8, 1), (3, 8, 1), (64, 2, 32), (24, 4, 6)])
+@pytest.mark.usefixtures("meeting")
+def test_ranks_of_a_machine_compile_on_the_cores_that_they_may_use(
+    cores: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on all that the machine has: Slurm gives a job a few of them."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(process_group, "cores_here", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    open_ranks(CPU)
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(workers)
 
 
 @pytest.mark.parametrize(
@@ -299,19 +350,162 @@ def test_a_group_of_the_same_ranks_is_made_once(watch: Watch, monkeypatch: pytes
     assert made[9:] == [[0, 1, 2]] * 3
 
 
+@dataclass
+class Sums:
+    """What goes through NCCL, in place of which nothing is sent: the sums, by the number of their group."""
+
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    by_group: list[int] = field(default_factory=list)
+    deadlines: list[str] = field(default_factory=list)
+    result: float = 0.0  # of a first sum, in place of the right one
+
+
+@pytest.fixture
+def sums(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Sums:
+    """Groups of ranks on GPUs, which are there once they have met."""
+    seen = Sums()
+    ones = torch.ones
+
+    def new_group(ranks: list[int], backend: str, timeout: Any) -> int:
+        seen.groups.append(tuple(ranks))
+        return len(seen.groups) - 1
+
+    def all_reduce(tensor: torch.Tensor, group: int) -> None:
+        seen.by_group.append(group)
+        seen.deadlines.append(watch._deadline[1])
+        tensor.mul_(seen.result or len(seen.groups[group]))
+
+    monkeypatch.setattr(process_group.dist, "new_group", new_group)
+    monkeypatch.setattr(process_group.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(process_group.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(process_group.Group, "link", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "ones", lambda count, device: ones(count))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "connected"),
+    [
+        ((0, 1, 2), (3, 4), [[(0, 1, 2)]] * 3 + [[(3, 4)]] * 2),
+        ((0, 1, 2, 3, 4), (0, 1), [[(0, 1, 2, 3, 4), (0, 1)]] * 2 + [[(0, 1, 2, 3, 4)]] * 3),
+        ((0, 1, 2, 3), (4,), [[(0, 1, 2, 3)]] * 4 + [[]]),
+        ((0,), (), [[]] * 5),
+    ],
+    ids=["own", "split", "one of its own", "one rank"],
+)
+def test_only_ranks_that_share_a_model_are_connected(
+    target: tuple[int, ...], draft: tuple[int, ...], connected: list[list[tuple[int, ...]]], watch: Watch,
+    sums: Sums,
+) -> None:  # fmt: skip
+    """A communicator takes half a GiB of a GPU. All ranks connect in one order, before models are loaded."""
+    drafter = SimpleNamespace(ranks=draft, copies=False) if draft else None
+    placed: Any = SimpleNamespace(target=SimpleNamespace(ranks=target), drafter=drafter)
+    for rank, groups in enumerate(connected):
+        watch.rank = rank
+        sums.groups.clear()
+        sums.by_group.clear()
+        everyone = process_group.Group((0, 1, 2, 3, 4), "nccl", watch)
+        cache = ModelCache(everyone, PlacementConf())
+        for _ in range(2):
+            cache._roles_of(placed)
+        assert [sums.groups[group] for group in sums.by_group] == groups, rank
+        for members in (target, draft):
+            assert everyone.is_connected(members) == (members in groups), rank
+
+
+def test_a_first_sum_connects_where_nothing_has_before(watch: Watch, sums: Sums) -> None:
+    """As those of a calibration. Those that go on without a draft are connected as they were."""
+    everyone = process_group.Group((0, 1, 2), "nccl", watch)
+    assert everyone.among((0, 1)) is not None
+    everyone.may_lose((2,))
+    for _ in range(2):
+        assert everyone.all_reduce(torch.full((1,), 2.0)).tolist() == [6.0]
+    everyone.drop_lost()
+    assert everyone.all_reduce(torch.full((1,), 2.0)).tolist() == [4.0]
+    tensors = [number for number in range(len(sums.groups)) if number % 3 == 2]  # the third of each group
+    assert sums.by_group == [tensors[0]] * 3 + [tensors[1]] * 2
+
+
+def test_a_first_sum_ends_in_time_and_is_right(watch: Watch, sums: Sums) -> None:
+    """Nobody else ends NCCL where it waits for a rank that it cannot reach."""
+    everyone = process_group.Group((0, 1), "nccl", watch)
+    sums.result = 3.0
+    with pytest.raises(DistributedError, match="a sum over the ranks is wrong; rank 1; found 3, allowed 2"):
+        everyone.connect()
+    assert sums.deadlines == ["the first sum: no end after 60 s"]
+
+
+def test_ranks_that_exchange_through_the_host_connect_nothing(watch: Watch, sums: Sums) -> None:
+    everyone = process_group.Group((0, 1), "gloo", watch)
+    everyone.connect()
+    assert sums.by_group == [] and everyone.is_connected((0, 1))
+
+
+@pytest.mark.parametrize(("held", "counted"), [((), 0), (((0, 1),), 1), (((0, 1), (2, 3)), 1)])
+def test_communicators_that_are_there_are_not_planned_again(
+    held: tuple[tuple[int, ...], ...], counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of this rank alone: what is free was measured while they took their part."""
+    conf = PlacementConf(draft=DraftSeat.own, draft_degree=2, target_device="cpu", draft_device="cpu")
+    spec = entry_of(SHIPPED_FOLDER / "demo", SHIPPED_FOLDER / "demo_draft", conf, 4)
+    asked: list[int] = []
+    rank = SimpleNamespace(rank=1, is_connected=held.__contains__)
+    monkeypatch.setattr(pair_placements, "memory_of", lambda *_: 0)
+    monkeypatch.setattr(pair_placements, "predict", lambda *_, connected, **__: asked.append(connected))
+    monkeypatch.setattr(pair_placements, "require_capacity", lambda *_: None)
+    pair_placements.require_loadable(spec, model_placements(spec), rank, 1, 64, (1, 1))  # type: ignore[arg-type]
+    assert asked == [counted]
+
+
 @pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.usefixtures("synchronised")
 def test_segments_grow_unless_the_user_has_set_the_allocator(
-    own: str | None, monkeypatch: pytest.MonkeyPatch
+    own: str | None, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the blocks of a prompt's chunks, each larger than the one before, fit nowhere."""
-    said: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
-    monkeypatch.setattr(session, "open_ranks", lambda *_: ALONE)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     if own:
         monkeypatch.setenv(own, "max_split_size_mb:128")
     for target in ("cpu", "cuda:0"):
         session.ranks_of(RunConf(model=ModelConf(name="m"), placement=PlacementConf(target_device=target)))
-    assert said == [] if own else ["expandable_segments:True"]
+    assert allocator.told == ([] if own else ["expandable_segments:True"])
+
+
+NO_MAPPING = "CUDA driver error: operation not supported"
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+
+
+@pytest.mark.parametrize(
+    ("errors", "told", "said"),
+    [
+        ([RuntimeError(NO_MAPPING)], [True, False], NO_MAPPING),
+        ([torch.OutOfMemoryError(FULL)], [True], None),
+        ([RuntimeError(BUSY)] * 2, [True, False], None),
+    ],
+    ids=["cannot map", "is full", "is busy"],
+)
+def test_segments_stay_fixed_where_a_gpu_cannot_map_memory(
+    errors: list[Exception], told: list[bool], said: str | None, allocator: Allocator,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Such as a virtual GPU, with one line. What fails either way is the GPU's own error."""
+    allocator.errors = list(errors)
+    with pytest.raises(RuntimeError, match="busy") if len(errors) == 2 else nullcontext():
+        assert open_ranks(torch.device("cuda:0")) is ALONE
+    assert allocator.told == [f"expandable_segments:{grow}" for grow in told]
+    assert len(caplog.messages) == bool(said) and (said or "") in caplog.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_torch_does_not_warn_of_how_its_allocator_is_set() -> None:
+    """A line a rank on standard error: its public function is deprecated."""
+    for settings in (process_group.GROWING, process_group.FIXED):
+        process_group._set_allocator(settings)
+
+
+def test_an_older_torch_sets_its_allocator_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
+    process_group._set_allocator(process_group.GROWING)
+    assert told == [process_group.GROWING]

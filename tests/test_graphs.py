@@ -117,6 +117,16 @@ def test_texts_are_those_of_eager_steps(rows: int, k: int):
     assert graphed.captures and all(size == padded(size) for size in graphed.captures)
 
 
+def test_nothing_is_captured_while_a_trial_compiles():
+    """A capture with sums in it may hang: that must come when the trial has begun to count."""
+    model = llama(Replayed)
+    with model.uncaptured():
+        _, compiled = stepping(model, (30, 3))
+        assert model.captures == [] and model._step is not None
+    _, captured = stepping(model, (30, 3))
+    assert model.captures and torch.equal(compiled[0], captured[0])
+
+
 @pytest.mark.parametrize(
     ("engine", "last"), [("eager", "forward"), ("compiled", "run_programs"), ("graphs", "__call__")]
 )

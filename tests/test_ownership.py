@@ -475,6 +475,41 @@ def test_triton_keeps_its_kernels_where_nobody_else_can_change_them(
     assert said == ([True] if mode == 0o777 else [])
 
 
+class FirstKernel:
+    """A driver of Triton: like the real one it is compiled, and kept, when it is first asked."""
+
+    kept = ""
+
+    def get_current_target(self) -> None:
+        from triton.runtime.cache import get_cache_manager
+
+        self.kept = get_cache_manager("a" * 64).put(b"code", "driver.so")
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null"])
+def test_triton_has_a_folder_before_its_first_kernel_where_there_is_no_home(
+    home: str | None, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as in a container, under a number that is no user's. All ranks have the same folder."""
+    triton = pytest.importorskip("triton")
+    driver = FirstKernel()
+    for name in ("XDG_CACHE_HOME", "HOME", TRITON):
+        monkeypatch.delenv(name)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+
+    def no_user(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(place))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    build.triton_runs.cache_clear()
+    assert build.triton_runs()
+    build.triton_runs.cache_clear()
+    assert Path(driver.kept).is_relative_to(place / f"llama-ssp-{os.geteuid()}" / "triton")
+
+
 SOURCE = 'extern "C" int who() {{ return {}; }}\n'
 US, THEM = 1, 2
 

@@ -1,8 +1,10 @@
 """Placements of a pair, ranked, and what is advised where none fits; the clusters that they are on."""
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,6 +228,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
         monkeypatch.setattr(subprocess, "run", run)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is taken back what the code sets
+        monkeypatch.delenv("CUDA_DEVICE_ORDER")
         if shown is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         gpus_here.cache_clear()
@@ -264,6 +268,40 @@ def test_what_cuda_shows_is_what_is_planned_for(
     assert on.capacity == pytest.approx(gigabytes * 1e9, rel=1e-6)
     assert on.times.bytes_per_s == pytest.approx(reads * P4D.times.bytes_per_s, rel=1e-3)
     assert on.times.flops_per_s == pytest.approx(computes * P4D.times.flops_per_s)
+
+
+KINDS = """NVIDIA T400, 2000, GPU-11aa, [N/A], 0, Default
+NVIDIA GeForce RTX 4090, 24000, GPU-22bb, [N/A], 0, Default"""
+
+
+@pytest.mark.parametrize("own", [None, "FASTEST_FIRST"])
+def test_numbers_of_gpus_mean_to_cuda_what_they_mean_here(
+    own: str | None, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest is CUDA's number 0 unless it is told otherwise: here it would be the other GPU."""
+    driver(KINDS, shown="1")
+    if own:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", own)
+    assert [gpu.uuid for gpu in gpus_here()] == ["GPU-22bb"]
+    assert os.environ["CUDA_DEVICE_ORDER"] == (own or "PCI_BUS_ID")
+
+
+def test_equal_gpus_are_numbered_as_they_were(driver: Driver) -> None:
+    driver(TWO, shown="0")
+    assert len(gpus_here()) == 1 and "CUDA_DEVICE_ORDER" not in os.environ
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "MPS"])
+def test_a_gpu_for_one_process_is_known(
+    is_shared: bool, driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In which mode a GPU is, nvidia-smi says; a server (MPS) may have it for others."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if is_shared:
+        (tmp_path / "control").touch()
+    lines = [f"NVIDIA L4, 23000, GPU-{mode}, [N/A], 0, {mode}" for mode in ("Default", "Exclusive_Process")]
+    driver("\n".join(lines))
+    assert [gpu.exclusive for gpu in gpus_here()] == [False, not is_shared]
 
 
 @pytest.fixture

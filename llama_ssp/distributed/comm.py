@@ -75,6 +75,17 @@ class Ranks(LeaderChannel):
         """Returns whether tensors of GPUs are exchanged by way of the host: no CUDA graph can hold that."""
         return False
 
+    def connect(self) -> None:
+        """Connects the ranks for sums, once, after waiting until every rank is here. All ranks call it.
+
+        The first sum does so, too, except in a compiled step. Raises DistributedError where the ranks do not
+        sum as they should; ends all where that takes too long.
+        """
+
+    def is_connected(self, members: tuple[int, ...]) -> bool:
+        """Returns whether sums over these ranks take no further memory of a GPU."""
+        return True
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum over ranks, which replaces the tensor's own numbers."""
         return tensor

@@ -11,23 +11,30 @@ import re
 import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 MIB = 2**20
 SMI = "nvidia-smi"
-QUERY = "--query-gpu=name,memory.free,uuid,mig.mode.current,memory.used"
+QUERY = "--query-gpu=name,memory.free,uuid,mig.mode.current,memory.used,compute_mode"
 FIGURES = [SMI, QUERY, "--format=csv,noheader,nounits"]
 LIST = [SMI, "-L"]
 GPU_LINE = re.compile(r"GPU \d+: .*\(UUID: (\S+)\)")
 # A part's name has its slices of the units and its gigabytes: MIG 3g.20gb, 1c.3g.20gb, 1g.10gb+me.
 PART_LINE = re.compile(r"\s+(MIG \S*?(\d+)g\.(\d+)gb\S*)\s+Device.*\(UUID: (\S+)\)")
 SLICES = 7  # of a GPU's units
+# How CUDA numbers GPUs: as nvidia-smi does, or, if nothing is said, the fastest first.
+ORDER = "CUDA_DEVICE_ORDER"
+AS_LISTED = "PCI_BUS_ID"
+# Where the daemon is found that lets processes share a GPU in exclusive mode (MPS).
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
+MPS_USUAL = "/tmp/nvidia-mps"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """A GPU or a part of one: free bytes, None if not known; its parts; the slices of a part, else 0.
 
-    `used` are the bytes that programs hold, 0 if not known.
+    `used` are the bytes that programs hold, 0 if not known. `exclusive`: it admits one process at a time.
     """
 
     name: str
@@ -36,13 +43,19 @@ class Gpu:
     parts: tuple[Gpu, ...] = ()
     slices: int = 0
     used: int = 0
+    exclusive: bool = False
 
 
 @cache
 def gpus_here() -> list[Gpu]:
-    """Returns the GPUs that programs see; one part of a GPU, if there are any."""
+    """Returns the GPUs that programs see; one part of a GPU, if there are any.
+
+    Where there are several kinds, CUDA is told to number them as here, unless the user has said how.
+    """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     every = _every_gpu()
+    if len({gpu.name for gpu in every}) > 1:
+        os.environ.setdefault(ORDER, AS_LISTED)
     seen = every if shown is None else _named(every, shown.split(","))
     parts = [part for gpu in seen for part in (gpu.parts or (gpu,)) if part.slices]
     return parts[:1] or seen
@@ -52,9 +65,12 @@ def _every_gpu() -> list[Gpu]:
     gpus = list[Gpu]()
     is_divided = False
     for line in _output(FIGURES):
-        name, free, uuid, mode, used, *_ = (field.strip() for field in f"{line},,,,".split(","))
+        name, free, uuid, mode, used, compute, *_ = (field.strip() for field in f"{line},,,,,".split(","))
         if free:
-            gpus.append(Gpu(name=name, free=_bytes(free), uuid=uuid, used=_bytes(used) or 0))
+            is_exclusive = compute.startswith("Exclusive") and not _is_shared()
+            gpus.append(
+                Gpu(name=name, free=_bytes(free), uuid=uuid, used=_bytes(used) or 0, exclusive=is_exclusive)
+            )
             is_divided |= mode == "Enabled"
     if not is_divided:
         return gpus
@@ -65,6 +81,11 @@ def _every_gpu() -> list[Gpu]:
 def _bytes(mib: str) -> int | None:
     """Returns the bytes of a size in MiB; None where the driver does not say it."""
     return int(mib) * MIB if mib.isdecimal() else None
+
+
+def _is_shared() -> bool:
+    """Returns whether MPS runs: then a GPU's one process is its server, for all others."""
+    return Path(os.environ.get(MPS, MPS_USUAL), "control").exists()
 
 
 def _parts(names: dict[str, str]) -> dict[str, tuple[Gpu, ...]]:

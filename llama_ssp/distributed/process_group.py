@@ -31,7 +31,7 @@ from llama_ssp.distributed.draft_link import Link, Listener, connect
 from llama_ssp.distributed.failures import Watch, meet
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import leave_within
-from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.errors import DistributedError, UsageError, first_line
 
 log = logging.getLogger(__name__)
 # In place of a GPU's UUID.
@@ -45,6 +45,10 @@ FIRST_STEP_S = 60.0  # a first step, which compiles kernels, may take this long 
 MAX_NAMED = 3  # differences that a message names
 TO_FREE: list[WeakMethod[Callable[[], None]]] = []  # methods that are called before ranks part
 LATER_S = 10.0  # how much longer NCCL waits than the watch: it ends the process when it gives up
+# Variables by which the user sets torch's allocator.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+GROWING = "expandable_segments:True"
+FIXED = "expandable_segments:False"
 
 
 class Group(Ranks):
@@ -72,12 +76,25 @@ class Group(Ranks):
             self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=patience)
             self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
             self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=self._tensor_patience)
-        if backend == "nccl" and self.rank >= 0:
-            self._sum_once()
+        # NCCL connects ranks at their first sum: until then this group takes no memory of a GPU.
+        self._is_connected = backend != "nccl"
+
+    def connect(self) -> None:
+        if self._is_connected:
+            return
+        self.barrier()  # another rank may load for longer than the first sum may take
+        self._sum_once()
+        self._is_connected = True
+
+    def is_connected(self, members: tuple[int, ...]) -> bool:
+        chosen = self._chosen(members)
+        group = self if chosen == self._members else self._inner.get(chosen)
+        return self._backend != "nccl" or (group is not None and group._is_connected)
 
     def _sum_once(self) -> None:
         """Sums once, which connects the ranks: a broken or wrong link ends the start, not a later step."""
-        with self._watch.during("the first sum"):
+        what = "the first sum"
+        with self._watch.during(what), self.within(max(self.patience_s, FIRST_STEP_S), what):
             count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
             dist.all_reduce(count, group=self._tensors)
             total = int(count)
@@ -97,11 +114,15 @@ class Group(Ranks):
         self.rank = members.index(self._watch.rank) if self._watch.rank in members else -1
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
-        chosen = tuple(self._members[member] for member in members)
+        chosen = self._chosen(members)
         if chosen == self._members:
             return self
         group = self._of(chosen) if len(chosen) > 1 else ALONE
         return group if self._watch.rank in chosen else None
+
+    def _chosen(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns members of this group as torchrun numbers them."""
+        return tuple(self._members[member] for member in members)
 
     def _of(self, chosen: tuple[int, ...]) -> Group:
         """Returns the group of these ranks, which all ranks make once."""
@@ -131,6 +152,7 @@ class Group(Ranks):
         if torch.compiler.is_compiling():  # in a compiled step, which is called in `during`
             summed: Tensor = functional.all_reduce(tensor, "sum", self._tensors)
             return summed
+        self.connect()
         with self._watch.during("summing"):
             dist.all_reduce(tensor, group=self._tensors)
         return tensor
@@ -145,6 +167,7 @@ class Group(Ranks):
             every = functional.all_gather_tensor(tensor, 0, self._tensors).view(self.world, *tensor.shape)
             of = dict(zip(sorted(self._members), every.unbind(), strict=True))
             return [of[member] for member in self._members]
+        self.connect()
         return self._gather(tensor, self._tensors, "gathering")
 
     @property
@@ -176,6 +199,7 @@ class Group(Ranks):
             self._messages = staying._messages
             self._waiting = staying._waiting
             self._tensors = staying._tensors
+            self._is_connected = staying._is_connected
             self._watch.excuse(self._lost)
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
@@ -302,9 +326,12 @@ def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
 def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
     """Returns the ranks that torchrun started, or ALONE. After closing them a process may call it again.
 
-    `patience_s` limits how far apart ranks may start, be silent, or wait for one another.
+    `patience_s` limits how far apart ranks may start, be silent, or wait for one another. Sets the allocator
+    of a GPU (`grow_segments`): the small processes of a trial have that of their run.
     """
     if rank_environment().world == 1:
+        if device.type == "cuda":
+            grow_segments(device)
         return ALONE
     if dist.is_initialized():
         raise UsageError(
@@ -314,6 +341,7 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         )
     if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
         torch.cuda.set_device(device)
+        grow_segments(device)
         # Registered graphs may read memory that the allocator has moved (expandable segments).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # Each rank has workers of its own that compile.
@@ -329,6 +357,35 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
         return Group(tuple(range(watch.world)), backend, watch, has_gpus)
     except BaseException as error:
         raise watch.cause_of(error) from error
+
+
+def grow_segments(device: torch.device) -> None:
+    """Has the segments of torch's allocator grow, unless the user has set it: prompts leave no gaps.
+
+    Where the GPU cannot, as a virtual one without virtual memory management, they stay fixed. Raises what the
+    GPU itself raises.
+    """
+    if not os.environ.keys().isdisjoint(ALLOCATOR):
+        return
+    _set_allocator(GROWING)
+    try:
+        torch.empty(1, device=device)
+    except torch.OutOfMemoryError:
+        return  # the plan says what is missing
+    except RuntimeError as error:
+        _set_allocator(FIXED)
+        torch.empty(1, device=device)
+        reason = first_line(error)[:200]
+        log.warning(
+            "the GPU's memory is taken in segments that cannot grow, which may leave gaps: %s", reason
+        )
+
+
+def _set_allocator(settings: str) -> None:
+    """Sets torch's allocator. Newer versions of torch warn of the function that older ones have."""
+    new: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    old: Any = torch.cuda.memory._set_allocator_settings
+    (new or old)(settings)
 
 
 def _backend(device: torch.device, store: Any, watch: Watch) -> tuple[str, bool]:

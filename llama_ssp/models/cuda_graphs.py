@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -140,6 +141,15 @@ class GraphedModel(SteppedModel):
         where these go through the host.
         """
         return self.is_compiled and not (self._refused or self.ranks.through_host)
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        most_tokens = self.most_tokens
+        self.most_tokens = 0
+        try:
+            yield
+        finally:
+            self.most_tokens = most_tokens
 
     def _drop_steps(self) -> None:
         super()._drop_steps()

@@ -196,20 +196,6 @@ def waits_for_host(numbers: torch.dtype, up: Stack, down: Stack, pairs: int) -> 
     return numbers not in DTYPES or not triton_runs()
 
 
-def waits_for_host(numbers: torch.dtype, up: Stack, down: Stack, pairs: int) -> bool:
-    """Returns whether the host waits for the choice of experts, for pairs of a token and an expert, on a GPU.
-
-    Then the step cannot be part of a graph. `numbers`: of the tokens.
-    """
-    weight = up.parts[0]
-    if pairs > MOST_PAIRS and not (up.by_kernel and down.by_kernel):
-        # On other GPUs torch's grouped product is a loop over the experts, which waits.
-        has_kernel = torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
-        if not has_kernel or not can_group(weight, up, down):
-            return True
-    return numbers not in DTYPES or not triton_runs()
-
-
 @apply.register_kernel("cuda")
 def apply_on_gpu(
     x_TH: Tensor,

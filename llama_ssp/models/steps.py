@@ -91,6 +91,11 @@ class SteppedModel(DecoderModel):
             self.is_compiled = was_compiled
             self.attend = attend
 
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Inside, compiled steps are launched kernel by kernel: nothing is captured."""
+        yield
+
     def give_up(self) -> None:
         """From now on steps run eagerly, by torch's own attention."""
         self.is_compiled = False

@@ -171,6 +171,10 @@ class ModelCache:
         key = placements.target.ranks, drafter.ranks if drafter else (), bool(drafter and drafter.copies)
         if key not in self._roles:
             self._roles[key] = roles_of(*key, self._ranks, self._essential, self._patience_s)
+            # These two groups sum; a compiled step would not connect them. The order is that of all ranks.
+            for group in (self._roles[key].target, self._roles[key].draft):
+                if group is not None:
+                    group.connect()
         self._ranks.may_lose(() if self._essential else self._roles[key].apart)
         return self._roles[key]
 

@@ -189,6 +189,8 @@ def require_loadable(
         "formats": {placed.role: placed.dtype for placed in placements},
         "measured": memory_of(device, ranks),
     }
+    splits = {placed.ranks for placed in placements if placed.degree > 1 and ranks.rank in placed.ranks}
+    how["connected"] = sum(map(ranks.is_connected, splits))
     if target.splitting is Splitting.layers and all(is_planned(placed.model) for placed in placements):
         with suppress(UsageError):  # a GPU without known figures
             room = request_of(run, **how).room_by_layers()

@@ -11,13 +11,12 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -290,9 +289,6 @@ def regular(run: RunConf) -> RunConf:
 def ranks_of(run: RunConf) -> Ranks:
     """Returns the ranks that torchrun started, or this process alone."""
     device = device_of(run.placement.target_device, "placement.target_device")
-    # Segments of torch's allocator that grow, unless the user has set it: prompts leave no gaps.
-    if device.type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        cast(Any, torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     return open_ranks(device, run.placement.timeout_s)
 
 

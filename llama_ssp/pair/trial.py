@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ import torch
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.board import ATTEMPT
 from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.distributed.launcher import import_path
 from llama_ssp.distributed.process_group import gpu_of, open_ranks
 from llama_ssp.distributed.signals import CODE_FILE, end_with_parent, leave
@@ -41,7 +43,10 @@ from llama_ssp.models.steps import SteppedModel
 log = logging.getLogger(__name__)
 
 COMMAND = [sys.executable, "-m", "llama_ssp.pair.trial"]
-TRIAL_S = 120.0  # for the small processes, which import torch, meet and compile
+# For the small processes: to import torch, meet and compile; and for their steps, once they are ready.
+PREPARE_S = 600.0
+TRIAL_S = 120.0
+LOOK_S = 0.25  # between looks at what they have said
 CHECK_S = 120.0  # for the steps of the real model, which are compiled by then
 # Of the small model.
 WIDTHS = (1, 2, 5)
@@ -51,6 +56,7 @@ STEPS = 8
 CHECKED = 2
 SLACK = 4
 READY = "ready"
+EXCLUSIVE = "a GPU is in compute mode EXCLUSIVE_PROCESS, which admits no process for a trial"
 DRIVER = Path("/proc/driver/nvidia/version")
 # A verdict depends on these variables, too.
 SETTINGS = ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC", "PYTORCH_ALLOC")
@@ -66,6 +72,7 @@ class Trial:
     ranks: Ranks
     verdict: str = PASSED
     differs: bool = False  # the real model, of which no file is written
+    is_lasting: bool = True  # whether the verdict holds for later starts, too
     file: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,22 +90,39 @@ class Trial:
         steps = f"compiled steps over {self.ranks.world} ranks"
         if self.differs:
             return f"{steps} give other logits ({self.verdict}); engine=compiled skips this check"
-        again = f"engine=compiled skips the trial; to try again delete {self.file}"
-        return f"{steps} failed their trial ({self.verdict}); {again}"
+        if self.verdict == EXCLUSIVE:
+            fix = "nvidia-smi -c DEFAULT lets it try them; engine=compiled skips the trial"
+            return f"{steps} were not tried ({self.verdict}); {fix}"
+        again = f"to try again delete {self.file}" if self.is_lasting else "the next start tries again"
+        return f"{steps} failed their trial ({self.verdict}); engine=compiled skips the trial; {again}"
 
     def passes(self) -> bool:
         """Whether the model's steps may be compiled, by the verdict of an earlier start, or by trying."""
         known = self._read()
-        is_lasting = True
         self.verdict = known or PASSED
         if json.dumps(None) in self.ranks.gather_texts(json.dumps(known)):
-            log.info("engine: trying compiled steps over %d ranks, before weights are read", self.ranks.world)
-            self.verdict, is_ready = self._run()
-            is_lasting = all(own for (own,) in self.ranks.gather_ints([int(is_ready)]))
+            self.verdict, self.is_lasting = self._tried()
         self._agree()
-        if self.verdict != known and is_lasting:
+        if self.verdict != known and self.is_lasting:
             self._write(self.verdict)
         return self.verdict == PASSED
+
+    def _tried(self) -> tuple[str, bool]:
+        """Returns this rank's verdict, by its small process, and whether those of all ranks became ready."""
+        exclusive = self.ranks.gather_ints([int(self._is_exclusive())])
+        if any(is_exclusive for (is_exclusive,) in exclusive):
+            return EXCLUSIVE, False
+        log.info("engine: trying compiled steps over %d ranks, before weights are read", self.ranks.world)
+        verdict, is_ready = self._run()
+        are_ready = self.ranks.gather_ints([int(is_ready)])
+        return verdict, all(is_ready for (is_ready,) in are_ready)
+
+    def _is_exclusive(self) -> bool:
+        """Returns whether this rank's GPU, on which this process is, admits no other one."""
+        if self.device.type != "cuda":
+            return False
+        uuid = gpu_of(self.device)
+        return any(gpu.exclusive and gpu.uuid.removeprefix("GPU-") == uuid for gpu in gpus_here())
 
     def check(self, model: SteppedModel, widths: Iterable[int], rows: int, capacity: int) -> None:
         """Compares the real model's steps, which are eager from then on if they differ."""
@@ -128,7 +152,7 @@ class Trial:
         self.verdict = next((verdict for verdict in every if verdict != PASSED), PASSED)
 
     def _run(self) -> tuple[str, bool]:
-        """Runs this rank's small process; returns why it failed, and whether it came to its first step."""
+        """Runs this rank's small process; returns why it failed, and whether it became ready."""
         members = self.ranks.gather_texts(os.environ.get("RANK", "0"))
         rank = str(self.ranks.rank)
         attempt = os.environ.get(ATTEMPT, "0")
@@ -139,30 +163,26 @@ class Trial:
         for name in (CODE_FILE, "LOCAL_WORLD_SIZE"):
             environment.pop(name, None)
         try:
-            ended = subprocess.run(
+            process = subprocess.Popen(
                 [*COMMAND, str(self.device), self.dtype.value],
                 env=environment,
-                timeout=TRIAL_S,
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-            code: int | None = ended.returncode
-            outputs = (ended.stdout, ended.stderr)
-        except subprocess.TimeoutExpired as late:
-            code = None
-            outputs = (late.stdout or b"", late.stderr or b"")
         except OSError as error:
             return f"its process did not start: {error}", False
-        said, errors = (output.decode(errors="replace") for output in outputs)
-        if code is None:
-            reason = f"no answer in {TRIAL_S:g} s"
-        elif code == 0:
+        said, errors, is_late = _followed(process)
+        is_ready = _is_ready(said)
+        if is_late:
+            reason = f"no answer in {TRIAL_S:g} s" if is_ready else f"not ready in {PREPARE_S:g} s"
+        elif process.returncode == 0:
             reason = PASSED
         else:
-            last_line = errors.strip().rpartition("\n")[2]
-            reason = last_line.removeprefix("error: ") or f"exit code {code}"
-        return reason, READY in said
+            last_line = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            reason = last_line.removeprefix("error: ") or f"exit code {process.returncode}"
+        return reason, is_ready
 
     def _read(self) -> str | None:
         """Returns the verdict of an earlier start; None if there is none that can be read."""
@@ -182,6 +202,35 @@ class Trial:
             log.warning("engine: the verdict is not kept: %s", error)
 
 
+def _followed(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes, bool]:
+    """Waits for a small process; returns its output, its errors, and whether it was late, and so was killed.
+
+    It is late if it is not ready in time, or if it does not end in time once it is ready.
+    """
+    said = b""
+    errors = b""
+    until = time.monotonic() + PREPARE_S
+    with process:
+        try:
+            while time.monotonic() < until:
+                was_ready = _is_ready(said)
+                try:
+                    said, errors = process.communicate(timeout=LOOK_S)
+                    return said, errors, False
+                except subprocess.TimeoutExpired as so_far:  # has all that was said until now
+                    said = so_far.stdout or said
+                    errors = so_far.stderr or errors
+                if _is_ready(said) and not was_ready:
+                    until = time.monotonic() + TRIAL_S
+            return said, errors, True
+        finally:
+            process.kill()
+
+
+def _is_ready(said: bytes) -> bool:
+    return READY.encode() in said.splitlines()
+
+
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -193,7 +242,10 @@ def main() -> None:
     dtype = Dtype(sys.argv[2])
     ranks = open_ranks(device)
     try:
+        ranks.connect()
         model = small_model(dtype, device, ranks)
+        with model.uncaptured():
+            difference(model, WIDTHS, ROWS, steps=1)  # compiles; what is off is found again
         print(READY, flush=True)
         reason = difference(model, WIDTHS, ROWS, STEPS)
         if reason != PASSED or not model.is_compiled:

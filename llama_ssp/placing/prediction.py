@@ -15,7 +15,7 @@ from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.placing.request import request_of
 from llama_ssp.planner.advice import advice
-from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
+from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory, communicators
 from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.plan import worlds_of
 from llama_ssp.planner.search import PROB_BYTES, Option, PlanRequest, option, round_times, warnings_of_codes
@@ -87,6 +87,7 @@ def predict(
     formats: Mapping[str, Dtype] | None = None,
     caches: tuple[int, int] = (1, 1),
     measured: int | None = None,
+    connected: int = 0,
     on_cpu: bool = False,
 ) -> Prediction | None:
     """Returns memory and speed of the run with this placement; the other arguments are those of `request_of`.
@@ -107,7 +108,7 @@ def predict(
             formats=formats,
             caches=caches,
             measured=measured,
-            connected=placement.world > 1,
+            connected=connected,
             on_cpu=on_cpu,
         )
     except UsageError as error:
@@ -181,9 +182,7 @@ def fitting(prediction: Prediction, rank: int, available: int, needed: int) -> t
     chosen = prediction.option
     planned = chosen.ranks[rank].total
     taken = request.machine.taken
-    there = taken["context"]
-    if chosen.placement.world > 1:
-        there += taken["nccl"]
+    there = taken["context"] + taken["nccl"] * communicators(chosen.placement, rank)
     capacity = available + there - max(0, needed + there - planned)
     request = replace(request, machine=replace(request.machine, capacity=max(0, capacity)))
     return planned, _changes(request, option(request, chosen.placement, chosen.k))

@@ -112,7 +112,7 @@ def request_of(
     formats: Mapping[str, Dtype] | None = None,
     caches: tuple[int, int] = (1, 1),
     measured: int | None = None,
-    connected: bool = False,
+    connected: int = 0,
     on_cpu: bool = False,
 ) -> PlanRequest:
     """Returns what to plan for a run. Raises UsageError for a GPU without known figures.

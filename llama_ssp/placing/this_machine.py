@@ -22,7 +22,7 @@ from llama_ssp.planner.workload import GIB
 CPU_TABLE = Path("/proc/cpuinfo")
 
 
-def machine_for(cluster: ClusterConf, measured: int | None = None, connected: bool = False) -> Machine:
+def machine_for(cluster: ClusterConf, measured: int | None = None, connected: int = 0) -> Machine:
     """Returns the cluster's machine; this one where it names no GPU. The arguments are those of `machine_of`.
 
     Raises UsageError for a GPU without known figures.

@@ -117,11 +117,11 @@ def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
 
 
 def communicators(placement: Placement, rank: int) -> int:
-    """NCCL groups the rank is in: all ranks', and the draft's where it is split over only some of them."""
-    split = placement.draft_degree > 1 and rank in placement.draft
-    of_draft = split and len(placement.draft) < placement.world
-    of_target = placement.draft_apart and len(placement.target) > 1 and rank in placement.target
-    return sum((placement.world > 1, of_draft, of_target))
+    """How many communicators of NCCL the rank has: one for each group of ranks that a model is split over."""
+    groups = {placement.target}
+    if placement.draft_degree > 1:
+        groups.add(placement.draft)
+    return sum(len(group) > 1 and rank in group for group in groups)
 
 
 def require_capacity(

@@ -97,14 +97,14 @@ def machine_of(
     *,
     measured: int | None = None,
     limit_gib: float | None = None,
-    connected: bool = False,
+    connected: int = 0,
     threads: int = 1,
 ) -> Machine:
     """Completes the cluster's figures; returns the machine. Raises UsageError for a GPU without known ones.
 
     `measured` are the bytes that are free for this process on its device, and `limit_gib` is a further limit.
-    On a GPU a process has its context by then and, if it is `connected`, a communicator of all ranks: the
-    plan counts both, so they are added.
+    On a GPU a process has its context by then, and so many groups of ranks are `connected`: the plan counts
+    both, so they are added.
     """
     of_preset = machines().get(cluster.name, {})
     preset_gpu = of_preset.get("gpu")

@@ -10,8 +10,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from llama_ssp.batch.attempts import Attempt
 from llama_ssp.config import Dtype
 from llama_ssp.distributed import process_group
 from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.distributed.gpus import Gpu
 from llama_ssp.errors import DATA, DISTRIBUTED
 from llama_ssp.models import step_check, steps
 from llama_ssp.models.step_check import PASSED, difference, small_model
@@ -34,7 +37,9 @@ pytestmark = pytest.mark.slow
 CPU, FP32 = torch.device("cpu"), ("model.dtype=fp32", "output=json", "speculation.drafter=ngram")
 RUN = ("task.max_new_tokens=12", "seed=5", "speculation.k=3", "prompt=hello")
 STUCK_S = 1000.0
+SLOW_S = 45.0
 FAILS = ["sh", "-c"]
+PASSES = ["sh", "-c", f"echo {trial.READY}"]
 
 
 def hang() -> None:
@@ -45,20 +50,20 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_step(number: int, strike: Callable[[], object]) -> None:
-    """Rank 1 meets its fate in this compiled step of its process."""
+def in_step(number: int, strike: Callable[[], object], before: int) -> None:
+    """Rank 1 meets its fate in this compiled step of its process, after those `before` it."""
     whole, ranks_of_calls = steps.run_programs, []
 
     def struck(calls: Any, taps: Any, ranks: Ranks, *given: Any) -> list[torch.Tensor]:
         ranks_of_calls.append(ranks.rank)
-        if ranks_of_calls == [1] * number:
+        if ranks_of_calls == [1] * (before + number):
             strike()
         return whole(calls, taps, ranks, *given)
 
     steps.run_programs = struck
 
 
-def be_wrong() -> None:
+def be_wrong(_before: int) -> None:
     """Compiled steps of rank 1 give logits that are a little off."""
     whole = steps.run_programs
 
@@ -69,20 +74,40 @@ def be_wrong() -> None:
     steps.run_programs = off
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    "none": lambda: None,
+def compile_slowly(_before: int) -> None:
+    """The compiler takes longer than a trial may."""
+    compiled = steps.SteppedModel._programs
+
+    def programs(*given: Any) -> Any:
+        time.sleep(SLOW_S)
+        return compiled(*given)
+
+    steps.SteppedModel._programs = programs  # type: ignore[method-assign]
+
+
+# By name, what is done first in a process, given how many compiled steps there are before those that count.
+FAULTS: dict[str, Callable[[int], None]] = {
+    "none": lambda _: None,
     "hangs": partial(in_step, 3, hang),
     "hangs at once": partial(in_step, 1, hang),
     "dies": partial(in_step, 3, die),
     "is wrong": be_wrong,
+    "compiles slowly": compile_slowly,
 }
 
 
 def small_process(fault: str) -> None:
     """What a rank starts in place of `python -m llama_ssp.pair.trial`: it, with a fault."""
     torch.set_num_threads(1)
-    FAULTS[fault]()
+    FAULTS[fault](len(trial.WIDTHS) * len(trial.ROWS))  # a step of each shape compiles
     trial.main()
+
+
+def command_of(fault: str) -> list[str]:
+    """Starts a small process with a fault."""
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    code = f"{start}; from tests.distributed.test_trial import small_process; small_process({fault!r})"
+    return [sys.executable, "-c", code]
 
 
 def trying(
@@ -97,13 +122,11 @@ def trying(
     from llama_ssp.pair import placements
 
     placements.needs_trial = lambda *_: True
-    start = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
-    code = f"{start}; from tests.distributed.test_trial import small_process; small_process({small!r})"
-    trial.COMMAND = [sys.executable, "-c", code]
+    trial.COMMAND = command_of(small)
     trial.TRIAL_S, trial.CHECK_S = small_s, real_s
     process_group.FIRST_STEP_S = real_s
     trial.cache_folder = lambda: verdicts  # type: ignore[assignment]
-    FAULTS[real]()
+    FAULTS[real](0)
     if stops:
         publish = Attempt.publish
         Attempt.publish = lambda self: publish(self) and die()  # type: ignore[method-assign, return-value]
@@ -128,8 +151,9 @@ def run_of(saved: Any, *more: str, engine: str = "compiled") -> tuple[str, ...]:
         ("dies", 600.0, "rank 1 is gone (killed by a signal"),
         ("none", 600.0, ""),
         ("hangs", 40.0, "no answer in 40 s"),
+        ("compiles slowly", 40.0, ""),
     ],
-    ids=["dies", "passes", "hangs"],
+    ids=["dies", "passes", "hangs", "compiles slowly"],
 )
 def test_a_run_is_compiled_if_the_trial_passes(
     small: str, seconds: float, line: str, command: Command, saved: Any, tmp_path: Path
@@ -142,7 +166,7 @@ def test_a_run_is_compiled_if_the_trial_passes(
         assert run.code == 0, run.err
         assert run.document["outputs"] == expected.document["outputs"]
         engine, said = run.document["engines"]["model"], run.err.count("failed their trial (")
-        assert (engine == "compiled", said) == (small == "none", small != "none"), run.err
+        assert (engine == "compiled", said) == (not line, bool(line)), run.err
         assert line in engine and line in run.err and ("to try again delete" in run.err) == bool(line)
     assert "trying compiled steps" in first.err and "trying compiled steps" not in again.err
 
@@ -174,7 +198,7 @@ def test_a_kept_verdict(
 ):
     """It counts if it is whole and about these versions, GPUs and ranks; else the trial is repeated."""
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(trial, "COMMAND", ["echo", trial.READY])
+    monkeypatch.setattr(trial, "COMMAND", PASSES)
     if kept == "unwritten":
         monkeypatch.setattr(trial, "part_of", lambda _: Path("/dev/full"))
     first = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
@@ -201,12 +225,99 @@ def test_what_fails_before_the_first_step_is_not_kept(
 ):
     """Such as memory that is short, or a slow disk: the next start tries again."""
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(trial, "TRIAL_S", 1.0)
+    monkeypatch.setattr(trial, "PREPARE_S", 1.0)
     monkeypatch.setattr(trial, "COMMAND", command)
     first = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
     assert not first.passes() and first.verdict and not any(tmp_path.iterdir())
-    monkeypatch.setattr(trial, "COMMAND", ["echo", trial.READY])
+    assert str(first).endswith("; engine=compiled skips the trial; the next start tries again")
+    monkeypatch.setattr(trial, "COMMAND", PASSES)
     assert Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE).passes() and first.file.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "kept"),
+    [
+        ("sleep 2; echo ready", PASSED, True),
+        ("echo already; echo ready; sleep 60", "no answer in 1 s", True),
+        ("echo already; sleep 60", "not ready in 4 s", False),
+    ],
+    ids=["compiles slowly", "hangs", "compiles without end"],
+)
+def test_a_trial_counts_from_when_its_process_is_ready(
+    script: str, verdict: str, kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """How long compiling takes depends on how busy the machine is, and is no verdict."""
+    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(trial, "PREPARE_S", 4.0)
+    monkeypatch.setattr(trial, "TRIAL_S", 1.0)
+    monkeypatch.setattr(trial, "COMMAND", [*FAILS, script])
+    tried = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
+    assert tried.passes() == (verdict == PASSED) and tried.verdict == verdict
+    assert tried.file.exists() == kept
+
+
+def test_a_trial_that_still_compiles_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The small process itself says that it is ready when it has compiled, and not before."""
+    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
+    for limit in ("PREPARE_S", "TRIAL_S"):
+        monkeypatch.setattr(trial, limit, 20.0)
+    monkeypatch.setattr(trial, "COMMAND", command_of("compiles slowly"))
+    tried = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
+    assert not tried.passes() and tried.verdict == "not ready in 20 s"
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_small_process_has_the_allocator_of_its_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Segments that grow, graphs and NCCL together are what has hung on other machines."""
+    done: list[str] = []
+    model = SimpleNamespace(uncaptured=nullcontext, is_compiled=True)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(sys, "argv", ["trial", "cuda:0", "fp32"])
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", done.append, raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: done.append(f"a tensor on {device}"))
+    monkeypatch.setattr(trial, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(trial, "small_model", lambda *_: done.append("a model") or model)
+    monkeypatch.setattr(trial, "difference", lambda *_, **__: PASSED)
+    trial.main()
+    assert done == ["expandable_segments:True", "a tensor on cuda:0", "a model"]
+    assert capsys.readouterr().out == "ready\n"
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True), (False, False)])
+def test_no_small_process_is_started_on_a_gpu_that_admits_none(
+    modes: tuple[bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+):
+    """On this rank or on another: all go eagerly, say why, and keep no verdict."""
+    caplog.set_level("INFO")
+    gpus = [Gpu(name="NVIDIA H200", uuid="GPU-1", exclusive=modes[0]), Gpu(name="NVIDIA H200", uuid="GPU-2")]
+
+    class Two(Ranks):
+        world = 2
+
+        def gather_ints(self, values: list[int]) -> list[list[int]]:
+            return [values, [int(modes[1])]]
+
+        def gather_texts(self, text: str) -> list[str]:
+            return [text, text]
+
+    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(trial, "gpu_of", lambda _: "1")
+    monkeypatch.setattr(trial, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(Trial, "__post_init__", lambda self: setattr(self, "file", tmp_path / "verdict"))
+    monkeypatch.setattr(Trial, "_run", lambda _: ("no", False))
+    tried = Trial(name="m", dtype=Dtype.fp32, device=torch.device("cuda:0"), ranks=Two())
+    assert not tried.passes() and not tried.file.exists()
+    said = (
+        "were not tried (a GPU is in compute mode EXCLUSIVE_PROCESS, which admits no process for a trial); "
+    )
+    assert (said in str(tried)) == any(modes) == ("trying compiled steps" not in caplog.text)
 
 
 def test_the_command_of_the_trial_runs_from_a_checkout_in_any_folder(

@@ -33,6 +33,7 @@ class FirstOfTwo(Group):
     """Has half of the weights; the other half is taken for zero."""
 
     def pretend(self) -> None:
+        self.connect()
         self.world = 2
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
