@@ -239,7 +239,7 @@ class TimesConf:
     law_ns: float | None = figure("Nanoseconds of a distribution, for each token of the vocabulary.")
     accept_ns: float | None = figure("Nanoseconds of it where drafts are verified.")
     all_reduce_us: dict[int, float] = number(dict, 0.0, 1e9, "By ranks: microseconds of an all-reduce.")
-    message_us: float | None = figure("Microseconds of the leader's broadcast.")
+    message_us: float | None = figure("Microseconds of a message of the leader; null is 100.")
 
 
 @dataclass(kw_only=True)

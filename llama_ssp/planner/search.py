@@ -16,7 +16,15 @@ from llama_ssp.planner.engine import LAYER_OPERATIONS, ROW_OPERATIONS, launching
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
-from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, Times, forward_s, pass_cost
+from llama_ssp.planner.speed import (
+    HOST_BYTES_PER_S,
+    WIDE_BAND,
+    PassCost,
+    RoundTimes,
+    Times,
+    forward_s,
+    pass_cost,
+)
 from llama_ssp.planner.storage import BYTES, WEIGHTS
 from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import TARGET, Role, Workload
@@ -268,7 +276,7 @@ def warnings_of_codes(request: PlanRequest, placement: Placement, k: int) -> Ite
 def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     """Seconds of a draft step, and of verifying 0, 1, ... drafts, with this placement."""
     work, draft = request.work, request.draft
-    step = once = 0.0
+    step = once = sending = 0.0
     if draft is not None and placement.draft:
         cost = cost_of(request, draft, placement)
         probs = work.rows * cost.vocab
@@ -278,17 +286,19 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
         times = step_times(request, draft, placement, cost)
         step = each + probs * times.probs
         if placement.draft_apart:
-            step += probs * PROB_BYTES / times.link_per_s
+            sending = probs * PROB_BYTES / HOST_BYTES_PER_S
+            if placement.draft_degree > 1:  # its first rank tells the others of each pass (drafters/ahead.py)
+                step += times.message
     target = cost_of(request, request.target, placement)
     times = step_times(request, request.target, placement, target)
-    messages = 2 * times.message if placement.world > 1 else 0.0
 
     def verify_s(k: int) -> float:
         columns = k + 1
         probs = work.rows * columns * target.vocab
         spent = step_s(request, request.target, placement, target, columns) + probs * times.probs
         spent += times.round
-        return spent + (times.check + probs * times.accept if k else 0.0) + messages
+        spent += messages(placement, k) * times.message
+        return spent + (times.check + probs * times.accept if k else 0.0)
 
     drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
     most = request.k_max
@@ -296,7 +306,18 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
         most = min(most, draft.model.head_block)
     verify = tuple(map(verify_s, range(most * drafts + 1)))
     overlap = request.overlap if placement.draft_apart else Overlap.off
-    return RoundTimes(step, verify, work.rows, overlap, once)
+    return RoundTimes(step, verify, work.rows, overlap, once, sending)
+
+
+def messages(placement: Placement, k: int) -> int:
+    """Returns how many messages a round of K drafts waits for (speculative/round_protocol.py).
+
+    The leader sends the target's other ranks what was decided and drafted. Before that it asks the other
+    ranks that draft, if there are any. From ranks of the draft's own the drafts come back.
+    """
+    to_target = len(placement.target) > 1
+    to_draft = placement.draft not in ((), (LEADER,))
+    return sum((to_target, to_draft, placement.draft_apart and k > 0))
 
 
 def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -> float:

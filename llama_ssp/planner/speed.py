@@ -23,6 +23,11 @@ from llama_ssp.speculative.draft_length import tokens_per_round
 BYTES_PER_S = 1576831925929.5686
 LAYER_S, SUM_S, SUM_S_PER_RANK = 3.602175540184374e-05, 7.236603830726217e-06, 5.266956020165437e-07
 CALIBRATED_GB_S = 2039.0  # the data sheet's bandwidth of that GPU
+# Ranks exchange integers, and the probabilities of a draft on ranks of its own, through the host. Measured by
+# reading a link on one shared core, without the copies from and to GPUs: 256 KB (1 row, K = 2, 32k tokens)
+# took 0.75 ms, 2 MB 3.0 ms, and 16.4 MB (64 rows) 39 ms. So it is a rate, and a time of each message.
+HOST_BYTES_PER_S = 0.5e9
+MESSAGE_S = 1e-4
 # A pass of 16 rows of tokens reads its weights 3 % slower than one of a single row (A100, aiconfigurator).
 ROWS_COST = {1: 1.0, 16: 1.03}
 FLOPS_SHARE = 0.5  # of peak: what the GEMMs of a long prompt attain
@@ -116,7 +121,7 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
         accept=(conf.accept_ns or 0.0) / 1e9,
         reduce=tuple((n, us / 1e6) for n, us in sorted(reduce.items())),
         link_per_s=(link_gb_s or 1e6) * 1e9,
-        message=(conf.message_us or 0.0) / 1e6,
+        message=MESSAGE_S if conf.message_us is None else conf.message_us / 1e6,
         band=WIDE_BAND if borrowed else BAND,
         source=conf.source or "published runs of Llama-2-7B on A100-80 (gpt-fast)",
     )
@@ -201,7 +206,8 @@ class RoundTimes:
     """Seconds of a draft step, and of verifying k drafts (`verify[k]`), of `rows` rows.
 
     `once` is what drafts take however many there are: the pass of a head that gives all at once. `overlap` is
-    what the draft does while the target verifies; `off` unless it has ranks of its own.
+    what the draft does while the target verifies; `off` unless it has ranks of its own. `sending` is what the
+    probabilities of a draft take from there to the leader, which waits for them in every round.
     """
 
     draft: float
@@ -209,10 +215,11 @@ class RoundTimes:
     rows: int
     overlap: Overlap = Overlap.off
     once: float = 0.0
+    sending: float = 0.0
 
     def proposal_s(self, k: int) -> float:
-        """Seconds of K drafts."""
-        return k * self.draft + (self.once if k else 0.0)
+        """Seconds of K drafts, until the leader has them."""
+        return k * (self.draft + self.sending) + (self.once if k else 0.0)
 
     def round_s(self, k: int, acceptance: float) -> float:
         """Seconds of a round with K drafts."""
@@ -223,7 +230,7 @@ class RoundTimes:
     def goes_ahead(self, k: int, acceptance: float) -> bool:
         """Whether the draft runs while the target verifies; with `auto` it does where that is faster."""
         if self.overlap is Overlap.auto:
-            return k > 0 and self._ahead_s(k, acceptance) < k * self.draft + self.verify[k]
+            return k > 0 and self._ahead_s(k, acceptance) < self.proposal_s(k) + self.verify[k]
         return self.overlap is not Overlap.off and k > 0
 
     def guessed(self, k: int, acceptance: float) -> float:
@@ -244,11 +251,13 @@ class RoundTimes:
     def _ahead_s(self, k: int, acceptance: float) -> float:
         """The guess and K drafts while the target verifies; K drafts more where the guess was wrong.
 
-        A request that arrives before they are done waits for the end of a pass, half a pass on average.
+        A request that arrives before they are done waits for the end of a pass, half a pass on average. The
+        drafts are sent when the leader requests them, and not before.
         """
         ahead, verify, right = (k + 1) * self.draft, self.verify[k], self.guessed(k, acceptance)
         interrupted = self.draft / 2 if ahead > verify else 0.0
-        return right * max(verify, ahead) + (1 - right) * (k * self.draft + verify + interrupted)
+        waited = right * max(verify, ahead) + (1 - right) * (k * self.draft + verify + interrupted)
+        return waited + k * self.sending
 
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
