@@ -165,7 +165,10 @@ def test_make_demo_shows_all_three_parts(model: str, tmp_path: Path) -> None:
     assert ("cannot be fetched" in done.out) == (model == "shipped") and "{" not in done.out
     assert re.search(r"--- [0-9.]+ times as fast: ", done.out)
     regular, speculative = re.findall(r"\n--- .*\n((?:.*\n)+?)\([0-9]+ tokens", done.out)
-    assert regular == speculative and ("NotImplemented" if model == "shipped" else "bananas, cherries") in regular
+    assert (
+        regular == speculative
+        and ("NotImplemented" if model == "shipped" else "bananas, cherries") in regular
+    )
     greedy = re.findall("greedy: same, ([0-9]+) of transformers' ([0-9]+) tokens", done.out)
     assert len(greedy) == 2 and all(equal == length for equal, length in greedy)
     assert "sampled: same, 64 texts" in done.out and "every draft is kept: different" in done.out

@@ -13,9 +13,9 @@ from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split, require_transformers
 from llama_ssp.planner.engine import LAYER_OPERATIONS, ROW_OPERATIONS, launching_s, why_eager
-from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
+from llama_ssp.planner.fit import FitVerdict, RankMemory, device_lines, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
-from llama_ssp.planner.layers import layers_lines
+from llama_ssp.planner.memory import rank_work
 from llama_ssp.planner.speed import (
     HOST_BYTES_PER_S,
     WIDE_BAND,
@@ -87,14 +87,16 @@ class PlanRequest:
         """With placement=layers: a GPU's bytes beside weights and caches, the first's and another's, with the
         draft on the first; and the bytes of the caches of a layer."""
         work = replace(self.work, k=self.k_max if self.k is None else self.k)
-        found, caches = list[int](), 0
+        rooms = list[int]()
+        caches = 0
         for draft in (self.draft, None):
-            lines = next(layers_lines(self.target, draft, work, 1, self.machine.kernels))
-            own = {line.name: line.bytes for line in lines if line.role == TARGET}
-            caches = own[CACHE]
-            weights = sum(own.get(name, 0) for name in WEIGHTS)
-            found.append(sum(line.bytes for line in lines) - weights - caches)
-        return found[0], found[1], -(-caches // self.target.model.n_layers)
+            place = resolve(PlacementConf(), 1, drafts=draft is not None)
+            lines = device_lines(rank_work(self.target, draft, place, work, LEADER, self.machine.kernels))
+            sizes = {line.name: line.bytes for line in lines if line.role == TARGET}
+            caches = sizes[CACHE]
+            weights = sum(sizes.get(name, 0) for name in WEIGHTS)
+            rooms.append(sum(line.bytes for line in lines) - weights - caches)
+        return rooms[0], rooms[1], -(-caches // self.target.model.n_layers)
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,11 @@ class ModelPart:
         return sum(map(bool, self.sizes.norms))
 
     @property
+    def has_scores(self) -> bool:
+        """Whether attention without our kernels has a matrix of scores, for a cap or a sink."""
+        return self.family.softcap or bool(self.family.names.sinks)
+
+    @property
     def largest_matrix(self) -> int:
         """Numbers in the largest of a layer's matrices that may be quantised; experts are not."""
         return max(weight.count for weight in weights(replace(self, code_mix="")) if weight.linear)
@@ -284,7 +289,7 @@ def tensors(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iter
         yield BUFFERS, bytes_, 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolePart:
     """One rank's part of a role: weights, and caches of `capacity` tokens.
 
@@ -303,8 +308,15 @@ class RolePart:
 
     @staticmethod
     def of(role: Role, part: ModelPart, capacity: int, caches: int = 1, compiled: bool = False) -> RolePart:
-        masks = part.family.masks(role.model.sliding_window)
-        return RolePart(role.role, part, role.dtype, capacity, caches, masks, compiled)
+        return RolePart(
+            role=role.role,
+            part=part,
+            dtype=role.dtype,
+            capacity=capacity,
+            caches=caches,
+            masks=part.family.masks(role.model.sliding_window),
+            compiled=compiled,
+        )
 
     def store(self, cpu: bool) -> Storage:
         """How a CPU or a GPU keeps its tensors."""
