@@ -140,7 +140,7 @@ def planned(case: Case, rank: int) -> int:
         target=target,
         draft=draft,
         vocab=VOCAB,
-        work=Workload(ROWS, PROMPT, NEW, case.k, CHUNK),
+        work=Workload(rows=ROWS, prompt_tokens=PROMPT, new_tokens=NEW, k=case.k, prefill_chunk=CHUNK),
         room=ROOM,
         decides=rank == 0,
         drafts=True,

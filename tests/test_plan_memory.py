@@ -116,7 +116,13 @@ def test_a_draft_apart_is_on_its_own_ranks() -> None:
 
 def test_quantising_while_loading_needs_more_than_the_result() -> None:
     """torchao's README: a 7B in 8 bit peaks 2 GB above what it holds. Ours holds one layer in 16 bit."""
-    found = phase_bytes(role(TARGET, "7B", Dtype.int8), None, placed(1), Workload(1, 8, 8, 0), 0)
+    found = phase_bytes(
+        role(TARGET, "7B", Dtype.int8),
+        None,
+        placed(1),
+        Workload(rows=1, prompt_tokens=8, new_tokens=8, k=0),
+        0,
+    )
     caches = 2 * 32 * 16 * 4096 * 2
     assert found["load"] == max(found.values()) == 2 * 2 * 4096 * 11008 - caches
 

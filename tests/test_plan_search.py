@@ -236,13 +236,6 @@ def test_more_ranks_are_advised() -> None:
     assert said[0].startswith("target over 8 ranks instead of 2")
 
 
-def test_changes_are_combined_where_none_is_enough() -> None:
-    """70B on one GPU of 24 GB, of a node with four: each in nf4, over more of them."""
-    small = request("llama3.1-70b", "llama3.1-8b", machine("l4x4", gpus=1))
-    said = advice(small, search(small, [1])[0], [1])
-    assert "dtype=nf4" in said[0] and "cluster.gpus=" in said[0] and "cluster.nodes" in said[-1], said
-
-
 def test_splits_that_are_impossible_are_refused() -> None:
     on = request("qwen2.5-7b", None, P4D)  # 28 heads, 4 KV heads
     found = {len(one.placement.target) for one in search(on, list(range(1, 9)))}

@@ -107,7 +107,7 @@ def _feed_forward(role: RolePart) -> int:
     part = role.part
     w = width(role.dtype)
     inside = w * part.family.mlp_states * part.ffn
-    if by_bitsandbytes(role.dtype, role.store(cpu=False)) and role.dtype is Dtype.int8:
+    if role.dtype is Dtype.int8 and not _is_own_int8(role):
         # LLM.int8: inputs in 8 bit with outliers, gate and up in int32, then in 16 bit.
         inside = max(inside, 6 * part.dim + 2 * (FP32 + 2 * w) * part.ffn)
     routed = 0
@@ -115,6 +115,11 @@ def _feed_forward(role: RolePart) -> int:
         chosen = w * (4 * part.dim + 6 * part.expert_ffn) + 2 * FP32 + 3 * INT
         routed = part.experts * (FP32 + w) + part.experts_per_token * chosen
     return max(inside + w * (part.ffn + 2 * part.dim), routed)
+
+
+def _is_own_int8(role: RolePart) -> bool:
+    """Returns whether our kernels multiply 8 bit, and not bitsandbytes."""
+    return role.dtype is Dtype.int8 and not by_bitsandbytes(role.dtype, role.store(cpu=False))
 
 
 def _attended_sums(role: RolePart, kernels: Kernels, tokens: int) -> int:
@@ -133,7 +138,8 @@ def attends_without_masks(role: RolePart, kernels: Kernels) -> bool:
 def decoded_bytes(role: RolePart, kernels: Kernels, tokens: int) -> int:
     """Codes that a product decodes: a layer's largest matrix, in 16 bit; of experts a few."""
     part = role.part
-    numbers = part.largest_matrix if role.dtype in (Dtype.nf4, *OWN_CODES) else 0
+    is_coded = role.dtype in (Dtype.nf4, *OWN_CODES) or _is_own_int8(role)
+    numbers = part.largest_matrix if is_coded else 0
     if decodes_experts(role, kernels):
         expert = 2 * part.expert_ffn * part.dim
         numbers = max(numbers, min(max(expert, DECODED), expert * tokens * part.experts_per_token))

@@ -55,7 +55,7 @@ class RankMemory:
 
     @property
     def margin(self) -> int:
-        """The capacity left; negative where it does not fit."""
+        """Returns the capacity left; negative where it does not fit."""
         return self.capacity - self.total
 
     @property
@@ -92,7 +92,7 @@ def rank_memories(
 def _by_layers(
     machine: Machine, target: Role, draft: Role | None, place: Placement, work: Workload, compiled: Compiled
 ) -> Iterator[RankMemory]:
-    """One process that spreads the target's layers over its GPUs.
+    """Plans one process that spreads the target's layers over its GPUs.
 
     accelerate gives each GPU its even share of bytes and about a layer more, in whole layers. So each is
     planned with one layer more than the largest even share, with the embedding on the first and the head on
@@ -130,7 +130,7 @@ def device_lines(work: RankWork) -> tuple[MemoryLine, ...]:
 
 
 def library_lines(machine: Machine, placement: Placement, rank: int) -> tuple[MemoryLine, ...]:
-    """Constants of the cluster: the context, and workspaces of what the rank takes part in."""
+    """Returns constants of the cluster: the context, and workspaces of what the rank takes part in."""
     taken = machine.taken
     source = f"cluster {machine.name}"
     if machine.is_cpu:
@@ -145,7 +145,7 @@ def library_lines(machine: Machine, placement: Placement, rank: int) -> tuple[Me
 
 
 def graph_lines(machine: Machine, work: RankWork) -> tuple[MemoryLine, ...]:
-    """CUDA graphs of compiled steps: a constant of the cluster for each, and the outputs that they keep."""
+    """Returns what CUDA graphs take: a constant of the cluster for each, outputs, inputs, scratch."""
     count = sum(len(work.graphs(role)) for role in work.roles)
     lines = [MemoryLine(role.role, OUTPUTS, work.outputs_of_graphs(role), BOUND) for role in work.roles]
     lines += [MemoryLine(role.role, SCRATCH, work.scratch_of_graphs(role), BOUND) for role in work.roles]

@@ -84,7 +84,7 @@ class RankWork:
 
     @property
     def row_numbers(self) -> int:
-        """Numbers of a distribution of each row."""
+        """Returns how many numbers a distribution of each row has."""
         return self.work.rows * self.vocab
 
     def peaks(self) -> dict[str, Parts]:
@@ -101,7 +101,7 @@ class RankWork:
         return {phase: {TOKENS: tokens, **parts} for phase, parts in phases.items()}
 
     def _prefill(self, role: RolePart) -> Parts:
-        """The widest chunk with the longest span, whose last column has logits.
+        """Bounds the widest chunk with the longest span, whose last column has logits.
 
         Short prompts are read by a compiled step, which gives logits of all their tokens.
         """
@@ -121,21 +121,21 @@ class RankWork:
         return min(self.work.prefill_chunk, min(self.work.prompt_tokens, role.part.context) - 1)
 
     def _shown(self, columns: int) -> Parts:
-        """What a head reads of the target's pass: the states of layers, and as one tensor."""
+        """Returns what a head reads of the target's pass: the states of layers, and as one tensor."""
         if self.target is None or self.draft is None or not self.draft.part.head_inputs:
             return {}
         numbers = self.work.rows * columns * self.draft.part.head_inputs
         return {STATES: 2 * numbers * activation(self.target.dtype)}
 
     def _step(self, role: RolePart, columns: int) -> Parts:
-        """A pass at the end of the text, with logits of all columns."""
+        """Bounds a pass at the end of the text, with logits of all columns."""
         rows = self.work.rows
         return pass_bytes(
             role, self.kernels, rows=rows, columns=columns, span=self.room, logits=rows * columns
         )
 
     def _drafting(self, draft: RolePart) -> Parts:
-        """K steps of the draft: their distributions, the same as one tensor, and sums of one to draw by.
+        """Bounds K steps of the draft: their distributions, the same as one tensor, sums of one to draw by.
 
         On ranks of its own the draft makes the next proposal while the last one is sent.
         """
@@ -151,7 +151,7 @@ class RankWork:
         return {**self._step(draft, width), PROBS: probs}
 
     def _verifying(self, target: RolePart) -> Parts:
-        """The pass over K + 1 positions, the proposal's distributions, the target's, and the decision."""
+        """Bounds the pass over K + 1 positions, its distributions, those of the drafts, and the decision."""
         parts = self._step(target, self.work.columns)
         probs = 0
         if self.decides or (self.drafts and self.draft is not None):
@@ -174,7 +174,7 @@ class RankWork:
         return distributions * self.row_numbers * FP64
 
     def _small(self) -> int:
-        """Numbers a row and a position: tokens, probabilities, uniforms; the clocks of a race."""
+        """Counts numbers a row and a position: tokens, probabilities, uniforms; the clocks of a race."""
         return self.work.rows * ((self.work.k + 1) * 32 * FP64 + 4 * FP64 * (int(self.vocab**0.5) + 2))
 
     def graphs(self, role: RolePart) -> tuple[int, ...]:
@@ -280,7 +280,7 @@ def _part_of_draft(target: Role, draft: Role, placement: Placement, work: Worklo
 
 
 def _with_spare_slots(role: RolePart | None, rows: int, kernels: Kernels) -> RolePart | None:
-    """A cache with graphs has whole buckets of slots; a head has no graphs."""
+    """Adds slots to whole buckets where a cache has graphs; a head has none."""
     if role is None or not role.compiled or kernels.cpu or role.part.head_inputs:
         return role
     return replace(role, spare=1 + -(rows * role.capacity + 1) % BUCKET)
@@ -302,7 +302,7 @@ def tensor_lines(work: RankWork) -> tuple[MemoryLine, ...]:
 
 
 def _peak_lines(phases: dict[str, Parts]) -> Iterator[MemoryLine]:
-    """What passes through in the phase that needs most."""
+    """Yields what passes through in the phase that needs most."""
     worst = max(phases, key=lambda phase: sum(phases[phase].values()))
     role = DRAFT if worst.startswith(DRAFT) else TARGET
     for name, size in phases[worst].items():
@@ -318,7 +318,7 @@ def peaks(work: RankWork) -> dict[str, Parts]:
 
 
 def loading_bytes(role: RolePart) -> int:
-    """Bytes on top of the weights while they are loaded: a layer, or the matrix that is to be quantised."""
+    """Returns the bytes on top of the weights while they are loaded: a layer, or a matrix to quantise."""
     if role.dtype is Dtype.packed:
         groups = held(role.part, role.dtype)
         return sum(groups.get(group, 0) for group in IN_LAYERS) // role.part.layers
@@ -326,7 +326,7 @@ def loading_bytes(role: RolePart) -> int:
 
 
 def segments(work: RankWork) -> MemoryLine:
-    """What a GPU's allocator reserves beyond `tensor_lines`: pages, and a share of what passes through."""
+    """Returns what a GPU's allocator reserves besides: pages, and a share of what passes through."""
     sizes = {phase: sum(parts.values()) for phase, parts in peaks(work).items()}
     passing = max(size for phase, size in sizes.items() if phase != LOADING)
     excess = max(0, PAGES + int((1 + FRAGMENTS) * passing) - max(sizes.values()))

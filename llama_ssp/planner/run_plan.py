@@ -105,15 +105,33 @@ def request_of(
     rows = rows or task.batch_size or USUAL_ROWS
     k = USUAL_K if run.given_k is None else run.given_k
     chunk = task.prefill_chunk or (USUAL_CHUNK if machine.is_cpu else GPU_CHUNK)
-    work = Workload(rows, prompt, new, k, chunk, *caches)
+    work = Workload(
+        rows=rows,
+        prompt_tokens=prompt,
+        new_tokens=new,
+        k=k,
+        prefill_chunk=chunk,
+        target_caches=caches[0],
+        draft_caches=caches[1],
+    )
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
     acceptance = run.plan.acceptance if task.acceptance is None else task.acceptance
     k_max = max(spec.k_max, spec.k or 0)
-    how = k_max, run.drafts_from_text, spec.overlap, run.engine, tokens_generated(run)
-    given = None if spec.adaptive else run.given_k
-    least = USUAL_CHUNK if task.prefill_chunk is None else None
-    return PlanRequest(machine, target, drafter, work, acceptance, *how, k=given, least_chunk=least)
+    return PlanRequest(
+        machine=machine,
+        target=target,
+        draft=drafter,
+        work=work,
+        acceptance=acceptance,
+        k_max=k_max,
+        text_drafts=run.drafts_from_text,
+        overlap=spec.overlap,
+        engine=run.engine,
+        tokens=tokens_generated(run),
+        k=None if spec.adaptive else run.given_k,
+        least_chunk=USUAL_CHUNK if task.prefill_chunk is None else None,
+    )
 
 
 def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | None:
