@@ -38,6 +38,8 @@ INSTEAD = {
     "experiment=demo": f"write llama-ssp compare sampling=greedy {DEMO} seed=1",
     "experiment=demo_score": "write llama-ssp eval temperature=0.5 seeds=0 sizes=200 seed=1",
     "task=eval plot": "output=json has rows and differences, the figures of the picture",
+    "nodes": NODES,
+    "records": NODES,
     "task=plan nodes": NODES,
     "task=plan records": NODES,
     "task=plan shard_size": NODES,
