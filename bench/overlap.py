@@ -194,7 +194,7 @@ def turn(pair: PairSession, found: Found, mode: Overlap, repeat: int, new: int) 
 def pace_of(times: tuple[float, float], k: int, mode: Overlap) -> RoundTimes:
     """The times of a draft and of verification when the other rank waits."""
     draft_s, verify_s = times
-    return RoundTimes(draft_s, (verify_s,) * (k + 1), 1, mode)
+    return RoundTimes(draft=draft_s, verify=(verify_s,) * (k + 1), rows=1, overlap=mode)
 
 
 def step_share(found: Found) -> float:

@@ -16,7 +16,8 @@ from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.models.loader import load
-from llama_ssp.planner.activations import DRAFT_PREFILL, DRAFT_STEPS, PREFILL, VERIFY, Kernels, RankWork
+from llama_ssp.planner.activations import Kernels
+from llama_ssp.planner.memory import DRAFT_PREFILL, DRAFT_STEPS, PREFILL, VERIFY, RankWork
 from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, Sampler
@@ -135,8 +136,16 @@ def planned(case: Case, rank: int) -> int:
     role = case.conf
     own = RolePart.of(role, ModelPart.of(role.model, case.world, rank), ROOM)
     target, draft = (own, None) if case.role == TARGET else (None, own)
-    work, kernels = Workload(ROWS, PROMPT, NEW, case.k, CHUNK), Kernels(True, torch.get_num_threads())
-    batch = RankWork(target, draft, VOCAB, work, ROOM, rank == 0, True, kernels)
+    batch = RankWork(
+        target=target,
+        draft=draft,
+        vocab=VOCAB,
+        work=Workload(rows=ROWS, prompt_tokens=PROMPT, new_tokens=NEW, k=case.k, prefill_chunk=CHUNK),
+        room=ROOM,
+        decides=rank == 0,
+        drafts=True,
+        kernels=Kernels(cpu=True, threads=torch.get_num_threads()),
+    )
     passing = sum(batch.peaks()[PLANNED[case.role, case.phase]].values())
     return sum(held(own.part, role.dtype).values()) + own.caches_bytes(ROWS) + passing
 

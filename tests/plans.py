@@ -61,10 +61,14 @@ def request(
     **work: int,
 ) -> PlanRequest:  # fmt: skip
     usual: dict[str, Any] = {"rows": 1, "prompt_tokens": 512, "new_tokens": 128, "k": 4}
-    small = Role(DRAFT, model(draft), dtype) if draft else None
-    roles = Role(TARGET, model(target), dtype), small
-    compiled = step_rule(Steps.compiled, 0, on.is_cpu)
-    return PlanRequest(on, *roles, Workload(**{**usual, **work}), acceptance, steps=compiled)
+    return PlanRequest(
+        machine=on,
+        target=Role(TARGET, model(target), dtype),
+        draft=Role(DRAFT, model(draft), dtype) if draft else None,
+        work=Workload(**{**usual, **work}),
+        acceptance=acceptance,
+        steps=step_rule(Steps.compiled, 0, on.is_cpu),
+    )
 
 
 def stepping(on: PlanRequest, engine: Steps, tokens: int = 0) -> PlanRequest:

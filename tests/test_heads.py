@@ -365,6 +365,6 @@ def test_a_proposal_has_one_price() -> None:
     for_each, at_once = (Costs.of_ratio(0.5, 8, at_once=at_once) for at_once in (False, True))
     assert for_each.rounds[4] == 3.0 and at_once.rounds[4] == 1.5 and at_once.rounds[0] == 1.0
     assert for_each.best(0.7, 0.7) == 1 and at_once.best(0.7, 0.7) == 8
-    times = RoundTimes(0.0, (1.0,) * 9, 1, once=0.5)
+    times = RoundTimes(draft=0.0, verify=(1.0,) * 9, rows=1, once=0.5)
     assert times.best_k(0.7) == 8 and replace(times, draft=0.5, once=0.0).best_k(0.7) == 1
     assert times.round_s(0, 0.7) == 1.0 and times.round_s(3, 0.7) == 1.5

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import ClusterConf, Dtype, PlacementConf
+from llama_ssp.config import ClusterConf, Dtype, Overlap, PlacementConf
+from llama_ssp.config.compose import composed
 from llama_ssp.config.presets import machines
 from llama_ssp.distributed import control_groups
 from llama_ssp.distributed.gpus import gpus_here
@@ -19,12 +20,23 @@ from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models import host_memory
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.placing.prediction import LEAST_GAIN, Prediction
+from llama_ssp.placing.request import PairFiles, plannable
 from llama_ssp.placing.this_machine import machine_for
 from llama_ssp.planner.advice import advice, largest, overrides
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.hardware import GPU_RESERVE, Machine, matching
 from llama_ssp.planner.plan import make_plan, worlds_of
-from llama_ssp.planner.search import Option, PlanRequest, option, placements, regular_ms, search
+from llama_ssp.planner.search import (
+    Option,
+    PlanRequest,
+    messages,
+    option,
+    placements,
+    regular_ms,
+    round_times,
+    search,
+)
+from llama_ssp.planner.speed import MESSAGE_S
 from llama_ssp.planner.workload import GIB
 from tests.plans import CPU, H100, P4D, alone, cluster, machine, model, named, request
 
@@ -85,8 +97,67 @@ def test_the_fastest_that_fits_comes_first() -> None:
     assert by_words["target 0-3, draft 0 (whole)"].verdict is FitVerdict.does_not_fit
     assert by_words["target 0-3, draft 0-3 (split)"].verdict is FitVerdict.fits
     copies, whole = by_words["target 0-7, draft 0-7 (copies)"], by_words["target 0-7, draft 0 (whole)"]
-    assert copies.ms_per_token == whole.ms_per_token
+    assert copies.k == whole.k and copies.times.draft == whole.times.draft
+    waits = copies.times.verify[1] - whole.times.verify[1]
+    assert waits == pytest.approx(MESSAGE_S), "the ranks with copies are asked first"
     assert sum(one.total for one in copies.ranks) > sum(one.total for one in whole.ranks)
+
+
+@pytest.mark.parametrize("target", ["65B_8bit", "30B"])
+def test_a_draft_apart_is_not_taken_for_free(target: str) -> None:
+    """With probabilities by a link of 450 GB/s both pairs were planned with the draft on ranks of its own.
+
+    They go through the host, which takes longer than what is gained.
+    """
+    pair = plannable(PairFiles(composed([f"model={target}", "draft=7B", "cluster=dgx_h100"]), None, None))
+    assert pair is not None
+    best = search(pair, worlds_of(8))[0]
+    assert best.placement.in_words() == "target 0-7, draft 0-7 (split)"
+
+
+@pytest.mark.parametrize(
+    ("words", "regular", "drafting"),
+    [
+        ("target 0, draft 0 (whole)", 0, 0),
+        ("target 0-3, draft 0 (whole)", 1, 1),
+        ("target 0-3, draft 0,1 (split)", 2, 2),
+        ("target 0-3, draft 0-3 (copies)", 2, 2),
+        ("target 0, draft 1 (own)", 1, 2),
+        ("target 0-2, draft 3 (own)", 2, 3),
+    ],
+    ids=["alone", "whole", "split", "copies", "own, target on one", "own"],
+)
+def test_messages_of_a_round_are_counted(words: str, regular: int, drafting: int) -> None:
+    """As round_protocol.py sends them: one to the target's ranks, one to those that draft, one back."""
+    world = max(int(digit) for digit in words if digit.isdigit()) + 1
+    place = named(words, world)
+    assert [messages(place, k) for k in (0, 1, 4)] == [regular, drafting, drafting]
+
+
+def test_a_message_takes_time_where_the_cluster_does_not_say_it() -> None:
+    on = request("30B", "7B", H100)
+    quick = replace(on, machine=replace(H100, times=replace(H100.times, message=0.0)))
+    for words, steps in (("target 0-3, draft 0-3 (split)", 0), ("target 0,1, draft 2,3 (own)", 1)):
+        place = named(words, 4)
+        found, other = round_times(on, place), round_times(quick, place)
+        assert found.verify[2] - other.verify[2] == pytest.approx(messages(place, 2) * MESSAGE_S), words
+        assert found.draft - other.draft == pytest.approx(steps * MESSAGE_S), words
+
+
+def test_probabilities_of_a_draft_apart_are_waited_for() -> None:
+    """They take the time that was measured, within a half, and also where the draft has run ahead."""
+    for pair, rows, k, measured_ms in (
+        (("30B", "7B"), 1, 2, 0.75),
+        (("llama3.1-70b", "llama3.1-8b"), 1, 4, 3.0),
+        (("30B", "7B"), 64, 2, 39.0),
+    ):
+        times = round_times(request(*pair, H100, rows=rows), named("target 0-3, draft 4 (own)", 5))
+        through_host = k * times.sending + 2 * MESSAGE_S
+        assert 2 / 3 < 1000 * through_host / measured_ms < 1.5, (pair, rows)
+        free = replace(times, sending=0.0)
+        for overlap in (Overlap.ahead, Overlap.off):
+            waits = [replace(one, overlap=overlap).round_s(k, 0.8) for one in (times, free)]
+            assert waits[0] - waits[1] == pytest.approx(k * times.sending), overlap
 
 
 def test_speed_up_is_over_the_best_regular_run() -> None:
@@ -169,13 +240,6 @@ def test_more_ranks_are_advised() -> None:
     assert said[0].startswith("target over 8 ranks instead of 2")
 
 
-def test_changes_are_combined_where_none_is_enough() -> None:
-    """70B on one GPU of 24 GB, of a node with four: each in nf4, over more of them."""
-    small = request("llama3.1-70b", "llama3.1-8b", machine("l4x4", gpus=1))
-    said = advice(small, search(small, [1])[0], [1])
-    assert "dtype=nf4" in said[0] and "cluster.gpus=" in said[0] and "cluster.nodes" in said[-1], said
-
-
 def test_splits_that_are_impossible_are_refused() -> None:
     on = request("qwen2.5-7b", None, P4D)  # 28 heads, 4 KV heads
     found = {len(one.placement.target) for one in search(on, list(range(1, 9)))}
@@ -214,6 +278,13 @@ def test_every_preset_is_whole(name: str) -> None:
     on = machine(name)
     assert on.capacity > 0 and on.world >= 1 and on.times.bytes_per_s > 0 and on.times.flops_per_s > 0
     assert on.times.source and on.taken["context"] > 0
+
+
+@pytest.mark.parametrize("name", ["rtx_4090", "rtx_5090"])
+def test_gpus_without_peer_access_sum_through_the_host(name: str) -> None:
+    """That takes three times as long as NCCL's own model of PCIe says, at least."""
+    other = dict(machine("l40").times.reduce)
+    assert all(seconds >= 3 * other[ranks] for ranks, seconds in machine(name).times.reduce)
 
 
 @pytest.fixture

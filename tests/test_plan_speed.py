@@ -1,6 +1,5 @@
 """The plan's times: calibrated on four published runs, right about others, by the engine that runs."""
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,17 @@ from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.models.layout import LAYERS
 from llama_ssp.placing.engine import FEW_TOKENS, compiled_before, why_eager
 from llama_ssp.planner import speed
-from llama_ssp.planner.efficiency import PACKED_READ, efficiency_of, of_plain
 from llama_ssp.planner.engine import launching_s
-from llama_ssp.planner.groups import PROMPTS, JobSize, plan_job
-from llama_ssp.planner.plan import make_plan, target_prefill_s
-from llama_ssp.planner.search import NOTABLE, PlanRequest, option
+from llama_ssp.planner.plan import make_plan
+from llama_ssp.planner.rates import PACKED_READ, plain_rate, rate_of
+from llama_ssp.planner.search import NOTABLE, PlanRequest, option, step_s
+from llama_ssp.planner.search import cost_of as cost_of_role
 from llama_ssp.planner.storage import CPU as CPU_KERNELS
 from llama_ssp.planner.storage import Storage, Weight, bytes_of
 from llama_ssp.planner.weights import ModelPart, parameters
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.draft_length import Costs, tokens_per_round
-from tests.plans import CPU, H100, P4D, alone, drawn, machine, model, request, stepping
+from tests.plans import CPU, H100, P4D, alone, drawn, machine, model, named, request, stepping
 from tests.warm import ROOT
 
 # gpt-fast README (pytorch-labs/gpt-fast, the version that has Llama-3-8B): bf16, one row, a prompt of 5
@@ -46,10 +45,13 @@ def cost_of(name: str, ranks: int = 1, dtype: Dtype = Dtype.bf16) -> speed.PassC
 
 def rate(name: str, ranks: int, cluster: str = "p4de") -> float:
     """Tokens a second of an engine that holds embedding and head whole on every rank, as gpt-fast does."""
-    cost, part = cost_of(name, ranks), ModelPart.of(model(name), ranks)
+    cost = cost_of(name, ranks)
+    part = ModelPart.of(model(name), ranks)
     elsewhere = (part.whole_vocab - part.vocab) * part.dim
-    sums = 2 * part.layers * (ranks > 1)
-    cost = replace(cost, weights=cost.weights + 2 * elsewhere, flops=cost.flops + 2 * elsewhere, sums=sums)
+    plain = replace(
+        cost.plain, bytes=cost.plain.bytes + 2 * elsewhere, numbers=cost.plain.numbers + elsewhere
+    )
+    cost = replace(cost, plain=plain, sums=2 * part.layers if ranks > 1 else 0)
     return 1 / speed.forward_s(cost, machine(cluster).times, 1, 1, 5)
 
 
@@ -59,22 +61,65 @@ def planned_rate(name: str, ranks: int) -> float:
     return 1000 / option(on, alone(ranks)).ms_per_token
 
 
-def test_the_page_has_every_published_row_by_both_formulas() -> None:
-    """Rows that gave the constants are marked; how far off the others are is said."""
+def test_the_page_has_every_published_row() -> None:
+    """In the form of the engine that was published; rows that gave the constants are marked."""
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     off: dict[str, list[float]] = {}
     for name, rates in {"llama2-7b": CALIBRATION, **PUBLISHED, **LATER}.items():
         for ranks, published in rates.items():
-            whole, ours = rate(name, ranks) / published - 1, planned_rate(name, ranks) / published - 1
+            error = rate(name, ranks) / published - 1
             used = "yes" if name == "llama2-7b" else "no"
-            row = f"| {name} | {ranks} | {published:.2f} | {whole:+.1%} | {ours:+.1%} | {used} |"
+            row = f"| {name} | {ranks} | {published:.2f} | {error:+.1%} | {used} |"
             assert row.replace("%", " %") in page, row.replace("%", " %")
-            off.setdefault(name, []).append(abs(whole))
+            off.setdefault(name, []).append(abs(error))
     apart = [each for name in PUBLISHED for each in off[name]]
     assert f"at most {max(apart):.1%}, and {mean(apart):.1%} in the mean".replace("%", " %") in page
     assert max(off["llama2-7b"]) < 0.01
+    ours = planned_rate("llama3.1-8b", 8) / PUBLISHED["llama3.1-8b"][8] - 1
+    assert f"{ours:.0%} for llama3.1-8b over eight GPUs".replace("%", " %") in page
     other = machine("mi250x").times.band
     assert abs(rate("llama2-7b", 1, "mi250x") / OTHER_GPU - 1) < other
+
+
+def test_the_page_does_an_example_by_hand() -> None:
+    """30B and 7B on eight H100: every figure of the table and of the sentence after it is the plan's."""
+    page = " ".join((ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split())
+    on = request("30B", "7B", H100)
+    place = named("target 0-7, draft 0-7 (split)", 8)
+    plan, times = make_plan(on, place), H100.times
+    assert (plan.chosen.k, plan.chosen.placement) == (2, place)
+    cells = []
+    for role, tokens in zip(on.roles, (3, 1), strict=True):
+        cost = cost_of_role(on, role, place)
+        slots = on.work.prompt_tokens + on.work.new_tokens / 2
+        traffic = 2 * cost.width * tokens * 7 / 8 / times.link_per_s
+        parts_ms = {
+            "weights": 1000 * cost.weights / times.bytes_per_s,
+            "caches": 1000 * cost.slot * slots / times.bytes_per_s,
+            "layers": 1000 * cost.layers * times.layer,
+            "sums": 1000 * cost.sums * (speed.between(times.reduce, 8) + traffic),
+        }
+        step_ms = 1000 * step_s(on, role, place, cost, tokens)
+        assert sum(parts_ms.values()) == pytest.approx(step_ms)
+        cells.append(
+            (
+                f"{cost.weights / 1e9:.2f} GB: {parts_ms['weights']:.2f} ms",
+                f"{parts_ms['caches']:.2f} ms",
+                f"{cost.layers}: {parts_ms['layers']:.2f} ms",
+                f"{cost.sums}: {parts_ms['sums']:.2f} ms",
+                f"{step_ms:.2f} ms",
+            )
+        )
+    for target, draft in zip(*cells, strict=True):
+        assert f"| {target} | {draft} |" in page
+    draft_ms, verify_ms = 1000 * plan.chosen.times.draft, float(cells[0][-1].split()[0])
+    said = (
+        f"A round of K = 2 takes 2 x {draft_ms:.2f} ms, {verify_ms:.2f} ms and two messages of 0.1 ms: "
+        f"{1000 * plan.chosen.times.round_s(2, 0.8):.2f} ms. At acceptance 0.8 it gives "
+        f"{tokens_per_round(0.8, 2):.2f} tokens, so a token takes {plan.chosen.ms_per_token:.2f} ms; without "
+        f"drafts it takes {plan.regular_ms:.2f} ms"
+    )
+    assert said in page, said
 
 
 def test_four_published_runs_determine_the_constants() -> None:
@@ -126,8 +171,8 @@ def test_a_very_long_prompt_costs_as_much_in_attention_again() -> None:
     assert one == speed.forward_s(replace(cost, attention=0.0), times, 1, 1, 1000)
 
 
-def paper(draft: float, verify: float, **changes: object) -> speed.RoundTimes:
-    return speed.RoundTimes(draft, (1.0, *[verify] * 16), **{"rows": 1, **changes})
+def paper(draft: float, verify: float, overlap: Overlap = Overlap.off) -> speed.RoundTimes:
+    return speed.RoundTimes(draft=draft, verify=(1.0, *[verify] * 16), rows=1, overlap=overlap)
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.8, 0.95], ids="acceptance {}".format)
@@ -154,7 +199,7 @@ def test_drafting_pays_from_the_acceptance_that_a_round_costs() -> None:
     """With K = 1 it pays when 1 + a exceeds what a round costs."""
     assert speed.break_even(paper(0.3, 1.05), 1000.0) == pytest.approx(0.35, abs=2e-3)
     assert speed.break_even(paper(20.0, 1.0), 1000.0) is None
-    assert speed.break_even(speed.RoundTimes(0.0, (1.0,), 1), 1000.0) is None
+    assert speed.break_even(speed.RoundTimes(draft=0.0, verify=(1.0,), rows=1), 1000.0) is None
 
 
 def test_a_draft_that_runs_ahead() -> None:
@@ -265,7 +310,7 @@ def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
 
 FILES = sorted((ROOT / "bench" / "results").glob("coded_*.md"))
 TIMES_OFF = 1.5  # in both directions
-GAP = 0.1  # over 16 bit: which is faster must be known
+GAP = 0.25  # over 16 bit: beyond it, which is faster must be known
 OUTPUTS = INPUTS = 4096
 TOKENS = 1, 2, 5, 12, 64
 # By the names of the measurement.
@@ -298,12 +343,11 @@ def measured(file: Path) -> tuple[speed.Times, dict[str, list[float]]]:
 
 def product_s(times: speed.Times, tokens: int, codes: Kept) -> float:
     dtype = Dtype.packed if codes.bits else Dtype.bf16
-    weight = Weight(LAYERS, OUTPUTS, INPUTS, linear=True, codes=codes)
+    weight = Weight(group=LAYERS, outputs=OUTPUTS, inputs=INPUTS, linear=True, codes=codes)
     store = Storage(kernel=CPU_KERNELS, compiled=True)
-    how, size = efficiency_of(weight, dtype, store), sum(bytes_ for _, bytes_ in bytes_of(weight, dtype))
-    own = (speed.CodedCost(size, weight.count, how),) if how else ()
-    cost = speed.PassCost(1, 0, size, 0, 2.0 * weight.count, 0, 0, 0, 0, 0, 0, own, *of_plain(store))
-    return speed.forward_s(cost, times, 1, tokens, 0)
+    size = sum(bytes_ for _, bytes_ in bytes_of(weight, dtype))
+    rate = rate_of(weight, dtype, store) if codes.bits else plain_rate(store)
+    return speed.Product(rate, size, weight.count).seconds(times, tokens)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -329,9 +373,15 @@ def on_cpu(target: ModelConf, k: int, draft: ModelConf | None = None, acceptance
     """On a CPU with the memory of a measurement."""
     found, _ = measured(FILES[0])
     times = replace(CPU.times, bytes_per_s=found.bytes_per_s, flops_per_s=found.flops_per_s)
-    roles = Role(TARGET, target, target.dtype), Role(DRAFT, draft, draft.dtype) if draft else None
-    here, work, by_text = replace(CPU, times=times), Workload(1, 512, 128, k), draft is None and k > 0
-    return PlanRequest(here, *roles, work, acceptance, k, by_text)
+    return PlanRequest(
+        machine=replace(CPU, times=times),
+        target=Role(TARGET, target, target.dtype),
+        draft=Role(DRAFT, draft, draft.dtype) if draft else None,
+        work=Workload(rows=1, prompt_tokens=512, new_tokens=128, k=k),
+        acceptance=acceptance,
+        k_max=k,
+        text_drafts=draft is None and k > 0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -360,57 +410,3 @@ def test_when_a_draft_of_the_targets_own_weights_pays() -> None:
     same = make_plan(on_cpu(own, 8, replace(own, dtype=Dtype.int4)))
     assert same.pays_from is None or same.pays_from > 0.95
     assert "drafting does not pay" in same.sentence()
-
-
-MANY = JobSize(1_000_000, 256)
-
-
-def small(**work: int) -> PlanRequest:
-    return request("13B", None, P4D, **{"rows": 8, **work})
-
-
-def test_where_the_time_of_a_record_goes() -> None:
-    """Its parts add up to what the placement's times say; a long text reads more of the caches."""
-    on = request("65B", "7B", P4D, rows=4)
-    group = plan_job(on, MANY, [1], None).groups[-1]
-    assert group.gpus == 8 and not group.option.placement.draft_apart
-    prompts = group.spent[PROMPTS]
-    assert prompts > target_prefill_s(on, group.option.placement, 1)  # the draft reads it, too
-    assert group.record_s - prompts == pytest.approx(group.option.ms_per_token / 1000 * on.work.new_tokens)
-    assert group.shares()[0][0] == speed.READING
-    assert sum(share for _, share in group.shares()) == pytest.approx(1)
-    long, short = (
-        dict(plan_job(small(prompt_tokens=n), MANY, [1], None).groups[0].shares()) for n in (1900, 60)
-    )
-    assert long[speed.CACHES] > 2 * short[speed.CACHES]
-
-
-def test_more_groups_beat_wider_ones_until_there_are_too_few_shards() -> None:
-    many, few = (plan_job(small(), JobSize(256 * shards, 256), [1, 4, 16], 3.0) for shards in (10_000, 32))
-    assert [(one["gpus_per_group"], one["groups"]) for one in many.nodes] == [(1, 8), (1, 32), (1, 128)]
-    assert [one["gpus_per_group"] for one in few.nodes] == [1, 1, 4]  # 128 GPUs, 32 shards
-    last = few.nodes[-1]
-    assert last["groups"] == 32 and last["job_price"] == pytest.approx(128 * 3.0 * last["job_s"] / 3600)
-    million = 1e6 * last["job_price"] / (256 * 32 * 128)
-    assert last["price_per_million_tokens"] == pytest.approx(million)
-    assert last["tokens_per_s"] == pytest.approx(256 * 32 * 128 / last["job_s"])
-    assert list(few.sentences()) == [
-        "1-4 nodes: groups of 1 GPU end first",
-        "16 nodes: groups of 4 GPUs end first",
-    ]
-    assert many.nodes[-1]["job_s"] == pytest.approx(many.nodes[0]["job_s"] / 16, rel=0.02)
-    (one,) = plan_job(small(), JobSize(256, 256), [64], None).nodes
-    assert one["gpus_per_group"] == 8 and one["limited_by"] == "only 1 shard" and one["job_price"] is None
-    one_gpu = replace(small(), machine=machine("p4d", gpus=1))
-    job = plan_job(one_gpu, JobSize(256 * 9, 256), [8], None)
-    (uneven,), (group,) = job.nodes, job.groups
-    assert math.isclose(uneven["job_s"], 2 * group.shard_s(256, 8)) and "1.1 shards" in uneven["limited_by"]
-
-
-def test_a_group_is_of_several_nodes_only_where_one_is_too_small() -> None:
-    on = request("65B", None, machine("p4d", gpus=1))
-    found = plan_job(on, MANY, [2, 4, 8], None)
-    rows = [(one["nodes"], one["groups"], one["gpus_per_group"]) for one in found.nodes]
-    assert rows == [(4, 1, 4), (8, 2, 4)]
-    assert [one.option.runs for one in found.groups] == [False, False, True]
-    assert [one["tokens_per_s"] is None for one in found.document()["groups"]] == [True, True, False]

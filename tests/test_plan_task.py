@@ -256,8 +256,8 @@ REFUSED = [
     (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),
     (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
     (["model=nobody/nothing"], 4, "config.json is not at hand"),
-    (["nodes=[1,1]"], 2, "nodes"),
-    (["cluster.price_per_gpu_hour=-1"], 2, "price_per_gpu_hour"),
+    (["nodes=[1,1]"], 2, "nodes is gone since 0.2; a plan has the fewest GPUs"),
+    (["nodes=1,2"], 2, "nodes is gone since 0.2; a plan has the fewest GPUs that hold the pair"),
     ([*HEAD, "placement=layers"], 2, "a head drafts only for a target that is split by tensors"),
     ([*HEAD, "placement=own"], 2, "it is on the leader"),
     (["speculation.overlap=ahead", "placement=leader"], 2, "ranks of its own only"),
@@ -271,19 +271,6 @@ def test_refused_in_one_line(command: Command, words: list[str], code: int, said
     answer = command(*(word for word in PAIR if word.partition("=")[0] not in names), *words)
     assert answer.code == code and said in answer.errors[0]
     assert len(answer.errors) == 1 and answer.out == ""
-
-
-def test_a_job_over_several_nodes(command: Command) -> None:
-    words = ("task=plan", "model=13B", "draft=none", "cluster=p4d", "cluster.price_per_gpu_hour=4")
-    answer = command(*words, "nodes=[1,64]", "task.records=1000", "task.plot=a.svg")
-    job = document(answer)["job"]
-    assert [row["nodes"] for row in job["nodes"]] == [1, 64] and job["shards"] == 4
-    assert "a job of 1000 records in 4 shards" in answer.out and "only 4 shards" in answer.out
-    assert "planned for p4d, 1000 records" in Path("a.svg").read_text(encoding="utf-8")
-    plain = command(*words, "out=null")
-    assert document(plain)["job"] is None and "a job of" not in plain.out
-    nowhere = command(*words, "nodes=[1]", "cluster.gib=1", "out=null")
-    assert "it fits on none of these numbers of nodes" in nowhere.out
 
 
 @pytest.mark.parametrize(("world", "rank", "code"), [("4", "0", 5), ("8", "3", 0)])
@@ -321,11 +308,11 @@ def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
 def test_the_request_is_the_runs_own() -> None:
     """One function makes it for every caller: models, formats, workload."""
     request = request_of(run(), slots=SLOTS)
-    assert request.work == Workload(1, 1536, 128, k=4, prefill_chunk=2048)
+    assert request.work == Workload(rows=1, prompt_tokens=1536, new_tokens=128, k=4, prefill_chunk=2048)
     assert request.k_max == 16
     assert [role.dtype for role in request.roles] == [Dtype.bf16, Dtype.bf16]
     other = request_of(run(), rows=3, slots=SLOTS, caches=(2, 1))
-    assert other.work == Workload(3, 1536, 128, k=4, prefill_chunk=2048, target_caches=2)
+    assert other.work == replace(request.work, rows=3, target_caches=2)
     assert request_of(run()).work.prompt_tokens == 512, "before prompts are read"
     assert request_of(run(), formats={"model": Dtype.int8, "draft": Dtype.fp16}).target.dtype is Dtype.int8
     assert request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"

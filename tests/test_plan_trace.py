@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import Dtype, ModelConf, Weights
-from llama_ssp.planner.activations import GPU, Forward, Kernels
+from llama_ssp.planner.activations import GPU, Kernels, pass_bytes
 from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role
 from tests.memory_trace import Pass, Traced, trace
@@ -46,8 +46,8 @@ def bound(role: Role, passes: list[Pass], rows: int, capacity: int, world: int, 
     for step in passes:
         fed += step.columns
         logits = rows * (1 if step.last_only else step.columns)
-        one = Forward(own, TRACED, rows, step.columns, fed, logits)
-        peaks.append(max(sum(moment.values()) for moment in one.moments()))
+        parts = pass_bytes(own, TRACED, rows=rows, columns=step.columns, span=fed, logits=logits)
+        peaks.append(sum(parts.values()))
     return Traced(sum(held(own.part, role.dtype).values()), own.caches_bytes(rows), tuple(peaks))
 
 
@@ -127,8 +127,8 @@ def test_a_step_over_a_long_text_copies_no_keys(kernels: Kernels) -> None:
     """Eight queries share a key: repeated keys would be eight times one layer's."""
     role = Role(TARGET, preset_model("llama3.1-70b"), Dtype.bf16)
     own = RolePart.of(role, ModelPart.of(role.model), 32768)
-    step = Forward(own, kernels, 1, 5, 32768, 5)
-    assert max(sum(moment.values()) for moment in step.moments()) < own.caches_bytes(1) / own.part.layers / 4
+    step = pass_bytes(own, kernels, rows=1, columns=5, span=32768, logits=5)
+    assert sum(step.values()) < own.caches_bytes(1) / own.part.layers / 4
 
 
 @pytest.mark.parametrize("name", ["gemma2-2b", "gpt-oss-20b"])
@@ -136,8 +136,8 @@ def test_a_prompt_on_a_gpu_has_no_matrix_of_scores(name: str) -> None:
     """Bounds what passes through by the chunk alone; eager models have the matrix."""
     role = Role(TARGET, preset_model(name), Dtype.bf16)
     short, long, eager_short, eager_long = (
-        max(sum(each.values()) for each in Forward(own, GPU, 1, 2048, span, 1).moments())
+        sum(pass_bytes(own, GPU, rows=1, columns=2048, span=span, logits=1).values())
         for own in (RolePart.of(role, ModelPart.of(role.model), 8192, 1, way) for way in (True, False))
         for span in (2048, 8192)
     )
-    assert long < 1.01 * short < eager_short < eager_long / 3
+    assert long < 1.01 * short < eager_short < eager_long / 2

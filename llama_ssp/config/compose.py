@@ -30,6 +30,7 @@ from llama_ssp.config.yaml_files import bounded_files
 from llama_ssp.errors import OK, USAGE, RunError, UsageError, shortened
 
 COMPOSING = threading.Lock()
+SEVERAL = re.compile(r"Ambiguous value for argument '(?P<key>[\w.]+)=")
 HYDRA_NOISE = re.compile(
     "full_key:|object_type|reference_type|Set the env|Config search path|provider=|To append to|Error merging"
 )
@@ -164,6 +165,8 @@ def _translated(error: Exception) -> UsageError:
     if match := NO_KEY.search(text):
         given = NOT_THERE.search(text)  # has the whole key even if its group is unknown
         return unknown_key(given["key"] if given else key, match["schema"])
+    if (match := SEVERAL.search(text)) and (known_before := gone(match["key"])):
+        return known_before
     if (match := NO_CHOICE.search(text)) and (known_before := gone(f"{key}={match['value']}")):
         return known_before
     batch_hint = "; task=batch writes its answers to task.output=FILE" if key == "output" else ""

@@ -13,6 +13,8 @@ BRIDGE = "name a draft of the same family, or write bridge=intersection (docs/pa
 MANIFEST = "copy the manifest of docs/cluster.md, and give it to kubectl create"
 FOLDERS = "read summary.json of each run's folder, with jq or pandas"
 TOKENIZERS = "name two published models of different tokenizers (docs/pairs.md)"
+NODES = "a plan has the fewest GPUs that hold the pair, and ms/token on each number of them (docs/cluster.md)"
+ROWS = "leave it out: a pass takes the longer of reading and arithmetic, so more rows cost what they compute"
 DEMO = "model.dtype=fp32 draft.dtype=fp32 max_new_tokens=48"
 
 # A key, KEY=VALUE, a command, or task=NAME KEY for what one task has lost. A key stands for those below it.
@@ -36,6 +38,14 @@ INSTEAD = {
     "experiment=demo": f"write llama-ssp compare sampling=greedy {DEMO} seed=1",
     "experiment=demo_score": "write llama-ssp eval temperature=0.5 seeds=0 sizes=200 seed=1",
     "task=eval plot": "output=json has rows and differences, the figures of the picture",
+    "nodes": NODES,
+    "records": NODES,
+    "task=plan nodes": NODES,
+    "task=plan records": NODES,
+    "task=plan shard_size": NODES,
+    "task=plan plot": NODES,
+    "cluster.price_per_gpu_hour": NODES,
+    "cluster.times.rows_cost": ROWS,
     "cluster=kubernetes": MANIFEST,
     "cluster.scheduler=kubernetes": MANIFEST,
     "cluster.kubernetes": MANIFEST,

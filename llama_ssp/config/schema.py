@@ -225,13 +225,12 @@ class PlacementConf:
 class TimesConf:
     """The constants of predicted times; null is as calibrated on published runs (planner/speed.py).
 
-    Maps go from a number of ranks, or of tokens, to a figure; values between are interpolated.
+    A map goes from a number of ranks to a figure; values between are interpolated.
     """
 
     source: str = key("", "Where the figures are from.")
     bandwidth_share: float | None = number(None, 0.0, 2.0, "Share of the peak that a GEMV attains.", True)
     flops_share: float | None = number(None, 0.0, 2.0, "Share of the peak that a GEMM attains.", True)
-    rows_cost: dict[int, float] = number(dict, 0.0, 1e9, "By tokens in a pass: the cost relative to one.")
     layer_us: float | None = figure("Microseconds of a layer, in addition to the reading of its bytes.")
     step_us: float | None = figure("Microseconds of a forward pass, in addition to its layers.")
     round_us: float | None = figure("Microseconds of a round, in addition to its passes.")
@@ -239,7 +238,7 @@ class TimesConf:
     law_ns: float | None = figure("Nanoseconds of a distribution, for each token of the vocabulary.")
     accept_ns: float | None = figure("Nanoseconds of it where drafts are verified.")
     all_reduce_us: dict[int, float] = number(dict, 0.0, 1e9, "By ranks: microseconds of an all-reduce.")
-    message_us: float | None = figure("Microseconds of the leader's broadcast.")
+    message_us: float | None = figure("Microseconds of a message of the leader; null is 100.")
 
 
 @dataclass(kw_only=True)
@@ -307,7 +306,6 @@ class ClusterConf:
     cublas_mib: float | None = figure("Memory that cuBLAS takes on a GPU, in MiB.")
     nccl_mib: float | None = figure("Memory that NCCL takes on a GPU, in MiB.")
     graph_mib: float | None = figure("Memory that one CUDA graph takes on a GPU, in MiB.")
-    price_per_gpu_hour: float | None = figure("Price of a GPU for an hour, in any currency.")
     times: TimesConf = key(TimesConf, "The constants of predicted times.")
 
 

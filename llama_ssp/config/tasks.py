@@ -292,7 +292,6 @@ class PlanConf(TaskConf):
     """Does the pair fit, where, and how fast? No GPU, no weights."""
 
     groups = "model draft speculation placement cluster"
-    distinct = ("nodes",)
 
     prompt_tokens: int = number(512, 1, MAX_INT, "Tokens of a prompt.")
     max_new_tokens: int = number(128, 1, MAX_INT, "Tokens of a continuation.")
@@ -303,10 +302,6 @@ class PlanConf(TaskConf):
         "The probability that a drafted token is accepted if those before it are; null: plan.acceptance.",
     )
     require_fit: bool = key(False, "End with exit code 1 unless the verdict is `fits`.")
-    nodes: list[int] = number(list, 1, 1024, "Also plan a batch job on each of these numbers of nodes.")
-    records: int = number(100_000, 1, MAX_INT, "Records of that job.")
-    shard_size: int = number(256, 1, 10**6, "Records of a shard of that job.")
-    plot: str | None = picture("that job")
 
 
 @dataclass

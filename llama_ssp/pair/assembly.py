@@ -34,7 +34,7 @@ from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.pair.placements import ModelPlacement, Placements
 from llama_ssp.pair.trial import Trial
-from llama_ssp.planner.activations import widest_steps
+from llama_ssp.planner.memory import widest_steps
 from llama_ssp.planner.workload import TARGET
 from llama_ssp.report.console import Progress, waiting
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard

@@ -14,7 +14,8 @@ from llama_ssp.planner.search import Option, PlanRequest, search
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.workload import Role, Workload
 
-LEAST_CONTEXT, SMALL_CHUNK = 64, 128
+LEAST_CONTEXT = 64
+SMALL_CHUNK = 128
 MOST_ADVICE = 4
 
 
@@ -29,8 +30,9 @@ class Largest:
 
 
 def largest(request: PlanRequest, chosen: Option) -> Largest:
-    """By bisection: more never needs less memory."""
-    work, context = replace(request.work, k=chosen.k), request.target.model.context
+    """Finds by bisection how much fits: more never needs less memory."""
+    work = replace(request.work, k=chosen.k)
+    context = request.target.model.context
     new = min(work.new_tokens, context)
 
     def fits(**changes: int) -> bool:
@@ -46,16 +48,17 @@ def largest(request: PlanRequest, chosen: Option) -> Largest:
 
 
 def advice(request: PlanRequest, chosen: Option, worlds: list[int]) -> list[str]:
-    """Changes that make it fit, each alone, or two together where none does; empty where it fits already."""
+    """Returns changes each of which makes it fit; empty where it fits already."""
     if chosen.verdict is FitVerdict.fits:
         return []
-    alone = list(islice(_tried(request, chosen, worlds), MOST_ADVICE))
-    here = alone or list(islice(_together(request), MOST_ADVICE - 1))
-    return here if len(here) == MOST_ADVICE else [*here, *_first(_on_more_nodes(request))]
+    changes = list(islice(_tried(request, chosen, worlds), MOST_ADVICE))
+    if len(changes) < MOST_ADVICE:
+        changes += _first(_on_more_nodes(request))
+    return changes
 
 
 def overrides(placement: Placement) -> str:
-    """The words that select the placement on the command line."""
+    """Returns the words that select the placement on the command line."""
     if placement.splitting is Splitting.layers:
         return "placement=layers"
     if not placement.draft:
@@ -66,8 +69,9 @@ def overrides(placement: Placement) -> str:
         return f"placement=own placement.draft_degree={len(placement.draft)}"
     if len(placement.draft) == 1:
         return "placement=leader"
-    partly = len(placement.draft) < len(placement.target)
-    return "placement=sharded" + f" placement.draft_degree={len(placement.draft)}" * partly
+    if len(placement.draft) < len(placement.target):
+        return f"placement=sharded placement.draft_degree={len(placement.draft)}"
+    return "placement=sharded"
 
 
 def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[str]:
@@ -76,7 +80,8 @@ def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[
     yield from _in_narrower_formats(request, worlds)
     room = largest(request, chosen)
     if room.rows:
-        yield f"{room.rows} row{'s' * (room.rows > 1)} instead of {request.work.rows} (task.batch_size)"
+        rows = f"{room.rows} row{'s' if room.rows > 1 else ''}"
+        yield f"{rows} instead of {request.work.rows} (task.batch_size)"
     if room.context_tokens >= LEAST_CONTEXT:
         yield f"context {room.context_tokens} instead of {request.work.slots} (prompt and new tokens)"
     chunk = request.work.prefill_chunk
@@ -98,33 +103,29 @@ Changed = Iterator[tuple[str, PlanRequest]]
 
 
 def _on_more_gpus(request: PlanRequest) -> Changed:
-    """The same on more GPUs of such a node."""
+    """Yields the same on more GPUs of such a node."""
     machine = request.machine
-    for gpus in range(machine.gpus + 1, machine.gpus_of_node + 1) if not machine.is_cpu else ():
+    if machine.is_cpu:
+        return
+    for gpus in range(machine.gpus + 1, machine.gpus_of_node + 1):
         yield f"cluster.gpus={gpus} instead of {machine.gpus}", _on(request, gpus, machine.nodes)
 
 
 def _on_more_nodes(request: PlanRequest) -> Changed:
-    """The same on more nodes, all of whose GPUs are used."""
+    """Yields the same on more nodes, all of whose GPUs are used."""
     machine = request.machine
     gpus = max(machine.gpus, machine.gpus_of_node)
-    whole = f"cluster.gpus={gpus} and " * (gpus > machine.gpus)
-    for nodes in (2 * machine.nodes, 4 * machine.nodes) if not machine.is_cpu else ():
+    whole = f"cluster.gpus={gpus} and " if gpus > machine.gpus else ""
+    if machine.is_cpu:
+        return
+    for nodes in (2 * machine.nodes, 4 * machine.nodes):
         yield f"{whole}cluster.nodes={nodes} instead of {machine.nodes}", _on(request, gpus, nodes)
 
 
 def _first(changed: Changed) -> list[str]:
-    """The words of the first that fits."""
+    """Returns the words of the first that fits."""
     fitting = (words for words, request in changed if _best(request, [request.machine.world]))
     return list(islice(fitting, 1))
-
-
-def _together(request: PlanRequest) -> Iterator[str]:
-    """Narrower formats on the fewest more GPUs of the node that they fit on."""
-    for words, larger in _on_more_gpus(request):
-        if found := list(_in_narrower_formats(larger, [larger.machine.world])):
-            yield from (f"{change} and {words}" for change in found)
-            return
 
 
 def _on(request: PlanRequest, gpus: int, nodes: int) -> PlanRequest:
@@ -136,7 +137,7 @@ def _fits(request: PlanRequest, placement: Placement, work: Workload) -> bool:
 
 
 def _best(request: PlanRequest, worlds: list[int]) -> Option | None:
-    """The fastest that fits of a few placements of each kind, if there is one."""
+    """Returns the fastest that fits of a few placements of each kind, if there is one."""
     with suppress(DistributedError):
         best = search(request, worlds, every=False)[0]
         return best if best.verdict is FitVerdict.fits else None
@@ -144,20 +145,24 @@ def _best(request: PlanRequest, worlds: list[int]) -> Option | None:
 
 
 def _in_narrower_formats(request: PlanRequest, worlds: list[int]) -> Iterator[str]:
-    """One model in the widest format that makes it fit; if neither alone does, both in the narrowest."""
-    found = False
+    """Yields one model in the widest format that makes it fit; else both in the narrowest."""
+    one_fits = False
     for role in request.roles:
         kept = [Dtype.packed] if role.model.code_bits else []
         for dtype in (Dtype.bf16 if request.machine.bf16 else Dtype.fp16, *kept, Dtype.int8, Dtype.nf4):
-            narrower = BYTES[dtype] < BYTES[role.dtype]
-            if narrower and (held := _best(_with_dtype(request, role, dtype), worlds)):
-                found = True
-                yield f"{role.role}.dtype={dtype.value} ({held.placement.in_words()})"
+            if BYTES[dtype] >= BYTES[role.dtype]:
+                continue
+            fitting = _best(_with_dtype(request, role, dtype), worlds)
+            if fitting is not None:
+                one_fits = True
+                yield f"{role.role}.dtype={dtype.value} ({fitting.placement.in_words()})"
                 break
-    if not found and request.draft is not None:
+
+    if not one_fits and request.draft is not None:
         both = _with_dtype(_with_dtype(request, request.target, Dtype.nf4), request.draft, Dtype.nf4)
-        if held := _best(both, worlds):
-            yield f"model.dtype=nf4 draft.dtype=nf4 ({held.placement.in_words()})"
+        fitting = _best(both, worlds)
+        if fitting is not None:
+            yield f"model.dtype=nf4 draft.dtype=nf4 ({fitting.placement.in_words()})"
 
 
 def _with_dtype(request: PlanRequest, role: Role, dtype: Dtype) -> PlanRequest:
@@ -166,17 +171,21 @@ def _with_dtype(request: PlanRequest, role: Role, dtype: Dtype) -> PlanRequest:
 
 
 def _moved(now: Placement, better: Placement) -> str:
-    """The differences in a few words, and the command line's words for the better one."""
+    """Returns the differences in a few words, and the command line's words for the better one."""
     words = []
     if len(now.target) != len(better.target):
         words.append(f"target over {len(better.target)} ranks instead of {len(now.target)}")
-    before, after = ((one.draft_degree, one.draft_apart, one.copies) for one in (now, better))
+    before, after = ((place.draft_degree, place.draft_apart, place.copies) for place in (now, better))
     if better.draft and before != after:
-        split = f"split over {better.draft_degree}" if better.draft_degree > 1 else "whole on the leader"
-        words.append(f"draft {f'on {len(better.draft)} of its own' if better.draft_apart else split}")
+        seat = "whole on the leader"
+        if better.draft_apart:
+            seat = f"on {len(better.draft)} of its own"
+        elif better.draft_degree > 1:
+            seat = f"split over {better.draft_degree}"
+        words.append(f"draft {seat}")
     return f"{' and '.join(words) or better.in_words()} ({overrides(better)} ranks={better.world})"
 
 
-def _most(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` for which it holds, as for all smaller ones; 0: for none."""
-    return bisect_left(range(1, most + 1), True, key=lambda n: not holds(n))
+def _most(holds: Callable[[int], bool], limit: int) -> int:
+    """Returns the largest number up to `limit` for which it holds, as for all smaller ones; 0: for none."""
+    return bisect_left(range(1, limit + 1), True, key=lambda n: not holds(n))

@@ -1,24 +1,28 @@
 """Does it fit: the memory estimate of every rank against the capacity of its device. No torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.errors import DistributedError
-from llama_ssp.planner.activations import RankWork
+from llama_ssp.models.layout import EMBEDDING, EXPERTS, HEAD, LAYERS, POSITIONS
 from llama_ssp.planner.hardware import Machine
-from llama_ssp.planner.layers import layers_lines
-from llama_ssp.planner.memory import Compiled, rank_work, segments, tensor_lines
-from llama_ssp.planner.storage import IN_LAYERS
-from llama_ssp.planner.weights import ModelPart, RolePart, held
-from llama_ssp.planner.workload import BOUND, CONSTANT, GIB, MIB, MemoryLine, Role, Workload
+from llama_ssp.planner.memory import PROBS, Compiled, RankWork, rank_work, segments, tensor_lines
+from llama_ssp.planner.storage import IN_LAYERS, SCALES
+from llama_ssp.planner.weights import CACHE, ModelPart, RolePart, held
+from llama_ssp.planner.workload import BOUND, CONSTANT, GIB, MIB, TARGET, MemoryLine, Role, Workload
 
 LIBRARIES = "libraries"  # the role of lines that belong to no model
-OUTPUTS, SCRATCH = "outputs of CUDA graphs", "scratch of CUDA graphs"
+OUTPUTS = "outputs of CUDA graphs"
+SCRATCH = "scratch of CUDA graphs"
+OF_DECISIONS = "graphs that filter, draw and decide"
 # How far off an estimate may be: what is constant here differs by driver and version.
-UNCERTAIN_SHARE, UNCERTAIN_BYTES = 0.03, 300 * MIB
+UNCERTAIN_SHARE = 0.03
+UNCERTAIN_BYTES = 300 * MIB
+# With placement=layers: what each GPU has a share of.
+SPREAD = (LAYERS, EXPERTS, SCALES, CACHE)
 
 
 class FitVerdict(Enum):
@@ -51,7 +55,7 @@ class RankMemory:
 
     @property
     def margin(self) -> int:
-        """The capacity left; negative where it does not fit."""
+        """Returns the capacity left; negative where it does not fit."""
         return self.capacity - self.total
 
     @property
@@ -61,58 +65,94 @@ class RankMemory:
         return FitVerdict.uncertain if self.margin >= -self.uncertainty else FitVerdict.does_not_fit
 
 
+def worst(ranks: Sequence[RankMemory]) -> RankMemory:
+    """Returns the rank with the smallest margin: it decides whether the placement fits."""
+    return min(ranks, key=lambda memory: memory.margin)
+
+
 def rank_memories(
     machine: Machine, target: Role, draft: Role | None, place: Placement, work: Workload, compiled: Compiled
 ) -> tuple[RankMemory, ...]:
-    """The memory of every rank, or with placement=layers of every GPU; `compiled`: as of `rank_work`."""
-    capacity, kernels = machine.capacity_of(place.world), machine.kernels
+    """Returns the memory of every rank, or with placement=layers of every GPU.
+
+    `compiled`: the roles with compiled steps.
+    """
     if place.splitting is Splitting.layers:
-        every = layers_lines(target, draft, work, 1 if machine.is_cpu else machine.gpus, kernels)
-        constant = library_lines(machine, place, LEADER)
-        # The draft, which alone may have graphs, is on the first.
-        first = graph_lines(machine, rank_work(target, draft, place, work, LEADER, kernels, compiled))
-        return tuple(
-            RankMemory(gpu, (*lines, *constant, *first * (gpu == 0)), capacity)
-            for gpu, lines in enumerate(every)
-        )
-    found = []
+        return tuple(_by_layers(machine, target, draft, place, work, compiled))
+    capacity = machine.capacity_of(place.world)
+    memories = []
     for rank in range(place.world):
-        own = rank_work(target, draft, place, work, rank, kernels, compiled)
-        reserved = () if machine.is_cpu else (segments(own),)
-        constant = library_lines(machine, place, rank)
-        lines = (*tensor_lines(own), *reserved, *constant, *graph_lines(machine, own))
-        found.append(RankMemory(rank, lines, capacity))
-    return tuple(found)
+        rank_share = rank_work(target, draft, place, work, rank, machine.kernels, compiled)
+        libraries = library_lines(machine, place, rank)
+        lines = (*device_lines(rank_share), *libraries, *graph_lines(machine, rank_share))
+        memories.append(RankMemory(rank, lines, capacity))
+    return tuple(memories)
 
 
-def worst(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The rank with the smallest margin: it decides whether the placement fits."""
-    return min(ranks, key=lambda one: one.margin)
+def _by_layers(
+    machine: Machine, target: Role, draft: Role | None, place: Placement, work: Workload, compiled: Compiled
+) -> Iterator[RankMemory]:
+    """Plans one process that spreads the target's layers over its GPUs.
+
+    accelerate gives each GPU its even share of bytes and about a layer more, in whole layers. So each is
+    planned with one layer more than the largest even share, with the embedding on the first and the head on
+    the last. The draft, which alone may have graphs, is on the first, where texts go in and distributions
+    come out.
+    """
+    gpus = 1 if machine.is_cpu else machine.gpus
+    layers = target.model.n_layers
+    share = min(1.0, (-(-layers // gpus) + 1) / layers)
+    missing = {0: set[str](), gpus - 1: set[str]()}  # groups of weights
+    if gpus > 1 and not target.model.tied:
+        missing = {0: {HEAD}, gpus - 1: {EMBEDDING, POSITIONS}}
+    capacity = machine.capacity_of(place.world)
+    for gpu in range(gpus):
+        on_gpu = rank_work(target, None if gpu else draft, place, work, LEADER, machine.kernels, compiled)
+        lines = []
+        for line in device_lines(on_gpu):
+            if line.role != TARGET:
+                lines.append(line)
+            elif line.name in SPREAD:
+                lines.append(replace(line, bytes=int(share * line.bytes)))
+            elif line.name not in missing.get(gpu, {EMBEDDING, POSITIONS, HEAD}):
+                lines.append(line)
+        if gpu:
+            lines = [line for line in lines if not line.name.startswith(PROBS)]
+        else:
+            lines += graph_lines(machine, on_gpu)
+        yield RankMemory(gpu, (*lines, *library_lines(machine, place, LEADER)), capacity)
+
+
+def device_lines(work: RankWork) -> tuple[MemoryLine, ...]:
+    """Returns a rank's tensors and, on a GPU, what the allocator reserves for them."""
+    lines = tensor_lines(work)
+    return lines if work.kernels.cpu else (*lines, segments(work))
 
 
 def library_lines(machine: Machine, placement: Placement, rank: int) -> tuple[MemoryLine, ...]:
-    """Constants of the cluster: the context, and workspaces of what the rank takes part in."""
-    taken, source = machine.taken, f"cluster {machine.name}"
+    """Returns constants of the cluster: the context, and workspaces of what the rank takes part in."""
+    taken = machine.taken
+    source = f"cluster {machine.name}"
     if machine.is_cpu:
         return (MemoryLine(LIBRARIES, "process", taken["context"], CONSTANT, source),)
     groups = communicators(placement, rank)
     sizes = {
         "context and kernels": taken["context"],
         "cuBLAS workspaces": taken["cublas"],
-        f"NCCL, {groups} group{'s' * (groups != 1)}": taken["nccl"] * groups,
+        f"NCCL, {groups} group{'' if groups == 1 else 's'}": taken["nccl"] * groups,
     }
     return tuple(MemoryLine(LIBRARIES, name, size, CONSTANT, source) for name, size in sizes.items() if size)
 
 
-def graph_lines(machine: Machine, own: RankWork) -> tuple[MemoryLine, ...]:
-    """CUDA graphs of compiled steps: a constant of the cluster for each, and the outputs that they keep."""
-    count = sum(len(own.graphs(role)) for role in own.roles)
-    name, size = f"{count} CUDA graphs", count * machine.taken["graph"]
-    kept = [MemoryLine(one.role, OUTPUTS, own.outputs_of_graphs(one), BOUND) for one in own.roles]
-    kept += [MemoryLine(one.role, SCRATCH, own.scratch_of_graphs(one), BOUND) for one in own.roles]
-    inputs = own.kept_by_graphs() if count else 0
-    read = MemoryLine(LIBRARIES, "graphs that filter, draw and decide", inputs, BOUND)
-    lines = (*kept, read, MemoryLine(LIBRARIES, name, size, CONSTANT, f"cluster {machine.name}"))
+def graph_lines(machine: Machine, work: RankWork) -> tuple[MemoryLine, ...]:
+    """Returns what CUDA graphs take: a constant of the cluster for each, outputs, inputs, scratch."""
+    count = sum(len(work.graphs(role)) for role in work.roles)
+    lines = [MemoryLine(role.role, OUTPUTS, work.outputs_of_graphs(role), BOUND) for role in work.roles]
+    lines += [MemoryLine(role.role, SCRATCH, work.scratch_of_graphs(role), BOUND) for role in work.roles]
+    if count:
+        lines.append(MemoryLine(LIBRARIES, OF_DECISIONS, work.kept_by_graphs(), BOUND))
+    constant = count * machine.taken["graph"]
+    lines.append(MemoryLine(LIBRARIES, f"{count} CUDA graphs", constant, CONSTANT, f"cluster {machine.name}"))
     return tuple(line for line in lines if line.bytes)
 
 
@@ -132,18 +172,25 @@ def require_capacity(
     Of each role the layers and caches are divided by a number. int8 and nf4 keep embedding and head in 16
     bit, and caches are 16 bit.
     """
-    needed, words = 0, dict[str, None]()
+    needed = 0
+    words = dict[str, None]()
     for role, ranks in roles:
-        own = RolePart.of(role, ModelPart.of(role.model), slots)
-        groups, cache = held(own.part, role.dtype), own.caches_bytes(rows) // ranks
-        weights = sum(size // (ranks if group in IN_LAYERS else 1) for group, size in groups.items())
+        part = RolePart.of(role, ModelPart.of(role.model), slots)
+        cache = part.caches_bytes(rows) // ranks
+        weights = 0
+        for group, size in held(part.part, role.dtype).items():
+            weights += size // (ranks if group in IN_LAYERS else 1)
         needed += weights + cache
         sizes = f"weights {weights / GIB:.1f} GiB, cache {cache / GIB:.1f} GiB"
         words[f"{role.role} {role.model.name}: {sizes}"] = None
+
     usable = int(capacity * (1 - reserve))
     if needed > usable:
-        what, found = f"the models do not fit on {device}", f"{needed / GIB:.1f} GiB needed"
-        allowed = f"{usable / GIB:.1f} GiB ({capacity / GIB:.1f} GiB less {reserve:.0%} reserve)"
         smaller = "take a smaller model, a smaller dtype (model.dtype=int8), fewer rows (task.batch_size)"
-        fix = f"{smaller} or shorter texts (task.max_new_tokens)"
-        raise DistributedError(what, "; ".join(words), found, allowed, fix)
+        raise DistributedError(
+            f"the models do not fit on {device}",
+            where="; ".join(words),
+            found=f"{needed / GIB:.1f} GiB needed",
+            allowed=f"{usable / GIB:.1f} GiB ({capacity / GIB:.1f} GiB less {reserve:.0%} reserve)",
+            fix=f"{smaller} or shorter texts (task.max_new_tokens)",
+        )

@@ -27,7 +27,7 @@ MANY = 16  # ranks up to which every number of them is tried
 PARTS = ("target weights", "target caches", "draft weights", "draft caches", "work", "libraries")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """`chosen` is the best option, or the placement that was requested."""
 
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def runs(self) -> bool:
-        """Whether there is a speed to speak of: the chosen placement may fit."""
+        """Returns whether there is a speed to speak of: the chosen placement may fit."""
         return self.chosen.runs
 
     @property
@@ -56,32 +56,38 @@ class Plan:
 
     @property
     def speedup(self) -> float | None:
-        """Over the best regular sampling; None where the chosen placement does not fit."""
+        """Returns the speed-up over the best regular sampling; None where the chosen one does not fit."""
         return self.speedup_of(self.chosen)
 
-    def speedup_of(self, one: Option) -> float | None:
-        return self.regular_ms / one.ms_per_token if one.runs else None
+    def speedup_of(self, planned: Option) -> float | None:
+        return self.regular_ms / planned.ms_per_token if planned.runs else None
 
     @property
     def eager(self) -> dict[str, str]:
-        """Why steps of the chosen placement run eagerly, by role. Roles with compiled steps are left out."""
-        reasons = {one.role: self.request.why_eager(one, self.chosen.placement) for one in self.request.roles}
-        return {role: reason for role, reason in reasons.items() if reason is not None}
+        """Returns why steps of the chosen placement run eagerly, by role; compiled ones are left out."""
+        reasons = {}
+        for role in self.request.roles:
+            reason = self.request.why_eager(role, self.chosen.placement)
+            if reason is not None:
+                reasons[role.role] = reason
+        return reasons
 
     @property
     def slower(self) -> dict[str, float]:
-        """By role how many times as long a step takes as in 16 bit, where being quantised makes it slower."""
+        """Returns by role how many times as long a step takes as in 16 bit, where quantised is slower."""
         return slower_than_16_bit(self.request, self.chosen.placement, self.chosen.k)
 
     @property
     def fewest(self) -> Option | None:
-        """The fastest placement that fits on the fewest GPUs."""
-        fitting = [one for one in self.options if one.verdict is FitVerdict.fits]
-        return min(fitting, key=lambda one: one.placement.world, default=None)
+        """Returns the fastest placement that fits on the fewest GPUs."""
+        fitting = [planned for planned in self.options if planned.verdict is FitVerdict.fits]
+        return min(fitting, key=lambda planned: planned.placement.world, default=None)
 
     def sentence(self) -> str:
-        """The answer in plain words."""
-        where, worst, speedup = self.chosen.placement.in_words(), self.chosen.worst, self.speedup
+        """Returns the answer in plain words."""
+        where = self.chosen.placement.in_words()
+        worst = self.chosen.worst
+        speedup = self.speedup
         if speedup is None:
             changes = f"; {self.advice[0]} would make it fit" if self.advice else ""
             lacking = f"{worst.total / GIB:.1f} GiB needed where there are {worst.capacity / GIB:.1f}"
@@ -100,9 +106,12 @@ class Plan:
         return f"{fit}, {where}; at acceptance {self.request.acceptance:.2f}{gain}{limit}."
 
     def document(self) -> dict[str, Any]:
-        """The figures under the names of the JSON interface."""
-        machine, work, chosen = self.request.machine, self.request.work, self.chosen
-        times, k = chosen.times, chosen.k
+        """Returns the figures under the names of the JSON interface."""
+        machine = self.request.machine
+        work = self.request.work
+        chosen = self.chosen
+        times = chosen.times
+        k = chosen.k
         cluster = {
             "name": machine.name,
             "gpu": machine.gpu,
@@ -132,8 +141,8 @@ class Plan:
                 role.role: {"name": role.model.name, "dtype": role.dtype.value} for role in self.request.roles
             },
             "workload": {**sizes, "k": k, "acceptance": self.request.acceptance},
-            "per_gpu": [_gpu(one) for one in chosen.ranks],
-            "placements": [self._ranked(one) for one in self.options],
+            "per_gpu": [_gpu(memory) for memory in chosen.ranks],
+            "placements": [self._ranked(planned) for planned in self.options],
             "best": best,
             "by_acceptance": self.acceptances if self.runs else [],
             "break_even_acceptance": self.pays_from if self.runs else None,
@@ -142,8 +151,10 @@ class Plan:
         }
 
     def overlap(self) -> dict[str, Any] | None:
-        """The assumptions about a draft on ranks of its own; None for other placements."""
-        times, k, acceptance = self.chosen.times, self.chosen.k, self.request.acceptance
+        """Returns the assumptions about a draft on ranks of its own; None for other placements."""
+        times = self.chosen.times
+        k = self.chosen.k
+        acceptance = self.request.acceptance
         if times.overlap is Overlap.off:
             return None
         return {
@@ -153,75 +164,94 @@ class Plan:
             "ms_per_token_waiting": replace(times, overlap=Overlap.off).ms_per_token(acceptance, k),
         }
 
-    def _ranked(self, one: Option) -> dict[str, Any]:
-        margin = {"worst_gpu_bytes": one.worst.total, "margin_bytes": one.worst.margin}
-        return {**self._in_short(one), "verdict": one.verdict.value, **margin}
+    def _ranked(self, planned: Option) -> dict[str, Any]:
+        return {
+            **self._in_short(planned),
+            "verdict": planned.verdict.value,
+            "worst_gpu_bytes": planned.worst.total,
+            "margin_bytes": planned.worst.margin,
+        }
 
-    def _in_short(self, one: Option) -> dict[str, Any]:
+    def _in_short(self, planned: Option) -> dict[str, Any]:
         """A placement that does not fit has no speed."""
         return {
-            "placement": one.placement.in_words(),
-            "overrides": overrides(one.placement),
-            "ranks": one.placement.world,
-            "k": one.k,
-            "ms_per_token": one.ms_per_token if one.runs else None,
-            "speedup": self.speedup_of(one),
+            "placement": planned.placement.in_words(),
+            "overrides": overrides(planned.placement),
+            "ranks": planned.placement.world,
+            "k": planned.k,
+            "ms_per_token": planned.ms_per_token if planned.runs else None,
+            "speedup": self.speedup_of(planned),
         }
 
 
 def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
-    """The plan of one placement, or of all that the cluster allows."""
-    worlds, work = worlds_of(request.machine.world), request.work
+    """Returns the plan of one placement, or of all that the cluster allows."""
+    worlds = worlds_of(request.machine.world)
     options = search(request, worlds) if fixed is None else [option(request, fixed, request.k)]
     chosen = options[0]
-    request = replace(request, work=replace(work, prefill_chunk=chosen.prefill_chunk))
-    by_layers = chosen.placement.splitting is Splitting.layers  # then regular sampling is by layers, too
-    regular = chosen.regular_ms if by_layers else regular_ms(request, options, worlds)
-    drafts = len(chosen.times.verify) > 1
-    prefill = target_prefill_s(request, chosen.placement, work.rows)
-    points = [at_acceptance(chosen.times, a, regular) for a in ACCEPTANCES] if drafts else []
-    pays_from = break_even(chosen.times, regular) if drafts else None
-    most, changes = largest(request, chosen), advice(request, chosen, worlds)
-    return Plan(request, chosen, options, regular, 1000 * prefill, points, pays_from, most, changes)
+    request = replace(request, work=replace(request.work, prefill_chunk=chosen.prefill_chunk))
+
+    if chosen.placement.splitting is Splitting.layers:
+        regular = chosen.regular_ms  # by layers, too
+    else:
+        regular = regular_ms(request, options, worlds)
+    points: list[dict[str, float]] = []
+    pays_from = None
+    if len(chosen.times.verify) > 1:
+        points = [at_acceptance(chosen.times, acceptance, regular) for acceptance in ACCEPTANCES]
+        pays_from = break_even(chosen.times, regular)
+
+    return Plan(
+        request=request,
+        chosen=chosen,
+        options=options,
+        regular_ms=regular,
+        prefill_ms=1000 * target_prefill_s(request, chosen.placement, request.work.rows),
+        acceptances=points,
+        pays_from=pays_from,
+        largest=largest(request, chosen),
+        advice=advice(request, chosen, worlds),
+    )
 
 
 def target_prefill_s(request: PlanRequest, placement: Placement, rows: int) -> float:
-    """Seconds of the target's prefill of `rows` prompts."""
-    cost, work = cost_of(request, request.target, placement), request.work
+    """Returns the seconds of the target's prefill of `rows` prompts."""
+    cost = cost_of(request, request.target, placement)
+    work = request.work
     # Passes over prompts are never graphs.
     least_s = 0.0 if request.machine.is_cpu else launching_s(cost.layers, rows, cost.sums)
     return prefill_s(cost, request.machine.times, rows, work.prompt_tokens, work.prefill_chunk, least_s)
 
 
 def worlds_of(most: int) -> list[int]:
-    """The numbers of ranks to try: all, or of many the powers of two."""
+    """Returns the numbers of ranks to try: all, or of many the powers of two."""
     if most <= MANY:
         return list(range(1, most + 1))
     return [*(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < most), most]
 
 
 def parts(lines: Iterable[MemoryLine]) -> dict[str, int]:
-    """Bytes in a few parts, for pictures: weights and caches by role, activations, libraries."""
-    found = dict.fromkeys(PARTS, 0)
+    """Returns the bytes in a few parts, for pictures: weights and caches by role, work, libraries."""
+    sizes = dict.fromkeys(PARTS, 0)
     for line in lines:
         part = "libraries"
         if role := {TARGET: "target", DRAFT: "draft"}.get(line.role):
             kinds = {CACHE: f"{role} caches", **dict.fromkeys(WEIGHTS, f"{role} weights")}
             part = kinds.get(line.name, "work")
-        found[part] += line.bytes
-    return found
+        sizes[part] += line.bytes
+    return sizes
 
 
-def _gpu(one: RankMemory) -> dict[str, Any]:
+def _gpu(memory: RankMemory) -> dict[str, Any]:
     return {
-        "rank": one.rank,
-        "total_bytes": one.total,
-        "capacity_bytes": one.capacity,
-        "margin_bytes": one.margin,
-        "uncertainty_bytes": one.uncertainty,
-        "verdict": one.verdict.value,
+        "rank": memory.rank,
+        "total_bytes": memory.total,
+        "capacity_bytes": memory.capacity,
+        "margin_bytes": memory.margin,
+        "uncertainty_bytes": memory.uncertainty,
+        "verdict": memory.verdict.value,
         "lines": {
             f"{line.role}: {line.name}": {"bytes": line.bytes, "kind": line.kind, "source": line.source}
-            for line in one.lines
+            for line in memory.lines
         },
     }

@@ -13,10 +13,18 @@ from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split, require_transformers
 from llama_ssp.planner.engine import LAYER_OPERATIONS, ROW_OPERATIONS, launching_s
-from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
+from llama_ssp.planner.fit import FitVerdict, RankMemory, device_lines, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
-from llama_ssp.planner.layers import layers_lines
-from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, Times, forward_s, pass_cost
+from llama_ssp.planner.memory import rank_work
+from llama_ssp.planner.speed import (
+    HOST_BYTES_PER_S,
+    WIDE_BAND,
+    PassCost,
+    RoundTimes,
+    Times,
+    forward_s,
+    pass_cost,
+)
 from llama_ssp.planner.storage import BYTES, WEIGHTS
 from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import ALL_COMPILED, TARGET, Role, StepRule, Workload
@@ -31,7 +39,7 @@ IN_A_STEP = "layer", "step", "round", "check", "probs", "accept"
 NOTABLE = 0.05  # by how much a step must be slower to be named
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model.
 
@@ -58,19 +66,19 @@ class PlanRequest:
         return [self.target] if self.draft is None else [self.target, self.draft]
 
     def band(self, placement: Placement) -> float:
-        """How far off the predicted times with this placement may be."""
+        """Returns how far off the predicted times with this placement may be."""
         quantised = any(BYTES[role.dtype] < BYTES[Dtype.bf16] for role in self.roles)
         eager = any(self.why_eager(role, placement) is not None for role in self.roles)
         launched = eager and not self.machine.is_cpu  # what a launch takes is estimated
         return WIDE_BAND if quantised or launched else self.machine.times.band
 
     def why_eager(self, role: Role, placement: Placement) -> str | None:
-        """Why the role's steps run eagerly with this placement; None if they are compiled."""
+        """Returns why the role's steps run eagerly with this placement; None if they are compiled."""
         splitting = placement.splitting if role.role == TARGET else Splitting.tensor
         return self.steps.why_eager(role, splitting)
 
     def memories(self, placement: Placement, work: Workload) -> tuple[RankMemory, ...]:
-        """The memory of every rank, for this work."""
+        """Returns the memory of every rank, for this work."""
         compiled = tuple(role.role for role in self.roles if self.why_eager(role, placement) is None)
         return rank_memories(self.machine, self.target, self.draft, placement, work, compiled)
 
@@ -78,17 +86,19 @@ class PlanRequest:
         """With placement=layers: a GPU's bytes beside weights and caches, the first's and another's, with the
         draft on the first; and the bytes of the caches of a layer."""
         work = replace(self.work, k=self.k_max if self.k is None else self.k)
-        found, caches = list[int](), 0
+        rooms = list[int]()
+        caches = 0
         for draft in (self.draft, None):
-            lines = next(layers_lines(self.target, draft, work, 1, self.machine.kernels))
-            own = {line.name: line.bytes for line in lines if line.role == TARGET}
-            caches = own[CACHE]
-            weights = sum(own.get(name, 0) for name in WEIGHTS)
-            found.append(sum(line.bytes for line in lines) - weights - caches)
-        return found[0], found[1], -(-caches // self.target.model.n_layers)
+            place = resolve(PlacementConf(), 1, drafts=draft is not None)
+            lines = device_lines(rank_work(self.target, draft, place, work, LEADER, self.machine.kernels))
+            sizes = {line.name: line.bytes for line in lines if line.role == TARGET}
+            caches = sizes[CACHE]
+            weights = sum(sizes.get(name, 0) for name in WEIGHTS)
+            rooms.append(sum(line.bytes for line in lines) - weights - caches)
+        return rooms[0], rooms[1], -(-caches // self.target.model.n_layers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
     """One placement, planned. `k` and `ms_per_token` are the best at the requested acceptance."""
 
@@ -109,12 +119,12 @@ class Option:
 
     @property
     def runs(self) -> bool:
-        """Whether it fits, or may fit."""
+        """Returns whether it fits, or may fit."""
         return self.verdict is not FitVerdict.does_not_fit
 
     @property
     def order(self) -> tuple[int, float, int, int]:
-        """By which options are sorted: the fastest that fits is first."""
+        """Returns what options are sorted by: the fastest that fits is first."""
         if not self.runs:  # its speed does not matter
             return self.verdict.rank, float(-self.worst.margin), self.placement.world, 0
         # Times are compared as they are printed; of equal ones fewer ranks and less memory are better.
@@ -122,29 +132,30 @@ class Option:
 
     @property
     def regular_ms(self) -> float:
-        """The same placement without drafting."""
+        """Returns ms/token of the same placement without drafting."""
         return self.times.ms_per_token(0.0, 0)
 
 
 def placements(world: int, drafts: bool, every: bool = True) -> Iterator[Placement]:
-    """Every placement over exactly `world` ranks, or only a few of each kind."""
+    """Yields every placement over exactly `world` ranks, or only a few of each kind."""
     if not drafts:
         yield resolve(PlacementConf(), world, drafts=False)
         return
     seats = [(DraftSeat.leader, 1)]
     if world > 1:
-        own = list(range(1, world)) if every else [1]
+        degrees = list(range(1, world)) if every else [1]
         if every and world > MANY_RANKS:
-            own = [2**n for n in range((world - 1).bit_length())]
-        seats += [(DraftSeat.sharded, degree) for degree in (*own[1:], world)]
-        seats += [(DraftSeat.own, degree) for degree in own]
-        seats += [(DraftSeat.replicated, world)] * every
+            degrees = [2**n for n in range((world - 1).bit_length())]
+        seats += [(DraftSeat.sharded, degree) for degree in (*degrees[1:], world)]
+        seats += [(DraftSeat.own, degree) for degree in degrees]
+        if every:
+            seats.append((DraftSeat.replicated, world))
     for seat, degree in seats:
         yield resolve(PlacementConf(draft=seat, draft_degree=degree), world, drafts=True)
 
 
 def option(request: PlanRequest, placement: Placement, k: int | None = None) -> Option:
-    """The placement's memory and speed, at the best K or a given one. Raises where it is impossible."""
+    """Plans a placement at the best K or a given one: its memory and speed. Raises where it is impossible."""
     require_possible(request, placement)
     times = round_times(request, placement)
     k = times.best_k(request.acceptance) if k is None else min(k, len(times.verify) - 1)
@@ -154,23 +165,41 @@ def option(request: PlanRequest, placement: Placement, k: int | None = None) -> 
         work = replace(work, prefill_chunk=request.least_chunk)
         ranks = request.memories(placement, work)
     ms = times.ms_per_token(request.acceptance, k)
-    return Option(placement, ranks, times, k, ms, work.prefill_chunk)
+    return Option(
+        placement=placement,
+        ranks=ranks,
+        times=times,
+        k=k,
+        ms_per_token=ms,
+        prefill_chunk=work.prefill_chunk,
+    )
 
 
 def require_possible(request: PlanRequest, placement: Placement) -> None:
     """Refuses a split that the models do not allow."""
     if placement.splitting is Splitting.deepspeed:  # it loads the whole model, and splits it by its own rules
-        what, found = "what DeepSpeed holds is not planned", "placement.splitting=deepspeed"
-        fix = "plan placement=auto, leader, sharded, replicated, own or layers"
-        raise DistributedError(what, found=found, allowed="tensor, layers", fix=fix)
+        raise DistributedError(
+            "what DeepSpeed holds is not planned",
+            found="placement.splitting=deepspeed",
+            allowed="tensor, layers",
+            fix="plan placement=auto, leader, sharded, replicated, own or layers",
+        )
     if placement.splitting is Splitting.layers:
         require_transformers(request.target.model.name, request.target.dtype)
+    reason = ""
     if request.draft is not None and request.draft.model.is_head and placement.draft != (LEADER,):
-        what, found = "a head reads the target's hidden states: it is on the leader", placement.in_words()
-        raise DistributedError(what, "placement.draft", found, "leader", "use placement=leader")
-    if request.bridged and placement.draft not in ((), (LEADER,)):
-        what, found = "a draft of another tokenizer is on the leader, whole", placement.in_words()
-        raise DistributedError(what, "placement.draft", found, "leader", "use placement=leader")
+        reason = "a head reads the target's hidden states: it is on the leader"
+    elif request.bridged and placement.draft not in ((), (LEADER,)):
+        reason = "a draft of another tokenizer is on the leader, whole"
+    if reason:
+        raise DistributedError(
+            reason,
+            where="placement.draft",
+            found=placement.in_words(),
+            allowed="leader",
+            fix="use placement=leader",
+        )
+
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):
         if degree > 1:
@@ -180,39 +209,46 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
 
 
 def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[Option]:
-    """The placements over these numbers of ranks: fitting ones first, the fastest first, fewer ranks first.
+    """Returns the placements over these numbers of ranks, sorted: by fit, by speed, by ranks.
 
     Of those that do not fit, the one that lacks least is first. If none is possible, raises the last reason.
     """
-    found: list[Option] = []
+    options: list[Option] = []
     reason: Exception | None = None
     heads = sum(role.model.n_heads for role in request.roles)
-    most = min(MOST_RANKS, heads)  # that a placement could use
-    for world in (one for one in worlds if one <= most):
+    max_ranks = min(MOST_RANKS, heads)  # that a placement could use
+    for world in worlds:
+        if world > max_ranks:
+            continue
         for placement in placements(world, request.draft is not None, every):
             try:
-                found.append(option(request, placement, request.k))
+                options.append(option(request, placement, request.k))
             except (DistributedError, ModelError) as error:
                 reason = error
-    if not found and worlds[-1] > most:
+
+    if not options and worlds[-1] > max_ranks:
         if worlds[-1] > heads:
             require_split(request.target.model, worlds[-1], request.target.role)
-        what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
-        fix = "lower cluster.nodes or cluster.gpus"
-        raise DistributedError(what, "cluster", f"{worlds[-1]} ranks", allowed, fix)
-    if not found and reason is not None:
+        raise DistributedError(
+            "a placement over too many ranks is not planned",
+            where="cluster",
+            found=f"{worlds[-1]} ranks",
+            allowed=f"at most {MOST_RANKS} ranks",
+            fix="lower cluster.nodes or cluster.gpus",
+        )
+    if not options and reason is not None:
         raise reason
-    return sorted(found, key=lambda one: one.order)
+    return sorted(options, key=lambda planned: planned.order)
 
 
 def cost_of(request: PlanRequest, role: Role, placement: Placement) -> PassCost:
-    """What a pass of the role costs with this placement."""
+    """Returns what a pass of the role costs with this placement."""
     ranks = len(placement.target) if role.role == TARGET else placement.draft_degree
     return pass_cost(role, ranks, request.machine.store(request.why_eager(role, placement) is None))
 
 
 def step_s(request: PlanRequest, role: Role, placement: Placement, cost: PassCost, each: int) -> float:
-    """Seconds of a step over `each` tokens of each row, halfway through the texts."""
+    """Returns the seconds of a step over `each` tokens of each row, halfway through the texts."""
     work = request.work
     slots = work.prompt_tokens + work.new_tokens / 2
     spent = forward_s(cost, step_times(request, role, placement, cost), work.rows, each, slots)
@@ -221,7 +257,7 @@ def step_s(request: PlanRequest, role: Role, placement: Placement, cost: PassCos
 
 
 def step_times(request: PlanRequest, role: Role, placement: Placement, cost: PassCost) -> Times:
-    """The machine's constants for the role's steps, from those of the steps that `of_constants` says.
+    """Returns the machine's constants for the role's steps, from those of the steps that `of_constants` says.
 
     On a CPU an eager step of plain weights attends one row after the other, and one of codes all at once.
     """
@@ -235,74 +271,99 @@ def step_times(request: PlanRequest, role: Role, placement: Placement, cost: Pas
 
 
 def slower_than_16_bit(request: PlanRequest, placement: Placement, k: int) -> dict[str, float]:
-    """Of each role that is slower for being quantised: the time of a step over that in 16 bit.
+    """Returns of each role that is slower for being quantised the time of a step over that in 16 bit.
 
     A step of the target verifies K drafts; the draft's has one token.
     """
-    found = {}
+    slower = {}
     for role in request.roles:
-        wide = replace(role, dtype=request.machine.dtype(Dtype.auto))
         if BYTES[role.dtype] >= BYTES[Dtype.bf16] or (role.role != TARGET and not placement.draft):
             continue
         each = k + 1 if role.role == TARGET else 1
-        own, other = (
-            step_s(request, one, placement, cost_of(request, one, placement), each) for one in (role, wide)
-        )
-        if own > other * (1 + NOTABLE):
-            found[role.role] = own / other
-    return found
+        wide = replace(role, dtype=request.machine.dtype(Dtype.auto))
+        wide_s = step_s(request, wide, placement, cost_of(request, wide, placement), each)
+        seconds = step_s(request, role, placement, cost_of(request, role, placement), each)
+        if seconds > wide_s * (1 + NOTABLE):
+            slower[role.role] = seconds / wide_s
+    return slower
 
 
 def warnings_of_codes(request: PlanRequest, placement: Placement, k: int) -> Iterator[str]:
-    """The same in words, a line each."""
-    slower, wide = slower_than_16_bit(request, placement, k), request.machine.dtype(Dtype.auto).value
+    """Yields a line for each role that is slower for being quantised."""
+    slower = slower_than_16_bit(request, placement, k)
+    wide = request.machine.dtype(Dtype.auto).value
     for role in request.roles:
-        if times := slower.get(role.role):
-            tokens = request.work.rows * (k + 1 if role.role == TARGET else 1)
-            step = f"a step of {tokens} token{'s' * (tokens > 1)} takes {times:.1f} times as long"
-            what = f"{role.role}.dtype={role.dtype.value} saves memory, but is slower than {wide} here"
-            yield f"{what}: by the plan {step}"
+        if role.role not in slower:
+            continue
+        tokens = request.work.rows * (k + 1 if role.role == TARGET else 1)
+        step = f"a step of {tokens} token{'s' if tokens > 1 else ''}"
+        what = f"{role.role}.dtype={role.dtype.value} saves memory, but is slower than {wide} here"
+        yield f"{what}: by the plan {step} takes {slower[role.role]:.1f} times as long"
 
 
 def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
-    """Seconds of a draft step, and of verifying 0, 1, ... drafts, with this placement."""
-    work, draft = request.work, request.draft
-    step = once = 0.0
+    """Returns the seconds of a draft step, and of verifying 0, 1, ... drafts, with this placement."""
+    rows = request.work.rows
+    step = once = sending = 0.0
+    draft = request.draft
+    max_k = request.k_max
     if draft is not None and placement.draft:
         cost = cost_of(request, draft, placement)
-        probs = work.rows * cost.vocab
-        width = draft.model.head_block + 1  # of a head that gives all drafts in one pass
-        forward = step_s(request, draft, placement, cost, width)
-        once, each = (forward, 0.0) if draft.model.head_block else (0.0, forward)
         times = step_times(request, draft, placement, cost)
-        step = each + probs * times.probs
+        block = draft.model.head_block
+        forward = step_s(request, draft, placement, cost, block + 1)
+        probs = rows * cost.vocab
+        step = probs * times.probs
+        if block:  # a head gives all drafts in one pass
+            once = forward
+            max_k = min(max_k, block)
+        else:
+            step += forward
         if placement.draft_apart:
-            step += probs * PROB_BYTES / times.link_per_s
+            sending = probs * PROB_BYTES / HOST_BYTES_PER_S
+            if placement.draft_degree > 1:  # its first rank tells the others of each pass (drafters/ahead.py)
+                step += times.message
+
+    has_drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
+    ks = range(max_k + 1 if has_drafts else 1)
     target = cost_of(request, request.target, placement)
-    times = step_times(request, request.target, placement, target)
-    messages = 2 * times.message if placement.world > 1 else 0.0
+    return RoundTimes(
+        draft=step,
+        verify=tuple(_verify_s(request, placement, target, k) for k in ks),
+        rows=rows,
+        overlap=request.overlap if placement.draft_apart else Overlap.off,
+        once=once,
+        sending=sending,
+    )
 
-    def verify_s(k: int) -> float:
-        columns = k + 1
-        probs = work.rows * columns * target.vocab
-        spent = step_s(request, request.target, placement, target, columns) + probs * times.probs
-        spent += times.round
-        return spent + (times.check + probs * times.accept if k else 0.0) + messages
 
-    drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
-    most = request.k_max
-    if draft is not None and draft.model.head_block:
-        most = min(most, draft.model.head_block)
-    verify = tuple(map(verify_s, range(most * drafts + 1)))
-    overlap = request.overlap if placement.draft_apart else Overlap.off
-    return RoundTimes(step, verify, work.rows, overlap, once)
+def _verify_s(request: PlanRequest, placement: Placement, cost: PassCost, k: int) -> float:
+    """Returns the seconds of a round without its drafting: the target's pass, the decision, messages."""
+    times = step_times(request, request.target, placement, cost)
+    probs = request.work.rows * (k + 1) * cost.vocab
+    seconds = step_s(request, request.target, placement, cost, k + 1) + probs * times.probs
+    seconds += times.round
+    if k:
+        seconds += times.check + probs * times.accept
+    return seconds + messages(placement, k) * times.message
+
+
+def messages(placement: Placement, k: int) -> int:
+    """Returns how many messages a round of K drafts waits for (speculative/round_protocol.py).
+
+    The leader sends the target's other ranks what was decided and drafted. Before that it asks the other
+    ranks that draft, if there are any. From ranks of the draft's own the drafts come back.
+    """
+    to_target = len(placement.target) > 1
+    to_draft = placement.draft not in ((), (LEADER,))
+    return sum((to_target, to_draft, placement.draft_apart and k > 0))
 
 
 def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -> float:
-    """The best regular sampling on the cluster: the target alone where it fits, else in an option."""
+    """Returns ms/token of the best regular sampling: the target alone where it fits, else in an option."""
     alone = replace(request, draft=None, text_drafts=False, k=None)
     with suppress(DistributedError):
         best = search(alone, worlds)[0]
         if best.runs:
             return best.ms_per_token
-    return min(one.regular_ms for one in options)
+    return min(planned.regular_ms for planned in options)

@@ -17,8 +17,14 @@ MADE = {
     Dtype.nf4: Kept(4, NF4_BLOCK, 4, "nf4"),
 }
 # Bytes of a layer's weight, without scales; of packed ones at most.
-BYTES: dict[Dtype, float] = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.packed: 1}
-BYTES |= {dtype: codes.bits / 8 for dtype, codes in MADE.items()}
+BYTES: dict[Dtype, float] = {
+    Dtype.fp64: 8,
+    Dtype.fp32: 4,
+    Dtype.bf16: 2,
+    Dtype.fp16: 2,
+    Dtype.packed: 1,
+    **{dtype: codes.bits / 8 for dtype, codes in MADE.items()},
+}
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix of bitsandbytes
 
 # The groups of tensors.
@@ -28,7 +34,9 @@ WEIGHTS = (EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS)
 IN_LAYERS = LAYERS, EXPERTS, SCALES
 
 UNIT = 512  # bytes to which torch rounds requests on a GPU
-CPU, CUDA, OLD = "cpu", "cuda", "a GPU without bf16"  # which has no kernel for codes
+CPU = "cpu"
+CUDA = "cuda"
+OLD = "a GPU without bf16"  # which has no kernel for codes
 WORD = {CPU: 4, CUDA: 16}  # bytes of codes of a group that a kernel reads at once (models/kernels/coded.py)
 
 
@@ -46,11 +54,11 @@ class Storage:
 
     @property
     def packs(self) -> bool:
-        """Whether plain matrices are packed for a kernel, too."""
+        """Returns whether plain matrices are packed for a kernel, too."""
         return self.compiled and self.kernel == CPU
 
     def reads(self, codes: Kept, inputs: int) -> bool:
-        """Whether the kernel takes groups of this size."""
+        """Returns whether the kernel takes groups of this size."""
         unit = WORD.get(self.kernel, 0) * 8 // codes.bits if codes.bits else 0
         return unit > 0 and (codes.group in (0, inputs) or codes.group > inputs or codes.group % unit == 0)
 
@@ -58,7 +66,7 @@ class Storage:
 AS_THEY_ARE = Storage()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Weight:
     """`times` equal tensors: matrices of `outputs` x `inputs`, or vectors (`inputs` 1)."""
 
@@ -72,26 +80,30 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Numbers in one of them."""
+        """Returns how many numbers are in one of them."""
         return self.outputs * self.inputs
 
     def kept(self, dtype: Dtype) -> Kept:
-        """Its codes in memory. A part that begins inside a group has smaller groups."""
+        """Returns its codes in memory. A part that begins inside a group has smaller groups."""
         if not self.linear:
             return PLAIN
-        codes = self.codes if dtype is Dtype.packed else MADE.get(dtype, PLAIN)
-        own = dtype is Dtype.packed and codes.group
-        return codes._replace(group=math.gcd(codes.group, self.first)) if own else codes
+        if dtype is not Dtype.packed:
+            return MADE.get(dtype, PLAIN)
+        codes = self.codes
+        if codes.group:
+            codes = codes._replace(group=math.gcd(codes.group, self.first))
+        return codes
 
 
 def width(dtype: Dtype) -> int:
-    """Bytes of an activation, or of a weight that is not quantised; quantised models compute in bf16."""
+    """Returns the bytes of an activation, or of a plain weight; quantised models compute in bf16."""
     return int(max(BYTES[dtype], 2))
 
 
 def bytes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iterator[tuple[str, int]]:
-    """(group, bytes) of one such tensor, and of its scales where it is quantised."""
-    codes, outputs = weight.kept(dtype), weight.outputs
+    """Yields (group, bytes) of one such tensor, and of its scales where it is quantised."""
+    codes = weight.kept(dtype)
+    outputs = weight.outputs
     if weight.linear and dtype is Dtype.nf4 and by_bitsandbytes(dtype, store):
         yield weight.group, -(-weight.count // 2)
         yield SCALES, -(-weight.count // NF4_BLOCK) * 4
@@ -99,7 +111,8 @@ def bytes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iter
     elif codes.bits:
         row = -(-weight.inputs * codes.bits // 8)
         if store.kernel == CPU and table_of(weight, dtype, store):
-            outputs, row = _whole(outputs, BLOCK), _whole(row, WORD[CPU])
+            outputs = _whole(outputs, BLOCK)
+            row = _whole(row, WORD[CPU])
         groups = -(-weight.inputs // codes.group) if codes.group else 1
         yield weight.group, outputs * row
         yield EXPERTS if weight.group == EXPERTS else SCALES, outputs * groups * codes.bytes
@@ -111,14 +124,14 @@ def bytes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iter
 
 
 def by_bitsandbytes(dtype: Dtype, store: Storage) -> bool:
-    """Whether its layers multiply what it has quantised while loading, and not our kernel."""
+    """Returns whether its layers multiply what it has quantised while loading, and not our kernel."""
     if dtype is Dtype.nf4:
         return not (store.compiled and store.kernel == CUDA)
     return dtype is Dtype.int8 and not store.compiled
 
 
 def table_of(weight: Weight, dtype: Dtype, store: Storage) -> tuple[str, int] | None:
-    """The table that the kernel reads the weight's codes by, and its bytes; all matrices share it."""
+    """Returns the table that the kernel reads the codes by, and its bytes; all matrices share it."""
     codes = weight.kept(dtype)
     by_kernel = store.reads(codes, weight.inputs) and not by_bitsandbytes(dtype, store)
     return (codes.table, 4 * 2**codes.bits) if by_kernel else None

@@ -8,18 +8,20 @@ from rich.text import Text
 from llama_ssp.config import MAX_K, MOST_ROWS
 from llama_ssp.distributed.placement import spans
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
-from llama_ssp.planner.groups import JobPlan
 from llama_ssp.planner.plan import PARTS, Plan, parts
 from llama_ssp.planner.search import Option, warnings_of_codes
 from llama_ssp.planner.speed import BAND
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import GIB
 
-WIDTH, CELLS, MIN_CELLS = 104, 50, 20
+WIDTH = 104
+CELLS = 50  # of a bar, at most and at least
+MIN_CELLS = 20
 BESIDE = 42  # columns of a bar's line that are words
 LEGEND_MARGIN = " " * 9
 COLOURS = "blue", "cyan", "green", "bright_green", "yellow", "bright_black"
-FILL, COLOUR = dict(zip(PARTS, "█▓▒░+:", strict=True)), dict(zip(PARTS, COLOURS, strict=True))
+COLOUR = dict(zip(PARTS, COLOURS, strict=True))
+FILL = dict(zip(PARTS, "█▓▒░+:", strict=True))
 BETWEEN_NODES = (
     "sums over ranks are timed as within a node: between nodes they are slower, and so will this be"
 )
@@ -27,7 +29,7 @@ MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.doe
 
 
 def drawing(plan: Plan, width: int = WIDTH) -> Iterator[Text | Table | str]:
-    """The whole plan, piece by piece: tables, bars that fit the width, and words."""
+    """Yields the whole plan, piece by piece: tables, bars that fit the width, and words."""
     fits = plan.runs
     yield Text(heading(plan), style="bold")
     yield _placements(plan)
@@ -40,55 +42,13 @@ def drawing(plan: Plan, width: int = WIDTH) -> Iterator[Text | Table | str]:
     yield Text(plan.sentence(), style=f"bold {MARK[plan.chosen.verdict]}")
 
 
-def job_drawing(job: JobPlan) -> Iterator[Table | str]:
-    """A job over several nodes: a table of groups, one of nodes, and words."""
-    size, work, price = job.size, job.request.work, job.price_per_gpu_hour
-    yield ""
-    rows = f"groups of {work.rows} row{'s' * (work.rows > 1)}"
-    yield f"a job of {size.records} records in {size.shards} shards, shared by {rows}, loading left out"
-    groups = _right_table("GPUs a group", "verdict", "ms/token", "tokens/s a GPU", "time goes to")
-    for one in job.groups:
-        cells = [str(one.gpus), one.option.verdict.value.replace("_", " ")]
-        if one.option.runs:
-            cells += [f"{one.option.ms_per_token:.2f}", f"{work.new_tokens / one.record_s / one.gpus:.1f}"]
-            cells.append(", ".join(f"{name} {share:.0%}" for name, share in one.shares()[:3]))
-        groups.add_row(*cells)
-    yield groups
-    yield ""
-    if not job.nodes:
-        yield "it fits on none of these numbers of nodes"
-        return
-    prices = ("price", "a million tokens") if price is not None else ()
-    nodes = _right_table("nodes", "GPUs", "groups", "tokens/s", "time", *prices, "limited by")
-    for row in job.nodes:
-        costs = [f"{row[name]:.2f}" for name in ("job_price", "price_per_million_tokens")] if prices else []
-        groups_ = f"{row['groups']} x {row['gpus_per_group']}"
-        spent = row["job_s"] / 3600
-        time = f"{spent:.1f} h" if spent >= 2 else f"{60 * spent:.1f} min"
-        first = str(row["nodes"]), str(row["gpus"]), groups_, f"{row['tokens_per_s']:.0f}", time
-        nodes.add_row(*first, *costs, row["limited_by"])
-    yield nodes
-    yield from job.sentences()
-    machine = job.request.machine
-    if not machine.is_cpu and job.nodes[-1]["gpus_per_group"] > machine.gpus:
-        yield BETWEEN_NODES
-
-
-def _right_table(*names: str) -> Table:
-    """A table of numbers, with words in its last column."""
-    table = _empty_table()
-    for name in names:
-        is_last = name == names[-1]  # words, which may be broken
-        table.add_column(name, justify="left" if is_last else "right", no_wrap=not is_last)
-    return table
-
-
 def heading(plan: Plan) -> str:
-    """What is planned: models, machine, workload."""
-    request, work = plan.request, plan.request.work
+    """Returns what is planned: models, machine, workload."""
+    request = plan.request
+    work = request.work
     sizes = [(role, _count(parameters(role.model))) for role in request.roles]
     models = " + ".join(f"{role.model.name} {role.dtype.value} ({size})" for role, size in sizes)
-    rows = f"{work.rows} row{'s' * (work.rows > 1)} of {work.prompt_tokens} + {work.new_tokens} tokens"
+    rows = f"{work.rows} row{'s' if work.rows > 1 else ''} of {work.prompt_tokens} + {work.new_tokens} tokens"
     return f"{models} on {request.machine.in_words()}\n{rows}, acceptance {request.acceptance:.2f}"
 
 
@@ -107,15 +67,16 @@ def _placements(plan: Plan) -> Table:
         is_text = name in ("", "placement", "verdict")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "placement")
     shown = notable(plan)
-    for number, one in shown:
-        worst, speedup = one.worst, plan.speedup_of(one)  # what cannot run has no speed
+    for number, option in shown:
+        fullest_rank = option.worst
+        speedup = plan.speedup_of(option)  # what cannot run has no speed
         table.add_row(
             str(number),
-            one.placement.in_words(),
-            f"{worst.total / GIB:.1f} of {worst.capacity / GIB:.1f}",
-            Text(one.verdict.value.replace("_", " "), style=MARK[one.verdict]),
-            str(one.k) if plan.drafts and speedup else "",
-            f"{one.ms_per_token:.2f}" if speedup else "",
+            option.placement.in_words(),
+            f"{fullest_rank.total / GIB:.1f} of {fullest_rank.capacity / GIB:.1f}",
+            Text(option.verdict.value.replace("_", " "), style=MARK[option.verdict]),
+            str(option.k) if plan.drafts and speedup else "",
+            f"{option.ms_per_token:.2f}" if speedup else "",
             f"{speedup:.2f}x" if speedup else "",
         )
     if len(plan.options) > len(shown):
@@ -124,30 +85,31 @@ def _placements(plan: Plan) -> Table:
 
 
 def notable(plan: Plan) -> list[tuple[int, Option]]:
-    """The best of each kind of placement, and the fewest ranks that fit, each with its number in the list."""
+    """Returns the best of each kind of placement, and the fewest ranks that fit, with their numbers."""
     kinds: dict[object, int] = {}
     fewest = plan.fewest
-    for number, one in enumerate(plan.options):
-        place = one.placement
+    for number, option in enumerate(plan.options):
+        place = option.placement
         kinds.setdefault((place.draft_apart, place.copies, min(place.draft_degree, 2)), number)
-        if one is fewest:
+        if option is fewest:
             kinds["fewest"] = number
     return [(number + 1, plan.options[number]) for number in sorted(set(kinds.values()))]
 
 
 def _bars(ranks: tuple[RankMemory, ...], device: str, width: int) -> Iterator[Text]:
-    """A bar for each kind of GPU; equal bars are drawn once."""
+    """Yields a bar for each kind of GPU; equal bars are drawn once."""
     count = max(MIN_CELLS, min(CELLS, width - BESIDE))
     kinds: dict[object, list[RankMemory]] = {}
-    for one in ranks:
-        kinds.setdefault((tuple(_cells(one, count).items()), one.verdict), []).append(one)
-    for alike in kinds.values():
-        yield _bar(alike, device, count)
-    yield from _legend([name for name in FILL if any(parts(one.lines)[name] for one in ranks)], width)
+    for memory in ranks:
+        kinds.setdefault((tuple(_cells(memory, count).items()), memory.verdict), []).append(memory)
+    for equal in kinds.values():
+        yield _bar(equal, device, count)
+    names = [name for name in FILL if any(parts(memory.lines)[name] for memory in ranks)]
+    yield from _legend(names, width)
 
 
 def _legend(names: list[str], width: int) -> Iterator[Text]:
-    """What the bars' characters mean; an entry is not broken."""
+    """Yields what the bars' characters mean; an entry is not broken."""
     line = Text(LEGEND_MARGIN)
     for name in names:
         entry = f"{FILL[name]} {name}"
@@ -159,9 +121,11 @@ def _legend(names: list[str], width: int) -> Iterator[Text]:
 
 
 def _cells(memory: RankMemory, count: int) -> dict[str, int]:
-    """How many of the bar's cells each part fills."""
+    """Returns how many of the bar's cells each part fills."""
     scale = count / max(memory.capacity, memory.total, 1)
-    cells, filled, so_far = {}, 0, 0
+    cells = {}
+    filled = 0
+    so_far = 0
     for name, size in parts(memory.lines).items():
         so_far += size
         cells[name] = round(so_far * scale) - filled
@@ -169,9 +133,10 @@ def _cells(memory: RankMemory, count: int) -> dict[str, int]:
     return cells
 
 
-def _bar(alike: list[RankMemory], device: str, count: int) -> Text:
-    fullest = worst(alike)
-    ranks, cells = spans([one.rank for one in alike]), _cells(fullest, count)
+def _bar(equal: list[RankMemory], device: str, count: int) -> Text:
+    fullest = worst(equal)
+    ranks = spans([memory.rank for memory in equal])
+    cells = _cells(fullest, count)
     line = Text(f"{device} {ranks:<4} ")
     for name, filled in cells.items():
         line.append(FILL[name] * filled, style=COLOUR[name])
@@ -183,25 +148,28 @@ def _bar(alike: list[RankMemory], device: str, count: int) -> Text:
 
 
 def _acceptances(plan: Plan) -> Table:
-    table, points = _empty_table(), plan.acceptances
+    table = _empty_table()
+    points = plan.acceptances
     table.add_column("acceptance")
-    for one in points:
-        table.add_column(f"{one['acceptance']:g}", justify="right")
-    table.add_row("K", *(str(one["k"]) for one in points))
-    table.add_row("tokens a round", *(f"{one['tokens_per_round']:.2f}" for one in points))
-    table.add_row("ms/token", *(f"{one['ms_per_token']:.2f}" for one in points))
-    table.add_row("speed-up", *(f"{one['speedup']:.2f}x" for one in points))
+    for point in points:
+        table.add_column(f"{point['acceptance']:g}", justify="right")
+    table.add_row("K", *(str(point["k"]) for point in points))
+    table.add_row("tokens a round", *(f"{point['tokens_per_round']:.2f}" for point in points))
+    table.add_row("ms/token", *(f"{point['ms_per_token']:.2f}" for point in points))
+    table.add_row("speed-up", *(f"{point['speedup']:.2f}x" for point in points))
     return table
 
 
 def _words(plan: Plan) -> Iterator[str]:
-    """What is not in the tables, a line each."""
-    room, times, fewest = plan.largest, plan.chosen.times, plan.fewest
+    """Yields what is not in the tables, a line each."""
+    room = plan.largest
+    times = plan.chosen.times
+    fewest = plan.fewest
     if plan.chosen.verdict is FitVerdict.fits:
         rows = _at_least(room.rows, MOST_ROWS)
         limit = " (the model's own limit)" if room.is_model_limit else ""
-        most = f"largest that fits here: context {room.context_tokens}{limit}, or {rows} rows"
-        yield most + (f", or K = {_at_least(room.k, MAX_K)}" if plan.drafts else "")
+        drafts = f", or K = {_at_least(room.k, MAX_K)}" if plan.drafts else ""
+        yield f"largest that fits here: context {room.context_tokens}{limit}, or {rows} rows{drafts}"
     else:
         yield from _changes(plan)
     if fewest is not None and fewest.placement.world < plan.chosen.placement.world:
@@ -219,7 +187,8 @@ def _words(plan: Plan) -> Iterator[str]:
         reasons = dict.fromkeys(plan.eager.values())  # often one for both roles
         roles = {why: " and ".join(role for role in plan.eager if plan.eager[role] == why) for why in reasons}
         yield f"steps run eagerly: {'; '.join(f'{who}, {why}' for why, who in roles.items())}"
-    request, place = plan.request, plan.chosen.placement
+    request = plan.request
+    place = plan.chosen.placement
     degree = max(len(place.target), place.draft_degree)
     if not plan.eager and request.steps.needs_trial and degree > 1:
         yield "the first start tries CUDA graphs over several GPUs; if that fails, steps run eagerly"
@@ -247,7 +216,7 @@ def _licences(plan: Plan) -> str:
 
 
 def _changes(plan: Plan) -> Iterator[str]:
-    """The changes that make it fit."""
+    """Yields the changes that make it fit."""
     for number, change in enumerate(plan.advice):
         yield f"{'to make it fit: ' if number == 0 else '            or: '}{change}"
     if not plan.advice:

@@ -101,7 +101,7 @@ class ModelPart:
 
     @property
     def head_inputs(self) -> int:
-        """Numbers of the target's states that a trained head reads; 0 of a model."""
+        """Counts the numbers of the target's states that a trained head reads; 0 of a model."""
         head = self.sizes.trained_head
         return 0 if head is None else head.inputs
 
@@ -111,12 +111,12 @@ class ModelPart:
 
     @property
     def vocab(self) -> int:
-        """Tokens whose logits this rank computes."""
+        """Counts the tokens whose logits this rank computes."""
         return length(self.share.vocab)
 
     @property
     def widest_vocab(self) -> int:
-        """The most tokens whose logits a rank computes."""
+        """Returns the largest number of tokens whose logits a rank computes."""
         if self.sizes.trained_head is not None:
             return self.vocab
         return length(vocab_share(self.sizes.vocab, self.world, 0))
@@ -139,32 +139,37 @@ class ModelPart:
 
     @property
     def ffn(self) -> int:
-        """Columns of the MLP."""
+        """Counts the columns of the MLP."""
         return length(self.share.columns)
 
     @property
     def expert_ffn(self) -> int:
-        """Columns of each expert."""
+        """Counts the columns of each expert."""
         return length(self.share.expert_columns)
 
     @property
     def rotary_width(self) -> int:
-        """The rotated numbers of a head."""
+        """Returns how many numbers of a head are rotated."""
         return int(self.sizes.head_dim * self.family.rotary)
 
     @property
     def norms(self) -> int:
-        """Norms of a block, those of queries and keys left out."""
+        """Counts the norms of a block, those of queries and keys left out."""
         return sum(map(bool, self.sizes.norms))
 
     @property
+    def has_scores(self) -> bool:
+        """Returns whether attention without our kernels has a matrix of scores, for a cap or a sink."""
+        return self.family.softcap or bool(self.family.names.sinks)
+
+    @property
     def largest_matrix(self) -> int:
-        """Numbers in the largest of a layer's matrices that may be quantised; experts are not."""
+        """Counts the numbers in the largest of a layer's matrices that may be quantised; experts are not."""
         return max(weight.count for weight in weights(replace(self, code_mix="")) if weight.linear)
 
 
 def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> Iterator[Weight]:
-    """Every parameter of the part. A tied head is the embedding, where that has the head's rows.
+    """Yields every parameter of the part. A tied head is the embedding, where that has the head's rows.
 
     `packed`: matrices are as a quantised checkpoint has them; `own_head`: a tied head has a copy of its own.
     """
@@ -185,13 +190,14 @@ def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> It
 
         biases = sum(part.share.outputs(each) for each in product if part.share.has_bias(each))
         if biases:
-            yield Weight(row.group, biases * max(1, row.experts), 1, row.times)
+            count = biases * max(1, row.experts)
+            yield Weight(group=row.group, outputs=count, inputs=1, times=row.times)
     if mixed:
         yield from _mixed(part)
 
 
 def _products(part: ModelPart) -> list[list[TensorRow]]:
-    """The rows that this rank has; those that are one matrix in memory together."""
+    """Returns the rows that this rank has; those that are one matrix in memory together."""
     products: dict[object, list[TensorRow]] = {}
     for row in layout(part.sizes):
         if row.part is Part.embedding and part.borrows_embedding:
@@ -202,7 +208,7 @@ def _products(part: ModelPart) -> list[list[TensorRow]]:
 
 
 def _joined(part: ModelPart, rows: list[TensorRow]) -> Weight:
-    """The matrix in memory that these rows are, one below the other."""
+    """Returns the matrix in memory that these rows are, one below the other."""
     share = part.share
     first = rows[0]
     is_product = first.part in QUANTISED
@@ -225,7 +231,7 @@ def _has_head(part: ModelPart) -> bool:
 
 
 def _mixed(part: ModelPart) -> Iterator[Weight]:
-    """The products of a checkpoint in which matrices have codes of their own, or none (kept.py)."""
+    """Yields the products of a checkpoint in which matrices have codes of their own, or none (kept.py)."""
     by_name = {row.in_gguf: row for row in layout(part.sizes) if row.in_gguf}
     for word in part.code_mix.split():
         names, times, bits, group, size, table = word.split(":")
@@ -239,7 +245,7 @@ def _mixed(part: ModelPart) -> Iterator[Weight]:
 
 
 def _coded_experts(part: ModelPart) -> int:
-    """The layers whose experts are in codes; in `_mixed`."""
+    """Counts the layers whose experts are in codes; in `_mixed`."""
     layers = 0
     for word in part.code_mix.split():
         names, times, *_ = word.split(":")
@@ -249,12 +255,12 @@ def _coded_experts(part: ModelPart) -> int:
 
 
 def parameters(model: ModelConf) -> int:
-    """How many parameters the model has; a tied head counts once."""
+    """Counts the parameters of the model; a tied head counts once."""
     return sum(weight.count * weight.times for weight in weights(ModelPart.of(model)))
 
 
 def buffers(part: ModelPart) -> list[int]:
-    """Bytes of the buffers that a model computes: frequencies of rotary positions, ids of a head's tokens."""
+    """Returns the bytes of computed buffers: frequencies of positions, ids of a head's tokens."""
     if part.family.position_rows is not None:
         return []
     ids = [8 * part.vocab] if part.head_inputs and part.vocab < part.whole_vocab else []
@@ -262,15 +268,15 @@ def buffers(part: ModelPart) -> list[int]:
 
 
 def held(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> dict[str, int]:
-    """Bytes of each group of tensors, each tensor rounded up to the store's unit."""
-    found: dict[str, int] = {}
+    """Returns the bytes of each group of tensors, each rounded up to the store's unit."""
+    sizes: dict[str, int] = {}
     for group, bytes_, times in tensors(part, dtype, store):
-        found[group] = found.get(group, 0) + -(-bytes_ // store.unit) * store.unit * times
-    return found
+        sizes[group] = sizes.get(group, 0) + -(-bytes_ // store.unit) * store.unit * times
+    return sizes
 
 
 def tensors(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iterator[tuple[str, int, int]]:
-    """Every tensor as (group, bytes, how many)."""
+    """Yields every tensor as (group, bytes, how many)."""
     tables = set()
     for weight in weights(part, dtype is Dtype.packed, own_head=store.packs):
         for group, bytes_ in bytes_of(weight, dtype, store):
@@ -284,7 +290,7 @@ def tensors(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iter
         yield BUFFERS, bytes_, 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolePart:
     """One rank's part of a role: weights, and caches of `capacity` tokens.
 
@@ -303,11 +309,18 @@ class RolePart:
 
     @staticmethod
     def of(role: Role, part: ModelPart, capacity: int, caches: int = 1, compiled: bool = False) -> RolePart:
-        masks = part.family.masks(role.model.sliding_window)
-        return RolePart(role.role, part, role.dtype, capacity, caches, masks, compiled)
+        return RolePart(
+            role=role.role,
+            part=part,
+            dtype=role.dtype,
+            capacity=capacity,
+            caches=caches,
+            masks=part.family.masks(role.model.sliding_window),
+            compiled=compiled,
+        )
 
     def store(self, cpu: bool) -> Storage:
-        """How a CPU or a GPU keeps its tensors."""
+        """Returns how a CPU or a GPU keeps its tensors."""
         return Storage(1 if cpu else UNIT, CPU if cpu else CUDA, self.compiled)
 
     def caches_bytes(self, rows: int, unit: int = 1) -> int:

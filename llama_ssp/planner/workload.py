@@ -5,10 +5,17 @@ from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, ModelConf, Splitting
 
-TARGET, DRAFT = "model", "draft"  # roles, by the names of their config groups
-MIB, GIB = 2**20, 2**30
+# Roles, by the names of their config groups.
+TARGET = "model"
+DRAFT = "draft"
+
+MIB = 2**20
+GIB = 2**30
+
 # How the bytes of a line are known: from shapes alone, as an upper bound by a formula, or as measured.
-EXACT, BOUND, CONSTANT = "exact", "bound", "constant"
+EXACT = "exact"
+BOUND = "bound"
+CONSTANT = "constant"
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class StepRule:
 ALL_COMPILED = StepRule(why_eager=lambda _role, _splitting: None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """One batch: rows of `prompt_tokens`, `new_tokens` each, K drafted a round (0: no drafting).
 
@@ -48,12 +55,12 @@ class Workload:
 
     @property
     def columns(self) -> int:
-        """The positions of a row that the target verifies in a round."""
+        """Counts the positions of a row that the target verifies in a round."""
         return self.k + 1
 
     @property
     def slots(self) -> int:
-        """The capacity requested of the caches, which stop at a model's context."""
+        """Returns the capacity requested of the caches, which stop at a model's context."""
         return self.prompt_tokens + self.new_tokens
 
 

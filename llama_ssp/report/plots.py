@@ -1,4 +1,4 @@
-"""Draws the pictures of measure, agree, and of a plan over nodes, if matplotlib is installed."""
+"""Draws the pictures of measure and agree, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def picture(summary: dict[str, Any]) -> Figure | None:
 
     pair = [summary[role] for role in ("target", "drafter") if summary.get(role)]
     host = summary.get("host")
-    machine = f"{host['processor']}, {host['cores']} cores" if host and task != "plan" else None
+    machine = f"{host['processor']}, {host['cores']} cores" if host else None
     gpus = summary.get("gpus", [])[:1]
     began = (summary.get("began") or "")[:10]  # the date
     titles = [" with ".join(pair), machine, *gpus, began, summary.get("commit")]
@@ -194,31 +194,5 @@ def _reaches(rows: list[dict[str, Any]], end: str) -> list[float]:
     return [abs((row[end] or row["speedup"]) - row["speedup"]) for row in rows]
 
 
-def _nodes(figure: Figure, summary: dict[str, Any]) -> str:
-    """Draws a planned job over nodes: tokens a second, time, price; a colour for each width of groups."""
-    job = summary["job"]
-    if not job["nodes"]:
-        return "fits on none of these numbers of nodes"
-    panels = {
-        "tokens_per_s": "tokens/s",
-        "job_s": "s",
-        "price_per_million_tokens": "price of a million tokens",
-    }
-    panels = {key: title for key, title in panels.items() if job["nodes"][0][key] is not None}
-    nodes = [row["nodes"] for row in job["nodes"]]
-
-    figure.set_size_inches(10, 3.6)
-    for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        axes.set_xscale("log", base=2)
-        for gpus in sorted({row["gpus_per_group"] for row in job["nodes"]}):
-            rows = [row for row in job["nodes"] if row["gpus_per_group"] == gpus]
-            label = f"{gpus} GPUs a group" if gpus > 1 else f"{gpus} GPU a group"
-            axes.plot([row["nodes"] for row in rows], [row[key] for row in rows], "o", label=label)
-        axes.set(title=title, xlabel="nodes", ylim=(0, None))
-        axes.set_xticks(nodes, map(str, nodes))
-        axes.minorticks_off()
-    return f"planned for {summary['cluster']['name']}, {job['records']} records"
-
-
 # By task: the function that draws, and the key of the summary that it needs.
-PICTURES = {"measure": (_speeds, "target_alone"), "agree": (_agreements, "prompts"), "plan": (_nodes, "job")}
+PICTURES = {"measure": (_speeds, "target_alone"), "agree": (_agreements, "prompts")}

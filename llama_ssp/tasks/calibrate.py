@@ -90,7 +90,6 @@ GEMM_ROWS = 512
 LONG_PART = 8
 RESIDUAL = 2048  # numbers of a token's residual, which ranks sum
 CALLS = 50  # sums and messages that are timed together
-FAR = 17  # tokens of a pass at which the cost of more of them is noted
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 MAX_SHARE = 2.0  # of the bandwidth: the most that a config may say; only a busy machine seems to give more
 FITTED = {
@@ -339,7 +338,7 @@ def cases() -> list[Case]:
 
 def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -> TimesConf:
     """Returns the constants that explain the cases' rounds best; relative errors count."""
-    no_cost = {**dict.fromkeys(FITTED, 0.0), "bandwidth_share": 1.0, "rows_cost": {1: 1.0, FAR: 1.0}}
+    no_cost: dict[str, Any] = {**dict.fromkeys(FITTED, 0.0), "bandwidth_share": 1.0}
 
     def rounds(cost: dict[str, Any], conf: ClusterConf = cluster) -> Any:
         """Returns the cases' rounds, in seconds, if nothing but this constant has a cost besides bytes."""
@@ -351,22 +350,14 @@ def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -
     measured_s = np.array(spent)
     bytes_s = rounds({})
     known_s = rounds({}, replace(cluster, gb_s=FREE, tflops=FREE))  # sums and messages
-    units: list[dict[str, Any]] = [
-        {"rows_cost": {1: 1.0, FAR: 2.0}},
-        *({key: 1 / unit} for key, unit in FITTED.items()),
-    ]
-    columns = [bytes_s - known_s, *(rounds(unit) - bytes_s for unit in units)]
+    units = [rounds({key: 1 / unit}) - bytes_s for key, unit in FITTED.items()]
+    columns = [bytes_s - known_s, *units]
     matrix = np.array(columns).T / measured_s[:, None]
-    reading, more_rows, *values = non_negative(matrix, 1 - known_s / measured_s)
+    reading, *values = non_negative(matrix, 1 - known_s / measured_s)
 
-    share = 1.0
-    rows_cost = 1.0
-    if reading:
-        share = 1 / reading
-        rows_cost = 1 + more_rows / reading
+    share = 1 / reading if reading else 1.0
     constants: dict[str, Any] = {
         "bandwidth_share": _short(min(share, MAX_SHARE)),
-        "rows_cost": {1: 1.0, FAR: _short(rows_cost)},
         **{key: _short(value / unit) for (key, unit), value in zip(FITTED.items(), values, strict=True)},
     }
     return replace(cluster.times, **constants)

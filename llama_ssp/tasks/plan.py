@@ -18,12 +18,10 @@ from llama_ssp.placing.pairs import PairSpec, pair_files, require_head, require_
 from llama_ssp.placing.request import PairFiles, has_another_size, is_free, request_for
 from llama_ssp.placing.start import Start, command_line, to_paste
 from llama_ssp.planner.fit import FitVerdict
-from llama_ssp.planner.groups import JobSize, plan_job
 from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
-from llama_ssp.planner.table import drawing, job_drawing
+from llama_ssp.planner.table import drawing
 from llama_ssp.report.console import Console
-from llama_ssp.report.plots import plot
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import aligned
 from llama_ssp.report.terminal import rich_console
@@ -133,15 +131,10 @@ def execute(
     run, plan = planned(run, ranks)
     vocabulary, matching = vocabularies(run)
     folder = _run_folder(run if is_leader else replace(run, out=None), place)
-    job = None  # a batch job on each of the numbers of nodes that task.nodes lists
-    if task.nodes:
-        size = JobSize(task.records, task.shard_size)
-        job = plan_job(plan.request, size, task.nodes, run.cluster.price_per_gpu_hour)
     command = command_line(words, plan.chosen.placement.world, plan.request.machine.gpus)
     figures = {
         **plan.document(),
         "vocabulary": vocabulary,
-        "job": job.document() if job is not None else None,
         "command": command if plan.runs else None,
     }
     summary = folder.summary("done", figures)
@@ -149,15 +142,11 @@ def execute(
     console = Console(silent=not is_leader)
     try:
         folder.close(summary)
-        if job is not None and is_leader:
-            plot(summary, task.plot, folder.path)
     finally:  # a full disk must not cost the plan
         if run.output is not Output.json:
             if matching:
                 console.line(matching)
             _show(plan, console)
-            if job is not None:
-                console.show(job_drawing(job))
             if plan.runs:
                 console.line(to_paste(command))
         console.document(summary, run.output)

@@ -61,7 +61,8 @@ def test_a_head_on_the_leader_writes_what_one_process_writes(kind: str, world: i
         case = replace(SAMPLED, rows=rows)
         runs = [written(*alone, case, RAGGED), *pairs.run(written, case, RAGGED)]
         assert all(run.texts == texts[:rows] for run in runs)
-    work = Workload(16, max(len(prompt.token_ids) for prompt in RAGGED), SAMPLED.max_new, SAMPLED.k, 512)
+    longest = max(len(prompt.token_ids) for prompt in RAGGED)
+    work = Workload(rows=16, prompt_tokens=longest, new_tokens=SAMPLED.max_new, k=SAMPLED.k)
     for size, (pair, run) in ((1, alone), (world, pairs.held[0])):
         assert pair.head is not None and run.draft is not None
         roles = Role(TARGET, run.model, Dtype.fp32), Role(DRAFT, run.draft, Dtype.fp32)
