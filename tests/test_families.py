@@ -1,7 +1,7 @@
 """Every family from a folder to a text: greedy as transformers writes it, speculative runs certified."""
 
 import ast
-import re
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,11 +134,47 @@ def test_a_pass_reads_the_experts_that_its_tokens_choose() -> None:
     assert pass_cost(Role("", wide, Dtype.bf16), 1).flops - cost.flops == 2 * one
 
 
+def test_a_model_without_a_row_is_planned_by_the_headers_of_its_files(
+    command: Command, tmp_path: Path
+) -> None:
+    """In bf16, whatever its files have; without them there is nothing to plan by."""
+    module = tiny("cohere", vocab_size=SIZE)
+    folder = save(tmp_path / "cohere", module)
+    words = ("task=plan", f"model={folder}", "draft=none", "cluster=p4d", "task.prompt_tokens=8")
+    planned = command(*words, "output=json", "out=null").document
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    lines = planned["per_gpu"][0]["lines"]
+    assert lines["model: weights"]["bytes"] == 2 * numbers
+    assert planned["best"] is None and planned["command"].endswith("ranks=1")
+
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    bare = command(*words)
+    assert bare.code == 4 and "headers of its weights, which are not here" in bare.err
+
+
+RECURRENT = {
+    "qwen3_next": {"linear_num_key_heads": 2, "linear_conv_kernel_dim": 4},
+    "llama4_text": {"attention_chunk_size": 8192},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_what_cannot_run_at_all_is_not_planned(family: str, command: Command, tmp_path: Path) -> None:
+    """The same line as a run's: no plan says that it runs in one process."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": SIZE}
+    content = {"model_type": family, "max_position_embeddings": 64, **sizes, **RECURRENT[family]}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    refused = command("task=plan", f"model={tmp_path}", "draft=none", "cluster=p4d")
+    assert refused.code == 4 and "layers that this program cannot roll back" in refused.err
+
+
 def test_what_is_not_planned_or_run_says_so_by_name(command: Command, tmp_path: Path) -> None:
     cohere = save(tmp_path / "cohere", tiny("cohere", vocab_size=SIZE))
     pair = (f"model={cohere}", "draft=none", "seed=1", "task.max_new_tokens=4")
-    answer = command("task=plan", *pair, "task.prompt_tokens=8")
-    assert answer.code == 4 and re.search("cannot be planned.*cohere.*llama", answer.errors[0])
+    answer = command("task=plan", *pair, "task.prompt_tokens=8", "out=null")
+    assert answer.code == 0 and "one process, by transformers' module, as cohere has no row" in answer.out
     answer = command(f"prompt={TEXT}", *pair, "output=json")
     assert (answer.code, answer.errors, answer.document["plan"]) == (0, [], None)
     # Its biases come from the mask's slots; the family is tested without them.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console as rich_screen
 from rich.table import Table as RichTable
@@ -30,6 +31,7 @@ from llama_ssp.planner.workload import GIB, Workload
 from llama_ssp.report.tables import fitted, text_of
 from llama_ssp.report.task_tables import plan_against_actual
 from llama_ssp.tasks import plan as planning
+from tests import checkpoints
 from tests.checkpoints import renumber
 from tests.conftest import Answer, Command, Saved
 
@@ -522,3 +524,15 @@ def test_what_would_have_fitted_counts_what_the_plan_did_not_know() -> None:
         assert planned == worst.total, beyond
         rows.append(int(re.findall(r"(\d+) rows? instead of 16", fix)[0]))
     assert 16 > rows[0] > rows[2] > 0
+
+
+def test_what_a_run_refuses_a_plan_refuses_with_the_same_line(command: Command, tmp_path: Path) -> None:
+    """NVFP4 as modelopt writes it: config.json does not say how the weights are quantised."""
+    folder = checkpoints.save(tmp_path / "nvfp4")
+    scales = {f"model.layers.0.{name}.weight_scale": torch.ones(4) for name in ("self_attn.q_proj",)}
+    checkpoints.edit_tensors(folder, lambda tensors: tensors.update(scales))
+    words = (f"model={folder}", "draft=none")
+    planned = command("task=plan", *words, "cluster=p4d")
+    run = command("task=generate", *words, "prompt=a")
+    assert planned.code == run.code == 4
+    assert planned.errors == run.errors and "config.json does not say how" in planned.err

@@ -24,8 +24,8 @@ from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.passes import Pass, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
+from llama_ssp.models.sizes import LAYER_KINDS
 
-LAYER_KINDS = ("full_attention", "sliding_attention")  # whose keys can be forgotten from any position on
 RUNNING: ContextVar[Pass | None] = ContextVar("pass", default=None)  # that makes its masks now
 OTHER = "choose another architecture"
 

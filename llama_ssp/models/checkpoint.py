@@ -22,6 +22,7 @@ from llama_ssp.models.folder import (
     require_counts,
     require_safe,
     tensors_of,
+    weights_here,
 )
 from llama_ssp.models.formats.quantised_config import left_out, require_readable
 from llama_ssp.models.heads.settings import head_settings, kind_of
@@ -60,7 +61,7 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
 def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     """Returns the model with its shape from config.json; a preset that has the shape needs no files.
 
-    Of a quantised folder that is here the headers of the weights are read, too.
+    Of a folder whose weights are here their headers are read, too: what a run refuses is refused here.
     """
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
@@ -74,11 +75,10 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     if kind_of(path):
         return _with_head(model, path if local else find(model, role, download), role)
 
+    if local and weights_here(path):
+        return _possible(with_shape(model, inspect(path), role), role)
     config = read_config(path)
-    coded = is_gguf(path) or (config.get("quantization_config") and any(path.glob("*.safetensors")))
     checkpoint = Checkpoint(path=path, config=config, tensors={})
-    if local and coded:
-        checkpoint = inspect(path)  # with the sizes of codes
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
     return _possible(replace(with_shape(model, checkpoint, role), tied=bool(tied)), role)
 

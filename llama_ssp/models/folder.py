@@ -41,6 +41,11 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == GGUF
 
 
+def weights_here(path: Path) -> bool:
+    """Returns whether a folder has weights, all or some of them; a GGUF file has."""
+    return is_gguf(path) or any(path.glob("*.safetensors"))
+
+
 def gguf_in(path: Path) -> Path | None:
     """The GGUF file that a path means: the path itself, or the one in a folder without safetensors.
 

@@ -131,18 +131,6 @@ def is_planned(model: ModelConf) -> bool:
     return model.family in TESTED_FAMILIES
 
 
-def require_planned(model: ModelConf, role: str) -> None:
-    """Raises ModelError if the planner does not know the model's layers."""
-    if not is_planned(model):
-        raise ModelError(
-            "the architecture cannot be planned",
-            where=f"{role} {model.name}",
-            found=model.family,
-            allowed=TESTED,
-            fix="run it in one process, without a plan",
-        )
-
-
 def require_split(model: ModelConf, world: int, role: str = "model") -> None:
     """Refuses a model that cannot be split over `world` ranks: on every rank, before a file is opened."""
     where = f"{role} {model.name}"

@@ -21,6 +21,12 @@ from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import quantised_config
 
+# Layers whose keys can be forgotten from any position on.
+LAYER_KINDS = ("full_attention", "sliding_attention")
+# Keys of recurrent states, of convolutions along the text, and of attention within chunks.
+OF_STATES = re.compile(
+    r"(linear_|mamba_|n_mamba|ssm_|time_step_|lru_|conv_kernel|state_size|attention_chunk)"
+)
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
@@ -47,9 +53,30 @@ def config_file(path: Path) -> Path:
     return path if is_gguf(path) else path / "config.json"
 
 
+def require_forgetting(config: dict[str, Any]) -> None:
+    """Refuses layers that keep more than keys and values: a rejected draft could not be taken back.
+
+    Where config.json does not name the kinds of layers, its keys tell; transformers says the rest at load.
+    """
+    kinds = set(config.get("layer_types") or ()) - set(LAYER_KINDS)
+    where = f"layer_types of {config['model_type']}"
+    if not kinds and not config.get("layer_types") and config["model_type"] not in TESTED_FAMILIES:
+        kinds = {key for key in config if OF_STATES.match(key) and config[key] is not None}
+        where = config["model_type"]
+    if kinds:
+        raise ModelError(
+            "the model has layers that this program cannot roll back",
+            where=where,
+            found=", ".join(sorted(kinds)),
+            allowed=", ".join(LAYER_KINDS),
+            fix="choose a model with attention layers only",
+        )
+
+
 def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the model's sizes by the config's names; raises ModelError if config.json lacks one."""
     config = checkpoint.config
+    require_forgetting(config)
     size = partial(_size, checkpoint)
     family = family_of(config["model_type"])
     heads = size("num_attention_heads", "num_heads", "n_head")

@@ -42,6 +42,10 @@ class Plan:
     advice: list[str]
 
     @property
+    def verdict(self) -> FitVerdict:
+        return self.chosen.verdict
+
+    @property
     def runs(self) -> bool:
         """Returns whether there is a speed to speak of: the chosen placement may fit."""
         return self.chosen.runs
@@ -107,21 +111,9 @@ class Plan:
 
     def document(self) -> dict[str, Any]:
         """Returns the figures under the names of the JSON interface."""
-        machine = self.request.machine
-        work = self.request.work
         chosen = self.chosen
         times = chosen.times
         k = chosen.k
-        cluster = {
-            "name": machine.name,
-            "gpu": machine.gpu,
-            "nodes": machine.nodes,
-            "gpus_per_node": machine.gpus,
-            "capacity_bytes": machine.capacity,
-            "constants_from": machine.times.source,
-        }
-        names = "rows", "prompt_tokens", "new_tokens", "prefill_chunk"
-        sizes = {name: getattr(work, name) for name in names}
         best = {
             **self._in_short(chosen),
             "ms_per_token_regular": self.regular_ms if self.runs else None,
@@ -136,12 +128,8 @@ class Plan:
         return {
             "verdict": chosen.verdict.value,
             "sentence": self.sentence(),
-            "cluster": cluster,
-            "models": {
-                role.role: {"name": role.model.name, "dtype": role.dtype.value} for role in self.request.roles
-            },
-            "workload": {**sizes, "k": k, "acceptance": self.request.acceptance},
-            "per_gpu": [_gpu(memory) for memory in chosen.ranks],
+            **subject(self.request, k),
+            "per_gpu": [gpu_document(memory) for memory in chosen.ranks],
             "placements": [self._ranked(planned) for planned in self.options],
             "best": best,
             "by_acceptance": self.acceptances if self.runs else [],
@@ -242,7 +230,33 @@ def parts(lines: Iterable[MemoryLine]) -> dict[str, int]:
     return sizes
 
 
-def _gpu(memory: RankMemory) -> dict[str, Any]:
+def subject(request: PlanRequest, k: int) -> dict[str, Any]:
+    """Returns what is planned, under the names of the JSON interface: machine, models and work."""
+    machine = request.machine
+    work = request.work
+    return {
+        "cluster": {
+            "name": machine.name,
+            "gpu": machine.gpu,
+            "nodes": machine.nodes,
+            "gpus_per_node": machine.gpus,
+            "capacity_bytes": machine.capacity,
+            "constants_from": machine.times.source,
+        },
+        "models": {role.role: {"name": role.model.name, "dtype": role.dtype.value} for role in request.roles},
+        "workload": {
+            "rows": work.rows,
+            "prompt_tokens": work.prompt_tokens,
+            "new_tokens": work.new_tokens,
+            "prefill_chunk": work.prefill_chunk,
+            "k": k,
+            "acceptance": request.acceptance,
+        },
+    }
+
+
+def gpu_document(memory: RankMemory) -> dict[str, Any]:
+    """Returns a rank's memory under the names of the JSON interface, line by line."""
     return {
         "rank": memory.rank,
         "total_bytes": memory.total,

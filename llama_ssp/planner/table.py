@@ -1,6 +1,7 @@
 """A plan for a terminal: tables and bars. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from rich.table import Table
 from rich.text import Text
@@ -9,7 +10,7 @@ from llama_ssp.config import MAX_K, MOST_ROWS
 from llama_ssp.distributed.placement import spans
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
 from llama_ssp.planner.plan import PARTS, Plan, parts
-from llama_ssp.planner.search import Option, warnings_of_codes
+from llama_ssp.planner.search import Option, PlanRequest, warnings_of_codes
 from llama_ssp.planner.speed import BAND
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import GIB
@@ -31,7 +32,7 @@ MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.doe
 def drawing(plan: Plan, width: int = WIDTH) -> Iterator[Text | Table | str]:
     """Yields the whole plan, piece by piece: tables, bars that fit the width, and words."""
     fits = plan.runs
-    yield Text(heading(plan), style="bold")
+    yield Text(heading(plan.request), style="bold")
     yield _placements(plan)
     yield from _bars(plan.chosen.ranks, "CPU" if plan.request.machine.is_cpu else "GPU", width)
     yield ""
@@ -42,11 +43,10 @@ def drawing(plan: Plan, width: int = WIDTH) -> Iterator[Text | Table | str]:
     yield Text(plan.sentence(), style=f"bold {MARK[plan.chosen.verdict]}")
 
 
-def heading(plan: Plan) -> str:
-    """Returns what is planned: models, machine, workload."""
-    request = plan.request
+def heading(request: PlanRequest, numbers: Mapping[str, int] = MappingProxyType({})) -> str:
+    """Returns what is planned: models, machine, workload. `numbers` of weights, by role, are known ones."""
     work = request.work
-    sizes = [(role, _count(parameters(role.model))) for role in request.roles]
+    sizes = [(role, _count(numbers.get(role.role) or parameters(role.model))) for role in request.roles]
     models = " + ".join(f"{role.model.name} {role.dtype.value} ({size})" for role, size in sizes)
     rows = f"{work.rows} row{'s' if work.rows > 1 else ''} of {work.prompt_tokens} + {work.new_tokens} tokens"
     return f"{models} on {request.machine.in_words()}\n{rows}, acceptance {request.acceptance:.2f}"

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, StorageError, UsageError
-from llama_ssp.models.checkpoint import folder_at_hand
-from llama_ssp.models.sharding import require_planned
+from llama_ssp.models.checkpoint import folder_at_hand, inspect
+from llama_ssp.models.families import TESTED
+from llama_ssp.models.folder import weights_here
+from llama_ssp.models.sharding import is_planned
 from llama_ssp.placing.decision import RunDecision
 from llama_ssp.placing.pairs import PairSpec, pair_files, require_head, require_own_ranks, require_whole
 from llama_ssp.placing.request import PairFiles, has_another_size, is_free, request_for
 from llama_ssp.placing.start import Start, command_line, to_paste
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.hardware import require_world
+from llama_ssp.planner.one_process import OneProcess, one_process
 from llama_ssp.planner.plan import Plan, make_plan
-from llama_ssp.planner.table import drawing
+from llama_ssp.planner.search import PlanRequest
+from llama_ssp.planner.table import drawing, heading
+from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Console
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import aligned
@@ -45,10 +51,13 @@ def plan(
     ModelError.
     """
     words = pair_words(model, draft, ["task=plan", f"cluster={cluster}", *listed("overrides", overrides)])
-    return planned(composed(words), 1)[1]
+    _, made = planned(composed(words), 1)
+    if isinstance(made, OneProcess):
+        raise ModelError(made.sentence(), fix="llama-ssp plan prints its bytes")
+    return made
 
 
-def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
+def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan | OneProcess]:
     """Returns the run with its models' shapes, and its plan. Raises RunError for what could never run.
 
     `ranks` is how many have been started, by torchrun or alone.
@@ -56,9 +65,9 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     (files,) = pair_files(run, [], dry=True)  # one pair; its models' files need not be here
     run = files.run
     request = request_for(files)
-    for role in request.roles:
-        require_planned(role.model, role.role)
     require_world(request.machine, ranks)
+    if unknown := numbers_of_unknown(request, files):
+        return run, one_process(request, unknown)
     if run.ranks is not None:
         request = replace(request, machine=request.machine.of_ranks(run.ranks))
     # A target that is split by layers has one rank, with all GPUs.
@@ -73,6 +82,27 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
         require_whole(placement.draft)
     require_own_ranks(run, placement)
     return run, make_plan(request, placement)
+
+
+def numbers_of_unknown(request: PlanRequest, files: PairFiles) -> dict[str, int]:
+    """Returns how many numbers the models have that cannot be planned in full, by role, as headers say."""
+    folders = {TARGET: files.target_path, DRAFT: files.draft_path}
+    numbers = {}
+    for role in request.roles:
+        if is_planned(role.model):
+            continue
+        folder = folders[role.role]
+        tensors = inspect(folder).tensors if folder is not None and weights_here(folder) else {}
+        if not tensors:
+            raise ModelError(
+                "an architecture without a row is planned by the headers of its weights, which are not here",
+                where=f"{role.role} {role.model.name}",
+                found=role.model.family,
+                allowed=TESTED,
+                fix="fetch it with download=true, or give its folder",
+            )
+        numbers[role.role] = sum(prod(shape) for _, shape in tensors.values())
+    return numbers
 
 
 def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Sequence[str]) -> int:
@@ -91,11 +121,16 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
             job = preview(spec)
             spec = job.pair
             slots = job.slots
-        request = request_for(PairFiles(spec.run, spec.target_path, spec.draft_path), slots)
+        files = PairFiles(spec.run, spec.target_path, spec.draft_path)
+        request = request_for(files, slots)
         gpus = -(-start.ranks // request.machine.nodes)  # rounded up
         if not request.machine.is_cpu:
             request = replace(request, machine=replace(request.machine, gpus=gpus))
-        plan = make_plan(request, spec.placement)
+        plan: Plan | OneProcess
+        if unknown := numbers_of_unknown(request, files):
+            plan = one_process(request, unknown)
+        else:
+            plan = make_plan(request, spec.placement)
         fits = fits and plan.runs
         _show(plan, console)
         console.line("\n".join(["", *decided(spec.decision)]))
@@ -115,8 +150,11 @@ def decided(decision: RunDecision) -> list[str]:
     return aligned([["what runs", "", "who decided"], *map(list, decision.lines())], words=3)
 
 
-def _show(plan: Plan, console: Console) -> None:
+def _show(plan: Plan | OneProcess, console: Console) -> None:
     """Prints the plan, on a terminal fitted to its width."""
+    if isinstance(plan, OneProcess):
+        console.line(f"{heading(plan.request, plan.numbers)}\n{plan.sentence()}")
+        return
     console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
 
 
@@ -131,7 +169,8 @@ def execute(
     run, plan = planned(run, ranks)
     vocabulary, matching = vocabularies(run)
     folder = _run_folder(run if is_leader else replace(run, out=None), place)
-    command = command_line(words, plan.chosen.placement.world, plan.request.machine.gpus)
+    world = 1 if isinstance(plan, OneProcess) else plan.chosen.placement.world
+    command = command_line(words, world, plan.request.machine.gpus)
     figures = {
         **plan.document(),
         "vocabulary": vocabulary,
@@ -150,7 +189,7 @@ def execute(
             if plan.runs:
                 console.line(to_paste(command))
         console.document(summary, run.output)
-    failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
+    failed = task.require_fit and plan.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
 
 
