@@ -351,21 +351,24 @@ class SharedMemory:
 
         | (T, V) fp32 | (T, H) fp32 | ... | free |
         """
-        size = room_of(tensors)
-        if self._memory_N is None or size > self.size:
-            # Ranks that only draft draw outside of inference mode, where its tensors may not be written.
-            with torch.inference_mode(False):
-                self._memory_N = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-
-        rooms = [room_of([tensor]) for tensor in tensors]
-        parts = torch.split(self._memory_N[:size], rooms)
-        places = [
-            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for part, tensor in zip(parts, tensors, strict=True)
-        ]
+        # Ranks that only draft draw outside of inference mode, where its tensors may not be written.
+        with torch.inference_mode(False):
+            places = self._places(tensors)
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)
         return places
+
+    def _places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the memory of tensors of these shapes, made first where it is too small."""
+        size = room_of(tensors)
+        if self._memory_N is None or size > self.size:
+            self._memory_N = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+
+        parts = torch.split(self._memory_N[:size], [room_of([tensor]) for tensor in tensors])
+        return [
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
 
 
 def room_of(tensors: Iterable[Tensor]) -> int:
