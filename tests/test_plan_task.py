@@ -375,6 +375,7 @@ def test_what_does_not_fit_is_refused_with_advice(caplog: pytest.LogCaptureFixtu
     ids=lambda value: str(value),
 )
 def test_a_run_warns_once(dtype: str, rows: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A format has one rate; that of LLM.int8 on a CPU is of several tokens, and one is faster."""
     here = ("cluster=cpu", "cluster.gib=64", "model=7B", "draft=none", "engine=eager")
     conf = run(*here, f"model.dtype={dtype}", f"task.batch_size={rows}")
     with caplog.at_level(logging.WARNING):
