@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llama_ssp.planner.plan import Plan
     from llama_ssp.tasks.plan import plan
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Completion",
