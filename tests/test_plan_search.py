@@ -145,15 +145,18 @@ def test_a_message_takes_time_where_the_cluster_does_not_say_it() -> None:
 
 
 def test_probabilities_of_a_draft_apart_are_waited_for() -> None:
-    """They take the time that was measured, within a half, and also where the draft has run ahead."""
+    """They take the time that was measured, within a half, and also where the draft has run ahead.
+
+    Measured by bench/replies.py, quiet: half a millisecond of each reply is the messages' on two cores.
+    """
     for pair, rows, k, measured_ms in (
-        (("30B", "7B"), 1, 2, 0.75),
-        (("llama3.1-70b", "llama3.1-8b"), 1, 4, 3.0),
-        (("30B", "7B"), 64, 2, 39.0),
+        (("30B", "7B"), 1, 2, 0.8),
+        (("llama3.1-70b", "llama3.1-8b"), 1, 4, 1.4),
+        (("30B", "7B"), 64, 2, 9.7),
     ):
         times = round_times(request(*pair, H100, rows=rows), named("target 0-3, draft 4 (own)", 5))
-        through_host = k * times.sending + 2 * MESSAGE_S
-        assert 2 / 3 < 1000 * through_host / measured_ms < 1.5, (pair, rows)
+        through_host_ms = 1000 * k * times.sending + 0.5
+        assert 2 / 3 < through_host_ms / measured_ms < 1.5, (pair, rows)
         free = replace(times, sending=0.0)
         for overlap in (Overlap.ahead, Overlap.off):
             waits = [replace(one, overlap=overlap).round_s(k, 0.8) for one in (times, free)]

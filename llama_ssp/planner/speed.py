@@ -26,10 +26,11 @@ LAYER_S = 3.602175540184374e-05
 SUM_S = 7.236603830726217e-06
 SUM_S_PER_RANK = 5.266956020165437e-07
 CALIBRATED_GB_S = 2039.0  # the data sheet's bandwidth of that GPU
-# Ranks exchange integers, and the probabilities of a draft on ranks of its own, through the host. Measured by
-# reading a link on one shared core, without the copies from and to GPUs: 256 KB (1 row, K = 2, 32k tokens)
-# took 0.75 ms, 2 MB 3.0 ms, and 16.4 MB (64 rows) 39 ms. So it is a rate, and a time of each message.
-HOST_BYTES_PER_S = 0.5e9
+# Ranks exchange integers, and the probabilities of a draft on ranks of its own, through the host. Measured on
+# two cores by two processes, without the copies from and to GPUs (bench/replies.py): from 2 MB (1 row, K = 4,
+# 128k tokens) to 16 MB (64 rows, K = 2, 32k tokens) a reply takes half a millisecond and its bytes over this
+# rate. A message between the processes of a server with idle cores takes less; this is an estimate.
+HOST_BYTES_PER_S = 1.7e9
 MESSAGE_S = 1e-4
 FLOPS_SHARE = 0.5  # of peak: what the GEMMs of a long prompt attain
 # How far off a prediction may be: with constants of this machine, or of one like the published one; with
