@@ -13,6 +13,7 @@ After that, the steps of the real model are compared in the same way (`check`).
 import hashlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -65,6 +66,7 @@ class Trial:
     device: torch.device
     ranks: Ranks
     verdict: str = PASSED
+    has_verdict: bool = True  # not if something failed before the first step: the next start tries again
     differs: bool = False  # the real model, of which no file is written
     file: Path = field(init=False)
 
@@ -86,16 +88,20 @@ class Trial:
         again = f"engine=compiled skips the trial; to try again delete {self.file}"
         return f"{steps} failed their trial ({self.verdict}); {again}"
 
-    def passes(self) -> bool:
-        """Whether the model's steps may be compiled, by the verdict of an earlier start, or by trying."""
+    def passes(self, most_s: float = math.inf) -> bool:
+        """Whether the model's steps may be compiled, by the verdict of an earlier start, or by trying.
+
+        A trial takes `most_s` at most; one that is cut short by that gives no verdict.
+        """
         known = self._read()
         is_lasting = True
         self.verdict = known or PASSED
         if json.dumps(None) in self.ranks.gather_texts(json.dumps(known)):
             log.info("engine: trying compiled steps over %d ranks, before weights are read", self.ranks.world)
-            self.verdict, is_ready = self._run()
+            self.verdict, is_ready = self._run(most_s)
             is_lasting = all(own for (own,) in self.ranks.gather_ints([int(is_ready)]))
         self._agree()
+        self.has_verdict = self.verdict == PASSED or is_lasting
         if self.verdict != known and is_lasting:
             self._write(self.verdict)
         return self.verdict == PASSED
@@ -127,8 +133,12 @@ class Trial:
         every = self.ranks.gather_texts(self.verdict)
         self.verdict = next((verdict for verdict in every if verdict != PASSED), PASSED)
 
-    def _run(self) -> tuple[str, bool]:
-        """Runs this rank's small process; returns why it failed, and whether it came to its first step."""
+    def _run(self, most_s: float) -> tuple[str, bool]:
+        """Runs this rank's small process; returns why it failed, and whether it came to its first step.
+
+        It did not come to one, as far as the verdict goes, where `most_s` have cut it short.
+        """
+        limit_s = min(TRIAL_S, most_s)
         members = self.ranks.gather_texts(os.environ.get("RANK", "0"))
         rank = str(self.ranks.rank)
         attempt = os.environ.get(ATTEMPT, "0")
@@ -142,7 +152,7 @@ class Trial:
             ended = subprocess.run(
                 [*COMMAND, str(self.device), self.dtype.value],
                 env=environment,
-                timeout=TRIAL_S,
+                timeout=limit_s,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 start_new_session=True,
@@ -156,13 +166,14 @@ class Trial:
             return f"its process did not start: {error}", False
         said, errors = (output.decode(errors="replace") for output in outputs)
         if code is None:
-            reason = f"no answer in {TRIAL_S:g} s"
+            reason = f"no answer in {limit_s:.3g} s"
         elif code == 0:
             reason = PASSED
         else:
             last_line = errors.strip().rpartition("\n")[2]
             reason = last_line.removeprefix("error: ") or f"exit code {code}"
-        return reason, READY in said
+        is_cut_short = code is None and limit_s < TRIAL_S
+        return reason, READY in said and not is_cut_short
 
     def _read(self) -> str | None:
         """Returns the verdict of an earlier start; None if there is none that can be read."""
