@@ -166,3 +166,7 @@ if [ "$dev" = yes ] && [ "$(cat "$VENV/.installed-dev" 2>/dev/null)" != "$(cksum
     cksum "$DEV" >"$VENV/.installed-dev"
 fi
 "$VENV/bin/python" -c 'import torch; print(f"torch {torch.__version__}, {torch.cuda.device_count()} GPUs, {torch.get_num_threads()} CPU threads")' >&2
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+ranks=
+[ "$gpus" -lt 2 ] || ranks=" ranks=$gpus"
+say "is this machine fit? one screen says it, and what to do: $VENV/bin/llama-ssp calibrate$ranks"

@@ -282,7 +282,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     # The leader reads prompts and draws the seed, and broadcasts both.
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
     seed = chosen_seed(checked, task.name == "batch" and leads)
-    inputs = RunInputs(recorded, seed, pairs, reading, place)
+    inputs = RunInputs(run=recorded, seed=seed, pairs=pairs, reading=reading, place=place)
     keep_threads_to_share()
     if world == 1 and not _computes_on_gpus(recorded):
         give_cores_away(times)

@@ -45,6 +45,7 @@ PLAIN = {
     "PIP_FAILS": "nothing",
     "SYSTEM": "Linux",
 }
+CHECK = "is this machine fit? one screen says it, and what to do: .venv/bin/llama-ssp calibrate"
 OTHERS = ("PIP_", "PYTHON", "TORCHINDUCTOR", "XDG_")  # what would speak for this machine
 has_gpu = pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="a GPU chooses another build")
 
@@ -106,7 +107,20 @@ def test_locks_are_installed_with_their_hashes_and_nothing_else(install: Install
         assert line == f"-q --require-hashes --no-deps --no-build-isolation -r {lock}"
     assert torch == f"-q --index-url https://download.pytorch.org/whl/cpu torch=={version[1]}"
     assert package.endswith("--no-deps --no-build-isolation -e .")
-    assert done.lines[-1] == "torch is here"
+    assert done.lines[-2:] == ["torch is here", CHECK]
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, ""), (1, ""), (8, " ranks=8")])
+def test_it_ends_by_naming_the_check_of_the_machine(
+    gpus: int, ranks: str, install: Install, tmp_path: Path
+) -> None:
+    """Over all GPUs, with nothing installed anew, too."""
+    smi = tmp_path / "programs" / "nvidia-smi"
+    listed = "".join(f"echo 'GPU {number}: NVIDIA H200 (UUID: GPU-{number})'\n" for number in range(gpus))
+    smi.write_text(f'#!/bin/sh\n[ "$1" = -L ] || exit 0\n{listed}')
+    smi.chmod(0o755)
+    for done in (install("--cpu"), install("--cpu")):
+        assert done.code == 0 and done.lines[-1] == CHECK + ranks
 
 
 @has_gpu

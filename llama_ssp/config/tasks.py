@@ -306,13 +306,15 @@ class PlanConf(TaskConf):
 
 @dataclass
 class CalibrateConf(TaskConf):
-    """Measure this machine's constants, for plans and for drafts.
+    """Check whether this machine is fit, and measure its constants for plans.
 
-    They are written as a cluster. To use it: --config-dir FOLDER cluster=calibrated.
+    The check says within a minute what is wrong, and what to do; where it finds a fault the exit code is 1.
+    The constants are written as a cluster. To use it: --config-dir FOLDER cluster=calibrated.
     """
 
     groups = "placement"
 
+    measure: bool = key(True, "Measure the constants, too; false only checks the machine.")
     folder: str = not_empty("The folder that gets cluster/calibrated.yaml.", "calibrated")
     repeats: int = number(5, 1, 1000, "Measurements of each constant.")
 

@@ -13,6 +13,7 @@ After that, the steps of the real model are compared in the same way (`check`).
 import hashlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -96,24 +97,27 @@ class Trial:
         again = f"to try again delete {self.file}" if self.is_lasting else "the next start tries again"
         return f"{steps} failed their trial ({self.verdict}); engine=compiled skips the trial; {again}"
 
-    def passes(self) -> bool:
-        """Whether the model's steps may be compiled, by the verdict of an earlier start, or by trying."""
+    def passes(self, most_s: float = math.inf) -> bool:
+        """Whether the model's steps may be compiled, by the verdict of an earlier start, or by trying.
+
+        A trial takes `most_s` at most; one that is cut short by that gives no verdict.
+        """
         known = self._read()
         self.verdict = known or PASSED
         if json.dumps(None) in self.ranks.gather_texts(json.dumps(known)):
-            self.verdict, self.is_lasting = self._tried()
+            self.verdict, self.is_lasting = self._tried(most_s)
         self._agree()
         if self.verdict != known and self.is_lasting:
             self._write(self.verdict)
         return self.verdict == PASSED
 
-    def _tried(self) -> tuple[str, bool]:
+    def _tried(self, most_s: float) -> tuple[str, bool]:
         """Returns this rank's verdict, by its small process, and whether those of all ranks became ready."""
         exclusive = self.ranks.gather_ints([int(self._is_exclusive())])
         if any(is_exclusive for (is_exclusive,) in exclusive):
             return EXCLUSIVE, False
         log.info("engine: trying compiled steps over %d ranks, before weights are read", self.ranks.world)
-        verdict, is_ready = self._run()
+        verdict, is_ready = self._run(most_s)
         are_ready = self.ranks.gather_ints([int(is_ready)])
         return verdict, all(is_ready for (is_ready,) in are_ready)
 
@@ -151,8 +155,11 @@ class Trial:
         every = self.ranks.gather_texts(self.verdict)
         self.verdict = next((verdict for verdict in every if verdict != PASSED), PASSED)
 
-    def _run(self) -> tuple[str, bool]:
-        """Runs this rank's small process; returns why it failed, and whether it became ready."""
+    def _run(self, most_s: float) -> tuple[str, bool]:
+        """Runs this rank's small process; returns why it failed, and whether it became ready.
+
+        It did not become ready, as far as the verdict goes, where `most_s` have cut it short.
+        """
         members = self.ranks.gather_texts(os.environ.get("RANK", "0"))
         rank = str(self.ranks.rank)
         attempt = os.environ.get(ATTEMPT, "0")
@@ -173,9 +180,13 @@ class Trial:
             )
         except OSError as error:
             return f"its process did not start: {error}", False
-        said, errors, is_late = _followed(process)
+        began = time.monotonic()
+        said, errors, is_late = _followed(process, most_s)
         is_ready = _is_ready(said)
-        if is_late:
+        if is_late and time.monotonic() - began >= most_s:
+            is_ready = False
+            reason = f"no answer in {most_s:.3g} s"
+        elif is_late:
             reason = f"no answer in {TRIAL_S:g} s" if is_ready else f"not ready in {PREPARE_S:g} s"
         elif process.returncode == 0:
             reason = PASSED
@@ -202,14 +213,15 @@ class Trial:
             log.warning("engine: the verdict is not kept: %s", error)
 
 
-def _followed(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes, bool]:
+def _followed(process: subprocess.Popen[bytes], most_s: float) -> tuple[bytes, bytes, bool]:
     """Waits for a small process; returns its output, its errors, and whether it was late, and so was killed.
 
-    It is late if it is not ready in time, or if it does not end in time once it is ready.
+    It is late if it is not ready in time, if it does not end in time once it is ready, or after `most_s`.
     """
     said = b""
     errors = b""
-    until = time.monotonic() + PREPARE_S
+    end = time.monotonic() + most_s
+    until = min(time.monotonic() + PREPARE_S, end)
     with process:
         try:
             while time.monotonic() < until:
@@ -221,7 +233,7 @@ def _followed(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes, bool]:
                     said = so_far.stdout or said
                     errors = so_far.stderr or errors
                 if _is_ready(said) and not was_ready:
-                    until = time.monotonic() + TRIAL_S
+                    until = min(time.monotonic() + TRIAL_S, end)
             return said, errors, True
         finally:
             process.kill()

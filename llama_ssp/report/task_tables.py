@@ -45,6 +45,11 @@ PLANNED = (
     Column(key="measured"),
     Column(key="predicted_over_measured", title="predicted / measured"),
 )
+MACHINE = (
+    Column(key="subject", title="checked", is_text=True),
+    Column(key="verdict", title="", is_text=True),
+    Column(key="found", is_text=True),
+)
 MEMORY = {
     "held_bytes": "weights and caches",
     "tensor_bytes": "tensors",
@@ -240,12 +245,28 @@ def advice(summary: Row) -> Items:
     return [summary["sentence"], *summary["advice"]]
 
 
+def machine(summary: Row) -> Items:
+    """Returns what task=calibrate found on the machine; of an interrupted check nothing."""
+    return machine_rows(summary["machine"]) if summary.get("machine") else []
+
+
+def machine_rows(check: Row) -> Items:
+    """Returns a row for each thing that was checked, what to do where it is not well, and a sentence."""
+    rows = [{**row, "subject": row["name"].replace("_", " ")} for row in check["checks"]]
+    advice = [f"{row['subject']}: {row['fix']}" for row in rows if row["fix"]]
+    items: Items = [Table("machine", MACHINE, rows)]
+    if advice:
+        items += ["", "what to do", *dict.fromkeys(advice)]
+    return [*items, "", f"this machine is {check['says']} (checked in {check['seconds']:.0f} s)"]
+
+
 ITEMS: dict[str, Callable[[Row], Items]] = {
     "generate": outputs,
     "measure": speeds,
     "eval": scores,
     "agree": agreements,
     "certify": checks,
+    "calibrate": machine,
     "plan": advice,
 }
 

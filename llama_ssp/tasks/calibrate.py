@@ -1,4 +1,6 @@
-"""task=calibrate: measures this machine's constants, as a cluster that plans and runs can use.
+"""task=calibrate: checks this machine, and measures its constants, as a cluster that plans and runs can use.
+
+The check (tasks/machine) comes first. Where it finds a fault nothing is measured.
 
 Bandwidth, arithmetic, sums and messages are timed by themselves. The other constants are fitted by least
 squares to rounds of small synthetic models of several depths, widths and vocabularies, regular and
@@ -9,11 +11,13 @@ machines drift.
 
 import logging
 import shlex
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -38,6 +42,7 @@ from llama_ssp.config import (
     Weights,
     home_expanded,
 )
+from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.presets import machines
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
@@ -58,6 +63,7 @@ from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 from llama_ssp.report.machine import processor_name
 from llama_ssp.report.run_folder import versions
+from llama_ssp.report.task_tables import machine_rows
 from llama_ssp.speculative.draft_length import lookahead_for
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -66,6 +72,7 @@ from llama_ssp.tasks.common import Task
 log = logging.getLogger(__name__)
 
 NAME = "calibrated"  # the cluster's name, and its file's
+ROOM = 2**16  # bytes: more than the file takes
 STARTING = "groups", "scheduler", "slurm"  # how jobs are started is not measured
 # Of every text: its prompt, and how many tokens are written.
 PROMPT = tuple(range(4, 36))
@@ -125,23 +132,53 @@ class Case:
 
 
 class CalibrateTask(Task[CalibrateConf]):
-    """Measures on every rank; the leader writes the file. It has no plan: plans are made of its constants."""
+    """Measures on every rank, if the machine is fit; the leader writes the file."""
+
+    is_planned = False  # plans are made of its constants
 
     def run(self) -> str:
+        machine = self._inputs.machine
+        if machine is not None:
+            self._results = [{"machine": machine.record()}]
+            self._print(machine_rows(machine.record()))
+            if not machine.is_fit:
+                return "failed"
+        if not self._task.measure:
+            return "done"
+
+        log.info("measuring constants")
         cluster, _ = measured(self._run, self._ranks, NAME, self._task.repeats)
-        file = home_expanded(self._task.folder) / "cluster" / f"{cluster.name}.yaml"
+        file = place_of_constants(self._task)
         if self._ranks.is_leader:
             text = yaml.safe_dump(plain(cluster), sort_keys=False, allow_unicode=True, width=200)
             with writing("cluster", file, fix="choose another task.folder"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
-        self._results = [{"cluster_file": str(file), "cluster": plain(cluster)}]
+        self._results.append({"cluster_file": str(file), "cluster": plain(cluster)})
         use = f"use it with --config-dir {shlex.quote(self._task.folder)} cluster={cluster.name}"
         log.info("wrote %s (%.1f GB/s, %.2f TFLOP/s): %s", file, cluster.gb_s, cluster.tflops, use)
         return "done"
 
     def figures(self) -> dict[str, Any]:
-        return dict(*self._results)
+        return {name: value for part in self._results for name, value in part.items()}
+
+
+def place_of_constants(task: CalibrateConf) -> Path:
+    """Returns the file that the constants are written to."""
+    return home_expanded(task.folder) / "cluster" / f"{NAME}.yaml"
+
+
+def require_place(task: CalibrateConf) -> None:
+    """Raises StorageError if the leader cannot write the constants: before minutes are spent on them."""
+    if not rank_environment().is_leader:
+        return
+    file = place_of_constants(task)
+    with writing("cluster", file, fix="choose another task.folder"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent) as room:
+            room.write(bytes(ROOM))
+        if file.exists():
+            file.open("r+b").close()
 
 
 def measured(

@@ -26,6 +26,8 @@ Conf = TypeVar("Conf", bound=TaskConf)
 class Task(Generic[Conf]):
     """Runs a task once, on every rank. Its results can be read at any time, even after an interrupt."""
 
+    is_planned = True  # whether what the run took is compared with a plan
+
     def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         self._inputs = inputs
         self._run = inputs.run

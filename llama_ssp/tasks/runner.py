@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from llama_ssp.config import CalibrateConf
 from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.cores import own_cores
 from llama_ssp.distributed.gpus import gpus_here
@@ -26,7 +27,7 @@ from llama_ssp.report.tables import text_of
 from llama_ssp.report.task_tables import plan_against_actual
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
-from llama_ssp.tasks.calibrate import CalibrateTask
+from llama_ssp.tasks.calibrate import CalibrateTask, require_place
 from llama_ssp.tasks.certify.task import CertifyTask
 from llama_ssp.tasks.chat import ChatTask
 from llama_ssp.tasks.common import Task, memory_of_ranks
@@ -34,6 +35,7 @@ from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
 from llama_ssp.tasks.inputs import RunInputs
+from llama_ssp.tasks.machine.check import check_machine
 from llama_ssp.tasks.measure import MeasureTask
 from llama_ssp.text.prompts import Reading, TextPrompt
 
@@ -50,7 +52,7 @@ BUSY_S = 10.0
 
 def execute(inputs: RunInputs) -> int:
     """Runs the task on this rank; the exit code. If several ranks fail, each raises what failed first."""
-    ranks = ranks_of(inputs.run)
+    inputs, ranks = _with_ranks(inputs)
     with first_cause(ranks):
         inputs = shared(inputs, ranks)
         used = max(pair.placement.world for pair in inputs.pairs)
@@ -69,6 +71,16 @@ def execute(inputs: RunInputs) -> int:
         code = _run(inputs, ranks)
         ranks.close()
     return code
+
+
+def _with_ranks(inputs: RunInputs) -> tuple[RunInputs, Ranks]:
+    """Returns the run's ranks; task=calibrate first checks the machine, which may have none that work."""
+    if not isinstance(inputs.run.task, CalibrateConf):
+        return inputs, ranks_of(inputs.run)
+    if inputs.run.task.measure:
+        require_place(inputs.run.task)
+    check, ranks = check_machine(inputs.run)
+    return replace(inputs, machine=check), ranks
 
 
 def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
@@ -140,8 +152,9 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         status = task.run()
         if device.type == "cpu":
             _warn_if_busy(time.perf_counter() - started_s, _waited_s() - waited_before_s)
-        held = max((measurement.held_bytes for measurement in task.measurements()), default=0)
-        memory = memory_of_ranks(held, device, ranks)
+        if task.is_planned:
+            held = max((measurement.held_bytes for measurement in task.measurements()), default=0)
+            memory = memory_of_ranks(held, device, ranks)
     except Exception as error:
         raise task.full_gpu(error) or error from error.__cause__
     except KeyboardInterrupt as stop:

@@ -320,6 +320,21 @@ def test_no_small_process_is_started_on_a_gpu_that_admits_none(
     assert (said in str(tried)) == any(modes) == ("trying compiled steps" not in caplog.text)
 
 
+@pytest.mark.parametrize("most_s", [0.5, 600.0], ids=["cut short", "its own limit"])
+def test_a_trial_that_is_cut_short_has_no_verdict(
+    most_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Though it came to its first step: with more time it may pass."""
+    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(trial, "TRIAL_S", 1.0)
+    monkeypatch.setattr(trial, "COMMAND", [*FAILS, "echo ready; sleep 9"])
+    attempt = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
+    assert not attempt.passes(most_s)
+    is_cut_short = most_s < 1.0
+    assert (attempt.is_lasting, attempt.file.exists()) == (not is_cut_short, not is_cut_short)
+    assert attempt.verdict == f"no answer in {min(most_s, 1.0):g} s"
+
+
 def test_the_command_of_the_trial_runs_from_a_checkout_in_any_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
