@@ -775,7 +775,7 @@ def test_constants_that_were_there_stay_until_new_ones_are_measured(
 
 
 @pytest.mark.parametrize(
-    ("passes", "has_verdict", "verdict", "found"),
+    ("passes", "is_lasting", "verdict", "found"),
     [
         (True, True, Verdict.ok, "give the logits of eager ones"),
         (False, True, Verdict.fault, "it failed: off by 0.3; steps run eagerly"),
@@ -784,12 +784,12 @@ def test_constants_that_were_there_stay_until_new_ones_are_measured(
     ids=["passed", "failed", "cut short"],
 )
 def test_the_verdict_of_the_trial_is_told(
-    passes: bool, has_verdict: bool, verdict: Verdict, found: str, monkeypatch: pytest.MonkeyPatch
+    passes: bool, is_lasting: bool, verdict: Verdict, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two ranks with GPUs; the trial itself is tests/distributed/test_trial.py's."""
     attempt = SimpleNamespace(
         passes=lambda most_s: passes and most_s == 20.0,
-        has_verdict=has_verdict,
+        is_lasting=is_lasting,
         verdict="off by 0.3",
         file="f",
     )

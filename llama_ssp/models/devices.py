@@ -1,5 +1,6 @@
 """The device and the number format of a model, from the config and from what this machine has."""
 
+import time
 from typing import Any, cast
 
 import torch
@@ -107,3 +108,13 @@ def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads"
+
+
+def now() -> float:
+    """Returns the clock's time, in seconds, after the GPU's work.
+
+    Not torch.utils.benchmark's: every command would import torch's C++ extensions, and print what they say.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -47,7 +47,7 @@ from llama_ssp.config.presets import machines
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError, writing
-from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of
+from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, now
 from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession
@@ -246,16 +246,6 @@ def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
     for _ in range(repeats + 1):
         turns.append([work() for work in works])
     return [min(figures) for figures in zip(*turns[1:], strict=True)]
-
-
-def now() -> float:
-    """Returns the clock's time, in seconds, after the GPU's work.
-
-    Not torch.utils.benchmark's: every command would import torch's C++ extensions, and print what they say.
-    """
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def elapsed_s(works: Sequence[Callable[[], Any]], ranks: Ranks) -> float:

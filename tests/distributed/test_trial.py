@@ -311,7 +311,7 @@ def test_no_small_process_is_started_on_a_gpu_that_admits_none(
     monkeypatch.setattr(trial, "gpu_of", lambda _: "1")
     monkeypatch.setattr(trial, "gpus_here", lambda: gpus)
     monkeypatch.setattr(Trial, "__post_init__", lambda self: setattr(self, "file", tmp_path / "verdict"))
-    monkeypatch.setattr(Trial, "_run", lambda _: ("no", False))
+    monkeypatch.setattr(Trial, "_run", lambda _, most_s: ("no", False))
     tried = Trial(name="m", dtype=Dtype.fp32, device=torch.device("cuda:0"), ranks=Two())
     assert not tried.passes() and not tried.file.exists()
     said = (

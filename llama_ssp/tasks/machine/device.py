@@ -9,16 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.benchmark import timer
 
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.models.devices import dtype_of
+from llama_ssp.models.devices import dtype_of, now
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.models.steps import has_kernels
 from llama_ssp.tasks.machine.facts import DEVICE, KERNELS, LAUNCH, MEMORY, PEERS, SUMS, Figures
-
-now: Callable[[], float] = timer  # the clock: it waits for the GPU's work
 
 GPU = "cuda"
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes of a copy: more than a cache holds
