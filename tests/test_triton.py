@@ -1,5 +1,6 @@
 """Kernels for GPUs: they compile for every generation, and the interpreter gives the reference's numbers."""
 
+import math
 import os
 import subprocess
 import sys
@@ -32,9 +33,13 @@ from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
 from llama_ssp.models.kernels.coded import available  # noqa: E402
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS  # noqa: E402
 from llama_ssp.models.steps import SteppedModel, has_kernels  # noqa: E402
-from tests import test_attention  # noqa: E402
+from llama_ssp.planner.activations import GPU, Forward  # noqa: E402
+from llama_ssp.planner.weights import ModelPart, RolePart, weights  # noqa: E402
+from llama_ssp.planner.workload import TARGET, Role  # noqa: E402
+from tests import plans, test_attention  # noqa: E402
 from tests.distributed.test_quantised import off  # noqa: E402
 from tests.families import decoder_of, module_of, require_same, walked  # noqa: E402
+from tests.memory_trace import LiveBytes  # noqa: E402
 from tests.test_coded_linear import held, wide  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -112,7 +117,10 @@ KERNELS = {
     "llm-int8": codes("int8", 4096, 5, FP32, bias=True),
     "fp8": codes("e4m3", 128, 5, FP32),
     "awq": codes("uint4", 128, 9, FP16, torch.uint8),
+    "awq-rows": codes("uint4", 128, 40, FP16, torch.uint8),
     "awq-prompt": codes("uint4", 128, 512, FP16, torch.uint8),
+    "llm-int8-prompt": codes("int8", 4096, 512, FP32, bias=True),
+    "q4_k-prompt": codes("uint4", 32, 512, FP32, FP32),
     "q4_k": codes("uint4", 32, 5, FP32, FP32),
     "mxfp4": codes("e2m1", 32, 5, BF16, None, True),
     "nf4-prompt": codes("nf4", 4096, 17, FP32),
@@ -142,6 +150,80 @@ KERNELS = {
 def test_kernels_compile(name: str, generation: int):
     """For 80, 86 and 89 Triton has one code generator, and 86 has the least memory; 90 and 100 take turns."""
     require_compiled(KERNELS[name], generation)
+
+
+# Outputs and inputs of the products with codes of a layer, on one of the ranks.
+LAYERS = {
+    "7B": [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)],
+    "65B over 8 ranks": [(3072, 8192), (8192, 1024), (5504, 8192), (8192, 2752)],
+    "llama3.1-8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+}
+PROCESSORS = 132  # of an H100 or an H200
+
+
+def product(table: str, group: int, rows: int, outputs: int, inputs: int, **how: Any) -> Callable[[], object]:
+    """A product with codes, of no content."""
+    weight = tensor(outputs, inputs if table == "int8" else inputs // 2, dtype=torch.uint8)
+    scales = tensor(outputs, inputs // group if group else 1)
+    sizes = (outputs, group or inputs, list(TABLES).index(table))
+    x = tensor(rows, inputs, dtype=BF16)
+    return partial(coded_triton.linear_coded, x, weight, tensor(256), scales, None, None, *sizes, **how)
+
+
+def launched(start: Callable[[], object]) -> list[tuple[str, int]]:
+    """Returns the kernels that `start` launches, and how many programs each has; none is compiled."""
+    launches = []
+
+    def noted(kernel: Any, *_: Any, grid: tuple[int, ...], **__: Any) -> None:
+        launches.append((kernel.__name__, math.prod(grid)))
+
+    with patch.object(JITFunction, "run", noted):
+        start()
+    return launches
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 256])
+@pytest.mark.parametrize("kind", [("int8", 0), ("int4", 32), ("uint4", 128)])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_products_with_codes_have_a_program_for_each_processor(
+    layer: str, kind: tuple[str, int], rows: int
+) -> None:
+    for outputs, inputs in LAYERS[layer]:
+        (name, programs), *rest = launched(product(*kind, rows, outputs, inputs))
+        assert programs >= PROCESSORS, (name, outputs, inputs)
+        assert [each for each, _ in rest] in ([], ["_add"])
+
+
+def test_prompts_decode_a_weight_in_codes_once() -> None:
+    """In slices, so that little memory is needed; an output matrix, whose sums stay exact, never."""
+    small, large = product("int4", 32, 300, 4096, 4096), product("int8", 0, 2048, 28672, 4096)
+    assert [name for name, _ in launched(small)] == ["_decode"]
+    assert [name for name, _ in launched(large)] == ["_decode"] * 2
+    assert [name for name, _ in launched(product("int8", 0, 300, 512, 4096, wide=True))] == ["_multiply"]
+
+
+@pytest.mark.parametrize("kind", [(Dtype.int8, "int8", 0), (Dtype.int4, "int4", 32), (Dtype.nf4, "nf4", 64)])
+@pytest.mark.parametrize("name", ["7B", "llama3.2-1b", "tiny"])
+def test_what_products_with_codes_keep_is_planned(name: str, kind: tuple[Dtype, str, int]) -> None:
+    """Decoded numbers, and sums of parts of the inputs, beside the result."""
+    dtype, table, group = kind
+    model = plans.model(name)
+    part = ModelPart.of(model)
+    role = Role(TARGET, model, dtype)
+    own = RolePart.of(role, part, 800, compiled=True)
+    for rows in (1, 16, 17, 64, 256, 257, 700):
+        planned = Forward(own, GPU, 1, rows, 800)._dequantised()
+        kept = []
+        for weight in weights(part):
+            if weight.linear:
+                live = LiveBytes()
+                start = product(table, group, rows, weight.outputs, weight.inputs)
+                live.ignore([each for each in start.args if isinstance(each, Tensor)])
+                with live.phase():
+                    launched(start)
+                kept.append(live.peak - rows * weight.outputs * 2)
+        assert max(kept) <= planned, rows
+        assert rows < 17 or max(kept) > 0, rows
 
 
 # Heads of queries and of keys, the size of a head, scores, sinks; of each row its first slot, start, tokens.
@@ -334,30 +416,27 @@ def test_experts_of_a_prompt_do_not_wait_on_any_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's grouped product is a loop that waits, but on two generations of GPUs."""
-    products: list[str] = []
 
-    def noted(name: str, outputs_of: Callable[..., int]) -> Callable[..., Tensor]:
-        def product(x_PK: Tensor, *given: Any, **_: Tensor) -> Tensor:
-            products.append(name)
-            return x_PK.new_empty(600 * 2, outputs_of(*given))
+    class Chosen(Exception):
+        """Which product was taken; it ends the layer."""
 
-        return product
+    def chosen(name: str, *_: object) -> None:
+        raise Chosen(name)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(experts, "triton_runs", lambda: True)
-    by_torch = noted("torch's", lambda weight_EKN: weight_EKN.shape[2])
-    monkeypatch.setattr(experts.functional, "grouped_mm", by_torch)
-    monkeypatch.setattr(experts, "products", noted("ours", lambda _, stack, __: stack.parts[0].shape[1]))
+    for function, name in (("grouped", "torch's"), ("products", "ours"), ("_one_by_one", "in turn")):
+        monkeypatch.setattr(experts, function, partial(chosen, name))
 
     up, down = stacks(BF16)
-    assert not experts.waits_for_host(BF16, up, down, 600 * 2)
-    with up.parts[0].fake_mode:
+    with up.parts[0].fake_mode:  # type: ignore[attr-defined]
         x_TH = torch.empty(600, 48, dtype=BF16, device="cuda")
         choice_TK = torch.empty(600, 2, dtype=torch.int64, device="cuda")
         weight_TK = torch.empty(600, 2, dtype=BF16, device="cuda")
         rest = ("", "", None, None, "silu", 0.0, 0.0)
-        y_TH = experts.apply_on_gpu(x_TH, weight_TK, choice_TK, up.parts, down.parts, *rest)
-    assert y_TH.shape == x_TH.shape and products == [expected] * 2
+        with pytest.raises(Chosen, match=expected):
+            experts.apply_on_gpu(x_TH, weight_TK, choice_TK, up.parts, down.parts, *rest)
+    assert not experts.waits_for_host(BF16, up, down, choice_TK.numel())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models import graph_sizes
 from llama_ssp.models.graph_sizes import FILTERED, KEPT_BYTES, LAG, LARGEST, MOST, sizes_up_to
-from llama_ssp.models.kernels.kernel_sizes import DECODED, SLICE, attended_parts
+from llama_ssp.models.kernels.kernel_sizes import (
+    DECODED,
+    FEW_ROWS,
+    MANY_ROWS,
+    SLICE,
+    attended_parts,
+    parts_of,
+)
 from llama_ssp.models.layout import EXPERTS
 from llama_ssp.planner.storage import width
 from llama_ssp.planner.weights import ModelPart, RolePart, weights
@@ -184,7 +191,19 @@ class Forward:
         if self._decodes_experts:
             one = 2 * part.expert_ffn * part.dim
             numbers = max(numbers, min(max(one, DECODED), one * self.tokens * part.experts_per_token))
-        return self.w * numbers
+        return max(self.w * numbers, self._by_codes())
+
+    def _by_codes(self) -> int:
+        """The kernel for codes of a GPU: of many tokens a matrix that is decoded, of fewer sums of parts."""
+        made = (Dtype.int8, Dtype.nf4) if self.own.compiled else ()
+        is_coded = self.own.dtype in (*OWN_CODES, *made)
+        if self.kernels.cpu or not is_coded or self.tokens <= FEW_ROWS:
+            return 0
+        if self.tokens > MANY_ROWS:
+            return self.w * min(self.part.largest_matrix, DECODED)
+        matrices = [weight for weight in weights(self.part) if weight.linear]
+        parts = [(parts_of(each.outputs, each.inputs), each.outputs) for each in matrices]
+        return FP32 * self.tokens * max((count * outputs for count, outputs in parts if count > 1), default=0)
 
     def _head(self) -> int:
         """Logits; over several ranks: a part, its padded copy, all gathered parts, the whole.
