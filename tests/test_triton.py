@@ -28,7 +28,7 @@ from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models import experts  # noqa: E402
 from llama_ssp.models.attention import Places, Scores, attend_rows  # noqa: E402
 from llama_ssp.models.formats.coded import TABLES  # noqa: E402
-from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
+from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton, probe  # noqa: E402
 from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
 from llama_ssp.models.kernels.coded import available  # noqa: E402
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS  # noqa: E402
@@ -355,6 +355,7 @@ def mixture(
 
 
 @patch.object(experts, "triton_runs", lambda: True)
+@patch.object(experts, "experts_run", lambda *_: True)
 def require_experts() -> None:
     """Experts, of more tokens that choose the same than a product has rows; weights that fill no block."""
     numbers = (1, 4, 2, 72, 40), (5, 8, 4, 64, 32), (20, 3, 2, 40, 50), (9, 32, 4, 24, 16)
@@ -364,11 +365,23 @@ def require_experts() -> None:
 
 
 @patch.object(experts, "triton_runs", lambda: True)
+@patch.object(experts, "experts_run", lambda *_: True)
 @patch.object(experts, "MOST_PAIRS", 4)
 @patch.object(experts_triton, "MOST_PAIRS", 4)
 def require_sorted_experts() -> None:
     """As in prompts: experts of several programs, of one, and of none."""
     require_mixtures([((70, 3, 2, 40, 50), None), ((5, 8, 4, 64, 32), None), ((9, 32, 4, 24, 16), None)])
+
+
+@patch.object(probe, "triton_runs", lambda: True)
+@patch.object(probe, "EXPERTS", 3)
+@patch.object(probe, "INPUTS", 72)
+@patch.object(probe, "MOST_PAIRS", 50)
+@patch.object(experts_triton, "MOST_PAIRS", 50)
+def require_probed_experts() -> None:
+    """The probe takes the kernels to be sound."""
+    for many in (False, True):
+        assert probe.experts_run.__wrapped__(FP32, torch.device("cpu"), many)
 
 
 def require_mixtures(cases: list[tuple[tuple[int, ...], Any]]) -> None:
@@ -396,6 +409,7 @@ REQUIRED = (
     require_model,
     require_experts,
     require_sorted_experts,
+    require_probed_experts,
 )
 CODES = "int4 16 1.0 64 False {}"  # of a stack: whether the kernel reads them is left open
 
@@ -425,6 +439,7 @@ def test_experts_of_a_prompt_do_not_wait_on_any_gpu(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(experts, "triton_runs", lambda: True)
+    monkeypatch.setattr(experts, "experts_run", lambda *_: True)
     for function, name in (("grouped", "torch's"), ("products", "ours"), ("_one_by_one", "in turn")):
         monkeypatch.setattr(experts, function, partial(chosen, name))
 
@@ -458,6 +473,7 @@ def test_which_experts_wait(
     """By their format, and by how many pairs of a token and an expert there are."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(experts, "triton_runs", lambda: triton)
+    monkeypatch.setattr(experts, "experts_run", lambda *_: True)
     up, down = stacks(dtype, how)
     waits = [experts.waits_for_host(dtype, up, down, pairs) for pairs in (MOST_PAIRS, MOST_PAIRS + 1)]
     assert waits == [in_steps, in_prompts]
@@ -466,6 +482,7 @@ def test_which_experts_wait(
 def test_a_layer_says_whether_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two experts a token; its router has the numbers of its tokens."""
     monkeypatch.setattr(experts, "triton_runs", lambda: True)
+    monkeypatch.setattr(experts, "experts_run", lambda *_: True)
     parts = decoder_of(module_of("mixtral")).modules()
     layers = [part for part in parts if isinstance(part, experts.Experts)]
     assert layers and not any(layer.waits_for_host(MOST_PAIRS) for layer in layers)
@@ -503,6 +520,24 @@ def test_what_triton_cannot_compile_is_known_before_the_first_step(
     assert "install a C compiler and Python's headers (gcc, python3-dev): " in line
     for function in kept:
         function.cache_clear()
+
+
+@pytest.mark.parametrize("tokens", [3, 600])
+@torch.inference_mode()
+def test_experts_whose_kernel_fails_run_in_turn(
+    tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here triton finds no GPU to start it on. Of a step, and of a prompt; the log says so, once."""
+    for module in (experts, probe):
+        monkeypatch.setattr(module, "triton_runs", lambda: True)
+    probe.experts_run.cache_clear()
+    given, layers, _ = mixture((tokens, 4, 2, 72, 40))
+    for _ in range(2):
+        assert torch.equal(experts.apply_on_gpu(*given, *layers), experts.apply(*given, *layers))
+    probe.experts_run.cache_clear()
+    (line,) = caplog.messages
+    assert line.startswith(f"engine: experts in {'prompts' if tokens > 512 else 'steps'}")
+    assert " run one after the other: their kernel fails: " in line
 
 
 @pytest.mark.parametrize(("family", "kernel"), [("llama-gqa", False), ("gemma2", True), ("gpt_oss", True)])
